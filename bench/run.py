@@ -1,11 +1,11 @@
-"""What the engine costs per transaction on top of a bare loop, side by side in one run.
+"""The overhead of the engine per transaction over a bare loop, measured in one run.
 
-    python bench/run.py                 every scene, one line of JSON at the end, exit 1 where a bar is missed
-    python bench/run.py --quick         a tenth of the work: to see that it runs, not to judge by
-    python bench/run.py --profile NAME  where one variant (asyncio, threads) spends its time; --scene chooses the scene
+    python bench/run.py                 every scenario, one line of JSON at the end, exit 1 where a target is missed
+    python bench/run.py --quick         a tenth of the work: to see that it runs, not for figures
+    python bench/run.py --profile NAME  where one variant (asyncio, threads) spends its time; --scene chooses one
 
-Each scene has a process of its own, because a tracer provider is there for good once it is set. In it the engine and
-the bare loop take turns, so both see the same machine; a figure is the median over the rounds.
+Each scenario has its own process, because a tracer provider stays set permanently. In it the engine and the bare loop
+take turns, so both have the same machine load; a figure is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -31,136 +31,136 @@ from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.transaction import Transaction
 
 ROUNDS = 7
-WARM_UP = 1_000
-#: Transactions a second that the asyncio variant has to reach without telemetry.
-RATE = 25_000
+WARM_UP_TRANSACTIONS = 1_000
+#: Transactions per second that the asyncio variant must reach without telemetry.
+MIN_RATE_PER_SECOND = 25_000
 
 
 @dataclass(frozen=True)
-class Scene:
+class Scenario:
     transactions: int
-    #: Microseconds that the engine may add to a transaction; None is printed and not judged.
+    #: Microseconds that the engine may add to a transaction; None is printed without a target.
     bars: dict[str, float | None]
-    #: A loop that streams has a trace per batch; one that does not has a single one, and a sampler little to choose.
+    #: A streaming loop has a trace per batch; another loop has a single trace, so that a sampler makes no difference.
     streaming: bool = False
 
 
-SCENES = {
-    "plain": Scene(20_000, {"asyncio": 20.0, "threads": 30.0}),
-    "recorded": Scene(5_000, {"asyncio": 250.0, "threads": None}, streaming=True),
-    "sampled": Scene(20_000, {"asyncio": 40.0, "threads": None}, streaming=True),
+SCENARIOS = {
+    "plain": Scenario(20_000, {"asyncio": 20.0, "threads": 30.0}),
+    "recorded": Scenario(5_000, {"asyncio": 250.0, "threads": None}, streaming=True),
+    "sampled": Scenario(20_000, {"asyncio": 40.0, "threads": None}, streaming=True),
 }
 
 
-# -- what is measured ------------------------------------------------------------------------------
+# -- measured loops --------------------------------------------------------------------------------
 
 
-class Threaded(ConsumerMixin):
+class ThreadedNoopTask(ConsumerMixin):
     def process_transaction(self, transaction):
         return None
 
 
-class Async(AsyncConsumerMixin):
+class AsyncNoopTask(AsyncConsumerMixin):
     async def process_transaction(self, transaction):
         return None
 
 
-def engine_threads(connector, policy):
-    task = Threaded()
+def run_engine_threads(connector, policy):
+    task = ThreadedNoopTask()
     task.connector = connector
     return task.consume_transactions(policy).started
 
 
-def engine_asyncio(connector, policy):
-    task = Async()
+def run_engine_asyncio(connector, policy):
+    task = AsyncNoopTask()
     task.connector = connector
     return asyncio.run(task.consume_transactions(policy)).started
 
 
-def bare_threads(connector, _policy):
-    return bare.consume(connector, Threaded().process_transaction)
+def run_bare_threads(connector, _policy):
+    return bare.consume(connector, ThreadedNoopTask().process_transaction)
 
 
-def bare_asyncio(connector, _policy):
-    return asyncio.run(bare.consume_async(connector, Async().process_transaction))
+def run_bare_asyncio(connector, _policy):
+    return asyncio.run(bare.consume_async(connector, AsyncNoopTask().process_transaction))
 
 
-VARIANTS = {"asyncio": (engine_asyncio, bare_asyncio), "threads": (engine_threads, bare_threads)}
+VARIANTS = {"asyncio": (run_engine_asyncio, run_bare_asyncio), "threads": (run_engine_threads, run_bare_threads)}
 
 
-def filled(count):
+def fill_connector(count):
     connector = MemoryConnector("bench")
     connector.dispatch([Transaction(f"t{number}") for number in range(count)])
     return connector
 
 
-def policy_of(count, streaming):
-    # The defaults, but that a loop which streams has to be told when it is enough.
+def build_policy(count, streaming):
+    # The defaults, except that a streaming loop needs a limit to end.
     return ConsumerPolicy.load({"loop": {"streaming": True, "limit": count}} if streaming else {})
 
 
-def timed(loop, count, *, streaming=False):
-    """Seconds per transaction: of the clock, and of the processor."""
-    connector = filled(count)
-    policy = policy_of(count, streaming)
+def measure_loop(loop, count, *, streaming=False):
+    """Return seconds per transaction: elapsed time, and processor time."""
+    connector = fill_connector(count)
+    policy = build_policy(count, streaming)
     gc.collect()
-    began, used = time.perf_counter(), time.process_time()
+    began, cpu_start = time.perf_counter(), time.process_time()
     done = loop(connector, policy)
-    seconds, cpu = time.perf_counter() - began, time.process_time() - used
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu_start
     depth = connector.depth()
     if (done, depth.ready, depth.in_flight, depth.dead) != (count, 0, 0, 0):
         raise RuntimeError(f"{loop.__name__} left {depth} behind after {done} of {count} transactions")
     return seconds / count, cpu / count
 
 
-# -- one scene -------------------------------------------------------------------------------------
+# -- one scenario ----------------------------------------------------------------------------------
 
 
-def trace(sampler):
-    """Traces as an application switches them on, up to an exporter that throws everything away."""
+def set_up_tracing(sampler):
+    """Set up tracing as an application does, up to an exporter that drops every span."""
     from opentelemetry import trace  # noqa: PLC0415 - only the scenes with telemetry may load the SDK
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult  # noqa: PLC0415
 
-    class Nowhere(SpanExporter):
+    class DiscardingExporter(SpanExporter):
         exported = 0
 
         def export(self, spans):
-            Nowhere.exported += len(spans)
+            DiscardingExporter.exported += len(spans)
             return SpanExportResult.SUCCESS
 
-    # A full queue of spans is part of the picture here and not worth a line each.
+    # A full span queue is expected here, so its warnings are hidden.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     provider = TracerProvider(sampler=sampler)
-    provider.add_span_processor(BatchSpanProcessor(Nowhere()))
+    provider.add_span_processor(BatchSpanProcessor(DiscardingExporter()))
     trace.set_tracer_provider(provider)
-    return provider, Nowhere
+    return provider, DiscardingExporter
 
 
-def prepared(name):
+def prepare_telemetry(name):
     if name == "plain":
         return None
     from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRatioBased  # noqa: PLC0415
 
-    return trace(ALWAYS_ON if name == "recorded" else ParentBased(TraceIdRatioBased(0.01)))
+    return set_up_tracing(ALWAYS_ON if name == "recorded" else ParentBased(TraceIdRatioBased(0.01)))
 
 
-def play(name, share):
-    """All rounds of one scene; the last line it prints is its JSON."""
-    scene, telemetry = SCENES[name], prepared(name)
-    count = max(WARM_UP, int(scene.transactions * share))
+def run_scenario(name, share):
+    """Run all rounds of one scenario; the last line of output is its JSON."""
+    scenario, telemetry = SCENARIOS[name], prepare_telemetry(name)
+    count = max(WARM_UP_TRANSACTIONS, int(scenario.transactions * share))
     rounds = {variant: {"engine": [], "bare": []} for variant in VARIANTS}
     for loops in VARIANTS.values():
         for loop in loops:
-            timed(loop, WARM_UP, streaming=scene.streaming)
+            measure_loop(loop, WARM_UP_TRANSACTIONS, streaming=scenario.streaming)
     for number in range(ROUNDS):
-        for variant, (engine, floor) in VARIANTS.items():
-            pair = [("engine", engine), ("bare", floor)]
-            # Who goes first would otherwise always meet the machine in the same state.
+        for variant, (engine, baseline) in VARIANTS.items():
+            pair = [("engine", engine), ("bare", baseline)]
+            # Alternate the order, because the first one always finds the machine in the same state.
             for side, loop in pair if number % 2 == 0 else pair[::-1]:
-                rounds[variant][side].append(timed(loop, count, streaming=scene.streaming))
+                rounds[variant][side].append(measure_loop(loop, count, streaming=scenario.streaming))
         print(f"{name}: round {number + 1} of {ROUNDS}", file=sys.stderr, flush=True)
-    figures = {variant: summed(sides, scene.bars[variant]) for variant, sides in rounds.items()}
+    figures = {variant: summarize(sides, scenario.bars[variant]) for variant, sides in rounds.items()}
     spans = None
     if telemetry is not None:
         provider, exporter = telemetry
@@ -170,18 +170,18 @@ def play(name, share):
     print(json.dumps({"transactions": count, "rounds": ROUNDS, "spans": spans, "variants": figures, "ok": ok}))
 
 
-def summed(sides, bar):
-    engine, floor = ([seconds for seconds, _ in sides[side]] for side in ("engine", "bare"))
-    # Neighbours in time are compared, so that what slows the machine for a while slows both.
-    differences = [mine - theirs for mine, theirs in zip(engine, floor, strict=True)]
+def summarize(sides, bar):
+    engine, baseline = ([seconds for seconds, _ in sides[side]] for side in ("engine", "bare"))
+    # Adjacent rounds are compared: other load on the machine slows both.
+    differences = [mine - theirs for mine, theirs in zip(engine, baseline, strict=True)]
     cpu = [mine - theirs for (_, mine), (_, theirs) in zip(sides["engine"], sides["bare"], strict=True)]
     added = statistics.median(differences) * 1e6
     return {
         "engine_us": round(statistics.median(engine) * 1e6, 2),
-        "bare_us": round(statistics.median(floor) * 1e6, 2),
+        "bare_us": round(statistics.median(baseline) * 1e6, 2),
         "engine_per_second": round(1 / statistics.median(engine)),
-        "bare_per_second": round(1 / statistics.median(floor)),
-        "ratio": round(statistics.median(engine) / statistics.median(floor), 2),
+        "bare_per_second": round(1 / statistics.median(baseline)),
+        "ratio": round(statistics.median(engine) / statistics.median(baseline), 2),
         "added_us": round(added, 2),
         "added_us_range": [round(min(differences) * 1e6, 2), round(max(differences) * 1e6, 2)],
         "added_cpu_us": round(statistics.median(cpu) * 1e6, 2),
@@ -190,21 +190,21 @@ def summed(sides, bar):
     }
 
 
-# -- all scenes ------------------------------------------------------------------------------------
+# -- all scenarios ---------------------------------------------------------------------------------
 
 
-def staged(name, share):
+def run_scenario_process(name, share):
     command = [sys.executable, str(Path(__file__)), "--scene", name, "--share", str(share)]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
-    return json.loads(ran.stdout.splitlines()[-1])
+    completed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
-def shown(name, scene):
-    print(f"\n{name}: {scene['transactions']} transactions, median of {scene['rounds']} rounds")
-    if scene["spans"] is not None:
-        empty = "" if scene["spans"] else "  MISSED: without a span nothing was measured"
-        print(f"  spans exported: {scene['spans']:,}{empty}")
-    for variant, figures in scene["variants"].items():
+def print_scenario(name, scenario):
+    print(f"\n{name}: {scenario['transactions']} transactions, median of {scenario['rounds']} rounds")
+    if scenario["spans"] is not None:
+        empty = "" if scenario["spans"] else "  MISSED: without a span nothing was measured"
+        print(f"  spans exported: {scenario['spans']:,}{empty}")
+    for variant, figures in scenario["variants"].items():
         bar = "" if figures["bar_us"] is None else f"  bar {figures['bar_us']:g}  {'ok' if figures['ok'] else 'MISSED'}"
         low, high = figures["added_us_range"]
         print(
@@ -215,18 +215,21 @@ def shown(name, scene):
 
 
 def compare(share):
-    scenes = {}
-    for name in SCENES:
-        scenes[name] = staged(name, share)
-        shown(name, scenes[name])
-    rate = scenes["plain"]["variants"]["asyncio"]["engine_per_second"]
-    enough = rate >= RATE
-    print(f"\nasyncio in memory: {rate:,} transactions/s, bar {RATE:,}  {'ok' if enough else 'MISSED'}")
-    ok = enough and all(scene["ok"] for scene in scenes.values())
+    results = {}
+    for name in SCENARIOS:
+        results[name] = run_scenario_process(name, share)
+        print_scenario(name, results[name])
+    rate = results["plain"]["variants"]["asyncio"]["engine_per_second"]
+    is_fast_enough = rate >= MIN_RATE_PER_SECOND
+    print(
+        f"\nasyncio in memory: {rate:,} transactions/s, bar {MIN_RATE_PER_SECOND:,}  "
+        f"{'ok' if is_fast_enough else 'MISSED'}"
+    )
+    ok = is_fast_enough and all(result["ok"] for result in results.values())
     summary = {
         "python": platform.python_version(),
-        "scenes": scenes,
-        "rate": {"asyncio_per_second": rate, "bar": RATE, "ok": enough},
+        "scenes": results,
+        "rate": {"asyncio_per_second": rate, "bar": MIN_RATE_PER_SECOND, "ok": is_fast_enough},
         "ok": ok,
     }
     print(json.dumps(summary))
@@ -234,35 +237,35 @@ def compare(share):
 
 
 def profile(variant, name):
-    """The functions of one scene's engine by their own time; on threads, those of all threads."""
+    """Print the functions of one scenario's engine by their own time; on threads, those of all threads."""
     import cProfile  # noqa: PLC0415 - a profiler belongs to no measurement
     import pstats  # noqa: PLC0415
     import threading  # noqa: PLC0415
 
-    prepared(name)
-    profiles = []
+    prepare_telemetry(name)
+    profilers = []
 
-    def begin(*_):
+    def start_profiling(*_):
         sys.setprofile(None)
-        own = cProfile.Profile(time.thread_time)
-        profiles.append(own)
-        own.enable()
+        profiler = cProfile.Profile(time.thread_time)
+        profilers.append(profiler)
+        profiler.enable()
 
-    connector = filled(SCENES[name].transactions)
-    policy = policy_of(SCENES[name].transactions, SCENES[name].streaming)
+    connector = fill_connector(SCENARIOS[name].transactions)
+    policy = build_policy(SCENARIOS[name].transactions, SCENARIOS[name].streaming)
     if variant == "threads":
         if sys.version_info >= (3, 12):
             sys.exit(
                 "threads can be profiled up to Python 3.11 only: later profilers add the threads' clocks up wrongly"
             )
-        threading.setprofile(begin)
-    begin()
+        threading.setprofile(start_profiling)
+    start_profiling()
     VARIANTS[variant][0](connector, policy)
-    for own in profiles:
-        own.disable()
+    for profiler in profilers:
+        profiler.disable()
     threading.setprofile(None)
-    stats = pstats.Stats(profiles[0])
-    for other in profiles[1:]:
+    stats = pstats.Stats(profilers[0])
+    for other in profilers[1:]:
         other.create_stats()
         if other.stats:
             stats.add(other)
@@ -270,19 +273,19 @@ def profile(variant, name):
 
 
 def main():
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--scene", choices=SCENES, help="run one scene in this process")
-    options.add_argument("--share", type=float, default=1.0, help="share of the transactions to run")
-    options.add_argument("--quick", action="store_true", help="a tenth of the work")
-    options.add_argument("--profile", choices=VARIANTS, help="show where one variant spends its time")
-    given = options.parse_args()
-    if given.profile:
-        profile(given.profile, given.scene or "plain")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scene", choices=SCENARIOS, help="run one scene in this process")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the transactions to run")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the work")
+    parser.add_argument("--profile", choices=VARIANTS, help="show where one variant spends its time")
+    options = parser.parse_args()
+    if options.profile:
+        profile(options.profile, options.scene or "plain")
         return 0
-    if given.scene:
-        play(given.scene, given.share)
+    if options.scene:
+        run_scenario(options.scene, options.share)
         return 0
-    return compare(0.1 if given.quick else given.share)
+    return compare(0.1 if options.quick else options.share)
 
 
 if __name__ == "__main__":

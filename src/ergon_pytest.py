@@ -1,4 +1,4 @@
-"""Fixtures for tests of tasks. It stands outside of the package: a run that uses none of them imports nothing of it."""
+"""Pytest fixtures for tests of tasks; a module outside the package, so that unused fixtures import nothing of it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 
 @pytest.fixture
 def ergon_trial() -> Callable[..., Any]:
-    """Makes trials: ``ergon_trial(task, faults=..., bank=FakeBank())``, as ``ergon_framework.testing.trial.Trial``."""
-    from ergon_framework.testing.trial import Trial  # noqa: PLC0415 - for those who ask only
+    """Return the harness: ``ergon_trial(task, faults=..., bank=FakeBank())`` creates a ``TaskHarness``."""
+    from ergon_framework.testing.trial import TaskHarness  # noqa: PLC0415 - imported on first use
 
-    return Trial
+    return TaskHarness
 
 
 @pytest.fixture
 def ergon_chaos() -> Callable[..., Any]:
-    """Counts what must happen once, after random mishaps, as ``ergon_framework.testing.chaos.survives``."""
-    from ergon_framework.testing.chaos import survives  # noqa: PLC0415 - as above
+    """Return ``assert_survives``, which checks after random faults that every effect happened exactly once."""
+    from ergon_framework.testing.chaos import assert_survives  # noqa: PLC0415 - as above
 
-    return survives
+    return assert_survives

@@ -1,4 +1,4 @@
-"""What every test shares: the profiles of hypothesis, and nothing that hides a decision."""
+"""Settings of every test: the plugins and the profiles of hypothesis."""
 
 from __future__ import annotations
 

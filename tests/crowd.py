@@ -1,11 +1,10 @@
-"""A test is asked again when it failed while others held the processors.
+"""Reruns a test that failed while other processes used the processors.
 
-Many tests say that something ends within a third of a second, or that nobody is left once something is over. On a
-machine whose processors were taken, by a neighbour or by the other half of the tests, such a failure says nothing. So a
-failure counts at once where everyone had a processor, and where not, the test is asked again, a few times and no more:
-what fails every time is red, and a broken rule fails every time. Who was asked again stands at the end of the run.
-A test in which a server that is not ours ended by itself is asked again as well: its failure is not about us.
-A test of an invariant is never run again (tests/invariants.py).
+Many tests check that something ends within a third of a second, or that no process or thread remains at the end. On a
+machine whose processors were busy, by a neighbour or by other tests, such a failure proves nothing. A failure counts
+immediately where processors were free; otherwise the test is rerun, at most TRIES times in all: a broken rule fails
+every time. The end of the run lists the rerun tests. A test during which a third-party server exited on its own is
+rerun as well. A test of an invariant is never rerun (tests/invariants.py).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tests.invariants import INVARIANT_FAILED, is_invariant
 from tests.servers.pgbouncer import DEATHS
 
 TRIES = 5
-#: The share of a test's time in which somebody waited for a processor, beyond which its failure is no verdict.
+#: The share of a test's time waiting for a processor above which its failure does not count.
 CROWDED = 0.05
 
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -31,7 +30,7 @@ _AGAIN = "asked again"
 
 
 class Gauge:
-    """Since it was made: the share of time for which work that was ready had no processor, and who has died."""
+    """Measures since its creation the share of time that ready work waited for a processor, and server exits."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()
@@ -46,12 +45,12 @@ class Gauge:
 
 
 def _waited() -> float:
-    """Seconds so far in which tasks here waited for each other, and those that other machines took from this one."""
+    """Return the seconds so far in which tasks here waited for each other, and those stolen by other machines."""
     try:
         pressure = Path("/proc/pressure/cpu").read_text(encoding="ascii").splitlines()[0]
         stolen = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[8]
     except (OSError, IndexError):
-        return 0.0  # a machine that does not say is taken for a calm one
+        return 0.0  # a machine without these files counts as idle
     return int(pressure.rpartition("=")[2]) / 1e6 + int(stolen) / _TICK
 
 
@@ -77,7 +76,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _sweep() -> None:
-    """What a test that broke off has left open is not to be found, and complained of, in the middle of another."""
+    """Collect the resources of an interrupted test, so that no other test gets their warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()

@@ -1,7 +1,7 @@
 """Tests of invariants: lost, duplicated, overlapping or wrongly dead-lettered work. None of them is ever rerun.
 
-A test belongs here if it proves one of ``REQUIREMENTS`` or carries ``@pytest.mark.invariant``. Its failure counts at
-once, and the run ends with ``EXIT_CODE`` in place of 1, so that no later step of the gate runs it again either.
+A test belongs here if it proves one of ``REQUIREMENTS`` or carries ``@pytest.mark.invariant``. Its failure counts
+immediately, and the run ends with ``EXIT_CODE`` instead of 1, so that no later step of CI runs it again either.
 """
 
 from __future__ import annotations

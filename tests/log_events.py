@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterable
 
 
-def event_of(record: logging.LogRecord) -> str | None:
-    """Return the event of *record*, None if it is no record of this package."""
+def get_event(record: logging.LogRecord) -> str | None:
+    """Return the event of *record*, None if it is not a record of this package."""
     return getattr(record, "event", None)
 
 
-def events_of(records: Iterable[logging.LogRecord]) -> list[str | None]:
+def list_events(records: Iterable[logging.LogRecord]) -> list[str | None]:
     """Return the events of *records*, in their order."""
-    return [event_of(record) for record in records]
+    return [get_event(record) for record in records]

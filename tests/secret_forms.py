@@ -1,4 +1,4 @@
-"""Forms in which secrets occur in texts of errors: one table for the tests of redaction and of every broker."""
+"""Forms in which secrets occur in error texts: one table for the tests of redaction and of every broker."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ _TEMPLATES = {
 }
 
 
-def secret_of(number: int) -> str:
+def make_secret(number: int) -> str:
     return f"S3cr3t{number:02d}Zq7vXwK9mPb2Ld"
 
 
 #: A text with a secret, and the secret, by the name of the form.
 FORMS = {
-    name: (template.format(secret_of(number)), secret_of(number))
+    name: (template.format(make_secret(number)), make_secret(number))
     for number, (name, template) in enumerate(_TEMPLATES.items())
 } | {
     "escaped quote in JSON, quoted again": (
@@ -114,8 +114,8 @@ FORMS = {
     "Databricks": (f"dapi{'0a1b2c3d' * 4} was refused", "0a1b2c3d" * 4),
 }
 
-#: No rule can know these; they are shown.
-UNKNOWN = {
+#: No rule can detect these; they are shown.
+UNDETECTABLE = {
     "word without a name": ("cannot log in as app with hunter", "hunter", "it is an ordinary word"),
     "sentence with a word": ("Password is hunter", "hunter", "so is 'password is required'"),
     "base64": ("sent cGFzc3dvcmQ9aHVudGVyMg==", "cGFzc3dvcmQ9aHVudGVyMg", "identifiers look the same"),

@@ -1,6 +1,6 @@
-"""Writes the Grafana dashboards of deploy/grafana/ out of the few lines that make them differ.
+"""Write the Grafana dashboards of deploy/grafana/ from the few lines that make them differ.
 
-`python tools/dashboards.py` writes them anew; a test sees that they are as written here.
+`python tools/dashboards.py` rewrites them; a test checks that the files match this module.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ WIDTH, HEIGHT, COLUMNS = 8, 8, 3
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture: its queries, each with the legend of its lines."""
+    """One panel: its queries, each with the legend of its lines."""
 
     title: str
-    says: str
+    description: str
     queries: tuple[tuple[str, str], ...]
     unit: str = "short"
 
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """One page; *variable* is the label that it can be narrowed by, and a metric that has all values of it."""
+    """One dashboard; *variable* is its filter label, and a metric that has all values of it."""
 
     uid: str
     title: str
@@ -35,12 +35,12 @@ class Dashboard:
     panels: tuple[Panel, ...]
 
 
-def rate(metric: str, by: str, where: str) -> str:
-    return f"sum by ({by}) (rate({metric}{{{where}}}{RATE}))"
+def rate(metric: str, labels: str, selector: str) -> str:
+    return f"sum by ({labels}) (rate({metric}{{{selector}}}{RATE}))"
 
 
-def quantile(share: float, metric: str, by: str, where: str) -> str:
-    return f"histogram_quantile({share}, sum by ({by}, le) (rate({metric}_bucket{{{where}}}{RATE})))"
+def quantile(share: float, metric: str, labels: str, selector: str) -> str:
+    return f"histogram_quantile({share}, sum by ({labels}, le) (rate({metric}_bucket{{{selector}}}{RATE})))"
 
 
 TASK = 'ergon_task=~"$task"'
@@ -233,9 +233,9 @@ ENGINE = Dashboard(
 )
 
 PROVIDER = 'ergon_provider_name=~"$provider"'
-WHO = "ergon_provider_name, ergon_provider_capability"
-NAMED = "{{ergon_provider_name}} {{ergon_provider_capability}}"
-HELD = f'{PROVIDER}, ergon_code=~"circuit_open|quota_exhausted"'
+PROVIDER_LABELS = "ergon_provider_name, ergon_provider_capability"
+PROVIDER_LEGEND = "{{ergon_provider_name}} {{ergon_provider_capability}}"
+BLOCKED = f'{PROVIDER}, ergon_code=~"circuit_open|quota_exhausted"'
 PROVIDERS = Dashboard(
     "ergon-providers",
     "Ergon: providers",
@@ -246,8 +246,8 @@ PROVIDERS = Dashboard(
             "That are over in a second, by outcome; a replayed one was not made again.",
             (
                 (
-                    rate("ergon_provider_calls_total", f"{WHO}, ergon_outcome", PROVIDER),
-                    f"{NAMED} {{{{ergon_outcome}}}}",
+                    rate("ergon_provider_calls_total", f"{PROVIDER_LABELS}, ergon_outcome", PROVIDER),
+                    f"{PROVIDER_LEGEND} {{{{ergon_outcome}}}}",
                 ),
             ),
             "ops",
@@ -257,8 +257,12 @@ PROVIDERS = Dashboard(
             "After all their attempts.",
             (
                 (
-                    rate("ergon_provider_calls_total", f"{WHO}, ergon_code", f'{PROVIDER}, ergon_outcome="failed"'),
-                    f"{NAMED} {{{{ergon_code}}}}",
+                    rate(
+                        "ergon_provider_calls_total",
+                        f"{PROVIDER_LABELS}, ergon_code",
+                        f'{PROVIDER}, ergon_outcome="failed"',
+                    ),
+                    f"{PROVIDER_LEGEND} {{{{ergon_code}}}}",
                 ),
             ),
             "ops",
@@ -268,9 +272,9 @@ PROVIDERS = Dashboard(
             "Of those that ended.",
             (
                 (
-                    rate("ergon_provider_calls_total", WHO, f'{PROVIDER}, ergon_outcome="failed"')
-                    + f" / ({rate('ergon_provider_calls_total', WHO, PROVIDER)} > 0)",
-                    NAMED,
+                    rate("ergon_provider_calls_total", PROVIDER_LABELS, f'{PROVIDER}, ergon_outcome="failed"')
+                    + f" / ({rate('ergon_provider_calls_total', PROVIDER_LABELS, PROVIDER)} > 0)",
+                    PROVIDER_LEGEND,
                 ),
             ),
             "percentunit",
@@ -280,8 +284,8 @@ PROVIDERS = Dashboard(
             "By outcome; those included that quota or breaker held back.",
             (
                 (
-                    rate("ergon_provider_attempts_total", f"{WHO}, ergon_outcome", PROVIDER),
-                    f"{NAMED} {{{{ergon_outcome}}}}",
+                    rate("ergon_provider_attempts_total", f"{PROVIDER_LABELS}, ergon_outcome", PROVIDER),
+                    f"{PROVIDER_LEGEND} {{{{ergon_outcome}}}}",
                 ),
             ),
             "ops",
@@ -291,13 +295,15 @@ PROVIDERS = Dashboard(
             "Without what was held back.",
             (
                 (
-                    rate("ergon_provider_attempts_duration_seconds_total", WHO, PROVIDER)
+                    rate("ergon_provider_attempts_duration_seconds_total", PROVIDER_LABELS, PROVIDER)
                     + " / ("
                     + rate(
-                        "ergon_provider_attempts_total", WHO, f'{PROVIDER}, ergon_code!~"circuit_open|quota_exhausted"'
+                        "ergon_provider_attempts_total",
+                        PROVIDER_LABELS,
+                        f'{PROVIDER}, ergon_code!~"circuit_open|quota_exhausted"',
                     )
                     + " > 0)",
-                    NAMED,
+                    PROVIDER_LEGEND,
                 ),
             ),
             "s",
@@ -305,15 +311,26 @@ PROVIDERS = Dashboard(
         Panel(
             "Held back by ourselves",
             "Attempts that an open breaker or a quota that is used up did not let through.",
-            ((rate("ergon_provider_attempts_total", f"{WHO}, ergon_code", HELD), f"{NAMED} {{{{ergon_code}}}}"),),
+            (
+                (
+                    rate("ergon_provider_attempts_total", f"{PROVIDER_LABELS}, ergon_code", BLOCKED),
+                    f"{PROVIDER_LEGEND} {{{{ergon_code}}}}",
+                ),
+            ),
             "ops",
         ),
         Panel(
             "Open breakers and used-up quotas",
             "1 while one is known, for any tenant.",
             (
-                (f"max by ({WHO}) (ergon_provider_breaker_open{{{PROVIDER}}})", f"{NAMED} breaker open"),
-                (f"max by ({WHO}) (ergon_provider_quota_exhausted{{{PROVIDER}}})", f"{NAMED} quota used up"),
+                (
+                    f"max by ({PROVIDER_LABELS}) (ergon_provider_breaker_open{{{PROVIDER}}})",
+                    f"{PROVIDER_LEGEND} breaker open",
+                ),
+                (
+                    f"max by ({PROVIDER_LABELS}) (ergon_provider_quota_exhausted{{{PROVIDER}}})",
+                    f"{PROVIDER_LEGEND} quota used up",
+                ),
             ),
         ),
         Panel(
@@ -322,10 +339,10 @@ PROVIDERS = Dashboard(
             (
                 (
                     (
-                        f"sum by ({WHO}, ergon_provider_breaker_state) "
+                        f"sum by ({PROVIDER_LABELS}, ergon_provider_breaker_state) "
                         f"(increase(ergon_provider_breaker_transitions_total{{{PROVIDER}}}{RATE}))"
                     ),
-                    f"{NAMED} {{{{ergon_provider_breaker_state}}}}",
+                    f"{PROVIDER_LEGEND} {{{{ergon_provider_breaker_state}}}}",
                 ),
             ),
         ),
@@ -334,8 +351,8 @@ PROVIDERS = Dashboard(
             "Health knows nothing of them; the reason says why they were dropped.",
             (
                 (
-                    f"sum by ({WHO}, ergon_reason) (increase(ergon_provider_rows_dropped_total{{{PROVIDER}}}{RATE}))",
-                    f"{NAMED} {{{{ergon_reason}}}}",
+                    f"sum by ({PROVIDER_LABELS}, ergon_reason) (increase(ergon_provider_rows_dropped_total{{{PROVIDER}}}{RATE}))",
+                    f"{PROVIDER_LEGEND} {{{{ergon_reason}}}}",
                 ),
             ),
         ),
@@ -418,8 +435,8 @@ EXECUTORS = Dashboard(
     ),
 )
 
-PAIR = "ergon_fact_from_zone, ergon_fact_to_zone"
-FROM_TO = "{{ergon_fact_from_zone}} to {{ergon_fact_to_zone}}"
+PAIR_LABELS = "ergon_fact_from_zone, ergon_fact_to_zone"
+PAIR_LEGEND = "{{ergon_fact_from_zone}} to {{ergon_fact_to_zone}}"
 ZONE = 'ergon_fact_to_zone=~"$zone"'
 FACTS = Dashboard(
     "ergon-facts",
@@ -440,18 +457,18 @@ FACTS = Dashboard(
         Panel(
             "Replicas behind, in facts",
             "What the source has and this zone has not.",
-            ((f"max by ({PAIR}) (ergon_replica_lag{{{ZONE}}})", FROM_TO),),
+            ((f"max by ({PAIR_LABELS}) (ergon_replica_lag{{{ZONE}}})", PAIR_LEGEND),),
         ),
         Panel(
             "Replicas behind, in time",
             "Since the oldest of them was stored, or the source last heard of.",
-            ((f"max by ({PAIR}) (ergon_replica_lag_duration_seconds{{{ZONE}}})", FROM_TO),),
+            ((f"max by ({PAIR_LABELS}) (ergon_replica_lag_duration_seconds{{{ZONE}}})", PAIR_LEGEND),),
             "s",
         ),
         Panel(
             "Replicas behind, in bytes",
             "Without artifacts.",
-            ((f"max by ({PAIR}) (ergon_replica_lag_size_bytes{{{ZONE}}})", FROM_TO),),
+            ((f"max by ({PAIR_LABELS}) (ergon_replica_lag_size_bytes{{{ZONE}}})", PAIR_LEGEND),),
             "bytes",
         ),
         Panel(
@@ -459,8 +476,8 @@ FACTS = Dashboard(
             "1 for the state that each is in.",
             (
                 (
-                    f"max by ({PAIR}, ergon_fact_status) (ergon_replica_status{{{ZONE}}})",
-                    FROM_TO + " {{ergon_fact_status}}",
+                    f"max by ({PAIR_LABELS}, ergon_fact_status) (ergon_replica_status{{{ZONE}}})",
+                    PAIR_LEGEND + " {{ergon_fact_status}}",
                 ),
             ),
         ),
@@ -468,15 +485,15 @@ FACTS = Dashboard(
             "Forwarded",
             "Facts and artifacts in a second.",
             (
-                (rate("ergon_replica_facts_total", PAIR, ZONE), FROM_TO + " facts"),
-                (rate("ergon_replica_artifacts_total", PAIR, ZONE), FROM_TO + " artifacts"),
+                (rate("ergon_replica_facts_total", PAIR_LABELS, ZONE), PAIR_LEGEND + " facts"),
+                (rate("ergon_replica_artifacts_total", PAIR_LABELS, ZONE), PAIR_LEGEND + " artifacts"),
             ),
             "ops",
         ),
         Panel(
             "Artifacts over the line",
             "Bytes in a second.",
-            ((rate("ergon_replica_artifacts_size_bytes_total", PAIR, ZONE), FROM_TO),),
+            ((rate("ergon_replica_artifacts_size_bytes_total", PAIR_LABELS, ZONE), PAIR_LEGEND),),
             "Bps",
         ),
         Panel(
@@ -484,8 +501,8 @@ FACTS = Dashboard(
             "By what they mean.",
             (
                 (
-                    f"sum by ({PAIR}, ergon_fact_status) (increase(ergon_replica_troubles_total{{{ZONE}}}{RATE}))",
-                    FROM_TO + " {{ergon_fact_status}}",
+                    f"sum by ({PAIR_LABELS}, ergon_fact_status) (increase(ergon_replica_troubles_total{{{ZONE}}}{RATE}))",
+                    PAIR_LEGEND + " {{ergon_fact_status}}",
                 ),
             ),
         ),
@@ -518,11 +535,11 @@ FACTS = Dashboard(
     ),
 )
 
-ALL = {"engine": ENGINE, "providers": PROVIDERS, "executors": EXECUTORS, "facts": FACTS}
+DASHBOARDS = {"engine": ENGINE, "providers": PROVIDERS, "executors": EXECUTORS, "facts": FACTS}
 
 
-def drawn(dashboard: Dashboard) -> dict[str, Any]:
-    """As Grafana reads it."""
+def build_dashboard(dashboard: Dashboard) -> dict[str, Any]:
+    """Return the JSON object that Grafana reads."""
     name, label, metric = dashboard.variable
     source = {"type": "prometheus", "uid": "${datasource}"}
     variables = [
@@ -549,31 +566,31 @@ def drawn(dashboard: Dashboard) -> dict[str, Any]:
         "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
         "templating": {"list": variables},
-        "panels": [_panel(number, panel, source) for number, panel in enumerate(dashboard.panels)],
+        "panels": [_build_panel(number, panel, source) for number, panel in enumerate(dashboard.panels)],
     }
 
 
-def _panel(number: int, panel: Panel, source: dict[str, str]) -> dict[str, Any]:
+def _build_panel(number: int, panel: Panel, source: dict[str, str]) -> dict[str, Any]:
     row, column = divmod(number, COLUMNS)
     return {
         "id": number + 1,
         "type": "timeseries",
         "title": panel.title,
-        "description": panel.says,
+        "description": panel.description,
         "datasource": source,
         "gridPos": {"x": column * WIDTH, "y": row * HEIGHT, "w": WIDTH, "h": HEIGHT},
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
         "targets": [
-            {"refId": chr(ord("A") + place), "datasource": source, "expr": expression, "legendFormat": legend}
-            for place, (expression, legend) in enumerate(panel.queries)
+            {"refId": chr(ord("A") + index), "datasource": source, "expr": expression, "legendFormat": legend}
+            for index, (expression, legend) in enumerate(panel.queries)
         ],
     }
 
 
-def written(dashboard: Dashboard) -> str:
-    return json.dumps(drawn(dashboard), indent=2) + "\n"
+def render_dashboard(dashboard: Dashboard) -> str:
+    return json.dumps(build_dashboard(dashboard), indent=2) + "\n"
 
 
 if __name__ == "__main__":
-    for stem, dashboard in ALL.items():
-        (FOLDER / f"{stem}.json").write_text(written(dashboard), encoding="utf-8")
+    for stem, dashboard in DASHBOARDS.items():
+        (FOLDER / f"{stem}.json").write_text(render_dashboard(dashboard), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Prints the lowest allowed version of every direct dependency, for `uv pip compile`: `python tools/lowest.py`.
+"""Print the lowest allowed version of every direct dependency, for `uv pip compile`: `python tools/lowest.py`.
 
-Dependencies of the package and its extras are printed at their lower bounds, the tools of the tests as they are pinned
+Dependencies of the package and its extras are printed at their lower bounds, the tools of the tests as pinned
 in constraints/dev.txt. The result is pinned in constraints/lowest.txt, and `make lowest` tests it.
 """
 
@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 ROOT: Final = Path(__file__).parents[1]
 #: The extra with the tools of this project; its lower bounds are not promised to users.
 TOOLS: Final = "dev"
-#: Tools of which no unit test needs one; some need newer versions of a dependency than its lower bound.
+#: Tools that no unit test needs; some need newer versions of a dependency than its lower bound.
 UNUSED: Final = frozenset(
     {
         "aio-pika",
@@ -35,20 +35,20 @@ UNUSED: Final = frozenset(
 PAIRED: Final = frozenset({"grpcio-tools"})
 
 
-class Unbounded(Exception):
+class UnboundedError(Exception):
     """A requirement has no lower bound."""
 
 
 def list_lowest(project: str) -> Iterator[Requirement]:
     """Return each dependency of the package and its extras at its lower bound; *project* is pyproject.toml."""
     table = tomllib.loads(project)["project"]
-    extras = (found for extra, found in table["optional-dependencies"].items() if extra != TOOLS)
+    extras = (texts for extra, texts in table["optional-dependencies"].items() if extra != TOOLS)
     paired = (text for text in table["optional-dependencies"][TOOLS] if Requirement(text).name in PAIRED)
-    for text in dict.fromkeys([*table["dependencies"], *(text for found in extras for text in found), *paired]):
+    for text in dict.fromkeys([*table["dependencies"], *(text for texts in extras for text in texts), *paired]):
         requirement = Requirement(text)
-        bounds = [each.version for each in requirement.specifier if each.operator == ">="]
+        bounds = [specifier.version for specifier in requirement.specifier if specifier.operator == ">="]
         if len(bounds) != 1:
-            raise Unbounded(f"{text!r} has no lower bound; write {requirement.name}>=VERSION")
+            raise UnboundedError(f"{text!r} has no lower bound; write {requirement.name}>=VERSION")
         name = requirement.name + (f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else "")
         yield Requirement(f"{name}=={bounds[0]}")
 
@@ -61,10 +61,10 @@ def list_pins(constraints: str) -> Iterator[Requirement]:
 
 def list_tools(project: str, constraints: str) -> Iterator[Requirement]:
     """Return the tools that unit tests need, as *constraints* pins them."""
-    wanted = {canonicalize_name(Requirement(text).name) for text in _read_tools(project)}
-    lowest = {canonicalize_name(each.name) for each in list_lowest(project)}
+    names = {canonicalize_name(Requirement(text).name) for text in _read_tools(project)}
+    lowest = {canonicalize_name(requirement.name) for requirement in list_lowest(project)}
     for pin in list_pins(constraints):
-        if canonicalize_name(pin.name) in wanted - lowest - UNUSED:
+        if canonicalize_name(pin.name) in names - lowest - UNUSED:
             yield pin
 
 
@@ -76,5 +76,5 @@ def _read_tools(project: str) -> list[str]:
 if __name__ == "__main__":
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     dev = (ROOT / "constraints" / "dev.txt").read_text(encoding="utf-8")
-    for each in (*list_lowest(pyproject), *list_tools(pyproject, dev)):
-        print(each)
+    for requirement in (*list_lowest(pyproject), *list_tools(pyproject, dev)):
+        print(requirement)

@@ -1,7 +1,7 @@
-"""Breaks the engine on purpose, one small change at a time, and sees which changes no test notices.
+"""Mutate the engine, one small change at a time, and find the changes that no test notices.
 
-A change that cannot be noticed, because the program means the same with it, is listed with the
-reason in tools/mutants_equivalent.toml. The last line that is printed is one object of JSON.
+A change that cannot be noticed, because the behaviour stays the same, is listed with the reason in
+tools/mutants_equivalent.toml. The last line of the output is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,69 +25,75 @@ from tools.mutation.runner import Runner, Verdict  # noqa: E402 - as above
 
 FOLDERS = ("src/ergon_framework/engine", "src/ergon_framework/task")
 TESTS = ("tests/unit", "tests/twins", "tests/properties")
-#: The first end their own process, the second start this again, and the others are of other rooms: all say nothing
-#: about the two folders, and each would be run for every mutant that it happens to pass.
+#: The first end their own process, the second start this tool again, and the others test other packages: all are
+#: unrelated to the two folders, and each would be run for every mutant whose line it happens to run.
 TESTS += ("--ignore=tests/unit/runner", "--ignore=tests/unit/tools", "--ignore-glob=tests/unit/test_d*")
 TESTS += tuple(f"--ignore=tests/unit/{room}" for room in ("connectors", "executor", "facts", "new"))
-#: Needs a server, which answers late where four run at once: what it notices then is not the mutant.
+#: Needs a server, which answers late when four tests run in parallel: a failure is not caused by the mutant.
 TESTS += ("--ignore=tests/twins/test_provider_execute_postgres.py",)
 #: Counts the plans of a full run.
-TESTS += ("--deselect=tests/properties/test_worlds.py::test_the_plans_are_full_of_trouble",)
-LISTED = ROOT / "tools" / "mutants_equivalent.toml"
+TESTS += ("--deselect=tests/properties/test_worlds.py::test_the_plans_contain_every_fault",)
+EQUIVALENTS_FILE = ROOT / "tools" / "mutants_equivalent.toml"
 Key: TypeAlias = tuple[str, str, str]
 #: Shares of the mutants that are not equivalent: noticed at all, and noticed by a time limit only.
-NOTICED, BY_TIME = 0.95, 0.05
+MIN_SCORE, MAX_BY_TIME = 0.95, 0.05
 #: Plans that a property test runs for one mutant.
-PLANS = "300"
+PLAN_COUNT = "300"
 
 
-def sources(only: list[str]) -> list[Path]:
-    """The files of both folders, or those of them that *only* names."""
+def list_sources(only: list[str]) -> list[Path]:
+    """Return the files of both folders, or those of them that *only* names."""
     chosen = [(ROOT / name).resolve() for name in only or FOLDERS]
-    return sorted({path for one in chosen for path in ([one] if one.is_file() else one.rglob("*.py"))})
+    return sorted(
+        {
+            path
+            for path_or_folder in chosen
+            for path in ([path_or_folder] if path_or_folder.is_file() else path_or_folder.rglob("*.py"))
+        }
+    )
 
 
-def key(mutant: Mutant) -> Key:
+def to_key(mutant: Mutant) -> Key:
     return mutant.path.relative_to(ROOT).as_posix(), mutant.function, mutant.change
 
 
-def reasons(path: Path, table: str) -> dict[Key, str]:
-    """The mutants that one table of the list names, with the reason of each."""
+def read_reasons(path: Path, table: str) -> dict[Key, str]:
+    """Return the mutants in one table of the list, with the reason of each."""
     entries = tomllib.loads(path.read_text(encoding="utf-8")).get(table, []) if path.exists() else []
-    return {(one["file"], one["function"], one["change"]): one["reason"] for one in entries}
+    return {(entry["file"], entry["function"], entry["change"]): entry["reason"] for entry in entries}
 
 
-class Memory:
-    """What tests have noticed before, for runs that only ask about the rest while tests are being written."""
+class KillCache:
+    """Earlier kills, for runs that only check the remaining mutants while tests are being written."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
-        self._noticed = {tuple(one[:-1]): one[-1] for one in map(json.loads, lines)}
+        self._kills = {tuple(entry[:-1]): entry[-1] for entry in map(json.loads, lines)}
 
-    def noticed(self, mutant: Mutant) -> str | None:
-        return self._noticed.get(self._name(mutant))
+    def find_kill(self, mutant: Mutant) -> str | None:
+        return self._kills.get(self._to_cache_key(mutant))
 
     def keep(self, verdict: Verdict) -> None:
         if self._path is not None and verdict.word == "killed":
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([*self._name(verdict.mutant), verdict.by]) + "\n")
+                file.write(json.dumps([*self._to_cache_key(verdict.mutant), verdict.by]) + "\n")
 
-    def _name(self, mutant: Mutant) -> tuple[str | int, ...]:
+    def _to_cache_key(self, mutant: Mutant) -> tuple[str | int, ...]:
         source = hashlib.sha256(mutant.path.read_bytes()).hexdigest()[:16]
-        return source, *key(mutant), mutant.line
+        return source, *to_key(mutant), mutant.line
 
 
-class Tally:
-    """Counts while the mutants are asked about, and says how long it will still take."""
+class MutationProgress:
+    """Counts results while the mutants are tested, and prints the estimated remaining time."""
 
-    def __init__(self, total: int, memory: Memory) -> None:
+    def __init__(self, total: int, memory: KillCache) -> None:
         self._memory = memory
         self.verdicts: list[Verdict] = []
         self._total = total
         self._began = 0.0
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._began = time.monotonic()
 
     def add(self, verdict: Verdict) -> None:
@@ -95,67 +101,67 @@ class Tally:
         self._memory.keep(verdict)
         done = len(self.verdicts)
         if done % 50 == 0 or done == self._total:
-            words = Counter(one.word for one in self.verdicts)
+            counts = Counter(one.word for one in self.verdicts)
             rate = done / (time.monotonic() - self._began)
             left = (self._total - done) / rate / 60
-            told = ", ".join(f"{count} {word}" for word, count in sorted(words.items()))
-            print(f"{done} of {self._total}: {told}; {rate * 60:.0f} a minute, {left:.1f} minutes left", flush=True)
+            text = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+            print(f"{done} of {self._total}: {text}; {rate * 60:.0f} a minute, {left:.1f} minutes left", flush=True)
 
 
-def summary(verdicts: list[Verdict], known: dict[Key, str]) -> dict[str, float | int]:
-    """The figures; a mutant that is listed as equivalent counts for nothing unless a test noticed it."""
-    words = Counter(
-        "equivalent" if one.word == "survived" and key(one.mutant) in known else one.word for one in verdicts
+def summarize(verdicts: list[Verdict], equivalents: dict[Key, str]) -> dict[str, float | int]:
+    """Return the figures; a mutant that is listed as equivalent is not counted unless a test noticed it."""
+    counts = Counter(
+        "equivalent" if one.word == "survived" and to_key(one.mutant) in equivalents else one.word for one in verdicts
     )
-    counted = max(1, len(verdicts) - words["equivalent"])
+    counted = max(1, len(verdicts) - counts["equivalent"])
     return {
         "mutants": len(verdicts),
-        "killed": words["killed"],
-        "timeout": words["timeout"],
-        "survived": words["survived"],
-        "equivalent": words["equivalent"],
-        "score": round((words["killed"] + words["timeout"]) / counted, 4),
-        "by_time": round(words["timeout"] / counted, 4),
+        "killed": counts["killed"],
+        "timeout": counts["timeout"],
+        "survived": counts["survived"],
+        "equivalent": counts["equivalent"],
+        "score": round((counts["killed"] + counts["timeout"]) / counted, 4),
+        "by_time": round(counts["timeout"] / counted, 4),
     }
 
 
-def stale(verdicts: list[Verdict], known: dict[Key, str], files: set[str]) -> list[str]:
-    """What the list of equivalents says and what is not so."""
-    words = {key(one.mutant): one for one in verdicts}
+def find_stale(verdicts: list[Verdict], equivalents: dict[Key, str], files: set[str]) -> list[str]:
+    """Return the entries of the list of equivalents that are not true."""
+    verdict_by_key = {to_key(one.mutant): one for one in verdicts}
     problems = [
         f"listed as equivalent, but there is no such mutant: {' | '.join(one)}"
-        for one in known
-        if one[0] in files and one not in words
+        for one in equivalents
+        if one[0] in files and one not in verdict_by_key
     ]
     problems += [
-        f"listed as equivalent, but {words[one].by} notices it: {' | '.join(one)}"
-        for one in known
-        if one in words and words[one].word != "survived"
+        f"listed as equivalent, but {verdict_by_key[one].by} notices it: {' | '.join(one)}"
+        for one in equivalents
+        if one in verdict_by_key and verdict_by_key[one].word != "survived"
     ]
     return problems
 
 
-def show(verdicts: list[Verdict], word: str, why: dict[Key, str]) -> None:
+def print_verdicts(verdicts: list[Verdict], word: str, reasons: dict[Key, str]) -> None:
     chosen = [one for one in verdicts if one.word == word]
     for one in sorted(chosen, key=lambda one: (one.mutant.path, one.mutant.line)):
-        file, function, change = key(one.mutant)
-        print(f"{word}: {file}:{one.mutant.line} {function} | {change}\n    {why.get(key(one.mutant), one.by)}")
+        file, function, change = to_key(one.mutant)
+        print(f"{word}: {file}:{one.mutant.line} {function} | {change}\n    {reasons.get(to_key(one.mutant), one.by)}")
 
 
-def offer(verdicts: list[Verdict]) -> None:
-    """The entries that the list would need, without what only a person can say: the reason."""
+def print_entries(verdicts: list[Verdict]) -> None:
+    """Print the entries that the list would need, without the reason, which a person must write."""
     for one in verdicts:
         if one.word == "survived":
-            entry = zip(("file", "function", "change"), key(one.mutant), strict=True)
+            entry = zip(("file", "function", "change"), to_key(one.mutant), strict=True)
             lines = [f"{name} = {json.dumps(text)}" for name, text in entry]
             print("\n".join(["[[equivalent]]", *lines, 'reason = ""', ""]))
 
 
-def options(arguments: list[str] | None) -> argparse.Namespace:
+def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", action="append", default=[], metavar="PATH", help="a file or folder; may be repeated")
     parser.add_argument("--list-survivors", action="store_true", help="print survivors as entries for the list as well")
-    # The tests mostly wait, so that twice as many as there are processors keep those busy.
+    # The tests mostly wait, so twice as many as there are processors keep those busy.
     parser.add_argument("--workers", type=int, default=2 * (os.cpu_count() or 1))
     parser.add_argument(
         "--remember", type=Path, metavar="FILE", help="keep what was noticed there; files that did not change keep it"
@@ -165,46 +171,52 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = options(arguments)
+    options = parse_options(arguments)
     os.chdir(ROOT)
-    os.environ.setdefault("ERGON_PLANS", PLANS)
-    known = reasons(LISTED, "equivalent")
-    paths = sources(given.only)
+    os.environ.setdefault("ERGON_PLANS", PLAN_COUNT)
+    equivalents = read_reasons(EQUIVALENTS_FILE, "equivalent")
+    paths = list_sources(options.only)
     mutants = [mutant for path in paths for mutant in mutants_of(path)]
     for mutant in mutants:
-        mutant.known = key(mutant) in known
-    memory = Memory(given.remember)
-    noticed = [Verdict(one, "killed", by) for one in mutants if (by := memory.noticed(one)) is not None]
-    mutants = [one for one in mutants if memory.noticed(one) is None]
-    tally = Tally(len(mutants), memory)
+        mutant.is_equivalent = to_key(mutant) in equivalents
+    memory = KillCache(options.record_outcome)
+    earlier_kills = [Verdict(one, "killed", by) for one in mutants if (by := memory.find_kill(one)) is not None]
+    mutants = [one for one in mutants if memory.find_kill(one) is None]
+    tally = MutationProgress(len(mutants), memory)
 
     def work(runner: Runner) -> None:
         failing = sorted(runner.baseline.failing)
         print(f"{len(mutants)} mutants, {len(runner.baseline.seconds)} tests", flush=True)
         print("".join(f"not asked, because it fails or is skipped by itself: {name}\n" for name in failing), end="")
-        tally.begin()
+        tally.start()
         runner.ask(mutants, tally.add)
 
-    asked = {"paths": paths, "tests": list(TESTS), "timeless": "tests/properties/"}
-    code = Runner(**asked, workers=given.workers, patience=given.patience).run(work)
+    runner_options = {"paths": paths, "tests": list(TESTS), "timeless": "tests/properties/"}
+    code = Runner(**runner_options, workers=options.workers, patience=options.patience).run(work)
     if len(tally.verdicts) < len(mutants):
         print(f"the tests could not be run: pytest ended with {code}", file=sys.stderr)
         return 1
-    if given.list_survivors:
-        offer([one for one in tally.verdicts if not one.mutant.known])
-    return judge(noticed + tally.verdicts, known, files={path.relative_to(ROOT).as_posix() for path in paths})
+    if options.list_survivors:
+        print_entries([one for one in tally.verdicts if not one.mutant.is_equivalent])
+    return report(
+        earlier_kills + tally.verdicts, equivalents, files={path.relative_to(ROOT).as_posix() for path in paths}
+    )
 
 
-def judge(verdicts: list[Verdict], known: dict[Key, str], *, files: set[str]) -> int:
-    """Print what is left, the figures last; 1 where a bar is missed or the list is wrong."""
-    figures = summary(verdicts, known)
-    problems = stale(verdicts, known, files)
-    show(verdicts, "timeout", {})
-    show([one for one in verdicts if key(one.mutant) not in known], "survived", reasons(LISTED, "survivor"))
+def report(verdicts: list[Verdict], equivalents: dict[Key, str], *, files: set[str]) -> int:
+    """Print the remaining mutants, then the figures; return 1 where a threshold is missed or the list is wrong."""
+    figures = summarize(verdicts, equivalents)
+    problems = find_stale(verdicts, equivalents, files)
+    print_verdicts(verdicts, "timeout", {})
+    print_verdicts(
+        [one for one in verdicts if to_key(one.mutant) not in equivalents],
+        "survived",
+        read_reasons(EQUIVALENTS_FILE, "survivor"),
+    )
     print("".join(f"{problem}\n" for problem in problems), end="")
     print(json.dumps(figures))
-    missed = figures["score"] < NOTICED or figures["by_time"] > BY_TIME
-    return 1 if missed or problems else 0
+    is_missed = figures["score"] < MIN_SCORE or figures["by_time"] > MAX_BY_TIME
+    return 1 if is_missed or problems else 0
 
 
 if __name__ == "__main__":

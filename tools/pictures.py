@@ -1,7 +1,7 @@
-"""Draws docs/pictures/: `ergon top`, and every panel of every dashboard, as real workers under load have made them.
+"""Draw docs/pictures/: `ergon top`, and every panel of every dashboard, measured with real workers under load.
 
-`make pictures` draws them anew: it starts a PostgreSQL, workers of every kind and a Prometheus that looks at them,
-waits, and asks each panel's queries. Nothing in a picture is made up; a panel without data says so.
+`make pictures` redraws them: it starts a PostgreSQL, workers of every kind and a Prometheus that scrapes them,
+waits, and runs each panel's queries. No value is invented; a panel without data says so.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 
-#: A panel with its frame, how many stand side by side, and where in it the lines are.
+#: The size of a panel with its frame, the number of columns, and the position of the plot in the frame.
 WIDTH, HEIGHT, COLUMNS = 300, 190, 3
 LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 40, 24, 250, 90
 #: How many lines of a panel are named; a tenth one would look like the first.
-NAMED = 5
+MAX_NAMED_LINES = 5
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f")
-#: In which words a figure of a unit is shown, by its size: labels have room for seven letters.
+#: Suffixes for the values of a unit, by size: labels have room for seven characters.
 UNITS = {
     "s": ((1.0, " s"), (1e-3, " ms"), (1e-6, " µs")),
     "bytes": ((1e9, " GB"), (1e6, " MB"), (1e3, " kB"), (1.0, " B")),
     "": ((1e9, " G"), (1e6, " M"), (1e3, " k"), (1.0, "")),
 }
 FONT = "font-family='DejaVu Sans Mono, Menlo, Consolas, monospace'"
-LINE, CHARACTER = 16, 7.3
+LINE_HEIGHT, CHARACTER_WIDTH = 16, 7.3
 #: Seconds from one point of a line to the next.
-STEP = 2.0
+STEP_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: what it is called, and its points; seconds since the beginning, and values."""
+    """One line: its name and its points; seconds since the beginning, and values."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -52,7 +52,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One panel with its lines, over so many seconds."""
+    """One panel with its lines, over a number of seconds."""
 
     title: str
     unit: str
@@ -60,40 +60,40 @@ class Picture:
     seconds: float
 
 
-def text_picture(lines: Sequence[str]) -> str:
-    """Lines of a terminal."""
-    width = round(max(map(len, lines)) * CHARACTER) + 24
-    height = len(lines) * LINE + 20
-    written = "\n".join(
-        f"<text x='12' y='{18 + number * LINE}' xml:space='preserve'>{escape(line)}</text>"
+def draw_text(lines: Sequence[str]) -> str:
+    """Draw the lines of a terminal."""
+    width = round(max(map(len, lines)) * CHARACTER_WIDTH) + 24
+    height = len(lines) * LINE_HEIGHT + 20
+    text = "\n".join(
+        f"<text x='12' y='{18 + number * LINE_HEIGHT}' xml:space='preserve'>{escape(line)}</text>"
         for number, line in enumerate(lines)
     )
-    body = f"<g {FONT} font-size='12' fill='#e6e6e6'>\n{written}\n</g>"
-    return _svg(width, height, f"<rect width='{width}' height='{height}' rx='6' fill='#1e1e1e'/>\n{body}")
+    body = f"<g {FONT} font-size='12' fill='#e6e6e6'>\n{text}\n</g>"
+    return _wrap_svg(width, height, f"<rect width='{width}' height='{height}' rx='6' fill='#1e1e1e'/>\n{body}")
 
 
-def board_picture(pictures: Sequence[Picture]) -> str:
-    """All panels of a dashboard, side by side and below each other."""
+def draw_board(pictures: Sequence[Picture]) -> str:
+    """Draw all panels of a dashboard in rows and columns."""
     rows = math.ceil(len(pictures) / COLUMNS)
     width, height = COLUMNS * WIDTH, rows * HEIGHT
     parts = [f"<rect width='{width}' height='{height}' fill='white'/>"]
     for number, picture in enumerate(pictures):
         x, y = number % COLUMNS * WIDTH, number // COLUMNS * HEIGHT
-        parts.append(f"<g transform='translate({x},{y})'>\n{_panel(picture)}\n</g>")
-    return _svg(width, height, f"<g {FONT} font-size='9' fill='#333'>\n" + "\n".join(parts) + "\n</g>")
+        parts.append(f"<g transform='translate({x},{y})'>\n{_draw_panel(picture)}\n</g>")
+    return _wrap_svg(width, height, f"<g {FONT} font-size='9' fill='#333'>\n" + "\n".join(parts) + "\n</g>")
 
 
-def _svg(width: int, height: int, body: str) -> str:
-    place = f"viewBox='0 0 {width} {height}' width='{width}' height='{height}'"
-    return f"<svg xmlns='http://www.w3.org/2000/svg' {place}>\n{body}\n</svg>\n"
+def _wrap_svg(width: int, height: int, body: str) -> str:
+    view_box = f"viewBox='0 0 {width} {height}' width='{width}' height='{height}'"
+    return f"<svg xmlns='http://www.w3.org/2000/svg' {view_box}>\n{body}\n</svg>\n"
 
 
-def _panel(picture: Picture) -> str:
+def _draw_panel(picture: Picture) -> str:
     parts = [
         f"<rect x='3' y='3' width='{WIDTH - 6}' height='{HEIGHT - 6}' fill='none' stroke='#ccc'/>",
         f"<text x='10' y='17' font-size='11' font-weight='bold'>{escape(picture.title)}</text>",
     ]
-    values = [value for each in picture.series for _, value in each.points if math.isfinite(value)]
+    values = [value for series in picture.series for _, value in series.points if math.isfinite(value)]
     if not values:
         return "\n".join([*parts, f"<text x='{LEFT}' y='{TOP + PLOT_HEIGHT // 2}'>no data</text>"])
     highest = max(*values, 0.0) or 1.0
@@ -101,120 +101,123 @@ def _panel(picture: Picture) -> str:
     for share in (0.0, 0.5, 1.0):
         y = round(base - share * PLOT_HEIGHT)
         parts.append(f"<line x1='{LEFT}' x2='{LEFT + PLOT_WIDTH}' y1='{y}' y2='{y}' stroke='#eee'/>")
-        label = _figure(highest * share, picture.unit)
+        label = _format_value(highest * share, picture.unit)
         parts.append(f"<text x='{LEFT - 3}' y='{y + 3}' text-anchor='end'>{label}</text>")
-    ranked = sorted(picture.series, key=lambda each: (-_last(each), each.name))
-    for number, each in enumerate(ranked):
-        parts += _line(each, COLOURS[number % len(COLOURS)], highest, picture.seconds)
-    for number, each in enumerate(ranked[:NAMED]):
+    ranked = sorted(picture.series, key=lambda series: (-_last_value(series), series.name))
+    for number, series in enumerate(ranked):
+        parts += _draw_line(series, COLOURS[number % len(COLOURS)], highest, picture.seconds)
+    for number, series in enumerate(ranked[:MAX_NAMED_LINES]):
         y = base + 14 + number * 11
         parts.append(f"<rect x='{LEFT}' y='{y - 6}' width='7' height='7' fill='{COLOURS[number % len(COLOURS)]}'/>")
-        parts.append(f"<text x='{LEFT + 11}' y='{y}'>{escape(_short(each.name))}</text>")
-    if len(ranked) > NAMED:
-        parts.append(f"<text x='{LEFT + PLOT_WIDTH}' y='17' text-anchor='end'>+{len(ranked) - NAMED}</text>")
+        parts.append(f"<text x='{LEFT + 11}' y='{y}'>{escape(_shorten(series.name))}</text>")
+    if len(ranked) > MAX_NAMED_LINES:
+        parts.append(f"<text x='{LEFT + PLOT_WIDTH}' y='17' text-anchor='end'>+{len(ranked) - MAX_NAMED_LINES}</text>")
     return "\n".join(parts)
 
 
-def _line(series: Series, colour: str, highest: float, seconds: float) -> Iterator[str]:
-    """Its pieces: where there is no number the line has a gap."""
-    for piece in _pieces(series.points):
+def _draw_line(series: Series, colour: str, highest: float, seconds: float) -> Iterator[str]:
+    """Yield the segments of a line: where there is no number the line has a gap."""
+    for segment in _split_segments(series.points):
         points = " ".join(
-            f"{LEFT + at / seconds * PLOT_WIDTH:.0f},{TOP + PLOT_HEIGHT - max(value, 0.0) / highest * PLOT_HEIGHT:.0f}"
-            for at, value in piece
+            f"{LEFT + moment / seconds * PLOT_WIDTH:.0f},"
+            f"{TOP + PLOT_HEIGHT - max(value, 0.0) / highest * PLOT_HEIGHT:.0f}"
+            for moment, value in segment
         )
         yield f"<polyline points='{points}' fill='none' stroke='{colour}' stroke-width='1.3'/>"
 
 
-def _pieces(points: Sequence[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
-    piece: list[tuple[float, float]] = []
-    for at, value in points:
+def _split_segments(points: Sequence[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
+    segment: list[tuple[float, float]] = []
+    for moment, value in points:
         if math.isfinite(value):
-            piece.append((at, value))
-        elif piece:
-            yield piece
-            piece = []
-    if piece:
-        yield piece
+            segment.append((moment, value))
+        elif segment:
+            yield segment
+            segment = []
+    if segment:
+        yield segment
 
 
-def _last(series: Series) -> float:
+def _last_value(series: Series) -> float:
     value = series.points[-1][1] if series.points else 0.0
     return value if math.isfinite(value) else 0.0
 
 
-def _short(name: str, most: int = 44) -> str:
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+def _shorten(name: str, max_chars: int = 44) -> str:
+    return name if len(name) <= max_chars else f"{name[: max_chars - 1]}…"
 
 
-def _figure(value: float, unit: str) -> str:
+def _format_value(value: float, unit: str) -> str:
     if unit == "percentunit":
         return f"{value:.0%}"
     sizes = UNITS.get(unit, UNITS[""])
-    size, word = next((each for each in sizes if value >= each[0]), sizes[-1])
-    return f"{value / size:.3g}{word}" if value else "0"
+    size, suffix = next((entry for entry in sizes if value >= entry[0]), sizes[-1])
+    return f"{value / size:.3g}{suffix}" if value else "0"
 
 
-def legend(words: str, labels: Mapping[str, str]) -> str:
-    """*words* with the labels of a series in the places that Grafana has for them."""
-    return re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda found: labels.get(found[1], ""), words).strip() or "all"
+def render_legend(template: str, labels: Mapping[str, str]) -> str:
+    """Return *template* with the labels of a series in Grafana's placeholders."""
+    return re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda match: labels.get(match[1], ""), template).strip() or "all"
 
 
-def pictured(board: Mapping[str, Any], server: Any, *, seconds: float) -> Iterator[Picture]:
-    """Each panel of *board* with what *server*, a Prometheus, answers for the last *seconds*."""
-    from tests.unit.tools.queries import filled  # noqa: PLC0415 - the tests' own, and they need the checkout on the path
+def query_pictures(board: Mapping[str, Any], server: Any, *, seconds: float) -> Iterator[Picture]:
+    """Yield each panel of *board* with the answers of *server*, a Prometheus, for the last *seconds*."""
+    from tests.unit.tools.queries import fill_variables  # noqa: PLC0415 - the tests' own, and they need the checkout on the path
 
     end = time.time()
     for panel in board["panels"]:
         series = [
             Series(
-                legend(target.get("legendFormat", ""), found["metric"]),
-                [(float(at) - end + seconds, float(value)) for at, value in found["values"]],
+                render_legend(target.get("legendFormat", ""), result["metric"]),
+                [(float(moment) - end + seconds, float(value)) for moment, value in result["values"]],
             )
             for target in panel["targets"]
-            for found in server.ask_range(filled(target["expr"]), start=end - seconds, end=end, step=STEP)
+            for result in server.ask_range(
+                fill_variables(target["expr"]), start=end - seconds, end=end, step=STEP_SECONDS
+            )
         ]
         unit = panel.get("fieldConfig", {}).get("defaults", {}).get("unit", "short")
         yield Picture(panel["title"], unit, series, seconds)
 
 
 def main() -> None:
-    """Start everything, wait, draw, and end everything."""
+    """Start everything, wait, draw, and stop everything."""
     sys.path.insert(0, str(ROOT))
-    from tests.integration.observing import World  # noqa: PLC0415 - as above
+    from tests.integration.observing import ObservedSystem  # noqa: PLC0415 - as above
     from tests.integration.running import ERGON  # noqa: PLC0415
-    from tests.servers.databases import migrated  # noqa: PLC0415
+    from tests.servers.databases import create_migrated_database  # noqa: PLC0415
     from tests.servers.postgres import PrivatePostgres  # noqa: PLC0415
     from tests.servers.prometheus import PrivatePrometheus  # noqa: PLC0415
-    from tests.unit.tools.queries import ALERTS, boards  # noqa: PLC0415
+    from tests.unit.tools.queries import ALERTS_FILE, load_dashboards  # noqa: PLC0415
 
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--seconds", type=float, default=60.0, help="how long to watch before drawing")
-    options.add_argument("--into", type=Path, default=FOLDER, help="where the pictures go")
-    given = options.parse_args()
-    given.into.mkdir(parents=True, exist_ok=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to watch before drawing")
+    parser.add_argument("--into", type=Path, default=FOLDER, help="where the pictures go")
+    options = parser.parse_args()
+    options.into.mkdir(parents=True, exist_ok=True)
     postgres = PrivatePostgres(tempfile.mkdtemp(prefix="ergon-postgres-"), fsync=False)
     try:
         postgres.start()
-        dsn = migrated(postgres)
-        with tempfile.TemporaryDirectory() as folder, World(Path(folder) / "world", dsn) as world:
+        dsn = create_migrated_database(postgres)
+        with tempfile.TemporaryDirectory() as folder, ObservedSystem(Path(folder) / "world", dsn) as world:
             targets = [f"127.0.0.1:{port}" for port in world.ports]
-            server = PrivatePrometheus(Path(folder) / "prometheus", targets, rules=ALERTS)
+            server = PrivatePrometheus(Path(folder) / "prometheus", targets, rules=ALERTS_FILE)
             try:
                 server.start()
-                time.sleep(given.seconds)
-                top = [*ERGON, "top", "--once", *(word for target in targets for word in ("--url", target))]
+                time.sleep(options.seconds)
+                top = [*ERGON, "top", "--once", *(argument for target in targets for argument in ("--url", target))]
                 environment = {**os.environ, "ERGON_POSTGRES__DSN": dsn, "COLUMNS": "100"}
-                shown = subprocess.run(top, env=environment, check=True, capture_output=True, text=True, timeout=60)
-                drawn = {"top": text_picture(shown.stdout.rstrip("\n").split("\n"))}
-                for name, board in sorted(boards().items()):
-                    drawn[name] = board_picture(list(pictured(board, server, seconds=given.seconds)))
+                completed = subprocess.run(top, env=environment, check=True, capture_output=True, text=True, timeout=60)
+                pictures = {"top": draw_text(completed.stdout.rstrip("\n").split("\n"))}
+                for name, board in sorted(load_dashboards().items()):
+                    pictures[name] = draw_board(list(query_pictures(board, server, seconds=options.seconds)))
             finally:
                 server.stop()
     finally:
         postgres.kill()
         shutil.rmtree(postgres.folder, ignore_errors=True)
-    for name, picture in drawn.items():
-        (given.into / f"{name}.svg").write_text(picture, encoding="utf-8")
+    for name, picture in pictures.items():
+        (options.into / f"{name}.svg").write_text(picture, encoding="utf-8")
         print(f"{name}.svg: {len(picture.encode()):,} bytes")
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/reference/cli.md and policies.md from the program itself; look at the diff afterwards."""
+"""Write docs/reference/cli.md and policies.md from the program itself; review the diff afterwards."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ergon_framework.policy import Policy
 from ergon_framework.providers.policy import ProviderPolicy
 
 FOLDER: Final = Path(__file__).parents[1] / "docs" / "reference"
-WRITTEN: Final = "<!-- Written by tools/reference.py from the program; a test fails when the two differ. -->"
+NOTICE: Final = "<!-- Written by tools/reference.py from the program; a test fails when the two differ. -->"
 
-COMMANDS: Final = f"""# Commands
+COMMANDS_HEADER: Final = f"""# Commands
 
-{WRITTEN}
+{NOTICE}
 
 Every command of `ergon`, which is the extra `cli`, as its `--help` says it. What they are for, by example, is in the
 guides: [Run a task](../guides/run.md), [Why](../guides/why.md), [Look, stop and repair](../guides/repair.md),
@@ -30,9 +30,9 @@ guides: [Run a task](../guides/run.md), [Why](../guides/why.md), [Look, stop and
 [Health of providers](../guides/provider-health.md), [Executors](../executors.md),
 [Serve facts](../guides/facts-service.md).
 """
-POLICIES: Final = f"""# Policies
+POLICIES_HEADER: Final = f"""# Policies
 
-{WRITTEN}
+{NOTICE}
 
 Every key with its default. A policy is given to a task as `policy=`, changed by
 [the settings](../guides/configure.md), or replaced by [a file](../guides/run.md#a-policy-file). Unknown keys are errors
@@ -40,7 +40,7 @@ that name the nearest known one.
 `ergon policy explain MODULE:TASK` says what a policy allows at worst. What the keys do, exactly, is in
 [Lifecycle](../lifecycle.md), [Providers](../providers.md) and [Executors](../executors.md).
 """
-TREES: Final[dict[str, type[Policy]]] = {
+POLICY_CLASSES: Final[dict[str, type[Policy]]] = {
     "Consumers": ConsumerPolicy,
     "Producers": ProducerPolicy,
     "Providers": ProviderPolicy,
@@ -48,55 +48,55 @@ TREES: Final[dict[str, type[Policy]]] = {
 }
 
 
-def policies() -> str:
-    """The page of policies."""
-    parts = [POLICIES]
-    for title, policy in TREES.items():
-        rows = "\n".join(f"| `{key}` | {default} | {meaning} |" for key, default, meaning in leaves(policy()))
+def render_policies() -> str:
+    """Return the page of policies."""
+    parts = [POLICIES_HEADER]
+    for title, policy in POLICY_CLASSES.items():
+        rows = "\n".join(f"| `{key}` | {default} | {meaning} |" for key, default, meaning in iter_keys(policy()))
         parts.append(f"## {title}\n\n`{policy.__name__}`\n\n| key | default | meaning |\n| --- | --- | --- |\n{rows}\n")
     return "\n".join(parts)
 
 
-def leaves(policy: BaseModel, above: str = "") -> Iterator[tuple[str, str, str]]:
-    """Each key below *policy* that holds a value, with the default that it has in this place."""
-    plain = policy.model_dump(mode="json")
+def iter_keys(policy: BaseModel, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield each key of *policy* that holds a value, with its default in this position and its meaning."""
+    defaults = policy.model_dump(mode="json")
     for name, field in type(policy).model_fields.items():
         value = getattr(policy, name)
         if isinstance(value, BaseModel):
-            yield from leaves(value, f"{above}{name}.")
+            yield from iter_keys(value, f"{prefix}{name}.")
         else:
-            yield f"{above}{name}", json.dumps(plain[name]), (field.description or "").replace("|", "\\|")
+            yield f"{prefix}{name}", json.dumps(defaults[name]), (field.description or "").replace("|", "\\|")
 
 
-def commands() -> str:
-    """The page of commands."""
+def render_commands() -> str:
+    """Return the page of commands."""
     ergon = get_command(app)
-    return "\n".join([COMMANDS, *_told(ergon, typer.Context(ergon, info_name="ergon"))])
+    return "\n".join([COMMANDS_HEADER, *_render_command(ergon, typer.Context(ergon, info_name="ergon"))])
 
 
-def _told(command: Any, context: Any) -> Iterator[str]:
+def _render_command(command: Any, context: Any) -> Iterator[str]:
     if hasattr(command, "list_commands"):
         if context.parent:
             yield f"## {context.command_path}\n\n{command.help}\n"
         for name in command.list_commands(context):
             inner = command.get_command(context, name)
-            yield from _told(inner, type(context)(inner, info_name=name, parent=context))
+            yield from _render_command(inner, type(context)(inner, info_name=name, parent=context))
         return
     text, _, example = command.help.partition("Example: ")
     level = "##" if context.parent.parent is None else "###"
     yield f"{level} {context.command_path}\n\n{text.strip()}\n"
     if example:
         yield f"Example: `{example.strip()}`\n"
-    rows = [_row(*record) for p in command.params if (record := p.get_help_record(context))]
+    rows = [_format_row(*record) for parameter in command.params if (record := parameter.get_help_record(context))]
     yield "| | |\n| --- | --- |\n" + "\n".join(rows) + "\n"
 
 
-def _row(name: str, meaning: str) -> str:
-    bare = meaning.replace("|", "\\|").replace("<", "&lt;").replace("  ", " ")
-    return f"| `{name.replace('|', ' or ')}` | {bare} |"
+def _format_row(name: str, meaning: str) -> str:
+    escaped = meaning.replace("|", "\\|").replace("<", "&lt;").replace("  ", " ")
+    return f"| `{name.replace('|', ' or ')}` | {escaped} |"
 
 
-PAGES: Final = {"cli.md": commands, "policies.md": policies}
+PAGES: Final = {"cli.md": render_commands, "policies.md": render_policies}
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
-"""Writes what the package needs when it runs, as CycloneDX JSON: `python tools/sbom.py FILE`.
+"""Write the runtime dependencies of the package as CycloneDX JSON: `python tools/sbom.py FILE`.
 
-Each component is installed here and pinned in constraints/dev.txt, from where its hashes come: those of every file in
-which that version is published. No time and no random number is in it, so two runs give the same bytes.
+Each component is installed here and pinned in constraints/dev.txt, which has its hashes: those of every file in which
+that version is published. It contains no time and no random number, so two runs give the same bytes.
 """
 
 from __future__ import annotations
@@ -18,100 +18,102 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT: Final = Path(__file__).parents[1]
-NAME: Final = "ergon-framework"
-#: Extras that are tools of this project, and not for those who run it.
-TOOLS: Final = frozenset({"dev", "testing"})
-PINNED: Final = re.compile(
+PACKAGE_NAME: Final = "ergon-framework"
+#: Extras that are tools of this project, not dependencies of users.
+TOOL_EXTRAS: Final = frozenset({"dev", "testing"})
+PIN_PATTERN: Final = re.compile(
     r"^(?P<name>[\w.-]+)==(?P<version>[^\s;\\]+)[^\n]*\n(?P<hashes>(?:\s+--hash=\S+[^\n]*\n?)+)", re.MULTILINE
 )
 
 
-class Unpinned(Exception):
-    """What is needed is not pinned as it is installed."""
+class UnpinnedError(Exception):
+    """A dependency is not pinned at its installed version."""
 
 
-def pins(text: str) -> dict[tuple[str, str], list[str]]:
-    """The hashes of each pinned name and version."""
+def parse_pins(text: str) -> dict[tuple[str, str], list[str]]:
+    """Return the hashes of each pinned name and version."""
     return {
         (canonicalize_name(match["name"]), match["version"]): sorted(
             re.findall(r"sha256:([0-9a-f]{64})", match["hashes"])
         )
-        for match in PINNED.finditer(text)
+        for match in PIN_PATTERN.finditer(text)
     }
 
 
-def needed(name: str, extras: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    """What the installed *name* with *extras* needs on this interpreter."""
+def iter_requirements(name: str, extras: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield the requirements of the installed *name* with *extras* on this interpreter."""
     for line in distribution(name).requires or ():
-        wanted = Requirement(line)
+        requirement = Requirement(line)
         environments = [{"extra": extra} for extra in (extras or {""})]
-        if wanted.marker is None or any(wanted.marker.evaluate(environment) for environment in environments):
-            yield canonicalize_name(wanted.name), frozenset(wanted.extras)
+        if requirement.marker is None or any(requirement.marker.evaluate(environment) for environment in environments):
+            yield canonicalize_name(requirement.name), frozenset(requirement.extras)
 
 
-def closure(name: str, extras: frozenset[str]) -> dict[str, set[str]]:
-    """Everything below *name*, and what each needs itself."""
-    found: dict[str, set[str]] = {}
+def collect_dependencies(name: str, extras: frozenset[str]) -> dict[str, set[str]]:
+    """Return every dependency of *name*, and the direct dependencies of each."""
+    dependencies: dict[str, set[str]] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
-    waiting = [(name, extras)]
-    while waiting:
-        asked = waiting.pop()
-        if asked in seen:
+    pending = [(name, extras)]
+    while pending:
+        current = pending.pop()
+        if current in seen:
             continue
-        seen.add(asked)
-        below = list(needed(*asked))
-        found.setdefault(asked[0], set()).update(other for other, _ in below if other != asked[0])
-        waiting += below
-    return found
+        seen.add(current)
+        requirements = list(iter_requirements(*current))
+        dependencies.setdefault(current[0], set()).update(other for other, _ in requirements if other != current[0])
+        pending += requirements
+    return dependencies
 
 
-def component(found: Distribution, hashes: list[str]) -> dict[str, Any]:
-    """One library as CycloneDX names it."""
-    name = canonicalize_name(found.metadata["Name"])
-    told: dict[str, Any] = {
+def build_component(library: Distribution, hashes: list[str]) -> dict[str, Any]:
+    """Return one library as a CycloneDX component."""
+    name = canonicalize_name(library.metadata["Name"])
+    result: dict[str, Any] = {
         "type": "library",
-        "bom-ref": reference(name),
+        "bom-ref": to_purl(name),
         "name": name,
-        "version": found.version,
-        "purl": reference(name),
+        "version": library.version,
+        "purl": to_purl(name),
         "hashes": [{"alg": "SHA-256", "content": content} for content in hashes],
     }
-    licence = found.metadata.get("License-Expression")
+    licence = library.metadata.get("License-Expression")
     if licence:
-        told["licenses"] = [{"expression": licence}]
-    elif named := _licence(found):
-        told["licenses"] = [{"license": {"name": named}}]
-    return told
+        result["licenses"] = [{"expression": licence}]
+    elif licence_name := _find_licence(library):
+        result["licenses"] = [{"license": {"name": licence_name}}]
+    return result
 
 
-def _licence(found: Distribution) -> str:
-    classified = [
+def _find_licence(library: Distribution) -> str:
+    classifiers = [
         line.rpartition(" :: ")[2]
-        for line in found.metadata.get_all("Classifier") or ()
+        for line in library.metadata.get_all("Classifier") or ()
         if line.startswith("License :: ") and line.count(" :: ") > 1
     ]
-    # Some put the whole text of their licence into this field.
-    return ", ".join(classified) or (found.metadata.get("License") or "").partition("\n")[0][:80]
+    # Some libraries put the whole text of their licence into this field.
+    return ", ".join(classifiers) or (library.metadata.get("License") or "").partition("\n")[0][:80]
 
 
-def reference(name: str) -> str:
+def to_purl(name: str) -> str:
     return f"pkg:pypi/{name}@{distribution(name).version}"
 
 
-def document() -> dict[str, Any]:
-    """The whole bill of materials."""
-    pinned = pins((ROOT / "constraints" / "dev.txt").read_text(encoding="utf-8"))
-    own = distribution(NAME)
-    extras = frozenset(own.metadata.get_all("Provides-Extra") or ()) - TOOLS
-    tree = closure(NAME, extras)
+def build_document() -> dict[str, Any]:
+    """Return the whole bill of materials."""
+    hashes_by_pin = parse_pins((ROOT / "constraints" / "dev.txt").read_text(encoding="utf-8"))
+    package = distribution(PACKAGE_NAME)
+    extras = frozenset(package.metadata.get_all("Provides-Extra") or ()) - TOOL_EXTRAS
+    tree = collect_dependencies(PACKAGE_NAME, extras)
     components = []
-    for name in sorted(tree.keys() - {NAME}):
+    for name in sorted(tree.keys() - {PACKAGE_NAME}):
         try:
-            found = distribution(name)
-            hashes = pinned[name, found.version]
+            library = distribution(name)
+            hashes = hashes_by_pin[name, library.version]
         except (PackageNotFoundError, KeyError) as error:
-            raise Unpinned(f"{name} is needed and not pinned as it is installed; run: make constraints venv") from error
-        components.append(component(found, hashes))
+            raise UnpinnedError(
+                f"{name} is needed and not pinned as it is installed; run: make constraints venv"
+            ) from error
+        components.append(build_component(library, hashes))
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -119,23 +121,23 @@ def document() -> dict[str, Any]:
         "metadata": {
             "component": {
                 "type": "library",
-                "bom-ref": reference(NAME),
-                "name": NAME,
-                "version": own.version,
-                "purl": reference(NAME),
-                "licenses": [{"expression": own.metadata["License-Expression"]}],
+                "bom-ref": to_purl(PACKAGE_NAME),
+                "name": PACKAGE_NAME,
+                "version": package.version,
+                "purl": to_purl(PACKAGE_NAME),
+                "licenses": [{"expression": package.metadata["License-Expression"]}],
             }
         },
         "components": components,
         "dependencies": [
-            {"ref": reference(name), "dependsOn": sorted(map(reference, tree[name]))} for name in sorted(tree)
+            {"ref": to_purl(name), "dependsOn": sorted(map(to_purl, tree[name]))} for name in sorted(tree)
         ],
     }
 
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    told = document()
+    result = build_document()
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    print(f"{target}: {len(told['components'])} components")
+    target.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"{target}: {len(result['components'])} components")

@@ -1,4 +1,4 @@
-"""Writes the JSON Schemas of the executor protocol into docs/spec/; look at the diff afterwards."""
+"""Write the JSON Schemas of the executor protocol into docs/spec/; review the diff afterwards."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MESSAGES: Final[dict[str, type[BaseModel]]] = {
 }
 
 
-def schema(name: str) -> str:
-    """The schema that belongs into the file *name*."""
-    found: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    found |= MESSAGES[name].model_json_schema()
-    return json.dumps(found, indent=2, sort_keys=True) + "\n"
+def build_schema(name: str) -> str:
+    """Return the schema for the file *name*."""
+    document: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    document |= MESSAGES[name].model_json_schema()
+    return json.dumps(document, indent=2, sort_keys=True) + "\n"
 
 
 if __name__ == "__main__":
     for name in MESSAGES:
-        (FOLDER / name).write_text(schema(name), encoding="utf-8")
+        (FOLDER / name).write_text(build_schema(name), encoding="utf-8")
         print(name)

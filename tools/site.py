@@ -1,7 +1,7 @@
-"""Gathers the pages of the documentation site in one folder: `python tools/site.py FOLDER`, then zensical builds them.
+"""Collect the pages of the documentation site in one folder: `python tools/site.py FOLDER`, then zensical builds them.
 
-The documents are written to be read in the checkout, where README leads into docs/ and docs/ to files beside it. In
-the site README is the first page, so its links are written anew; a link to a file that is no page loses its address.
+The documents are written for the checkout, where README leads into docs/ and docs/ to files next to it. In the site
+README is the first page, so its links are rewritten; a link to a file that is not a page loses its target.
 """
 
 from __future__ import annotations
@@ -17,88 +17,94 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.docs import CODE, FENCE, ROOT
 
-#: Pages that are not below docs/, and what they are called in the site.
-BESIDE: Final = {
+#: Pages outside docs/, and their names in the site.
+EXTRA_PAGES: Final = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "bench/README.md": "measurements.md",
 }
-#: Files for a reader to take with him; those of other folders are read in a checkout.
-TAKEN: Final = "deploy"
+#: The folder of files that readers may download; other folders are read in a checkout.
+DOWNLOAD_FOLDER: Final = "deploy"
 #: Too many for a menu: each decision is reached from their list.
-NUMBERED: Final = re.compile(r"adr/\d{4}-[^/]+\.md")
-NAVIGATED: Final = re.compile(r"^ *- .*?([\w./-]+\.md)$", re.MULTILINE)
-INLINE: Final = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<link>[^)\s]+)\)")
+DECISION_PAGE: Final = re.compile(r"adr/\d{4}-[^/]+\.md")
+MENU_ENTRY: Final = re.compile(r"^ *- .*?([\w./-]+\.md)$", re.MULTILINE)
+INLINE_LINK: Final = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<link>[^)\s]+)\)")
 
 
-def pages(root: Path) -> dict[Path, str]:
-    """Every page with the place that it has in the site."""
+def list_pages(root: Path) -> dict[Path, str]:
+    """Return every page with its path in the site."""
     docs = root / "docs"
-    found = {path: path.relative_to(docs).as_posix() for path in sorted(docs.glob("**/*.md"))}
-    return found | {root / name: place for name, place in BESIDE.items() if (root / name).exists()}
+    site_paths = {path: path.relative_to(docs).as_posix() for path in sorted(docs.glob("**/*.md"))}
+    return site_paths | {root / name: site_path for name, site_path in EXTRA_PAGES.items() if (root / name).exists()}
 
 
-def navigated(text: str) -> list[str]:
-    """The pages that the menu in mkdocs.yml, whose text this is, names."""
-    return NAVIGATED.findall(text.partition("\nnav:\n")[2].partition("\n\n")[0])
+def list_menu(text: str) -> list[str]:
+    """Return the pages in the menu of mkdocs.yml, whose text is *text*."""
+    return MENU_ENTRY.findall(text.partition("\nnav:\n")[2].partition("\n\n")[0])
 
 
-def astray(root: Path) -> list[str]:
-    """What is wrong with the menu: a page that it leaves out, names twice, or does not find."""
-    named = navigated((root / "mkdocs.yml").read_text(encoding="utf-8"))
-    places = set(pages(root).values())
-    found = [f"{place}: is not in the menu of mkdocs.yml" for place in sorted(places - set(named))]
-    found = [line for line in found if not NUMBERED.match(line)]
-    found += [f"{place}: is in the menu twice" for place in sorted({n for n in named if named.count(n) > 1})]
-    found += [f"{place}: is in the menu, and there is no such page" for place in sorted(set(named) - places)]
-    listed = (root / "docs/adr/README.md").read_text(encoding="utf-8")
-    return found + [
-        f"{p}: is not in adr/README.md" for p in sorted(places) if NUMBERED.match(p) and p[4:] not in listed
+def find_menu_problems(root: Path) -> list[str]:
+    """Return the problems of the menu: a page that is missing, listed twice, or unknown."""
+    menu = list_menu((root / "mkdocs.yml").read_text(encoding="utf-8"))
+    site_paths = set(list_pages(root).values())
+    problems = [f"{site_path}: is not in the menu of mkdocs.yml" for site_path in sorted(site_paths - set(menu))]
+    problems = [line for line in problems if not DECISION_PAGE.match(line)]
+    problems += [
+        f"{site_path}: is in the menu twice" for site_path in sorted({entry for entry in menu if menu.count(entry) > 1})
+    ]
+    problems += [
+        f"{site_path}: is in the menu, and there is no such page" for site_path in sorted(set(menu) - site_paths)
+    ]
+    decisions = (root / "docs/adr/README.md").read_text(encoding="utf-8")
+    return problems + [
+        f"{page}: is not in adr/README.md"
+        for page in sorted(site_paths)
+        if DECISION_PAGE.match(page) and page[4:] not in decisions
     ]
 
 
-def rewritten(path: Path, *, root: Path, places: dict[Path, str]) -> str:
-    """The text of *path* with links as they are in the site; code stays as it is."""
+def rewrite_links(path: Path, *, root: Path, site_paths: dict[Path, str]) -> str:
+    """Return the text of *path* with the links of the site; code is not changed."""
     text = path.read_text(encoding="utf-8")
-    kept = re.compile(f"{FENCE.pattern}|{CODE.pattern}", FENCE.flags)
-    # A link may hold code and code may look like a link: what is kept is put away, and put back at the end.
-    away = [match.group() for match in kept.finditer(text)]
-    numbers = iter(range(len(away)))
-    text = kept.sub(lambda _: f"\0{next(numbers)}\0", text)
-    text = INLINE.sub(lambda match: _link(match, path, root, places), text)
-    return re.sub(r"\0(\d+)\0", lambda match: away[int(match[1])], text)
+    code_pattern = re.compile(f"{FENCE.pattern}|{CODE.pattern}", FENCE.flags)
+    # A link may hold code and code may look like a link: code is cut out first and restored at the end.
+    code_parts = [match.group() for match in code_pattern.finditer(text)]
+    numbers = iter(range(len(code_parts)))
+    text = code_pattern.sub(lambda _: f"\0{next(numbers)}\0", text)
+    text = INLINE_LINK.sub(lambda match: _rewrite_link(match, path, root, site_paths), text)
+    return re.sub(r"\0(\d+)\0", lambda match: code_parts[int(match[1])], text)
 
 
-def _link(match: re.Match[str], path: Path, root: Path, places: dict[Path, str]) -> str:
+def _rewrite_link(match: re.Match[str], path: Path, root: Path, site_paths: dict[Path, str]) -> str:
     name, mark, anchor = match["link"].partition("#")
     if not name or re.match(r"[a-z][a-z+.-]*:", name):
         return match.group()
     target = (path.parent / name).resolve()
-    here = Path(places[path]).parent
-    if target in places:
-        return f"[{match['text']}]({os.path.relpath(places[target], here)}{mark}{anchor})"
+    folder = Path(site_paths[path]).parent
+    if target in site_paths:
+        return f"[{match['text']}]({os.path.relpath(site_paths[target], folder)}{mark}{anchor})"
     if target.is_file() and target.is_relative_to(root / "docs"):
         return match.group()
-    if target.is_file() and target.is_relative_to(root / TAKEN):
-        return f"[{match['text']}]({os.path.relpath(target.relative_to(root), here)})"
+    if target.is_file() and target.is_relative_to(root / DOWNLOAD_FOLDER):
+        return f"[{match['text']}]({os.path.relpath(target.relative_to(root), folder)})"
     return match["text"]
 
 
 def gather(root: Path, into: Path) -> int:
-    """Write every page and every other file of docs/ into *into*, which is made anew; how many pages there are."""
+    """Write every page and every other file of docs/ into the recreated folder *into*; return the number of pages."""
     root = root.resolve()
     shutil.rmtree(into, ignore_errors=True)
     shutil.copytree(root / "docs", into, ignore=shutil.ignore_patterns("*.md"))
-    shutil.copytree(root / TAKEN, into / TAKEN)
-    places = pages(root)
-    for path, place in places.items():
-        (into / place).parent.mkdir(parents=True, exist_ok=True)
-        (into / place).write_text(rewritten(path, root=root, places=places), encoding="utf-8")
-    return len(places)
+    shutil.copytree(root / DOWNLOAD_FOLDER, into / DOWNLOAD_FOLDER)
+    site_paths = list_pages(root)
+    for path, site_path in site_paths.items():
+        (into / site_path).parent.mkdir(parents=True, exist_ok=True)
+        (into / site_path).write_text(rewrite_links(path, root=root, site_paths=site_paths), encoding="utf-8")
+    return len(site_paths)
 
 
 if __name__ == "__main__":
-    problems = astray(ROOT)
+    problems = find_menu_problems(ROOT)
     print("\n".join(problems) or f"{gather(ROOT, Path(sys.argv[1]))} pages, each in the menu")
     sys.exit(bool(problems))

@@ -1,7 +1,7 @@
-"""NATS: how fast one worker is beside the bare client, what threads cost, how eight share a queue, how soon one starts.
+"""NATS: one worker and the bare client, the cost of threads, eight workers on one queue, and the delay before a start.
 
-Run: python bench/brokers/jetstream.py [--count 20000] [--rounds 3] [--sync]; without --sync the server's defaults hold,
-as they do in the figures of others.
+Run: python bench/brokers/jetstream.py [--count 20000] [--rounds 3] [--sync]; without --sync the server has defaults,
+as in published figures of other libraries.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PAYLOAD = {"order": 4711, "text": "x" * 176}
 BODY = json.dumps(PAYLOAD).encode()
 
 
-class Async(AsyncConsumerMixin):
+class NatsAsyncTask(AsyncConsumerMixin):
     async def process_transaction(self, transaction):
         return None
 
 
-class Threaded(ConsumerMixin):
+class NatsThreadedTask(ConsumerMixin):
     def process_transaction(self, transaction):
         return None
 
@@ -48,15 +48,15 @@ class Threaded(ConsumerMixin):
 @contextlib.contextmanager
 def server(*, sync=False):
     with tempfile.TemporaryDirectory(prefix="ergon-bench-") as folder:
-        running = PrivateNats(Path(folder), sync=sync)
-        running.start()
+        instance = PrivateNats(Path(folder), sync=sync)
+        instance.start()
         try:
-            yield running
+            yield instance
         finally:
-            running.kill()
+            instance.kill()
 
 
-def policy(concurrency, *, limit=None, prefetch=0, streaming=False):
+def build_policy(concurrency, *, limit=None, prefetch=0, streaming=False):
     loop = {"concurrency": {"value": concurrency}, "batch": {"size": 100}, "prefetch": prefetch}
     return ConsumerPolicy.load({"loop": loop | {"limit": limit, "streaming": streaming}})
 
@@ -66,63 +66,63 @@ def run(coroutine):
         return runner.run(coroutine)
 
 
-# -- by hand -------------------------------------------------------------------------------------------
+# -- bare client ---------------------------------------------------------------------------------------
 
 
-async def by_fetch(url, count):
-    """What the client's documentation shows: fetch(100), and an ack for each."""
-    line = await nats.connect(url)
-    js = line.jetstream()
+async def run_by_fetch(url, count):
+    """Do as the client's documentation shows: fetch(100), and an ack for each."""
+    client = await nats.connect(url)
+    js = client.jetstream()
     await js.add_stream(name="bare", subjects=["bare"], retention="workqueue")
     await asyncio.gather(*[js.publish("bare", BODY) for _ in range(count)])
-    pulled = await js.pull_subscribe("bare", "worker")
+    subscription = await js.pull_subscribe("bare", "worker")
     began, done = time.perf_counter(), 0
     while done < count:
-        for message in await pulled.fetch(100):
+        for message in await subscription.fetch(100):
             json.loads(message.data)
             await message.ack()
             done += 1
-    await line.flush()
-    took = time.perf_counter() - began
+    await client.flush()
+    seconds = time.perf_counter() - began
     await js.delete_stream("bare")
-    await line.close()
-    return took
+    await client.close()
+    return seconds
 
 
-async def by_inbox(url, count):
-    """An inbox of one's own, 100 asked for at a time, and an ack for each."""
-    line = await nats.connect(url)
-    js = line.jetstream()
+async def run_by_inbox(url, count):
+    """Use a dedicated inbox, request 100 at a time, and ack each."""
+    client = await nats.connect(url)
+    js = client.jetstream()
     await js.add_stream(name="bare", subjects=["bare"], retention="workqueue")
     await asyncio.gather(*[js.publish("bare", BODY) for _ in range(count)])
     await js.pull_subscribe("bare", "worker")
-    inbox, done, over = line.new_inbox(), 0, asyncio.Event()
+    inbox, done, finished = client.new_inbox(), 0, asyncio.Event()
 
-    async def heard(message):
+    async def on_message(message):
         nonlocal done
         json.loads(message.data)
-        await line.publish(message.reply, b"+ACK")
+        await client.publish(message.reply, b"+ACK")
         done += 1
         if done == count:
-            over.set()
+            finished.set()
         elif done % 100 == 50:
-            await line.publish("$JS.API.CONSUMER.MSG.NEXT.bare.worker", b'{"batch": 100}', reply=inbox)
+            await client.publish("$JS.API.CONSUMER.MSG.NEXT.bare.worker", b'{"batch": 100}', reply=inbox)
 
-    await line.subscribe(inbox, cb=heard)
+    await client.subscribe(inbox, cb=on_message)
     began = time.perf_counter()
-    await line.publish("$JS.API.CONSUMER.MSG.NEXT.bare.worker", b'{"batch": 100}', reply=inbox)
-    await over.wait()
-    await line.flush()
-    took = time.perf_counter() - began
+    await client.publish("$JS.API.CONSUMER.MSG.NEXT.bare.worker", b'{"batch": 100}', reply=inbox)
+    await finished.wait()
+    await client.flush()
+    seconds = time.perf_counter() - began
     await js.delete_stream("bare")
-    await line.close()
-    return took
+    await client.close()
+    return seconds
 
 
-# -- ours ----------------------------------------------------------------------------------------------
+# -- Ergon ---------------------------------------------------------------------------------------------
 
 
-def filled(url, name, count):
+def fill_queue(url, name, count):
     async def fill():
         queue = NatsQueue(name, url=url)
         for start in range(0, count, 1000):
@@ -132,97 +132,97 @@ def filled(url, name, count):
     run(fill())
 
 
-def consumed_async(url, name, count, concurrency, prefetch=100):
-    """Seconds that one asyncio loop takes for *count* transactions."""
+def consume_async(url, name, count, concurrency, prefetch=100):
+    """Return the seconds that one asyncio loop takes for *count* transactions."""
 
     async def consume():
-        task = Async()
+        task = NatsAsyncTask()
         task.connector = NatsQueue(name, url=url)
         await task.connector.open_async()
         began = time.perf_counter()
-        report = await task.consume_transactions(policy(concurrency, limit=count, prefetch=prefetch))
-        took = time.perf_counter() - began
+        report = await task.consume_transactions(build_policy(concurrency, limit=count, prefetch=prefetch))
+        seconds = time.perf_counter() - began
         await task.connector.close_async()
         assert report.settled.get("settled") == count, report.settled
-        return took
+        return seconds
 
     return run(consume())
 
 
-def consumed_threads(url, name, count, concurrency, prefetch=100):
-    task = Threaded()
+def consume_threads(url, name, count, concurrency, prefetch=100):
+    task = NatsThreadedTask()
     task.connector = NatsQueue(name, url=url)
     queue = as_sync(task.connector)
     queue.open()
     began = time.perf_counter()
-    report = task.consume_transactions(policy(concurrency, limit=count, prefetch=prefetch))
-    took = time.perf_counter() - began
+    report = task.consume_transactions(build_policy(concurrency, limit=count, prefetch=prefetch))
+    seconds = time.perf_counter() - began
     queue.close()
     assert report.settled.get("settled") == count, report.settled
-    return took
+    return seconds
 
 
-def dispatched(url, name, count, at_once):
+def measure_dispatch(url, name, count, batch_size):
     async def send():
         queue = NatsQueue(name, url=url)
         await queue.open_async()
         began = time.perf_counter()
-        for _ in range(count // at_once):
-            await queue.dispatch_async([queue.transaction(PAYLOAD) for _ in range(at_once)])
-        took = time.perf_counter() - began
+        for _ in range(count // batch_size):
+            await queue.dispatch_async([queue.transaction(PAYLOAD) for _ in range(batch_size)])
+        seconds = time.perf_counter() - began
         await queue.close_async()
-        return took
+        return seconds
 
     return run(send())
 
 
-def several(url, count, workers):
-    """Seconds from the first start to the last end of *workers* processes that share a queue."""
-    filled(url, "several", count)
+def run_workers(url, count, workers):
+    """Return the seconds from the first start to the last end of *workers* processes that share a queue."""
+    fill_queue(url, "several", count)
     command = [sys.executable, __file__, "--worker", url, str(count // workers)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen(command, **pipes) for _ in range(workers)]
-    for process in started:
+    processes = [subprocess.Popen(command, **pipes) for _ in range(workers)]
+    for process in processes:
         process.stdout.readline()  # it is connected and waits
     began = time.perf_counter()
-    for process in started:
+    for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
-    for process in started:
+    for process in processes:
         process.stdout.readline()
-    took = time.perf_counter() - began
-    for process in started:
+    seconds = time.perf_counter() - began
+    for process in processes:
         process.communicate()
-    return took
+    return seconds
 
 
-def worker(url, count):
+def run_worker(url, count):
     async def consume():
-        task = Async()
+        task = NatsAsyncTask()
         task.connector = NatsQueue("several", url=url)
         await task.connector.open_async()
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
-        await task.consume_transactions(policy(100, limit=count, prefetch=100))
+        await task.consume_transactions(build_policy(100, limit=count, prefetch=100))
         print("done", flush=True)
         await task.connector.close_async()
 
     run(consume())
 
 
-def start_delay(url):
-    """Milliseconds from a confirmed dispatch to the handler's start on an idle queue, the median of 100."""
+def measure_start_delay(url):
+    """Return the median milliseconds from a confirmed dispatch to the handler's start on an idle queue, of 100."""
 
     async def measure():
         started = asyncio.Queue()
 
-        class Noting(AsyncConsumerMixin):
+        class RecordingTask(AsyncConsumerMixin):
             async def process_transaction(self, transaction):
                 started.put_nowait(time.perf_counter())
 
-        task, producer, delays = Noting(), NatsQueue("soon", url=url), []
+        task, producer, delays = RecordingTask(), NatsQueue("soon", url=url), []
         task.connector = NatsQueue("soon", url=url)
-        loop = asyncio.ensure_future(task.consume_transactions(policy(10, streaming=True)))
+        loop = asyncio.ensure_future(task.consume_transactions(build_policy(10, streaming=True)))
         await producer.open_async()
         await asyncio.sleep(0.5)
         for _ in range(100):
@@ -239,15 +239,15 @@ def start_delay(url):
     return run(measure())
 
 
-def idle_share(url, queues=20, seconds=10.0):
-    """The share of a processor that a process with *queues* idle loops takes."""
+def measure_idle_share(url, queues=20, seconds=10.0):
+    """Return the share of a processor that a process with *queues* idle loops takes."""
 
     async def measure():
-        tasks = [Async() for _ in range(queues)]
+        tasks = [NatsAsyncTask() for _ in range(queues)]
         for number, task in enumerate(tasks):
             task.connector = NatsQueue(f"idle-{number}", url=url)
-        loops = [asyncio.ensure_future(task.consume_transactions(policy(10, streaming=True))) for task in tasks]
-        await asyncio.sleep(8.0)  # until they look no more often than they will
+        loops = [asyncio.ensure_future(task.consume_transactions(build_policy(10, streaming=True))) for task in tasks]
+        await asyncio.sleep(8.0)  # until they poll at their longest interval
         before = resource.getrusage(resource.RUSAGE_SELF)
         began = time.perf_counter()
         await asyncio.sleep(seconds)
@@ -263,46 +263,46 @@ def idle_share(url, queues=20, seconds=10.0):
     return run(measure())
 
 
-# -- all of it -----------------------------------------------------------------------------------------
+# -- all parts -----------------------------------------------------------------------------------------
 
 
 def main(url, count, rounds):
-    sides = {
-        "fetch(100) by hand": lambda: count / run(by_fetch(url, count)),
-        "own inbox by hand": lambda: count / run(by_inbox(url, count)),
-        "asyncio 100": lambda: (filled(url, "a", count), count / consumed_async(url, "a", count, 100))[1],
-        "threads 100": lambda: (filled(url, "c", count), count / consumed_threads(url, "c", count, 100))[1],
-        "one process": lambda: count / several(url, count, 1),
-        "eight processes": lambda: count / several(url, count, 8),
-        "dispatch one by one": lambda: count // 20 / dispatched(url, "d", count // 20, 1),
-        "dispatch by 100": lambda: count / dispatched(url, "d", count, 100),
+    contestants = {
+        "fetch(100) by hand": lambda: count / run(run_by_fetch(url, count)),
+        "own inbox by hand": lambda: count / run(run_by_inbox(url, count)),
+        "asyncio 100": lambda: (fill_queue(url, "a", count), count / consume_async(url, "a", count, 100))[1],
+        "threads 100": lambda: (fill_queue(url, "c", count), count / consume_threads(url, "c", count, 100))[1],
+        "one process": lambda: count / run_workers(url, count, 1),
+        "eight processes": lambda: count / run_workers(url, count, 8),
+        "dispatch one by one": lambda: count // 20 / measure_dispatch(url, "d", count // 20, 1),
+        "dispatch by 100": lambda: count / measure_dispatch(url, "d", count, 100),
     }
-    rates = {name: [] for name in sides}
+    rates = {name: [] for name in contestants}
     for number in range(rounds):
-        for name in list(sides) if number % 2 == 0 else list(sides)[::-1]:
-            rates[name].append(sides[name]())
+        for name in list(contestants) if number % 2 == 0 else list(contestants)[::-1]:
+            rates[name].append(contestants[name]())
             print(f"{name}: {rates[name][-1]:,.0f}/s", file=sys.stderr, flush=True)
-    middle = {name: statistics.median(figures) for name, figures in rates.items()}
-    told = {
-        "rates": {name: round(rate) for name, rate in middle.items()},
-        "of fetch(100)": round(middle["asyncio 100"] / middle["fetch(100) by hand"], 2),
-        "threads of asyncio": round(middle["threads 100"] / middle["asyncio 100"], 2),
-        "eight of one": round(middle["eight processes"] / middle["one process"], 2),
-        "start ms": round(start_delay(url), 2),
-        "idle share of 20 queues": round(idle_share(url), 4),
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    result = {
+        "rates": {name: round(rate) for name, rate in medians.items()},
+        "of fetch(100)": round(medians["asyncio 100"] / medians["fetch(100) by hand"], 2),
+        "threads of asyncio": round(medians["threads 100"] / medians["asyncio 100"], 2),
+        "eight of one": round(medians["eight processes"] / medians["one process"], 2),
+        "start ms": round(measure_start_delay(url), 2),
+        "idle share of 20 queues": round(measure_idle_share(url), 4),
     }
-    print(json.dumps(told))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
     if "--worker" in sys.argv:
-        worker(sys.argv[2], int(sys.argv[3]))
+        run_worker(sys.argv[2], int(sys.argv[3]))
     else:
         parser = argparse.ArgumentParser()
         parser.add_argument("--count", type=int, default=20_000)
         parser.add_argument("--rounds", type=int, default=3)
         parser.add_argument("--sync", action="store_true")
-        given = parser.parse_args()
-        with server(sync=given.sync) as private:
-            main(private.url, given.count, given.rounds)
+        options = parser.parse_args()
+        with server(sync=options.sync) as private_server:
+            main(private_server.url, options.count, options.rounds)

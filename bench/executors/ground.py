@@ -1,4 +1,4 @@
-"""The ground that all parts stand on: a private server, orchestrators that run, and bars."""
+"""Shared by all parts: a private server, running orchestrators, and output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ergon_framework.executor.jobs.client import JobClient
-from ergon_framework.executor.jobs.request import Request
+from ergon_framework.executor.jobs.request import JobRequest
 from ergon_framework.schema import migrate
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -22,17 +22,17 @@ from tests.servers.postgres import PrivatePostgres
 
 HERE = Path(__file__).parent
 VALUE = {"order": "o-1", "total": 5, "lines": ["a", "b", "c"]}
-#: Seconds for anything that is waited for.
-PATIENCE = 240.0
+#: Seconds for any wait.
+WAIT_TIMEOUT_SECONDS = 240.0
 
 
-#: It tells about its end, which is no news.
-QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+#: Hides the orchestrator's output, which only reports its normal end.
+NO_OUTPUT = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 @contextmanager
 def server():
-    """A server of our own, synced as in production."""
+    """Start a private server, synced as in production."""
     with tempfile.TemporaryDirectory(prefix="ergon-bench-") as folder:
         Path(folder).chmod(0o755)
         settings = {"shared_buffers": "512MB", "max_wal_size": "4GB"}
@@ -44,8 +44,8 @@ def server():
             postgres.stop("fast")
 
 
-def database(postgres, name):
-    """The dsn of a new database with our schema."""
+def create_database(postgres, name):
+    """Return the address of a new database with the schema."""
     dsn = postgres.create_database(name)
     migrate.upgrade(dsn)
     return dsn
@@ -53,33 +53,33 @@ def database(postgres, name):
 
 @contextmanager
 def orchestrator(dsn, kinds):
-    """One orchestrator, in a process of its own; *kinds* by name: how many executors, and jobs in flight in each."""
-    words = [str(Path(sys.executable).parent / "ergon"), "run", "bench_jobs:orchestrator"]
+    """Run one orchestrator in its own process; *kinds* by name: the number of executors, and jobs in flight in each."""
+    command = [str(Path(sys.executable).parent / "ergon"), "run", "bench_jobs:orchestrator"]
     environment = os.environ | {"ERGON_POSTGRES__DSN": dsn, "BENCH_KINDS": json.dumps(kinds), "PYTHONPATH": str(HERE)}
-    with subprocess.Popen(words, env=environment, cwd=HERE, **QUIET) as process:
+    with subprocess.Popen(command, env=environment, cwd=HERE, **NO_OUTPUT) as process:
         try:
             yield process
         finally:
             process.send_signal(signal.SIGTERM)
-            code = process.wait(PATIENCE)
+            code = process.wait(WAIT_TIMEOUT_SECONDS)
     if code != 0:
         raise SystemExit(f"the orchestrator ended with exit code {code}")
 
 
-def echo(kind, value=VALUE):
-    return Request(function=f"{kind}#exam.echo", args=(value,))
+def echo_request(kind, value=VALUE):
+    return JobRequest(function=f"{kind}#exam.echo", args=(value,))
 
 
-def client(dsn):
+def connect_client(dsn):
     return JobClient(dsn)
 
 
 @contextmanager
-def clocked(took):
-    """Add the seconds that this lasts to *took*."""
+def time_block(durations):
+    """Append the seconds of the block to *took*."""
     began = time.perf_counter()
     yield
-    took.append(time.perf_counter() - began)
+    durations.append(time.perf_counter() - began)
 
 
 def say(text):

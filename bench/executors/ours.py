@@ -1,34 +1,34 @@
-"""Ours: jobs per second end to end through PostgreSQL, by one client, one orchestrator and its executors."""
+"""Ergon: jobs per second end to end through PostgreSQL, by one client, one orchestrator and its executors."""
 
 from __future__ import annotations
 
 import time
 import uuid
 
-from ground import PATIENCE, VALUE, client, database, echo, orchestrator
+from ground import VALUE, WAIT_TIMEOUT_SECONDS, connect_client, create_database, echo_request, orchestrator
 
 #: Jobs that are submitted in one database transaction.
-BULK = 500
-WARM = 200
+SUBMIT_BATCH = 500
+WARM_UP_JOBS = 200
 
 
-def ours(postgres, jobs, kinds):
-    """Jobs per second, from the first submit to the last result seen; in a new database, as peers have a new Redis."""
-    dsn = database(postgres, f"bench_{uuid.uuid4().hex[:12]}")
-    with orchestrator(dsn, kinds), client(dsn) as asked:
-        # Everybody is awake before the clock runs.
-        measured(asked, WARM, list(kinds))
-        return measured(asked, jobs, list(kinds))
+def measure_ours(postgres, jobs, kinds):
+    """Return jobs per second, from first submit to last result; in a new database, as peers have a new Redis."""
+    dsn = create_database(postgres, f"bench_{uuid.uuid4().hex[:12]}")
+    with orchestrator(dsn, kinds), connect_client(dsn) as jobs_client:
+        # All processes run before the measurement starts.
+        measure_rate(jobs_client, WARM_UP_JOBS, list(kinds))
+        return measure_rate(jobs_client, jobs, list(kinds))
 
 
-def measured(asked, jobs, kinds):
+def measure_rate(jobs_client, jobs, kinds):
     began = time.perf_counter()
     ids = []
-    for start in range(0, jobs, BULK):
-        numbers = range(start, min(start + BULK, jobs))
-        ids += [made.id for made in asked.submit_many(echo(kinds[n % len(kinds)]) for n in numbers)]
-    found = asked.wait_many(ids, timeout=PATIENCE)
+    for start in range(0, jobs, SUBMIT_BATCH):
+        numbers = range(start, min(start + SUBMIT_BATCH, jobs))
+        ids += [job.id for job in jobs_client.submit_many(echo_request(kinds[n % len(kinds)]) for n in numbers)]
+    jobs_done = jobs_client.wait_many(ids, timeout=WAIT_TIMEOUT_SECONDS)
     rate = jobs / (time.perf_counter() - began)
-    if any(job.result != VALUE for job in found):
+    if any(job.result != VALUE for job in jobs_done):
         raise RuntimeError("some results are not what was sent")
     return rate

@@ -1,7 +1,7 @@
-"""What the pool adds to a job, over a bare asyncio pipe with the same json to the same executor.
+"""The overhead of the pool per job, over a bare asyncio pipe with the same JSON to the same executor.
 
-It ends with one line of JSON, and with exit code 1 where the bar is missed. Rounds take turns, so that a busy machine
-is busy for both.
+It ends with one line of JSON, and with exit code 1 where the target is missed. Rounds take turns, so that other load on
+the machine affects both.
 """
 
 from __future__ import annotations
@@ -15,56 +15,61 @@ import time
 from pathlib import Path
 
 from ergon_framework.executor.pool import ExecutorPool, PoolPolicy
-from ergon_framework.executor.process import Command
+from ergon_framework.executor.process import ExecutorCommand
 
-WORDS = (sys.executable, "-S", str(Path(__file__).parents[2] / "reference" / "python" / "stdio_executor.py"))
+COMMAND = (sys.executable, "-S", str(Path(__file__).parents[2] / "reference" / "python" / "stdio_executor.py"))
 ROUNDS = 20
-JOBS = 500
-#: What the pool may add, in microseconds.
-BAR = 100
+JOBS_PER_ROUND = 500
+#: Microseconds that the pool may add.
+MAX_ADDED_MICROSECONDS = 100
 ARGS = [{"order": "o-1", "total": 5, "lines": ["a", "b", "c"]}]
 
 
-def request(job_id):
+def encode_request(job_id):
     context = {"job_id": job_id, "attempt": 1, "enqueue_time": "2026-01-31T23:59:59Z", "queue_name": "default"}
-    told = {"protocol_version": "1", "job_id": job_id, "function_name": "exam.echo", "args": ARGS, "kwargs": {}}
-    return json.dumps(told | {"context": context}).encode() + b"\n"
+    fields = {"protocol_version": "1", "job_id": job_id, "function_name": "exam.echo", "args": ARGS, "kwargs": {}}
+    return json.dumps(fields | {"context": context}).encode() + b"\n"
 
 
-async def bare(process):
-    for number in range(JOBS):
-        process.stdin.write(request(str(number)))
+async def run_bare(process):
+    for number in range(JOBS_PER_ROUND):
+        process.stdin.write(encode_request(str(number)))
         outcome = json.loads(await process.stdout.readline())
         assert outcome["job_id"] == str(number)
 
 
-async def pooled(pool):
-    for number in range(JOBS):
+async def run_pooled(pool):
+    for number in range(JOBS_PER_ROUND):
         outcome = await pool.run("exam.echo", ARGS, job_id=str(number), timeout=60)
         assert outcome.job_id == str(number)
 
 
-async def timed(work):
+async def measure(work):
     began = time.perf_counter()
     await work
-    return (time.perf_counter() - began) / JOBS * 1e6
+    return (time.perf_counter() - began) / JOBS_PER_ROUND * 1e6
 
 
 async def main():
     pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-    process = await asyncio.create_subprocess_exec(*WORDS, **pipes)
-    command = Command(words=WORDS, environment={"PATH": os.environ["PATH"]})
+    process = await asyncio.create_subprocess_exec(*COMMAND, **pipes)
+    command = ExecutorCommand(words=COMMAND, environment={"PATH": os.environ["PATH"]})
     async with ExecutorPool(command, policy=PoolPolicy(size=1)) as pool:
-        for warm in (bare(process), pooled(pool)):
-            await warm
-        rounds = [(await timed(bare(process)), await timed(pooled(pool))) for _ in range(ROUNDS)]
+        for warm_up in (run_bare(process), run_pooled(pool)):
+            await warm_up
+        rounds = [(await measure(run_bare(process)), await measure(run_pooled(pool))) for _ in range(ROUNDS)]
     process.stdin.close()
     await process.wait()
-    alone, together = (statistics.median(each) for each in zip(*rounds, strict=True))
-    added = statistics.median(one[1] - one[0] for one in rounds)
-    told = {"bare_us": alone, "pool_us": together, "added_us": added}
-    print(json.dumps({name: round(value, 1) for name, value in told.items()} | {"bar_us": BAR, "met": added <= BAR}))
-    return 0 if added <= BAR else 1
+    bare_time, pool_time = (statistics.median(values) for values in zip(*rounds, strict=True))
+    added = statistics.median(pair[1] - pair[0] for pair in rounds)
+    figures = {"bare_us": bare_time, "pool_us": pool_time, "added_us": added}
+    print(
+        json.dumps(
+            {name: round(value, 1) for name, value in figures.items()}
+            | {"bar_us": MAX_ADDED_MICROSECONDS, "met": added <= MAX_ADDED_MICROSECONDS}
+        )
+    )
+    return 0 if added <= MAX_ADDED_MICROSECONDS else 1
 
 
 if __name__ == "__main__":

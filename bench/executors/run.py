@@ -1,13 +1,13 @@
-"""Executors and jobs: what the pool adds, how fast jobs are from end to end beside others, and what a backlog costs.
+"""Executors and jobs: the overhead of the pool, end-to-end rates compared with peers, and the cost of a backlog.
 
 python bench/executors/run.py                            all parts; about 6 minutes
-python bench/executors/run.py --jobs 500 --rounds 1      to see that it runs, not to judge by
+python bench/executors/run.py --jobs 500 --rounds 1      to see that it runs, not for figures
 python bench/executors/run.py --part rate
 
 End to end: trivial jobs are submitted in bulk by one client, run by 4 processes and their results read back; from the
-first submit to the last result seen. Ours in PostgreSQL with fsync; the peers' queues and results are in RabbitMQ or in
-a Redis that writes nothing to disk. Rounds are interleaved, medians are compared. It ends with one line of JSON, and
-with exit code 1 where a bar is missed.
+first submit to the last result. Ergon uses PostgreSQL with fsync; the peers' queues and results are in RabbitMQ or in a
+Redis that writes nothing to disk. Rounds are interleaved, medians are compared. It ends with one line of JSON, and with
+exit code 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import sys
 
 import backlog
 from ground import HERE, say, server
-from ours import ours
-from peers.peer import rates
+from ours import measure_ours
+from peers.peer import measure_rates
 
 PROCESSES = 4
 #: By name: executors of each kind, and jobs in flight in each of them.
-OURS = {
+ERGON_SETTINGS = {
     "ergon 1": {"python": (PROCESSES, 1)},
     "ergon 10": {"python": (PROCESSES, 10)},
     "ergon 2+2": {"python": (PROCESSES // 2, 1), "node": (PROCESSES // 2, 1)},
@@ -33,26 +33,26 @@ OURS = {
 PARTS = ("pool", "rate", "backlog")
 
 
-def pool():
-    """What the pool adds to a job, in a process of its own."""
-    ran = subprocess.run([sys.executable, str(HERE / "pool.py")], stdout=subprocess.PIPE, text=True, check=False)
-    told = json.loads(ran.stdout.splitlines()[-1])
-    say(f"pool: {told['added_us']:g} us added")
-    return {"pool_added_us": told["added_us"]}, {"pool_added_us": told["met"]}
+def measure_pool():
+    """Measure the overhead of the pool per job, in its own process."""
+    completed = subprocess.run([sys.executable, str(HERE / "pool.py")], stdout=subprocess.PIPE, text=True, check=False)
+    result = json.loads(completed.stdout.splitlines()[-1])
+    say(f"pool: {result['added_us']:g} us added")
+    return {"pool_added_us": result["added_us"]}, {"pool_added_us": result["met"]}
 
 
-def rate(postgres, jobs, rounds):
-    """Medians of jobs per second; as peers are called: by the jobs in flight, or prefetched, in each process."""
-    found = {}
+def compare_rates(postgres, jobs, rounds):
+    """Return medians of jobs per second; named by the jobs in flight, or prefetched, in each process."""
+    samples = {}
     for number in range(rounds):
-        this = {name: ours(postgres, jobs, kinds) for name, kinds in OURS.items()}
+        round_rates = {name: measure_ours(postgres, jobs, kinds) for name, kinds in ERGON_SETTINGS.items()}
         for peer in ("rrq", "celery"):
-            measured = rates(peer, jobs, PROCESSES)
-            this |= {f"{peer} {setting.partition('/')[0]}": value for setting, value in measured.items()}
-        for name, value in this.items():
-            found.setdefault(name, []).append(value)
-        say(f"round {number + 1}: " + ", ".join(f"{name} {value:.0f}/s" for name, value in this.items()))
-    medians = {name: statistics.median(values) for name, values in found.items()}
+            peer_rates = measure_rates(peer, jobs, PROCESSES)
+            round_rates |= {f"{peer} {setting.partition('/')[0]}": value for setting, value in peer_rates.items()}
+        for name, value in round_rates.items():
+            samples.setdefault(name, []).append(value)
+        say(f"round {number + 1}: " + ", ".join(f"{name} {value:.0f}/s" for name, value in round_rates.items()))
+    medians = {name: statistics.median(values) for name, values in samples.items()}
     bars = {
         "ahead of rrq": medians["ergon 1"] > medians["rrq 1"],
         "ahead of celery": medians["ergon 1"] > max(medians["celery 1"], medians["celery 4"]),
@@ -61,10 +61,10 @@ def rate(postgres, jobs, rounds):
     return {"jobs_per_second": {name: round(value) for name, value in medians.items()}}, bars
 
 
-def burden(postgres):
-    figures = backlog.claims(postgres) | backlog.slow_kind(postgres)
-    bars = {name: figures[name] <= backlog.BAR for name in ("claim_ratio", "slow_ratio")}
-    return {name: round(value, 2) for name, value in figures.items()}, bars
+def measure_backlog(postgres):
+    results = backlog.claims(postgres) | backlog.slow_kind(postgres)
+    bars = {name: results[name] <= backlog.BAR for name in ("claim_ratio", "slow_ratio")}
+    return {name: round(value, 2) for name, value in results.items()}, bars
 
 
 def main():
@@ -75,12 +75,12 @@ def main():
     options = parser.parse_args()
     figures, bars = {}, {}
     with server() as postgres:
-        parts = {"pool": pool, "rate": lambda: rate(postgres, options.jobs, options.rounds)}
-        parts["backlog"] = lambda: burden(postgres)
+        parts = {"pool": measure_pool, "rate": lambda: compare_rates(postgres, options.jobs, options.rounds)}
+        parts["backlog"] = lambda: measure_backlog(postgres)
         for name in [options.part] if options.part else PARTS:
-            told, met = parts[name]()
-            figures |= told
-            bars |= met
+            part_figures, part_bars = parts[name]()
+            figures |= part_figures
+            bars |= part_bars
     print(json.dumps(figures | {"bars": bars, "ok": all(bars.values())}))
     return 0 if all(bars.values()) else 1
 

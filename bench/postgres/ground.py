@@ -1,4 +1,4 @@
-"""The ground that all parts stand on: a private server, filled queues, and loops that are timed."""
+"""Shared by all parts: a private server, filled queues, and timed loops."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from tests.servers.postgres import PrivatePostgres
 PAYLOAD = {"order": 4711, "text": "x" * 176}
 
 
-class Async(AsyncConsumerMixin):
+class AsyncNoopTask(AsyncConsumerMixin):
     async def process_transaction(self, transaction):
         return None
 
 
-class Threaded(ConsumerMixin):
+class ThreadedNoopTask(ConsumerMixin):
     def process_transaction(self, transaction):
         return None
 
 
 @contextlib.contextmanager
 def server():
-    """A server of our own, synced as in production, with the schema in its database ``bench``."""
+    """Start a private server, synced as in production, with the schema in its database ``bench``."""
     with tempfile.TemporaryDirectory(prefix="ergon-bench-") as folder:
         Path(folder).chmod(0o755)
         settings = {"shared_buffers": "512MB", "max_wal_size": "4GB", "max_connections": 200}
@@ -53,13 +53,13 @@ def server():
             postgres.stop("fast")
 
 
-def policy(concurrency, *, limit=None, prefetch=0, streaming=False, batch=100):
+def build_policy(concurrency, *, limit=None, prefetch=0, streaming=False, batch=100):
     loop = {"concurrency": {"value": concurrency}, "batch": {"size": batch}, "prefetch": prefetch}
     loop |= {"limit": limit, "streaming": streaming}
     return ConsumerPolicy.load({"loop": loop})
 
 
-def filled(dsn, name, count):
+def fill_queue(dsn, name, count):
     queue = PostgresQueue(name, dsn=dsn)
     for start in range(0, count, 1000):
         queue.dispatch([queue.transaction(PAYLOAD) for _ in range(min(1000, count - start))])
@@ -71,41 +71,41 @@ def run(coroutine):
         return runner.run(coroutine)
 
 
-def consumed_async(dsn, name, count, concurrency, prefetch=100):
-    """Seconds that one asyncio loop takes for *count* transactions."""
+def consume_async(dsn, name, count, concurrency, prefetch=100):
+    """Return the seconds that one asyncio loop takes for *count* transactions."""
 
     async def consume():
-        task = Async()
+        task = AsyncNoopTask()
         task.connector = PostgresQueue(name, dsn=dsn)
         await task.connector.open_async()
         began = time.perf_counter()
-        report = await task.consume_transactions(policy(concurrency, limit=count, prefetch=prefetch))
-        took = time.perf_counter() - began
+        report = await task.consume_transactions(build_policy(concurrency, limit=count, prefetch=prefetch))
+        seconds = time.perf_counter() - began
         await task.connector.close_async()
         assert report.settled.get("settled") == count, report.settled
-        return took
+        return seconds
 
     return run(consume())
 
 
-def consumed_threads(dsn, name, count, concurrency, prefetch=100):
-    task = Threaded()
+def consume_threads(dsn, name, count, concurrency, prefetch=100):
+    task = ThreadedNoopTask()
     task.connector = PostgresQueue(name, dsn=dsn)
     task.connector.open()
     began = time.perf_counter()
-    report = task.consume_transactions(policy(concurrency, limit=count, prefetch=prefetch))
-    took = time.perf_counter() - began
+    report = task.consume_transactions(build_policy(concurrency, limit=count, prefetch=prefetch))
+    seconds = time.perf_counter() - began
     task.connector.close()
     assert report.settled.get("settled") == count, report.settled
-    return took
+    return seconds
 
 
-def median(figures):
-    return statistics.median(figures)
+def median(values):
+    return statistics.median(values)
 
 
-def quantile(figures, share):
-    ordered = sorted(figures)
+def quantile(values, share):
+    ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
@@ -113,8 +113,8 @@ def say(text):
     print(text, file=sys.stderr, flush=True)
 
 
-def part(name, *arguments):
-    """One part in a process of its own; its last line is its JSON."""
+def run_part(name, *arguments):
+    """Run one part in its own process; return its last line, parsed as JSON."""
     command = [sys.executable, str(Path(__file__).parent / f"{name}.py"), *map(str, arguments)]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=3600)
-    return json.loads(ran.stdout.splitlines()[-1])
+    completed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=3600)
+    return json.loads(completed.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""How fast one worker is, beside asyncpg by hand and procrastinate; how much threads cost; how eight share a queue."""
+"""The rate of one worker, of asyncpg by hand and of procrastinate; the cost of threads; eight workers on one queue."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import time
 
 import asyncpg
 import procrastinate
-from ground import PAYLOAD, consumed_async, consumed_threads, filled, median, policy, run, say
+from ground import PAYLOAD, build_policy, consume_async, consume_threads, fill_queue, median, run, say
 
 BODY = json.dumps(PAYLOAD).encode()
 
 
-# -- by hand ---------------------------------------------------------------------------------------
+# -- bare client -----------------------------------------------------------------------------------
 
 
-async def by_hand(dsn, count):
-    """Claimed for good, handled and deleted, 100 at a time: what survives a crash of the worker in between."""
+async def run_by_hand(dsn, count):
+    """Claim permanently, handle and delete, 100 at a time: what survives a crash of the worker in between."""
     connection = await asyncpg.connect(dsn)
     await connection.execute("drop table if exists bare")
     await connection.execute("create table bare (id bigserial primary key, claimed bigint, body bytea not null)")
@@ -39,13 +39,13 @@ async def by_hand(dsn, count):
             json.loads(row["body"])
         await connection.execute("delete from bare where id = any($1)", [row["id"] for row in rows])
         done += len(rows)
-    took = time.perf_counter() - began
+    seconds = time.perf_counter() - began
     await connection.close()
-    return took
+    return seconds
 
 
-async def in_one_transaction(dsn, count):
-    """Locked, handled and deleted in one open transaction: faster, but a claim that nobody else can see."""
+async def run_in_one_transaction(dsn, count):
+    """Lock, handle and delete in one open transaction: faster, but the claim is invisible to other connections."""
     connection = await asyncpg.connect(dsn)
     await connection.execute("drop table if exists bare")
     await connection.execute("create table bare (id bigserial primary key, body bytea not null)")
@@ -59,15 +59,15 @@ async def in_one_transaction(dsn, count):
                 json.loads(row["body"])
             await connection.execute("delete from bare where id = any($1)", [row["id"] for row in rows])
         done += len(rows)
-    took = time.perf_counter() - began
+    seconds = time.perf_counter() - began
     await connection.close()
-    return took
+    return seconds
 
 
 # -- procrastinate -----------------------------------------------------------------------------------
 
 
-async def by_procrastinate(dsn, count, concurrency):
+async def run_procrastinate(dsn, count, concurrency):
     app = procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo=dsn))
 
     @app.task(name="nothing")
@@ -92,84 +92,86 @@ async def by_procrastinate(dsn, count, concurrency):
 # -- several workers -----------------------------------------------------------------------------------
 
 
-def several(dsn, count, workers):
-    """Seconds from the first start to the last end of *workers* processes that share a queue."""
-    filled(dsn, "several", count)
+def run_workers(dsn, count, workers):
+    """Return seconds from the first start to the last end of *workers* processes that share a queue."""
+    fill_queue(dsn, "several", count)
     command = [sys.executable, __file__, "--worker", dsn, str(count // workers)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen(command, **pipes) for _ in range(workers)]
-    for process in started:
+    processes = [subprocess.Popen(command, **pipes) for _ in range(workers)]
+    for process in processes:
         process.stdout.readline()  # it is connected and waits
     began = time.perf_counter()
-    for process in started:
+    for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
-    for process in started:
+    for process in processes:
         process.stdout.readline()
-    took = time.perf_counter() - began
-    for process in started:
+    seconds = time.perf_counter() - began
+    for process in processes:
         process.communicate()
-    return took
+    return seconds
 
 
-def worker(dsn, count):
-    from ground import Async, PostgresQueue  # noqa: PLC0415
+def run_worker(dsn, count):
+    from ground import AsyncNoopTask, PostgresQueue  # noqa: PLC0415
 
     async def consume():
-        task = Async()
+        task = AsyncNoopTask()
         task.connector = PostgresQueue("several", dsn=dsn)
         await task.connector.open_async()
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
-        await task.consume_transactions(policy(100, limit=count, prefetch=100))
+        await task.consume_transactions(build_policy(100, limit=count, prefetch=100))
         print("done", flush=True)
         await task.connector.close_async()
 
     run(consume())
 
 
-# -- all of it -----------------------------------------------------------------------------------------
+# -- all parts -----------------------------------------------------------------------------------------
 
 
 def main(dsn, count, rounds):
     logging.disable(logging.CRITICAL)
-    few = max(200, count // 20)
-    sides = {
-        "by hand": lambda: count / run(by_hand(dsn, count)),
-        "in one transaction": lambda: count / run(in_one_transaction(dsn, count)),
-        "asyncio 100": lambda: (filled(dsn, "a", count), count / consumed_async(dsn, "a", count, 100))[1],
-        "asyncio 10": lambda: (filled(dsn, "b", count), count / consumed_async(dsn, "b", count, 10))[1],
-        "threads 100": lambda: (filled(dsn, "c", count), count / consumed_threads(dsn, "c", count, 100))[1],
-        "procrastinate 100": lambda: few / run(by_procrastinate(dsn, few, 100)),
-        "procrastinate 10": lambda: few / run(by_procrastinate(dsn, few, 10)),
-        "one process": lambda: count / several(dsn, count, 1),
-        "eight processes": lambda: count / several(dsn, count, 8),
+    small_count = max(200, count // 20)
+    contestants = {
+        "by hand": lambda: count / run(run_by_hand(dsn, count)),
+        "in one transaction": lambda: count / run(run_in_one_transaction(dsn, count)),
+        "asyncio 100": lambda: (fill_queue(dsn, "a", count), count / consume_async(dsn, "a", count, 100))[1],
+        "asyncio 10": lambda: (fill_queue(dsn, "b", count), count / consume_async(dsn, "b", count, 10))[1],
+        "threads 100": lambda: (fill_queue(dsn, "c", count), count / consume_threads(dsn, "c", count, 100))[1],
+        "procrastinate 100": lambda: small_count / run(run_procrastinate(dsn, small_count, 100)),
+        "procrastinate 10": lambda: small_count / run(run_procrastinate(dsn, small_count, 10)),
+        "one process": lambda: count / run_workers(dsn, count, 1),
+        "eight processes": lambda: count / run_workers(dsn, count, 8),
     }
-    rates = {name: [] for name in sides}
+    rates = {name: [] for name in contestants}
     for number in range(rounds):
-        order = list(sides) if number % 2 == 0 else list(sides)[::-1]
+        order = list(contestants) if number % 2 == 0 else list(contestants)[::-1]
         for name in order:
-            rates[name].append(sides[name]())
+            rates[name].append(contestants[name]())
             say(f"rate: round {number + 1} of {rounds}: {name}: {rates[name][-1]:,.0f}/s")
-    middle = {name: round(median(figures)) for name, figures in rates.items()}
+    medians = {name: round(median(values)) for name, values in rates.items()}
 
-    def ratio(one, other):
-        # Neighbours in time: what slows the machine for a while slows both.
-        return round(median([mine / theirs for mine, theirs in zip(rates[one], rates[other], strict=True)]), 3)
+    def compute_ratio(first, second):
+        # Adjacent rounds are compared: other load on the machine slows both.
+        return round(median([mine / theirs for mine, theirs in zip(rates[first], rates[second], strict=True)]), 3)
 
     bars = {
-        "asyncio 100 / by hand": (ratio("asyncio 100", "by hand"), 0.3),
-        "asyncio 100 / procrastinate 100": (ratio("asyncio 100", "procrastinate 100"), 10),
-        "asyncio 10 / procrastinate 10": (ratio("asyncio 10", "procrastinate 10"), 10),
-        "threads 100 / asyncio 100": (ratio("threads 100", "asyncio 100"), 0.6),
-        "eight processes / one process": (ratio("eight processes", "one process"), 0.8),
+        "asyncio 100 / by hand": (compute_ratio("asyncio 100", "by hand"), 0.3),
+        "asyncio 100 / procrastinate 100": (compute_ratio("asyncio 100", "procrastinate 100"), 10),
+        "asyncio 10 / procrastinate 10": (compute_ratio("asyncio 10", "procrastinate 10"), 10),
+        "threads 100 / asyncio 100": (compute_ratio("threads 100", "asyncio 100"), 0.6),
+        "eight processes / one process": (compute_ratio("eight processes", "one process"), 0.8),
     }
-    judged = {name: {"ratio": got, "bar": bar, "ok": got >= bar} for name, (got, bar) in bars.items()}
-    print(json.dumps({"per_second": middle, "ratios": judged, "ok": all(one["ok"] for one in judged.values())}))
+    results = {name: {"ratio": value, "bar": bar, "ok": value >= bar} for name, (value, bar) in bars.items()}
+    print(
+        json.dumps({"per_second": medians, "ratios": results, "ok": all(result["ok"] for result in results.values())})
+    )
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--worker":
-        worker(sys.argv[2], int(sys.argv[3]))
+        run_worker(sys.argv[2], int(sys.argv[3]))
     else:
         main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

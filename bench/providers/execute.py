@@ -1,7 +1,7 @@
-"""What execute adds to a bare call of the same client, with books in memory: python bench/providers/execute.py
+"""The overhead of execute over a bare call of the same client, with state in memory: python bench/providers/execute.py
 
-Bare calls and executed ones alternate in short rounds, and the best round of each counts: on a machine
-that does other things besides, the mean says more about those. The plain call has a bar.
+Bare calls and executed ones alternate in short rounds, and the best round of each counts: on a machine with other load
+the mean mostly shows that load. The plain call has a target.
 """
 
 from __future__ import annotations
@@ -13,58 +13,58 @@ import sys
 import time
 
 from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
-from ergon_framework.providers.memory import MemoryBooks
+from ergon_framework.providers.memory import MemoryProviderState
 from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
 
-ROUNDS, CALLS = 60, 200
+ROUNDS, CALLS_PER_ROUND = 60, 200
 #: Microseconds that a plain call may add.
-BAR = 100.0
+MAX_ADDED_MICROSECONDS = 100.0
 PAYLOAD = {"amount": 12, "currency": "EUR", "order": "order-7"}
-LIMITED = ProviderPolicy(quota=QuotaPolicy(minute=10**9, day=10**9))
-numbers = itertools.count()
+LIMITED_POLICY = ProviderPolicy(quota=QuotaPolicy(minute=10**9, day=10**9))
+key_numbers = itertools.count()
 
 
-def answer(payload):
+def respond(payload):
     return {"id": "ch_1", "status": "paid", "amount": payload["amount"]}
 
 
-async def answer_async(payload):
-    return answer(payload)
+async def respond_async(payload):
+    return respond(payload)
 
 
-class Plain(ProviderBase):
+class EchoProvider(ProviderBase):
     provider_name, capability = "bench", "charge"
 
     def _execute_impl(self, *, payload, **_):
-        return answer(payload)
+        return respond(payload)
 
 
-class PlainAsync(AsyncProviderBase):
+class AsyncEchoProvider(AsyncProviderBase):
     provider_name, capability = "bench", "charge"
 
     async def _execute_impl(self, *, payload, **_):
-        return await answer_async(payload)
+        return await respond_async(payload)
 
 
-def key():
-    return f"k{next(numbers)}"
+def new_key():
+    return f"k{next(key_numbers)}"
 
 
-def timed(call):
+def measure_call(call):
     began = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(CALLS_PER_ROUND):
         call()
-    return (time.perf_counter() - began) / CALLS
+    return (time.perf_counter() - began) / CALLS_PER_ROUND
 
 
-async def timed_async(call):
+async def measure_call_async(call):
     began = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(CALLS_PER_ROUND):
         await call()
-    return (time.perf_counter() - began) / CALLS
+    return (time.perf_counter() - began) / CALLS_PER_ROUND
 
 
-def shown(name, bare, forms):
+def print_added(name, bare, forms):
     base = min(bare)
     added = {form: round(1e6 * (min(seconds) - base), 1) for form, seconds in forms.items()}
     for form, cost in added.items():
@@ -73,28 +73,34 @@ def shown(name, bare, forms):
 
 
 def measure():
-    plain, limited = Plain(books=MemoryBooks()), Plain(books=MemoryBooks(), policy=LIMITED)
+    plain, limited = (
+        EchoProvider(state_store=MemoryProviderState()),
+        EchoProvider(state_store=MemoryProviderState(), policy=LIMITED_POLICY),
+    )
     bare, forms = [], {"call": [], "with a key": [], "with quota": []}
     for _ in range(ROUNDS):
-        bare.append(timed(lambda: answer(PAYLOAD)))
-        forms["call"].append(timed(lambda: plain.call("charge", PAYLOAD)))
-        forms["with a key"].append(timed(lambda: plain.call("charge", PAYLOAD, key=key())))
-        forms["with quota"].append(timed(lambda: limited.call("charge", PAYLOAD)))
-    return shown("threads", bare, forms)
+        bare.append(measure_call(lambda: respond(PAYLOAD)))
+        forms["call"].append(measure_call(lambda: plain.call("charge", PAYLOAD)))
+        forms["with a key"].append(measure_call(lambda: plain.call("charge", PAYLOAD, key=new_key())))
+        forms["with quota"].append(measure_call(lambda: limited.call("charge", PAYLOAD)))
+    return print_added("threads", bare, forms)
 
 
 async def measure_async():
-    plain, limited = PlainAsync(books=MemoryBooks()), PlainAsync(books=MemoryBooks(), policy=LIMITED)
+    plain, limited = (
+        AsyncEchoProvider(state_store=MemoryProviderState()),
+        AsyncEchoProvider(state_store=MemoryProviderState(), policy=LIMITED_POLICY),
+    )
     bare, forms = [], {"call": [], "with a key": [], "with quota": []}
     for _ in range(ROUNDS):
-        bare.append(await timed_async(lambda: answer_async(PAYLOAD)))
-        forms["call"].append(await timed_async(lambda: plain.call("charge", PAYLOAD)))
-        forms["with a key"].append(await timed_async(lambda: plain.call("charge", PAYLOAD, key=key())))
-        forms["with quota"].append(await timed_async(lambda: limited.call("charge", PAYLOAD)))
-    return shown("asyncio", bare, forms)
+        bare.append(await measure_call_async(lambda: respond_async(PAYLOAD)))
+        forms["call"].append(await measure_call_async(lambda: plain.call("charge", PAYLOAD)))
+        forms["with a key"].append(await measure_call_async(lambda: plain.call("charge", PAYLOAD, key=new_key())))
+        forms["with quota"].append(await measure_call_async(lambda: limited.call("charge", PAYLOAD)))
+    return print_added("asyncio", bare, forms)
 
 
 if __name__ == "__main__":
-    found = {"threads": measure(), "asyncio": asyncio.run(measure_async())}
-    print(json.dumps({"bar": BAR, **found}))
-    sys.exit(any(added["call"] > BAR for added in found.values()))
+    results = {"threads": measure(), "asyncio": asyncio.run(measure_async())}
+    print(json.dumps({"bar": MAX_ADDED_MICROSECONDS, **results}))
+    sys.exit(any(added["call"] > MAX_ADDED_MICROSECONDS for added in results.values()))

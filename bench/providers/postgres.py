@@ -1,10 +1,10 @@
-"""What books in PostgreSQL cost: python bench/providers/postgres.py
+"""The cost of provider state in PostgreSQL: python bench/providers/postgres.py
 
-A whole call with a key and a quota, of either variant, and its two visits alone are measured beside a bare commit of
-one row, in turns on the same server, so that all see the same disk and the same neighbours. What the client itself
-takes is taken off, and the medians are held against each other. A bare commit is the quickest there is, made without an
-event loop; what a call of asyncio is beside one that was made with it is shown, and not judged. Statements are counted
-on their way to the server, which is started for the bench, with fsync as it is by default.
+A whole call with a key and a quota, of either variant, and its two round trips alone are measured next to a bare commit
+of one row, in turns on the same server, so that all have the same disk and the same load. The time of the client itself
+is subtracted, and the medians are compared. A bare commit is made without an event loop, which is fastest; the ratio of
+an asyncio call to a commit made with an event loop is printed without a target. Statements are counted on their way to
+the server, which is started for the benchmark, with fsync as it is by default.
 """
 
 from __future__ import annotations
@@ -25,56 +25,56 @@ import psycopg
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
-from ergon_framework.providers.books import Account, Asked, Concluded
-from ergon_framework.providers.idempotency import Kept
+from ergon_framework.providers.books import AdmissionRequest, AttemptResult, ProviderScope
+from ergon_framework.providers.idempotency import StoredResult
 from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
 from ergon_framework.providers.sql.blocks import BlockPolicy
-from ergon_framework.providers.sql.books import PostgresBooks
+from ergon_framework.providers.sql.books import PostgresProviderState
 from ergon_framework.schema import lines
 from ergon_framework.schema.migrate import upgrade
-from ergon_framework.schema.operation import perform
+from ergon_framework.schema.operation import run_operation
 from tests.servers.postgres import PrivatePostgres
 
-ROUNDS, CALLS = 40, 50
-#: Bare commits that a call with a key may cost, and microseconds that one without may add with blocks.
-COMMITS = 3.0
-BLOCKS = 200.0
+ROUNDS, CALLS_PER_ROUND = 40, 50
+#: Bare commits that a call with a key may cost, and microseconds that one without a key may add with quota blocks.
+MAX_COMMITS = 3.0
+MAX_BLOCKS_MICROSECONDS = 200.0
 #: Seconds for which reservations are counted.
-SECONDS = 3.0
-BARE = "insert into bare (value) values (%s)"
+MEASURE_SECONDS = 3.0
+INSERT_BARE = "insert into bare (value) values (%s)"
 ROW = ["x" * 100]
 PAYLOAD = {"amount": 12, "currency": "EUR", "order": "order-7"}
-#: A month: no window ends while it is measured, or it is one in a thousand runs.
-LIMITED = ProviderPolicy(quota=QuotaPolicy(month=10**9))
+#: A month: at most one run in a thousand has a window that ends during a measurement.
+LIMITED_POLICY = ProviderPolicy(quota=QuotaPolicy(month=10**9))
 
 
-def answer(payload):
+def respond(payload):
     return {"id": "ch_1", "status": "paid", "amount": payload["amount"]}
 
 
-class Plain(ProviderBase):
+class ChargeProvider(ProviderBase):
     provider_name, capability = "bench", "charge"
 
     def _execute_impl(self, *, payload, **_):
-        return answer(payload)
+        return respond(payload)
 
 
-class PlainAsync(AsyncProviderBase):
+class AsyncChargeProvider(AsyncProviderBase):
     provider_name, capability = "bench", "charge"
 
     async def _execute_impl(self, *, payload, **_):
-        return answer(payload)
+        return respond(payload)
 
 
-class Counted:
-    """How many statements were sent on behalf of visits."""
+class StatementCounter:
+    """The number of statements sent by round trips."""
 
     def __init__(self):
         self.sent = 0
-        lines.perform = self.perform
+        lines.run_operation = self.perform
 
     def perform(self, connection, operation):
-        def counted():
+        def count_statements():
             rows = None
             while True:
                 try:
@@ -84,20 +84,20 @@ class Counted:
                 self.sent += 1
                 rows = yield query
 
-        return perform(connection, counted())
+        return run_operation(connection, count_statements())
 
 
-def timed(call):
+def measure_us(call):
     began = time.perf_counter()
     call()
     return 1e6 * (time.perf_counter() - began)
 
 
-def asked(account, key):
-    return Asked(
-        account=account,
-        policy=LIMITED,
-        tenant_id=account.tenant_id,
+def build_admission(scope, key):
+    return AdmissionRequest(
+        scope=scope,
+        policy=LIMITED_POLICY,
+        tenant_id=scope.tenant_id,
         idempotency_key=key,
         fingerprint="f" * 64,
         owner=key[-32:],
@@ -107,103 +107,115 @@ def asked(account, key):
     )
 
 
-def concluded():
-    return Concluded(now=time.time(), last=True, doubt=True, kept=Kept(answer(PAYLOAD), 200))
+def build_conclusion():
+    return AttemptResult(
+        now=time.time(), is_last=True, outcome_unknown=True, stored_result=StoredResult(respond(PAYLOAD), 200)
+    )
 
 
-def visited(books, account, key):
-    """The two visits of a call with a key and a quota."""
-    books.conclude(books.admit(asked(account, key)), concluded())
+def make_round_trips(state, scope, key):
+    """Make the two round trips of a call with a key and a quota."""
+    state.complete(state.admit(build_admission(scope, key)), build_conclusion())
 
 
-async def visited_async(books, account, key):
-    await books.conclude_async(await books.admit_async(asked(account, key)), concluded())
+async def make_round_trips_async(state, scope, key):
+    await state.complete_async(await state.admit_async(build_admission(scope, key)), build_conclusion())
 
 
-async def timed_async(call):
+async def measure_us_async(call):
     began = time.perf_counter()
     await call
     return 1e6 * (time.perf_counter() - began)
 
 
-async def side_by_side(dsn):
-    """Medians, in microseconds, of a bare commit, of two visits and of whole calls, each in its turn."""
-    account = Account("bench", "bench", "charge")
+async def measure_side_by_side(dsn):
+    """Return medians, in microseconds, of a bare commit, of two round trips and of whole calls, in turns."""
+    scope = ProviderScope("bench", "bench", "charge")
     times = {"bare": [], "client": [], "visits": [], "call": [], "async_bare": [], "async_visits": [], "async_call": []}
-    async with PostgresBooks(dsn) as books:
-        provider, async_provider = Plain(books=books, policy=LIMITED), PlainAsync(books=books, policy=LIMITED)
-        with psycopg.connect(dsn, autocommit=True) as line:
-            async_line = await psycopg.AsyncConnection.connect(dsn, autocommit=True)
-            line.execute("create table bare (id bigint generated always as identity primary key, value text)")
-            for _ in range(ROUNDS * CALLS):
+    async with PostgresProviderState(dsn) as state:
+        provider, async_provider = (
+            ChargeProvider(state_store=state, policy=LIMITED_POLICY),
+            AsyncChargeProvider(state_store=state, policy=LIMITED_POLICY),
+        )
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            async_connection = await psycopg.AsyncConnection.connect(dsn, autocommit=True)
+            connection.execute("create table bare (id bigint generated always as identity primary key, value text)")
+            for _ in range(ROUNDS * CALLS_PER_ROUND):
                 key = f"key-{time.perf_counter_ns()}"
-                times["bare"].append(timed(lambda: line.execute(BARE, ROW)))
-                times["client"].append(timed(lambda: answer(PAYLOAD)))
-                times["visits"].append(timed(lambda key=key: visited(books, account, key)))
-                times["call"].append(timed(lambda key=key: provider.call("charge", PAYLOAD, key=f"{key}-call")))
-                times["async_bare"].append(await timed_async(async_line.execute(BARE, ROW)))
-                visits = visited_async(books, account, f"{key}-visits")
-                times["async_visits"].append(await timed_async(visits))
+                times["bare"].append(measure_us(lambda: connection.execute(INSERT_BARE, ROW)))
+                times["client"].append(measure_us(lambda: respond(PAYLOAD)))
+                times["visits"].append(measure_us(lambda key=key: make_round_trips(state, scope, key)))
+                times["call"].append(measure_us(lambda key=key: provider.call("charge", PAYLOAD, key=f"{key}-call")))
+                times["async_bare"].append(await measure_us_async(async_connection.execute(INSERT_BARE, ROW)))
+                round_trips = make_round_trips_async(state, scope, f"{key}-visits")
+                times["async_visits"].append(await measure_us_async(round_trips))
                 call = async_provider.call("charge", PAYLOAD, key=f"{key}-async")
-                times["async_call"].append(await timed_async(call))
-            await async_line.close()
-    return {name: statistics.median(found) for name, found in times.items()}
+                times["async_call"].append(await measure_us_async(call))
+            await async_connection.close()
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
-def best(call):
-    """The best round's mean, in microseconds: the others say more about the machine's other work."""
-    return min(timed(lambda: [call() for _ in range(CALLS)]) / CALLS for _ in range(ROUNDS))
+def measure_best(call):
+    """Return the best round's mean, in microseconds: the others mostly show other load on the machine."""
+    return min(measure_us(lambda: [call() for _ in range(CALLS_PER_ROUND)]) / CALLS_PER_ROUND for _ in range(ROUNDS))
 
 
-def rate(call, threads):
-    """Calls a second, made by so many threads."""
-    until = time.monotonic() + SECONDS
+def measure_rate(call, threads):
+    """Return calls per second, made by *threads* threads."""
+    deadline = time.monotonic() + MEASURE_SECONDS
 
     def loop(_):
-        made = 0
-        while time.monotonic() < until:
+        count = 0
+        while time.monotonic() < deadline:
             call()
-            made += 1
-        return made
+            count += 1
+        return count
 
     with ThreadPoolExecutor(threads) as pool:
-        return sum(pool.map(loop, range(threads))) / SECONDS
+        return sum(pool.map(loop, range(threads))) / MEASURE_SECONDS
 
 
 def measure(dsn):
-    counted, shown = Counted(), {}
+    counter, figures = StatementCounter(), {}
     with ExitStack() as stack:
-        books = stack.enter_context(PostgresBooks(dsn))
-        provider = Plain(books=books, policy=LIMITED)
+        state = stack.enter_context(PostgresProviderState(dsn))
+        provider = ChargeProvider(state_store=state, policy=LIMITED_POLICY)
         provider.call("charge", PAYLOAD, key="first")
-        before = counted.sent
+        before = counter.sent
         provider.call("charge", PAYLOAD, key="second")
-        shown["statements_with_key"] = counted.sent - before
-        medians = asyncio.run(side_by_side(dsn))
+        figures["statements_with_key"] = counter.sent - before
+        medians = asyncio.run(measure_side_by_side(dsn))
         bare, async_bare, client = (medians.pop(name) for name in ("bare", "async_bare", "client"))
-        shown |= {"bare_commit_us": round(bare, 1), "async_bare_commit_us": round(async_bare, 1)}
-        for name, found in medians.items():
-            shown[f"{name}_adds_us"] = round(found - client, 1)
-            shown[f"{name}_commits_p50"] = round((found - client) / bare, 2)
-        shown["async_call_in_commits_of_asyncio"] = round((medians["async_call"] - client) / async_bare, 2)
-        shown["reservations_per_second_hot_row"] = round(rate(lambda: provider.call("charge", PAYLOAD), 8))
-        leased = stack.enter_context(PostgresBooks(dsn, blocks=BlockPolicy(size=10_000, lease=30.0)))
-        quick = Plain(books=leased, policy=LIMITED)
+        figures |= {"bare_commit_us": round(bare, 1), "async_bare_commit_us": round(async_bare, 1)}
+        for name, median in medians.items():
+            figures[f"{name}_adds_us"] = round(median - client, 1)
+            figures[f"{name}_commits_p50"] = round((median - client) / bare, 2)
+        figures["async_call_in_commits_of_asyncio"] = round((medians["async_call"] - client) / async_bare, 2)
+        figures["reservations_per_second_hot_row"] = round(measure_rate(lambda: provider.call("charge", PAYLOAD), 8))
+        block_state = stack.enter_context(PostgresProviderState(dsn, blocks=BlockPolicy(size=10_000, lease=30.0)))
+        block_provider = ChargeProvider(state_store=block_state, policy=LIMITED_POLICY)
         deadline = time.monotonic() + 10
-        while not (leased._watcher and leased._watcher.is_fresh(time.monotonic())) and time.monotonic() < deadline:
-            quick.call("charge", PAYLOAD)
-        before = counted.sent
-        shown["blocks_add_us"] = round(best(lambda: quick.call("charge", PAYLOAD)) - best(lambda: answer(PAYLOAD)), 1)
-        shown["statements_with_blocks"] = counted.sent - before
-        shown["calls_with_blocks"] = ROUNDS * CALLS
-        shown["reservations_per_second_blocks"] = round(rate(lambda: quick.call("charge", PAYLOAD), 8))
-    shown["ok"] = (
-        all(shown[f"{name}_commits_p50"] <= COMMITS for name in medians)
-        and shown["statements_with_key"] == 2
-        and shown["blocks_add_us"] < BLOCKS
-        and shown["statements_with_blocks"] <= 1
+        while (
+            not (block_state._listener and block_state._listener.is_fresh(time.monotonic()))
+            and time.monotonic() < deadline
+        ):
+            block_provider.call("charge", PAYLOAD)
+        before = counter.sent
+        figures["blocks_add_us"] = round(
+            measure_best(lambda: block_provider.call("charge", PAYLOAD)) - measure_best(lambda: respond(PAYLOAD)), 1
+        )
+        figures["statements_with_blocks"] = counter.sent - before
+        figures["calls_with_blocks"] = ROUNDS * CALLS_PER_ROUND
+        figures["reservations_per_second_blocks"] = round(
+            measure_rate(lambda: block_provider.call("charge", PAYLOAD), 8)
+        )
+    figures["ok"] = (
+        all(figures[f"{name}_commits_p50"] <= MAX_COMMITS for name in medians)
+        and figures["statements_with_key"] == 2
+        and figures["blocks_add_us"] < MAX_BLOCKS_MICROSECONDS
+        and figures["statements_with_blocks"] <= 1
     )
-    return shown
+    return figures
 
 
 if __name__ == "__main__":
@@ -214,11 +226,11 @@ if __name__ == "__main__":
         server.start()
         dsn = server.create_database("bench")
         upgrade(dsn)
-        found = measure(dsn)
+        figures = measure(dsn)
     finally:
         server.kill()
         shutil.rmtree(folder, ignore_errors=True)
-    for name, value in found.items():
+    for name, value in figures.items():
         print(f"{name:34} {value}")
-    print(json.dumps({"commits_bar": COMMITS, "blocks_bar_us": BLOCKS, **found}))
-    sys.exit(0 if found["ok"] else 1)
+    print(json.dumps({"commits_bar": MAX_COMMITS, "blocks_bar_us": MAX_BLOCKS_MICROSECONDS, **figures}))
+    sys.exit(0 if figures["ok"] else 1)

@@ -29,7 +29,7 @@ def database() -> Iterator[dict[str, ConnectionPool]]:
 @consumer(charges, payload=Order, lifespan=database)
 def charge(order: Order, pool: ConnectionPool) -> None:
     with pool.connection() as connection:  # one database transaction: the mark and the effect, both or neither
-        if not charges.mark_on(connection):
+        if not charges.record_processed_on(connection):
             return  # charged before
         rate = connection.execute("select euros from rate where currency = %s", [order.currency]).fetchone()
         if rate is None:

@@ -1,4 +1,4 @@
-"""The shop's door: an order is in its table and in the queue, or in neither."""
+"""The shop's HTTP API: an order is in its table and in the queue, or in neither."""
 
 import os
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ app = FastAPI(lifespan=database)
 
 @app.post("/orders", status_code=202)
 def place(order: Order) -> dict[str, str]:
-    """Take an order; charging it is the worker's business."""
+    """Accept an order; the worker charges it."""
     try:
         with app.state.pool.connection() as connection:  # one database transaction
             connection.execute(

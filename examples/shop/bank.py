@@ -1,8 +1,8 @@
-"""The bank: charges cards over HTTP, once for each idempotency key, and writes every charge down before it answers.
+"""The bank: charges cards over HTTP, once per idempotency key, and stores every charge before it responds.
 
 python bank.py --port 8700 --ledger charges.jsonl --trouble 0.1
 
-So many of its answers are late, are an error before or after the charge was made, or never come.
+The share of responses given by --trouble is late, is an error before or after the charge, or never comes.
 """
 
 import argparse
@@ -18,70 +18,70 @@ from typing import Any
 
 
 class Ledger:
-    """Every charge a line, synced; what a crash left of the last line was never answered for."""
+    """A file with one synced line per charge; an incomplete last line belongs to a charge without a response."""
 
     def __init__(self, path: Path, *, forgetful: bool) -> None:
         self._forgetful = forgetful
         self._lock = threading.Lock()
-        self._known: dict[str, dict[str, Any]] = {}
-        whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+        self._charges: dict[str, dict[str, Any]] = {}
+        complete = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
         self._file = path.open("r+b" if path.exists() else "w+b")
-        self._file.truncate(len(whole) + 1 if whole else 0)
+        self._file.truncate(len(complete) + 1 if complete else 0)
         self._file.seek(0, os.SEEK_END)
-        for line in whole.splitlines():
+        for line in complete.splitlines():
             charge = json.loads(line)
-            self._known[charge["key"]] = charge
+            self._charges[charge["key"]] = charge
 
-    def charge(self, key: str, asked: dict[str, Any]) -> dict[str, Any]:
-        """The charge under *key*, made now or before."""
+    def charge(self, key: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the charge under *key*, made now or before."""
         with self._lock:
-            if key in self._known and not self._forgetful:
-                return self._known[key]
-            made = {
+            if key in self._charges and not self._forgetful:
+                return self._charges[key]
+            record = {
                 "key": key,
-                "receipt": f"r-{len(self._known) + 1}",
-                "order": asked["order"],
-                "cents": asked["cents"],
+                "receipt": f"r-{len(self._charges) + 1}",
+                "order": request["order"],
+                "cents": request["cents"],
             }
-            self._file.write(json.dumps(made).encode() + b"\n")
+            self._file.write(json.dumps(record).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
-            self._known[key] = made
-            return made
+            self._charges[key] = record
+            return record
 
 
-class Desk(BaseHTTPRequestHandler):
+class ChargeHandler(BaseHTTPRequestHandler):
     ledger: Ledger
     trouble: float
     timeout = 30
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        mood = random.choice(("slow", "before", "after", "silent")) if random.random() < self.trouble else "good"  # noqa: S311
-        if mood == "slow":
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        behaviour = random.choice(("slow", "before", "after", "silent")) if random.random() < self.trouble else "good"  # noqa: S311
+        if behaviour == "slow":
             time.sleep(random.uniform(0.2, 1.0))  # noqa: S311 - no secret
-        if mood == "before":
-            return self._answer(503, {})
-        if asked["card"] == "empty":
-            return self._answer(200, {"status": "declined"})
-        made = self.ledger.charge(self.headers["Idempotency-Key"], asked)
-        if mood == "after":
-            return self._answer(503, {})
-        if mood == "silent":
+        if behaviour == "before":
+            return self._respond(503, {})
+        if request["card"] == "empty":
+            return self._respond(200, {"status": "declined"})
+        record = self.ledger.charge(self.headers["Idempotency-Key"], request)
+        if behaviour == "after":
+            return self._respond(503, {})
+        if behaviour == "silent":
             self.close_connection = True
             return None
-        return self._answer(200, {"status": "paid", "receipt": made["receipt"]})
+        return self._respond(200, {"status": "paid", "receipt": record["receipt"]})
 
-    def _answer(self, status: int, told: dict[str, Any]) -> None:
-        body = json.dumps(told).encode()
+    def _respond(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
-        with contextlib.suppress(ConnectionError):  # whoever asked waits no longer
+        with contextlib.suppress(ConnectionError):  # the client may have timed out
             self.end_headers()
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: an order is nobody's business here."""
+        """Log nothing."""
 
 
 def main() -> None:
@@ -91,9 +91,9 @@ def main() -> None:
     parser.add_argument("--trouble", type=float, default=0.0, help="the share of requests that do not go well")
     parser.add_argument("--forgetful", action="store_true", help="ignore keys, as a bank must not")
     options = parser.parse_args()
-    Desk.ledger = Ledger(options.ledger, forgetful=options.forgetful)
-    Desk.trouble = options.trouble
-    ThreadingHTTPServer(("127.0.0.1", options.port), Desk).serve_forever()
+    ChargeHandler.ledger = Ledger(options.ledger, forgetful=options.forgetful)
+    ChargeHandler.trouble = options.trouble
+    ThreadingHTTPServer(("127.0.0.1", options.port), ChargeHandler).serve_forever()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Takes orders from RabbitMQ, has the bank charge them, and asks for an invoice of each that was paid."""
+"""Takes orders from RabbitMQ, has the bank charge them, and requests an invoice for each paid order."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from typing import Any
 
 from psycopg_pool import ConnectionPool
 
-from ergon_framework import BusinessError, Later, Transaction, consumer
-from ergon_framework.connectors.foreign import ForeignCodec, pointer
+from ergon_framework import BusinessError, Defer, Transaction, consumer
+from ergon_framework.connectors.foreign import ForeignCodec, from_json_pointer
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 from ergon_framework.providers.base import ProviderBase
@@ -20,8 +20,8 @@ from ergon_framework.providers.errors import ProviderError
 from ergon_framework.providers.execution import ProviderExecutionContext
 from ergon_framework.providers.policy import ProviderPolicy
 
-# The web shop that writes them knows nothing of Ergon: plain JSON, and the order's own number is the id.
-orders = RabbitMQQueue("orders", codec=ForeignCodec(id=pointer("/id"), type="order"))
+# The web shop that writes them does not use Ergon: plain JSON, and the order's own number is the id.
+orders = RabbitMQQueue("orders", codec=ForeignCodec(id=from_json_pointer("/id"), type="order"))
 invoices = PostgresQueue("invoices", inbox=True)
 
 
@@ -34,7 +34,7 @@ class Order:
     placed: str
 
 
-# One call at a time asks whether the bank is back. If its process is killed the others wait for the end of its lease.
+# One call at a time probes the bank. If its process is killed the others wait for the end of its lease.
 BREAKER = BreakerPolicy(open_cooldown_seconds=3, probe_lease_seconds=20)
 
 
@@ -43,8 +43,8 @@ class Bank(ProviderBase):
     capability = "charging"
     policy = ProviderPolicy(timeout=12, breaker=BREAKER)
 
-    def __init__(self, url: str, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(**options)
         self._url = url
 
     def _execute_impl(
@@ -52,8 +52,8 @@ class Bank(ProviderBase):
     ) -> dict[str, Any]:
         headers = {"Idempotency-Key": context.idempotency_key or ""}
         request = urllib.request.Request(f"{self._url}/{operation}", json.dumps(payload).encode(), headers)  # noqa: S310
-        with urllib.request.urlopen(request, timeout=min(context.timeout, 4)) as answer:  # noqa: S310 - our own settings
-            return dict(json.load(answer))
+        with urllib.request.urlopen(request, timeout=min(context.timeout, 4)) as response:  # noqa: S310 - our own settings
+            return dict(json.load(response))
 
 
 bank = Bank(os.environ["BANK_URL"])
@@ -66,21 +66,26 @@ def database() -> Iterator[dict[str, ConnectionPool]]:
 
 
 @consumer(orders, payload=Order, lifespan=database, uses=[bank])
-def charge(order: Order, pool: ConnectionPool) -> Later | None:
+def charge(order: Order, pool: ConnectionPool) -> Defer | None:
     try:
         paid = bank.call("charge", {"order": order.id, "cents": order.cents, "card": order.card})
     except ProviderError as error:
         if error.retryable:
-            return Later(3)  # an outage of the bank is no reason to give an order up; it comes again with the same key
+            return Defer(3)  # an outage does not fail the order: it is redelivered later with the same key
         raise
     if paid["status"] == "declined":
         raise BusinessError(f"the bank declined order {order.id}", code="declined")
     with pool.connection() as connection:  # one database transaction: the charge is noted and its invoice asked for
-        noted = connection.execute(
+        inserted = connection.execute(
             "insert into charge (order_id, cents, receipt) values (%s, %s, %s) on conflict do nothing",
             [order.id, order.cents, paid["receipt"]],
         )
-        if noted.rowcount:
-            wanted = {"order": order.id, "cents": order.cents, "country": order.country, "placed": order.placed}
-            invoices.dispatch_on(connection, [Transaction(f"invoice-{order.id}", wanted, type="invoice")])
+        if inserted.rowcount:
+            invoice_request = {
+                "order": order.id,
+                "cents": order.cents,
+                "country": order.country,
+                "placed": order.placed,
+            }
+            invoices.dispatch_on(connection, [Transaction(f"invoice-{order.id}", invoice_request, type="invoice")])
     return None

@@ -1,11 +1,11 @@
-"""The shop and its headquarters, for a minute or for half an hour of trouble; at the end the books are read.
+"""The shop and its headquarters, for a minute or for half an hour of faults; at the end all records are compared.
 
 python demo.py --orders 200
 python demo.py --minutes 30 --kills 100
 
-The first sends orders and waits until all of them have come through. The second sends two a second while processes are
-killed and stopped, servers crash and lines are cut (it needs root, for the lines). The last line of stdout is JSON. The
-exit code is 1 if a book does not balance, or a fault could not be made.
+The first sends orders and waits until all of them are finished. The second sends two a second while processes are
+killed and stopped, servers crash and connections are cut (it needs root, to cut connections). The last line of stdout
+is JSON. The exit code is 1 if the records do not balance, or a fault could not be made.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from stage.sites import Sites
 from stage.watch import Watch
 
 #: Seconds without any change, after all orders have ended, in which a second effect would still show.
-QUIET = {False: 2.0, True: 15.0}
+QUIET_SECONDS = {False: 2.0, True: 15.0}
 
 
 def main() -> int:
-    options = _options()
+    options = _parse_options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="ergon-shop-"))
-    screen, told = Screen(), {"ok": False}
-    sites = Sites(folder, trouble=options.trouble, forgetful=options.forgetful_bank)
+    screen, result = Screen(), {"ok": False}
+    sites = Sites(folder, failure_rate=options.trouble, forgetful=options.forgetful_bank)
     try:
         if options.minutes > 0:
-            sites.check_lines()
+            sites.check_links()
         screen.say(f"starting two sites in {folder}")
         sites.start()
-        told = run(sites, screen, options)
+        result = run(sites, screen, options)
     except KeyboardInterrupt:
-        told["wrong"] = ["stopped by a signal"]
+        result["wrong"] = ["stopped by a signal"]
     finally:
-        sites.end()
-        if told["ok"] and not options.keep:
+        sites.stop()
+        if result["ok"] and not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
         else:
             screen.say(f"databases, logs and the list of faults are kept in {folder}")
-    print(json.dumps(told), flush=True)
-    return 0 if told["ok"] else 1
+    print(json.dumps(result), flush=True)
+    return 0 if result["ok"] else 1
 
 
 def run(sites: Sites, screen: Screen, options: argparse.Namespace) -> dict[str, Any]:
@@ -67,28 +67,28 @@ def run(sites: Sites, screen: Screen, options: argparse.Namespace) -> dict[str, 
     try:
         if chaos:
             seconds = options.minutes * 60
-            doing = threading.Thread(target=faults.run, args=(seconds, options.kills), daemon=True)
-            doing.start()
-            while time.monotonic() - began < seconds or doing.is_alive():
-                screen.show(watch.look(faults=len(faults.done)))
+            fault_thread = threading.Thread(target=faults.run, args=(seconds, options.kills), daemon=True)
+            fault_thread.start()
+            while time.monotonic() - began < seconds or fault_thread.is_alive():
+                screen.show(watch.poll(faults=len(faults.done)))
             customers.stop()
-        settled = _settle(watch, screen, customers, patience=options.patience)
-        quiet = time.monotonic() + QUIET[chaos]
-        while time.monotonic() < quiet:
-            screen.show(watch.look(faults=len(faults.done)))
+        is_settled = _wait_until_settled(watch, screen, customers, timeout=options.patience)
+        quiet_until = time.monotonic() + QUIET_SECONDS[chaos]
+        while time.monotonic() < quiet_until:
+            screen.show(watch.poll(faults=len(faults.done)))
     finally:
         faults.stop()
         customers.stop()
         watch.close()
     screen.clear()
-    found = books.read(sites)
-    verdict = books.judge(customers, found, faults.done)
-    if not settled:
-        verdict.wrongs.append(f"did not come to rest within {options.patience:g} s: {watch.words}")
-    verdict.wrongs += [f"a fault could not be made: {error}" for error in faults.errors]
+    records = books.read(sites)
+    verdict = books.judge(customers, records, faults.done)
+    if not is_settled:
+        verdict.problems.append(f"did not come to rest within {options.patience:g} s: {watch.status_line}")
+    verdict.problems += [f"a fault could not be made: {error}" for error in faults.errors]
     if chaos and (done := len(faults.done)) < options.kills:
-        verdict.wrongs.append(f"{done} faults were made, not {options.kills}")
-    print(books.printed(customers.placed, found, verdict))
+        verdict.problems.append(f"{done} faults were made, not {options.kills}")
+    print(books.format_report(customers.placed, records, verdict))
     return {
         "ok": verdict.ok,
         "seed": options.seed,
@@ -96,30 +96,30 @@ def run(sites: Sites, screen: Screen, options: argparse.Namespace) -> dict[str, 
         "orders": len(customers.placed),
         "sent_again": sum(customers.sent.values()) - len(customers.sent),
         "kinds": dict(verdict.counts),
-        "charges": sum(map(len, found.charges.values())),
-        "facts": sum(map(len, found.facts["headquarters"].values())),
-        "entries": sum(map(len, found.ledger.values())),
-        "dead_letters": dict(Counter(letter.reason for letters in found.dead.values() for letter in letters)),
+        "charges": sum(map(len, records.charges.values())),
+        "facts": sum(map(len, records.facts["headquarters"].values())),
+        "entries": sum(map(len, records.ledger.values())),
+        "dead_letters": dict(Counter(letter.reason for letters in records.dead.values() for letter in letters)),
         "faults": dict(sorted(faults.counts.items())),
-        "restarts": {part.name: part.lives - 1 for part in sites.parts.all},
-        "ended_by_themselves": dict(sites.parts.ends),
-        "wrong": verdict.wrongs[:50],
+        "restarts": {part.name: part.start_count - 1 for part in sites.parts.all},
+        "ended_by_themselves": dict(sites.parts.exit_counts),
+        "wrong": verdict.problems[:50],
     }
 
 
-def _settle(watch: Watch, screen: Screen, customers: Customers, *, patience: float) -> bool:
-    """Whether all orders have ended, one way or the other, in time."""
-    until = time.monotonic() + patience
-    while not (customers.done and watch.settled):
-        if customers.done and time.monotonic() > until:
+def _wait_until_settled(watch: Watch, screen: Screen, customers: Customers, *, timeout: float) -> bool:
+    """Return whether all orders have ended, successfully or not, in time."""
+    deadline = time.monotonic() + timeout
+    while not (customers.is_done and watch.is_settled):
+        if customers.is_done and time.monotonic() > deadline:
             return False
-        if not customers.done:
-            until = time.monotonic() + patience
-        screen.show(watch.look())
+        if not customers.is_done:
+            deadline = time.monotonic() + timeout
+        screen.show(watch.poll())
     return True
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--orders", type=int, default=200, help="how many are sent, without --minutes")
     parser.add_argument("--rate", type=float, help="orders in a second; 10, with --minutes 2")

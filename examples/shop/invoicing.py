@@ -1,4 +1,4 @@
-"""Has a Node process make the invoice, and tells headquarters of it: a fact with the invoice as its artifact."""
+"""Has a Node process create the invoice, and reports it to headquarters: a fact with the invoice as its artifact."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from typing import Any
 from ergon_framework import consumer
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import Command
-from ergon_framework.executor.task import isolated
+from ergon_framework.executor.process import ExecutorCommand
+from ergon_framework.executor.task import run_in_executor
 from ergon_framework.facts.blob import Blob
 from ergon_framework.facts.facts import Facts
 from ergon_framework.facts.publish import Upload
-from ergon_framework.facts.service.address import Address
+from ergon_framework.facts.service.address import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
 from ergon_framework.facts.service.files import TlsFiles
 
@@ -26,8 +26,8 @@ invoices = PostgresQueue("invoices", inbox=True)
 def boundary() -> Iterator[dict[str, Facts]]:
     names = ("ERGON_FACTS_TLS_CERT", "ERGON_FACTS_TLS_KEY", "ERGON_FACTS_TLS_CA")
     files = TlsFiles(*(Path(os.environ[name]) for name in names))
-    with BoundaryClient(Address(host=os.environ["ERGON_FACTS_SERVER"], files=files, deadline=5)) as client:
-        # How often it is tried again is the business of the task's policy, which waits out an outage.
+    with BoundaryClient(ServiceAddress(host=os.environ["ERGON_FACTS_SERVER"], files=files, deadline=5)) as client:
+        # The task's policy decides about retries, and waits out an outage.
         yield {"facts": Facts(client, zone="shop", max_retries=0)}
 
 
@@ -37,16 +37,18 @@ def invoice(order: dict[str, Any]) -> dict[str, Any]:
 
 
 @invoice.on_success
-def tell(order: dict[str, Any], made: dict[str, Any], facts: Facts) -> None:
-    # The same bytes whenever it is made again: an artifact never changes.
-    document = json.dumps(made, sort_keys=True).encode()
+def publish_invoice(order: dict[str, Any], created: dict[str, Any], facts: Facts) -> None:
+    # The same bytes whenever it is created again: an artifact never changes.
+    document = json.dumps(created, sort_keys=True).encode()
     facts.append(
         "headquarters",
         subject=f"order:{order['order']}",
         predicate="invoiced",
-        artifact=Upload("shop-invoices", f"{made['number']}.json", Blob.of(document), media_type="application/json"),
+        artifact=Upload(
+            "shop-invoices", f"{created['number']}.json", Blob.from_bytes(document), media_type="application/json"
+        ),
     )
 
 
-node = Command(words=("node", "invoice.mjs"), environment={"PATH": os.environ["PATH"]})
-task = isolated(invoice, node, pool=PoolPolicy(size=1))
+node = ExecutorCommand(words=("node", "invoice.mjs"), environment={"PATH": os.environ["PATH"]})
+task = run_in_executor(invoice, node, pool=PoolPolicy(size=1))

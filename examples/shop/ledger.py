@@ -1,4 +1,4 @@
-"""Headquarters book every invoice that the shop has told of, once."""
+"""Headquarters book every invoice that the shop has reported, once."""
 
 import json
 import os
@@ -11,14 +11,14 @@ from psycopg_pool import ConnectionPool
 from ergon_framework import consumer
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.facts.connector import FactConnector
-from ergon_framework.facts.model import Side
-from ergon_framework.facts.stores.files import FileContents
+from ergon_framework.facts.model import BoundarySide
+from ergon_framework.facts.stores.files import FileContentStore
 from ergon_framework.facts.stores.postgres import PostgresBoundary
 
-boundary = PostgresBoundary(side=Side.OUTER, contents=FileContents(os.environ["CONTENTS"]))
+boundary = PostgresBoundary(side=BoundarySide.OUTER, contents=FileContentStore(os.environ["CONTENTS"]))
 facts = FactConnector(boundary, from_zone="shop", to_zone="headquarters", reader="ledger")
-# Nothing is sent to this queue: its inbox remembers which facts were booked.
-booked = PostgresQueue("booked", inbox=True)
+# No transaction is sent to this queue: its inbox remembers which facts were booked.
+inbox = PostgresQueue("booked", inbox=True)
 
 
 @contextmanager
@@ -29,10 +29,10 @@ def database() -> Iterator[dict[str, ConnectionPool]]:
 
 @consumer(facts, lifespan=database)
 def book(fact: dict[str, Any], pool: ConnectionPool) -> None:
-    named = fact["object"]
-    invoice = json.loads(b"".join(boundary.get_object(named["bucket"], named["key"], zone="shop")))
+    artifact = fact["object"]
+    invoice = json.loads(b"".join(boundary.get_object(artifact["bucket"], artifact["key"], zone="shop")))
     with pool.connection() as connection:  # one database transaction: the mark and the entry, both or neither
-        if booked.mark_on(connection):
+        if inbox.record_processed_on(connection):
             connection.execute(
                 "insert into ledger (order_id, invoice, cents) values (%s, %s, %s)",
                 [invoice["order"], invoice["number"], invoice["cents"]],

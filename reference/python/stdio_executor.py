@@ -1,4 +1,4 @@
-"""Executor protocol 1, all of it, with the standard library. A handler that returns an exception fails with it."""
+"""Executor protocol 1, complete, with the standard library. A handler that returns an exception fails with it."""
 
 import json
 import os
@@ -23,9 +23,9 @@ SHAPE = {"protocol_version": str, "function_name": str, "args": list, "kwargs": 
 FIELDS = ("job_id", "status", "result", "error_message", "error_type", "retry_after_seconds")
 
 
-def outcome(request):
-    answer = dict.fromkeys(FIELDS) | {"job_id": request["job_id"]}
-    error = lambda kind, message: answer | {"status": "error", "error_type": kind, "error_message": message}
+def execute(request):
+    reply = dict.fromkeys(FIELDS) | {"job_id": request["job_id"]}
+    error = lambda kind, message: reply | {"status": "error", "error_type": kind, "error_message": message}
     if request.get("protocol_version") not in ("1", None):
         return error("unsupported_version", "this executor speaks version 1")
     if bad := [name for name, kind in SHAPE.items() if not isinstance(request.get(name), kind)]:
@@ -38,22 +38,22 @@ def outcome(request):
             raise result
         json.dumps(result, allow_nan=False)
     except Retry as retry:
-        return answer | {"status": "retry", "retry_after_seconds": retry.args[0]}
-    except Exception as failed:
-        return error(type(failed).__name__, str(failed))
-    return answer | {"status": "success", "result": result}
+        return reply | {"status": "retry", "retry_after_seconds": retry.args[0]}
+    except Exception as failure:
+        return error(type(failure).__name__, str(failure))
+    return reply | {"status": "success", "result": result}
 
 
 requests, outcomes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no child of a handler takes a request away,
-os.dup2(2, 1)  # and whatever is printed goes to stderr
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no child of a handler can read a request,
+os.dup2(2, 1)  # and all printed output goes to stderr
 for line in requests:
     try:
         request = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
         request = None
     if isinstance(request, dict) and isinstance(request.get("job_id"), str):
-        outcomes.write(json.dumps(outcome(request)).encode() + b"\n")
+        outcomes.write(json.dumps(execute(request)).encode() + b"\n")
         outcomes.flush()
     else:
         os.write(2, b"no request: a line of %d bytes\n" % len(line))

@@ -1,9 +1,9 @@
-"""Ergon: business transactions between systems, without losing or doubling work."""
+"""Ergon: business transactions between systems, without lost or doubled work."""
 
-from ergon_framework.connectors.base import Ack, AsyncConnector, Capabilities, Connector, DeadLetter, Delivery, Later
+from ergon_framework.connectors.base import Ack, AsyncConnector, Capabilities, Connector, DeadLetter, Defer, Delivery
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.connectors.simple import SimpleConnector
-from ergon_framework.errors import Category, ConfigurationError, ConnectionLost, ErgonError
+from ergon_framework.errors import Category, ConfigurationError, ConnectionLostError, ErgonError
 from ergon_framework.runner.queues import queue
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.decorators import consumer, producer
@@ -30,15 +30,15 @@ __all__ = [
     "Capabilities",
     "Category",
     "ConfigurationError",
-    "ConnectionLost",
+    "ConnectionLostError",
     "Connector",
     "ConsumerMixin",
     "ConsumerPolicy",
     "DeadLetter",
+    "Defer",
     "Delivery",
     "ErgonError",
     "FetchException",
-    "Later",
     "LoopStalled",
     "LoopTimeout",
     "MemoryConnector",

@@ -1,4 +1,4 @@
-"""The one failure record: what consumers, jobs, providers and facts say about a failure."""
+"""The failure record that consumers, jobs, providers and facts share."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ergon_framework.errors import Category, text, to_storable
+from ergon_framework.errors import Category, error_message, to_storable
 from ergon_framework.redaction import redact_text
 
-#: Longest error message that is kept; whole documents do not belong into a record.
-MESSAGE = 500
-#: The most characters of a message that are searched for secrets before it is cut.
-SEARCHED: Final = 16 * 1024
-#: Longest traceback that is kept, in bytes of UTF-8.
-TRACEBACK: Final = 8 * 1024
+#: Maximum length of a stored error message; whole documents do not belong into a record.
+MAX_MESSAGE_CHARS = 500
+#: Maximum number of characters of a message that are searched for secrets before it is cut.
+MAX_SEARCHED_CHARS: Final = 16 * 1024
+#: Maximum length of a stored traceback, in bytes of UTF-8.
+MAX_TRACEBACK_BYTES: Final = 8 * 1024
 
 
-#: The code of what is no attempt but a correction of the payload; it stands in a history beside them.
-EDITED: Final = "ergon.edited"
-#: How many corrections are kept however many attempts follow.
-_EDITS: Final = 3
+#: The code of a history entry that is a correction of the payload, not an attempt.
+EDITED_CODE: Final = "ergon.edited"
+#: Number of corrections that a history keeps, however many attempts follow.
+_MAX_EDITS: Final = 3
 
 
 class Attempt(BaseModel):
@@ -31,7 +31,7 @@ class Attempt(BaseModel):
     attempt: int
     category: Category
     code: str | None = None
-    error: str = Field("", max_length=MESSAGE)
+    error: str = Field("", max_length=MAX_MESSAGE_CHARS)
     at: float = 0.0
     delay: float | None = None
 
@@ -53,16 +53,16 @@ class Deferral(BaseModel):
     until: float = Field(allow_inf_nan=False)
     exempt: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     code: str | None = None
-    error: str = Field("", max_length=MESSAGE)
+    error: str = Field("", max_length=MAX_MESSAGE_CHARS)
 
     @classmethod
-    def following(
+    def from_previous(
         cls, past: Deferral | None, *, now: float, limit: float, code: str | None, error: str
     ) -> Deferral | None:
         """Return the deferral after *past*; None once *limit* seconds since the first one have passed.
 
-        A first deferral in the future, or more exempt time than has passed, comes from another clock or from a
-        producer who wants no limit: neither counts for more than the time until now.
+        A first deferral in the future, or more exempt time than has passed, comes from a different clock or from a
+        producer that wants to avoid the limit: neither counts for more than the time until now.
         """
         count, since, exempt = (0, now, 0.0) if past is None else (past.count, min(past.since, now), past.exempt)
         exempt = min(exempt, now - since)
@@ -78,28 +78,28 @@ class Deferral(BaseModel):
 
 
 class HandlerError(BaseModel):
-    """What the exception handler raised when it was called for a failure and failed itself."""
+    """The error of an exception handler that failed while it handled a failure."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     error_type: str
-    error_message: str = Field("", max_length=MESSAGE)
+    error_message: str = Field("", max_length=MAX_MESSAGE_CHARS)
     category: Category
     code: str | None = None
     traceback: str | None = None
 
 
 class Failure(BaseModel):
-    """Why a piece of work ended badly: one shape for every part, so that one tool can read them all.
+    """Why a piece of work failed: one shape for every part, so that one tool can read all records.
 
-    Thirteen of the fields are the provider document's; the rest is what the other parts add.
-    ``attempts`` counts from 1, as in every table and on every wire. ``traceback`` says where the error was
-    raised: at most 20 frames and 8 KiB, redacted, without the values of variables.
+    The provider document defines thirteen of the fields; the other parts add the rest. ``attempts`` counts from 1,
+    as in every table and on every wire. ``traceback`` shows where the error was raised: at most 20 frames and 8 KiB,
+    redacted, without the values of variables.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    # the provider document's thirteen
+    # The thirteen fields of the provider document.
     tenant_id: str | None = None
     campaign_id: str | None = None
     task_name: str
@@ -110,11 +110,11 @@ class Failure(BaseModel):
     correlation_id: str | None = None
     reason_code: str
     error_type: str
-    error_message: str = Field("", max_length=MESSAGE)
+    error_message: str = Field("", max_length=MAX_MESSAGE_CHARS)
     attempts: int = Field(ge=0)
     occurred_at: float
 
-    # ours
+    # The framework's own fields.
     transaction_id: str
     source: str = ""
     category: Category
@@ -130,31 +130,33 @@ class Failure(BaseModel):
     detail: dict[str, Any] = Field(default_factory=dict)
 
 
-def error_type_of(error: BaseException) -> str:
-    """Return the type of an error: the one that it names itself, else the class of its cause, else its own class."""
-    named: str | None = getattr(error, "error_type", None)
-    return named or type(error.__cause__ or error).__name__
+def get_error_type(error: BaseException) -> str:
+    """Return the error's own ``error_type`` if it has one, else the class name of its cause, else of the error."""
+    declared: str | None = getattr(error, "error_type", None)
+    return declared or type(error.__cause__ or error).__name__
 
 
-def describe(error: BaseException, *, values: bool = False) -> str:
-    """Return the error's message without secrets, short enough to keep and in characters that every store accepts.
+def describe_error(error: BaseException, *, values: bool = False) -> str:
+    """Return the error's message without secrets, cut to the stored length, in characters that every store accepts.
 
-    Without *values* a validation error of pydantic is reduced to locations and error types.
+    Without *values*, a validation error of pydantic is reduced to locations and error types.
     """
-    # Redacted before it is cut: half a secret has not its form any more.
-    return cut(redact_text(text(error, values=values, raw=True)[:SEARCHED]) or type(error).__qualname__)
+    # Redacted before it is cut: half a secret no longer has a recognisable form.
+    return cut(
+        redact_text(error_message(error, values=values, raw=True)[:MAX_SEARCHED_CHARS]) or type(error).__qualname__
+    )
 
 
 def cut(message: str) -> str:
-    """Return *message* in characters that every store accepts, cut to the length of a message."""
-    message = to_storable(message[: MESSAGE + 1])
-    return message if len(message) <= MESSAGE else message[: MESSAGE - 1] + "…"
+    """Return *message* in characters that every store accepts, cut to MAX_MESSAGE_CHARS."""
+    message = to_storable(message[: MAX_MESSAGE_CHARS + 1])
+    return message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 1] + "…"
 
 
-def latest(history: tuple[Attempt, ...], most: int) -> tuple[Attempt, ...]:
-    """The last *most* of *history*; attempts do not crowd out what somebody has corrected."""
-    if len(history) <= most:
+def trim_history(history: tuple[Attempt, ...], limit: int) -> tuple[Attempt, ...]:
+    """Return the last *limit* entries of *history*; attempts do not displace the last corrections."""
+    if len(history) <= limit:
         return history
-    edits = [number for number, past in enumerate(history) if past.code == EDITED][-_EDITS:]
-    others = [number for number in range(len(history)) if number not in edits][-(most - len(edits)) :]
+    edits = [number for number, past in enumerate(history) if past.code == EDITED_CODE][-_MAX_EDITS:]
+    others = [number for number in range(len(history)) if number not in edits][-(limit - len(edits)) :]
     return tuple(history[number] for number in sorted((*edits, *others)))

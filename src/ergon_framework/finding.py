@@ -1,4 +1,4 @@
-"""Finding: what somebody saw who looked at a server, a queue or a setting, and what is to be done about it."""
+"""Diagnostics: the result of a check of a server, a queue or a setting, with its remedy."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol, TypeAlias, runtime_checkable
 
-#: Seconds since the epoch, by the clock of whoever looks.
-Wall: TypeAlias = Callable[[], float]
+#: Returns seconds since the epoch, by the clock of the process that checks.
+WallClock: TypeAlias = Callable[[], float]
 
-#: Seconds by which two clocks may differ before that is told, and before it breaks something.
-NEAR: Final = 1.0
-FAR: Final = 60.0
+#: Clock skew in seconds that is reported as a warning, and as an error.
+WARNING_SKEW_SECONDS: Final = 1.0
+ERROR_SKEW_SECONDS: Final = 60.0
 
 
-class Weight(StrEnum):
-    """How much it matters."""
+class Severity(StrEnum):
+    """The severity of a diagnostic."""
 
-    FINE = "fine"
-    #: It works, and may cost something one day.
+    OK = "fine"
+    #: It works, but may cause a problem later.
     WARNING = "warning"
-    #: Work stands still, or is lost.
-    BROKEN = "broken"
+    #: Work is blocked or lost.
+    ERROR = "broken"
 
 
-class Page(StrEnum):
-    """A page that a message sends somebody to, by its title in the menu of the site: a wheel brings no documents."""
+class DocPage(StrEnum):
+    """A documentation page by its title in the site's menu; messages name it, because a wheel has no documents."""
 
     CONFIGURE = "Configure"
     EXECUTORS = "Executors in your language"
@@ -34,74 +34,75 @@ class Page(StrEnum):
     FACTS_RUNBOOK = "When facts do not arrive"
 
     @property
-    def named(self) -> str:
-        """How a message names it.
+    def label(self) -> str:
+        """The name of the page in a message.
 
-        >>> Page.CONFIGURE.named
+        >>> DocPage.CONFIGURE.label
         'the page "Configure" of the documentation'
         """
         return f'the page "{self.value}" of the documentation'
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at: *what*, what was *seen* there with its values, and what to *do*.
+class Diagnostic:
+    """The result of one check: *what* was checked, what was *observed* with its values, and the *remedy*.
 
-    *shared* says that it is the server's and not one queue's: who looks at several queues of a server tells it once.
+    *shared* means that it holds for the server and not for one queue: a report on several queues of a server shows
+    it once.
     """
 
     what: str
-    weight: Weight
-    seen: str
-    do: str = ""
+    weight: Severity
+    observed: str
+    remedy: str = ""
     shared: bool = True
 
 
 @runtime_checkable
-class Examinable(Protocol):
-    """A connector that can be looked at as it is: nothing is made, moved or changed by that."""
+class Diagnosable(Protocol):
+    """A connector with read-only diagnostics: they create, move and change nothing."""
 
-    def examine(self, wall: Wall) -> Sequence[Finding]:
-        """How server and queue are; an ErgonError where it cannot be said. Not to be called on an event loop."""
+    def diagnose(self, wall: WallClock) -> Sequence[Diagnostic]:
+        """Return the state of server and queue; ErgonError if it is unavailable. Not for use on an event loop."""
 
 
-def of_clocks(theirs: float, before: float, after: float, *, server: str) -> Finding:
-    """How far the clock of *server*, which said *theirs* between two looks at ours, is from ours.
+def check_clock_skew(server_time: float, before: float, after: float, *, server: str) -> Diagnostic:
+    """Compare the clock of *server*, which showed *server_time*, with the local clock before and after the request.
 
-    What the way to it took is nobody's fault: the middle of the two looks is compared, and half of what lies between
-    them is given away.
+    The duration of the request is unknown error: the middle of the two local times is compared, and half of the
+    interval between them is tolerated.
 
-    >>> of_clocks(100.0, 99.9, 100.1, server="Redis").weight.value
+    >>> check_clock_skew(100.0, 99.9, 100.1, server="Redis").weight.value
     'fine'
-    >>> of_clocks(190.0, 99.9, 100.1, server="Redis").seen
+    >>> check_clock_skew(190.0, 99.9, 100.1, server="Redis").observed
     'the clock of Redis is 90.0 s ahead of ours'
     """
-    apart, doubt = theirs - (before + after) / 2, (after - before) / 2
-    sure = max(0.0, abs(apart) - doubt)
-    if sure <= NEAR:
-        return Finding("clock", Weight.FINE, f"the clock of {server} and ours are within {NEAR:g} s")
-    side = "ahead of" if apart > 0 else "behind"
-    return Finding(
+    skew, tolerance = server_time - (before + after) / 2, (after - before) / 2
+    certain_skew = max(0.0, abs(skew) - tolerance)
+    if certain_skew <= WARNING_SKEW_SECONDS:
+        return Diagnostic("clock", Severity.OK, f"the clock of {server} and ours are within {WARNING_SKEW_SECONDS:g} s")
+    direction = "ahead of" if skew > 0 else "behind"
+    return Diagnostic(
         "clock",
-        Weight.BROKEN if sure > FAR else Weight.WARNING,
-        f"the clock of {server} is {abs(apart):.1f} s {side} ours",
+        Severity.ERROR if certain_skew > ERROR_SKEW_SECONDS else Severity.WARNING,
+        f"the clock of {server} is {abs(skew):.1f} s {direction} ours",
         "have both machines keep their time by NTP (chronyc tracking, timedatectl): expiry and due times go by them",
     )
 
 
-def of_durability(words: str, *, durable: bool | None, do: str) -> Finding:
-    """What a confirmation is worth, as the connector judges it; unknown is not durable."""
-    return Finding("durability", Weight.FINE if durable else Weight.WARNING, words, "" if durable else do)
+def check_durability(message: str, *, durable: bool | None, remedy: str) -> Diagnostic:
+    """Return the durability of a confirmation, as the connector assesses it; unknown counts as not durable."""
+    return Diagnostic("durability", Severity.OK if durable else Severity.WARNING, message, "" if durable else remedy)
 
 
-def of_version(found: str, *, server: str, number: Sequence[int], needed: tuple[int, ...]) -> Finding:
-    """Whether the version of *server*, *number*, is one that we work with."""
-    least = ".".join(map(str, needed))
-    if tuple(number) >= needed:
-        return Finding("version", Weight.FINE, f"{server} {found}; {least} or newer is needed")
-    return Finding(
+def check_version(version: str, *, server: str, number: Sequence[int], minimum: tuple[int, ...]) -> Diagnostic:
+    """Check that *number*, the version of *server*, is at least *minimum*."""
+    minimum_text = ".".join(map(str, minimum))
+    if tuple(number) >= minimum:
+        return Diagnostic("version", Severity.OK, f"{server} {version}; {minimum_text} or newer is needed")
+    return Diagnostic(
         "version",
-        Weight.BROKEN,
-        f"{server} {found} is too old",
-        f"upgrade the server to {least} or newer",
+        Severity.ERROR,
+        f"{server} {version} is too old",
+        f"upgrade the server to {minimum_text} or newer",
     )

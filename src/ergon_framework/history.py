@@ -1,4 +1,4 @@
-"""History: what is known of one piece of work wherever something was kept of it, without what it carried."""
+"""History: the recorded events and the location of one piece of work, without its payload."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from enum import StrEnum
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.failure import EDITED, Attempt, Deferral
+from ergon_framework.failure import EDITED_CODE, Attempt, Deferral
 
-#: The longest id that is asked for: as long as a header or a fact may have it.
-LONGEST = 256
+#: Maximum length of an id in a query, the same as in a header or a fact.
+MAX_ID_CHARS = 256
 
 Value: TypeAlias = str | int | float
 
 
-class Kind(StrEnum):
-    """What kind of work it is."""
+class WorkKind(StrEnum):
+    """The kind of a piece of work."""
 
     TRANSACTION = "transaction"
     JOB = "job"
@@ -26,20 +26,20 @@ class Kind(StrEnum):
     FACT = "fact"
 
 
-class State(StrEnum):
-    """Where a piece of work is now."""
+class WorkState(StrEnum):
+    """The current state of a piece of work."""
 
     READY = "ready"
-    #: It waits for its time, or for its next attempt.
+    #: It waits for its due time, or for its next attempt.
     DELAYED = "delayed"
-    #: It waits for the one before it that has the same key.
-    BEHIND = "behind"
-    #: A worker has it.
+    #: It waits for an earlier one with the same key.
+    BLOCKED_BY_KEY = "behind"
+    #: A worker has claimed it.
     HELD = "held"
-    #: It is in its queue, which can say no more.
+    #: It is in its queue, and the queue reports no details.
     QUEUED = "queued"
     DEAD = "dead letter"
-    #: Its id is among those that have succeeded.
+    #: Its id is in the inbox of processed ids.
     DONE = "done"
     PENDING = "pending"
     RUNNING = "running"
@@ -48,19 +48,19 @@ class State(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     KILLED = "killed"
-    #: It may have been carried out, and nobody knows.
-    DOUBTFUL = "doubtful"
+    #: Its outcome is unknown: it may have been carried out.
+    UNKNOWN = "doubtful"
     STORED = "stored"
     #: Only its id is still known.
     DROPPED = "dropped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """Something that happened; *at* is in seconds since the epoch, None where nobody wrote it down.
+class HistoryEvent:
+    """One event; *at* is in seconds since the epoch, None if no time was recorded.
 
-    *values* are the numbers that it was decided by: delays, limits, what was left of a quota. *traceback* says
-    where the error was raised, if it was kept.
+    *values* are the numbers behind the decision: delays, limits, remaining quota. *traceback* shows where the error
+    was raised, if it was stored.
     """
 
     at: float | None
@@ -72,39 +72,39 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where it is now: since when, until when, and in whose hands, as far as somebody has written it down."""
+class Location:
+    """The current location: since when, until when and with which holder, as far as recorded."""
 
-    state: State
+    state: WorkState
     since: float | None = None
     until: float | None = None
     holder: str | None = None
-    #: The store's own handle, where one id may be there more than once.
+    #: The store's own handle, for stores that may hold one id more than once.
     handle: str | None = None
     words: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """One piece of work: what happened to it, the oldest first, and where it is.
+    """One piece of work: its events, the oldest first, and its location.
 
-    *where* is its queue, its kind of executors, its provider or its zones. *about* says whose it is and by
-    which rules it was handled.
+    *where* is its queue, its kind of executors, its provider or its zones. *about* holds its owner and the rules it
+    was handled by.
     """
 
-    kind: Kind
+    kind: WorkKind
     id: str
     where: str
-    place: Place
+    place: Location
     about: Mapping[str, Value] = field(default_factory=dict)
-    events: tuple[Event, ...] = ()
+    events: tuple[HistoryEvent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What is asked for: an *id*, and the *correlations* that are known to be the same business process.
+class HistoryQuery:
+    """A lookup of an *id*, and of the *correlations* that are known to belong to the same business process.
 
-    *tenants* are those of the transactions of that id, as far as they say one: nobody else's are to be told of.
+    *tenants* are the known tenants of the transactions with that id: work of other tenants is not returned.
     """
 
     id: str
@@ -112,74 +112,74 @@ class Question:
     tenants: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.id) <= LONGEST or not self.id.isprintable():
+        if not 0 < len(self.id) <= MAX_ID_CHARS or not self.id.isprintable():
             raise ConfigurationError(
-                f"an id has 1 to {LONGEST} characters that can be printed; this one has {len(self.id)}"
+                f"an id has 1 to {MAX_ID_CHARS} characters that can be printed; this one has {len(self.id)}"
             )
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The id, and each correlation that is another one: without one of its own, a transaction's id is its own."""
+    def ids(self) -> tuple[str, ...]:
+        """The id and each other correlation; a transaction without a correlation uses its id as correlation."""
         return tuple(dict.fromkeys((self.id, *self.correlations)))
 
 
 class Source(Protocol):
-    """Where something may be known."""
+    """A store or service that may have records of a piece of work."""
 
     @property
     def name(self) -> str:
-        """What it is, in the words of whoever reads the answer."""
+        """The name of the source in a report."""
 
-    def ask(self, question: Question) -> Sequence[History]:
-        """All that it knows of it, which may be nothing; an ErgonError where it cannot answer."""
+    def lookup(self, query: HistoryQuery) -> Sequence[History]:
+        """Return all records that match *query*, possibly none; ErgonError if the source is unavailable."""
 
 
 @runtime_checkable
-class Traceable(Protocol):
-    """A connector that knows more of a transaction than whether it is there."""
+class SupportsLookup(Protocol):
+    """A connector that can look up a transaction and its state."""
 
-    def trace(self, transaction_id: str) -> Sequence[History]:
-        """What its queue knows of it."""
+    def lookup(self, transaction_id: str) -> Sequence[History]:
+        """Return the queue's records of a transaction."""
 
 
-def tried(attempts: Sequence[Attempt]) -> tuple[Event, ...]:
-    """The attempts that travel with a transaction, as events; the first one is number 1."""
+def attempt_events(attempts: Sequence[Attempt]) -> tuple[HistoryEvent, ...]:
+    """Return the attempts that travel with a transaction as events; the first one is number 1."""
     return tuple(
-        Event(
-            at=past.at or None,
-            what="edited" if past.code == EDITED else f"attempt {past.attempt + 1}",
-            verdict="" if past.code == EDITED else past.category.value,
-            words=f"{past.code}: {past.error}" if past.code and past.code != EDITED else past.error,
-            values={} if past.delay is None else {"delay": past.delay},
+        HistoryEvent(
+            at=attempt.at or None,
+            what="edited" if attempt.code == EDITED_CODE else f"attempt {attempt.attempt + 1}",
+            verdict="" if attempt.code == EDITED_CODE else attempt.category.value,
+            words=f"{attempt.code}: {attempt.error}" if attempt.code and attempt.code != EDITED_CODE else attempt.error,
+            values={} if attempt.delay is None else {"delay": attempt.delay},
         )
-        for past in attempts
+        for attempt in attempts
     )
 
 
-def deferral_events(deferral: Deferral | None) -> tuple[Event, ...]:
-    """The latest deferral because of an unavailable service, with how many there were, since when and until when."""
+def deferral_events(deferral: Deferral | None) -> tuple[HistoryEvent, ...]:
+    """Return the latest deferral for an unavailable service, with the number of deferrals, their start and limit."""
     if deferral is None:
         return ()
-    words = f"{deferral.code}: {deferral.error}" if deferral.code else deferral.error
+    description = f"{deferral.code}: {deferral.error}" if deferral.code else deferral.error
     values: dict[str, Value] = {
         "times": deferral.count,
         "since": _format_time(deferral.since),
         "at the latest until": _format_time(deferral.until),
     }
-    return (Event(at=deferral.at, what="deferred", words=words, values=values),)
+    return (HistoryEvent(at=deferral.at, what="deferred", words=description, values=values),)
 
 
-def _format_time(at: float) -> str:
+def _format_time(timestamp: float) -> str:
     try:
-        return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    except (ValueError, OverflowError, OSError):  # another program wrote it
-        return str(at)
+        return datetime.fromtimestamp(timestamp, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    except (ValueError, OverflowError, OSError):  # a third-party program wrote an invalid time
+        return str(timestamp)
 
 
-def in_order(events: Sequence[Event]) -> tuple[Event, ...]:
-    """By their time; what has none stays behind what it was told after."""
-    last, placed = float("-inf"), []
+def sort_events(events: Sequence[HistoryEvent]) -> tuple[HistoryEvent, ...]:
+    """Sort events by time; an event without a time stays after its predecessor."""
+    last, sortable = float("-inf"), []
     for number, event in enumerate(events):
         last = last if event.at is None else event.at
-        placed.append((last, number, event))
-    return tuple(event for *_, event in sorted(placed, key=lambda one: one[:2]))
+        sortable.append((last, number, event))
+    return tuple(event for *_, event in sorted(sortable, key=lambda item: item[:2]))

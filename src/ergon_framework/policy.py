@@ -1,4 +1,4 @@
-"""What every policy is: a frozen tree of numbers that refuses what it does not know."""
+"""The base of every policy: a frozen tree of numbers that rejects unknown keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Count: TypeAlias = Annotated[int, Field(ge=1)]
 
 
 class Policy(BaseModel):
-    """What all policies share: frozen, defaults checked, ``"3"`` is no number, unknown keys are errors."""
+    """The base of all policies: frozen, validates defaults, rejects unknown keys and ``"3"`` as a number."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -23,59 +23,61 @@ class Policy(BaseModel):
         validate_default=True,
         strict=True,
         allow_inf_nan=False,
-        # What was passed may hold secrets; a message must not repeat it.
+        # The input may hold secrets; error messages must not repeat it.
         hide_input_in_errors=True,
     )
 
     @classmethod
     def load(cls, settings: Mapping[str, Any]) -> Self:
-        """The policy that *settings*, plain mappings all the way down, describe.
+        """Load the policy that *settings*, nested plain mappings, describe.
 
-        A part that names only some keys keeps the rest of that place's defaults, as a part that is passed as an
-        object with only some fields set does.
+        A section that names only some keys keeps the defaults of its place for the others, as does a section that is
+        passed as an object with only some fields set.
         """
         try:
             return cls.model_validate(settings)
         except ValidationError as error:
-            raise ConfigurationError(_explained(cls, error)) from error
+            raise ConfigurationError(_explain_errors(cls, error)) from error
 
     @model_validator(mode="before")
     @classmethod
-    def _known_and_completed(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        unknown = [_unknown(key, cls) for key in given if key not in cls.model_fields]
+    def _complete_keys(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        unknown = [_describe_unknown_key(key, cls) for key in values if key not in cls.model_fields]
         if unknown:
             raise ValueError("; ".join(unknown))
-        return {key: cls._completed(key, value) for key, value in given.items()}
+        return {key: cls._complete_section(key, value) for key, value in values.items()}
 
     @classmethod
-    def _completed(cls, key: str, value: Any) -> Any:
-        # Without this, raising max_attempts of the fetch step would silently change its timeout from
-        # the fetch step's to the general one. A subclass brings defaults of its own.
+    def _complete_section(cls, key: str, value: Any) -> Any:
+        # Otherwise, setting max_attempts of the fetch step would silently replace the fetch step's timeout
+        # by the general one. A subclass has its own defaults.
         default = cls.model_fields[key].default
         if not isinstance(default, Policy):
             return value
-        own = {name: getattr(default, name) for name in default.model_fields_set}
+        own_defaults = {name: getattr(default, name) for name in default.model_fields_set}
         if isinstance(value, Mapping):
-            return own | dict(value)
-        if type(value) is type(default) and own.keys() - value.model_fields_set:
-            return value.model_copy(update={name: own[name] for name in own.keys() - value.model_fields_set})
+            return own_defaults | dict(value)
+        if type(value) is type(default) and own_defaults.keys() - value.model_fields_set:
+            return value.model_copy(
+                update={name: own_defaults[name] for name in own_defaults.keys() - value.model_fields_set}
+            )
         return value
 
 
-def _unknown(key: object, policy: type[Policy]) -> str:
-    near = get_close_matches(str(key), policy.model_fields, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(policy.model_fields)}"
+def _describe_unknown_key(key: object, policy: type[Policy]) -> str:
+    close_matches = get_close_matches(str(key), policy.model_fields, n=1)
+    hint = f"did you mean {close_matches[0]!r}?" if close_matches else f"known are {', '.join(policy.model_fields)}"
     return f"unknown key {key!r} in {policy.__name__}; {hint}"
 
 
-def _explained(policy: type[Policy], error: ValidationError) -> str:
+def _explain_errors(policy: type[Policy], error: ValidationError) -> str:
     faults = []
     for fault in error.errors(include_url=False):
-        place = ".".join(str(part) for part in fault["loc"]) or policy.__name__
+        location = ".".join(str(part) for part in fault["loc"]) or policy.__name__
         value = fault["input"]
-        # Text and mappings are not repeated: they may hold secrets.
-        shown = f", not {value!r:.40}" if isinstance(value, int | float | None) else ""
-        faults.append(f"{place}: {fault['msg'].removeprefix('Value error, ')}{shown}")
+        # Texts and mappings may hold secrets, so the message does not repeat them.
+        value_text = f", not {value!r:.40}" if isinstance(value, int | float | None) else ""
+        faults.append(f"{location}: {fault['msg'].removeprefix('Value error, ')}{value_text}")
     return f"{policy.__name__} cannot be loaded: " + "; ".join(faults)

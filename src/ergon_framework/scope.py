@@ -1,4 +1,4 @@
-"""The execution scope: what anything below a handler may know about the work it is part of."""
+"""The execution scope: the attempt that code inside a handler is part of."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _current: ContextVar[Scope | None] = ContextVar("ergon_scope", default=None)
 class Scope:
     """One attempt at one step of one transaction.
 
-    ``deadline`` is in seconds of ``clock`` (monotonic); None means that nothing limits the
-    attempt. ``cancelled`` turns true when the engine no longer waits for this attempt: whatever
-    it still does is not counted, so long loops should look at it and leave.
+    ``deadline`` is in seconds of ``clock`` (monotonic); None means that nothing limits the attempt. ``cancelled``
+    becomes true when the engine no longer waits for this attempt: its result is discarded from then on, so long
+    loops should check it and exit.
     """
 
-    __slots__ = ("_cancelled", "_names", "_parent", "attempt", "clock", "deadline", "step", "transaction")
+    __slots__ = ("_cancelled", "_parent", "_used_names", "attempt", "clock", "deadline", "step", "transaction")
 
     def __init__(  # noqa: PLR0917 - keywords cost more, and one is made for every attempt
         self,
@@ -42,8 +42,8 @@ class Scope:
         self.clock = clock
         self._parent = parent
         self._cancelled = False
-        # One attempt is one set of names, however often its deadline is shortened.
-        self._names: dict[str, object] = {} if parent is None else parent._names  # noqa: SLF001 - its own kind
+        # All scopes of one attempt share one set of names, however often its deadline is shortened.
+        self._used_names: dict[str, object] = {} if parent is None else parent._used_names  # noqa: SLF001 - the same class
 
     @property
     def transaction_id(self) -> str:
@@ -62,22 +62,21 @@ class Scope:
         return self._cancelled or (self._parent is not None and self._parent.cancelled)
 
     def cancel(self) -> None:
-        """The engine's word that nobody waits for this attempt any more."""
+        """Record that the engine no longer waits for this attempt."""
         self._cancelled = True
 
     def remaining(self) -> float | None:
-        """Seconds left, never below 0; None where nothing limits the attempt."""
+        """Return the seconds until the deadline, never below 0; None if nothing limits the attempt."""
         return None if self.deadline is None else max(0.0, self.deadline - self.clock())
 
     def derive(self, name: str) -> str:
-        """The id of the effect called *name*; asking twice within one attempt is an error.
+        """Return the id of the effect called *name*; a second call with the same name in one attempt is an error.
 
-        Two effects with one id would be taken for one: the second would silently repeat the
-        first instead of happening.
+        Two effects with one id would count as one: the second would silently repeat the first instead of happening.
         """
-        mine = object()
-        # One step, not a look and then a write: a handler may have threads of its own.
-        if self._names.setdefault(name, mine) is not mine:
+        marker = object()
+        # One atomic operation, not a check and a write: a handler may use several threads.
+        if self._used_names.setdefault(name, marker) is not marker:
             raise ConfigurationError(
                 f"a second effect named {name!r} in one attempt of transaction {self.transaction.id!r} would be "
                 "taken for the first; give each its own name="
@@ -86,18 +85,18 @@ class Scope:
 
 
 def current() -> Scope | None:
-    """The scope of the attempt that is running here, if any."""
+    """Return the scope of the attempt that runs in this context, or None."""
     return _current.get()
 
 
-#: Makes a scope the current one for the rest of this context; the variable's own method, because every attempt enters.
-enter: Final[Callable[[Scope | None], object]] = _current.set
+#: Makes a scope the current one of this context; the variable's own method, because every attempt calls it.
+set_scope: Final[Callable[[Scope | None], object]] = _current.set
 
 
 @contextmanager
-def shorten(seconds: float) -> Iterator[Scope]:
-    """A scope whose deadline is at most *seconds* away; a longer one cannot be had."""
-    if not seconds >= 0:  # also refuses NaN, which no clock ever reaches
+def deadline_within(seconds: float) -> Iterator[Scope]:
+    """Enter a scope whose deadline is at most *seconds* away; the current deadline is never extended."""
+    if not seconds >= 0:  # also rejects NaN, which no clock ever reaches
         raise ValueError(f"a scope can be shortened to a number of seconds >= 0, not {seconds!r}")
     outer = _current.get()
     if outer is None:

@@ -1,4 +1,4 @@
-"""The rules of JSON that every reader here shares: finite numbers, no constants, and each key once in an object."""
+"""The rules of JSON that all readers share: finite numbers, no constants, and each key once in an object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ergon_framework.errors import ErgonError
 
 
 class RepeatedKeyError(ErgonError, ValueError):
-    """An object names one key twice: readers that take the first and readers that take the last would disagree."""
+    """An object contains one key twice: readers that take the first and readers that take the last would disagree."""
 
     def __init__(self, key: str) -> None:
         super().__init__("an object names one key twice")
@@ -26,19 +26,19 @@ def parse_finite(literal: str) -> float:
     return number
 
 
-def refuse_constant(literal: str) -> NoReturn:
-    """Refuse NaN and Infinity, which the library reads and JSON does not have."""
+def reject_constant(literal: str) -> NoReturn:
+    """Reject NaN and Infinity, which the json module reads and JSON does not have."""
     raise ValueError(f"{literal} is not JSON")
 
 
-def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of *pairs*; RepeatedKeyError if a key occurs twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise RepeatedKeyError(find_repeated(key for key, _ in pairs))
-    return found
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise RepeatedKeyError(find_repeated_key(key for key, _ in pairs))
+    return result
 
 
-def find_repeated(keys: Iterable[str]) -> str:
+def find_repeated_key(keys: Iterable[str]) -> str:
     """Return the key that occurs most often in *keys*."""
     return Counter(keys).most_common(1)[0][0]

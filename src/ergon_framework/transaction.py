@@ -1,4 +1,4 @@
-"""Transaction: one unit of business work and the envelope it travels in."""
+"""Transaction: one unit of business work, with its envelope."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pydantic import BaseModel
 from ergon_framework import scope
 from ergon_framework.failure import Attempt, Deferral
 
-#: How many past attempts travel with a transaction.
-HISTORY = 10
+#: Number of past attempts that travel with a transaction.
+MAX_HISTORY = 10
 
-# Read-only: what one transaction's carrier were given by mistake would appear in all others.
-_NOTHING: Mapping[str, str] = MappingProxyType({})
+# Read-only: an entry added to it by mistake would appear in all other transactions.
+_EMPTY_TRACE: Mapping[str, str] = MappingProxyType({})
 
 
-#: What JSON is made of besides dictionaries and lists.
-_UNCHANGEABLE = frozenset((str, int, float, bool, bytes, type(None)))
-_MOMENTS = frozenset((float, int, type(None)))
+#: Immutable types, which need no copy: all of JSON but dictionaries and lists, and bytes.
+_IMMUTABLE_TYPES = frozenset((str, int, float, bool, bytes, type(None)))
+_TIMESTAMP_TYPES = frozenset((float, int, type(None)))
 
 
 class _Draft:
-    """A transaction while it is being made.
+    """A transaction under construction.
 
-    Frozen objects that fill themselves through ``object.__setattr__`` take 2.5 times as long to
-    make as this: a plain object that becomes a Transaction in the end.
+    Setting the fields of a frozen object through ``object.__setattr__`` takes 2.5 times as long as this: a plain
+    object whose class becomes Transaction at the end.
     """
 
     __slots__ = (
@@ -71,33 +71,33 @@ class _Draft:
 
 
 def _copy_payload(payload: Any) -> Any:
-    if type(payload) in _UNCHANGEABLE:
+    if type(payload) in _IMMUTABLE_TYPES:
         return payload
     try:
         return _copy(payload)
-    except Exception:  # noqa: BLE001 - of a user's class, or nested too deep; the handler gets the object itself
+    except Exception:  # noqa: BLE001 - a user's class failed, or it is nested too deep; the handler gets the original
         return payload
 
 
 def _copy(value: Any) -> Any:
-    """A copy of *value*, which is not one of the types that cannot change. The copy module takes ten times as long."""
+    """Copy *value*, which is of no immutable type. The copy module takes ten times as long."""
     kind = type(value)
     if kind is dict:
         copied: Any = value.copy()
         for key, item in value.items():
-            if type(item) not in _UNCHANGEABLE:
+            if type(item) not in _IMMUTABLE_TYPES:
                 copied[key] = _copy(item)
         return copied
     if kind is list:
         copied = value.copy()
         for index, item in enumerate(value):
-            if type(item) not in _UNCHANGEABLE:
+            if type(item) not in _IMMUTABLE_TYPES:
                 copied[index] = _copy(item)
         return copied
-    return deepcopy(value) if _is_changeable(value) else value
+    return deepcopy(value) if _is_mutable(value) else value
 
 
-def _is_changeable(value: Any) -> bool:
+def _is_mutable(value: Any) -> bool:
     if isinstance(value, BaseModel):
         return not value.model_config.get("frozen", False)
     if is_dataclass(value):
@@ -107,24 +107,23 @@ def _is_changeable(value: Any) -> bool:
 
 
 class Transaction(_Draft):
-    """One unit of business work; frozen, and cheap because one is made for every message.
+    """One unit of business work; frozen, and fast to create because each message creates one.
 
-    ``id`` is stable across redeliveries; ``source`` names where ids are unique. ``key`` orders:
-    two transactions with one key never run at once. ``attempts`` counts the process attempts of
-    earlier deliveries, ``history`` holds the last ten of them, ``deferral`` counts how often it was
-    deferred because a service was unavailable, ``trace`` is the trace carrier.
-    Times are seconds since the epoch.
+    ``id`` is stable across redeliveries; ``source`` names the namespace in which ids are unique. ``key`` orders: two
+    transactions with one key never run at once. ``attempts`` counts the process attempts of earlier deliveries,
+    ``history`` holds the last ten of them, ``deferral`` counts the deferrals for an unavailable service, ``trace`` is
+    the trace carrier. Times are seconds since the epoch.
     """
 
     __slots__ = ()
 
     def __new__(
         cls,
-        id: str,  # noqa: A002 - the envelope's own word
+        id: str,  # noqa: A002 - the name of the envelope field
         payload: Any = None,
         *,
         source: str = "",
-        type: str = "",  # noqa: A002 - the envelope's own word
+        type: str = "",  # noqa: A002 - the name of the envelope field
         schema_version: int = 1,
         key: str | None = None,
         tenant: str | None = None,
@@ -135,13 +134,13 @@ class Transaction(_Draft):
         attempts: int = 0,
         history: tuple[Attempt, ...] = (),
         deferral: Deferral | None = None,
-        trace: Mapping[str, str] = _NOTHING,
+        trace: Mapping[str, str] = _EMPTY_TRACE,
     ) -> Self:
         if not id:
             raise ValueError("a transaction needs an id that stays the same when it is delivered again")
         if id.__class__ is not str or (key is not None and key.__class__ is not str):
             raise TypeError(f"id and key are text, not {id.__class__.__name__} and {key.__class__.__name__}")
-        if expires_at.__class__ not in _MOMENTS or created_at.__class__ not in _MOMENTS:
+        if expires_at.__class__ not in _TIMESTAMP_TYPES or created_at.__class__ not in _TIMESTAMP_TYPES:
             raise TypeError("created_at and expires_at are seconds since the epoch, as numbers")
         draft = _Draft()
         draft.id = id
@@ -164,50 +163,50 @@ class Transaction(_Draft):
 
     @classmethod
     def new(cls, payload: Any = None, *, name: str | None = None, **fields: Any) -> Self:
-        """A new transaction that is to be dispatched.
+        """Create a transaction that is to be dispatched.
 
-        Below a handler its id is derived from the transaction being handled, so that a second
-        run of the handler makes the same one, and tenant and correlation are inherited. The name
-        of the effect is ``source/type`` unless *name* is given. Elsewhere the id is random.
+        Inside a handler, its id is derived from the transaction being handled, so that a second run of the handler
+        creates the same one, and tenant and correlation are inherited. The name of the effect is ``source/type``
+        unless *name* is given. Elsewhere the id is random.
         """
-        below = scope.current()
+        current_scope = scope.current()
         fields.setdefault("created_at", time.time())
-        if below is None:
+        if current_scope is None:
             fields.setdefault("id", os.urandom(16).hex())
             return cls(payload=payload, **fields)
         if "id" not in fields:
-            fields["id"] = below.derive(name or f"{fields.get('source', '')}/{fields.get('type', '')}")
-        fields.setdefault("tenant", below.tenant)
-        fields.setdefault("correlation", below.correlation)
-        fields.setdefault("causation", below.transaction_id)
+            fields["id"] = current_scope.derive(name or f"{fields.get('source', '')}/{fields.get('type', '')}")
+        fields.setdefault("tenant", current_scope.tenant)
+        fields.setdefault("correlation", current_scope.correlation)
+        fields.setdefault("causation", current_scope.transaction_id)
         return cls(payload=payload, **fields)
 
     def derive(self, name: str) -> str:
-        """The id of the effect called *name* that handling this transaction makes; a pure function.
+        """Return the id of the effect called *name* that handling this transaction causes; a pure function.
 
         >>> Transaction("order-7", source="shop").derive("payments.charge")
         '54f91bcc4ace439188677154d913d596'
         """
         digest = hashlib.sha256()
         for part in (self.source, self.id, name):
-            text = part.encode()
-            # The length in front keeps ("ab", "c") and ("a", "bc") apart.
-            digest.update(len(text).to_bytes(8, "big") + text)
+            encoded = part.encode()
+            # The length prefix keeps ("ab", "c") and ("a", "bc") apart.
+            digest.update(len(encoded).to_bytes(8, "big") + encoded)
         return digest.hexdigest()[:32]
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with *changes*."""
+        """Return a copy with *changes*."""
         return type(self)(**{name: getattr(self, name) for name in _Draft.__slots__} | changes)
 
     def reset(self) -> Self:
-        """Return a copy with nothing counted against it: no attempts, no history, no deferrals."""
+        """Return a copy without attempts, history and deferrals."""
         return self.replace(attempts=0, history=(), deferral=None)
 
     def isolate(self) -> Self:
-        """Return this transaction for one attempt: what the attempt does to its payload does not reach this one.
+        """Return this transaction for one attempt: changes that the attempt makes to the payload do not reach this one.
 
-        Dictionaries, lists, sets, dataclasses and models are copied, at every depth. An object of any
-        other type is shared, and so is one whose copy fails; a payload that cannot change costs nothing.
+        Dictionaries, lists, sets, dataclasses and models are copied, at every depth. An object of any other type is
+        shared, and so is one whose copy fails; an immutable payload needs no copy.
         """
         payload = _copy_payload(self.payload)
         if payload is self.payload:
@@ -246,14 +245,14 @@ class Transaction(_Draft):
         return hash((self.source, self.id))
 
     def __repr__(self) -> str:
-        # The payload stays out: representations end up in logs.
+        # Without the payload: representations end up in logs.
         return f"Transaction(id={self.id!r}, type={self.type!r}, source={self.source!r}, attempts={self.attempts})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only view cannot be pickled.
         fields = {name: getattr(self, name) for name in _Draft.__slots__} | {"trace": dict(self.trace)}
-        return _rebuilt, (type(self), fields)
+        return _rebuild, (type(self), fields)
 
 
-def _rebuilt(kind: type[Transaction], fields: dict[str, Any]) -> Transaction:
-    return kind(**fields)
+def _rebuild(transaction_class: type[Transaction], fields: dict[str, Any]) -> Transaction:
+    return transaction_class(**fields)

@@ -7,7 +7,7 @@ import json
 import sys
 from importlib.abc import MetaPathFinder
 
-#: The core and what it brings along.
+#: The core and its dependencies.
 CORE = {
     "ergon_framework",
     "pydantic",
@@ -19,22 +19,22 @@ CORE = {
     "importlib_metadata",
     "zipp",
 }
-BESIDE_THE_API = {"sdk", "exporter", "instrumentation", "semconv", "proto"}
+NON_API_PACKAGES = {"sdk", "exporter", "instrumentation", "semconv", "proto"}
 
 
 class Blocker(MetaPathFinder):
-    """Refuses every library outside the core, as if it were not installed."""
+    """Rejects every library outside the core, as if it were not installed."""
 
     def find_spec(self, fullname, path=None, target=None):
-        root, _, rest = fullname.partition(".")
+        root, _, submodule = fullname.partition(".")
         # A leading underscore is Python's own build data, which no list of the standard library names.
-        foreign = root not in CORE and root not in sys.stdlib_module_names and not root.startswith("_")
-        if foreign or (root == "opentelemetry" and rest.partition(".")[0] in BESIDE_THE_API):
+        is_outside_core = root not in CORE and root not in sys.stdlib_module_names and not root.startswith("_")
+        if is_outside_core or (root == "opentelemetry" and submodule.partition(".")[0] in NON_API_PACKAGES):
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
 
 
-def missing(name: str) -> str | None:
-    """What keeps *name* from importing: a library, or the error itself; None if nothing does."""
+def find_import_failure(name: str) -> str | None:
+    """Return what prevents *name* from importing: a library, or the error itself; None if nothing does."""
     try:
         importlib.import_module(name)
     except Exception as error:
@@ -50,4 +50,4 @@ def missing(name: str) -> str | None:
 if __name__ == "__main__":
     sys.meta_path.insert(0, Blocker())
     sys.path.insert(0, sys.argv[1])
-    print(json.dumps({name: why for name in sys.argv[2:] if (why := missing(name))}))
+    print(json.dumps({name: failure for name in sys.argv[2:] if (failure := find_import_failure(name))}))

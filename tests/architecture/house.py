@@ -1,6 +1,6 @@
-"""The house rules as data: who may import whom, which libraries belong where, which modules only decide.
+"""The import rules as data: allowed imports, the libraries of each area, and the modules without side effects.
 
-`trespasses` reads source text and imports nothing, so a broken package is judged like a healthy one.
+`find_violations` reads source text and imports nothing, so it also checks a broken package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VOCABULARY = (
 )
 
 #: The client libraries of each vendor folder below connectors/.
-CLIENTS = {
+CLIENT_LIBRARIES = {
     "rabbitmq": {"aio_pika", "aiormq", "pamqp", "pika"},
     "nats": {"nats"},
     "redis": {"hiredis", "redis"},
@@ -37,81 +37,83 @@ CLIENTS = {
     "sqs": {"aiobotocore", "boto3", "botocore"},
 }
 
-SLICES = {"engine", "telemetry", "schema", "task", "executor", "facts", "providers", "connectors"} | {
-    f"connectors.{vendor}" for vendor in CLIENTS
+AREAS = {"engine", "telemetry", "schema", "task", "executor", "facts", "providers", "connectors"} | {
+    f"connectors.{vendor}" for vendor in CLIENT_LIBRARIES
 }
-BUILDERS = {"engine", "telemetry", "task", "connectors", "connectors.postgres", "schema"}
+SHARED_AREAS = {"engine", "telemetry", "task", "connectors", "connectors.postgres", "schema"}
 
-#: area -> the areas it may import, besides itself and the vocabulary ("" is the front door).
-MAY_IMPORT: dict[str, set[str]] = {
-    "": SLICES | {"runner"},
+#: area -> the areas it may import, in addition to itself and the vocabulary ("" is the package root).
+ALLOWED_AREAS: dict[str, set[str]] = {
+    "": AREAS | {"runner"},
     "vocabulary": set(),
     "engine": set(),
     "telemetry": set(),
     "schema": set(),
     "connectors": {"telemetry"},
-    **{f"connectors.{vendor}": {"connectors", "telemetry"} for vendor in CLIENTS},
+    **{f"connectors.{vendor}": {"connectors", "telemetry"} for vendor in CLIENT_LIBRARIES},
     "connectors.postgres": {"connectors", "telemetry", "schema"},
     "task": {"engine", "telemetry", "connectors"},
-    "executor": BUILDERS,
-    "facts": BUILDERS,
+    "executor": SHARED_AREAS,
+    "facts": SHARED_AREAS,
     "providers": {"engine", "telemetry", "schema"},
-    "runner": SLICES | {""},
-    "testing": SLICES | {"", "runner", "cli"},
-    "cli": SLICES | {"", "runner", "testing"},
+    "runner": AREAS | {""},
+    "testing": AREAS | {"", "runner", "cli"},
+    "cli": AREAS | {"", "runner", "testing"},
 }
 
-PYDANTIC = {"pydantic", "pydantic_core"}
-SHELL = {"pytest", "typer", "rich"}
+PYDANTIC_LIBRARIES = {"pydantic", "pydantic_core"}
+SHELL_LIBRARIES = {"pytest", "typer", "rich"}
 
 #: area -> the libraries it may import; a library covers its submodules.
-LIBRARIES: dict[str, set[str]] = {
+ALLOWED_LIBRARIES: dict[str, set[str]] = {
     "": set(),
-    "vocabulary": PYDANTIC,
+    "vocabulary": PYDANTIC_LIBRARIES,
     "engine": set(),
     "telemetry": {"opentelemetry", "prometheus_client"},
     "schema": {"sqlalchemy", "alembic"},
-    "connectors": PYDANTIC,
-    **{f"connectors.{vendor}": clients for vendor, clients in CLIENTS.items()},
-    "task": PYDANTIC,
-    "executor": PYDANTIC,
-    "facts": PYDANTIC,
-    "providers": PYDANTIC,
+    "connectors": PYDANTIC_LIBRARIES,
+    **{f"connectors.{vendor}": clients for vendor, clients in CLIENT_LIBRARIES.items()},
+    "task": PYDANTIC_LIBRARIES,
+    "executor": PYDANTIC_LIBRARIES,
+    "facts": PYDANTIC_LIBRARIES,
+    "providers": PYDANTIC_LIBRARIES,
     "runner": {"uvloop"},
-    "testing": SHELL,
-    "cli": SHELL,
+    "testing": SHELL_LIBRARIES,
+    "cli": SHELL_LIBRARIES,
 }
 
-STORAGE = {"psycopg", "psycopg_pool", "grpc", "grpc_health", "google"}
+STORAGE_LIBRARIES = {"psycopg", "psycopg_pool", "grpc", "grpc_health", "google"}
 #: Modules that may import more than their area; "*" is any library.
-EXCEPTIONS: dict[str, set[str]] = {
-    "runner.settings": PYDANTIC,
-    "runner.sources": PYDANTIC,
+EXTRA_LIBRARIES: dict[str, set[str]] = {
+    "runner.settings": PYDANTIC_LIBRARIES,
+    "runner.sources": PYDANTIC_LIBRARIES,
     "runner.exporting": {"opentelemetry"},
     **{
         f"schema.{name}": {"psycopg"}
         for name in ("ear", "failures", "libraries", "line", "lines", "operation", "snapshot")
     },
     "connectors.encryption": {"cryptography"},
-    "executor.jobs": STORAGE,
+    "executor.jobs": STORAGE_LIBRARIES,
     "executor.jobs.timetable": {"cronsim"},
-    "executor.stores": STORAGE,
-    "executor.service": STORAGE,
-    "facts.stores": STORAGE | {"obstore"},
-    "facts.service": STORAGE | {"cryptography"},
+    "executor.stores": STORAGE_LIBRARIES,
+    "executor.service": STORAGE_LIBRARIES,
+    "facts.stores": STORAGE_LIBRARIES | {"obstore"},
+    "facts.service": STORAGE_LIBRARIES | {"cryptography"},
     "providers.sql": {"*"},
     **{f"providers.celery_{name}": {"*"} for name in ("task", "delivery", "request", "feed")},
     "providers.api": {"*"},
     "providers.tokens": {"jwt", "cryptography"},
 }
 
-#: Distributions that share the namespace of opentelemetry-api but are not it.
-NOT_THE_API = tuple(f"opentelemetry.{name}" for name in ("sdk", "exporter", "instrumentation", "semconv", "proto"))
-#: Whoever sets them up, if that was asked for.
-SETS_UP = "runner.exporting"
+#: Distributions that share the namespace of opentelemetry-api but are not part of it.
+NON_API_OPENTELEMETRY = tuple(
+    f"opentelemetry.{name}" for name in ("sdk", "exporter", "instrumentation", "semconv", "proto")
+)
+#: The module that sets them up, if that was requested.
+TELEMETRY_SETUP_MODULE = "runner.exporting"
 
-#: Modules that decide and never act: clocks and dice are handed in.
-PURE = (
+#: Modules that decide and never act: clocks and random sources are parameters.
+PURE_MODULES = (
     "finding",
     "history",
     *(f"engine.{name}" for name in ("effects", "outcome", "backoff", "attempts")),
@@ -128,50 +130,50 @@ PURE = (
     *(f"facts.{name}" for name in ("errors", "model", "identity", "policy", "publish", "labels", "window", "log")),
     *(f"facts.{name}" for name in ("replica", "replicate", "carry", "asking", "recognise")),
 )
-MEANS_TO_ACT = {"asyncio", "threading", "time", "random", "logging"}
+SIDE_EFFECT_MODULES = {"asyncio", "threading", "time", "random", "logging"}
 
-#: All that the independent oracle may know of us: names, never behaviour.
-ORACLE_MAY_IMPORT = tuple(f"{PACKAGE}.{name}" for name in ("errors", "task.exceptions", "task.mixins.policies"))
+#: All names of the package that the independent oracle may use: never behaviour.
+ORACLE_ALLOWED_MODULES = tuple(f"{PACKAGE}.{name}" for name in ("errors", "task.exceptions", "task.mixins.policies"))
 
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """One import as written: its dotted target, whether only type checkers see it, and its relative level."""
+    """One import as written: its dotted target, whether only type checkers evaluate it, and its relative level."""
 
     target: str
     typing: bool = False
     level: int = 0
 
 
-def within(name: str, area: str) -> bool:
+def is_within(name: str, area: str) -> bool:
     return name == area or name.startswith(area + ".")
 
 
-def imports(path: Path) -> list[Import]:
-    """Every import in *path*, at any depth, literal dynamic ones included."""
-    return list(_imports(ast.parse(path.read_text(encoding="utf-8")), typing=False))
+def list_imports(path: Path) -> list[Import]:
+    """Return every import in *path*, at any depth, literal dynamic ones included."""
+    return list(_iter_imports(ast.parse(path.read_text(encoding="utf-8")), typing=False))
 
 
-def _imports(node: ast.AST, *, typing: bool) -> Iterator[Import]:
+def _iter_imports(node: ast.AST, *, typing: bool) -> Iterator[Import]:
     if isinstance(node, ast.Import):
         yield from (Import(alias.name, typing) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
-        stem = node.module or ""
-        yield from (Import(f"{stem}.{alias.name}".strip("."), typing, node.level) for alias in node.names)
-    elif isinstance(node, ast.Call) and (target := _dynamic(node)):
+        module = node.module or ""
+        yield from (Import(f"{module}.{alias.name}".strip("."), typing, node.level) for alias in node.names)
+    elif isinstance(node, ast.Call) and (target := _find_dynamic_import(node)):
         yield Import(target, typing)
     if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
         for child in node.body:
-            yield from _imports(child, typing=True)
+            yield from _iter_imports(child, typing=True)
         for child in node.orelse:
-            yield from _imports(child, typing=typing)
+            yield from _iter_imports(child, typing=typing)
         return
     for child in ast.iter_child_nodes(node):
-        yield from _imports(child, typing=typing)
+        yield from _iter_imports(child, typing=typing)
 
 
-def _dynamic(call: ast.Call) -> str | None:
-    """The module that a call imports by name, if the name is written out: import_module, __import__, our extra()."""
+def _find_dynamic_import(call: ast.Call) -> str | None:
+    """Return the module that a call imports by a literal name: import_module, __import__ or extra()."""
     name = ast.unparse(call.func).rpartition(".")[2]
     position = {"import_module": 0, "__import__": 0, "extra": 1}.get(name)
     if position is None or len(call.args) <= position:
@@ -180,92 +182,96 @@ def _dynamic(call: ast.Call) -> str | None:
     return argument.value if isinstance(argument, ast.Constant) and isinstance(argument.value, str) else None
 
 
-def area(module: str) -> str | None:
-    """The row of the table that *module* (or a name in it) belongs to; None if there is none."""
+def find_area(module: str) -> str | None:
+    """Return the row of the table for *module* (or a name in it); None if there is none."""
     first, _, rest = module.partition(".")
     if first in VOCABULARY:
         return "vocabulary"
-    if first == "connectors" and (vendor := rest.partition(".")[0]) in CLIENTS:
+    if first == "connectors" and (vendor := rest.partition(".")[0]) in CLIENT_LIBRARIES:
         return f"connectors.{vendor}"
-    return first if first in MAY_IMPORT else None
+    return first if first in ALLOWED_AREAS else None
 
 
-def modules(package: Path) -> Iterator[tuple[str, Path]]:
-    """Each module below *package* by its dotted name without the package's; the front door is ''."""
+def iter_modules(package: Path) -> Iterator[tuple[str, Path]]:
+    """Yield each module below *package* by its dotted name without the package's; the package root is ''."""
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def trespasses(package: Path) -> list[str]:
-    """Every breach of the table below *package*, one line each; an absent folder breaks nothing."""
-    found = []
-    for module, path in modules(package):
-        home = area(module)
-        if home is None:
-            found.append(f"{module}: has no row in the table")
+def find_violations(package: Path) -> list[str]:
+    """Return every violation of the table below *package*, one line each; an absent folder violates nothing."""
+    violations = []
+    for module, path in iter_modules(package):
+        own_area = find_area(module)
+        if own_area is None:
+            violations.append(f"{module}: has no row in the table")
             continue
         if path.name == "__init__.py" and _must_be_empty(module) and path.read_text(encoding="utf-8").strip():
-            found.append(f"{module}: an inner __init__.py is empty")
-        for item in imports(path):
-            reason = _reason(module, home, item)
+            violations.append(f"{module}: an inner __init__.py is empty")
+        for item in list_imports(path):
+            reason = _find_reason(module, own_area, item)
             if reason:
-                found.append(f"{module} -> {item.target}: {reason}")
-    return found
+                violations.append(f"{module} -> {item.target}: {reason}")
+    return violations
 
 
 def _must_be_empty(module: str) -> bool:
-    return module != "" and not (module.count(".") == 1 and area(module) in {f"connectors.{name}" for name in CLIENTS})
+    return module != "" and not (
+        module.count(".") == 1 and find_area(module) in {f"connectors.{name}" for name in CLIENT_LIBRARIES}
+    )
 
 
-def _reason(module: str, home: str, item: Import) -> str | None:
-    """Why *item* may not stand in *module*; None if it may."""
+def _find_reason(module: str, own_area: str, item: Import) -> str | None:
+    """Return why *item* is not allowed in *module*; None if it is."""
     root = item.target.partition(".")[0]
     if item.level:
         return "absolute imports only"
     if root == PACKAGE:
-        return _reason_ours(module, home, item)
+        return _find_package_reason(module, own_area, item)
     if root in sys.stdlib_module_names:
-        pure = any(within(module, name) for name in PURE)
-        return "this module only decides" if pure and root in MEANS_TO_ACT else None
-    if item.target.startswith(NOT_THE_API) and module != SETS_UP:
+        is_pure = any(is_within(module, name) for name in PURE_MODULES)
+        return "this module only decides" if is_pure and root in SIDE_EFFECT_MODULES else None
+    if item.target.startswith(NON_API_OPENTELEMETRY) and module != TELEMETRY_SETUP_MODULE:
         return "the API only, not what shares its namespace"
-    allowed = LIBRARIES[home].union(*(extra for name, extra in EXCEPTIONS.items() if within(module, name)))
+    allowed = ALLOWED_LIBRARIES[own_area].union(
+        *(extra for name, extra in EXTRA_LIBRARIES.items() if is_within(module, name))
+    )
     return None if "*" in allowed or root in allowed else "this library does not belong here"
 
 
-def _reason_ours(module: str, home: str, item: Import) -> str | None:
+def _find_package_reason(module: str, own_area: str, item: Import) -> str | None:
     target = item.target.removeprefix(PACKAGE).removeprefix(".")
-    # A name of the front door (`from ergon_framework import consumer`) is no folder of ours.
-    there = area(target)
-    there = "" if there is None else there
-    if there == home == "vocabulary":
-        # An annotation makes no cycle when the program runs, so type-only imports may look upward here,
-        # and only here: everywhere else knowing a type is knowing its owner.
-        downward = VOCABULARY.index(target.partition(".")[0]) <= VOCABULARY.index(module)
-        return None if downward or item.typing else "the vocabulary imports downward"
-    if there not in {home, "vocabulary"} | MAY_IMPORT[home]:
+    # A name of the package root (`from ergon_framework import consumer`) is not a folder of the package.
+    target_area = find_area(target)
+    target_area = "" if target_area is None else target_area
+    if target_area == own_area == "vocabulary":
+        # An annotation makes no import cycle at run time, so type-only imports may look upward here,
+        # and only here: elsewhere the use of a type is a dependency on its owner.
+        is_downward = VOCABULARY.index(target.partition(".")[0]) <= VOCABULARY.index(module)
+        return None if is_downward or item.typing else "the vocabulary imports downward"
+    if target_area not in {own_area, "vocabulary"} | ALLOWED_AREAS[own_area]:
         return "not its neighbour"
-    foreign = there != home and home in {"cli", "testing"}
-    return "not public" if foreign and any(part.startswith("_") for part in target.split(".")) else None
+    must_be_public = target_area != own_area and own_area in {"cli", "testing"}
+    return "not public" if must_be_public and any(part.startswith("_") for part in target.split(".")) else None
 
 
-def oracle_trespasses(path: Path, root: Path) -> list[str]:
-    """What the oracle in *path* knows of us beyond the names it needs, also through other files of the tests."""
-    found, seen, todo = [], {path}, [path]
-    while todo:
-        for item in imports(todo.pop()):
-            if (item.level or within(item.target, PACKAGE)) and not _known_to_oracle(item):
-                found.append(f"{item.target}: the oracle must not know it")
-            if within(item.target, "tests"):
+def find_oracle_violations(path: Path, root: Path) -> list[str]:
+    """Return what the oracle in *path* uses of the package beyond the allowed names, also through other test files."""
+    violations, seen, pending = [], {path}, [path]
+    while pending:
+        for item in list_imports(pending.pop()):
+            if (item.level or is_within(item.target, PACKAGE)) and not _is_allowed_for_oracle(item):
+                violations.append(f"{item.target}: the oracle must not know it")
+            if is_within(item.target, "tests"):
                 # `from tests.properties.plan import Plan` names the module or a name in it.
-                stem = root / item.target.replace(".", "/")
-                files = {stem.with_suffix(".py"), stem.parent.with_suffix(".py")}
-                fresh = {file for file in files if file.exists()} - seen
-                seen |= fresh
-                todo += fresh
-    return found
+                base = root / item.target.replace(".", "/")
+                files = {base.with_suffix(".py"), base.parent.with_suffix(".py")}
+                new_files = {file for file in files if file.exists()} - seen
+                seen |= new_files
+                pending += new_files
+    return violations
 
 
-def _known_to_oracle(item: Import) -> bool:
-    return not item.level and any(item.target.startswith(f"{name}.") for name in ORACLE_MAY_IMPORT)
+def _is_allowed_for_oracle(item: Import) -> bool:
+    return not item.level and any(item.target.startswith(f"{name}.") for name in ORACLE_ALLOWED_MODULES)

@@ -1,18 +1,18 @@
-"""The project speaks only of itself: no path of a machine, no host of a registry, in any file."""
+"""No file of the project contains a path of a machine or a host of a registry."""
 
 from __future__ import annotations
 
 import pytest
 
-from tools.hygiene import ROOT, traces
+from tools.hygiene import ROOT, find_forbidden
 
 
 def test_no_file_names_a_machine_or_a_registry():
-    assert traces(ROOT) == []
+    assert find_forbidden(ROOT) == []
 
 
 @pytest.mark.parametrize(
-    "text, caught",
+    "text, expected_count",
     [
         ("see /" + "tmp/report", 1),
         ('open("/' + 'root/.x")', 1),
@@ -24,12 +24,12 @@ def test_no_file_names_a_machine_or_a_registry():
         ("/workers and /option", 0),
     ],
 )
-def test_a_trace_is_caught_and_a_word_is_not(tmp_path, text, caught):
+def test_a_local_path_is_caught_and_an_ordinary_word_is_not(tmp_path, text, expected_count):
     (tmp_path / "notes.md").write_text(f"first\n{text}\n", encoding="utf-8")
-    assert len(traces(tmp_path)) == caught
-    assert all(line.startswith("notes.md:2: ") for line in traces(tmp_path))
+    assert len(find_forbidden(tmp_path)) == expected_count
+    assert all(line.startswith("notes.md:2: ") for line in find_forbidden(tmp_path))
 
 
-def test_a_file_that_is_not_text_is_passed_over(tmp_path):
+def test_a_file_that_is_not_text_is_skipped(tmp_path):
     (tmp_path / "picture").write_bytes(b"\xff\xfe /" + b"tmp/x")
-    assert traces(tmp_path) == []
+    assert find_forbidden(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Without any extra, every module imports, unless its own row of the table allows the library that is missing."""
+"""Without any extra, every module imports, unless its own row of the table allows the missing library."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.architecture.house import EXCEPTIONS, LIBRARIES, PACKAGE, area, modules, within
+from tests.architecture.house import ALLOWED_LIBRARIES, EXTRA_LIBRARIES, PACKAGE, find_area, is_within, iter_modules
 
 SOURCE = Path(__file__).parents[2] / "src" / PACKAGE
 PROBE = Path(__file__).with_name("bare.py")
 
 
-def failures(source: Path, names: list[str]) -> dict[str, str]:
-    """The modules of *names* that do not import on the core alone, each with the library it misses."""
-    done = subprocess.run(
+def find_failures(source: Path, names: list[str]) -> dict[str, str]:
+    """Return the modules of *names* that do not import on the core alone, each with its missing library."""
+    process = subprocess.run(
         [sys.executable, str(PROBE), str(source.parent), *names],
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, str] = json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr
+    result: dict[str, str] = json.loads(process.stdout)
     return result
 
 
-def unexcused(missing: dict[str, str]) -> dict[str, str]:
-    """What is left of *missing* when each module's own row is taken into account."""
-    left = {}
+def find_unexcused(missing: dict[str, str]) -> dict[str, str]:
+    """Return the part of *missing* that the modules' own rows do not allow."""
+    remaining = {}
     for name, library in missing.items():
         module = name.removeprefix(PACKAGE).removeprefix(".")
-        allowed = LIBRARIES[area(module) or ""].union(
-            *(more for key, more in EXCEPTIONS.items() if within(module, key))
+        allowed = ALLOWED_LIBRARIES[find_area(module) or ""].union(
+            *(extra for key, extra in EXTRA_LIBRARIES.items() if is_within(module, key))
         )
         if "*" not in allowed and library.partition(".")[0] not in allowed - {"opentelemetry"}:
-            left[name] = library
-    return left
+            remaining[name] = library
+    return remaining
 
 
 def test_every_module_imports_without_the_extras():
-    names = [f"{PACKAGE}.{module}".rstrip(".") for module, _ in modules(SOURCE)]
-    assert unexcused(failures(SOURCE, names)) == {}
+    names = [f"{PACKAGE}.{module}".rstrip(".") for module, _ in iter_modules(SOURCE)]
+    assert find_unexcused(find_failures(SOURCE, names)) == {}
 
 
-def test_a_module_that_needs_a_foreign_extra_is_caught(tmp_path):
+def test_a_module_that_needs_an_extra_of_another_area_is_caught(tmp_path):
     package = tmp_path / PACKAGE
     for name, text in {
         "__init__.py": "",
@@ -58,8 +58,8 @@ def test_a_module_that_needs_a_foreign_extra_is_caught(tmp_path):
     }.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text, encoding="utf-8")
-    names = [f"{PACKAGE}.{module}".rstrip(".") for module, _ in modules(package)]
-    assert unexcused(failures(package, names)) == {
+    names = [f"{PACKAGE}.{module}".rstrip(".") for module, _ in iter_modules(package)]
+    assert find_unexcused(find_failures(package, names)) == {
         "ergon_framework.engine.slots": "typer",
         "ergon_framework.telemetry.logs": "opentelemetry.sdk",
         "ergon_framework.runner.signals": "typer",

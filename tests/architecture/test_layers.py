@@ -1,4 +1,4 @@
-"""Who may import whom: the package keeps the table, and the check catches each kind of trespass."""
+"""Import rules: the package follows the table, and the check detects each kind of violation."""
 
 from __future__ import annotations
 
@@ -6,30 +6,37 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.house import PACKAGE, PURE, area, modules, oracle_trespasses, trespasses
+from tests.architecture.house import (
+    PACKAGE,
+    PURE_MODULES,
+    find_area,
+    find_oracle_violations,
+    find_violations,
+    iter_modules,
+)
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / PACKAGE
 ORACLE = ROOT / "tests" / "properties" / "oracle.py"
 
 
-def test_the_package_keeps_the_table():
-    assert trespasses(SOURCE) == []
+def test_the_package_follows_the_import_rules():
+    assert find_violations(SOURCE) == []
 
 
-def test_the_table_is_held_against_real_files():
-    names = {module for module, _ in modules(SOURCE)}
+def test_the_import_rules_name_existing_modules():
+    names = {module for module, _ in iter_modules(SOURCE)}
     assert {"errors", "scope", "failure", "transaction"} <= names
-    assert any(name in names for name in PURE)
+    assert any(name in names for name in PURE_MODULES)
 
 
-def test_the_oracle_knows_only_names():
+def test_the_oracle_imports_only_allowed_modules():
     if not ORACLE.exists():
         pytest.skip("there is no oracle yet")
-    assert oracle_trespasses(ORACLE, ROOT) == []
+    assert find_oracle_violations(ORACLE, ROOT) == []
 
 
-GOOD = {
+ALLOWED_SOURCES = {
     "__init__": "from ergon_framework.task.base import Task\n",
     "errors": "import pydantic\n",
     "scope": (
@@ -58,17 +65,17 @@ GOOD = {
 }
 
 
-def write(root: Path, module: str, text: str) -> Path:
+def write_module(root: Path, module: str, text: str) -> Path:
     path = root / PACKAGE / f"{module.replace('.', '/')}.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return root / PACKAGE
 
 
-def test_what_the_table_allows_is_no_trespass(tmp_path):
-    for module, text in GOOD.items():
-        package = write(tmp_path, module, text)
-    assert trespasses(package) == []
+def test_an_allowed_import_is_no_violation(tmp_path):
+    for module, text in ALLOWED_SOURCES.items():
+        package = write_module(tmp_path, module, text)
+    assert find_violations(package) == []
 
 
 @pytest.mark.parametrize(
@@ -112,30 +119,30 @@ def test_what_the_table_allows_is_no_trespass(tmp_path):
         ("connectors.redis.inner.__init__", "x = 1", "empty"),
         ("helpers.strings", "", "no row"),
         ("stray", "", "no row"),
-        *((name, "def f():\n    import time", "decides") for name in PURE),
+        *((name, "def f():\n    import time", "decides") for name in PURE_MODULES),
         *(("task.consume", f"import {name}", "decides") for name in ("asyncio", "threading", "random", "logging")),
         ("task.settle", "from asyncio.events import X", "decides"),
     ],
 )
-def test_each_kind_of_trespass_is_caught(tmp_path, module, text, reason):
-    found = trespasses(write(tmp_path, module, text + "\n"))
-    assert [reason in line for line in found] == [True], found
+def test_each_kind_of_violation_is_caught(tmp_path, module, text, reason):
+    violations = find_violations(write_module(tmp_path, module, text + "\n"))
+    assert [reason in line for line in violations] == [True], violations
 
 
 def test_every_module_has_a_row_by_its_folder():
-    assert area("connectors.memory") == "connectors"
-    assert area("connectors.nats.aio") == "connectors.nats"
-    assert area("transaction.Transaction") == "vocabulary"
-    assert area("elsewhere") is None
+    assert find_area("connectors.memory") == "connectors"
+    assert find_area("connectors.nats.aio") == "connectors.nats"
+    assert find_area("transaction.Transaction") == "vocabulary"
+    assert find_area("elsewhere") is None
 
 
 @pytest.mark.parametrize(
-    "text, caught",
+    "text, expected_count",
     [
         ("import math\nfrom ergon_framework.errors import Category\n", 0),
         ("from ergon_framework.task.exceptions import TransactionException\n", 0),
         ("from ergon_framework.task.mixins.policies import RetryPolicy\n", 0),
-        ("from ergon_framework.engine.backoff import delay\n", 1),
+        ("from ergon_framework.engine.backoff import backoff_delay\n", 1),
         ("from ergon_framework.task.mixins.consumer import ConsumerMixin\n", 1),
         ("import ergon_framework\n", 1),
         ("import ergon_framework.errors\n", 1),
@@ -147,7 +154,7 @@ def test_every_module_has_a_row_by_its_folder():
         ("def f():\n    import_module('ergon_framework.engine.attempts')\n", 1),
     ],
 )
-def test_an_oracle_that_looks_at_us_is_caught(tmp_path, text, caught):
+def test_an_oracle_that_imports_framework_behaviour_is_caught(tmp_path, text, expected_count):
     path = tmp_path / "oracle.py"
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "plan.py").write_text("from ergon_framework.errors import Category\n", encoding="utf-8")
@@ -155,4 +162,4 @@ def test_an_oracle_that_looks_at_us_is_caught(tmp_path, text, caught):
         "import tests.world\nfrom ergon_framework.engine import slots\n", encoding="utf-8"
     )
     path.write_text(text, encoding="utf-8")
-    assert len(oracle_trespasses(path, tmp_path)) == caught
+    assert len(find_oracle_violations(path, tmp_path)) == expected_count

@@ -39,24 +39,24 @@ def tree(tmp_path):
     return tmp_path
 
 
-def run(tree):
+def run_tool(tree):
     # Without the plugins that are installed, which take four times as long to import as all else.
     environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, str(TOOL), str(tree)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environ)
 
 
-def add(path, text):
+def append_text(path, text):
     path.write_text(path.read_text(encoding="utf-8") + text, encoding="utf-8")
 
 
 def test_every_requirement_is_printed_with_its_tests(tree):
-    done = run(tree)
-    assert done.returncode == 0, done.stderr
-    assert "CON-03 rule 3\n    test_rules.py::test_cases\n" in done.stdout
-    assert "CON-04 rule 4\n    test_rules.py::TestGroup::test_inside\n" in done.stdout
-    assert "PRO-02 two\n    (no test)\n" in done.stdout
-    assert "5 of 6 requirements have a test; finished groups: CON" in done.stdout
+    result = run_tool(tree)
+    assert result.returncode == 0, result.stderr
+    assert "CON-03 rule 3\n    test_rules.py::test_cases\n" in result.stdout
+    assert "CON-04 rule 4\n    test_rules.py::TestGroup::test_inside\n" in result.stdout
+    assert "PRO-02 two\n    (no test)\n" in result.stdout
+    assert "5 of 6 requirements have a test; finished groups: CON" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -70,25 +70,25 @@ def test_every_requirement_is_printed_with_its_tests(tree):
         ("test_rules.py", "@pytest.mark.spek('CON-01')\ndef test_x(): ...\n", "cannot be collected"),
     ],
 )
-def test_what_does_not_fit_fails(tree, file, text, message):
-    add(tree / file, text)
-    done = run(tree)
-    assert done.returncode == (0 if message is None else 1)
-    assert (message or "") in done.stderr
+def test_a_requirement_or_marker_that_does_not_match_fails(tree, file, text, message):
+    append_text(tree / file, text)
+    result = run_tool(tree)
+    assert result.returncode == (0 if message is None else 1)
+    assert (message or "") in result.stderr
 
 
 def test_a_finished_group_without_requirements_fails(tree):
     (tree / "docs" / "spec" / "README.md").write_text("Finished groups: CON, FAC\n", encoding="utf-8")
-    done = run(tree)
-    assert done.returncode == 1
-    assert "FAC: is listed as finished but has no requirement" in done.stderr
+    result = run_tool(tree)
+    assert result.returncode == 1
+    assert "FAC: is listed as finished but has no requirement" in result.stderr
 
 
 def test_a_single_requirement_may_be_finished_before_its_group(tree):
     text = "- **FAC-01** proven\n- **FAC-02** open\n"
     (tree / "docs" / "spec" / "fac.md").write_text(text, encoding="utf-8")
-    add(tree / "test_rules.py", "@pytest.mark.spec('FAC-01')\ndef test_fact(): ...\n")
+    append_text(tree / "test_rules.py", "@pytest.mark.spec('FAC-01')\ndef test_fact(): ...\n")
     (tree / "docs" / "spec" / "README.md").write_text("Finished groups: CON, FAC-01\n", encoding="utf-8")
-    assert run(tree).returncode == 0
+    assert run_tool(tree).returncode == 0
     (tree / "docs" / "spec" / "README.md").write_text("Finished groups: CON, FAC-02\n", encoding="utf-8")
-    assert "FAC-02: has no test, and FAC-02 is listed as finished" in run(tree).stderr
+    assert "FAC-02: has no test, and FAC-02 is listed as finished" in run_tool(tree).stderr

@@ -1,4 +1,4 @@
-"""Faults for brokers: the same torment; whose connections are whose is asked of the kernel, not of the server."""
+"""Faults for brokers; the ports of a worker's connections are read from the kernel, not from the server."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import random
 
 import psutil
 
-from tests.chaos.broker_servers import Victim
-from tests.chaos.faults import Torment
-from tests.chaos.fleet import Fleet, Life
+from tests.chaos.broker_servers import FaultableBroker
+from tests.chaos.faults import FaultInjector
+from tests.chaos.fleet import Fleet, ProcessRecord
 
 
-class BrokerTorment(Torment):
-    """Torments workers, the broker and the lines between them."""
+class BrokerFaultInjector(FaultInjector):
+    """Injects faults into workers, the broker and the connections between them."""
 
-    def __init__(self, server: Victim, fleet: Fleet, *, lease: float, dice: random.Random) -> None:
-        super().__init__(server, fleet, lease=lease, sockets="", dice=dice)
-        self._port = server.port
+    def __init__(self, server: FaultableBroker, fleet: Fleet, *, lease: float, rng: random.Random) -> None:
+        super().__init__(server, fleet, lease=lease, sockets="", rng=rng)
+        self._server_port = server.port
 
-    def _ports(self, life: Life) -> list[int]:
+    def _list_ports(self, record: ProcessRecord) -> list[int]:
         try:
-            lines = psutil.Process(life.process.pid).net_connections("tcp")
+            connections = psutil.Process(record.process.pid).net_connections("tcp")
         except psutil.Error:
             return []
-        return [line.laddr.port for line in lines if line.raddr and line.raddr.port == self._port]
+        return [
+            connection.laddr.port
+            for connection in connections
+            if connection.raddr and connection.raddr.port == self._server_port
+        ]

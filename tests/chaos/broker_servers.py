@@ -1,4 +1,4 @@
-"""Brokers under torment: for each a private server, the address of a queue in it, and what its connector is told."""
+"""Brokers under faults: a private server of each kind, the address of a queue in it, and its connector's options."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.servers.rabbitmq import PrivateRabbitMQ
 from tests.servers.redis import PrivateRedis
 
 
-class Started(Protocol):
-    """A server process of our own."""
+class ServerProcess(Protocol):
+    """A private server process."""
 
     port: int
 
@@ -24,13 +24,13 @@ class Started(Protocol):
     def kill(self) -> None: ...
 
 
-class Victim:
-    """A broker that can be killed, started again, and cut off."""
+class FaultableBroker:
+    """A broker that can be killed, restarted and disconnected."""
 
-    def __init__(self, server: Started, url: Callable[[], str]) -> None:
+    def __init__(self, server: ServerProcess, url: Callable[[], str]) -> None:
         self._server = server
         self._url = url
-        self._line = PacketDrop(server.port)
+        self._packet_drop = PacketDrop(server.port)
 
     @property
     def port(self) -> int:
@@ -46,49 +46,51 @@ class Victim:
     def kill(self) -> None:
         self._server.kill()
 
-    def cut(self) -> None:
-        self._line.cut()
+    def partition_network(self) -> None:
+        self._packet_drop.partition_network()
 
-    def mend(self) -> None:
-        self._line.mend()
+    def heal_network(self) -> None:
+        self._packet_drop.heal_network()
 
 
 @dataclass(frozen=True)
-class Broker:
-    """One kind of broker, and what may be expected of it."""
+class BrokerKind:
+    """One kind of broker, and the guarantees that it gives."""
 
-    victim: Callable[[Path], Victim]
-    #: What its connector is told, for a lease of so many seconds.
-    options: Callable[[float], Mapping[str, Any]]
-    #: A settlement is one step of the broker, and answered: only sending it twice can make two acks of one.
-    exact: bool
+    create: Callable[[Path], FaultableBroker]
+    #: The options of its connector for a lease in seconds.
+    make_options: Callable[[float], Mapping[str, Any]]
+    #: Whether a settlement is one confirmed operation of the broker: then only sending it twice can ack twice.
+    confirms_settlements: bool
     prepare: Callable[[str], None] = field(default=lambda _url: None)
 
 
-def _postgres(folder: Path) -> Victim:
+def _create_postgres(folder: Path) -> FaultableBroker:
     server = PrivatePostgres(folder, settings={"max_connections": 300, "log_min_messages": "fatal"})
-    return Victim(server, server.dsn)
+    return FaultableBroker(server, server.dsn)
 
 
-def _rabbitmq(folder: Path) -> Victim:
+def _create_rabbitmq(folder: Path) -> FaultableBroker:
     server = PrivateRabbitMQ(folder)
-    # Silence of a heartbeat or two is a dead worker for it: a stop is then longer than that.
-    return Victim(server, lambda: f"{server.url}?heartbeat=1")
+    # The broker takes a worker that misses one or two heartbeats for dead, so a SIGSTOP lasts longer than that.
+    return FaultableBroker(server, lambda: f"{server.url}?heartbeat=1")
 
 
-def _nats(folder: Path) -> Victim:
+def _create_nats(folder: Path) -> FaultableBroker:
     server = PrivateNats(folder)
-    return Victim(server, lambda: server.url)
+    return FaultableBroker(server, lambda: server.url)
 
 
-def _redis(folder: Path) -> Victim:
+def _create_redis(folder: Path) -> FaultableBroker:
     server = PrivateRedis(folder)
-    return Victim(server, lambda: server.url)
+    return FaultableBroker(server, lambda: server.url)
 
 
-BROKERS: Final[Mapping[str, Broker]] = {
-    "postgres": Broker(_postgres, lambda lease: {"lease": lease}, exact=True, prepare=upgrade),
-    "rabbitmq": Broker(_rabbitmq, lambda _lease: {}, exact=False),
-    "nats": Broker(_nats, lambda lease: {"lease": lease}, exact=False),
-    "redis": Broker(_redis, lambda lease: {"lease": lease}, exact=True),
+BROKER_KINDS: Final[Mapping[str, BrokerKind]] = {
+    "postgres": BrokerKind(
+        _create_postgres, lambda lease: {"lease": lease}, confirms_settlements=True, prepare=upgrade
+    ),
+    "rabbitmq": BrokerKind(_create_rabbitmq, lambda _lease: {}, confirms_settlements=False),
+    "nats": BrokerKind(_create_nats, lambda lease: {"lease": lease}, confirms_settlements=False),
+    "redis": BrokerKind(_create_redis, lambda lease: {"lease": lease}, confirms_settlements=True),
 }

@@ -1,7 +1,7 @@
 """One worker process of the brokers' chaos run: a consumer of any broker, on threads or asyncio, with a journal.
 
-The broker suffers; the database with the effects and the inbox's marks is left alone, so that what it says at
-the end is the truth. A handler's effect and its mark are written in one database transaction.
+Only the broker suffers faults; the database with the effects and the inbox's marks does not, so its content at the
+end is reliable. A handler's effect and its mark are written in one database transaction.
 """
 
 from __future__ import annotations
@@ -27,101 +27,101 @@ from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.rabbitmq.consumer import Consumer
 from ergon_framework.connectors.rabbitmq.message import Message
-from ergon_framework.connectors.rabbitmq.settling import Settler
+from ergon_framework.connectors.rabbitmq.settling import RabbitMQSettler
 from ergon_framework.runner.queues import NamedQueue
 from tests.chaos.journal import Journal
-from tests.chaos.verdict import named
-from tests.chaos.worker import QUEUE, AsyncWorker, Purse, ThreadsWorker, policy
+from tests.chaos.verdict import find_id
+from tests.chaos.worker import QUEUE, AsyncWorker, HandlerConnections, ThreadsWorker, make_policy
 
-#: Seconds for which a transaction may be held, all attempts together.
-HOLD = 300.0
+#: Maximum seconds for which a transaction is held, over all attempts.
+MAX_HOLD_SECONDS = 300.0
 
 
-class Journalled(NamedQueue):
-    """Any connector, with a note of each claim that it hands out and of what each settlement was answered with."""
+class JournalingConnector(NamedQueue):
+    """Wraps any connector and records each claim and the result of each settlement."""
 
     def __init__(self, connector: Connector | AsyncConnector, journal: Journal, who: str) -> None:
         super().__init__(connector.name)
-        self._found = connector
+        self._connector = connector
         self._journal = journal
         self._who = who
         self._numbers = itertools.count(1)
         self._claims: dict[Any, str] = {}
 
     def fetch_transactions(self, batch_size: int, **extra: Any) -> Sequence[Delivery]:
-        return self._claimed(super().fetch_transactions(batch_size, **extra))
+        return self._record_claims(super().fetch_transactions(batch_size, **extra))
 
     async def fetch_transactions_async(self, batch_size: int, **extra: Any) -> Sequence[Delivery]:
-        return self._claimed(await super().fetch_transactions_async(batch_size, **extra))
+        return self._record_claims(await super().fetch_transactions_async(batch_size, **extra))
 
-    def settle(self, settlings: Any) -> Any:
-        began = time.time()
-        return self._settled(settlings, super().settle(settlings), began)
+    def settle(self, requests: Any) -> Any:
+        started_at = time.time()
+        return self._record_settlements(requests, super().settle(requests), started_at)
 
-    async def settle_async(self, settlings: Any) -> Any:
-        began = time.time()
-        return self._settled(settlings, await super().settle_async(settlings), began)
+    async def settle_async(self, requests: Any) -> Any:
+        started_at = time.time()
+        return self._record_settlements(requests, await super().settle_async(requests), started_at)
 
-    def _claimed(self, deliveries: Sequence[Delivery]) -> Sequence[Delivery]:
+    def _record_claims(self, deliveries: Sequence[Delivery]) -> Sequence[Delivery]:
         for delivery in deliveries:
             claim = f"{self._who}#{next(self._numbers)}"
             self._claims[delivery.receipt] = claim
-            self._journal.note("claim", claim, delivery.transaction.id, delivery.deliveries)
-            # The only way to the handler that a transaction has for something that is not the user's.
-            carried = {**delivery.transaction.trace, "claim": claim}
-            delivery.transaction = delivery.transaction.replace(trace=carried)
+            self._journal.write_soon("claim", claim, delivery.transaction.id, delivery.deliveries)
+            # The trace is the only field of a transaction that reaches the handler and does not belong to the user.
+            trace = {**delivery.transaction.trace, "claim": claim}
+            delivery.transaction = delivery.transaction.replace(trace=trace)
         return deliveries
 
-    def _settled(self, settlings: Any, results: Any, began: float) -> Any:
-        for (delivery, how), result in zip(settlings, results, strict=True):
+    def _record_settlements(self, settlings: Any, results: Any, started_at: float) -> Any:
+        for (delivery, settlement), result in zip(settlings, results, strict=True):
             claim = self._claims.get(delivery.receipt, "?")
-            self._journal.note("settle", claim, type(how).__name__, result.value, began)
+            self._journal.write_soon("settle", claim, type(settlement).__name__, result.value, started_at)
         return results
 
 
-def order_of(message: Message) -> str:
-    """Which order it is of: what strangers send has its id only in its body."""
-    return message.headers.get("ergon-id") or named(message.body)
+def get_order_id(message: Message) -> str:
+    """Return the order of *message*: third-party messages have their id only in the body."""
+    return message.headers.get("ergon-id") or find_id(message.body)
 
 
-def note_passing(journal: Journal, who: str) -> None:
-    """Have it noted what RabbitMQ pushed to this process and went back without having been handed out.
+def record_releases(journal: Journal, who: str) -> None:
+    """Record the messages that RabbitMQ pushed to this process and that it released without handing them out.
 
-    That is publishing anew and acking, as with every release: a fault between the two leaves both.
+    Such a release publishes again and acks, as every release: a fault between the two steps leaves both messages.
     """
-    numbers, give_back = itertools.count(1), Settler.give_back
+    numbers, original_release = itertools.count(1), RabbitMQSettler.release
 
-    async def noted(settler: Settler, messages: Sequence[Message]) -> None:
+    async def release_and_record(settler: RabbitMQSettler, messages: Sequence[Message]) -> None:
         claims = [(f"{who}~{next(numbers)}", message) for message in messages]
         for claim, message in claims:
-            journal.note("claim", claim, order_of(message), message.deliveries)
-            journal.note("settle", claim, "Release", "begun", time.time())
-        await give_back(settler, messages)
+            journal.write_soon("claim", claim, get_order_id(message), message.deliveries)
+            journal.write_soon("settle", claim, "Release", "begun", time.time())
+        await original_release(settler, messages)
         for claim, _ in claims:
-            journal.note("settle", claim, "Release", "passed on", time.time())
+            journal.write_soon("settle", claim, "Release", "passed on", time.time())
 
-    Settler.give_back = noted  # type: ignore[method-assign]
+    RabbitMQSettler.release = release_and_record  # type: ignore[method-assign]
 
 
-def note_tags(path: Path) -> None:
-    """Have a file of what RabbitMQ handed to this process and what it was told of it, by tag.
+def record_tags(path: Path) -> None:
+    """Record by tag which messages RabbitMQ delivered to this process and which of them it acked.
 
-    Not for the verdict: should something be lost, it says who had it last, and whether he acked it.
+    The verdict does not use this file: if a message is lost, it names the last holder and whether it acked.
     """
     file = path.open("a", buffering=1, encoding="utf-8")
-    note, ack = Consumer._note, Consumer.ack
+    original_track, original_ack = Consumer._track, Consumer.ack
 
-    def noted(consumer: Consumer, message: Message) -> None:
-        words = order_of(message), *message.receipt, message.deliveries
-        file.write(json.dumps([time.time(), "seen", *words]) + "\n")
-        note(consumer, message)
+    def track_and_record(consumer: Consumer, message: Message) -> None:
+        fields = get_order_id(message), *message.receipt, message.deliveries
+        file.write(json.dumps([time.time(), "seen", *fields]) + "\n")
+        original_track(consumer, message)
 
-    def acked(consumer: Consumer, messages: Sequence[Message]) -> bool:
-        done = ack(consumer, messages)
-        file.write(json.dumps([time.time(), "acked", done, *(message.receipt for message in messages)]) + "\n")
-        return done
+    def ack_and_record(consumer: Consumer, messages: Sequence[Message]) -> bool:
+        result = original_ack(consumer, messages)
+        file.write(json.dumps([time.time(), "acked", result, *(message.receipt for message in messages)]) + "\n")
+        return result
 
-    Consumer._note, Consumer.ack = noted, acked  # type: ignore[method-assign]
+    Consumer._track, Consumer.ack = track_and_record, ack_and_record  # type: ignore[method-assign]
 
 
 def main() -> int:
@@ -134,23 +134,25 @@ def main() -> int:
     parser.add_argument("--journal", type=Path, required=True)
     parser.add_argument("--concurrency", type=int, required=True)
     parser.add_argument("--max-deliveries", type=int, required=True)
-    given = parser.parse_args()
+    options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
-    journal = Journal(given.journal)
-    note_passing(journal, given.who)
-    note_tags(given.journal.with_suffix(".tags"))
-    queue = Journalled(schemes.connect(QUEUE, given.url, given.options), journal, given.who)
-    # Never opened: it only writes marks, on the handlers' own connections.
-    inbox = PostgresQueue(QUEUE, dsn=given.dsn, inbox=True)
-    services = {"journal": journal, "queue": inbox, "who": given.who, "purse": Purse(given.dsn)}
-    rules = policy(concurrency=given.concurrency, max_deliveries=given.max_deliveries)
-    # Some brokers take back what is held for too long, and refuse a policy that allows it.
-    rules = rules.model_copy(update={"loop": rules.loop.model_copy(update={"transaction_timeout": HOLD})})
-    kind: Any = ThreadsWorker if given.flavour == "threads" else AsyncWorker
-    task = kind(queue, policy=rules, **services)
+    journal = Journal(options.journal)
+    record_releases(journal, options.who)
+    record_tags(options.journal.with_suffix(".tags"))
+    queue = JournalingConnector(schemes.create_connector(QUEUE, options.url, options.options), journal, options.who)
+    # The queue is never opened: it only writes marks, on the handlers' own connections.
+    inbox = PostgresQueue(QUEUE, dsn=options.dsn, inbox=True)
+    services = {"journal": journal, "queue": inbox, "who": options.who, "purse": HandlerConnections(options.dsn)}
+    consumer_policy = make_policy(concurrency=options.concurrency, max_deliveries=options.max_deliveries)
+    # Some brokers take back messages that are held for too long, and reject a policy that allows it.
+    consumer_policy = consumer_policy.model_copy(
+        update={"loop": consumer_policy.loop.model_copy(update={"transaction_timeout": MAX_HOLD_SECONDS})}
+    )
+    worker_class: Any = ThreadsWorker if options.flavour == "threads" else AsyncWorker
+    task = worker_class(queue, policy=consumer_policy, **services)
     signal.signal(signal.SIGTERM, lambda *_: task.stop())
-    journal.write("begin", given.who, os.getpid())
-    report = task.run() if given.flavour == "threads" else asyncio.run(task.run())
+    journal.write("begin", options.who, os.getpid())
+    report = task.run() if options.flavour == "threads" else asyncio.run(task.run())
     journal.write("over", str(report.end), dict(report.settled), dict(report.refused))
     return 0
 

@@ -1,11 +1,11 @@
-"""Chaos for brokers: real workers on a real broker, killed, stopped, crashed and cut while they work.
+"""Chaos for brokers: real workers on a real broker that are killed, stopped and disconnected while they work.
 
-The broker is killed and cut off; the database that holds effects and the inbox's marks is left alone. Handlers
+The broker is killed and disconnected; the database with the effects and the inbox's marks is not. Handlers
 take 0 to 200 ms and write their start and end, synced. At the end journals, effects, dead letters and the list
-of faults are held against each other: nothing confirmed is lost, no effect is doubled, and whenever a
-transaction was run more than once, or by two at once, something had been done that explains it.
+of faults are compared: no confirmed message is lost, no effect is doubled, and every transaction that was run
+more than once, or by two workers at once, has a fault that explains it.
 
-One line of JSON per broker. The exit code is 1 if anything is wrong or too little was done to the system.
+One line of JSON per broker. The exit code is 1 if a check failed or too few faults were injected.
 """
 
 from __future__ import annotations
@@ -31,233 +31,246 @@ from ergon_framework.connectors.base import Connector
 from ergon_framework.connectors.bridge import as_sync
 from ergon_framework.connectors.deadletters import DeadLetterQuery
 from ergon_framework.schema.migrate import upgrade
-from tests.chaos.broker_faults import BrokerTorment
+from tests.chaos.broker_faults import BrokerFaultInjector
 from tests.chaos.broker_mix import BrokerSender
-from tests.chaos.broker_servers import BROKERS, Victim
-from tests.chaos.broker_verdict import Evidence, buried, judge
+from tests.chaos.broker_servers import BROKER_KINDS, FaultableBroker
+from tests.chaos.broker_verdict import Evidence, evaluate, find_order_id
 from tests.chaos.fleet import Fleet
-from tests.chaos.mix import drawn
-from tests.chaos.verdict import SHOWN, Verdict
+from tests.chaos.mix import draw_orders
+from tests.chaos.verdict import MAX_SHOWN_FINDINGS, Verdict
 from tests.chaos.worker import QUEUE
 from tests.servers.postgres import PrivatePostgres
 
-SCRIPT = Path(__file__).with_name("broker_worker.py")
-#: What a run of so many transactions has to suffer; shorter runs in proportion.
-WHOLE = 20_000
-FAULTS = {"kill": 12, "stop": 205, "crash": 4, "cut": 7}
-BAR = {"kill": 10, "stop": 200, "crash": 3, "cut": 5}
+WORKER_SCRIPT = Path(__file__).with_name("broker_worker.py")
+#: Transactions of a full run, with the faults below; shorter runs have proportionally fewer.
+FULL_RUN_TRANSACTIONS = 20_000
+FAULT_COUNTS = {"kill": 12, "stop": 205, "crash": 4, "cut": 7}
+MIN_FAULTS = {"kill": 10, "stop": 200, "crash": 3, "cut": 5}
 MAX_DELIVERIES = 5
-#: Of the minutes, the part in which new work comes in.
-SENDING = 0.9
-EFFECTS = """
+#: The share of the run's minutes in which new messages are sent.
+SENDING_SHARE = 0.9
+EFFECTS_SCHEMA = """
 create schema chaos;
 create table chaos.effect (id text not null, worker text not null, at timestamptz not null default clock_timestamp());
 """
 
 
 def main() -> int:
-    options = _options()
-    results = [_one(name, options) for name in options.broker or [name for name in BROKERS if name != "postgres"]]
-    for told in results:
-        print(json.dumps(told))
-    return 0 if all(told["ok"] for told in results) else 1
+    options = _parse_options()
+    summaries = [
+        _run_broker(name, options) for name in options.broker or [name for name in BROKER_KINDS if name != "postgres"]
+    ]
+    for summary in summaries:
+        print(json.dumps(summary))
+    return 0 if all(summary["ok"] for summary in summaries) else 1
 
 
-def _one(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def _run_broker(name: str, options: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix=f"ergon-chaos-{name}-"))
-    # initdb runs as another user, who has to get there.
+    # initdb runs as another user, which needs access.
     folder.chmod(0o755)
-    books = PrivatePostgres(folder / "books", settings={"max_connections": 300, "log_min_messages": "fatal"})
-    victim = BROKERS[name].victim(folder / "broker")
-    told: dict[str, Any] = {}
-    say(f"== {name}")
+    database_server = PrivatePostgres(folder / "books", settings={"max_connections": 300, "log_min_messages": "fatal"})
+    victim = BROKER_KINDS[name].create(folder / "broker")
+    summary: dict[str, Any] = {}
+    report(f"== {name}")
     try:
-        books.start()
+        database_server.start()
         victim.start()
-        told = Trial(name, victim, books, folder=folder, options=options).run()
+        summary = BrokerRun(name, victim, database_server, folder=folder, options=options).run()
     finally:
-        victim.mend()
+        victim.heal_network()
         victim.kill()
-        books.kill()
-        if told.get("ok") and not options.keep:
+        database_server.kill()
+        if summary.get("ok") and not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            say(f"journals and servers are kept in {folder}")
-    return told
+            report(f"journals and servers are kept in {folder}")
+    return summary
 
 
-class Trial:
-    """One broker through all of it."""
+class BrokerRun:
+    """One run with one broker."""
 
     def __init__(
-        self, name: str, victim: Victim, books: PrivatePostgres, *, folder: Path, options: argparse.Namespace
+        self,
+        name: str,
+        victim: FaultableBroker,
+        database_server: PrivatePostgres,
+        *,
+        folder: Path,
+        options: argparse.Namespace,
     ) -> None:
-        broker = BROKERS[name]
+        broker = BROKER_KINDS[name]
         self.name, self.broker, self.options = name, broker, options
-        self.began, dice = time.monotonic(), random.Random(options.seed)
-        self.dsn = books.create_database("books")
+        self.started_at, rng = time.monotonic(), random.Random(options.seed)
+        self.dsn = database_server.create_database("books")
         upgrade(self.dsn)
         with psycopg.connect(self.dsn, autocommit=True) as connection:
-            connection.execute(EFFECTS)
+            connection.execute(EFFECTS_SCHEMA)
         self.url = victim.url
         broker.prepare(self.url)
-        self.given = dict(broker.options(options.lease))
+        self.queue_options = dict(broker.make_options(options.lease))
         journals = folder / "journals"
         journals.mkdir()
-        words = {"url": self.url, "options": json.dumps(self.given)}
-        words |= {"concurrency": str(options.concurrency), "max-deliveries": str(MAX_DELIVERIES)}
+        worker_options = {"url": self.url, "options": json.dumps(self.queue_options)}
+        worker_options |= {"concurrency": str(options.concurrency), "max-deliveries": str(MAX_DELIVERIES)}
         flavours = ["async" if number % 2 == 0 else "threads" for number in range(options.workers)]
-        self.fleet = Fleet(journals, flavours, dsn=self.dsn, options=words, script=SCRIPT)
-        self.sender = BrokerSender(self.url, self.given, drawn(options.transactions, dice))
-        self.torment = BrokerTorment(victim, self.fleet, lease=options.lease, dice=dice)
+        self.fleet = Fleet(journals, flavours, dsn=self.dsn, options=worker_options, script=WORKER_SCRIPT)
+        self.sender = BrokerSender(self.url, self.queue_options, draw_orders(options.transactions, rng))
+        self.injector = BrokerFaultInjector(victim, self.fleet, lease=options.lease, rng=rng)
 
     def run(self) -> dict[str, Any]:
-        share = self.options.transactions / WHOLE
-        wanted = {kind: max(1, round(count * share)) for kind, count in FAULTS.items()}
+        share = self.options.transactions / FULL_RUN_TRANSACTIONS
+        fault_counts = {kind: max(1, round(count * share)) for kind, count in FAULT_COUNTS.items()}
         seconds = self.options.minutes * 60
-        watch = as_sync(schemes.connect(QUEUE, self.url, self.given))
-        watch.open()
+        observer = as_sync(schemes.create_connector(QUEUE, self.url, self.queue_options))
+        observer.open()
         self.fleet.start()
         try:
-            sending = threading.Thread(target=self.sender.run, args=(seconds * SENDING,), daemon=True)
-            tormenting = threading.Thread(target=self.torment.run, args=(seconds, wanted), daemon=True)
-            sending.start()
-            tormenting.start()
-            while sending.is_alive() or tormenting.is_alive():
-                self._progress()
+            send_thread = threading.Thread(target=self.sender.run, args=(seconds * SENDING_SHARE,), daemon=True)
+            fault_thread = threading.Thread(target=self.injector.run, args=(seconds, fault_counts), daemon=True)
+            send_thread.start()
+            fault_thread.start()
+            while send_thread.is_alive() or fault_thread.is_alive():
+                self._print_progress()
                 time.sleep(5.0)
-            ended = self._emptied(watch)
+            is_empty = self._wait_until_empty(observer)
             self.fleet.end()
         finally:
             self.fleet.kill()
-        say("judging")
-        verdict = judge(self._evidence(watch))
-        self._bars(verdict, share, ended=ended, left=self._left(watch))
-        watch.close()
-        return self._told(verdict)
+        report("judging")
+        verdict = evaluate(self._collect_evidence(observer))
+        self._check_minimums(verdict, share, is_empty=is_empty, remaining=self._describe_remaining(observer))
+        observer.close()
+        return self._summarize(verdict)
 
-    def _bars(self, verdict: Verdict, share: float, *, ended: bool, left: str | None) -> None:
-        for kind, bar in BAR.items():
-            done = self.torment.counts[kind]
-            if done < min(bar, max(1, round(bar * share))):
-                verdict.wrong("too little was done", f"{kind}: {done}, not {bar}")
-        for error in self.torment.errors:
-            verdict.wrong("a fault could not be made", error)
+    def _check_minimums(self, verdict: Verdict, share: float, *, is_empty: bool, remaining: str | None) -> None:
+        for kind, minimum in MIN_FAULTS.items():
+            count = self.injector.counts[kind]
+            if count < min(minimum, max(1, round(minimum * share))):
+                verdict.add_finding("too little was done", f"{kind}: {count}, not {minimum}")
+        for error in self.injector.errors:
+            verdict.add_finding("a fault could not be made", error)
         for error in self.sender.errors:
-            verdict.wrong("the sender gave up", error)
-        if not ended:
-            verdict.wrong("did not come to rest", f"within {self.options.patience} s after the last fault")
-        if left is not None:
-            verdict.wrong("left in the broker", left)
+            verdict.add_finding("the sender gave up", error)
+        if not is_empty:
+            verdict.add_finding("did not come to rest", f"within {self.options.patience} s after the last fault")
+        if remaining is not None:
+            verdict.add_finding("left in the broker", remaining)
 
-    def _emptied(self, watch: Connector) -> bool:
+    def _wait_until_empty(self, observer: Connector) -> bool:
         """Wait until every order has ended; False if they never do."""
-        until = time.monotonic() + self.options.patience
-        while time.monotonic() < until:
-            # The numbers are cheap; which they are is asked when they are right.
-            if self._progress() + self._dead(watch) >= len(self.sender.orders) and self._left(watch) is None:
-                missing = self._missing(watch)
+        deadline = time.monotonic() + self.options.patience
+        while time.monotonic() < deadline:
+            # Counting is cheap; the ids are compared only once the counts match.
+            if (
+                self._print_progress() + self._count_expected_dead_letters(observer) >= len(self.sender.orders)
+                and self._describe_remaining(observer) is None
+            ):
+                missing = self._find_missing(observer)
                 if not missing:
                     return True
-                say(f"{len(missing)} have not ended, {min(missing)!r} among them")
+                report(f"{len(missing)} have not ended, {min(missing)!r} among them")
             time.sleep(1.0)
         return False
 
-    def _missing(self, watch: Connector) -> set[str]:
-        """Orders with neither an effect nor a dead letter; some brokers cannot tell us what others have put off."""
+    def _find_missing(self, observer: Connector) -> set[str]:
+        """Return orders with neither an effect nor a dead letter; some brokers cannot list deferred messages."""
         orders = {order.id for order in self.sender.orders}
         try:
-            dead = {buried(name, body, orders) for name, _, _, body in _letters(watch)}
+            dead = {find_order_id(name, body, orders) for name, _, _, body in _list_dead_letters(observer)}
         except ErgonError as error:
-            say(f"no answer: {error}")
+            report(f"no answer: {error}")
             return orders
-        return orders - dead - set(self._effects())
+        return orders - dead - set(self._read_effects())
 
-    def _dead(self, watch: Connector) -> int:
-        """How many dead letters there are of those that had to die; the others are found when it is judged."""
+    def _count_expected_dead_letters(self, observer: Connector) -> int:
+        """Count the expected dead letters; the verdict checks the others."""
         try:
-            depth = watch.depth()
-            return depth.dead if depth is not None else len(_letters(watch))
+            depth = observer.depth()
+            return depth.dead if depth is not None else len(_list_dead_letters(observer))
         except ErgonError as error:
-            say(f"no answer: {error}")
+            report(f"no answer: {error}")
             return 0
 
-    def _left(self, watch: Connector) -> str | None:
-        """What is still in the broker; None if nothing is, or if it cannot say."""
+    def _describe_remaining(self, observer: Connector) -> str | None:
+        """Describe what is still in the broker; None if it is empty or cannot be queried."""
         try:
-            depth = watch.depth()
+            depth = observer.depth()
         except ErgonError as error:
             return f"no answer: {error}"
         if depth is None or not depth.ready + depth.delayed + depth.in_flight:
             return None
         return str(depth)
 
-    def _progress(self) -> int:
-        """Say how it stands; how many different effects there are."""
+    def _print_progress(self) -> int:
+        """Print the progress; return the number of distinct effects."""
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             row = connection.execute("select count(distinct id) from chaos.effect").fetchone()
-        done = row[0] if row else 0
-        faults = ", ".join(f"{count} {kind}" for kind, count in sorted(self.torment.counts.items()))
-        say(
-            f"{time.monotonic() - self.began:5.0f} s: {len(self.sender.confirmed)} confirmed, {done} done, "
-            f"{len(self.fleet.lives)} processes; {faults}"
+        effect_count = row[0] if row else 0
+        faults = ", ".join(f"{count} {kind}" for kind, count in sorted(self.injector.counts.items()))
+        report(
+            f"{time.monotonic() - self.started_at:5.0f} s: {len(self.sender.confirmed)} confirmed, {effect_count} "
+            f"done, {len(self.fleet.records)} processes; {faults}"
         )
-        return done
+        return effect_count
 
-    def _effects(self) -> list[str]:
+    def _read_effects(self) -> list[str]:
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             return [row[0] for row in connection.execute("select id from chaos.effect")]
 
-    def _evidence(self, watch: Connector) -> Evidence:
+    def _collect_evidence(self, observer: Connector) -> Evidence:
         return Evidence(
             self.fleet,
             self.sender.orders,
-            self.torment.faults,
+            self.injector.faults,
             confirmed=self.sender.confirmed,
-            repeated=self.sender.repeated,
-            effects=self._effects(),
-            dead=_letters(watch),
+            resent=self.sender.resent,
+            effects=self._read_effects(),
+            dead=_list_dead_letters(observer),
             max_deliveries=MAX_DELIVERIES,
-            exact=self.broker.exact,
+            confirms_settlements=self.broker.confirms_settlements,
         )
 
-    def _told(self, verdict: Verdict) -> dict[str, Any]:
-        for words in verdict.overlaps:
-            say(f"overlap {words}")
-        for what, all_words in verdict.findings.items():
-            for words in all_words[:SHOWN]:
-                say(f"WRONG {what}: {words}")
+    def _summarize(self, verdict: Verdict) -> dict[str, Any]:
+        for details in verdict.overlaps:
+            report(f"overlap {details}")
+        for kind, all_details in verdict.findings.items():
+            for details in all_details[:MAX_SHOWN_FINDINGS]:
+                report(f"WRONG {kind}: {details}")
         return {
             "broker": self.name,
             "ok": not verdict.findings,
-            "findings": {what: len(words) for what, words in sorted(verdict.findings.items())},
+            "findings": {kind: len(details) for kind, details in sorted(verdict.findings.items())},
             "transactions": len(self.sender.orders),
             **verdict.counts,
             "overlap causes": dict(verdict.causes),
-            "faults": dict(sorted(self.torment.counts.items())),
+            "faults": dict(sorted(self.injector.counts.items())),
             "outages of the sender": self.sender.outages,
             "seed": self.options.seed,
-            "seconds": round(time.monotonic() - self.began, 1),
+            "seconds": round(time.monotonic() - self.started_at, 1),
         }
 
 
-def _letters(watch: Connector) -> list[tuple[str, str, int, Any]]:
-    found: list[tuple[str, str, int, Any]] = []
+def _list_dead_letters(observer: Connector) -> list[tuple[str, str, int, Any]]:
+    letters: list[tuple[str, str, int, Any]] = []
     after: str | None = None
-    while page := watch.list_dead(DeadLetterQuery(), after=after, limit=500):
-        found += [(letter.id, letter.reason, letter.deliveries, letter.payload) for letter in page]
-        after = page[-1].place
-    return found
+    while page := observer.list_dead(DeadLetterQuery(), after=after, limit=500):
+        letters += [(letter.id, letter.reason, letter.deliveries, letter.payload) for letter in page]
+        after = page[-1].handle
+    return letters
 
 
-def say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--broker", action="append", choices=sorted(BROKERS), help="which; all but postgres by default")
-    parser.add_argument("--transactions", type=int, default=WHOLE)
+    parser.add_argument(
+        "--broker", action="append", choices=sorted(BROKER_KINDS), help="which; all but postgres by default"
+    )
+    parser.add_argument("--transactions", type=int, default=FULL_RUN_TRANSACTIONS)
     parser.add_argument("--minutes", type=float, default=5.0, help="in which faults are made and work comes in")
     parser.add_argument("--workers", type=int, default=6, help="processes, every other one on threads")
     parser.add_argument("--concurrency", type=int, default=100, help="of each worker")

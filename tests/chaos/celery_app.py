@@ -1,6 +1,6 @@
-"""The app of the chaos run with Celery: what a call meets is said by its payload.
+"""The app of the chaos run with Celery: the payload of a call says which fault it meets.
 
-Each end that a worker is about to report is a line of a journal.
+Each result that a worker is about to report is one line of a journal.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from celery.exceptions import SoftTimeLimitExceeded
 from ergon_framework.providers.base import ProviderBase
 from ergon_framework.providers.celery_task import CeleryProviderTask, provider_task
 from ergon_framework.providers.circuit_breaker import BreakerPolicy
-from ergon_framework.providers.mapping import for_status
-from ergon_framework.providers.memory import MemoryBooks
+from ergon_framework.providers.mapping import error_for_status
+from ergon_framework.providers.memory import MemoryProviderState
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.providers.retry import RetryPolicy
-from ergon_framework.providers.sql.ledger import Ledger
+from ergon_framework.providers.sql.ledger import TaskLedger
 
 DSN = os.environ["CHAOS_DSN"]
 FOLDER = Path(os.environ["CHAOS_FOLDER"])
-#: The folder of a memory cgroup, if one could be made.
+#: The folder of a memory cgroup, if one could be created.
 CGROUP = os.environ.get("CHAOS_CGROUP")
-#: Twice what the group allows.
-GREED = 64 * 1024 * 1024
-DELIVERIES = 3
+#: Twice the limit of the cgroup.
+GREEDY_BYTES = 64 * 1024 * 1024
+MAX_DELIVERIES = 3
 
 app = Celery(
     "chaos", broker=os.environ["CHAOS_BROKER"], backend=DSN.replace("postgresql://", "db+postgresql+psycopg://")
@@ -46,12 +46,12 @@ app.conf.update(
 )
 
 
-class Upstream(ProviderBase):
+class UpstreamProvider(ProviderBase):
     provider_name = "upstream"
     capability = "chaos"
     policy = ProviderPolicy(
         retry=RetryPolicy(max_attempts=3, base_delay_seconds=0.02, max_delay_seconds=0.05),
-        # Each kind of trouble is to be met by the tasks that ask for it, and by no others.
+        # Only the tasks that ask for a kind of fault may meet it.
         breaker=BreakerPolicy(failure_threshold=1_000_000),
     )
 
@@ -59,18 +59,18 @@ class Upstream(ProviderBase):
         kind = payload["kind"]
         time.sleep(payload.get("takes", 0.0))
         if kind == "down" or (kind == "flaky" and context.attempt_number == 1):
-            raise for_status(503)
+            raise error_for_status(503)
         if kind == "refused":
-            raise for_status(422)
+            raise error_for_status(422)
         if kind == "hang":
             time.sleep(60)
-        if kind == "poison" or (kind == "greedy" and _first(payload["id"])):
-            eat()
+        if kind == "poison" or (kind == "greedy" and _is_first_call(payload["id"])):
+            exhaust_memory()
         return {"id": payload["id"]}
 
 
-def _first(name: str) -> bool:
-    """Whether nobody has been here before."""
+def _is_first_call(name: str) -> bool:
+    """Tell whether this is the first call for *name*."""
     try:
         (FOLDER / "eaten" / name).touch(exist_ok=False)
     except FileExistsError:
@@ -78,21 +78,21 @@ def _first(name: str) -> bool:
     return True
 
 
-def eat() -> None:
-    """Take more memory than the group allows; the kernel kills the process in the middle of it."""
+def exhaust_memory() -> None:
+    """Allocate more memory than the cgroup allows; the kernel kills the process meanwhile."""
     if CGROUP is not None:
         (Path(CGROUP) / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
-        held = bytearray(GREED)
-        for place in range(0, GREED, 4096):
-            held[place] = 1
+        memory = bytearray(GREEDY_BYTES)
+        for offset in range(0, GREEDY_BYTES, 4096):
+            memory[offset] = 1
     os.kill(os.getpid(), 9)
 
 
-options: dict[str, Any] = {"ledger": Ledger(DSN), "dead_letter_interval": 1.0}
-upstream = Upstream(books=MemoryBooks())
-# Whatever a kill can do to it, it must not be worn out.
-call = provider_task(app, upstream, "call", max_deliveries=50, timeout_budget_seconds=3.0, **options)
-deadly = provider_task(app, upstream, "call", name="upstream.deadly", max_deliveries=DELIVERIES, **options)
+task_options: dict[str, Any] = {"ledger": TaskLedger(DSN), "dead_letter_interval": 1.0}
+upstream = UpstreamProvider(state_store=MemoryProviderState())
+# Kills alone must not exhaust its deliveries.
+call = provider_task(app, upstream, "call", max_deliveries=50, timeout_budget_seconds=3.0, **task_options)
+deadly = provider_task(app, upstream, "call", name="upstream.deadly", max_deliveries=MAX_DELIVERIES, **task_options)
 
 
 @app.task(
@@ -104,21 +104,21 @@ deadly = provider_task(app, upstream, "call", name="upstream.deadly", max_delive
     timeout_budget_seconds=0.5,
     soft_time_limit=1.5,
     time_limit=3.0,
-    **options,
+    **task_options,
 )
 def limited(self: CeleryProviderTask, payload: dict[str, Any]) -> Any:
-    """In the middle of a call, for longer than a time limit."""
-    until = time.monotonic() + 60
+    """Call the provider for longer than a time limit."""
+    deadline = time.monotonic() + 60
     while True:
         try:
-            time.sleep(max(0.0, until - time.monotonic()))
+            time.sleep(max(0.0, deadline - time.monotonic()))
         except SoftTimeLimitExceeded:
             if payload["kind"] == "soft":
                 raise
 
 
-class Journal(logging.Handler):
-    """One line for each end, of any process; short lines of one write do not mix."""
+class JournalHandler(logging.Handler):
+    """Writes one line for each result, of any process; short single writes do not interleave."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "event", None) == "provider task ended":
@@ -127,4 +127,4 @@ class Journal(logging.Handler):
                 file.write(line.encode())
 
 
-logging.getLogger("ergon_framework.providers.celery").addHandler(Journal())
+logging.getLogger("ergon_framework.providers.celery").addHandler(JournalHandler())

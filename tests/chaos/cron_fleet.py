@@ -5,6 +5,6 @@ from __future__ import annotations
 from ergon_framework.executor.jobs.cron import Cron
 from tests.integration import jobs
 
-#: Each of them declares it.
+#: Each orchestrator declares it.
 TICK = Cron("tick", "* * * * * *", "echo", ["tick"])
-orchestrator = jobs.orchestrator(None, size=1, crons=[TICK])
+orchestrator = jobs.make_orchestrator(None, size=1, crons=[TICK])

@@ -1,10 +1,10 @@
 """Chaos with jobs: executors in several languages, two orchestrators and PostgreSQL killed, one of them stopped.
 
-Jobs echo, fail, ask for a retry, hang, crash their executor, print, and some kill their orchestrator every time. There
-are executors that end neither with their input nor by SIGTERM, and have children. Handlers write their start and end,
-synced, outside the database; triggers see every end that is written. At the end all of it is held against each other.
+Jobs echo, fail, ask for a retry, hang, crash their executor, print, and some kill their orchestrator every time. Some
+executors ignore both the end of their input and SIGTERM, and have children. Handlers write their start and end,
+synced, outside the database; triggers record every result that is written. At the end all records are compared.
 
-The last line is JSON. The exit code is 1 if anything is wrong or too little was done to the system.
+The last line is JSON. The exit code is 1 if a check failed or too few faults were injected.
 """
 
 from __future__ import annotations
@@ -32,181 +32,197 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ergon_framework.schema.migrate import upgrade
 from tests.chaos import job_verdict
-from tests.chaos.faults import Torment
-from tests.chaos.fleet import Berth, Fleet, Life
-from tests.chaos.job_mix import Sender, drawn
-from tests.chaos.job_verdict import Verdict, judge
+from tests.chaos.faults import FaultInjector
+from tests.chaos.fleet import Fleet, ProcessRecord, ProcessSlot
+from tests.chaos.job_mix import JobSender, draw_jobs
+from tests.chaos.job_verdict import JobVerdict, evaluate
 from tests.servers.postgres import PrivatePostgres
 
 ROOT = Path(__file__).parents[2]
-OWN = Path(__file__).with_name("job_executors")
+EXECUTOR_FOLDER = Path(__file__).with_name("job_executors")
 EXAMPLES = ROOT / "examples" / "executors"
 LANGUAGES = ("python", "node", "go")
-#: Of all kills, the executors' share; of the rest one in four is the server's.
-EXECUTORS = 0.5
-#: Seconds that those who are to be gone may take: the guard, and the system when it is busy.
-GONE = 10.0
-#: Stops among which at least one leaves an outcome that is told too late.
-MANY = 20
-SHOWN = 20
+#: The executors' share of all kills; one in four of the others is the server's.
+EXECUTOR_KILL_SHARE = 0.5
+#: Seconds within which processes must be gone: the reaper's time, and the system's when it is busy.
+EXIT_TIMEOUT_SECONDS = 10.0
+#: Number of stops after which at least one outcome must have been reported too late.
+MIN_STOPS_FOR_STALE_OUTCOME = 20
+MAX_SHOWN_FINDINGS = 20
 
 
 # -- executors --------------------------------------------------------------------------------------
 
 
-def python(_: Path) -> list[str]:
+def build_python_command(_: Path) -> list[str]:
     program = "import sys; sys.path.insert(0, sys.argv[1]); from ergon_framework.cli.main import main; "
     program += "sys.argv[1:] = ['executor', 'run', '--handlers', 'handlers:registry']; main()"
-    return [sys.executable, "-c", program, str(OWN)]
+    return [sys.executable, "-c", program, str(EXECUTOR_FOLDER)]
 
 
-def node(folder: Path) -> list[str]:
-    program = found("node")
+def build_node_command(folder: Path) -> list[str]:
+    program = find_program("node")
     script = folder / "executor.mjs"
-    script.write_bytes((EXAMPLES / "node" / "executor.mjs").read_bytes() + (OWN / "chaos.mjs").read_bytes())
+    script.write_bytes((EXAMPLES / "node" / "executor.mjs").read_bytes() + (EXECUTOR_FOLDER / "chaos.mjs").read_bytes())
     return [program, str(script)]
 
 
-def go(folder: Path) -> list[str]:
-    program, source = found("go"), folder / "go"
+def build_go_command(folder: Path) -> list[str]:
+    program, source = find_program("go"), folder / "go"
     shutil.copytree(EXAMPLES / "go", source)
-    shutil.copy(OWN / "chaos.go", source)
+    shutil.copy(EXECUTOR_FOLDER / "chaos.go", source)
     cache = {"GOCACHE": str(folder / "cache"), "GOFLAGS": "-mod=mod", "GOPROXY": "off"}
     subprocess.run([program, "build", "-o", folder / "executor", "."], cwd=source, check=True, env=os.environ | cache)
     return [str(folder / "executor")]
 
 
-def stubborn(_: Path) -> list[str]:
-    return [sys.executable, "-S", str(OWN / "stubborn.py")]
+def build_stubborn_command(_: Path) -> list[str]:
+    return [sys.executable, "-S", str(EXECUTOR_FOLDER / "stubborn.py")]
 
 
-def found(name: str) -> str:
+def find_program(name: str) -> str:
     path = shutil.which(name)
     if path is None:
         raise SystemExit(f"{name} is missing; run tools/install-languages")
     return path
 
 
-def commands(folder: Path, languages: Sequence[str]) -> dict[str, list[str]]:
-    makers: dict[str, Callable[[Path], list[str]]] = {"python": python, "node": node, "go": go, "stubborn": stubborn}
-    return {kind: makers[kind](folder) for kind in (*languages, "stubborn")}
+def build_commands(folder: Path, languages: Sequence[str]) -> dict[str, list[str]]:
+    builders: dict[str, Callable[[Path], list[str]]] = {
+        "python": build_python_command,
+        "node": build_node_command,
+        "go": build_go_command,
+        "stubborn": build_stubborn_command,
+    }
+    return {kind: builders[kind](folder) for kind in (*languages, "stubborn")}
 
 
 # -- processes --------------------------------------------------------------------------------------
 
 
-def marked(mark: str) -> dict[int, dict[str, str]]:
-    """Every process with *mark* in its environment, and that environment."""
-    every = {}
+def list_marked_processes(mark: str) -> dict[int, dict[str, str]]:
+    """Return every process with *mark* in its environment, and that environment."""
+    environments = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            words = path.read_bytes().decode(errors="replace").split("\0")
-            given = dict(word.split("=", 1) for word in words if "=" in word)
-            if given.get("CHAOS_MARK") == mark:
-                every[int(path.parent.name)] = given
-    return every
+            entries = path.read_bytes().decode(errors="replace").split("\0")
+            environment = dict(word.split("=", 1) for word in entries if "=" in word)
+            if environment.get("CHAOS_MARK") == mark:
+                environments[int(path.parent.name)] = environment
+    return environments
 
 
 class Orchestrators(Fleet):
-    """Two of them, started again whenever they die."""
+    """Two orchestrators that are restarted whenever they exit."""
 
-    def __init__(self, folder: Path, *, dsn: str, lease: float, kinds: dict[str, list[str]]) -> None:
+    def __init__(self, folder: Path, *, dsn: str, lease: float, commands: dict[str, list[str]]) -> None:
         super().__init__(folder, ["orchestrator"] * 2, dsn=dsn, options={})
         self.mark = uuid.uuid4().hex
         self._lease = lease
-        self._kinds = json.dumps(kinds)
+        self._commands = json.dumps(commands)
         (folder / "journals").mkdir()
 
-    def executors(self) -> list[int]:
-        """Those that run: the first of each group."""
+    def list_executors(self) -> list[int]:
+        """Return the running executors: the first process of each group."""
         leaders = []
-        for pid, given in marked(self.mark).items():
+        for pid, environment in list_marked_processes(self.mark).items():
             with contextlib.suppress(ProcessLookupError):
-                if "CHAOS_PARENT" in given and os.getpgid(pid) == pid:
+                if "CHAOS_PARENT" in environment and os.getpgid(pid) == pid:
                     leaders.append(pid)
         return sorted(leaders)
 
-    def orphans(self) -> dict[int, str]:
-        """Processes whose orchestrator has been gone for a while, and who that was."""
-        gone = {life.who for life in self.lives if life.ended is not None and time.time() - life.ended > GONE}
-        every = {pid: given["CHAOS_LIFE"] for pid, given in marked(self.mark).items()}
-        return {pid: f"{who}: {_words(pid)}" for pid, who in every.items() if who in gone}
+    def find_orphans(self) -> dict[int, str]:
+        """Return processes whose orchestrator has been gone for a while, with the orchestrator's name."""
+        exited = {
+            record.who
+            for record in self.records
+            if record.ended_at is not None and time.time() - record.ended_at > EXIT_TIMEOUT_SECONDS
+        }
+        owners = {pid: environment["CHAOS_LIFE"] for pid, environment in list_marked_processes(self.mark).items()}
+        return {pid: f"{owner}: {_read_command_line(pid)}" for pid, owner in owners.items() if owner in exited}
 
-    def left_behind(self) -> dict[int, str]:
-        """Whoever is still there once all orchestrators are gone."""
-        until = time.monotonic() + GONE
-        while (there := marked(self.mark)) and time.monotonic() < until:
+    def list_leftovers(self) -> dict[int, str]:
+        """Return the processes that remain once all orchestrators are gone."""
+        deadline = time.monotonic() + EXIT_TIMEOUT_SECONDS
+        while (processes := list_marked_processes(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return {pid: f"{given['CHAOS_LIFE']}: {_words(pid)}" for pid, given in there.items()}
+        return {
+            pid: f"{environment['CHAOS_LIFE']}: {_read_command_line(pid)}" for pid, environment in processes.items()
+        }
 
-    def stale(self) -> int:
-        """How often an orchestrator was told that somebody else has its job by now."""
+    def count_stale(self) -> int:
+        """Count how often an orchestrator learned that another one owns its job by now."""
         return sum(
-            (self.folder / f"{life.who}.err").read_text(errors="replace").count("job stale") for life in self.lives
+            (self.folder / f"{record.who}.err").read_text(errors="replace").count("job stale")
+            for record in self.records
         )
 
-    def _launch(self, berth: Berth) -> None:
-        who = f"{berth.flavour}-{berth.number}-{len(berth.lives)}"
-        words = [sys.executable, "-m", "tests.chaos.job_orchestrator", "--dsn", f"{self._dsn}?application_name={who}"]
-        words += ["--lease", str(self._lease), "--commands", self._kinds]
+    def _launch(self, slot: ProcessSlot) -> None:
+        who = f"{slot.flavour}-{slot.number}-{len(slot.records)}"
+        command = [sys.executable, "-m", "tests.chaos.job_orchestrator", "--dsn", f"{self._dsn}?application_name={who}"]
+        command += ["--lease", str(self._lease), "--commands", self._commands]
         environment = os.environ | {
             "CHAOS_MARK": self.mark,
             "CHAOS_LIFE": who,
             "CHAOS_JOURNALS": str(self.folder / "journals"),
         }
-        with (self.folder / f"{who}.err").open("wb") as err:
+        with (self.folder / f"{who}.err").open("wb") as stderr_file:
             process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=environment, cwd=ROOT
+                command, stdin=subprocess.DEVNULL, stdout=stderr_file, stderr=stderr_file, env=environment, cwd=ROOT
             )
-        berth.lives.append(Life(who, process, time.time()))
+        slot.records.append(ProcessRecord(who, process, time.time()))
 
-    def _ended(self, life: Life) -> None:
-        life.ended = life.ended or time.time()
-        if life.how:
+    def _classify_exit(self, record: ProcessRecord) -> None:
+        record.ended_at = record.ended_at or time.time()
+        if record.ending:
             return
-        code = life.process.poll()
-        if code == -signal.SIGKILL:
-            life.how = "killed" if life.killed else "killed by a job"
-        elif code == 1 and "ConnectionLost" in self.said(life).splitlines()[-1] and life.ended - life.began < 15.0:
-            life.how = "no server at its start"
+        exit_code = record.process.poll()
+        if exit_code == -signal.SIGKILL:
+            record.ending = "killed" if record.was_killed else "killed by a job"
+        elif (
+            exit_code == 1
+            and "ConnectionLostError" in self.read_stderr(record).splitlines()[-1]
+            and record.ended_at - record.started_at < 15.0
+        ):
+            record.ending = "no server at its start"
         else:
-            life.how = "in good order" if code == 0 else f"by itself with {code}"
+            record.ending = "in good order" if exit_code == 0 else f"by itself with {exit_code}"
 
 
-def _words(pid: int) -> str:
+def _read_command_line(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
     return "?"
 
 
-class Havoc(Torment):
-    """Kills executors too, and stops one orchestrator at a time: the other one takes its jobs."""
+class ExecutorFaultInjector(FaultInjector):
+    """Kills executors too, and stops one orchestrator at a time: the other one takes over its jobs."""
 
-    # Executors in four languages take a while to be there.
-    ripe = 3.0
+    # Executors in four languages take a while to start.
+    min_age_seconds = 3.0
 
-    def __init__(self, server: PrivatePostgres, fleet: Orchestrators, **rest: Any) -> None:
-        super().__init__(server, fleet, **rest)
+    def __init__(self, server: PrivatePostgres, fleet: Orchestrators, **options: Any) -> None:
+        super().__init__(server, fleet, **options)
         self._orchestrators = fleet
-        self._one = threading.Lock()
+        self._stop_lock = threading.Lock()
 
-    def _acts(self) -> dict[str, Callable[[float], bool]]:
-        return super()._acts() | {"executor": self._kill_executor}
+    def _list_actions(self) -> dict[str, Callable[[float], bool]]:
+        return super()._list_actions() | {"executor": self._kill_executor}
 
-    def _stop(self, luck: float) -> bool:
-        with self._one:
-            return super()._stop(luck)
+    def _stop(self, draw: float) -> bool:
+        with self._stop_lock:
+            return super()._stop(draw)
 
-    def _kill_executor(self, luck: float) -> bool:
-        running = self._orchestrators.executors()
+    def _kill_executor(self, draw: float) -> bool:
+        running = self._orchestrators.list_executors()
         if not running:
             return False
-        began, victim = time.time(), running[int(luck * len(running))]
+        started_at, victim = time.time(), running[int(draw * len(running))]
         try:
             os.kill(victim, signal.SIGKILL)
         except ProcessLookupError:
             return False
-        self._done("executor", str(victim), began)
+        self._record_fault("executor", str(victim), started_at)
         return True
 
 
@@ -214,144 +230,156 @@ class Havoc(Torment):
 
 
 def main() -> int:
-    options = _options()
+    options = _parse_options()
     folder = Path(tempfile.mkdtemp(prefix="ergon-chaos-"))
-    # initdb runs as another user, who has to get there.
+    # initdb runs as another user, which needs access.
     folder.chmod(0o755)
     server = PrivatePostgres(folder / "server", settings={"log_min_messages": "fatal"})
-    told: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     try:
         server.start()
-        told = run(server, folder, options)
+        summary = run(server, folder, options)
     finally:
         server.kill()
-        if told.get("ok") and not options.keep:
+        if summary.get("ok") and not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            say(f"journals, logs and database are kept in {folder}")
-    print(json.dumps(told))
-    return 0 if told["ok"] else 1
+            report(f"journals, logs and database are kept in {folder}")
+    print(json.dumps(summary))
+    return 0 if summary["ok"] else 1
 
 
 def run(server: PrivatePostgres, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    began, dice = time.monotonic(), random.Random(options.seed)
+    started_at, rng = time.monotonic(), random.Random(options.seed)
     dsn = server.create_database("chaos")
     upgrade(dsn)
-    job_verdict.prepare(dsn)
-    fleet = Orchestrators(folder, dsn=dsn, lease=options.lease, kinds=commands(folder, options.languages))
-    sender = Sender(dsn, drawn(options.jobs, options.languages, dice, deadly=options.deadly))
+    job_verdict.create_ledger(dsn)
+    fleet = Orchestrators(folder, dsn=dsn, lease=options.lease, commands=build_commands(folder, options.languages))
+    sender = JobSender(dsn, draw_jobs(options.jobs, options.languages, rng, deadly=options.deadly))
     sockets = f"host={server.folder / 'sockets'} port={server.port} user=postgres dbname=chaos"
-    havoc = Havoc(server, fleet, lease=options.lease, sockets=sockets, dice=dice)
-    wanted = _wanted(options)
+    injector = ExecutorFaultInjector(server, fleet, lease=options.lease, sockets=sockets, rng=rng)
+    fault_counts = _plan_faults(options)
     fleet.start()
     try:
-        sending = threading.Thread(target=sender.run, args=(options.seconds * 0.95,), daemon=True)
-        tormenting = threading.Thread(target=havoc.run, args=(options.seconds, wanted), daemon=True)
-        sending.start()
-        tormenting.start()
-        # Twice as long is too long: somebody waits for a victim or a server that never comes.
-        while (sending.is_alive() or tormenting.is_alive()) and time.monotonic() - began < 2 * options.seconds + 60.0:
-            _progress(began, dsn, sender, havoc, fleet)
+        send_thread = threading.Thread(target=sender.run, args=(options.seconds * 0.95,), daemon=True)
+        fault_thread = threading.Thread(target=injector.run, args=(options.seconds, fault_counts), daemon=True)
+        send_thread.start()
+        fault_thread.start()
+        # Twice the time is too long: a fault still waits for a victim or a server that never appears.
+        while (
+            send_thread.is_alive() or fault_thread.is_alive()
+        ) and time.monotonic() - started_at < 2 * options.seconds + 60.0:
+            _print_progress(started_at, dsn, sender, injector, fleet)
             time.sleep(options.pause)
-        ended = _emptied(began, dsn, sender, havoc, fleet, patience=options.patience)
-        orphans = fleet.orphans()
+        is_empty = _wait_until_empty(started_at, dsn, sender, injector, fleet, timeout=options.patience)
+        leftovers = fleet.find_orphans()
         fleet.end()
-        orphans |= fleet.left_behind()
+        leftovers |= fleet.list_leftovers()
     finally:
         fleet.kill()
-        for pid in marked(fleet.mark):
+        for pid in list_marked_processes(fleet.mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    verdict = judge(dsn, sender.orders, folder / "journals")
-    for pid, whose in orphans.items():
-        verdict.wrong("left behind", f"{pid} of {whose}")
-    _judge_run(verdict, fleet, havoc, wanted, ended=ended, options=options)
-    verdict.counts |= {"stale in the logs": fleet.stale(), "processes left behind": len(orphans)}
-    return _told(verdict, fleet, havoc, sender, options, seconds=time.monotonic() - began)
+    verdict = evaluate(dsn, sender.orders, folder / "journals")
+    for pid, owner in leftovers.items():
+        verdict.add_finding("left behind", f"{pid} of {owner}")
+    _check_run(verdict, fleet, injector, fault_counts, is_empty=is_empty, options=options)
+    verdict.counts |= {"stale in the logs": fleet.count_stale(), "processes left behind": len(leftovers)}
+    return _summarize(verdict, fleet, injector, sender, options, seconds=time.monotonic() - started_at)
 
 
-def _wanted(options: argparse.Namespace) -> dict[str, int]:
-    executors = round(options.kills * EXECUTORS)
+def _plan_faults(options: argparse.Namespace) -> dict[str, int]:
+    executors = round(options.kills * EXECUTOR_KILL_SHARE)
     servers = max(1, (options.kills - executors) // 4)
     kills = {"executor": executors, "crash": servers, "kill": options.kills - executors - servers}
     return kills | {"stop": options.stops}
 
 
-def _judge_run(
-    verdict: Verdict,
+def _check_run(
+    verdict: JobVerdict,
     fleet: Orchestrators,
-    havoc: Havoc,
-    wanted: dict[str, int],
+    injector: ExecutorFaultInjector,
+    fault_counts: dict[str, int],
     *,
-    ended: bool,
+    is_empty: bool,
     options: argparse.Namespace,
 ) -> None:
-    for kind, count in wanted.items():
-        if havoc.counts[kind] < count:
-            verdict.wrong("too little was done", f"{kind}: {havoc.counts[kind]}, not {count}")
-    for error in havoc.errors:
-        verdict.wrong("a fault could not be made", error)
-    if options.stops >= MANY and not verdict.counts["stale outcomes refused"]:
-        verdict.wrong("too little was done", "no stale outcome was ever told")
-    if not ended:
-        verdict.wrong("did not come to rest", f"within {options.patience} s after the last fault")
-    for life in fleet.lives:
-        if life.how.startswith("by itself") or life.how == "did not end":
-            verdict.wrong("an orchestrator ended by itself", f"{life.who}: {life.how}: {fleet.said(life)[-300:]}")
+    for kind, count in fault_counts.items():
+        if injector.counts[kind] < count:
+            verdict.add_finding("too little was done", f"{kind}: {injector.counts[kind]}, not {count}")
+    for error in injector.errors:
+        verdict.add_finding("a fault could not be made", error)
+    if options.stops >= MIN_STOPS_FOR_STALE_OUTCOME and not verdict.counts["stale outcomes refused"]:
+        verdict.add_finding("too little was done", "no stale outcome was ever told")
+    if not is_empty:
+        verdict.add_finding("did not come to rest", f"within {options.patience} s after the last fault")
+    for record in fleet.records:
+        if record.ending.startswith("by itself") or record.ending == "did not end":
+            verdict.add_finding(
+                "an orchestrator ended by itself", f"{record.who}: {record.ending}: {fleet.read_stderr(record)[-300:]}"
+            )
 
 
-def _emptied(began: float, dsn: str, *about: Any, patience: float) -> bool:
-    """Wait until every job has its end and no message is left; False if that never happens."""
-    until = time.monotonic() + patience
-    while time.monotonic() < until:
-        if _progress(began, dsn, *about) == (0, 0):
+def _wait_until_empty(started_at: float, dsn: str, *context: Any, timeout: float) -> bool:
+    """Wait until every job has ended and no message is left; False on timeout."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if _print_progress(started_at, dsn, *context) == (0, 0):
             return True
         time.sleep(0.5)
     return False
 
 
-def _progress(began: float, dsn: str, sender: Sender, havoc: Havoc, fleet: Orchestrators) -> tuple[int, int] | None:
-    """Say how it stands; how many jobs and messages are left, None if the server cannot say."""
+def _print_progress(
+    started_at: float, dsn: str, sender: JobSender, injector: ExecutorFaultInjector, fleet: Orchestrators
+) -> tuple[int, int] | None:
+    """Print the progress; return how many jobs and messages are left, None if the server is unavailable."""
     try:
-        jobs, messages = job_verdict.left(dsn)
+        jobs, messages = job_verdict.count_unfinished(dsn)
     except psycopg.Error as error:
-        say(f"{time.monotonic() - began:5.0f} s: {type(error).__name__}")
+        report(f"{time.monotonic() - started_at:5.0f} s: {type(error).__name__}")
         return None
-    faults = ", ".join(f"{count} {kind}" for kind, count in sorted(havoc.counts.items()))
-    say(
-        f"{time.monotonic() - began:5.0f} s: {sender.sent} sent, {sender.sent - jobs} ended, {messages} messages, "
-        f"{len(fleet.lives)} orchestrators; {faults}"
+    faults = ", ".join(f"{count} {kind}" for kind, count in sorted(injector.counts.items()))
+    report(
+        f"{time.monotonic() - started_at:5.0f} s: {sender.sent} sent, {sender.sent - jobs} ended, {messages} messages, "
+        f"{len(fleet.records)} orchestrators; {faults}"
     )
     return jobs, messages
 
 
-def _told(
-    verdict: Verdict, fleet: Orchestrators, havoc: Havoc, sender: Sender, options: argparse.Namespace, *, seconds: float
+def _summarize(
+    verdict: JobVerdict,
+    fleet: Orchestrators,
+    injector: ExecutorFaultInjector,
+    sender: JobSender,
+    options: argparse.Namespace,
+    *,
+    seconds: float,
 ) -> dict[str, Any]:
-    for what, every in verdict.findings.items():
-        for words in every[:SHOWN]:
-            say(f"WRONG {what}: {words}")
-    lives: dict[str, int] = {}
-    for life in fleet.lives:
-        lives[life.how] = lives.get(life.how, 0) + 1
+    for kind, all_details in verdict.findings.items():
+        for details in all_details[:MAX_SHOWN_FINDINGS]:
+            report(f"WRONG {kind}: {details}")
+    exits: dict[str, int] = {}
+    for record in fleet.records:
+        exits[record.ending] = exits.get(record.ending, 0) + 1
     return {
         "ok": not verdict.findings,
-        "findings": {what: len(words) for what, words in sorted(verdict.findings.items())},
+        "findings": {kind: len(details) for kind, details in sorted(verdict.findings.items())},
         "jobs": len(sender.orders),
         **verdict.counts,
-        "faults": dict(sorted(havoc.counts.items())),
-        "orchestrators": lives,
-        "submitted twice": sender.unconfirmed,
+        "faults": dict(sorted(injector.counts.items())),
+        "orchestrators": exits,
+        "submitted twice": sender.submitted_twice,
         "seed": options.seed,
         "seconds": round(seconds, 1),
     }
 
 
-def say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def _options(words: Sequence[str] | None = None) -> argparse.Namespace:
+def _parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=34, help="of executors, orchestrators and the server")
@@ -364,7 +392,7 @@ def _options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--languages", nargs="+", default=LANGUAGES, choices=LANGUAGES)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="keep journals, logs and database")
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Faults: what is done to workers, server and lines while the work goes on, each with its time and its victim."""
+"""Faults of workers, servers and connections during the run; each is recorded with its time and its victim."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from typing import Protocol
 
 import psycopg
 
-from tests.chaos.fleet import Berth, Fleet, Life, send
+from tests.chaos.fleet import Fleet, ProcessRecord, ProcessSlot, send_signal
 from tests.servers.packets import PacketDrop
 
-#: Past this a connection with an unanswered packet is given up by the queue.
-GIVEN_UP = 12.0
+#: Seconds after which the queue gives up a connection with an unanswered packet.
+CONNECTION_TIMEOUT_SECONDS = 12.0
 
 
 class Server(Protocol):
-    """What can be done to a server."""
+    """A server that faults can hit."""
 
     def kill(self) -> None: ...
     def start(self) -> None: ...
-    def cut(self) -> None: ...
-    def mend(self) -> None: ...
+    def partition_network(self) -> None: ...
+    def heal_network(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that was done to *who*, or to everybody where that is None."""
+    """A fault of *who*, or of everything where that is None."""
 
     kind: str
     who: str | None
-    began: float
-    ended: float
+    started_at: float
+    ended_at: float
 
     def __str__(self) -> str:
-        return f"{self.kind} of {self.who or 'all'} for {self.ended - self.began:.1f} s"
+        return f"{self.kind} of {self.who or 'all'} for {self.ended_at - self.started_at:.1f} s"
 
 
-class Torment:
-    """Carries out so many faults of each kind, at random moments of *seconds*."""
+class FaultInjector:
+    """Injects a number of faults of each kind at random moments of *seconds*."""
 
-    #: Seconds after which a process is at work.
-    ripe = 1.5
+    #: Seconds after its start from which a process is at work.
+    min_age_seconds = 1.5
 
-    def __init__(self, server: Server, fleet: Fleet, *, lease: float, sockets: str, dice: random.Random) -> None:
+    def __init__(self, server: Server, fleet: Fleet, *, lease: float, sockets: str, rng: random.Random) -> None:
         self._server = server
         self._fleet = fleet
         self._lease = lease
         self._sockets = sockets
-        self._dice = dice
-        self._line = threading.Lock()
-        self._note = threading.Lock()
+        self._rng = rng
+        self._server_lock = threading.Lock()
+        self._faults_lock = threading.Lock()
         self.faults: list[Fault] = []
         self.errors: list[str] = []
 
@@ -63,135 +63,137 @@ class Torment:
     def counts(self) -> Counter[str]:
         return Counter(fault.kind for fault in self.faults)
 
-    def run(self, seconds: float, wanted: dict[str, int]) -> None:
-        """Return when all are done; a moment that found no victim is tried again."""
-        acts, dice = self._acts(), self._dice
-        plan = sorted((dice.uniform(0, seconds), kind) for kind, count in wanted.items() for _ in range(count))
-        began, threads = time.monotonic(), []
+    def run(self, seconds: float, fault_counts: dict[str, int]) -> None:
+        """Return when all faults are injected; a moment without a victim is retried."""
+        actions, rng = self._list_actions(), self._rng
+        plan = sorted((rng.uniform(0, seconds), kind) for kind, count in fault_counts.items() for _ in range(count))
+        started_at, threads = time.monotonic(), []
         for due, kind in plan:
-            time.sleep(max(0.0, began + due - time.monotonic()))
-            # Drawn here, in order: threads would draw in an order of their own.
-            thread = threading.Thread(target=self._act, args=(kind, acts[kind], dice.random()), daemon=True)
+            time.sleep(max(0.0, started_at + due - time.monotonic()))
+            # Drawn here, in order: threads would draw in a nondeterministic order.
+            thread = threading.Thread(target=self._inject, args=(kind, actions[kind], rng.random()), daemon=True)
             thread.start()
             threads.append(thread)
         for thread in threads:
             thread.join()
 
-    def _acts(self) -> dict[str, Callable[[float], bool]]:
-        """What each kind of fault is; False is that there was no victim."""
+    def _list_actions(self) -> dict[str, Callable[[float], bool]]:
+        """Return the action of each kind of fault, which returns False if there was no victim."""
         return {"stop": self._stop, "kill": self._kill, "crash": self._crash, "cut": self._cut}
 
-    def _act(self, kind: str, act: Callable[[float], bool], luck: float) -> None:
+    def _inject(self, kind: str, action: Callable[[float], bool], draw: float) -> None:
         try:
-            while not act(luck):
-                luck = (luck + 0.37) % 1.0
+            while not action(draw):
+                draw = (draw + 0.37) % 1.0
                 time.sleep(0.05)
         except Exception as error:
             self.errors.append(f"{kind}: {type(error).__name__}: {error}")
 
-    def _done(self, kind: str, who: str | None, began: float) -> None:
-        with self._note:
-            self.faults.append(Fault(kind, who, began, time.time()))
+    def _record_fault(self, kind: str, who: str | None, started_at: float) -> None:
+        with self._faults_lock:
+            self.faults.append(Fault(kind, who, started_at, time.time()))
 
-    def _victim(self, luck: float) -> Berth | None:
-        """Somebody who lives and whom nobody else torments; its lock is held."""
-        berths = self._fleet.berths
-        first = int(luck * len(berths))
-        for berth in berths[first:] + berths[:first]:
-            if berth.lock.acquire(blocking=False):
-                # One that has only just begun holds nothing and proves nothing.
-                if berth.life.process.poll() is None and time.time() - berth.life.began > self.ripe:
-                    return berth
-                berth.lock.release()
+    def _lock_victim(self, draw: float) -> ProcessSlot | None:
+        """Lock and return a slot with a live process that has no other fault."""
+        slots = self._fleet.slots
+        first = int(draw * len(slots))
+        for slot in slots[first:] + slots[:first]:
+            if slot.lock.acquire(blocking=False):
+                # A process that has only just begun holds nothing and proves nothing.
+                if slot.current.process.poll() is None and time.time() - slot.current.started_at > self.min_age_seconds:
+                    return slot
+                slot.lock.release()
         return None
 
-    def _stop(self, luck: float) -> bool:
+    def _stop(self, draw: float) -> bool:
         """SIGSTOP past the lease."""
-        berth = self._victim(luck)
-        if berth is None:
+        slot = self._lock_victim(draw)
+        if slot is None:
             return False
         try:
-            life, began = berth.life, time.time()
-            if not send(life, signal.SIGSTOP):
+            record, started_at = slot.current, time.time()
+            if not send_signal(record, signal.SIGSTOP):
                 return False
-            time.sleep(self._lease * (1.25 + 0.6 * luck))
-            if not send(life, signal.SIGCONT):
+            time.sleep(self._lease * (1.25 + 0.6 * draw))
+            if not send_signal(record, signal.SIGCONT):
                 return False
-            self._done("stop", life.who, began)
+            self._record_fault("stop", record.who, started_at)
             return True
         finally:
-            berth.lock.release()
+            slot.lock.release()
 
-    def _kill(self, luck: float) -> bool:
+    def _kill(self, draw: float) -> bool:
         """SIGKILL."""
-        berth = self._victim(luck)
-        if berth is None:
+        slot = self._lock_victim(draw)
+        if slot is None:
             return False
         try:
-            life, began = berth.life, time.time()
-            # Before it is done: whoever sees it end must know by whom.
-            life.killed = True
-            life.killed = send(life, signal.SIGKILL)
-            if not life.killed:
+            record, started_at = slot.current, time.time()
+            # Set before the kill: a thread that sees the exit must know its cause.
+            record.was_killed = True
+            record.was_killed = send_signal(record, signal.SIGKILL)
+            if not record.was_killed:
                 return False
-            life.process.wait()
-            life.ended = time.time()
-            self._done("kill", life.who, began)
+            record.process.wait()
+            record.ended_at = time.time()
+            self._record_fault("kill", record.who, started_at)
             return True
         finally:
-            berth.lock.release()
+            slot.lock.release()
 
-    def _crash(self, luck: float) -> bool:
-        """SIGKILL the server with all its children; start it again a little later."""
-        with self._line:
-            began = time.time()
+    def _crash(self, draw: float) -> bool:
+        """SIGKILL the server with all its children; restart it a little later."""
+        with self._server_lock:
+            started_at = time.time()
             self._server.kill()
-            time.sleep(2.0 * luck)
+            time.sleep(2.0 * draw)
             self._server.start()
-            self._done("crash", None, began)
+            self._record_fault("crash", None, started_at)
         return True
 
-    def _cut(self, luck: float) -> bool:
-        """Packets vanish: for everybody, or for one worker while the others go on."""
-        with self._line:
-            if luck < 0.4:
-                began = time.time()
-                self._server.cut()
+    def _cut(self, draw: float) -> bool:
+        """Drop packets: of all, or of one worker while the others continue."""
+        with self._server_lock:
+            if draw < 0.4:
+                started_at = time.time()
+                self._server.partition_network()
                 try:
-                    time.sleep(GIVEN_UP + 2.0 if luck < 0.1 else 0.5 + 8.0 * luck)
+                    time.sleep(CONNECTION_TIMEOUT_SECONDS + 2.0 if draw < 0.1 else 0.5 + 8.0 * draw)
                 finally:
-                    self._server.mend()
-                self._done("cut", None, began)
+                    self._server.heal_network()
+                self._record_fault("cut", None, started_at)
                 return True
-            berth = self._victim(luck)
-            if berth is None:
+            slot = self._lock_victim(draw)
+            if slot is None:
                 return False
             try:
-                return self._cut_one(berth.life, GIVEN_UP + 2.0 if luck > 0.85 else self._lease * (1.0 + luck))
+                return self._cut_worker(
+                    slot.current, CONNECTION_TIMEOUT_SECONDS + 2.0 if draw > 0.85 else self._lease * (1.0 + draw)
+                )
             finally:
-                berth.lock.release()
+                slot.lock.release()
 
-    def _cut_one(self, life: Life, seconds: float) -> bool:
-        lines, began = [PacketDrop(port) for port in self._ports(life)], time.time()
-        if not lines:
+    def _cut_worker(self, record: ProcessRecord, seconds: float) -> bool:
+        packet_drops, started_at = [PacketDrop(port) for port in self._list_ports(record)], time.time()
+        if not packet_drops:
             return False
         try:
-            for line in lines:
-                line.cut()
+            for packet_drop in packet_drops:
+                packet_drop.partition_network()
             time.sleep(seconds)
         finally:
-            for line in lines:
-                line.mend()
-        self._done("cut", life.who, began)
+            for packet_drop in packet_drops:
+                packet_drop.heal_network()
+        self._record_fault("cut", record.who, started_at)
         return True
 
-    def _ports(self, life: Life) -> list[int]:
-        """Where the connections of one worker to the server begin."""
+    def _list_ports(self, record: ProcessRecord) -> list[int]:
+        """Return the local ports of one worker's connections to the server."""
         with psycopg.connect(self._sockets, autocommit=True) as connection:
             return [
                 row[0]
                 for row in connection.execute(
                     "select client_port from pg_stat_activity where application_name = %s and client_port > 0",
-                    (life.who,),
+                    (record.who,),
                 )
             ]

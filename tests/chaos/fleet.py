@@ -1,4 +1,4 @@
-"""Fleet: worker processes that are started again whenever they die, with a note of when and how each ended."""
+"""Fleet: worker processes that are restarted whenever they exit, with a record of when and how each ended."""
 
 from __future__ import annotations
 
@@ -11,142 +11,146 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.journal import read
-from tests.chaos.worker import POISONED
+from tests.chaos.journal import read_journal
+from tests.chaos.worker import POISONED_EXIT_CODE
 
-SCRIPT = Path(__file__).with_name("worker.py")
-PATIENCE = 40.0
+WORKER_SCRIPT = Path(__file__).with_name("worker.py")
+STOP_TIMEOUT_SECONDS = 40.0
 
 
 @dataclass
-class Life:
+class ProcessRecord:
     """One process, from start to end."""
 
     who: str
     process: subprocess.Popen[bytes]
-    began: float
-    ended: float | None = None
-    #: killed, poisoned, no server at its start, in good order, or the exit code of one that ended by itself.
-    how: str = ""
-    killed: bool = False
+    started_at: float
+    ended_at: float | None = None
+    #: killed, poisoned, no server at its start, in good order, or the exit code of an unexpected exit.
+    ending: str = ""
+    was_killed: bool = False
 
 
-class Berth:
-    """A place for one process after the other; whoever torments it holds the lock."""
+class ProcessSlot:
+    """A slot for one process after the other; the fault injector holds its lock during a fault."""
 
     def __init__(self, number: int, flavour: str) -> None:
         self.number = number
         self.flavour = flavour
         self.lock = threading.Lock()
-        self.lives: list[Life] = []
+        self.records: list[ProcessRecord] = []
 
     @property
-    def life(self) -> Life:
-        return self.lives[-1]
+    def current(self) -> ProcessRecord:
+        return self.records[-1]
 
 
 class Fleet:
-    """As many workers as *flavours*; every other word goes to the worker as an option."""
+    """One worker for each of *flavours*; *options* become command-line options of the worker."""
 
     def __init__(
-        self, folder: Path, flavours: list[str], *, dsn: str, options: dict[str, str], script: Path = SCRIPT
+        self, folder: Path, flavours: list[str], *, dsn: str, options: dict[str, str], script: Path = WORKER_SCRIPT
     ) -> None:
         self.folder = folder
         self._script = script
-        self.berths = [Berth(number, flavour) for number, flavour in enumerate(flavours)]
+        self.slots = [ProcessSlot(number, flavour) for number, flavour in enumerate(flavours)]
         self._dsn = dsn
         self._options = options
-        self._over = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="fleet", daemon=True)
+        self._stopping = threading.Event()
+        self._supervisor = threading.Thread(target=self._restart_exited, name="fleet", daemon=True)
 
     @property
-    def lives(self) -> list[Life]:
-        return [life for berth in self.berths for life in berth.lives]
+    def records(self) -> list[ProcessRecord]:
+        return [record for slot in self.slots for record in slot.records]
 
     def start(self) -> None:
-        for berth in self.berths:
-            self._launch(berth)
-        self._keeper.start()
+        for slot in self.slots:
+            self._launch(slot)
+        self._supervisor.start()
 
     def end(self) -> None:
-        """Ask all to end in good order, and see that they do."""
-        self._over.set()
-        self._keeper.join()
-        for berth in self.berths:
-            if berth.life.process.poll() is None:
-                berth.life.process.terminate()
-        until = time.monotonic() + PATIENCE
-        for berth in self.berths:
+        """Ask all to exit cleanly, and wait until they have."""
+        self._stopping.set()
+        self._supervisor.join()
+        for slot in self.slots:
+            if slot.current.process.poll() is None:
+                slot.current.process.terminate()
+        deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+        for slot in self.slots:
             try:
-                berth.life.process.wait(max(0.1, until - time.monotonic()))
+                slot.current.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                berth.life.how = "did not end"
-            self._ended(berth.life)
+                slot.current.ending = "did not end"
+            self._classify_exit(slot.current)
 
     def kill(self) -> None:
-        """Leave nobody behind."""
-        self._over.set()
-        for life in self.lives:
-            if life.process.poll() is None:
-                life.process.kill()
-                life.process.wait()
+        """Kill all processes."""
+        self._stopping.set()
+        for record in self.records:
+            if record.process.poll() is None:
+                record.process.kill()
+                record.process.wait()
 
-    def journal(self, life: Life) -> Path:
-        return self.folder / f"{life.who}.journal"
+    def journal(self, record: ProcessRecord) -> Path:
+        return self.folder / f"{record.who}.journal"
 
-    def said(self, life: Life) -> str:
-        """The end of what the process wrote on stderr."""
-        return (self.folder / f"{life.who}.err").read_text(errors="replace")[-1500:]
+    def read_stderr(self, record: ProcessRecord) -> str:
+        """Return the end of the process's stderr."""
+        return (self.folder / f"{record.who}.err").read_text(errors="replace")[-1500:]
 
-    def _begun(self, life: Life) -> bool:
-        path = self.journal(life)
-        return path.exists() and bool(read(path))
+    def _has_begun(self, record: ProcessRecord) -> bool:
+        path = self.journal(record)
+        return path.exists() and bool(read_journal(path))
 
-    def _launch(self, berth: Berth) -> None:
-        who = f"{berth.flavour}-{berth.number}-{len(berth.lives)}"
-        words = [sys.executable, str(self._script), berth.flavour, "--who", who]
-        words += ["--dsn", f"{self._dsn}?application_name={who}", "--journal", str(self.folder / f"{who}.journal")]
-        words += [word for option, value in self._options.items() for word in (f"--{option}", value)]
-        with (self.folder / f"{who}.err").open("wb") as err:
-            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=err, stderr=err)
-        berth.lives.append(Life(who, process, time.time()))
+    def _launch(self, slot: ProcessSlot) -> None:
+        who = f"{slot.flavour}-{slot.number}-{len(slot.records)}"
+        command = [sys.executable, str(self._script), slot.flavour, "--who", who]
+        command += ["--dsn", f"{self._dsn}?application_name={who}", "--journal", str(self.folder / f"{who}.journal")]
+        command += [argument for option, value in self._options.items() for argument in (f"--{option}", value)]
+        with (self.folder / f"{who}.err").open("wb") as stderr_file:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stderr_file, stderr=stderr_file)
+        slot.records.append(ProcessRecord(who, process, time.time()))
 
-    def _keep(self) -> None:
-        while not self._over.wait(0.02):
-            for berth in self.berths:
-                if berth.life.process.poll() is None:
+    def _restart_exited(self) -> None:
+        while not self._stopping.wait(0.02):
+            for slot in self.slots:
+                if slot.current.process.poll() is None:
                     continue
-                # Noted at once, also while its tormentor does not know yet that it has nobody left to torment.
-                self._ended(berth.life)
-                if berth.lock.acquire(blocking=False):
+                # Recorded immediately, also while the fault injector still holds the slot.
+                self._classify_exit(slot.current)
+                if slot.lock.acquire(blocking=False):
                     try:
-                        if not self._over.is_set():
-                            self._launch(berth)
+                        if not self._stopping.is_set():
+                            self._launch(slot)
                     finally:
-                        berth.lock.release()
+                        slot.lock.release()
 
-    def _ended(self, life: Life) -> None:
-        life.ended = life.ended or time.time()
-        if life.how:
+    def _classify_exit(self, record: ProcessRecord) -> None:
+        record.ended_at = record.ended_at or time.time()
+        if record.ending:
             return
-        code = life.process.poll()
-        if life.killed and code == -signal.SIGKILL:
-            life.how = "killed"
-        elif code == POISONED:
-            life.how = "poisoned"
-        elif code == -signal.SIGTERM and not self._begun(life):
-            # Told to end before it could listen: it held nothing.
-            life.how = "in good order"
-        elif code == 1 and len(read(self.journal(life))) == 1 and "ConnectionLost" in self.said(life).splitlines()[-1]:
-            # It had not begun: whoever cannot reach the server at its start says so and is started again.
-            life.how = "no server at its start"
+        exit_code = record.process.poll()
+        if record.was_killed and exit_code == -signal.SIGKILL:
+            record.ending = "killed"
+        elif exit_code == POISONED_EXIT_CODE:
+            record.ending = "poisoned"
+        elif exit_code == -signal.SIGTERM and not self._has_begun(record):
+            # Stopped before it could listen: it held nothing.
+            record.ending = "in good order"
+        elif (
+            exit_code == 1
+            and len(read_journal(self.journal(record))) == 1
+            and "ConnectionLostError" in self.read_stderr(record).splitlines()[-1]
+        ):
+            # It had not begun: a worker that cannot reach the server at its start reports that and is restarted.
+            record.ending = "no server at its start"
         else:
-            life.how = "in good order" if code == 0 else f"by itself with {code}"
+            record.ending = "in good order" if exit_code == 0 else f"by itself with {exit_code}"
 
 
-def send(life: Life, number: signal.Signals) -> bool:
-    """Signal a process that is still there; False if it is not."""
-    if life.process.poll() is not None:
+def send_signal(record: ProcessRecord, signal_number: signal.Signals) -> bool:
+    """Signal a process that is still running; False if it has exited."""
+    if record.process.poll() is not None:
         return False
-    os.kill(life.process.pid, number)
+    os.kill(record.process.pid, signal_number)
     return True

@@ -1,4 +1,4 @@
-"""One orchestrator process of the chaos run, with executors in every language that it is given a command for."""
+"""One orchestrator process of the chaos run, with executors in every language for which it gets a command."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ergon_framework import ConsumerPolicy
-from ergon_framework.executor.jobs.attempts import End
-from ergon_framework.executor.jobs.desk import Desk
+from ergon_framework.executor.jobs.attempts import AttemptEnd
+from ergon_framework.executor.jobs.desk import BatchedJobStore
 from ergon_framework.executor.jobs.model import JobState
-from ergon_framework.executor.jobs.orchestrator import Executors, Orchestrator
+from ergon_framework.executor.jobs.orchestrator import ExecutorGroup, Orchestrator
 from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import Command
+from ergon_framework.executor.process import ExecutorCommand
 from ergon_framework.task.mixins.policies import RetryPolicy
 
-#: Attempts of a job that does not say it itself: what it loses to the chaos must not be its end.
+#: Attempts of a job that sets none itself: attempts lost to faults must not exhaust it.
 MAX_ATTEMPTS = 12
 
 
-def policy() -> ConsumerPolicy:
+def make_policy() -> ConsumerPolicy:
     return ConsumerPolicy.load(
         {
             "loop": {"streaming": True, "drain_timeout": 10.0, "empty_queue": {"backoff": 0.05, "cap": 0.3}},
@@ -39,31 +39,31 @@ def policy() -> ConsumerPolicy:
     )
 
 
-def executors(kind: str, words: list[str], environment: dict[str, str]) -> Executors:
-    stubborn = kind == "stubborn"
+def make_executors(kind: str, command: list[str], environment: dict[str, str]) -> ExecutorGroup:
+    is_stubborn = kind == "stubborn"
     pool = PoolPolicy(
-        size=1 if stubborn else 2,
+        size=1 if is_stubborn else 2,
         grace=0.3,
-        # One that does not end with its input would only be waited for.
-        max_jobs=None if stubborn else 300,
+        # The orchestrator would only wait for an executor that ignores the end of its input.
+        max_jobs=None if is_stubborn else 300,
         restart=RetryPolicy(backoff=0.05, multiplier=2.0, cap=1.0),
     )
-    return Executors(command=Command(words=tuple(words), environment=environment), pool=pool)
+    return ExecutorGroup(command=ExecutorCommand(words=tuple(command), environment=environment), pool=pool)
 
 
-def note_ends(path: Path) -> None:
-    """Write down which claim said what about which job, and what it was answered."""
+def record_ends(path: Path) -> None:
+    """Record which claim reported which outcome, and the answer."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    finish = Desk._finish
+    original_finish = BatchedJobStore._finish
 
-    async def noted(self: Desk, ends: Sequence[End]) -> Sequence[JobState | None]:
-        states = await finish(self, ends)
+    async def finish_and_record(self: BatchedJobStore, ends: Sequence[AttemptEnd]) -> Sequence[JobState | None]:
+        states = await original_finish(self, ends)
         for (claim, verdict), state in zip(ends, states, strict=True):
-            words = [claim.job_id, claim.receipt.worker, claim.receipt.token, type(verdict).__name__, state]
-            os.write(file, json.dumps(words).encode() + b"\n")
+            fields = [claim.job_id, claim.receipt.worker, claim.receipt.token, type(verdict).__name__, state]
+            os.write(file, json.dumps(fields).encode() + b"\n")
         return states
 
-    Desk._finish = noted  # type: ignore[method-assign]
+    BatchedJobStore._finish = finish_and_record  # type: ignore[method-assign]
 
 
 def main() -> int:
@@ -71,15 +71,17 @@ def main() -> int:
     parser.add_argument("--dsn", required=True)
     parser.add_argument("--lease", type=float, required=True)
     parser.add_argument("--commands", type=json.loads, required=True, help="a command for each kind, as JSON")
-    given = parser.parse_args()
-    said = logging.StreamHandler()
-    said.setFormatter(logging.Formatter("%(asctime)s %(message)s %(transaction_id)s", defaults={"transaction_id": ""}))
-    logging.basicConfig(level=logging.WARNING, handlers=[said])
-    note_ends(Path(os.environ["CHAOS_JOURNALS"]) / f"{os.environ['CHAOS_LIFE']}.ends")
-    kept = ("PATH", "CHAOS_MARK", "CHAOS_LIFE", "CHAOS_JOURNALS")
-    environment = {name: os.environ[name] for name in kept} | {"CHAOS_PARENT": str(os.getpid())}
-    kinds = {kind: executors(kind, words, environment) for kind, words in given.commands.items()}
-    task = Orchestrator(kinds, dsn=given.dsn, lease=given.lease, policy=policy())
+    options = parser.parse_args()
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s %(message)s %(transaction_id)s", defaults={"transaction_id": ""})
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    record_ends(Path(os.environ["CHAOS_JOURNALS"]) / f"{os.environ['CHAOS_LIFE']}.ends")
+    inherited = ("PATH", "CHAOS_MARK", "CHAOS_LIFE", "CHAOS_JOURNALS")
+    environment = {name: os.environ[name] for name in inherited} | {"CHAOS_PARENT": str(os.getpid())}
+    executors_by_kind = {kind: make_executors(kind, command, environment) for kind, command in options.commands.items()}
+    task = Orchestrator(executors_by_kind, dsn=options.dsn, lease=options.lease, policy=make_policy())
     signal.signal(signal.SIGTERM, lambda *_: task.stop())
     asyncio.run(task.run())
     return 0

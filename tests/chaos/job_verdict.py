@@ -1,4 +1,4 @@
-"""The verdict on jobs: rows, what triggers saw of them and what handlers wrote down, held against each other."""
+"""The verdict on jobs: compares rows, what triggers saw of them, and what handlers recorded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import psycopg
 
-from tests.chaos.job_mix import Order
-from tests.chaos.journal import read
+from tests.chaos.job_mix import JobOrder
+from tests.chaos.journal import read_journal
 
-TERMINAL = ("succeeded", "failed", "cancelled", "killed")
-#: Who writes an end is seen by the server itself: each one, whatever is changed after it, and by which claim an attempt
-#: that has ended had begun.
-LEDGER = """
+TERMINAL_STATES = ("succeeded", "failed", "cancelled", "killed")
+#: The server itself sees who writes an outcome: each one, whatever changes after it, and which claim began the
+#: attempt that has ended.
+LEDGER_SCHEMA = """
 create schema chaos;
 create table chaos.ended (id text, state text, attempts integer, result text);
 create table chaos.changed (id text, was text, becomes text);
@@ -42,72 +42,72 @@ begin
 end $$;
 create trigger note before update on ergon.job for each row execute function chaos.note();
 """
-#: What is still to be done: jobs without an end, and messages.
-LEFT = """
+#: Unfinished work: jobs without an outcome, and messages.
+UNFINISHED_QUERY = """
 select (select count(*) from ergon.job where state in ('pending', 'running')),
     (select count(*) from ergon.ready) + (select count(*) from ergon.content)
 """
 
 
 @dataclass
-class Verdict:
+class JobVerdict:
     findings: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     counts: dict[str, Any] = field(default_factory=dict)
 
-    def wrong(self, what: str, words: str) -> None:
-        self.findings[what].append(words)
+    def add_finding(self, kind: str, details: str) -> None:
+        self.findings[kind].append(details)
 
 
-def prepare(dsn: str) -> None:
+def create_ledger(dsn: str) -> None:
     with psycopg.connect(dsn) as connection:
-        connection.execute(LEDGER)
+        connection.execute(LEDGER_SCHEMA)
 
 
-def left(dsn: str) -> tuple[int, int]:
+def count_unfinished(dsn: str) -> tuple[int, int]:
     with psycopg.connect(dsn, autocommit=True, connect_timeout=2) as connection:
-        row = connection.execute(LEFT).fetchone()
+        row = connection.execute(UNFINISHED_QUERY).fetchone()
     assert row is not None
     return row[0], row[1]
 
 
-def judge(dsn: str, orders: list[Order], journals: Path) -> Verdict:
-    verdict = Verdict()
+def evaluate(dsn: str, orders: list[JobOrder], journals: Path) -> JobVerdict:
+    verdict = JobVerdict()
     with psycopg.connect(dsn, autocommit=True) as connection:
         rows = {
             row[0]: row[1:]
             for row in connection.execute("select id, state, attempts, result, error_code from ergon.job")
         }
-        ended = connection.execute("select id, state, attempts, result from chaos.ended").fetchall()
-        changed = connection.execute("select id, was, becomes from chaos.changed").fetchall()
-        letters = Counter(row[0] for row in connection.execute("select transaction_id from ergon.dead_letter"))
-        begun = set(connection.execute("select id, worker, token from chaos.attempt"))
+        end_rows = connection.execute("select id, state, attempts, result from chaos.ended").fetchall()
+        change_rows = connection.execute("select id, was, becomes from chaos.changed").fetchall()
+        dead_letters = Counter(row[0] for row in connection.execute("select transaction_id from ergon.dead_letter"))
+        ended_claims = set(connection.execute("select id, worker, token from chaos.attempt"))
         ((uncounted,),) = connection.execute("select count(*) from chaos.uncounted").fetchall()
-    starts, ends = _journals(journals)
+    starts, ends = _read_journals(journals)
     for order in orders:
-        _judge_one(verdict, order, rows.get(order.id), starts=starts[order.id], letters=letters[order.id])
-    _judge_ends(verdict, rows, ended, changed)
+        _check_job(verdict, order, rows.get(order.id), starts=starts[order.id], dead_letters=dead_letters[order.id])
+    _check_ends(verdict, rows, end_rows, change_rows)
     for name in set(rows) - {order.id for order in orders} | set(starts) - set(rows):
-        verdict.wrong("of nobody", name)
-    stale, taken = _stale(journals, begun)
-    for words in taken:
-        verdict.wrong("a stale outcome was taken", words)
+        verdict.add_finding("of nobody", name)
+    rejected_count, accepted = _find_stale(journals, ended_claims)
+    for details in accepted:
+        verdict.add_finding("a stale outcome was taken", details)
     killers = [order for order in orders if order.mode == "kill"]
     verdict.counts |= {
         "states": dict(Counter(state for state, *_ in rows.values())),
         "lost": len(verdict.findings.get("lost", ())),
         "without an end": len(verdict.findings.get("without an end", ())),
         "ended more than once": len(verdict.findings.get("ended more than once", ())),
-        "changed after the end": len(changed),
+        "changed after the end": len(change_rows),
         "results of another attempt": len(verdict.findings.get("the result of another attempt", ())),
         "attempts": sum(attempts for _, attempts, *_ in rows.values()),
         "attempts that handlers saw": sum(len(seen) for seen in starts.values()),
         "attempts given back": uncounted,
-        "outcomes after the next attempt had begun": _overtaken(starts, ends),
-        "stale outcomes": stale + len(taken),
-        "stale outcomes refused": stale,
+        "outcomes after the next attempt had begun": _count_overtaken(starts, ends),
+        "stale outcomes": rejected_count + len(accepted),
+        "stale outcomes refused": rejected_count,
         "killers": len(killers),
         "killers dead after exactly their attempts": sum(
-            rows.get(order.id, (None, None))[:2] == ("failed", order.max_attempts) and letters[order.id] == 1
+            rows.get(order.id, (None, None))[:2] == ("failed", order.max_attempts) and dead_letters[order.id] == 1
             for order in killers
         ),
         "ways to die": dict(Counter(code for state, _, _, code in rows.values() if state == "failed")),
@@ -115,76 +115,78 @@ def judge(dsn: str, orders: list[Order], journals: Path) -> Verdict:
     return verdict
 
 
-def _judge_one(verdict: Verdict, order: Order, row: Any, *, starts: dict[int, list[float]], letters: int) -> None:
-    wrong, name = verdict.wrong, f"{order.id} ({order.kind}, {order.mode} until {order.until})"
+def _check_job(
+    verdict: JobVerdict, order: JobOrder, row: Any, *, starts: dict[int, list[float]], dead_letters: int
+) -> None:
+    add_finding, name = verdict.add_finding, f"{order.id} ({order.kind}, {order.mode} until {order.last_bad_attempt})"
     if row is None:
-        wrong("lost", name)
+        add_finding("lost", name)
         return
-    state, attempts, result, code = row
-    if state not in TERMINAL:
-        wrong("without an end", f"{name}: {state}")
+    state, attempts, result, error_code = row
+    if state not in TERMINAL_STATES:
+        add_finding("without an end", f"{name}: {state}")
         return
-    if state != ("succeeded" if order.succeeds else "failed"):
-        wrong("ended otherwise than it had to", f"{name}: {state}, {code}, {attempts} attempts")
-    if not order.succeeds and attempts != order.max_attempts:
-        wrong("given up too early or too late", f"{name}: {attempts} of {order.max_attempts} attempts")
+    if state != ("succeeded" if order.must_succeed else "failed"):
+        add_finding("ended otherwise than it had to", f"{name}: {state}, {error_code}, {attempts} attempts")
+    if not order.must_succeed and attempts != order.max_attempts:
+        add_finding("given up too early or too late", f"{name}: {attempts} of {order.max_attempts} attempts")
     if attempts > order.max_attempts:
-        wrong("too many attempts", f"{name}: {attempts}")
+        add_finding("too many attempts", f"{name}: {attempts}")
     if max(starts, default=0) > attempts or len(starts) > attempts:
-        wrong("handlers saw more attempts than were counted", f"{name}: {sorted(starts)}, counted {attempts}")
+        add_finding("handlers saw more attempts than were counted", f"{name}: {sorted(starts)}, counted {attempts}")
     for attempt, times in starts.items():
         if len(times) > 1:
-            wrong("one attempt was made twice", f"{name}: {attempt}")
+            add_finding("one attempt was made twice", f"{name}: {attempt}")
     if state == "succeeded":
-        told = json.loads(result)
-        if told != {"job": order.id, "attempt": attempts, "language": order.kind}:
-            wrong("the result of another attempt", f"{name}: {told}, attempt {attempts}")
-    if letters != (state == "failed"):
-        wrong("dead letters", f"{name}: {state} with {letters}")
+        payload = json.loads(result)
+        if payload != {"job": order.id, "attempt": attempts, "language": order.kind}:
+            add_finding("the result of another attempt", f"{name}: {payload}, attempt {attempts}")
+    if dead_letters != (state == "failed"):
+        add_finding("dead letters", f"{name}: {state} with {dead_letters}")
 
 
-def _judge_ends(verdict: Verdict, rows: dict[str, Any], ended: list[Any], changed: list[Any]) -> None:
-    times = Counter(name for name, *_ in ended)
+def _check_ends(verdict: JobVerdict, rows: dict[str, Any], end_rows: list[Any], change_rows: list[Any]) -> None:
+    times = Counter(name for name, *_ in end_rows)
     for name, count in times.items():
         if count > 1:
-            verdict.wrong("ended more than once", f"{name}: {count}")
-    for name, was, becomes in changed:
-        verdict.wrong("changed after the end", f"{name}: {was} -> {becomes}")
-    for name, state, attempts, result in ended:
+            verdict.add_finding("ended more than once", f"{name}: {count}")
+    for name, old_state, new_state in change_rows:
+        verdict.add_finding("changed after the end", f"{name}: {old_state} -> {new_state}")
+    for name, state, attempts, result in end_rows:
         if name in rows and (state, attempts, result) != rows[name][:3]:
-            verdict.wrong("another end than the one that was written", name)
+            verdict.add_finding("another end than the one that was written", name)
 
 
-def _journals(folder: Path) -> tuple[dict[str, dict[int, list[float]]], dict[str, dict[int, float]]]:
-    """When which attempt of each job was started, and ended, as handlers wrote it down."""
+def _read_journals(folder: Path) -> tuple[dict[str, dict[int, list[float]]], dict[str, dict[int, float]]]:
+    """Return when each attempt of a job started and ended, as handlers recorded it."""
     starts: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     ends: dict[str, dict[int, float]] = defaultdict(dict)
     for path in folder.glob("*.journal"):
-        for at, what, job, attempt in read(path):
-            if what == "start":
-                starts[job][attempt].append(at)
+        for timestamp, event, job, attempt in read_journal(path):
+            if event == "start":
+                starts[job][attempt].append(timestamp)
             else:
-                ends[job][attempt] = at
+                ends[job][attempt] = timestamp
     return starts, ends
 
 
-def _overtaken(starts: dict[str, dict[int, list[float]]], ends: dict[str, dict[int, float]]) -> int:
-    """How many outcomes came when a later attempt had begun: told, each of these is stale."""
-    found = 0
-    for job, ended in ends.items():
-        for attempt, at in ended.items():
-            later = [time for other, times in starts[job].items() if other > attempt for time in times]
-            found += bool(later) and min(later) < at
-    return found
+def _count_overtaken(starts: dict[str, dict[int, list[float]]], ends: dict[str, dict[int, float]]) -> int:
+    """Count the outcomes that came after a later attempt had begun: each of these is stale if reported."""
+    overtaken = 0
+    for job, job_ends in ends.items():
+        for attempt, end in job_ends.items():
+            later = [start for other, times in starts[job].items() if other > attempt for start in times]
+            overtaken += bool(later) and min(later) < end
+    return overtaken
 
 
-def _stale(folder: Path, ended: set[tuple[str, int, int]]) -> tuple[int, list[str]]:
-    """How many outcomes were refused, and those that were taken though the attempt that ended was another claim's."""
-    refused, taken = 0, []
+def _find_stale(folder: Path, ended_claims: set[tuple[str, int, int]]) -> tuple[int, list[str]]:
+    """Count the rejected outcomes; list those accepted although the attempt that ended belonged to another claim."""
+    rejected_count, accepted = 0, []
     for path in folder.glob("*.ends"):
-        for job, worker, token, verdict, state in read(path):
+        for job, worker, token, outcome, state in read_journal(path):
             if state is None:
-                refused += verdict != "GiveBack"
-            elif (job, worker, token) not in ended:
-                taken.append(f"{job}: {verdict} of claim {worker}/{token}")
-    return refused, taken
+                rejected_count += outcome != "ReleaseAttempt"
+            elif (job, worker, token) not in ended_claims:
+                accepted.append(f"{job}: {outcome} of claim {worker}/{token}")
+    return rejected_count, accepted

@@ -1,6 +1,6 @@
-"""Ledger: what really happened to every message, written by triggers inside the server, whoever did it.
+"""Ledger: what really happened to every message, written by triggers inside the server.
 
-It is the other witness: the journals say what workers believed, the ledger what was so.
+It is the second source: the journals say what workers believed, the ledger what was true.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ Claim = tuple[int, int, int]
 
 @dataclass
 class Step:
-    """One thing that happened to a claim; *seq* orders what happened to one message."""
+    """One event of a claim; *seq* orders the events of one message."""
 
     seq: int
-    what: str
-    at: float
-    by: str
+    kind: str
+    timestamp: float
+    application: str
 
 
 @dataclass
@@ -93,70 +93,72 @@ class Ledger:
     effects: list[str] = field(default_factory=list)
     #: Transaction id, reason, deliveries, body.
     dead: list[tuple[str, str, int, bytes]] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
-    made: dict[Claim, Step] = field(default_factory=dict)
-    ended: dict[Claim, Step] = field(default_factory=dict)
-    #: Messages that went away while nobody held them.
+    remaining: list[int] = field(default_factory=list)
+    claims: dict[Claim, Step] = field(default_factory=dict)
+    claim_ends: dict[Claim, Step] = field(default_factory=dict)
+    #: Messages that were removed while unclaimed.
     removed: list[int] = field(default_factory=list)
-    #: What was claimed while it was held, or given back or taken from somebody who did not hold it.
-    odd: list[str] = field(default_factory=list)
-    #: Worker instance -> until when it was alive, when it was buried, by whom.
-    burials: dict[int, tuple[float, float, str]] = field(default_factory=dict)
+    #: Claims of claimed messages, and messages released by or taken from a worker that did not hold them.
+    violations: list[str] = field(default_factory=list)
+    #: Worker instance -> until when it was alive, when it was found expired, by whom.
+    expirations: dict[int, tuple[float, float, str]] = field(default_factory=dict)
 
 
-def prepare(dsn: str) -> None:
+def create_ledger(dsn: str) -> None:
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute(SCHEMA)
 
 
-def arrived(connection: psycopg.Connection[Any], ids: list[str]) -> set[str]:
-    """Which of *ids* were ever sent."""
+def find_sent(connection: psycopg.Connection[Any], ids: list[str]) -> set[str]:
+    """Return those of *ids* that were ever sent."""
     return {row[0] for row in connection.execute("select id from chaos.sent where id = any(%s)", (ids,))}
 
 
-def read(dsn: str) -> Ledger:
-    found = Ledger()
+def read_ledger(dsn: str) -> Ledger:
+    ledger = Ledger()
     with psycopg.connect(dsn, autocommit=True) as connection:
-        found.sent = dict(connection.execute("select place, id from chaos.sent").fetchall())
-        found.effects = [row[0] for row in connection.execute("select id from chaos.effect")]
-        left = connection.execute("select id from ergon.ready union all select id from ergon.content")
-        found.left = [row[0] for row in left]
-        found.dead = connection.execute(
+        ledger.sent = dict(connection.execute("select place, id from chaos.sent").fetchall())
+        ledger.effects = [row[0] for row in connection.execute("select id from chaos.effect")]
+        rows = connection.execute("select id from ergon.ready union all select id from ergon.content")
+        ledger.remaining = [row[0] for row in rows]
+        ledger.dead = connection.execute(
             "select transaction_id, reason, deliveries, body from ergon.dead_letter order by id"
         ).fetchall()
         steps = (
             "select seq, place, what, worker, token, extract(epoch from at)::float8, by from chaos.step order by seq"
         )
-        _follow(found, connection.execute(steps))
-        burials = connection.execute(
+        _follow_claims(ledger, connection.execute(steps))
+        expirations = connection.execute(
             "select worker, extract(epoch from alive_until)::float8, extract(epoch from at)::float8, by "
             "from chaos.burial"
         )
-        found.burials = {worker: (until, at, by) for worker, until, at, by in burials}
-    return found
+        ledger.expirations = {
+            worker: (alive_until, timestamp, application) for worker, alive_until, timestamp, application in expirations
+        }
+    return ledger
 
 
-def _follow(found: Ledger, steps: Iterable[tuple[Any, ...]]) -> None:
-    """Whose each message was, one step after the other."""
-    holding: dict[int, Claim] = {}
-    for seq, place, what, worker, token, at, by in steps:
-        step, held = Step(seq, what, at, by), holding.get(place)
-        if what == "claim":
-            if held is not None:
-                found.odd.append(f"{place} claimed by {worker}-{token} while {held} held it")
-            holding[place] = (place, worker, token)
-            found.made[place, worker, token] = step
-        elif held is None:
-            found.removed.append(place)
+def _follow_claims(ledger: Ledger, steps: Iterable[tuple[Any, ...]]) -> None:
+    """Follow the holder of each message, event by event."""
+    holders: dict[int, Claim] = {}
+    for seq, message, kind, worker, token, timestamp, application in steps:
+        step, holder = Step(seq, kind, timestamp, application), holders.get(message)
+        if kind == "claim":
+            if holder is not None:
+                ledger.violations.append(f"{message} claimed by {worker}-{token} while {holder} held it")
+            holders[message] = (message, worker, token)
+            ledger.claims[message, worker, token] = step
+        elif holder is None:
+            ledger.removed.append(message)
         else:
-            if what != "gone" and held != (place, worker, token):
-                found.odd.append(f"{place} {what} from {worker}-{token} while {held} held it")
-            found.ended[held] = step
-            del holding[place]
+            if kind != "gone" and holder != (message, worker, token):
+                ledger.violations.append(f"{message} {kind} from {worker}-{token} while {holder} held it")
+            ledger.claim_ends[holder] = step
+            del holders[message]
 
 
-def count(connection: psycopg.Connection[Any]) -> tuple[int, int, int]:
-    """How many messages are left, how many of them are held, and how many effects there are."""
+def count_messages(connection: psycopg.Connection[Any]) -> tuple[int, int, int]:
+    """Count remaining messages, claimed ones among them, and effects."""
     row = connection.execute(
         "select (select count(*) from ergon.ready) + (select count(*) from ergon.content), "
         "(select count(*) from chaos.effect), "

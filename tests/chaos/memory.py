@@ -1,11 +1,11 @@
 """A message that does not fit into the memory of its worker, under a real memory limit, on every broker.
 
-The worker runs in a memory cgroup and is started again whenever the kernel has killed it. Two cases: the body is over
-the limit of the codec, and must be dead-lettered without a single death; and the codec admits the body, so that the
-process dies of it each time, and it must be dead-lettered after max_deliveries deaths. The ten messages around it are
+The worker runs in a memory cgroup and is restarted whenever the kernel has killed it. Two cases: the body is over
+the limit of the codec, and must be dead-lettered without a single kill; and the codec admits the body, so that the
+process is killed each time, and it must be dead-lettered after max_deliveries kills. The ten other messages are
 handled in both. Leases are the defaults: with one of 2 seconds a claim may end while its worker is still being killed,
-and one death then costs two deliveries. One line of JSON; the exit code is 1 if a target is missed, or if no memory
-cgroup can be made.
+and one kill then costs two deliveries. One line of JSON; the exit code is 1 if a target is missed, or if no memory
+cgroup can be created.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from tests.servers.redis import PrivateRedis
 
 ERGON = [sys.executable, "-P", "-c", "from ergon_framework.cli.main import main; main()"]
 MIB = 1024 * 1024
-#: What a killed worker ends with.
-KILLED = -9
+#: The exit status of a killed worker.
+KILLED_EXIT_CODE = -9
 MAX_DELIVERIES = 10
-NEIGHBOURS = [f"{when}-{number}" for when in ("before", "after") for number in range(5)]
-#: What the codec of the worker admits in the second case.
-ADMITTED = 1 << 30
+NEIGHBOUR_IDS = [f"{when}-{number}" for when in ("before", "after") for number in range(5)]
+#: The limit of the worker's codec in the second case.
+ADMITTED_BYTES = 1 << 30
 #: JetStream stores no message of 32 MiB or more, whatever max_payload says.
-MOST_MEGABYTES = {"nats": 30}
+MAX_MEGABYTES = {"nats": 30}
 QUEUES: dict[str, Any] = {
     "postgres": PostgresQueue,
     "rabbitmq": RabbitMQQueue,
     "nats": NatsQueue,
     "redis": RedisQueue,
 }
-WORKER = """
+WORKER_PROGRAM = """
 import os
 from ergon_framework import ConsumerPolicy, consumer
 from ergon_framework.connectors.codec import JsonCodec
@@ -74,16 +74,16 @@ def handle(order):
 
 @dataclass(frozen=True)
 class Case:
-    """Whether the codec of the worker admits the message, and what must become of it."""
+    """Whether the codec of the worker admits the message, and the expected result."""
 
-    admitted: bool
+    is_admitted: bool
     reason: str
-    deaths: int
+    kills: int
 
 
 CASES = {
-    "over the limit of the codec": Case(admitted=False, reason="undecodable", deaths=0),
-    "admitted by the codec": Case(admitted=True, reason="max_deliveries", deaths=MAX_DELIVERIES),
+    "over the limit of the codec": Case(is_admitted=False, reason="undecodable", kills=0),
+    "admitted by the codec": Case(is_admitted=True, reason="max_deliveries", kills=MAX_DELIVERIES),
 }
 
 
@@ -103,8 +103,8 @@ class MemoryGroup:
 
     def start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Start *command* inside."""
-        inside = ["sh", "-c", f'echo $$ > {self.path}/cgroup.procs && exec "$@"', "sh", *command]
-        return subprocess.Popen(inside, **options)
+        wrapped_command = ["sh", "-c", f'echo $$ > {self.path}/cgroup.procs && exec "$@"', "sh", *command]
+        return subprocess.Popen(wrapped_command, **options)
 
     def remove(self) -> None:
         for _ in range(50):
@@ -134,18 +134,18 @@ def start_server(broker: str, folder: Path) -> tuple[Any, str]:
     return server, server.url
 
 
-def work_off(queue: Any, group: MemoryGroup, folder: Path, options: argparse.Namespace) -> tuple[list[int], float]:
-    """Have a worker run until the large message is dead and the others are handled; return how workers ended."""
-    ends: list[int] = []
-    began, worker = time.monotonic(), None
+def run_worker(queue: Any, group: MemoryGroup, folder: Path, options: argparse.Namespace) -> tuple[list[int], float]:
+    """Run a worker until the large message is dead-lettered and the others are handled; return its exit statuses."""
+    exit_codes: list[int] = []
+    started_at, worker = time.monotonic(), None
     with (folder / "worker.log").open("ab") as log:
         try:
-            while time.monotonic() < began + options.patience:
+            while time.monotonic() < started_at + options.patience:
                 if worker is None or worker.poll() is not None:
-                    ends += [] if worker is None else [worker.returncode]
+                    exit_codes += [] if worker is None else [worker.returncode]
                     worker = group.start([*ERGON, "run", "app:handle"], cwd=folder, stdout=log, stderr=log)
                 depth = queue.depth()
-                if depth is not None and depth.dead and handled_in(folder) >= set(NEIGHBOURS):
+                if depth is not None and depth.dead and read_handled(folder) >= set(NEIGHBOUR_IDS):
                     break
                 time.sleep(0.1)
         finally:
@@ -156,62 +156,69 @@ def work_off(queue: Any, group: MemoryGroup, folder: Path, options: argparse.Nam
                 worker.kill()
                 worker.wait()
             group.remove()
-    return ends, round(time.monotonic() - began, 1)
+    return exit_codes, round(time.monotonic() - started_at, 1)
 
 
-def handled_in(folder: Path) -> set[str]:
+def read_handled(folder: Path) -> set[str]:
     """Return the names that workers have written into the ledger."""
     return set((folder / "ledger").read_text(encoding="utf-8").split())
 
 
-def run(broker: str, case: Case, address: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Have one large message and its neighbours handled; return what became of them."""
+def run_case(broker: str, case: Case, address: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Have one large message and its neighbours handled; return the results."""
     name = f"orders_{uuid.uuid4().hex[:8]}"
-    place = {"dsn" if broker == "postgres" else "url": address}
-    place |= {} if broker == "rabbitmq" or options.lease is None else {"lease": options.lease}
-    wide = as_sync(QUEUES[broker](name, **place, codec=JsonCodec(max_bytes=ADMITTED)))
-    wide.open()
-    middle = len(NEIGHBOURS) // 2
-    wide.dispatch([Transaction(each, {"name": each}) for each in NEIGHBOURS[:middle]])
-    megabytes = min(options.megabytes, MOST_MEGABYTES.get(broker, options.megabytes))
-    wide.dispatch([Transaction("large", "x" * (megabytes * MIB))])
-    wide.dispatch([Transaction(each, {"name": each}) for each in NEIGHBOURS[middle:]])
+    queue_options = {"dsn" if broker == "postgres" else "url": address}
+    queue_options |= {} if broker == "rabbitmq" or options.lease is None else {"lease": options.lease}
+    producer_queue = as_sync(QUEUES[broker](name, **queue_options, codec=JsonCodec(max_bytes=ADMITTED_BYTES)))
+    producer_queue.open()
+    middle = len(NEIGHBOUR_IDS) // 2
+    producer_queue.dispatch([Transaction(each, {"name": each}) for each in NEIGHBOUR_IDS[:middle]])
+    megabytes = min(options.megabytes, MAX_MEGABYTES.get(broker, options.megabytes))
+    producer_queue.dispatch([Transaction("large", "x" * (megabytes * MIB))])
+    producer_queue.dispatch([Transaction(each, {"name": each}) for each in NEIGHBOUR_IDS[middle:]])
     (folder / "ledger").write_text("", encoding="utf-8")
     values = {"broker": broker, "kind": QUEUES[broker].__name__, "name": name, "ledger": str(folder / "ledger")}
-    values["options"] = "".join(f", {key}={value!r}" for key, value in place.items())
-    codec = f", codec=JsonCodec(max_bytes={ADMITTED})" if case.admitted else ""
-    (folder / "app.py").write_text(WORKER.format(**values, codec=codec), encoding="utf-8")
+    values["options"] = "".join(f", {key}={value!r}" for key, value in queue_options.items())
+    codec = f", codec=JsonCodec(max_bytes={ADMITTED_BYTES})" if case.is_admitted else ""
+    (folder / "app.py").write_text(WORKER_PROGRAM.format(**values, codec=codec), encoding="utf-8")
     group = MemoryGroup(f"ergon-memory-{name}", options.limit * MIB)
-    ends, seconds = work_off(wide, group, folder, options)
-    wide.close()
-    # As an operator lists them: with the codec of the worker, and without loading what is large.
-    reader = as_sync(QUEUES[broker](name, **place, codec=JsonCodec(max_bytes=ADMITTED) if case.admitted else None))
+    exit_codes, seconds = run_worker(producer_queue, group, folder, options)
+    producer_queue.close()
+    # As an operator lists them: with the codec of the worker, and without loading large bodies.
+    reader = as_sync(
+        QUEUES[broker](name, **queue_options, codec=JsonCodec(max_bytes=ADMITTED_BYTES) if case.is_admitted else None)
+    )
     reader.open()
-    letters = reader.list_dead(DeadLetterQuery())
+    dead_letters = reader.list_dead(DeadLetterQuery())
     reader.close()
-    handled = len(handled_in(folder) & set(NEIGHBOURS))
-    told = {
+    handled = len(read_handled(folder) & set(NEIGHBOUR_IDS))
+    result = {
         "megabytes": megabytes,
-        "deaths": ends.count(KILLED),
-        "other ends": len(ends) - ends.count(KILLED),
+        "deaths": exit_codes.count(KILLED_EXIT_CODE),
+        "other ends": len(exit_codes) - exit_codes.count(KILLED_EXIT_CODE),
         "neighbours handled": handled,
-        "dead letters": [[each.id, each.reason, each.size] for each in letters],
+        "dead letters": [[each.id, each.reason, each.size] for each in dead_letters],
         "seconds": seconds,
     }
-    right = [(each.id, each.reason) for each in letters] == [("large", case.reason)]
-    told["ok"] = right and handled == len(NEIGHBOURS) and len(ends) == case.deaths and set(ends) <= {KILLED}
-    return told
+    is_expected = [(each.id, each.reason) for each in dead_letters] == [("large", case.reason)]
+    result["ok"] = (
+        is_expected
+        and handled == len(NEIGHBOUR_IDS)
+        and len(exit_codes) == case.kills
+        and set(exit_codes) <= {KILLED_EXIT_CODE}
+    )
+    return result
 
 
 def run_broker(broker: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run both cases on a server of their own; return their figures by name."""
+    """Run both cases on a separate server; return their figures by name."""
     folder.mkdir()
     folder.chmod(0o755)
     server, address = start_server(broker, folder / "server")
     results = {}
     try:
-        for words, case in CASES.items():
-            results[f"{broker}, {words}"] = run(broker, case, address, options, folder)
+        for description, case in CASES.items():
+            results[f"{broker}, {description}"] = run_case(broker, case, address, options, folder)
             print(json.dumps(results), file=sys.stderr, flush=True)
     finally:
         server.kill()
@@ -230,18 +237,18 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="ergon-chaos-memory-"))
     folder.chmod(0o755)
-    told: dict[str, Any] = {"limit MiB": options.limit}
-    # Side by side: most of the time passes while the leases of killed workers run out.
+    summary: dict[str, Any] = {"limit MiB": options.limit}
+    # In parallel: most of the time passes while the leases of killed workers run out.
     with ThreadPoolExecutor(len(options.brokers)) as pool:
         for results in pool.map(lambda broker: run_broker(broker, options, folder / broker), options.brokers):
-            told |= results
-    good = all(result["ok"] for result in told.values() if isinstance(result, dict))
-    if good:
+            summary |= results
+    has_passed = all(result["ok"] for result in summary.values() if isinstance(result, dict))
+    if has_passed:
         shutil.rmtree(folder, ignore_errors=True)
     else:
         print(f"logs are kept in {folder}", file=sys.stderr)
-    print(json.dumps({"ok": good, **told}))
-    return 0 if good else 1
+    print(json.dumps({"ok": has_passed, **summary}))
+    return 0 if has_passed else 1
 
 
 if __name__ == "__main__":

@@ -14,17 +14,17 @@ from typing import Any
 from ergon_framework import Transaction, consumer
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.facts.facts import Facts
-from ergon_framework.facts.service.address import Address
+from ergon_framework.facts.service.address import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
 from ergon_framework.facts.service.files import TlsFiles
 from ergon_framework.providers.base import ProviderBase
 from ergon_framework.providers.errors import ProviderDependencyError
-from ergon_framework.providers.sql.books import PostgresBooks
+from ergon_framework.providers.sql.books import PostgresProviderState
 
 ZONES = ("Plant A", "Enterprise")
 
 
-class Bank(ProviderBase):
+class BankProvider(ProviderBase):
     """Pays an order with one request, which carries the idempotency key."""
 
     provider_name = "bank"
@@ -45,7 +45,7 @@ class Bank(ProviderBase):
 
 
 orders = PostgresQueue("orders")
-bank = Bank(books=PostgresBooks())
+bank = BankProvider(state_store=PostgresProviderState())
 
 
 @consumer(orders, uses=[bank])
@@ -53,12 +53,14 @@ def pay(order: dict[str, Any]) -> None:
     bank.call("charge", order)
 
 
-def boundary() -> BoundaryClient:
-    given = json.loads(os.environ["OUTAGE_FACTS"])
-    return BoundaryClient(Address(host=given["host"], files=TlsFiles(*(Path(path) for path in given["files"]))))
+def connect_boundary() -> BoundaryClient:
+    settings = json.loads(os.environ["OUTAGE_FACTS"])
+    return BoundaryClient(
+        ServiceAddress(host=settings["host"], files=TlsFiles(*(Path(path) for path in settings["files"])))
+    )
 
 
-facts = Facts(boundary(), zone=ZONES[0]) if "OUTAGE_FACTS" in os.environ else None
+facts = Facts(connect_boundary(), zone=ZONES[0]) if "OUTAGE_FACTS" in os.environ else None
 
 
 @consumer(orders)

@@ -1,14 +1,14 @@
-"""Power loss at brokers: what is left of confirmed dispatches when the machine goes dark in the middle of them.
+"""Power loss at brokers: checks that confirmed dispatches survive when the machine loses power in the middle of them.
 
 As with PostgreSQL (power.py): the broker's folder is on an XFS image; while dispatchers are at work the broker is
 frozen and the image copied below the filesystem. The copy takes the place of the original and the broker is started
-on it: whatever it had confirmed before it was frozen has to be there.
+on it: everything it had confirmed before it was frozen must be there.
 
-With the settings that the connector calls durable nothing may be lost. With weaker ones the connector has to have
+With the settings that the connector calls durable nothing may be lost. With weaker ones the connector must have
 warned; losses are shown then, not forbidden.
 
-One line of JSON per broker. The exit code is 1 if anything confirmed was lost where the connector had called it
-durable, if the connector was silent where it is not, or if too little had been confirmed.
+One line of JSON per broker. The exit code is 1 if a confirmed dispatch was lost where the connector had called it
+durable, if the connector did not warn where it is not, or if too few were confirmed.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from ergon_framework import ErgonError, Transaction
 from ergon_framework.connectors import schemes
 from ergon_framework.connectors.base import Connector
 from ergon_framework.connectors.bridge import as_sync
-from tests.chaos.power import PATIENCE, SENDERS, Disk
+from tests.chaos.power import CONFIRM_TIMEOUT_SECONDS, DISPATCHER_THREADS, Disk
 from tests.chaos.power_servers import SETUPS, Setup
 
 QUEUE = "power"
-ENOUGH = 3_000
+MIN_CONFIRMED = 3_000
 
 
-class Hearing(logging.Handler):
-    """Keeps what connectors warn of."""
+class WarningLog(logging.Handler):
+    """Records the warnings of connectors."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(f"{record.getMessage()}: {getattr(record, 'words', '')}")
+        self.messages.append(f"{record.getMessage()}: {getattr(record, 'words', '')}")
 
     def __enter__(self) -> Self:
         logging.getLogger("ergon_framework.connectors").addHandler(self)
@@ -60,40 +60,43 @@ class Hearing(logging.Handler):
         logging.getLogger("ergon_framework.connectors").removeHandler(self)
 
 
-class Senders:
-    """Threads that dispatch one by one and keep what was confirmed."""
+class Dispatchers:
+    """Threads that dispatch one by one and record the confirmed ids."""
 
     def __init__(self, queue: Connector) -> None:
         self._queue = queue
         self.confirmed: list[str] = []
-        self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._send, args=(n,), daemon=True) for n in range(SENDERS)]
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._dispatch, args=(thread_number,), daemon=True)
+            for thread_number in range(DISPATCHER_THREADS)
+        ]
 
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
 
-    def end(self) -> None:
-        self._over.set()
+    def stop(self) -> None:
+        self._stopping.set()
         for thread in self._threads:
-            thread.join(PATIENCE)
+            thread.join(CONFIRM_TIMEOUT_SECONDS)
 
-    def _send(self, sender: int) -> None:
+    def _dispatch(self, thread_number: int) -> None:
         number = 0
-        while not self._over.is_set():
+        while not self._stopping.is_set():
             number += 1
             try:
-                [told] = self._queue.dispatch([Transaction(f"{sender}-{number}", {"number": number})])
+                [confirmation] = self._queue.dispatch([Transaction(f"{thread_number}-{number}", {"number": number})])
             except ErgonError:
-                if self._over.wait(0.01):
+                if self._stopping.wait(0.01):
                     return
             else:
-                self.confirmed.append(told.transaction_id)
+                self.confirmed.append(confirmation.transaction_id)
 
 
 @dataclass(frozen=True)
-class Loss:
-    """One run: what the connector said, how much was confirmed, and how much of that was lost."""
+class PowerLossResult:
+    """One run: what the connector reported, how much was confirmed, and how much of that was lost."""
 
     setting: str
     durable: bool | None
@@ -104,8 +107,8 @@ class Loss:
 
 
 def freeze(folder: Path) -> list[int]:
-    """Stop everybody who has a file below *folder* open, and wait until they have stopped: nothing is written then."""
-    pids = [pid for pid in _pids() if pid != os.getpid() and _holds(pid, folder)]
+    """Stop every process with an open file below *folder*, and wait: nothing is written after that."""
+    pids = [pid for pid in _list_pids() if pid != os.getpid() and _has_open_file(pid, folder)]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
@@ -119,133 +122,143 @@ def freeze(folder: Path) -> list[int]:
     return pids
 
 
-def end(pids: list[int]) -> None:
-    """Whoever is frozen does not notice that the broker is gone, as helpers of one do otherwise."""
+def kill_processes(pids: list[int]) -> None:
+    """Kill *pids*: a frozen helper does not notice that its broker is gone."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _pids() -> list[int]:
+def _list_pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
-def _holds(pid: int, folder: Path) -> bool:
+def _has_open_file(pid: int, folder: Path) -> bool:
     with contextlib.suppress(OSError):
         return any(str(entry.readlink()).startswith(f"{folder}/") for entry in Path(f"/proc/{pid}/fd").iterdir())
     return False
 
 
-def lose_power(folder: Path, setup: Setup, enough: int) -> Loss:
+def lose_power(folder: Path, setup: Setup, min_confirmed: int) -> PowerLossResult:
     folder.mkdir()
     folder.chmod(0o755)
-    place = folder / "disk"
-    disk = Disk(folder / "before.img", place)
-    disk.make()
-    with Hearing() as hearing, disk.mounted() as mounted:
-        server = setup.server(mounted / "server")
-        senders: Senders | None = None
-        frozen: list[int] = []
+    disk_folder = folder / "disk"
+    disk = Disk(folder / "before.img", disk_folder)
+    disk.create()
+    with WarningLog() as warning_log, disk.mount() as mount_point:
+        server = setup.create_server(mount_point / "server")
+        dispatchers: Dispatchers | None = None
+        frozen_pids: list[int] = []
         queue: Connector | None = None
         try:
             server.start()
-            queue = as_sync(schemes.connect(QUEUE, server.url, setup.options(server)))
+            queue = as_sync(schemes.create_connector(QUEUE, server.url, setup.make_options(server)))
             queue.open()
             durable = queue.capabilities.durable
-            # A power loss before the beginning is not the question.
+            # A power loss before the start is not tested.
             os.sync()
-            senders = Senders(queue)
-            senders.start()
-            _until(lambda: len(senders.confirmed) >= enough)
-            frozen = freeze(mounted)
-            # What a sender hears from now on was on its way before, so it counts: the broker is silent.
+            dispatchers = Dispatchers(queue)
+            dispatchers.start()
+            _wait_until(lambda: len(dispatchers.confirmed) >= min_confirmed)
+            frozen_pids = freeze(mount_point)
+            # Confirmations that arrive from now on were in flight before and count: the broker is frozen.
             time.sleep(0.2)
-            confirmed = set(senders.confirmed)
-            copy = disk.copied(folder / "after")
+            confirmed = set(dispatchers.confirmed)
+            copy = disk.copy_to(folder / "after")
         finally:
             server.kill()
-            end(frozen)
-            if senders is not None:
-                senders.end()
+            kill_processes(frozen_pids)
+            if dispatchers is not None:
+                dispatchers.stop()
             if queue is not None:
                 queue.close()
-    # Mounted where the original was: a broker may know its folder by name.
-    with Disk(copy.image, place).mounted():
+    # Mounted where the original was: a broker may store the path of its folder.
+    with Disk(copy.image, disk_folder).mount():
         try:
             server.start()
-            left = _left(server.url, setup.options(server))
+            ids = _read_ids(server.url, setup.make_options(server))
         finally:
             server.kill()
-    return Loss(setup.setting, durable, tuple(hearing.said[:1]), len(confirmed), len(left), len(confirmed - left))
+    return PowerLossResult(
+        setup.setting, durable, tuple(warning_log.messages[:1]), len(confirmed), len(ids), len(confirmed - ids)
+    )
 
 
-def _until(enough: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not enough() and time.monotonic() < end:
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + CONFIRM_TIMEOUT_SECONDS
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def _left(url: str, options: Mapping[str, Any]) -> set[str]:
-    """The ids that a consumer finds."""
-    queue = as_sync(schemes.connect(QUEUE, url, options))
+def _read_ids(url: str, options: Mapping[str, Any]) -> set[str]:
+    """Return the ids that a consumer receives."""
+    queue = as_sync(schemes.create_connector(QUEUE, url, options))
     queue.open()
-    found: set[str] = set()
+    ids: set[str] = set()
     try:
         while deliveries := queue.fetch_transactions(1000, wait=3.0):
-            found.update(delivery.transaction.id for delivery in deliveries)
+            ids.update(delivery.transaction.id for delivery in deliveries)
     finally:
         queue.close()
-    return found
+    return ids
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--broker", action="append", choices=sorted(SETUPS), help="which; all but postgres by default")
-    parser.add_argument("--confirmed", type=int, default=ENOUGH, help="dispatches confirmed before the power goes")
+    parser.add_argument(
+        "--confirmed", type=int, default=MIN_CONFIRMED, help="dispatches confirmed before the power goes"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="of each setting")
     options = parser.parse_args()
-    told = [_one(name, options) for name in options.broker or [name for name in SETUPS if name != "postgres"]]
-    for line in told:
-        print(json.dumps(line))
-    return 0 if all(line["ok"] for line in told) else 1
+    summaries = [
+        _run_broker(name, options) for name in options.broker or [name for name in SETUPS if name != "postgres"]
+    ]
+    for summary in summaries:
+        print(json.dumps(summary))
+    return 0 if all(summary["ok"] for summary in summaries) else 1
 
 
-def _one(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def _run_broker(name: str, options: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix=f"ergon-power-{name}-"))
     folder.chmod(0o755)
-    losses: list[Loss] = []
+    results: list[PowerLossResult] = []
     try:
         for number in range(options.rounds):
             for setup in SETUPS[name]:
-                here = folder / f"{setup.setting}-{number}"
-                losses.append(lose_power(here, setup, options.confirmed))
-                print(f"{name}: {losses[-1]}", file=sys.stderr, flush=True)
-                shutil.rmtree(here, ignore_errors=True)
+                run_folder = folder / f"{setup.setting}-{number}"
+                results.append(lose_power(run_folder, setup, options.confirmed))
+                print(f"{name}: {results[-1]}", file=sys.stderr, flush=True)
+                shutil.rmtree(run_folder, ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return _told(name, losses, options.confirmed)
+    return _summarize(name, results, options.confirmed)
 
 
-def _told(name: str, losses: list[Loss], enough: int) -> dict[str, Any]:
-    strong = {setup.setting for setup in SETUPS[name] if setup.durable}
-    wrong = [f"{loss.setting}: only {loss.confirmed} were confirmed" for loss in losses if loss.confirmed < enough]
-    for loss in losses:
-        if loss.durable and loss.lost:
-            wrong.append(f"{loss.setting}: {loss.lost} lost that were called durable")
-        if loss.setting in strong and not loss.durable:
-            wrong.append(f"{loss.setting}: not called durable, though it is")
-        if loss.setting not in strong and loss.durable:
-            wrong.append(f"{loss.setting}: called durable, though it is not")
-        if loss.setting not in strong and not loss.warned:
-            wrong.append(f"{loss.setting}: the connector did not warn")
+def _summarize(name: str, results: list[PowerLossResult], min_confirmed: int) -> dict[str, Any]:
+    durable_settings = {setup.setting for setup in SETUPS[name] if setup.durable}
+    problems = [
+        f"{result.setting}: only {result.confirmed} were confirmed"
+        for result in results
+        if result.confirmed < min_confirmed
+    ]
+    for result in results:
+        if result.durable and result.lost:
+            problems.append(f"{result.setting}: {result.lost} lost that were called durable")
+        if result.setting in durable_settings and not result.durable:
+            problems.append(f"{result.setting}: not called durable, though it is")
+        if result.setting not in durable_settings and result.durable:
+            problems.append(f"{result.setting}: called durable, though it is not")
+        if result.setting not in durable_settings and not result.warned:
+            problems.append(f"{result.setting}: the connector did not warn")
     settings = {
-        loss.setting: {"confirmed": 0, "lost": 0, "durable": loss.durable, "warned": list(loss.warned)}
-        for loss in losses
+        result.setting: {"confirmed": 0, "lost": 0, "durable": result.durable, "warned": list(result.warned)}
+        for result in results
     }
-    for loss in losses:
-        settings[loss.setting]["confirmed"] += loss.confirmed
-        settings[loss.setting]["lost"] += loss.lost
-    return {"broker": name, "ok": not wrong, "wrong": wrong, "settings": settings}
+    for result in results:
+        settings[result.setting]["confirmed"] += result.confirmed
+        settings[result.setting]["lost"] += result.lost
+    return {"broker": name, "ok": not problems, "wrong": problems, "settings": settings}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Setups for the loss of power: each broker as safe as it can be, and as it is if nobody has thought of it."""
+"""Setups for the loss of power: each broker with its most durable settings, and with its defaults."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.servers.rabbitmq import PrivateRabbitMQ
 from tests.servers.redis import PrivateRedis
 
 
-class Served(Protocol):
-    """A server process of our own, with all that it keeps in one folder."""
+class DataServer(Protocol):
+    """A private server process that keeps all data in one folder."""
 
     @property
     def url(self) -> str: ...
@@ -28,17 +28,17 @@ class Setup:
     """One broker with one setting."""
 
     setting: str
-    server: Callable[[Path], Any]
-    #: Whether a connector may call it durable, by what such rigs have shown.
+    create_server: Callable[[Path], Any]
+    #: Whether a connector may call it durable, as such runs have shown.
     durable: bool
-    options: Callable[[Any], Mapping[str, Any]] = lambda _server: {}
+    make_options: Callable[[Any], Mapping[str, Any]] = lambda _server: {}
 
 
 class _Postgres(PrivatePostgres):
-    """With our tables; and it does not mind what a server before it has left behind."""
+    """A server with our tables that tolerates the leftovers of its predecessor."""
 
     def __init__(self, folder: Path, commit: str) -> None:
-        # Slow to write by itself: what it has not synced is then surely not on the device.
+        # The WAL writer is slow, so unsynced data is certainly not on the device.
         super().__init__(folder, settings={"synchronous_commit": commit, "wal_writer_delay": "10s"})
 
     @property
@@ -51,11 +51,11 @@ class _Postgres(PrivatePostgres):
         upgrade(self.dsn())
 
 
-def _monitored(server: PrivateNats) -> Mapping[str, Any]:
+def _make_monitor_options(server: PrivateNats) -> Mapping[str, Any]:
     return {"monitor": server.monitor}
 
 
-def _every_second(folder: Path) -> PrivateRedis:
+def _create_everysec_redis(folder: Path) -> PrivateRedis:
     return PrivateRedis(folder, settings={"appendfsync": "everysec"})
 
 
@@ -66,11 +66,16 @@ SETUPS: Final[Mapping[str, Sequence[Setup]]] = {
     ),
     "rabbitmq": (Setup("quorum queues", PrivateRabbitMQ, durable=True),),
     "nats": (
-        Setup("sync_interval always", lambda folder: PrivateNats(folder, sync=True), durable=True, options=_monitored),
-        Setup("sync_interval as it comes", PrivateNats, durable=False, options=_monitored),
+        Setup(
+            "sync_interval always",
+            lambda folder: PrivateNats(folder, sync=True),
+            durable=True,
+            make_options=_make_monitor_options,
+        ),
+        Setup("sync_interval as it comes", PrivateNats, durable=False, make_options=_make_monitor_options),
     ),
     "redis": (
         Setup("appendfsync always", PrivateRedis, durable=True),
-        Setup("appendfsync everysec", _every_second, durable=False),
+        Setup("appendfsync everysec", _create_everysec_redis, durable=False),
     ),
 }

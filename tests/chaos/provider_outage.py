@@ -1,8 +1,8 @@
 """Outages of a provider and of the facts boundary, with the default settings: no dead letter, every order paid once.
 
 While the bank answers 503, or hangs, orders arrive one a second, or there is a single one; while the facts boundary is
-away, orders arrive that are told as facts. Each scenario has a database and a worker (``ergon run``) of its own, and
-all run at the same time. The last line is JSON; exit code 1 where something was lost, doubled or dead-lettered.
+unavailable, orders arrive that are reported as facts. Each scenario has its own database and worker (``ergon run``),
+and all run in parallel. The last line is JSON; exit code 1 where something was lost, doubled or dead-lettered.
 
     python tests/chaos/provider_outage.py --outage 60 --orders 60 --facts-outage 300
 """
@@ -31,32 +31,32 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from ergon_framework.connectors.postgres import PostgresQueue  # noqa: E402 - the tests are found by now
-from ergon_framework.facts.model import Pair  # noqa: E402
+from ergon_framework.facts.model import ZonePair  # noqa: E402
 from ergon_framework.schema.migrate import upgrade  # noqa: E402
 from ergon_framework.transaction import Transaction  # noqa: E402
 from tests.servers.facts_host import Host  # noqa: E402
 from tests.servers.postgres import PrivatePostgres  # noqa: E402
 
-#: Where facts come from and where they go, as in outage_shop.
+#: Source and destination of facts, as in outage_shop.
 ZONES = ("Plant A", "Enterprise")
 #: Seconds after the outage within which every order has to be paid.
 RECOVERY_SECONDS = 240.0
 ERGON = [sys.executable, "-c", "from ergon_framework.cli.main import main; main()"]
 
 
-class Bank(ThreadingHTTPServer):
+class BankServer(ThreadingHTTPServer):
     """Takes charges, by idempotency key; *mode* is ``up``, ``down`` (503) or ``hang``."""
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, mode: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(("127.0.0.1", 0), _BankHandler)
         self.mode = mode
         self.requests = 0
         self.paid: Counter[str] = Counter()
         self.lock = threading.Lock()
-        self.over = threading.Event()
+        self.recovered = threading.Event()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -65,14 +65,14 @@ class Bank(ThreadingHTTPServer):
 
     def recover(self) -> None:
         self.mode = "up"
-        self.over.set()
+        self.recovered.set()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that was timed out has closed its connection: that is part of it."""
+        """Ignore the error: a client that timed out has closed its connection."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Bank
+class _BankHandler(BaseHTTPRequestHandler):
+    server: BankServer
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             if mode == "up":
                 self.server.paid[self.headers["Idempotency-Key"]] += 1
         if mode == "hang":
-            self.server.over.wait()
+            self.server.recovered.wait()
             self.close_connection = True
             return
         self.send_response(200 if mode == "up" else 503)
@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Write nothing."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class Scenario:
     outage: float
 
 
-class Run:
-    """One scenario with its database, its worker and the service that is away."""
+class OutageRun:
+    """One scenario with its database, its worker and the service that is unavailable."""
 
     def __init__(self, scenario: Scenario, server: PrivatePostgres, folder: Path) -> None:
         self.scenario = scenario
@@ -111,24 +111,27 @@ class Run:
         upgrade(self.dsn)
         self.folder = folder / scenario.name
         self.folder.mkdir()
-        self.bank = Bank(scenario.mode) if scenario.task == "pay" else None
+        self.bank = BankServer(scenario.mode) if scenario.task == "pay" else None
         self.host = Host(self.folder, zones=[ZONES[0]]) if scenario.task == "tell" else None
         self.queue = PostgresQueue("orders", dsn=self.dsn)
         self.worker: subprocess.Popen[bytes] | None = None
-        self.where = ""
+        self.facts_address = ""
 
-    # -- the service that is away -------------------------------------------------------------------
+    # -- the service that is unavailable ------------------------------------------------------------
 
-    def begin(self) -> None:
+    def start(self) -> None:
         env = {**os.environ, "ERGON_POSTGRES__DSN": self.dsn}
         if self.bank is not None:
             env["OUTAGE_BANK"] = self.bank.address
         else:
             assert self.host is not None
-            self.where = self.host.serve("facts")
+            self.facts_address = self.host.serve("facts")
             files = self.host.authority.issue("plant", zones=[ZONES[0]])
-            given = {"host": self.where, "files": [str(files.certificate), str(files.key), str(files.authorities)]}
-            env["OUTAGE_FACTS"] = json.dumps(given)
+            settings = {
+                "host": self.facts_address,
+                "files": [str(files.certificate), str(files.key), str(files.authorities)],
+            }
+            env["OUTAGE_FACTS"] = json.dumps(settings)
             self.host.ask("stop", "facts", 0.0)
         command = [*ERGON, "run", f"tests.chaos.outage_shop:{self.scenario.task}", "--streaming", "--log-level", "info"]
         with (self.folder / "worker.log").open("wb") as log:
@@ -139,39 +142,39 @@ class Run:
             self.bank.recover()
         else:
             assert self.host is not None
-            self.host.serve("facts", listen=self.where)
+            self.host.serve("facts", listen=self.facts_address)
 
-    def done(self) -> dict[str, int]:
-        """How often each order was paid, or told."""
+    def count_done(self) -> dict[str, int]:
+        """Count how often each order was paid, or reported."""
         if self.bank is not None:
             with self.bank.lock:
                 return dict(self.bank.paid)
         assert self.host is not None
-        found = self.host.call("facts", "fetch_facts", "outage", Pair(*ZONES), 10_000)
-        return dict(Counter(fact.fact.subject for fact in found))
+        facts = self.host.call("facts", "fetch_facts", "outage", ZonePair(*ZONES), 10_000)
+        return dict(Counter(fact.fact.subject for fact in facts))
 
     # -- what happens -------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         scenario = self.scenario
-        self.begin()
-        began = time.monotonic()
-        why = ""
+        self.start()
+        started_at = time.monotonic()
+        explanation = ""
         for number in range(scenario.orders):
-            self._sleep_until(began + number * scenario.outage / max(scenario.orders, 60))
+            self._sleep_until(started_at + number * scenario.outage / max(scenario.orders, 60))
             self.queue.dispatch([Transaction(f"order-{number}", {"amount": number})])
-        self._sleep_until(began + 0.9 * scenario.outage)
-        why = self._why("order-0")
-        self._sleep_until(began + scenario.outage)
-        early = len(self.done())
+        self._sleep_until(started_at + 0.9 * scenario.outage)
+        explanation = self._explain("order-0")
+        self._sleep_until(started_at + scenario.outage)
+        paid_early = len(self.count_done())
         self.recover()
-        over = time.monotonic()
-        while len(self.done()) < scenario.orders and time.monotonic() < over + RECOVERY_SECONDS:
+        recovery_start = time.monotonic()
+        while len(self.count_done()) < scenario.orders and time.monotonic() < recovery_start + RECOVERY_SECONDS:
             time.sleep(0.2)
-        took = time.monotonic() - over
-        self._settled()
+        recovery_seconds = time.monotonic() - recovery_start
+        self._wait_until_settled()
         depth = self.queue.depth()
-        paid = self.done()
+        paid = self.count_done()
         log = (self.folder / "worker.log").read_text(encoding="utf-8", errors="replace")
         return {
             "scenario": scenario.name,
@@ -179,32 +182,32 @@ class Run:
             "orders": scenario.orders,
             "paid": len(paid),
             "paid_more_than_once": sum(count > 1 for count in paid.values()),
-            "paid_during_outage": early,
+            "paid_during_outage": paid_early,
             "dead_letters": depth.dead,
             "left_in_queue": depth.ready + depth.delayed + depth.in_flight,
             "requests": None if self.bank is None else self.bank.requests,
             "deferred": log.count("transaction deferred"),
-            "why_shows_deferrals": "deferred" in why and "times" in why,
-            "recovered_after_s": round(took, 1),
+            "why_shows_deferrals": "deferred" in explanation and "times" in explanation,
+            "recovered_after_s": round(recovery_seconds, 1),
         }
 
-    def _settled(self) -> None:
+    def _wait_until_settled(self) -> None:
         """Wait until the worker has acknowledged what it has done."""
-        until = time.monotonic() + 30
-        while time.monotonic() < until:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
             depth = self.queue.depth()
             if not depth.ready + depth.delayed + depth.in_flight:
                 return
             time.sleep(0.1)
 
-    def _why(self, transaction_id: str) -> str:
+    def _explain(self, transaction_id: str) -> str:
         env = {**os.environ, "ERGON_POSTGRES__DSN": self.dsn}
         command = [*ERGON, "why", transaction_id]
         return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False).stdout
 
     def _sleep_until(self, moment: float) -> None:
-        while (left := moment - time.monotonic()) > 0:
-            time.sleep(min(left, 1.0))
+        while (remaining := moment - time.monotonic()) > 0:
+            time.sleep(min(remaining, 1.0))
             if self.worker is not None and self.worker.poll() is not None:
                 raise RuntimeError(f"the worker of {self.scenario.name} has ended: see {self.folder}/worker.log")
 
@@ -224,7 +227,7 @@ class Run:
             self.host.close()
 
 
-def scenarios(outage: float, orders: int, facts_outage: float) -> list[Scenario]:
+def make_scenarios(outage: float, orders: int, facts_outage: float) -> list[Scenario]:
     return [
         Scenario("down", "pay", "down", orders, outage),
         Scenario("down-one", "pay", "down", 1, outage),
@@ -234,7 +237,7 @@ def scenarios(outage: float, orders: int, facts_outage: float) -> list[Scenario]
     ]
 
 
-def is_well(figures: dict[str, Any]) -> bool:
+def is_successful(figures: dict[str, Any]) -> bool:
     return (
         figures["paid"] == figures["orders"]
         and not figures["paid_more_than_once"]
@@ -244,19 +247,19 @@ def is_well(figures: dict[str, Any]) -> bool:
     )
 
 
-def outages(wanted: list[Scenario], folder: Path) -> list[dict[str, Any]]:
-    """Run the scenarios side by side and return the figures of each."""
+def run_outages(selected: list[Scenario], folder: Path) -> list[dict[str, Any]]:
+    """Run the scenarios in parallel and return the figures of each."""
     with ExitStack() as stack:
         server = PrivatePostgres(tempfile.mkdtemp(prefix="ergon-outage-"), fsync=False)
         stack.callback(shutil.rmtree, server.folder, ignore_errors=True)
         stack.callback(server.kill)
         server.start()
         runs = []
-        for scenario in wanted:
-            runs.append(Run(scenario, server, folder))
+        for scenario in selected:
+            runs.append(OutageRun(scenario, server, folder))
             stack.callback(runs[-1].close)
         with ThreadPoolExecutor(len(runs)) as pool:
-            return list(pool.map(Run.run, runs))
+            return list(pool.map(OutageRun.run, runs))
 
 
 def main() -> int:
@@ -266,20 +269,20 @@ def main() -> int:
     parser.add_argument("--facts-outage", type=float, default=300.0)
     parser.add_argument("--only", nargs="*", default=None)
     options = parser.parse_args()
-    wanted = [
+    selected = [
         scenario
-        for scenario in scenarios(options.outage, options.orders, options.facts_outage)
+        for scenario in make_scenarios(options.outage, options.orders, options.facts_outage)
         if options.only is None or scenario.name in options.only
     ]
     folder = Path(tempfile.mkdtemp(prefix="ergon-outage-logs-"))
-    found = outages(wanted, folder)
-    for figures in found:
+    results = run_outages(selected, folder)
+    for figures in results:
         print(json.dumps(figures), file=sys.stderr)
-    well = all(map(is_well, found))
-    if well:
+    has_passed = all(map(is_successful, results))
+    if has_passed:
         shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps({"well": well, "scenarios": found}))
-    return 0 if well else 1
+    print(json.dumps({"well": has_passed, "scenarios": results}))
+    return 0 if has_passed else 1
 
 
 if __name__ == "__main__":

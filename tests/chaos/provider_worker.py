@@ -1,7 +1,7 @@
 """One worker process of the fleet of providers: python -m tests.chaos.provider_worker CONFIGURATION
 
-It says that it is ready, begins when it is told to, and answers with one line of JSON. What it does is told
-by its configuration, as JSON: see the functions of ``WORK``.
+It prints ``ready``, begins at a line on stdin, and answers with one line of JSON. Its configuration, as JSON, says what
+it does: see the functions of ``WORK``.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.providers.errors import ProviderCircuitOpenError, ProviderError
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.providers.sql.blocks import BlockPolicy
-from ergon_framework.providers.sql.books import PostgresBooks
-from ergon_framework.providers.synthetic import SyntheticProvider
+from ergon_framework.providers.sql.books import PostgresProviderState
+from ergon_framework.providers.synthetic import FakeProvider
 
 
-class Noting(SyntheticProvider):
-    """Notes, of calls that say when they began, when they were let through."""
+class RecordingProvider(FakeProvider):
+    """Records when calls that carry their begin reached the upstream."""
 
-    def __init__(self, told, books):
-        # Only the address of the upstream is known here: it lives in another process.
-        upstream = SimpleNamespace(address=tuple(told["address"]))
-        super().__init__(upstream, books=books, policy=ProviderPolicy.model_validate(told["policy"]))
+    def __init__(self, settings, state_store):
+        # Only the address of the upstream is known here: it runs in another process.
+        upstream = SimpleNamespace(address=tuple(settings["address"]))
+        super().__init__(upstream, state_store=state_store, policy=ProviderPolicy.model_validate(settings["policy"]))
         self.sent = []
 
     def _execute_impl(self, *, payload, **rest):
@@ -42,123 +42,123 @@ class Noting(SyntheticProvider):
         return super()._execute_impl(payload=payload, **rest)
 
 
-def books_of(told):
-    blocks = told.get("blocks")
-    return PostgresBooks(told["dsn"], blocks=None if blocks is None else BlockPolicy.model_validate(blocks))
+def open_state_store(settings):
+    blocks = settings.get("blocks")
+    return PostgresProviderState(settings["dsn"], blocks=None if blocks is None else BlockPolicy.model_validate(blocks))
 
 
-def calls(told):
-    """So many threads make so many calls each; how they ended."""
-    counted, lock = Counter(), threading.Lock()
-    books = books_of(told)
-    payments = Noting(told, books)
+def make_calls(settings):
+    """Make a number of calls on a number of threads; return how they ended."""
+    outcomes, lock = Counter(), threading.Lock()
+    state_store = open_state_store(settings)
+    payments = RecordingProvider(settings, state_store)
 
-    def one(_):
-        key, outcome = told.get("key"), "success"
+    def call_once(_):
+        key, outcome = settings.get("key"), "success"
         try:
-            payments.call("charge", told.get("payload", {}), key=key, tenant=told["tenant"])
+            payments.call("charge", settings.get("payload", {}), key=key, tenant=settings["tenant"])
         except ProviderError as error:
             outcome = error.code if error.code in {"in_flight", "books_unavailable"} else error.reason_code.value
         with lock:
-            counted[outcome] += 1
+            outcomes[outcome] += 1
 
-    with ThreadPoolExecutor(told["threads"]) as pool:
-        list(pool.map(one, range(told["calls"])))
-    books.close()
-    return dict(counted)
+    with ThreadPoolExecutor(settings["threads"]) as pool:
+        list(pool.map(call_once, range(settings["calls"])))
+    state_store.close()
+    return dict(outcomes)
 
 
-def hammer(told):
-    """So many threads call until a moment; when the calls that were refused or answered began and ended."""
-    books = books_of(told)
-    payments = Noting(told, books)
-    first, counted, lock, well = [], Counter(), threading.Lock(), Counter()
-    answered, stop = [], Path(told["stop"])
+def hammer(settings):
+    """Call on a number of threads until a deadline; return when rejected and answered calls began and ended."""
+    state_store = open_state_store(settings)
+    payments = RecordingProvider(settings, state_store)
+    first_outcomes, sick_outcomes, lock, healthy_outcomes = [], Counter(), threading.Lock(), Counter()
+    answered_starts, stop_file = [], Path(settings["stop"])
 
-    def loop(number):
-        sick = number < told["threads"]
-        tenant = told["tenant"] if sick else told["other"]
-        while time.time() < told["until"] and not stop.exists():
-            began = time.time()
+    def call_in_loop(number):
+        is_sick = number < settings["threads"]
+        tenant = settings["tenant"] if is_sick else settings["other"]
+        while time.time() < settings["until"] and not stop_file.exists():
+            started_at = time.time()
             try:
-                payments.call("charge" if sick else "well", {"began": began} if sick else {}, tenant=tenant)
+                payments.call("charge" if is_sick else "well", {"began": started_at} if is_sick else {}, tenant=tenant)
                 outcome = "success"
             except ProviderCircuitOpenError:
                 outcome = "circuit_open"
             except ProviderError as error:
                 outcome = error.code if error.code == "books_unavailable" else error.reason_code.value
             with lock:
-                (counted if sick else well)[outcome] += 1
-                if sick and not first:
-                    first.append(outcome)
-                if sick and outcome == "success":
-                    answered.append(began)
-            # An open breaker answers at once; a worker would be told to come back later.
-            time.sleep(0.02 if outcome == "circuit_open" or not sick else 0.002)
+                (sick_outcomes if is_sick else healthy_outcomes)[outcome] += 1
+                if is_sick and not first_outcomes:
+                    first_outcomes.append(outcome)
+                if is_sick and outcome == "success":
+                    answered_starts.append(started_at)
+            # An open breaker answers immediately; a worker would defer the transaction.
+            time.sleep(0.02 if outcome == "circuit_open" or not is_sick else 0.002)
 
-    threads = [threading.Thread(target=loop, args=(n,)) for n in range(told["threads"] + told["well"])]
+    threads = [threading.Thread(target=call_in_loop, args=(n,)) for n in range(settings["threads"] + settings["well"])]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    books.close()
+    state_store.close()
     return {
-        "sick": dict(counted),
-        "well": dict(well),
-        "first": first[:1],
-        "answered": answered[:1],
+        "sick": dict(sick_outcomes),
+        "well": dict(healthy_outcomes),
+        "first": first_outcomes[:1],
+        "answered": answered_starts[:1],
         "sent": payments.sent,
     }
 
 
-def consume(told):
-    """A consumer, forked again and again, and killed at random moments; then one that is left in peace."""
-    dice = random.Random(told["seed"])
+def consume(settings):
+    """Fork a consumer repeatedly and kill it at random moments; then let one finish."""
+    rng = random.Random(settings["seed"])
     kills = 0
-    while kills < told["kills"]:
+    while kills < settings["kills"]:
         child = os.fork()
         if child == 0:
-            _consume(told, forever=True)
-        time.sleep(dice.uniform(0.0, told["longest"]))
+            _run_consumer(settings, forever=True)
+        time.sleep(rng.uniform(0.0, settings["longest"]))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         kills += 1
     child = os.fork()
     if child == 0:
-        _consume(told, forever=False)
+        _run_consumer(settings, forever=False)
     _, status = os.waitpid(child, 0)
     return {"kills": kills, "last": os.waitstatus_to_exitcode(status)}
 
 
-def _consume(told, *, forever):
-    code = 1
+def _run_consumer(settings, *, forever):
+    exit_code = 1
     try:
-        queue = PostgresQueue(told["queue"], dsn=told["dsn"], lease=told["lease"])
-        books = PostgresBooks(told["dsn"])
-        payments = Noting(told, books)
-        rules = ConsumerPolicy.load({"loop": {"concurrency": {"value": 4}, "max_deliveries": 10_000}})
+        queue = PostgresQueue(settings["queue"], dsn=settings["dsn"], lease=settings["lease"])
+        state_store = PostgresProviderState(settings["dsn"])
+        payments = RecordingProvider(settings, state_store)
+        policy = ConsumerPolicy.load({"loop": {"concurrency": {"value": 4}, "max_deliveries": 10_000}})
 
         @consumer(queue)
         def charge(order):
             payments.call("charge", order)
 
-        until = time.monotonic() + told["patience"]
-        while forever or time.monotonic() < until:
-            charge.consume_transactions(rules)
+        deadline = time.monotonic() + settings["patience"]
+        while forever or time.monotonic() < deadline:
+            charge.consume_transactions(policy)
             depth = queue.depth()
             if not forever and depth.ready + depth.delayed + depth.in_flight == 0:
-                code = 0
+                exit_code = 0
                 break
             time.sleep(0.05)
         queue.close()
-        books.close()
+        state_store.close()
     except ErgonError:
-        code = 2
+        exit_code = 2
     finally:
-        os._exit(code)
+        os._exit(exit_code)
 
 
-WORK = {"calls": calls, "hammer": hammer, "consume": consume}
+WORK = {"calls": make_calls, "hammer": hammer, "consume": consume}
 
 if __name__ == "__main__":
     configuration = json.loads(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Verdict: journals, ledger and list of faults held against each other; what does not agree is a finding."""
+"""Verdict: compares journals, ledger and the list of faults; every mismatch is a finding."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.faults import Fault
-from tests.chaos.fleet import Fleet, Life
-from tests.chaos.journal import read
+from tests.chaos.fleet import Fleet, ProcessRecord
+from tests.chaos.journal import read_journal
 from tests.chaos.ledger import Claim, Ledger
 from tests.chaos.mix import Order
 
-#: How many of a kind are told in full.
-SHOWN = 20
-#: Ends of processes that are faults of their own, or no faults at all.
-KNOWN = ("killed", "in good order")
-_NAME = re.compile(rb"[a-z]+-[0-9]+")
+#: How many findings of a kind are printed.
+MAX_SHOWN_FINDINGS = 20
+#: Ends of processes that are already recorded as faults, or are none.
+KNOWN_EXITS = ("killed", "in good order")
+_ID_PATTERN = re.compile(rb"[a-z]+-[0-9]+")
 
 
 @dataclass
-class Run:
-    """A handler that ran: by whom, under which claim, from when to when."""
+class HandlerRun:
+    """One handler run: its worker, its claim, its start and end."""
 
     id: str
     key: str | None
     who: str
     claim: Claim
-    began: float
-    ended: float
+    started_at: float
+    ended_at: float
 
 
 @dataclass
-class Settled:
-    """What a worker was told about a settlement."""
+class SettlementResult:
+    """The result of a settlement as the worker received it."""
 
     who: str
     claim: Claim
@@ -45,41 +45,41 @@ class Settled:
 
 @dataclass
 class Verdict:
-    """What was counted, and what is wrong."""
+    """Counters and findings."""
 
     findings: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     counts: dict[str, Any] = field(default_factory=dict)
     overlaps: list[str] = field(default_factory=list)
     causes: Counter[str] = field(default_factory=Counter)
 
-    def wrong(self, what: str, words: str) -> None:
-        self.findings[what].append(words)
+    def add_finding(self, kind: str, details: str) -> None:
+        self.findings[kind].append(details)
 
 
-def runs_of(life: Life, lines: list[list[Any]]) -> Iterator[Run]:
-    """What a process ran; what it did not live to end ended with it."""
-    over = life.ended or float("inf")
-    running: dict[int, Run] = {}
-    for at, what, *words in lines:
-        if what == "start":
-            number, name, claim, key = words
-            place, worker, token = map(int, claim.split("-"))
-            running[number] = Run(name, key, life.who, (place, worker, token), at, over)
-        elif what == "end":
-            run = running.pop(words[0])
-            run.ended = at
+def iter_runs(record: ProcessRecord, lines: list[list[Any]]) -> Iterator[HandlerRun]:
+    """Yield the runs of a process; an unfinished run ends with its process."""
+    process_end = record.ended_at or float("inf")
+    running: dict[int, HandlerRun] = {}
+    for timestamp, event, *values in lines:
+        if event == "start":
+            number, name, claim, key = values
+            message, worker, token = map(int, claim.split("-"))
+            running[number] = HandlerRun(name, key, record.who, (message, worker, token), timestamp, process_end)
+        elif event == "end":
+            run = running.pop(values[0])
+            run.ended_at = timestamp
             yield run
     yield from running.values()
 
 
-def settled_of(life: Life, lines: list[list[Any]]) -> Iterator[Settled]:
-    for _, what, *words in lines:
-        if what == "settle":
-            place, worker, token, kind, result, _ = words
-            yield Settled(life.who, (place, worker, token), kind, result)
+def iter_settlements(record: ProcessRecord, lines: list[list[Any]]) -> Iterator[SettlementResult]:
+    for _, event, *values in lines:
+        if event == "settle":
+            message, worker, token, kind, result, _ = values
+            yield SettlementResult(record.who, (message, worker, token), kind, result)
 
 
-def judge(
+def evaluate(
     ledger: Ledger,
     fleet: Fleet,
     orders: list[Order],
@@ -90,17 +90,21 @@ def judge(
     max_deliveries: int,
 ) -> Verdict:
     verdict = Verdict()
-    journals = {life.who: read(fleet.journal(life)) for life in fleet.lives if fleet.journal(life).exists()}
-    runs = [run for life in fleet.lives for run in runs_of(life, journals.get(life.who, []))]
-    settled = [one for life in fleet.lives for one in settled_of(life, journals.get(life.who, []))]
-    why = Causes(ledger, fleet.lives, faults, lease)
-    worn = {name for name, count in _suffered(ledger, why).items() if count >= max_deliveries}
-    _ends(verdict, ledger, orders, confirmed, worn)
-    _effects(verdict, ledger, runs)
-    _overlaps(verdict, ledger, runs, why)
-    _claims(verdict, ledger, why)
-    _settlements(verdict, ledger, settled)
-    _lives(verdict, fleet)
+    journals = {
+        record.who: read_journal(fleet.journal(record)) for record in fleet.records if fleet.journal(record).exists()
+    }
+    runs = [run for record in fleet.records for run in iter_runs(record, journals.get(record.who, []))]
+    settlements = [
+        settlement for record in fleet.records for settlement in iter_settlements(record, journals.get(record.who, []))
+    ]
+    causes = Causes(ledger, fleet.records, faults, lease)
+    worn_out = {name for name, count in _count_faulted_claims(ledger, causes).items() if count >= max_deliveries}
+    _check_ends(verdict, ledger, orders, confirmed, worn_out)
+    _check_effects(verdict, ledger, runs)
+    _check_overlaps(verdict, ledger, runs, causes)
+    _check_claims(verdict, ledger, causes)
+    _check_settlements(verdict, ledger, settlements)
+    _check_exits(verdict, fleet)
     verdict.counts["runs"] = len(runs)
     return verdict
 
@@ -108,40 +112,40 @@ def judge(
 # -- every id ends, none is lost -------------------------------------------------------------------
 
 
-def _suffered(ledger: Ledger, why: Causes) -> Counter[str]:
-    """How often each id was taken from a worker that something had been done to."""
+def _count_faulted_claims(ledger: Ledger, causes: Causes) -> Counter[str]:
+    """Count per id the claims that were taken from a worker after a fault."""
     return Counter(
         ledger.sent[claim[0]]
-        for claim, step in ledger.ended.items()
-        if step.what == "taken" and why.of(claim[1]) is not None
+        for claim, step in ledger.claim_ends.items()
+        if step.kind == "taken" and causes.find_cause(claim[1]) is not None
     )
 
 
-def _ends(verdict: Verdict, ledger: Ledger, orders: list[Order], confirmed: set[str], worn: set[str]) -> None:
+def _check_ends(verdict: Verdict, ledger: Ledger, orders: list[Order], confirmed: set[str], worn_out: set[str]) -> None:
     by_id = {order.id: order for order in orders}
     sent = Counter(ledger.sent.values())
     effects = Counter(ledger.effects)
-    dead = _buried(verdict, ledger, by_id, worn)
+    dead = _count_dead_letters(verdict, ledger, by_id, worn_out)
     for name in confirmed - sent.keys():
-        verdict.wrong("confirmed and lost", name)
+        verdict.add_finding("confirmed and lost", name)
     for name, count in sent.items():
         if count > 1:
-            verdict.wrong("sent twice", name)
+            verdict.add_finding("sent twice", name)
     for name in sent.keys() - by_id.keys():
-        verdict.wrong("sent by nobody", name)
-    waiting = {ledger.sent[place] for place in ledger.left}
-    for name in waiting:
-        verdict.wrong("never ended", name)
+        verdict.add_finding("sent by nobody", name)
+    remaining = {ledger.sent[message] for message in ledger.remaining}
+    for name in remaining:
+        verdict.add_finding("never ended", name)
     for name in by_id.keys() - sent.keys():
-        verdict.wrong("never sent", name)
-    for name in sent.keys() - effects.keys() - dead.keys() - waiting:
-        verdict.wrong("lost", name)
+        verdict.add_finding("never sent", name)
+    for name in sent.keys() - effects.keys() - dead.keys() - remaining:
+        verdict.add_finding("lost", name)
     for name, count in (effects + dead).items():
         if effects[name] > 1:
-            verdict.wrong("effect doubled", f"{name}: {effects[name]} times")
-        # What was worn out may have been finished by the last one it was taken from; the inbox knows it.
-        elif count > 1 and name not in worn:
-            verdict.wrong("ended twice", f"{name}: {effects[name]} times done, {dead[name]} times dead")
+            verdict.add_finding("effect doubled", f"{name}: {effects[name]} times")
+        # A worn-out transaction may have been finished by its last holder; the inbox knows it.
+        elif count > 1 and name not in worn_out:
+            verdict.add_finding("ended twice", f"{name}: {effects[name]} times done, {dead[name]} times dead")
     verdict.counts |= {
         "sent": len(sent),
         "confirmed": len(confirmed),
@@ -151,165 +155,180 @@ def _ends(verdict: Verdict, ledger: Ledger, orders: list[Order], confirmed: set[
     }
 
 
-def _buried(verdict: Verdict, ledger: Ledger, by_id: dict[str, Order], worn: set[str]) -> Counter[str]:
-    """The dead letters by id; each must be one that had to die, for the reason that it had to die of."""
+def _count_dead_letters(verdict: Verdict, ledger: Ledger, by_id: dict[str, Order], worn_out: set[str]) -> Counter[str]:
+    """Count dead letters by id; each must be expected, with the expected reason."""
     dead: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     exhausted: list[str] = []
     for name, reason, deliveries, body in ledger.dead:
-        found = name if name in by_id else named(body)
-        dead[found] += 1
+        order_id = name if name in by_id else find_id(body)
+        dead[order_id] += 1
         reasons[reason] += 1
-        order = by_id.get(found)
-        due = None if order is None else {"poison": "max_deliveries", "undecodable": "undecodable"}.get(order.kind)
-        if due is None and found in worn and reason == "max_deliveries":
-            # Every delivery that it was permitted ended with its worker, each for a reason that we know.
-            exhausted.append(found)
-        elif due != reason:
-            verdict.wrong("dead without being due", f"{found}: {reason} after {deliveries} deliveries")
+        order = by_id.get(order_id)
+        expected_reason = (
+            None if order is None else {"poison": "max_deliveries", "undecodable": "undecodable"}.get(order.kind)
+        )
+        if expected_reason is None and order_id in worn_out and reason == "max_deliveries":
+            # Every permitted delivery ended with its worker, each for a known reason.
+            exhausted.append(order_id)
+        elif expected_reason != reason:
+            verdict.add_finding("dead without being due", f"{order_id}: {reason} after {deliveries} deliveries")
     for name, order in by_id.items():
-        if order.dies and not dead[name]:
-            verdict.wrong("alive although it had to die", name)
+        if order.must_be_dead_lettered and not dead[name]:
+            verdict.add_finding("alive although it had to die", name)
     verdict.counts |= {"dead": dict(sorted(reasons.items())), "worn out": exhausted}
     return +dead
 
 
-def named(body: bytes) -> str:
-    found = _NAME.search(body)
-    return found[0].decode() if found else "?"
+def find_id(body: bytes) -> str:
+    match = _ID_PATTERN.search(body)
+    return match[0].decode() if match else "?"
 
 
-def _effects(verdict: Verdict, ledger: Ledger, runs: list[Run]) -> None:
-    """No effect without a start on the disk."""
+def _check_effects(verdict: Verdict, ledger: Ledger, runs: list[HandlerRun]) -> None:
+    """Check that no effect lacks a start on disk."""
     started = {run.id for run in runs}
     for name in set(ledger.effects) - started:
-        verdict.wrong("effect without a start", name)
+        verdict.add_finding("effect without a start", name)
 
 
 # -- who had what when -----------------------------------------------------------------------------
 
 
 class Causes:
-    """Why a worker instance lost what it held."""
+    """Why a worker instance lost its claims."""
 
-    def __init__(self, ledger: Ledger, lives: Iterable[Life], faults: list[Fault], lease: float) -> None:
+    def __init__(self, ledger: Ledger, lives: Iterable[ProcessRecord], faults: list[Fault], lease: float) -> None:
         self._ledger = ledger
         self._lease = lease
-        self._holders = {claim[1]: step.by for claim, step in ledger.made.items()}
+        self._holders = {claim[1]: step.application for claim, step in ledger.claims.items()}
         self._faults = faults + [
-            Fault(life.how, life.who, life.ended, life.ended) for life in lives if life.how not in KNOWN and life.ended
+            Fault(record.ending, record.who, record.ended_at, record.ended_at)
+            for record in lives
+            if record.ending not in KNOWN_EXITS and record.ended_at
         ]
 
-    def of(self, worker: int) -> str | None:
-        """The fault during which the instance could not renew; None if there was none."""
-        if worker not in self._ledger.burials:
+    def find_cause(self, worker: int) -> str | None:
+        """Return the fault during which the instance could not renew; None if there was none."""
+        if worker not in self._ledger.expirations:
             return None
-        until, at, _ = self._ledger.burials[worker]
+        alive_until, expired_at, _ = self._ledger.expirations[worker]
         who = self._holders.get(worker)
-        # It was last renewed a lease before its end; from then until it was buried something kept it from that.
-        found = [
+        # Its last renewal was one lease before its end; a fault kept it from renewing until it was found expired.
+        faults = [
             fault
             for fault in self._faults
-            if fault.who in (None, who) and fault.began <= at and fault.ended >= until - self._lease
+            if fault.who in (None, who)
+            and fault.started_at <= expired_at
+            and fault.ended_at >= alive_until - self._lease
         ]
-        if not found:
+        if not faults:
             return None
-        return str(max(found, key=lambda fault: (fault.who is not None, fault.ended - fault.began)))
+        return str(max(faults, key=lambda fault: (fault.who is not None, fault.ended_at - fault.started_at)))
 
-    def holder(self, worker: int) -> str | None:
+    def get_holder(self, worker: int) -> str | None:
         return self._holders.get(worker)
 
 
-def _overlaps(verdict: Verdict, ledger: Ledger, runs: list[Run], why: Causes) -> None:
-    """Two at once only where the claim of the first had been taken before the second one got its own."""
-    groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
+def _check_overlaps(verdict: Verdict, ledger: Ledger, runs: list[HandlerRun], causes: Causes) -> None:
+    """Allow two runs at once only where the first claim had been taken before the second was made."""
+    groups: dict[tuple[str, str], list[HandlerRun]] = defaultdict(list)
     for run in runs:
         groups["id", run.id].append(run)
         if run.key is not None:
             groups["key", run.key].append(run)
-    for (sort, name), group in groups.items():
-        group.sort(key=lambda run: run.began)
+    for (group_kind, name), group in groups.items():
+        group.sort(key=lambda run: run.started_at)
         for index, first in enumerate(group):
             for second in group[index + 1 :]:
-                if second.began >= first.ended:
+                if second.started_at >= first.ended_at:
                     continue
-                if sort == "key" and first.id == second.id:
+                if group_kind == "key" and first.id == second.id:
                     continue
-                _overlap(verdict, ledger, why, name, first, second)
+                _check_overlap(verdict, ledger, causes, name, first, second)
     verdict.counts["overlaps"] = len(verdict.overlaps)
 
 
-def _overlap(verdict: Verdict, ledger: Ledger, why: Causes, name: str, *runs: Run) -> None:
-    """Whoever has the older claim lost it before the other one got its own, whoever of them began first."""
-    one, other = runs
-    if one.who == other.who:
-        verdict.wrong("overlap within a process", f"{name}: {one.who}")
+def _check_overlap(verdict: Verdict, ledger: Ledger, causes: Causes, name: str, *runs: HandlerRun) -> None:
+    """Check that the holder of the older claim lost it before the newer one was made, in any order of the starts."""
+    first, second = runs
+    if first.who == second.who:
+        verdict.add_finding("overlap within a process", f"{name}: {first.who}")
         return
-    # The server knows every claim; a run without one is a finding of its own.
-    if one.claim not in ledger.made or other.claim not in ledger.made:
-        verdict.wrong("run without a claim", f"{name}: {one} and {other}")
+    # The server knows every claim; a run without one is a finding.
+    if first.claim not in ledger.claims or second.claim not in ledger.claims:
+        verdict.add_finding("run without a claim", f"{name}: {first} and {second}")
         return
-    old, new = sorted(runs, key=lambda run: ledger.made[run.claim].seq)
-    words = f"{name}: {old.who} and then {new.who}"
-    taken, made = ledger.ended.get(old.claim), ledger.made[new.claim]
-    if taken is None or taken.what != "taken" or taken.seq > made.seq:
-        verdict.wrong("overlap while the claim was held", f"{words} ({taken}, {made})")
+    old, new = sorted(runs, key=lambda run: ledger.claims[run.claim].seq)
+    description = f"{name}: {old.who} and then {new.who}"
+    old_end, new_claim = ledger.claim_ends.get(old.claim), ledger.claims[new.claim]
+    if old_end is None or old_end.kind != "taken" or old_end.seq > new_claim.seq:
+        verdict.add_finding("overlap while the claim was held", f"{description} ({old_end}, {new_claim})")
         return
-    cause = why.of(old.claim[1])
+    cause = causes.find_cause(old.claim[1])
     if cause is None:
-        verdict.wrong("overlap without a cause", f"{words} ({_burial(ledger, old.claim[1])})")
+        verdict.add_finding("overlap without a cause", f"{description} ({_describe_expiration(ledger, old.claim[1])})")
     verdict.causes[(cause or "none").partition(" ")[0]] += 1
-    verdict.overlaps.append(f"{words}: {cause}")
+    verdict.overlaps.append(f"{description}: {cause}")
 
 
-def _burial(ledger: Ledger, worker: int) -> str:
-    found = ledger.burials.get(worker)
-    return "not buried" if found is None else f"alive until {found[0]:.2f}, buried at {found[1]:.2f} by {found[2]}"
+def _describe_expiration(ledger: Ledger, worker: int) -> str:
+    expiration = ledger.expirations.get(worker)
+    return (
+        "not buried"
+        if expiration is None
+        else f"alive until {expiration[0]:.2f}, buried at {expiration[1]:.2f} by {expiration[2]}"
+    )
 
 
-def _claims(verdict: Verdict, ledger: Ledger, why: Causes) -> None:
-    """Nobody changes what another holds, except by taking what the other's time was over for."""
-    for words in ledger.odd:
-        verdict.wrong("held by two", words)
-    for place in ledger.removed:
-        verdict.wrong("removed while nobody held it", str(place))
+def _check_claims(verdict: Verdict, ledger: Ledger, causes: Causes) -> None:
+    """Check that workers change only their own claims, except by taking expired ones."""
+    for details in ledger.violations:
+        verdict.add_finding("held by two", details)
+    for message in ledger.removed:
+        verdict.add_finding("removed while nobody held it", str(message))
     taken: Counter[int] = Counter()
-    for claim, step in ledger.ended.items():
-        made = ledger.made[claim]
-        if step.what == "taken":
+    for claim, step in ledger.claim_ends.items():
+        claimed = ledger.claims[claim]
+        if step.kind == "taken":
             taken[claim[1]] += 1
-        elif step.by != made.by:
-            verdict.wrong("settled by somebody else", f"{claim}: claimed by {made.by}, {step.what} by {step.by}")
+        elif step.application != claimed.application:
+            verdict.add_finding(
+                "settled by somebody else",
+                f"{claim}: claimed by {claimed.application}, {step.kind} by {step.application}",
+            )
     for worker, count in taken.items():
-        if why.of(worker) is None:
-            words = f"{why.holder(worker)} lost {count} ({_burial(ledger, worker)})"
-            verdict.wrong("taken without a fault", words)
-    verdict.counts |= {"claims": len(ledger.made), "taken": sum(taken.values()), "instances buried": len(taken)}
+        if causes.find_cause(worker) is None:
+            details = f"{causes.get_holder(worker)} lost {count} ({_describe_expiration(ledger, worker)})"
+            verdict.add_finding("taken without a fault", details)
+    verdict.counts |= {"claims": len(ledger.claims), "taken": sum(taken.values()), "instances buried": len(taken)}
 
 
-def _settlements(verdict: Verdict, ledger: Ledger, settled: list[Settled]) -> None:
-    """Whoever lost a claim is told so, and whoever is told that it is settled has settled it."""
-    stale = refused = unheard = 0
-    for one in settled:
-        end = ledger.ended.get(one.claim)
-        words = f"{one.who} {one.kind} {one.claim}: told {one.result}, was {end}"
-        if end is not None and end.what == "taken":
+def _check_settlements(verdict: Verdict, ledger: Ledger, settlements: list[SettlementResult]) -> None:
+    """Check that a worker that lost a claim got that result, and that settled claims were settled by their worker."""
+    stale = rejected = unconfirmed = 0
+    for settlement in settlements:
+        end = ledger.claim_ends.get(settlement.claim)
+        description = f"{settlement.who} {settlement.kind} {settlement.claim}: told {settlement.result}, was {end}"
+        if end is not None and end.kind == "taken":
             stale += 1
-            refused += one.result == "lost"
-            if one.result == "settled":
-                verdict.wrong("stale settlement accepted", words)
-        elif one.result == "settled" and (end is None or end.by != one.who):
-            verdict.wrong("told settled, and was not", words)
-        elif one.result == "lost":
+            rejected += settlement.result == "lost"
+            if settlement.result == "settled":
+                verdict.add_finding("stale settlement accepted", description)
+        elif settlement.result == "settled" and (end is None or end.application != settlement.who):
+            verdict.add_finding("told settled, and was not", description)
+        elif settlement.result == "lost":
             if end is None:
-                verdict.wrong("refused while it was held", words)
-            unheard += 1
-    verdict.counts |= {"settlements": len(settled), "stale": stale, "stale refused": refused}
-    verdict.counts["settled unheard and told lost"] = unheard
+                verdict.add_finding("refused while it was held", description)
+            unconfirmed += 1
+    verdict.counts |= {"settlements": len(settlements), "stale": stale, "stale refused": rejected}
+    verdict.counts["settled unheard and told lost"] = unconfirmed
 
 
-def _lives(verdict: Verdict, fleet: Fleet) -> None:
-    for life in fleet.lives:
-        if life.how not in (*KNOWN, "poisoned", "no server at its start"):
-            verdict.wrong("a worker ended by itself", f"{life.who} {life.how}: {fleet.said(life)[-300:]}")
-    verdict.counts["lives"] = dict(Counter(life.how for life in fleet.lives))
+def _check_exits(verdict: Verdict, fleet: Fleet) -> None:
+    for record in fleet.records:
+        if record.ending not in (*KNOWN_EXITS, "poisoned", "no server at its start"):
+            verdict.add_finding(
+                "a worker ended by itself", f"{record.who} {record.ending}: {fleet.read_stderr(record)[-300:]}"
+            )
+    verdict.counts["lives"] = dict(Counter(record.ending for record in fleet.records))

@@ -1,7 +1,7 @@
 """One worker process of the chaos run: a real consumer, on threads or asyncio, that keeps a journal.
 
-What a handler does is told by its payload. Its effect is a row, written with the inbox's mark in one
-database transaction; its start is on the disk before that, and its end after.
+The payload says what the handler does. Its effect is a row, written with the inbox's mark in one
+database transaction; its start is on disk before that, and its end after.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ergon_framework import (
     AsyncTask,
     ConsumerMixin,
     ConsumerPolicy,
+    Defer,
     Delivery,
-    Later,
     Task,
     Transaction,
     TransactionException,
@@ -40,21 +40,21 @@ from ergon_framework.scope import current
 from tests.chaos.journal import Journal
 
 QUEUE = "chaos"
-#: The exit code of a process that a poisoned transaction took with it.
-POISONED = 66
-EFFECT = "insert into chaos.effect (id, worker) values (%s, %s)"
-#: A handler's own connections notice a silent line sooner than the queue's.
-SILENCE = {
+#: The exit code of a process that a poisoned transaction killed.
+POISONED_EXIT_CODE = 66
+INSERT_EFFECT = "insert into chaos.effect (id, worker) values (%s, %s)"
+#: A handler's own connections detect a dead connection sooner than the queue's.
+KEEPALIVE_OPTIONS = {
     "connect_timeout": 4,
     "tcp_user_timeout": 4_000,
     "keepalives_idle": 2,
     "keepalives_interval": 1,
     "keepalives_count": 2,
 }
-CONNECTIONS = 8
+MAX_CONNECTIONS = 8
 
 
-def policy(*, concurrency: int, max_deliveries: int) -> ConsumerPolicy:
+def make_policy(*, concurrency: int, max_deliveries: int) -> ConsumerPolicy:
     return ConsumerPolicy.load(
         {
             "loop": {
@@ -66,7 +66,7 @@ def policy(*, concurrency: int, max_deliveries: int) -> ConsumerPolicy:
                 "max_deliveries": max_deliveries,
             },
             "steps": {
-                # An outage is not the transaction's fault, so there are attempts enough for all of them.
+                # An outage is not the transaction's fault, so the attempts suffice for all outages.
                 "process": {
                     "retry": {"max_attempts": 200, "backoff": 0.2, "cap": 1.0, "jitter": 0.5, "hold": 2.0}
                     | {"timeout": 60.0}
@@ -77,56 +77,58 @@ def policy(*, concurrency: int, max_deliveries: int) -> ConsumerPolicy:
     )
 
 
-class JournalledQueue(PostgresQueue):
-    """Notes each claim that it hands out, and what each settlement was answered with."""
+class JournalingQueue(PostgresQueue):
+    """Records each claim and the result of each settlement."""
 
     def __init__(self, name: str, journal: Journal, **options: Any) -> None:
         super().__init__(name, **options)
         self._journal = journal
 
     def fetch_transactions(self, batch_size: int, **extra: Any) -> Sequence[Delivery]:
-        return self._claims(super().fetch_transactions(batch_size, **extra))
+        return self._record_claims(super().fetch_transactions(batch_size, **extra))
 
     async def fetch_transactions_async(self, batch_size: int, **extra: Any) -> Sequence[Delivery]:
-        return self._claims(await super().fetch_transactions_async(batch_size, **extra))
+        return self._record_claims(await super().fetch_transactions_async(batch_size, **extra))
 
-    def settle(self, settlings: Any) -> Any:
-        began = time.time()
-        return self._settlements(settlings, super().settle(settlings), began)
+    def settle(self, requests: Any) -> Any:
+        started_at = time.time()
+        return self._record_settlements(requests, super().settle(requests), started_at)
 
-    async def settle_async(self, settlings: Any) -> Any:
-        began = time.time()
-        return self._settlements(settlings, await super().settle_async(settlings), began)
+    async def settle_async(self, requests: Any) -> Any:
+        started_at = time.time()
+        return self._record_settlements(requests, await super().settle_async(requests), started_at)
 
-    def _claims(self, deliveries: Sequence[Delivery]) -> Sequence[Delivery]:
+    def _record_claims(self, deliveries: Sequence[Delivery]) -> Sequence[Delivery]:
         for delivery in deliveries:
             claim = list(delivery.receipt[:3])
-            self._journal.note("claim", *claim, delivery.transaction.id, delivery.deliveries)
-            # The only way to the handler that a transaction has for something that is not the user's.
-            carried = {**delivery.transaction.trace, "claim": "-".join(map(str, claim))}
-            delivery.transaction = delivery.transaction.replace(trace=carried)
+            self._journal.write_soon("claim", *claim, delivery.transaction.id, delivery.deliveries)
+            # The trace is the only field of a transaction that reaches the handler and does not belong to the user.
+            trace = {**delivery.transaction.trace, "claim": "-".join(map(str, claim))}
+            delivery.transaction = delivery.transaction.replace(trace=trace)
         return deliveries
 
-    def _settlements(self, settlings: Any, results: Any, began: float) -> Any:
-        for (delivery, how), result in zip(settlings, results, strict=True):
-            self._journal.note("settle", *delivery.receipt[:3], type(how).__name__, result.value, began)
+    def _record_settlements(self, settlings: Any, results: Any, started_at: float) -> Any:
+        for (delivery, settlement), result in zip(settlings, results, strict=True):
+            self._journal.write_soon(
+                "settle", *delivery.receipt[:3], type(settlement).__name__, result.value, started_at
+            )
         return results
 
 
-class Purse:
-    """A few connections for the handlers of one process, in both flavours; one that failed is thrown away."""
+class HandlerConnections:
+    """A few connections for the handlers of one process, sync and async; a failed one is discarded."""
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
-        self._room = threading.BoundedSemaphore(CONNECTIONS)
+        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._idle: list[psycopg.Connection[Any]] = []
-        self._room_async = asyncio.Semaphore(CONNECTIONS)
+        self._slots_async = asyncio.Semaphore(MAX_CONNECTIONS)
         self._idle_async: list[psycopg.AsyncConnection[Any]] = []
 
     @contextmanager
     def transaction(self) -> Iterator[psycopg.Connection[Any]]:
-        with self._room:
-            connection = self._idle.pop() if self._idle else psycopg.connect(self._dsn, **SILENCE)
+        with self._slots:
+            connection = self._idle.pop() if self._idle else psycopg.connect(self._dsn, **KEEPALIVE_OPTIONS)
             try:
                 with connection.transaction():
                     yield connection
@@ -137,11 +139,11 @@ class Purse:
 
     @asynccontextmanager
     async def transaction_async(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        async with self._room_async:
+        async with self._slots_async:
             if self._idle_async:
                 connection = self._idle_async.pop()
             else:
-                connection = await psycopg.AsyncConnection.connect(self._dsn, **SILENCE)
+                connection = await psycopg.AsyncConnection.connect(self._dsn, **KEEPALIVE_OPTIONS)
             try:
                 async with connection.transaction():
                     yield connection
@@ -151,66 +153,66 @@ class Purse:
             self._idle_async.append(connection)
 
 
-class Chore:
-    """What both flavours of the handler know."""
+class HandlerBase:
+    """What both variants of the handler share."""
 
     numbers = itertools.count(1)
 
-    def begin(self, transaction: Transaction) -> tuple[int, tuple[Any, ...]]:
+    def make_start_record(self, transaction: Transaction) -> tuple[int, tuple[Any, ...]]:
         number = next(self.numbers)
         return number, ("start", number, transaction.id, transaction.trace["claim"], transaction.key)
 
-    def answer(self, transaction: Transaction) -> Later | None:
-        """What the payload asks for other than work."""
-        wanted = transaction.payload
-        if wanted["kind"] == "poison":
-            os._exit(POISONED)
-        if wanted["kind"] == "delayed" and (early := wanted["due"] - time.time()) > 0:
-            return Later(early)
+    def get_deferral(self, transaction: Transaction) -> Defer | None:
+        """Return what the payload requests other than work."""
+        payload = transaction.payload
+        if payload["kind"] == "poison":
+            os._exit(POISONED_EXIT_CODE)
+        if payload["kind"] == "delayed" and (delay := payload["due"] - time.time()) > 0:
+            return Defer(delay)
         scope = current()
-        if wanted["kind"] == "deferred" and scope is not None and scope.attempt < wanted["tries"]:
-            # Longer than retry.hold: the queue keeps it meanwhile.
+        if payload["kind"] == "deferred" and scope is not None and scope.attempt < payload["tries"]:
+            # Longer than retry.hold, so the queue keeps it meanwhile.
             raise TransactionException("not yet", retry_after=2.5)
         return None
 
 
-class ThreadsWorker(Chore, ConsumerMixin, Task):
+class ThreadsWorker(HandlerBase, ConsumerMixin, Task):
     def process_transaction(self, transaction: Transaction) -> Any:
         journal: Journal = self.services.journal
-        number, words = self.begin(transaction)
-        journal.write(*words)
-        how = "raised"
+        number, values = self.make_start_record(transaction)
+        journal.write(*values)
+        outcome = "raised"
         try:
-            later = self.answer(transaction)
-            if later is None:
+            deferral = self.get_deferral(transaction)
+            if deferral is None:
                 time.sleep(transaction.payload["seconds"])
                 with self.services.purse.transaction() as connection:
-                    if self.services.queue.mark_on(connection):
-                        connection.execute(EFFECT, (transaction.id, self.services.who))
-            how = "done" if later is None else "later"
-            return later
+                    if self.services.queue.record_processed_on(connection):
+                        connection.execute(INSERT_EFFECT, (transaction.id, self.services.who))
+            outcome = "done" if deferral is None else "later"
+            return deferral
         finally:
-            journal.write("end", number, how)
+            journal.write("end", number, outcome)
 
 
-class AsyncWorker(Chore, AsyncConsumerMixin, AsyncTask):
+class AsyncWorker(HandlerBase, AsyncConsumerMixin, AsyncTask):
     async def process_transaction(self, transaction: Transaction) -> Any:
         journal: Journal = self.services.journal
-        number, words = self.begin(transaction)
-        await journal.write_async(*words)
-        how = "raised"
+        number, values = self.make_start_record(transaction)
+        await journal.write_async(*values)
+        outcome = "raised"
         try:
-            later = self.answer(transaction)
-            if later is None:
+            deferral = self.get_deferral(transaction)
+            if deferral is None:
                 await asyncio.sleep(transaction.payload["seconds"])
                 async with self.services.purse.transaction_async() as connection:
-                    if await self.services.queue.mark_on_async(connection):
-                        await connection.execute(EFFECT, (transaction.id, self.services.who))
-            how = "done" if later is None else "later"
-            return later
+                    if await self.services.queue.record_processed_on_async(connection):
+                        await connection.execute(INSERT_EFFECT, (transaction.id, self.services.who))
+            outcome = "done" if deferral is None else "later"
+            return deferral
         finally:
-            # Not awaited: a handler that was told to leave leaves.
-            journal.note("end", number, how)
+            # Not awaited: a cancelled handler exits.
+            journal.write_soon("end", number, outcome)
 
 
 def main() -> int:
@@ -222,17 +224,17 @@ def main() -> int:
     parser.add_argument("--lease", type=float, required=True)
     parser.add_argument("--concurrency", type=int, required=True)
     parser.add_argument("--max-deliveries", type=int, required=True)
-    given = parser.parse_args()
+    options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
-    journal = Journal(given.journal)
-    queue = JournalledQueue(QUEUE, journal, dsn=given.dsn, lease=given.lease, inbox=True)
-    services = {"journal": journal, "queue": queue, "who": given.who, "purse": Purse(given.dsn)}
-    rules = policy(concurrency=given.concurrency, max_deliveries=given.max_deliveries)
-    kind: Any = ThreadsWorker if given.flavour == "threads" else AsyncWorker
-    task = kind(queue, policy=rules, **services)
+    journal = Journal(options.journal)
+    queue = JournalingQueue(QUEUE, journal, dsn=options.dsn, lease=options.lease, inbox=True)
+    services = {"journal": journal, "queue": queue, "who": options.who, "purse": HandlerConnections(options.dsn)}
+    consumer_policy = make_policy(concurrency=options.concurrency, max_deliveries=options.max_deliveries)
+    worker_class: Any = ThreadsWorker if options.flavour == "threads" else AsyncWorker
+    task = worker_class(queue, policy=consumer_policy, **services)
     signal.signal(signal.SIGTERM, lambda *_: task.stop())
-    journal.write("begin", given.who, os.getpid())
-    report = task.run() if given.flavour == "threads" else asyncio.run(task.run())
+    journal.write("begin", options.who, os.getpid())
+    report = task.run() if options.flavour == "threads" else asyncio.run(task.run())
     journal.write("over", str(report.end), dict(report.settled), dict(report.refused))
     return 0
 

@@ -1,12 +1,12 @@
-"""The boundary store of this process as a candidate, and how it is treated badly."""
+"""The in-memory boundary store under the conformance suite, and the damage that tests do to it."""
 
 from __future__ import annotations
 
 from ergon_framework.facts.stores.memory import MemoryBoundary
-from ergon_framework.testing.conformance.boundary import BoundaryCandidate
+from ergon_framework.testing.conformance.boundary import BoundaryUnderTest
 
 
-class MemoryBoundaryCandidate(BoundaryCandidate):
+class MemoryBoundaryUnderTest(BoundaryUnderTest):
     durable = False
     bounded = True
     resumes = True
@@ -21,12 +21,12 @@ class MemoryBoundaryCandidate(BoundaryCandidate):
         return self._stores[store]
 
     def backup(self, store):
-        kept = self._stores[store].restored()
+        snapshot = self._stores[store].as_restored_backup()
 
-        def put_back():
-            self._stores[store] = kept
+        def restore():
+            self._stores[store] = snapshot
 
-        return put_back
+        return restore
 
     def lose(self, store, bucket, key):
         artifacts = self._stores[store]._artifacts

@@ -1,53 +1,53 @@
-"""Connectors that break the contract on purpose, each in one way: the exam must find every one of them."""
+"""Connectors that each break the contract in one way: the conformance suite must detect every one of them."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
 
-from ergon_framework.connectors.base import Ack, Confirmation, DeadLetter, Delivery, Later, Release, SettleResult
-from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, ReplayResult
+from ergon_framework.connectors.base import Ack, Confirmation, DeadLetter, Defer, Delivery, Release, SettleResult
+from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult, ReplayResult
 from ergon_framework.connectors.memory import MemoryConnector
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 
 SETTLED, LOST = SettleResult.SETTLED, SettleResult.LOST
 
 
-class _Settling(MemoryConnector):
-    """Has every settlement changed before it is made."""
+class _SettlementChanger(MemoryConnector):
+    """Changes every settlement before it is applied."""
 
-    def settle(self, settlings):
-        return super().settle([(delivery, self.changed(delivery, settlement)) for delivery, settlement in settlings])
+    def settle(self, requests):
+        return super().settle([(delivery, self.change(delivery, settlement)) for delivery, settlement in requests])
 
-    def changed(self, delivery, settlement):
+    def change(self, delivery, settlement):
         return settlement
 
 
-class ForgetsLater(_Settling):
-    """What is to come again later never does."""
+class ForgetsLater(_SettlementChanger):
+    """A deferred transaction is never redelivered."""
 
-    def changed(self, delivery, settlement):
-        return Ack() if isinstance(settlement, Later) and settlement.delay > 0 else settlement
-
-
-class LosesAttempts(_Settling):
-    """What comes again later has forgotten its attempts."""
-
-    def changed(self, delivery, settlement):
-        return Later(settlement.delay) if isinstance(settlement, Later) else settlement
+    def change(self, delivery, settlement):
+        return Ack() if isinstance(settlement, Defer) and settlement.delay > 0 else settlement
 
 
-class ComesTooEarly(_Settling):
+class LosesAttempts(_SettlementChanger):
+    """A redelivered transaction has lost its attempts."""
+
+    def change(self, delivery, settlement):
+        return Defer(settlement.delay) if isinstance(settlement, Defer) else settlement
+
+
+class ComesTooEarly(_SettlementChanger):
     """Delays are halved."""
 
-    def changed(self, delivery, settlement):
-        if isinstance(settlement, Later):
+    def change(self, delivery, settlement):
+        if isinstance(settlement, Defer):
             return replace(settlement, delay=settlement.delay / 2)
         return settlement
 
 
 class CountsReleases(MemoryConnector):
-    """A release costs a delivery."""
+    """A release counts as a delivery."""
 
     def _settle(self, delivery, settlement):
         message = self._claims.get(delivery.receipt)
@@ -57,8 +57,8 @@ class CountsReleases(MemoryConnector):
         return result
 
 
-class CountsNoCrash(MemoryConnector):
-    """A delivery is counted when it is settled, so a crash costs nothing."""
+class CountsAtSettlement(MemoryConnector):
+    """A delivery is counted at settlement, so a crash counts nothing."""
 
     def _refresh(self, now):
         for message in self._claims.values():
@@ -68,39 +68,39 @@ class CountsNoCrash(MemoryConnector):
 
 
 class IgnoresTokens(MemoryConnector):
-    """Whoever has ever had a delivery may settle it: claims are found by id."""
+    """Every former holder of a delivery may settle it: claims are looked up by id."""
 
-    def settle(self, settlings):
-        current = {self._id(message): token for token, message in self._claims.items()}
-        renamed = []
-        for delivery, settlement in settlings:
-            token = current.get(delivery.transaction.id, delivery.receipt)
-            renamed.append((Delivery(delivery.transaction, token, delivery.deliveries), settlement))
-        return super().settle(renamed)
+    def settle(self, requests):
+        tokens_by_id = {self._read_id(message): token for token, message in self._claims.items()}
+        forged = []
+        for delivery, settlement in requests:
+            token = tokens_by_id.get(delivery.transaction.id, delivery.receipt)
+            forged.append((Delivery(delivery.transaction, token, delivery.deliveries), settlement))
+        return super().settle(forged)
 
 
-class HandsOutMore(MemoryConnector):
-    """Brings one more than was asked for."""
+class ReturnsTooMany(MemoryConnector):
+    """Returns one more delivery than requested."""
 
     def _claim(self, batch_size):
         return super()._claim(batch_size + 1 if batch_size > 1 else batch_size)
 
 
-class HandsOutTwice(MemoryConnector):
-    """With much in the queue, what was claimed is also left there."""
+class ClaimsTwice(MemoryConnector):
+    """With many transactions in the queue, claimed ones also stay in it."""
 
     def _claim(self, batch_size):
-        found = super()._claim(batch_size)
-        if len(self._fresh) > 100:
-            self._fresh.append(copy.copy(self._claims[found[0].receipt]))
-        return found
+        deliveries = super()._claim(batch_size)
+        if len(self._unclaimed) > 100:
+            self._unclaimed.append(copy.copy(self._claims[deliveries[0].receipt]))
+        return deliveries
 
 
 class ChangesTheId(MemoryConnector):
     """A redelivered transaction has another id."""
 
     def _claim(self, batch_size):
-        found = super()._claim(batch_size)
+        deliveries = super()._claim(batch_size)
         return [
             delivery
             if delivery.deliveries == 1
@@ -110,147 +110,149 @@ class ChangesTheId(MemoryConnector):
                 delivery.deliveries,
                 delivery.lease_until,
             )
-            for delivery in found
+            for delivery in deliveries
         ]
 
 
 class DropsTheCorrelation(MemoryConnector):
-    """The correlation does not travel."""
+    """The correlation id is lost."""
 
     def dispatch(self, transactions):
         return super().dispatch([transaction.replace(correlation=None) for transaction in transactions])
 
 
 class ConfirmsTooEarly(MemoryConnector):
-    """Confirms what it has not got yet: the last of several comes with the next dispatch."""
+    """Confirms early: the last of several transactions arrives with the next dispatch."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self._pocket = []
+        self._withheld = []
 
     def dispatch(self, transactions):
-        confirmed = super().dispatch([*self._pocket, *transactions])[len(self._pocket) :]
-        self._pocket = []
+        confirmations = super().dispatch([*self._withheld, *transactions])[len(self._withheld) :]
+        self._withheld = []
         if len(transactions) == 5 and transactions[0].source == "":
-            message = self._fresh.pop()
-            self._pocket = [message.content]
-        return confirmed
+            message = self._unclaimed.pop()
+            self._withheld = [message.content]
+        return confirmations
 
 
-class ExtendsWhatIsGone(MemoryConnector):
+class RenewsLostClaims(MemoryConnector):
     """Every renewal succeeds."""
 
     def extend(self, deliveries):
-        until = self._clock() + self._lease
-        return [until if answer is None else answer for answer in super().extend(deliveries)]
+        lease_until = self._clock() + self._lease
+        return [lease_until if answer is None else answer for answer in super().extend(deliveries)]
 
 
 class NeverRenews(MemoryConnector):
-    """A renewal is answered, not made."""
+    """A renewal is confirmed, but not made."""
 
     def extend(self, deliveries):
-        until = self._clock() + self._lease
-        return [until if delivery.receipt in self._claims else None for delivery in deliveries]
+        lease_until = self._clock() + self._lease
+        return [lease_until if delivery.receipt in self._claims else None for delivery in deliveries]
 
 
-class BuriesWithoutBytes(MemoryConnector):
-    """The dead letter of what cannot be read does not hold its bytes."""
+class DropsDeadLetterBytes(MemoryConnector):
+    """The dead letter of an undecodable message does not have its bytes."""
 
     def list_dead(self, query, **options):
         return [record.model_copy(update={"raw": None}) for record in super().list_dead(query, **options)]
 
 
-class SpoilsNeighbours(MemoryConnector):
-    """One settlement that it does not know fails the whole group."""
+class FailsTheWholeGroup(MemoryConnector):
+    """One unknown settlement fails the whole group."""
 
-    def settle(self, settlings):
-        if any(not isinstance(settlement, Ack | Later | Release | DeadLetter) for _, settlement in settlings):
-            return [SettleResult.FAILED for _ in settlings]
-        return super().settle(settlings)
+    def settle(self, requests):
+        if any(not isinstance(settlement, Ack | Defer | Release | DeadLetter) for _, settlement in requests):
+            return [SettleResult.FAILED for _ in requests]
+        return super().settle(requests)
 
 
 class ReplaysTheCounts(MemoryConnector):
     """A replayed transaction has its old attempts."""
 
-    def _replay(self, place):
-        if place not in self._dead:
-            return ReplayResult(place, Became.GONE)
-        record, message = self._dead.pop(place)
+    def _replay(self, handle):
+        if handle not in self._dead:
+            return ReplayResult(handle, DeadLetterResult.GONE)
+        record, message = self._dead.pop(handle)
         if message.readable:
             message.content = self._codec.encode(record.transaction())
         message.deliveries = 0
-        self._to_back(message, self._clock())
-        return ReplayResult(place, Became.REPLAYED)
+        self._move_to_back(message, self._clock())
+        return ReplayResult(handle, DeadLetterResult.REPLAYED)
 
 
 class ReplacesTwice(MemoryConnector):
     """A dead letter that another caller has replaced is replaced again."""
 
-    def replace_dead(self, place, transaction):
+    def replace_dead(self, handle, transaction):
         self.dispatch([transaction])
-        self.discard_dead([place])
-        return ReplayResult(place, Became.REPLAYED)
+        self.discard_dead([handle])
+        return ReplayResult(handle, DeadLetterResult.REPLAYED)
 
 
-class WakesNobody(MemoryConnector):
-    """Listeners are never told of an arrival."""
+class NeverNotifiesListeners(MemoryConnector):
+    """Listeners are never notified of an arrival."""
 
     def listen(self, listener):
         return lambda: None
 
 
-class KeepsWaiting(MemoryConnector):
-    """Closing leaves a waiting fetch where it is."""
+class ClosesWithoutWaking(MemoryConnector):
+    """Closing does not wake a waiting fetch."""
 
     def close(self):
         pass
 
 
-class SaysNothingIsThere(MemoryConnector):
+class LooksEmptyInAnOutage(MemoryConnector):
     """An outage looks like an empty queue; ``hide`` is called once the connector is behind its server."""
 
     def hide(self):
-        self.fetch_transactions = _hiding(self.fetch_transactions, lambda *_: [])
+        self.fetch_transactions = _hide_outage(self.fetch_transactions, lambda *_: [])
 
 
-class SettlesWithoutTheServer(MemoryConnector):
-    """An outage looks like a settlement that was made."""
+class SettlesInAnOutage(MemoryConnector):
+    """An outage looks like a successful settlement."""
 
     def hide(self):
-        self.settle = _hiding(self.settle, lambda settlings: [SETTLED for _ in settlings])
+        self.settle = _hide_outage(self.settle, lambda settlings: [SETTLED for _ in settlings])
 
 
 class WithdrawsDeadLetters(MemoryConnector):
-    """A dead letter that met an outage is taken away when it is asked for again, although its message is gone."""
+    """A dead letter that met an outage is removed when its settlement is retried, although its message is gone."""
 
     def hide(self):
-        settle, doubted = self.settle, set()
+        settle, unconfirmed_ids = self.settle, set()
 
-        def withdrawing(settlings):
+        def settle_and_withdraw(settlings):
             try:
                 results = settle(settlings)
-            except ConnectionLost:
-                doubted.update(each.transaction.id for each, how in settlings if isinstance(how, DeadLetter))
+            except ConnectionLostError:
+                unconfirmed_ids.update(each.transaction.id for each, how in settlings if isinstance(how, DeadLetter))
                 raise
-            self.discard_dead([each.place for each in self.list_dead(DeadLetterQuery()) if each.id in doubted])
-            given = [delivery.transaction.id for delivery, _ in settlings]
-            return [LOST if name in doubted else result for name, result in zip(given, results, strict=True)]
+            self.discard_dead([each.handle for each in self.list_dead(DeadLetterQuery()) if each.id in unconfirmed_ids])
+            ids = [delivery.transaction.id for delivery, _ in settlings]
+            return [LOST if name in unconfirmed_ids else result for name, result in zip(ids, results, strict=True)]
 
-        self.settle = withdrawing
+        self.settle = settle_and_withdraw
 
 
-class ConfirmsWithoutTheServer(MemoryConnector):
-    """An outage looks like a dispatch that was confirmed."""
+class ConfirmsInAnOutage(MemoryConnector):
+    """An outage looks like a confirmed dispatch."""
 
     def hide(self):
-        self.dispatch = _hiding(self.dispatch, lambda sent: [Confirmation(each.id) for each in sent])
+        self.dispatch = _hide_outage(
+            self.dispatch, lambda transactions: [Confirmation(each.id) for each in transactions]
+        )
 
 
-def _hiding(call, answer):
-    def hidden(given, **extra):
+def _hide_outage(call, fallback):
+    def call_or_fall_back(items, **options):
         try:
-            return call(given, **extra)
-        except ConnectionLost:
-            return answer(given)
+            return call(items, **options)
+        except ConnectionLostError:
+            return fallback(items)
 
-    return hidden
+    return call_or_fall_back

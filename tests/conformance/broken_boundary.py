@@ -1,4 +1,4 @@
-"""Stores that break the contract on purpose, each in one way: the exam must find every one of them."""
+"""Stores that each break the contract in one way: the conformance suite must detect every one of them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import asyncio
 import contextlib
 from dataclasses import replace
 
-from ergon_framework.facts.blob import to_pieces
+from ergon_framework.facts.blob import to_chunks
 from ergon_framework.facts.boundary import BoundaryCapabilities
 from ergon_framework.facts.errors import ArtifactConflict, BufferFull, FactConflict, FactError, InvalidFactError
 from ergon_framework.facts.model import Buffer, ObjectName
 from ergon_framework.facts.stores.memory import MemoryBoundary
-from ergon_framework.facts.stores.memory_artifacts import Artifacts, Upload
+from ergon_framework.facts.stores.memory_artifacts import Artifacts, MemoryUpload
 
 
 class ForgetsIds(MemoryBoundary):
-    """An id is known for as long as its fact is retained, like a broker's window of duplicates."""
+    """An id is known only while its fact is retained, like a broker's deduplication window."""
 
     def prune(self, before_unix_ms):
         pruned = super().prune(before_unix_ms)
         self._ids = {
-            known: value for known, value in self._ids.items() if value[0].offset > self._logs[value[1]].dropped
+            key: value for key, value in self._ids.items() if value[0].offset > self._logs[value[1]].pruned_count
         }
         return pruned
 
@@ -28,15 +28,15 @@ class ForgetsIds(MemoryBoundary):
 class SwallowsConflicts(MemoryBoundary):
     """Another payload for a known id is confirmed as if it were the first."""
 
-    def _known(self, envelope, digest):
+    def _find_confirmation(self, envelope, digest):
         try:
-            return super()._known(envelope, digest)
+            return super()._find_confirmation(envelope, digest)
         except FactConflict:
             return self._ids[envelope.from_zone, envelope.message_id][0]
 
 
-class SpoilsNeighbours(MemoryBoundary):
-    """One fact that is refused fails the whole call."""
+class FailsTheWholeCall(MemoryBoundary):
+    """One rejected fact fails the whole call."""
 
     def append_facts(self, facts):
         results = super().append_facts(facts)
@@ -47,14 +47,14 @@ class SpoilsNeighbours(MemoryBoundary):
 
 
 class LeavesGaps(MemoryBoundary):
-    """What is refused has used an offset up, as a sequence of a database does."""
+    """A rejected fact uses up an offset, as a database sequence does."""
 
     def _append(self, envelope, fact):
         try:
             return super()._append(envelope, fact)
         except FactError:
             if (log := self._logs.get(envelope.pair)) is not None:
-                log.dropped += 1
+                log.pruned_count += 1
             raise
 
 
@@ -62,199 +62,199 @@ class KeepsTheLastEnvelope(MemoryBoundary):
     """A repeat replaces the envelope of the first append."""
 
     def _append(self, envelope, fact):
-        told = super()._append(envelope, fact)
+        confirmation = super()._append(envelope, fact)
         log = self._logs[envelope.pair]
-        if told.duplicate and told.offset > log.dropped:
-            place = told.offset - log.dropped - 1
-            log.facts[place] = replace(log.facts[place], envelope=envelope)
-        return told
+        if confirmation.duplicate and confirmation.offset > log.pruned_count:
+            index = confirmation.offset - log.pruned_count - 1
+            log.facts[index] = replace(log.facts[index], envelope=envelope)
+        return confirmation
 
 
 class MixesZones(MemoryBoundary):
-    """Ids are known by themselves, whatever zone they come from."""
+    """Ids are known without their zone."""
 
-    def _known(self, envelope, digest):
-        return super()._known(replace(envelope, from_zone="Plant A"), digest)
+    def _find_confirmation(self, envelope, digest):
+        return super()._find_confirmation(replace(envelope, from_zone="Plant A"), digest)
 
 
 class DigestsTheLabels(MemoryBoundary):
-    """Labels are part of what must be the same."""
+    """Labels are part of the digest."""
 
-    def _known(self, envelope, digest):
-        known = super()._known(envelope, digest)
-        if known is not None:
+    def _find_confirmation(self, envelope, digest):
+        existing = super()._find_confirmation(envelope, digest)
+        if existing is not None:
             log = self._logs[envelope.pair]
             if (
-                known.offset > log.dropped
-                and log.facts[known.offset - log.dropped - 1].envelope.labels != envelope.labels
+                existing.offset > log.pruned_count
+                and log.facts[existing.offset - log.pruned_count - 1].envelope.labels != envelope.labels
             ):
                 raise FactConflict("the labels differ", from_zone=envelope.from_zone, message_id=envelope.message_id)
-        return known
+        return existing
 
 
 class TrustsReferences(MemoryBoundary):
-    """Nobody looks whether an artifact is there that a fact names."""
+    """A fact may name an artifact that does not exist."""
 
     def _store(self, log, stored, buffer):
-        check, self._artifacts.check = self._artifacts.check, _named
+        check, self._artifacts.resolve_reference = self._artifacts.resolve_reference, _to_object_name
         try:
             return super()._store(log, stored, buffer)
         finally:
-            self._artifacts.check = check
+            self._artifacts.resolve_reference = check
 
 
-def _named(reference, owners):
+def _to_object_name(reference, owners):
     return ObjectName([*owners][-1], reference.bucket, reference.key)
 
 
 class ComparesNoSize(MemoryBoundary):
-    """An artifact is the same if its name is."""
+    """Artifacts with the same name are equal."""
 
-    def __init__(self, **given):
-        super().__init__(**given)
-        self._artifacts = _Careless()
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._artifacts = _SizelessArtifacts()
 
 
-class _Careless(Artifacts):
-    def check(self, reference, owners):
+class _SizelessArtifacts(Artifacts):
+    def resolve_reference(self, reference, owners):
         owners = tuple(owners)
-        known = [self._names.get((zone, reference.bucket, reference.key)) for zone in owners]
-        for stored, _ in filter(None, known):
+        entries = [self._names.get((zone, reference.bucket, reference.key)) for zone in owners]
+        for stored, _ in filter(None, entries):
             if stored.digest in self._contents:
                 reference = replace(reference, digest=stored.digest, size=stored.size)
-        return super().check(reference, owners)
+        return super().resolve_reference(reference, owners)
 
 
 class ReplacesArtifacts(MemoryBoundary):
-    """Other bytes under the same name take the place of the first."""
+    """Other bytes under the same name replace the first."""
 
-    def _kept(self, name, upload, expected=None):
+    def _commit_upload(self, name, upload, expected=None):
         with self._lock:
-            known = self._artifacts._names.get(name)
-            if known is not None and known[0] != upload.stored and expected is None:
+            existing = self._artifacts._names.get(name)
+            if existing is not None and existing[0] != upload.stored and expected is None:
                 del self._artifacts._names[name]
-        return super()._kept(name, upload, expected)
+        return super()._commit_upload(name, upload, expected)
 
 
-class KeepsHalves(MemoryBoundary):
-    """An upload that breaks off is kept as far as it came."""
+class KeepsInterruptedUploads(MemoryBoundary):
+    """An interrupted upload is stored as far as it came."""
 
-    def put_object(self, bucket, key, blob, **how):
-        def watched():
-            upload = Upload()
+    def put_object(self, bucket, key, blob, **options):
+        def read_and_keep():
+            upload = MemoryUpload()
             try:
-                for piece in to_pieces(blob):
-                    upload.add(piece)
-                    yield piece
+                for chunk in to_chunks(blob):
+                    upload.add(chunk)
+                    yield chunk
             except FactError:
                 with contextlib.suppress(FactError):
-                    self._kept(ObjectName.check(bucket, key), upload)
+                    self._commit_upload(ObjectName.check(bucket, key), upload)
                 raise
 
-        return super().put_object(bucket, key, watched(), **how)
+        return super().put_object(bucket, key, read_and_keep(), **options)
 
 
 class RemovesArtifacts(MemoryBoundary):
-    """Retention looks at the age of an artifact only."""
+    """Retention considers only the age of an artifact."""
 
     def prune(self, before_unix_ms):
-        named, self._artifacts._named_by = self._artifacts._named_by, {}
+        facts_by_name, self._artifacts._facts_by_artifact = self._artifacts._facts_by_artifact, {}
         try:
             with self._lock:
                 artifacts = self._artifacts.prune(before_unix_ms)
         finally:
-            self._artifacts._named_by = named
+            self._artifacts._facts_by_artifact = facts_by_name
         return super().prune(before_unix_ms)._replace(artifacts=artifacts)
 
 
-class ReadsWithoutLooking(MemoryBoundary):
-    """What is read is not compared with what was stored."""
+class ReadsWithoutChecking(MemoryBoundary):
+    """Bytes that are read are not compared with the stored digest."""
 
-    def __init__(self, **given):
-        super().__init__(**given)
-        self._artifacts = _Blind()
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._artifacts = _UncheckedArtifacts()
 
 
-class _Blind(Artifacts):
-    def _pieces(self, name, content, digest, begin):
+class _UncheckedArtifacts(Artifacts):
+    def _read_chunks(self, name, content, digest, begin):
         for start in range(begin, len(content), 256 * 1024):
             yield content[start : start + 256 * 1024]
 
 
-class BlamesNobody(MemoryBoundary):
-    """A lost artifact is unknown, whoever names it."""
+class OmitsTheFact(MemoryBoundary):
+    """A lost artifact is reported as unknown, although a fact names it."""
 
-    def __init__(self, **given):
-        super().__init__(**given)
-        self._artifacts = _Mute()
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._artifacts = _FactlessArtifacts()
 
 
-class _Mute(Artifacts):
-    def _missing(self, name, what):
-        named, self._named_by = self._named_by, {}
+class _FactlessArtifacts(Artifacts):
+    def _lost_error(self, name, problem):
+        facts_by_name, self._facts_by_artifact = self._facts_by_artifact, {}
         try:
-            return super()._missing(name, what)
+            return super()._lost_error(name, problem)
         finally:
-            self._named_by = named
+            self._facts_by_artifact = facts_by_name
 
 
 class DropsUnconfirmed(MemoryBoundary):
-    """Retention goes by the reader who has come farthest."""
+    """Retention follows the reader that is farthest ahead."""
 
-    def _prune(self, pair, log, before):
-        kept = dict(self._readers)
-        confirmed = [offset for (_, of), offset in kept.items() if of == pair]
-        for reader in kept:
+    def _prune_log(self, pair, log, before_unix_ms):
+        cursors = dict(self._readers)
+        confirmed_offsets = [offset for (_, reader_pair), offset in cursors.items() if reader_pair == pair]
+        for reader in cursors:
             if reader[1] == pair:
-                self._readers[reader] = max(confirmed)
+                self._readers[reader] = max(confirmed_offsets)
         try:
-            return super()._prune(pair, log, before)
+            return super()._prune_log(pair, log, before_unix_ms)
         finally:
-            self._readers = kept
+            self._readers = cursors
 
 
-class DropsTheUnread(MemoryBoundary):
-    """What nobody has come to read is removed."""
+class DropsUnreadFacts(MemoryBoundary):
+    """Facts without a reader are removed."""
 
-    def _prune(self, pair, log, before):
-        if not any(of == pair for _, of in self._readers):
+    def _prune_log(self, pair, log, before_unix_ms):
+        if not any(reader_pair == pair for _, reader_pair in self._readers):
             self._readers["nobody", pair] = log.end
             try:
-                return super()._prune(pair, log, before)
+                return super()._prune_log(pair, log, before_unix_ms)
             finally:
                 del self._readers["nobody", pair]
-        return super()._prune(pair, log, before)
+        return super()._prune_log(pair, log, before_unix_ms)
 
 
 class ConfirmsByFetching(MemoryBoundary):
-    """What was fetched counts as confirmed."""
+    """Fetched facts count as confirmed."""
 
-    def fetch_facts(self, reader, pair, limit, *, after=None, **how):
-        found = super().fetch_facts(reader, pair, limit, after=after, **how)
-        if found and after is None:
-            self._readers[reader, pair] = found[-1].offset
-        return found
+    def fetch_facts(self, reader, pair, limit, *, after=None, **options):
+        facts = super().fetch_facts(reader, pair, limit, after=after, **options)
+        if facts and after is None:
+            self._readers[reader, pair] = facts[-1].offset
+        return facts
 
 
 class MovesCursorsBack(MemoryBoundary):
-    """The last receipt wins, whatever it is for."""
+    """The last receipt wins, whatever its offset."""
 
     def confirm_receipt(self, reader, pair, cursor):
         super().confirm_receipt(reader, pair, cursor)
         self._readers[reader, pair] = cursor.offset
 
 
-class ConfirmsWhatIsNotThere(MemoryBoundary):
-    """A receipt may be for anything."""
+class ConfirmsBeyondTheEnd(MemoryBoundary):
+    """A receipt may have any offset."""
 
-    def _check(self, pair, cursor):
+    def _check_cursor(self, pair, cursor):
         log = self._logs.get(pair)
         if log is not None and cursor.epoch == log.epoch:
             return
-        super()._check(pair, cursor)
+        super()._check_cursor(pair, cursor)
 
 
-class GivesOffsetsAnew(MemoryBoundary):
+class AssignsNewOffsets(MemoryBoundary):
     """A forwarded fact gets the next offset of this store."""
 
     def _forward(self, stored):
@@ -263,93 +263,93 @@ class GivesOffsetsAnew(MemoryBoundary):
 
 
 class ForwardsWithGaps(MemoryBoundary):
-    """A forward buffer takes whatever comes."""
+    """A forward buffer accepts facts with gaps."""
 
     def _forward(self, stored):
         log = self._logs.get(stored.envelope.pair)
         if log is not None and log.buffer is self._side.forward_buffer and stored.offset > log.end + 1:
-            log.dropped = stored.offset - 1 - len(log.facts)
+            log.pruned_count = stored.offset - 1 - len(log.facts)
         elif log is None and stored.offset > 1:
-            made = self._log(stored.envelope.pair, self._side.forward_buffer, stored.epoch)
-            made.dropped = stored.offset - 1
-            self._logs[stored.envelope.pair] = made
+            new_log = self._get_log(stored.envelope.pair, self._side.forward_buffer, stored.epoch)
+            new_log.pruned_count = stored.offset - 1
+            self._logs[stored.envelope.pair] = new_log
         return super()._forward(stored)
 
 
 class KeepsItsEpoch(MemoryBoundary):
-    """A backup that is put back looks like the store of before."""
+    """A restored backup has the epoch of the former store."""
 
-    def restored(self):
-        twin = super().restored()
-        twin._epoch = self._epoch
-        for log in twin._logs.values():
-            log.reborn(self._epoch)
-        return twin
+    def as_restored_backup(self):
+        clone = super().as_restored_backup()
+        clone._epoch = self._epoch
+        for log in clone._logs.values():
+            log.restart_epoch(self._epoch)
+        return clone
 
 
-class SpeaksOfForwarding(MemoryBoundary):
+class ConfirmsForTheForwardBuffer(MemoryBoundary):
     """An append is confirmed for the forward buffer."""
 
     def _append(self, envelope, fact):
-        told = super()._append(envelope, fact)
-        return replace(told, buffer=Buffer.IFB if told.buffer is Buffer.ESB else Buffer.EFB)
+        confirmation = super()._append(envelope, fact)
+        return replace(confirmation, buffer=Buffer.IFB if confirmation.buffer is Buffer.ESB else Buffer.EFB)
 
 
 class LosesWhenFull(MemoryBoundary):
-    """A full buffer makes room by throwing the oldest away."""
+    """A full buffer discards its oldest facts."""
 
-    def _make_sure_of_room(self, *, facts, size):
+    def _check_capacity(self, *, facts, size):
         if self._max_facts is not None:
             for log in self._logs.values():
                 while len(log.facts) + facts > self._max_facts:
                     del log.facts[0]
-                    log.dropped += 1
+                    log.pruned_count += 1
 
 
-class CallsItselfStrict(MemoryBoundary):
-    """Nobody knows whether it survives a loss of power, and it says that it does."""
+class ReportsItselfStrict(MemoryBoundary):
+    """The store does not know whether it survives a power loss, and reports that it does."""
 
     @property
     def capabilities(self):
-        return _Boasting(durable=None, side=self._side)
+        return _AlwaysStrictCapabilities(durable=None, side=self._side)
 
 
-class _Boasting(BoundaryCapabilities):
+class _AlwaysStrictCapabilities(BoundaryCapabilities):
     @property
-    def strict(self):
+    def is_strict(self):
         return True
 
 
-class ChangesTheText(MemoryBoundary):
-    """Facts are kept in canonical form, and not as they were given."""
+class CanonicalizesTheText(MemoryBoundary):
+    """Facts are stored in canonical form instead of as given."""
 
     def _append(self, envelope, fact):
-        return super()._append(envelope, replace(fact, object_json=fact._canonical))
+        return super()._append(envelope, replace(fact, object_json=fact._canonical_text))
 
 
-class CannotBeAsked(MemoryBoundary):
-    """Nobody remembers ids for those who ask."""
+class CannotLookUpIds(MemoryBoundary):
+    """Known ids cannot be looked up."""
 
     def get_fact(self, from_zone, message_id):
         return None
 
 
 class HidesRepeats(MemoryBoundary):
-    """A repeat is not told from a first append."""
+    """A repeated append is not distinguished from the first."""
 
-    def _known(self, envelope, digest):
-        known = super()._known(envelope, digest)
-        return None if known is None else replace(known, duplicate=False)
+    def _find_confirmation(self, envelope, digest):
+        existing = super()._find_confirmation(envelope, digest)
+        return None if existing is None else replace(existing, duplicate=False)
 
 
 class RacesForIds(MemoryBoundary):
-    """Looks whether an id is there, and stores it later without looking again."""
+    """Checks whether an id exists, and stores it later without checking again."""
 
     async def append_facts_async(self, facts):
-        before = set(self._ids)
+        known_ids = set(self._ids)
         await asyncio.sleep(0)
         for envelope, _ in facts:
-            if (envelope.from_zone, envelope.message_id) not in before:
+            if (envelope.from_zone, envelope.message_id) not in known_ids:
                 self._ids.pop((envelope.from_zone, envelope.message_id), None)
         return self.append_facts(facts)
 
@@ -359,34 +359,38 @@ class WaitsForReaders(MemoryBoundary):
 
     def _append(self, envelope, fact):
         log = self._logs.get(envelope.pair)
-        behind = [log.end - offset for (_, of), offset in self._readers.items() if log and of == envelope.pair]
-        if max(behind, default=0) > 20:
+        lags = [
+            log.end - offset
+            for (_, reader_pair), offset in self._readers.items()
+            if log and reader_pair == envelope.pair
+        ]
+        if max(lags, default=0) > 20:
             raise BufferFull("a reader is far behind")
         return super()._append(envelope, fact)
 
 
-class CleansUpAfterCorrections(MemoryBoundary):
-    """What was corrected is thrown away."""
+class DeletesCorrectedArtifacts(MemoryBoundary):
+    """Corrected facts are discarded."""
 
     def _append(self, envelope, fact):
-        told = super()._append(envelope, fact)
+        confirmation = super()._append(envelope, fact)
         if isinstance(fact.object, dict) and "old" in fact.object:
             self._artifacts._contents.pop(fact.object["old"]["digest"], None)
-        return told
+        return confirmation
 
 
 class ReadsForwardOnly(MemoryBoundary):
-    """What a reader has confirmed cannot be read again."""
+    """Confirmed facts cannot be read again."""
 
-    def fetch_facts(self, reader, pair, limit, *, after=None, **how):
-        cursor = self.cursor_of(reader, pair)
+    def fetch_facts(self, reader, pair, limit, *, after=None, **options):
+        cursor = self.get_cursor(reader, pair)
         if after is not None and cursor is not None and cursor.epoch == after.epoch:
             after = max(after, cursor)
-        return super().fetch_facts(reader, pair, limit, after=after, **how)
+        return super().fetch_facts(reader, pair, limit, after=after, **options)
 
 
 class IgnoresAge(MemoryBoundary):
-    """Retention removes whatever is confirmed."""
+    """Retention removes every confirmed fact."""
 
     def prune(self, before_unix_ms):
         return super().prune(2**53)
@@ -399,193 +403,197 @@ class StampsItsOwnEpoch(MemoryBoundary):
         return super()._forward(replace(stored, epoch=self._epoch))
 
 
-class ReadsAtOnce(MemoryBoundary):
-    """An artifact comes in one piece, as large as it is."""
+class ReadsArtifactsInOnePiece(MemoryBoundary):
+    """An artifact comes in one piece, whatever its size."""
 
-    def get_object(self, bucket, key, **how):
-        yield b"".join(super().get_object(bucket, key, **how))
+    def get_object(self, bucket, key, **options):
+        yield b"".join(super().get_object(bucket, key, **options))
 
 
-class StoresOnce(MemoryBoundary):
-    """A name that is taken is a conflict, whatever the bytes."""
+class RejectsStoredNames(MemoryBoundary):
+    """A stored name is a conflict, whatever the bytes."""
 
-    def _kept(self, name, upload, expected=None):
+    def _commit_upload(self, name, upload, expected=None):
         if name in self._artifacts._names:
             raise ArtifactConflict(f"{name} is stored")
-        return super()._kept(name, upload, expected)
+        return super()._commit_upload(name, upload, expected)
 
 
-class TrustsNames(MemoryBoundary):
+class TrustsObjectNames(MemoryBoundary):
     """A name may lead anywhere."""
 
     def put_object(self, bucket, key, blob, *, expected=None, begin=0, zone=""):
         name = ObjectName(zone, bucket, key)
-        with self._receiving(name, expected, begin) as upload:
-            for piece in to_pieces(blob):
-                upload.add(piece)
-            return self._kept(name, upload, expected)
+        with self._open_upload(name, expected, begin) as upload:
+            for chunk in to_chunks(blob):
+                upload.add(chunk)
+            return self._commit_upload(name, upload, expected)
 
 
-class TakesNoBytes(MemoryBoundary):
-    """An artifact has to come in pieces."""
+class RejectsWholeBytes(MemoryBoundary):
+    """An artifact must come in pieces."""
 
-    def put_object(self, bucket, key, blob, **how):
-        return super().put_object(bucket, key, iter(blob), **how)
+    def put_object(self, bucket, key, blob, **options):
+        return super().put_object(bucket, key, iter(blob), **options)
 
 
-class ExpectsNothing(MemoryBoundary):
-    """Nobody looks whether an upload is what it was said to be."""
+class IgnoresExpectations(MemoryBoundary):
+    """An upload is not compared with what was announced."""
 
-    def _kept(self, name, upload, expected=None):
-        return super()._kept(name, upload)
+    def _commit_upload(self, name, upload, expected=None):
+        return super()._commit_upload(name, upload)
 
 
 class ForgetsUploads(MemoryBoundary):
-    """What broke off has to be sent again, all of it."""
+    """An interrupted upload must be sent again completely."""
 
-    def received(self, bucket, key, expected, *, zone=""):
+    def uploaded_bytes(self, bucket, key, expected, *, zone=""):
         return 0
 
 
 class MixesUploads(MemoryBoundary):
-    """What came under a name counts, whatever it was to be."""
+    """Bytes received under a name count, whatever they were announced as."""
 
-    def received(self, bucket, key, expected, *, zone=""):
-        here = [len(kept[0]) for (name, _), kept in self._artifacts._partial.items() if name == (zone, bucket, key)]
-        return max(here, default=super().received(bucket, key, expected, zone=zone))
+    def uploaded_bytes(self, bucket, key, expected, *, zone=""):
+        byte_counts = [
+            len(partial_upload[0])
+            for (name, _), partial_upload in self._artifacts._interrupted.items()
+            if name == (zone, bucket, key)
+        ]
+        return max(byte_counts, default=super().uploaded_bytes(bucket, key, expected, zone=zone))
 
 
 class PromisesTooMuch(MemoryBoundary):
-    """More is said to be here than came."""
+    """Reports more received bytes than it has."""
 
-    def received(self, bucket, key, expected, *, zone=""):
-        here = super().received(bucket, key, expected, zone=zone)
-        return here and expected.size
-
-
-class GoesOnAnywhere(MemoryBoundary):
-    """Where nothing came, there are zeros."""
-
-    def __init__(self, **given):
-        super().__init__(**given)
-        self._artifacts = _Filling()
+    def uploaded_bytes(self, bucket, key, expected, *, zone=""):
+        received_bytes = super().uploaded_bytes(bucket, key, expected, zone=zone)
+        return received_bytes and expected.size
 
 
-class _Filling(Artifacts):
+class FillsArtifactGaps(MemoryBoundary):
+    """Gaps are filled with zeros."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._artifacts = _GapFillingArtifacts()
+
+
+class _GapFillingArtifacts(Artifacts):
     def begin(self, name, expected, begin):
         try:
             return super().begin(name, expected, begin)
         except InvalidFactError:
-            return Upload(bytes(begin))
+            return MemoryUpload(bytes(begin))
 
 
 class ReadsFromTheStart(MemoryBoundary):
-    """Wherever one begins, all of an artifact comes."""
+    """Reading always starts at the first byte."""
 
     def get_object(self, bucket, key, *, begin=0, zone=""):
         return super().get_object(bucket, key, zone=zone)
 
 
-class ForgetsWhen(MemoryBoundary):
-    """Any moment is the end of the line."""
+class ForgetsTimes(MemoryBoundary):
+    """Every time is the end of the log."""
 
-    def cursor_at(self, pair, unix_ms):
-        return self.end_of(pair)
+    def cursor_at_time(self, pair, unix_ms):
+        return self.last_offset(pair)
 
 
-class LeavesTheWaitingOut(MemoryBoundary):
-    """Pairs without facts are not told of, although somebody waits for some."""
+class OmitsEmptyPairs(MemoryBoundary):
+    """Pairs without facts are not reported, although a reader waits for some."""
 
-    def survey(self):
-        return [state for state in super().survey() if state.last]
+    def list_logs(self):
+        return [state for state in super().list_logs() if state.last]
 
 
 class CountsFromTheStart(MemoryBoundary):
-    """Everybody is as far behind as the line is long."""
+    """Every reader lags by the length of the log."""
 
-    def survey(self):
+    def list_logs(self):
         return [
             replace(
                 state,
                 readers={
-                    reader: behind._replace(facts=state.last - state.first + 1, bytes=state.bytes)
-                    for reader, behind in state.readers.items()
+                    reader: lag._replace(facts=state.last - state.first + 1, bytes=state.bytes)
+                    for reader, lag in state.readers.items()
                 },
             )
-            for state in super().survey()
+            for state in super().list_logs()
         ]
 
 
-class RemembersTheRetired(MemoryBoundary):
-    """A reader that was retired is there as before."""
+class KeepsRetiredReaders(MemoryBoundary):
+    """A retired reader still exists."""
 
     def retire_reader(self, reader, pair, *, by=""):
         return (reader, pair) in self._readers
 
 
 class SharesNames(MemoryBoundary):
-    """All zones have one namespace."""
+    """All zones share one namespace."""
 
-    def put_object(self, bucket, key, blob, *, zone="", **how):
-        return super().put_object(bucket, key, blob, **how)
+    def put_object(self, bucket, key, blob, *, zone="", **options):
+        return super().put_object(bucket, key, blob, **options)
 
-    def received(self, bucket, key, expected, *, zone=""):
-        return super().received(bucket, key, expected)
+    def uploaded_bytes(self, bucket, key, expected, *, zone=""):
+        return super().uploaded_bytes(bucket, key, expected)
 
-    def get_object(self, bucket, key, *, zone="", **how):
-        return super().get_object(bucket, key, **how)
+    def get_object(self, bucket, key, *, zone="", **options):
+        return super().get_object(bucket, key, **options)
 
     def _store(self, log, stored, buffer):
-        check = self._artifacts.check
-        self._artifacts.check = lambda reference, owners: check(reference, ("",))
+        check = self._artifacts.resolve_reference
+        self._artifacts.resolve_reference = lambda reference, owners: check(reference, ("",))
         try:
             return super()._store(log, stored, buffer)
         finally:
-            self._artifacts.check = check
+            self._artifacts.resolve_reference = check
 
 
 class TrustsDigests(MemoryBoundary):
-    """A digest that is known counts as sent, whoever sent it."""
+    """A known digest counts as sent, by any zone."""
 
-    def received(self, bucket, key, expected, *, zone=""):
-        received = super().received
-        return max(received(bucket, key, expected, zone=each) for each in ("", "Enterprise"))
+    def uploaded_bytes(self, bucket, key, expected, *, zone=""):
+        get_received = super().uploaded_bytes
+        return max(get_received(bucket, key, expected, zone=each) for each in ("", "Enterprise"))
 
 
-class NamesAnything(MemoryBoundary):
+class NamesArtifactsOfAnyZone(MemoryBoundary):
     """A fact may name an artifact of any zone."""
 
     def _store(self, log, stored, buffer):
-        check = self._artifacts.check
-        self._artifacts.check = lambda reference, owners: check(reference, (*owners, "", "Enterprise"))
+        check = self._artifacts.resolve_reference
+        self._artifacts.resolve_reference = lambda reference, owners: check(reference, (*owners, "", "Enterprise"))
         try:
             return super()._store(log, stored, buffer)
         finally:
-            self._artifacts.check = check
+            self._artifacts.resolve_reference = check
 
 
-class ReadsAnybodys(MemoryBoundary):
+class ReadsArtifactsOfAnyZone(MemoryBoundary):
     """Without a zone, an artifact of any zone is read."""
 
-    def get_object(self, bucket, key, *, zone="", **how):
+    def get_object(self, bucket, key, *, zone="", **options):
         names = [name for name in sorted(self._artifacts._names) if name[1:] == (bucket, key)]
-        return super().get_object(bucket, key, zone=zone or (names[0].zone if names else ""), **how)
+        return super().get_object(bucket, key, zone=zone or (names[0].zone if names else ""), **options)
 
 
 class CountsNoReaders(MemoryBoundary):
-    """A zone registers as many readers as it likes."""
+    """A zone may register any number of readers."""
 
-    def _check_readers(self, reader, pair, most):
+    def _check_readers(self, reader, pair, limit):
         pass
 
 
-class CountsReadersOfAPair(MemoryBoundary):
-    """Readers are counted for each pair of zones, and there is no end of pairs."""
+class CountsReadersPerPair(MemoryBoundary):
+    """Readers are counted for each pair of zones, and the number of pairs is unlimited."""
 
-    def _check_readers(self, reader, pair, most):
+    def _check_readers(self, reader, pair, limit):
         readers = self._readers
-        self._readers = {registered: at for registered, at in readers.items() if registered[1] == pair}
+        self._readers = {reader_key: offset for reader_key, offset in readers.items() if reader_key[1] == pair}
         try:
-            super()._check_readers(reader, pair, most)
+            super()._check_readers(reader, pair, limit)
         finally:
             self._readers = readers

@@ -1,4 +1,4 @@
-"""Places for contents that break the contract on purpose, each in one way: the exam must find every one of them."""
+"""Content stores that each break the contract in one way: the conformance suite must detect every one of them."""
 
 from __future__ import annotations
 
@@ -7,264 +7,266 @@ import hashlib
 import uuid
 
 from ergon_framework.facts.errors import ArtifactMismatch, InvalidFactError
-from ergon_framework.facts.stores.memory_contents import MemoryContents
+from ergon_framework.facts.stores.memory_contents import MemoryContentStore
 
 
-class SealsAnything(MemoryContents):
-    """Nobody looks at what was expected."""
-
-    @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
-        with super().receive(upload, begin=begin) as taken:
-            seal = taken.seal
-            taken.seal = lambda expected=None: seal()
-            yield taken
-
-
-class KeepsMismatches(MemoryContents):
-    """What was not expected is refused and kept all the same."""
+class CommitsAnything(MemoryContentStore):
+    """The announced digest and size are not checked."""
 
     @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
-        with super().receive(upload, begin=begin) as taken:
-            seal = taken.seal
+    def begin_upload(self, upload=None, *, begin=0):
+        with super().begin_upload(upload, begin=begin) as memory_upload:
+            seal = memory_upload.commit
+            memory_upload.commit = lambda expected=None: seal()
+            yield memory_upload
 
-            def kept(expected=None):
+
+class KeepsMismatches(MemoryContentStore):
+    """Unexpected bytes are rejected and stored nevertheless."""
+
+    @contextlib.contextmanager
+    def begin_upload(self, upload=None, *, begin=0):
+        with super().begin_upload(upload, begin=begin) as memory_upload:
+            seal = memory_upload.commit
+
+            def commit_or_keep(expected=None):
                 try:
                     return seal(expected)
                 except ArtifactMismatch:
-                    content = bytes(taken.content)
+                    content = bytes(memory_upload.content)
                     self.contents[f"sha256:{hashlib.sha256(content).hexdigest()}"] = content
                     raise
 
-            taken.seal = kept
-            yield taken
+            memory_upload.commit = commit_or_keep
+            yield memory_upload
 
 
-class ComparesNoSize(MemoryContents):
-    """What has the digest is what was expected."""
-
-    @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
-        with super().receive(upload, begin=begin) as taken:
-            seal = taken.seal
-            taken.seal = lambda expected=None: seal(expected and expected._replace(size=taken.size))
-            yield taken
-
-
-class ShowsHalves(MemoryContents):
-    """What has come so far can be read."""
+class ComparesOnlyTheDigest(MemoryContentStore):
+    """Bytes with the right digest are accepted, whatever their size."""
 
     @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
-        with super().receive(upload, begin=begin) as taken:
-            add = taken.add
+    def begin_upload(self, upload=None, *, begin=0):
+        with super().begin_upload(upload, begin=begin) as memory_upload:
+            seal = memory_upload.commit
+            memory_upload.commit = lambda expected=None: seal(expected and expected._replace(size=memory_upload.size))
+            yield memory_upload
 
-            def shown(piece):
-                add(piece)
-                content = bytes(taken.content)
+
+class ExposesUnfinishedUploads(MemoryContentStore):
+    """Bytes of an unfinished upload can be read."""
+
+    @contextlib.contextmanager
+    def begin_upload(self, upload=None, *, begin=0):
+        with super().begin_upload(upload, begin=begin) as memory_upload:
+            add = memory_upload.add
+
+            def add_and_expose(chunk):
+                add(chunk)
+                content = bytes(memory_upload.content)
                 self.contents[f"sha256:{hashlib.sha256(content).hexdigest()}"] = content
 
-            taken.add = shown
-            yield taken
+            memory_upload.add = add_and_expose
+            yield memory_upload
 
 
-class KeepsTheNameless(MemoryContents):
-    """An upload without a name gets one, and stays."""
+class KeepsUnnamedUploads(MemoryContentStore):
+    """An upload without a name gets one, and remains."""
 
     @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
+    def begin_upload(self, upload=None, *, begin=0):
         if upload is None and begin == 0:
             upload = uuid.uuid4().hex
-        with super().receive(upload, begin=begin) as taken:
-            yield taken
+        with super().begin_upload(upload, begin=begin) as memory_upload:
+            yield memory_upload
 
 
-class ForgetsTheNamed(MemoryContents):
-    """Whatever breaks off is gone."""
+class ForgetsNamedUploads(MemoryContentStore):
+    """Every interrupted upload is lost."""
 
     @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
-        with super().receive(upload, begin=begin) as taken:
+    def begin_upload(self, upload=None, *, begin=0):
+        with super().begin_upload(upload, begin=begin) as memory_upload:
             try:
-                yield taken
+                yield memory_upload
             finally:
                 self._uploads.pop(upload, None)
 
 
-class GoesOnAtTheEnd(MemoryContents):
-    """An upload goes on behind all that came, wherever it is told to."""
+class ResumesAtTheEnd(MemoryContentStore):
+    """An upload continues after all received bytes, whatever its begin."""
 
     @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
-        known = self._uploads.get(upload)
-        with super().receive(upload, begin=begin) as taken:
+    def begin_upload(self, upload=None, *, begin=0):
+        previous = self._uploads.get(upload)
+        with super().begin_upload(upload, begin=begin) as memory_upload:
             if begin:
-                taken.content[:] = known.content
-            yield taken
+                memory_upload.content[:] = previous.content
+            yield memory_upload
 
 
-class FillsUp(MemoryContents):
-    """Where nothing is, there are zeros."""
+class FillsUploadGaps(MemoryContentStore):
+    """Gaps are filled with zeros."""
 
     @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
+    def begin_upload(self, upload=None, *, begin=0):
         try:
-            with super().receive(upload, begin=begin) as taken:
-                yield taken
+            with super().begin_upload(upload, begin=begin) as memory_upload:
+                yield memory_upload
         except InvalidFactError:
             if begin < 1 or upload is None:
                 raise
-            with super().receive(upload) as taken:
-                taken.content[:] = bytes(begin)
-                yield taken
+            with super().begin_upload(upload) as memory_upload:
+                memory_upload.content[:] = bytes(begin)
+                yield memory_upload
 
 
-class NeverBeginsAnew(MemoryContents):
-    """What has come under a name stays in front."""
+class NeverStartsFromScratch(MemoryContentStore):
+    """Bytes received under a name always stay in front."""
 
     @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
-        known = self._uploads.get(upload)
-        with super().receive(upload, begin=begin) as taken:
-            if begin == 0 and known is not None:
-                taken.content[:0] = known.content
-            yield taken
+    def begin_upload(self, upload=None, *, begin=0):
+        previous = self._uploads.get(upload)
+        with super().begin_upload(upload, begin=begin) as memory_upload:
+            if begin == 0 and previous is not None:
+                memory_upload.content[:0] = previous.content
+            yield memory_upload
 
 
-class SharesUploads(MemoryContents):
-    """Two may have the same upload in hand."""
+class SharesUploads(MemoryContentStore):
+    """Two callers may use the same upload at once."""
 
-    def check(self, upload):
+    def check_owner(self, upload):
         pass
 
-    def forget(self, upload):
+    def delete_upload(self, upload):
         self._uploads.pop(upload.upload, None)
 
 
-class KeepsTheDamaged(MemoryContents):
-    """What is there is believed to be whole."""
+class KeepsDamagedContent(MemoryContentStore):
+    """Stored bytes are assumed to be complete."""
 
     @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
-        before = dict(self.contents)
-        with super().receive(upload, begin=begin) as taken:
-            yield taken
-        self.contents.update({digest: content for digest, content in before.items() if digest in self.contents})
+    def begin_upload(self, upload=None, *, begin=0):
+        previous_contents = dict(self.contents)
+        with super().begin_upload(upload, begin=begin) as memory_upload:
+            yield memory_upload
+        self.contents.update(
+            {digest: content for digest, content in previous_contents.items() if digest in self.contents}
+        )
 
 
-class CountsCopies(MemoryContents):
-    """A content that was stored twice has to be removed twice."""
+class CountsCopies(MemoryContentStore):
+    """A content that was stored twice must be removed twice."""
 
-    def __init__(self, **given):
-        super().__init__(**given)
+    def __init__(self, **options):
+        super().__init__(**options)
         self._copies = {}
 
     @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
-        with super().receive(upload, begin=begin) as taken:
-            seal = taken.seal
+    def begin_upload(self, upload=None, *, begin=0):
+        with super().begin_upload(upload, begin=begin) as memory_upload:
+            seal = memory_upload.commit
 
-            def counted(expected=None):
+            def commit_and_count(expected=None):
                 stored = seal(expected)
                 self._copies[stored.digest] = self._copies.get(stored.digest, 0) + 1
                 return stored
 
-            taken.seal = counted
-            yield taken
+            memory_upload.commit = commit_and_count
+            yield memory_upload
 
     def remove(self, digest):
         self._copies[digest] = self._copies.get(digest, 0) - 1
         return super().remove(digest) if self._copies[digest] < 1 else digest in self.contents
 
 
-class RemovesNothing(MemoryContents):
-    """What was stored stays."""
+class RemovesNothing(MemoryContentStore):
+    """A stored content cannot be removed."""
 
     def remove(self, digest):
         return digest in self.contents
 
 
-class ReadsAtOnce(MemoryContents):
-    """A content comes in one piece, as large as it is."""
+class ReadsContentInOnePiece(MemoryContentStore):
+    """A content comes in one piece, whatever its size."""
 
     def read(self, digest, *, begin=0):
         return iter([self.contents[digest][begin:]])
 
 
-class ReadsFromTheStart(MemoryContents):
-    """Wherever one begins, all of it comes."""
+class IgnoresTheReadPosition(MemoryContentStore):
+    """Reading always starts at the first byte."""
 
     def read(self, digest, *, begin=0):
         return super().read(digest)
 
 
-class IsLenient(MemoryContents):
+class AcceptsMalformedDigests(MemoryContentStore):
     """A digest may be written in any way."""
 
-    def _lenient(self, digest):
+    def _normalize_digest(self, digest):
         return f"sha256:{digest[-64:].lower()}"
 
     def size_of(self, digest):
-        return super().size_of(self._lenient(digest))
+        return super().size_of(self._normalize_digest(digest))
 
     def read(self, digest, *, begin=0):
-        return super().read(self._lenient(digest), begin=begin)
+        return super().read(self._normalize_digest(digest), begin=begin)
 
 
-class SweepsTheYoung(MemoryContents):
-    """Sweeping takes whatever is not sealed."""
+class CleansUpYoungUploads(MemoryContentStore):
+    """Cleanup removes every uncommitted upload."""
 
-    def sweep(self, before_unix_ms):
-        return super().sweep(2**53)
+    def delete_stale_uploads(self, before_unix_ms):
+        return super().delete_stale_uploads(2**53)
 
 
-class SweepsNothing(MemoryContents):
-    """What breaks off lies there for ever."""
+class CleansUpNothing(MemoryContentStore):
+    """Interrupted uploads remain forever."""
 
-    def sweep(self, before_unix_ms):
+    def delete_stale_uploads(self, before_unix_ms):
         return 0
 
 
-class TrustsNames(MemoryContents):
-    """An upload may be called anything."""
+class TrustsUploadNames(MemoryContentStore):
+    """An upload may have any name."""
 
     @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
-        safe = None if upload is None else f"n{hashlib.sha256(upload.encode()).hexdigest()}"
-        with super().receive(safe, begin=begin) as taken:
-            yield taken
+    def begin_upload(self, upload=None, *, begin=0):
+        hashed_name = None if upload is None else f"n{hashlib.sha256(upload.encode()).hexdigest()}"
+        with super().begin_upload(hashed_name, begin=begin) as memory_upload:
+            yield memory_upload
 
-    def received(self, upload):
-        return super().received(f"n{hashlib.sha256(upload.encode()).hexdigest()}")
+    def uploaded_bytes(self, upload):
+        return super().uploaded_bytes(f"n{hashlib.sha256(upload.encode()).hexdigest()}")
 
 
-class TakesTexts(MemoryContents):
-    """A text is taken for its bytes."""
+class AcceptsStrings(MemoryContentStore):
+    """A string is accepted as its bytes."""
 
     @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
-        with super().receive(upload, begin=begin) as taken:
-            add = taken.add
-            taken.add = lambda piece: add(piece.encode() if isinstance(piece, str) else piece)
-            yield taken
+    def begin_upload(self, upload=None, *, begin=0):
+        with super().begin_upload(upload, begin=begin) as memory_upload:
+            add = memory_upload.add
+            memory_upload.add = lambda chunk: add(chunk.encode() if isinstance(chunk, str) else chunk)
+            yield memory_upload
 
 
-class HasOneBuffer(MemoryContents):
-    """All uploads without a name come into the same place."""
+class SharesOneBuffer(MemoryContentStore):
+    """All uploads without a name use the same buffer."""
 
     _buffer = None
 
     @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
-        with super().receive(upload, begin=begin) as taken:
+    def begin_upload(self, upload=None, *, begin=0):
+        with super().begin_upload(upload, begin=begin) as memory_upload:
             if upload is None:
                 if self._buffer is None:
                     self._buffer = bytearray()
                 self._open = getattr(self, "_open", 0) + 1
-                taken.content = self._buffer
+                memory_upload.content = self._buffer
             try:
-                yield taken
+                yield memory_upload
             finally:
                 if upload is None:
                     self._open -= 1
@@ -272,41 +274,41 @@ class HasOneBuffer(MemoryContents):
                         self._buffer = None
 
 
-class IsNeverFull(MemoryContents):
-    """It takes whatever comes."""
+class IgnoresTheSizeLimit(MemoryContentStore):
+    """It has no size limit."""
 
-    def make_sure_of_room(self, size):
+    def check_capacity(self, size):
         pass
 
 
-class CallsItselfDurable(MemoryContents):
-    """It says that it survives a loss of power."""
+class ReportsItselfDurable(MemoryContentStore):
+    """It reports that it survives a power loss."""
 
     @property
     def durable(self):
         return True
 
 
-class SaysWhatWasExpected(MemoryContents):
-    """The first byte is lost, and nobody hashes what is kept."""
+class LosesTheFirstByte(MemoryContentStore):
+    """The first byte is lost, and the stored bytes are not hashed."""
 
     @contextlib.contextmanager
-    def receive(self, upload=None, *, begin=0):
-        with super().receive(upload, begin=begin) as taken:
-            seal = taken.seal
+    def begin_upload(self, upload=None, *, begin=0):
+        with super().begin_upload(upload, begin=begin) as memory_upload:
+            seal = memory_upload.commit
 
-            def careless(expected=None):
+            def commit_and_truncate(expected=None):
                 stored = seal(expected)
-                if len(taken.content) == 1:
+                if len(memory_upload.content) == 1:
                     self.contents[stored.digest] = b""
                 return stored
 
-            taken.seal = careless
-            yield taken
+            memory_upload.commit = commit_and_truncate
+            yield memory_upload
 
 
-class CountsNoUploads(MemoryContents):
-    """What is not sealed counts for nothing."""
+class CountsNoUploads(MemoryContentStore):
+    """Uncommitted uploads do not count."""
 
     def upload_bytes(self):
         return 0

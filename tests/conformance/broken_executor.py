@@ -1,6 +1,6 @@
-"""Executors that are broken in one way each: broken_executor.py NAME; `Sound` is broken in none.
+"""Executors that are broken in one way each: broken_executor.py NAME; `Sound` is not broken.
 
-The standard library only, so that each starts in no time.
+It imports only the standard library, so that each starts fast.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ import subprocess
 import sys
 import time
 
-SHAPE = {"protocol_version": str, "function_name": str, "args": list, "kwargs": dict, "context": dict}
+REQUEST_FIELD_TYPES = {"protocol_version": str, "function_name": str, "args": list, "kwargs": dict, "context": dict}
 
 
 class Sound:
-    """Keeps the protocol; each method is something that another one gets wrong."""
+    """Keeps the protocol; each method is something that a subclass gets wrong."""
 
     def __init__(self):
-        self.requests = os.fdopen(self.take_input(), "rb")
-        self.outcomes = self.take_output()
+        self.requests = os.fdopen(self.open_input(), "rb")
+        self.output_descriptor = self.open_output()
         self.context = None
         self.start()
 
-    def take_input(self):
-        kept = os.dup(0)
+    def open_input(self):
+        descriptor = os.dup(0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        return kept
+        return descriptor
 
-    def take_output(self):
-        kept = os.dup(1)
+    def open_output(self):
+        descriptor = os.dup(1)
         os.dup2(2, 1)
-        return kept
+        return descriptor
 
     def start(self):
         pass
 
     def run(self):
         for line in self.requests:
-            self.take(line)
+            self.process_line(line)
 
-    def take(self, line):
+    def process_line(self, line):
         if not line.endswith(b"\n"):
             return
         try:
-            request = self.read(line)
+            request = self.parse(line)
         except ValueError:
             return
         if isinstance(request, dict) and isinstance(request.get("job_id"), str):
-            self.answer(self.outcome(request))
+            self.answer(self.make_outcome(request))
 
-    def read(self, line):
+    def parse(self, line):
         return json.loads(line)
 
     def answer(self, outcome):
@@ -60,44 +60,44 @@ class Sound:
 
     def write(self, data):
         while data:
-            data = data[os.write(self.outcomes, data) :]
+            data = data[os.write(self.output_descriptor, data) :]
 
-    def outcome(self, request):
-        told = self.refused(request) or self.executed(request)
-        blank = dict.fromkeys(("status", "result", "error_message", "error_type", "retry_after_seconds"))
-        return {"job_id": request["job_id"]} | blank | told
+    def make_outcome(self, request):
+        result = self.find_error(request) or self.execute(request)
+        defaults = dict.fromkeys(("status", "result", "error_message", "error_type", "retry_after_seconds"))
+        return {"job_id": request["job_id"]} | defaults | result
 
-    def refused(self, request):
+    def find_error(self, request):
         if request.get("protocol_version") not in {"1", None}:
-            return self.unsupported()
-        if any(not isinstance(request.get(name), kind) for name, kind in SHAPE.items()):
+            return self.make_version_error()
+        if any(not isinstance(request.get(name), kind) for name, kind in REQUEST_FIELD_TYPES.items()):
             return {"status": "error", "error_type": "bad_request"}
-        if not hasattr(self, self.method(request)):
+        if not hasattr(self, self.get_method_name(request)):
             return {"status": "error", "error_type": "handler_not_found"}
         return None
 
-    def unsupported(self):
+    def make_version_error(self):
         return {"status": "error", "error_type": "unsupported_version"}
 
-    def method(self, request):
+    def get_method_name(self, request):
         return "do_" + request["function_name"].replace("exam.", "")
 
-    def executed(self, request):
+    def execute(self, request):
         self.context = request["context"]
         try:
             return {"status": "success", "result": self.call(request)}
-        except TimeoutError as error:  # how a retry is asked for here
-            return self.retry(error)
+        except TimeoutError as error:  # this is how handlers ask for a retry
+            return self.make_retry(error)
         except Exception as error:
-            return self.failed(error)
+            return self.make_error(error)
 
     def call(self, request):
-        return getattr(self, self.method(request))(*request["args"], **request["kwargs"])
+        return getattr(self, self.get_method_name(request))(*request["args"], **request["kwargs"])
 
-    def retry(self, error):
+    def make_retry(self, error):
         return {"status": "retry", "retry_after_seconds": error.args[0]}
 
-    def failed(self, error):
+    def make_error(self, error):
         return {"status": "error", "error_type": type(error).__name__, "error_message": str(error)}
 
     # -- handlers -------------------------------------------------------------------------------------
@@ -136,16 +136,16 @@ class TiresAfterTen(Sound):
     """The eleventh request is not answered."""
 
     def start(self):
-        self.left = 10
+        self.remaining = 10
 
     def answer(self, outcome):
-        self.left -= 1
-        if self.left >= 0:
+        self.remaining -= 1
+        if self.remaining >= 0:
             super().answer(outcome)
 
 
 class SwapsResults(Sound):
-    """Of two that came together, each is told the other's result."""
+    """Two requests that arrive together get each other's result."""
 
     def run(self):
         while data := os.read(self.requests.fileno(), 1 << 22):
@@ -153,12 +153,12 @@ class SwapsResults(Sound):
                 data += more
             lines = data.splitlines(keepends=True)
             if len(lines) == 2:
-                first, second = (self.outcome(self.read(line)) for line in lines)
+                first, second = (self.make_outcome(self.parse(line)) for line in lines)
                 self.answer(first | {"result": second["result"]})
                 self.answer(second | {"result": first["result"]})
             else:
                 for line in lines:
-                    self.take(line)
+                    self.process_line(line)
 
 
 class AnswersTwice(Sound):
@@ -169,7 +169,7 @@ class AnswersTwice(Sound):
 
 class ForgetsKeywords(Sound):
     def call(self, request):
-        return getattr(self, self.method(request))(*request["args"])
+        return getattr(self, self.get_method_name(request))(*request["args"])
 
 
 class SpeaksLatin(Sound):
@@ -178,43 +178,47 @@ class SpeaksLatin(Sound):
 
 
 class EndsLinesInTheMiddle(Sound):
-    """Reads text as lines of text are read, where more than a line feed ends a line."""
+    """Splits its input as text, where more characters than a line feed end a line."""
 
-    def take(self, line):
+    def process_line(self, line):
         if not line.endswith(b"\n"):
             return
         for part in line.decode(errors="surrogateescape").splitlines():
-            super().take(f"{part}\n".encode(errors="surrogateescape"))
+            super().process_line(f"{part}\n".encode(errors="surrogateescape"))
 
 
 class RoundsNumbers(Sound):
-    def read(self, line):
-        return json.loads(line, parse_float=lambda text: float(f"{float(text):.7g}"), parse_int=self.whole)
+    def parse(self, line):
+        return json.loads(line, parse_float=lambda text: float(f"{float(text):.7g}"), parse_int=self.round_integer)
 
-    def whole(self, text):
+    def round_integer(self, text):
         return int(float(f"{float(text):.7g}")) if len(text) > 9 else int(text)
 
 
 class ReadsShortLines(Sound):
     """A line that does not fit its buffer is lost."""
 
-    def take(self, line):
+    def process_line(self, line):
         if len(line) <= 1_000_000:
-            super().take(line)
+            super().process_line(line)
 
 
 class ReadsShallowValues(Sound):
-    def take(self, line):
+    def process_line(self, line):
         if line.count(b"[") + line.count(b"{") <= 32 or len(line) > 10_000:
-            super().take(line)
+            super().process_line(line)
 
 
 class KnowsEveryField(Sound):
-    """A field that it does not know makes it a bad request."""
+    """An unknown field makes a bad request."""
 
-    def refused(self, request):
-        known = {*SHAPE, "job_id"}
-        return {"status": "error", "error_type": "bad_request"} if request.keys() - known else super().refused(request)
+    def find_error(self, request):
+        known_fields = {*REQUEST_FIELD_TYPES, "job_id"}
+        return (
+            {"status": "error", "error_type": "bad_request"}
+            if request.keys() - known_fields
+            else super().find_error(request)
+        )
 
 
 class NeedsEveryField(Sound):
@@ -239,17 +243,17 @@ class StartsItsOwnTrace(Sound):
 
 
 class CallsErrorsSuccess(Sound):
-    def failed(self, error):
+    def make_error(self, error):
         return {"status": "success", "result": str(error)}
 
 
 class SwallowsMessages(Sound):
-    def failed(self, error):
+    def make_error(self, error):
         return {"status": "error", "error_type": "error"}
 
 
 class DiesOfErrors(Sound):
-    """Answers, and is gone."""
+    """Answers, and exits."""
 
     def answer(self, outcome):
         super().answer(outcome)
@@ -259,33 +263,33 @@ class DiesOfErrors(Sound):
 
 
 class RetriesWithoutDelay(Sound):
-    def retry(self, error):
+    def make_retry(self, error):
         return {"status": "retry"}
 
 
 class SpeaksEveryVersion(Sound):
-    def refused(self, request):
-        return super().refused(request | {"protocol_version": "1"})
+    def find_error(self, request):
+        return super().find_error(request | {"protocol_version": "1"})
 
 
 class IsSilentAboutVersions(Sound):
-    def take(self, line):
+    def process_line(self, line):
         if b'"protocol_version":"2"' not in line:
-            super().take(line)
+            super().process_line(line)
 
 
 class CallsWhatIsNotThere(Sound):
     """An unknown handler is an error like any other."""
 
-    def refused(self, request):
-        told = super().refused(request)
-        return None if told and told["error_type"] == "handler_not_found" else told
+    def find_error(self, request):
+        error = super().find_error(request)
+        return None if error and error["error_type"] == "handler_not_found" else error
 
 
 class CallsWhatIsPrivate(Sound):
-    """Looks handlers up where its own methods are."""
+    """Looks handlers up among its own methods."""
 
-    def method(self, request):
+    def get_method_name(self, request):
         name = request["function_name"].replace("exam.", "")
         return name if name == "__init__" else f"do_{name}"
 
@@ -300,23 +304,23 @@ class IsSilentAboutBadRequests(Sound):
 
 
 class DiesOfGarbage(Sound):
-    def take(self, line):
+    def process_line(self, line):
         json.loads(line)
-        super().take(line)
+        super().process_line(line)
 
     def run(self):
         with contextlib.suppress(ValueError):
-            # Half of a line at the end is what it can live with.
+            # It tolerates an incomplete last line.
             for line in self.requests:
                 if line.endswith(b"\n"):
-                    self.take(line)
+                    self.process_line(line)
 
 
 class AnswersGarbage(Sound):
-    def take(self, line):
+    def process_line(self, line):
         if line.strip() in {b"hello", b"null"}:
             self.answer({"job_id": "unknown", "status": "error", "error_type": "bad_request"})
-        super().take(line)
+        super().process_line(line)
 
 
 class GreetsItsCaller(Sound):
@@ -331,7 +335,7 @@ class PrintsToStdout(Sound):
 
 class LetsChildrenPrint(Sound):
     def do_child(self, text):
-        subprocess.run(["echo", text], check=True, stdout=self.outcomes)
+        subprocess.run(["echo", text], check=True, stdout=self.output_descriptor)
 
 
 class StaysWithoutInput(Sound):
@@ -347,22 +351,22 @@ class EndsBadly(Sound):
 
 
 class LosesTheLastOnes(Sound):
-    """What came with the end of its input is not answered."""
+    """Requests that arrive with the end of its input are not answered."""
 
     def run(self):
-        waiting = []
+        lines = []
         while data := os.read(self.requests.fileno(), 1 << 22):
             while not data.endswith(b"\n") and (more := os.read(self.requests.fileno(), 1 << 22)):
                 data += more
-            waiting = data.splitlines(keepends=True)
-            if len(waiting) < 3 or not any(b"exam.echo" in line for line in waiting) or b"hello" in data:
-                for line in waiting:
-                    self.take(line)
+            lines = data.splitlines(keepends=True)
+            if len(lines) < 3 or not any(b"exam.echo" in line for line in lines) or b"hello" in data:
+                for line in lines:
+                    self.process_line(line)
 
 
 class AnswersHalfLines(Sound):
-    def take(self, line):
-        super().take(line if line.endswith(b"\n") else line + b"\n")
+    def process_line(self, line):
+        super().process_line(line if line.endswith(b"\n") else line + b"\n")
 
 
 class CrashesInTheMiddleOfALine(Sound):
@@ -389,14 +393,14 @@ class IgnoresSignalsAtWork(Sound):
 
 
 class SucceedsAtSignals(Sound):
-    """A job that was interrupted is told as done."""
+    """An interrupted job is reported as successful."""
 
     def do_sleep(self, seconds):
-        def leave(*_):
+        def report_success_and_exit(*_):
             self.answer({"job_id": self.context["job_id"], "status": "success"})
             os._exit(0)
 
-        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGTERM, report_success_and_exit)
         super().do_sleep(seconds)
 
 

@@ -1,4 +1,4 @@
-"""The connectors in this process as candidates, each behind a server that can be taken away."""
+"""The in-memory connectors under the conformance suite, each behind a server that can be taken down."""
 
 from __future__ import annotations
 
@@ -6,77 +6,86 @@ from collections import defaultdict
 
 from ergon_framework.connectors.codec import JsonCodec
 from ergon_framework.connectors.memory import MemoryConnector
-from ergon_framework.connectors.memory_log import MemoryLog, Records
-from ergon_framework.connectors.side_store import MemorySideStore
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.connectors.memory_log import LogRecords, MemoryLog
+from ergon_framework.connectors.side_store import MemoryLogConsumerStore
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
-from ergon_framework.facts.side import MemoryFactSide
+from ergon_framework.facts.side import MemoryFactConsumerStore
 from ergon_framework.facts.stores.memory import MemoryBoundary
-from ergon_framework.testing.conformance.connector import Candidate
+from ergon_framework.testing.conformance.connector import ConnectorUnderTest
 
-CALLS = ("fetch_transactions", "settle", "extend", "dispatch", "depth", "list_dead", "replay_dead", "discard_dead")
+CONNECTOR_CALLS = (
+    "fetch_transactions",
+    "settle",
+    "extend",
+    "dispatch",
+    "depth",
+    "list_dead",
+    "replay_dead",
+    "discard_dead",
+)
 
 
 class PretendedServer:
-    """A server that is up or down; whoever waits there is sent away when it goes down."""
+    """A server that is up or down; callers that wait on it fail when it goes down."""
 
     def __init__(self):
-        self.up = True
-        self.lines = []
+        self.is_up = True
+        self.connectors = []
 
     def stop(self):
-        self.up = False
-        for line in self.lines:
-            line.interrupt()
+        self.is_up = False
+        for connector in self.connectors:
+            connector.interrupt()
 
-    kill = cut = stop
+    kill = partition_network = stop
 
     def start(self):
-        self.up = True
+        self.is_up = True
 
-    mend = start
+    heal_network = start
 
-    def check(self):
-        if not self.up:
-            raise ConnectionLost("the pretended server is down")
+    def raise_if_down(self):
+        if not self.is_up:
+            raise ConnectionLostError("the pretended server is down")
 
 
-def behind(server, connector):
-    """*connector* with every call of it going to *server*, down at the beginning or at the end of the call."""
+def put_behind_server(server, connector):
+    """Wrap *connector* so that every call needs *server*, which may be down at its begin or at its end."""
 
     def wrap(name):
         inner = getattr(connector, name, None)
         inner_async = getattr(connector, f"{name}_async", None)
 
-        def call(*args, **extra):
-            server.check()
-            answer = inner(*args, **extra)
-            if name == "fetch_transactions" and not answer:
-                server.check()  # a wait that the outage ended
-            return answer
+        def call(*args, **options):
+            server.raise_if_down()
+            result = inner(*args, **options)
+            if name == "fetch_transactions" and not result:
+                server.raise_if_down()  # a wait that the outage ended
+            return result
 
-        async def call_async(*args, **extra):
-            server.check()
-            answer = await inner_async(*args, **extra)
-            if name == "fetch_transactions" and not answer:
-                server.check()
-            return answer
+        async def call_async(*args, **options):
+            server.raise_if_down()
+            result = await inner_async(*args, **options)
+            if name == "fetch_transactions" and not result:
+                server.raise_if_down()
+            return result
 
-        # A connector of one flavour has the other one from the bridge.
+        # The bridge adds the other variant to a connector that has only one.
         if inner is not None:
             setattr(connector, name, call)
         if inner_async is not None:
             setattr(connector, f"{name}_async", call_async)
 
-    for name in CALLS:
+    for name in CONNECTOR_CALLS:
         wrap(name)
-    server.lines.append(connector)
+    server.connectors.append(connector)
     return connector
 
 
-class MemoryCandidate(Candidate):
+class MemoryUnderTest(ConnectorUnderTest):
     durable = False
-    #: The pretended server has one way to be gone.
+    #: The pretended server can only be stopped.
     faults = ("stop",)
     outage_lease = 0.4
 
@@ -89,20 +98,20 @@ class MemoryCandidate(Candidate):
 
     def client(self, queue, *, lease):
         if queue not in self._queues:
-            self._queues[queue] = behind(self.server, self._make(queue, lease=lease, codec=self._codec))
+            self._queues[queue] = put_behind_server(self.server, self._make(queue, lease=lease, codec=self._codec))
         return self._queues[queue]
 
     def receive(self, queue, body, headers):
-        self._queues[queue].receive(body, headers)
+        self._queues[queue].inject(body, headers)
 
 
-def with_codec():
-    return MemoryCandidate(codec=JsonCodec(max_bytes=4096))
+def make_memory_with_codec():
+    return MemoryUnderTest(codec=JsonCodec(max_bytes=4096))
 
 
-class LogCandidate(Candidate):
+class MemoryLogUnderTest(ConnectorUnderTest):
     durable = False
-    #: The pretended server has one way to be gone.
+    #: The pretended server can only be stopped.
     faults = ("stop",)
     outage_lease = 0.4
     encodes = False
@@ -110,18 +119,20 @@ class LogCandidate(Candidate):
     def __init__(self, *, partitions=3):
         self.server = PretendedServer()
         self._partitions = partitions
-        self._records = defaultdict(lambda: Records(partitions))
-        self._sides = defaultdict(MemorySideStore)
+        self._records = defaultdict(lambda: LogRecords(partitions))
+        self._consumer_stores = defaultdict(MemoryLogConsumerStore)
 
     def client(self, queue, *, lease):
-        return behind(self.server, MemoryLog(queue, records=self._records[queue], side=self._sides[queue]))
+        return put_behind_server(
+            self.server, MemoryLog(queue, records=self._records[queue], store=self._consumer_stores[queue])
+        )
 
 
-class FactsCandidate(Candidate):
+class FactsUnderTest(ConnectorUnderTest):
     """Facts in a boundary in memory; each queue is a pair of zones."""
 
     durable = False
-    #: The pretended server has one way to be gone.
+    #: The pretended server can only be stopped.
     faults = ("stop",)
     outage_lease = 0.4
 
@@ -130,7 +141,7 @@ class FactsCandidate(Candidate):
         self._make = make
         self._codec = codec
         self._boundaries = defaultdict(MemoryBoundary)
-        self._sides = defaultdict(MemoryFactSide)
+        self._consumer_stores = defaultdict(MemoryFactConsumerStore)
 
     def client(self, queue, *, lease):
         connector = self._make(
@@ -138,15 +149,15 @@ class FactsCandidate(Candidate):
             from_zone="exam",
             to_zone="elsewhere",
             name=queue,
-            side=self._sides[queue],
+            side=self._consumer_stores[queue],
             codec=self._codec,
         )
-        return behind(self.server, connector)
+        return put_behind_server(self.server, connector)
 
 
-def facts_with_asyncio():
-    return FactsCandidate(AsyncFactConnector, codec=JsonCodec(max_bytes=4096))
+def make_async_facts():
+    return FactsUnderTest(AsyncFactConnector, codec=JsonCodec(max_bytes=4096))
 
 
-def facts_with_threads():
-    return FactsCandidate(codec=JsonCodec(max_bytes=4096))
+def make_sync_facts():
+    return FactsUnderTest(codec=JsonCodec(max_bytes=4096))

@@ -1,4 +1,4 @@
-"""Places for contents as candidates, and how they are treated badly."""
+"""Content stores under the conformance suite, and the damage that tests do to them."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ergon_framework.facts.stores.file_system import keeps_what_is_synced
-from ergon_framework.facts.stores.files import FileContents
-from ergon_framework.facts.stores.memory_contents import MemoryContents
-from ergon_framework.facts.stores.s3 import SMALLEST, S3Contents
-from ergon_framework.testing.conformance.contents import ContentsCandidate
+from ergon_framework.facts.stores.file_system import is_fsync_durable
+from ergon_framework.facts.stores.files import FileContentStore
+from ergon_framework.facts.stores.memory_contents import MemoryContentStore
+from ergon_framework.facts.stores.s3 import MIN_PART_BYTES, S3ContentStore
+from ergon_framework.testing.conformance.contents import ContentStoreUnderTest
 
 
-class MemoryPlace(ContentsCandidate):
+class MemoryContentsUnderTest(ContentStoreUnderTest):
     durable = False
     bounded = True
 
-    def __init__(self, make=MemoryContents):
+    def __init__(self, make=MemoryContentStore):
         self._make = make
-        self._places = {}
+        self._stores = {}
 
     def contents(self, place, *, room=None):
-        if place not in self._places:
-            self._places[place] = self._make(max_bytes=room)
-        return self._places[place]
+        if place not in self._stores:
+            self._stores[place] = self._make(max_bytes=room)
+        return self._stores[place]
 
     def cut(self, place, digest):
-        contents = self._places[place].contents
+        contents = self._stores[place].contents
         contents[digest] = contents[digest][:-1]
         return True
 
 
-class FilePlace(ContentsCandidate):
+class FileContentsUnderTest(ContentStoreUnderTest):
     bounded = True
-    #: Beyond two points at which a named upload is synced.
+    #: Larger than two points at which a named upload is synced.
     large = 17 * 1024 * 1024
 
     def __init__(self):
         self._folder = Path(tempfile.mkdtemp(prefix="ergon-contents-"))
-        # Where tests run nobody knows it; what is said of which file system has tests of its own.
-        self.durable = keeps_what_is_synced(self._folder)
+        # The test machine's file system is unknown; other tests cover the answer for each file system.
+        self.durable = is_fsync_durable(self._folder)
 
     def contents(self, place, *, room=None):
-        return FileContents(self._folder / place, max_bytes=room)
+        return FileContentStore(self._folder / place, max_bytes=room)
 
     def cut(self, place, digest):
         digits = digest.removeprefix("sha256:")
@@ -55,8 +55,8 @@ class FilePlace(ContentsCandidate):
         shutil.rmtree(self._folder)
 
 
-class S3Place(ContentsCandidate):
-    """A real server, whose operator has not said whether it syncs."""
+class S3ContentsUnderTest(ContentStoreUnderTest):
+    """A real server, whose operator has not declared whether it syncs."""
 
     durable = None
     #: Three parts, the last of them a short one.
@@ -66,7 +66,7 @@ class S3Place(ContentsCandidate):
         self._server = server
 
     def contents(self, place, *, room=None):
-        return S3Contents("exam", endpoint=self._server.endpoint, prefix=f"zone/{place}", part_bytes=SMALLEST)
+        return S3ContentStore("exam", endpoint=self._server.endpoint, prefix=f"zone/{place}", part_bytes=MIN_PART_BYTES)
 
     def cut(self, place, digest):
         digits = digest.removeprefix("sha256:")

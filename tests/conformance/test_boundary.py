@@ -1,4 +1,4 @@
-"""The store of this process takes the exam, and each store that is broken in one way fails the checks of that way."""
+"""The in-memory store passes the conformance suite, and each broken store fails exactly the checks it breaks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 
 from ergon_framework.facts.boundary import AsyncBoundary, Boundary
 from ergon_framework.facts.stores.memory import MemoryBoundary
-from ergon_framework.testing.conformance.boundary import CHECKS, BoundaryCandidate, Result, exam, mark, take
+from ergon_framework.testing.conformance.boundary import CHECKS, BoundaryUnderTest, Result, exam, mark, take
 from tests.conformance import broken_boundary as broken
-from tests.conformance.boundaries import MemoryBoundaryCandidate
+from tests.conformance.boundaries import MemoryBoundaryUnderTest
 
-#: What is broken -> the checks that it must fail, all of them and no others.
-FAILS = {
+#: Broken store -> the checks that it must fail, and no others.
+EXPECTED_FAILURES = {
     broken.ForgetsIds: {
         "an_id_is_known_after_its_fact_is_gone",
     },
@@ -21,7 +21,7 @@ FAILS = {
         "offsets_have_no_gaps",
         "a_forward_buffer_takes_no_second_payload",
     },
-    broken.SpoilsNeighbours: {
+    broken.FailsTheWholeCall: {
         "an_id_is_known_after_its_fact_is_gone",
         "another_payload_is_a_conflict_of_its_own",
         "offsets_have_no_gaps",
@@ -59,7 +59,7 @@ FAILS = {
         "other_bytes_under_the_same_name_are_a_conflict",
         "two_zones_have_the_same_name_apart",
     },
-    broken.KeepsHalves: {
+    broken.KeepsInterruptedUploads: {
         "an_upload_that_breaks_off_leaves_nothing",
         "an_upload_goes_on_after_a_break",
         "nobody_goes_on_where_nothing_came",
@@ -68,10 +68,10 @@ FAILS = {
         "retention_spares_what_a_retained_fact_names",
         "retention_tells_owners_apart",
     },
-    broken.ReadsWithoutLooking: {
+    broken.ReadsWithoutChecking: {
         "damage_is_found_when_it_is_read",
     },
-    broken.BlamesNobody: {
+    broken.OmitsTheFact: {
         "a_lost_artifact_is_an_error_that_names_its_fact",
         "damage_is_found_when_it_is_read",
     },
@@ -79,7 +79,7 @@ FAILS = {
         "a_survey_says_how_far_everybody_is",
         "nothing_is_dropped_that_a_reader_has_not_confirmed",
     },
-    broken.DropsTheUnread: {
+    broken.DropsUnreadFacts: {
         "nothing_is_dropped_that_a_reader_has_not_confirmed",
         "retention_tells_owners_apart",
     },
@@ -95,10 +95,10 @@ FAILS = {
     broken.MovesCursorsBack: {
         "a_receipt_never_goes_back",
     },
-    broken.ConfirmsWhatIsNotThere: {
+    broken.ConfirmsBeyondTheEnd: {
         "a_receipt_is_for_what_was_there",
     },
-    broken.GivesOffsetsAnew: {
+    broken.AssignsNewOffsets: {
         "a_forward_buffer_takes_no_gap_and_no_other_epoch",
     },
     broken.ForwardsWithGaps: {
@@ -107,20 +107,20 @@ FAILS = {
     broken.KeepsItsEpoch: {
         "a_restored_backup_is_noticed",
     },
-    broken.SpeaksOfForwarding: {
+    broken.ConfirmsForTheForwardBuffer: {
         "a_confirmation_is_about_the_store_buffer",
     },
     broken.LosesWhenFull: {
         "a_full_buffer_refuses_before_anything_is_lost",
     },
-    broken.CallsItselfStrict: {
+    broken.ReportsItselfStrict: {
         "only_what_survives_a_power_loss_is_strict",
     },
-    broken.ChangesTheText: {
+    broken.CanonicalizesTheText: {
         "a_survey_says_how_far_everybody_is",
         "what_is_fetched_is_what_was_appended",
     },
-    broken.CannotBeAsked: {
+    broken.CannotLookUpIds: {
         "what_is_confirmed_is_there_for_others",
         "a_producer_can_ask_what_became_of_an_id",
     },
@@ -138,7 +138,7 @@ FAILS = {
         "an_append_waits_for_nobody",
         "many_at_once_make_one_line",
     },
-    broken.CleansUpAfterCorrections: {
+    broken.DeletesCorrectedArtifacts: {
         "a_correction_links_two_artifacts",
     },
     broken.ReadsForwardOnly: {
@@ -152,19 +152,19 @@ FAILS = {
         "a_forward_buffer_keeps_the_offset_of_the_origin",
         "a_forward_buffer_takes_no_gap_and_no_other_epoch",
     },
-    broken.ReadsAtOnce: {
+    broken.ReadsArtifactsInOnePiece: {
         "what_is_stored_is_confirmed_by_its_digest",
     },
-    broken.StoresOnce: {
+    broken.RejectsStoredNames: {
         "the_same_bytes_again_are_answered_as_the_first_time",
     },
-    broken.TrustsNames: {
+    broken.TrustsObjectNames: {
         "no_name_leads_out_of_its_bucket",
     },
-    broken.TakesNoBytes: {
+    broken.RejectsWholeBytes: {
         "bytes_are_stored_as_they_are",
     },
-    broken.ExpectsNothing: {
+    broken.IgnoresExpectations: {
         "what_was_not_expected_is_not_kept",
     },
     broken.ForgetsUploads: {
@@ -177,22 +177,22 @@ FAILS = {
     broken.PromisesTooMuch: {
         "an_upload_goes_on_after_a_break",
     },
-    broken.GoesOnAnywhere: {
+    broken.FillsArtifactGaps: {
         "nobody_goes_on_where_nothing_came",
     },
     broken.ReadsFromTheStart: {
         "an_artifact_is_read_from_any_byte",
     },
-    broken.ForgetsWhen: {
+    broken.ForgetsTimes: {
         "a_moment_is_a_place_in_the_line",
     },
-    broken.LeavesTheWaitingOut: {
+    broken.OmitsEmptyPairs: {
         "a_survey_says_how_far_everybody_is",
     },
     broken.CountsFromTheStart: {
         "a_survey_says_how_far_everybody_is",
     },
-    broken.RemembersTheRetired: {
+    broken.KeepsRetiredReaders: {
         "nothing_is_dropped_that_a_reader_has_not_confirmed",
         "a_retired_reader_is_forgotten",
         "a_zone_has_so_many_readers_and_no_more",
@@ -208,67 +208,71 @@ FAILS = {
         "a_zone_has_so_many_readers_and_no_more",
         "readers_that_come_at_once_are_counted",
     },
-    broken.CountsReadersOfAPair: {
+    broken.CountsReadersPerPair: {
         "a_zone_has_so_many_readers_and_no_more",
     },
     broken.TrustsDigests: {
         "bytes_of_one_zone_are_not_here_for_another",
     },
-    broken.NamesAnything: {
+    broken.NamesArtifactsOfAnyZone: {
         "a_fact_that_arrives_names_artifacts_of_its_zone_only",
         "a_fact_of_this_zone_names_no_artifact_of_another",
     },
-    broken.ReadsAnybodys: {
+    broken.ReadsArtifactsOfAnyZone: {
         "bytes_of_one_zone_are_not_here_for_another",
         "retention_tells_owners_apart",
     },
 }
 
 
-def spec(check):
+def get_spec_marks(check):
     return [pytest.mark.spec(*check.ids)]
 
 
-test_memory_boundary = exam(MemoryBoundaryCandidate, marks=spec)
+test_memory_boundary = exam(MemoryBoundaryUnderTest, marks=get_spec_marks)
 
 
-def failed(kind, variant):
-    marks = [mark(check, MemoryBoundaryCandidate(kind), variant) for check in CHECKS]
-    return {got.check: got.reason for got in marks if got.result is Result.FAILED}
+def find_failures(store_class, variant):
+    results = [mark(check, MemoryBoundaryUnderTest(store_class), variant) for check in CHECKS]
+    return {check_result.check: check_result.reason for check_result in results if check_result.result is Result.FAILED}
 
 
 @pytest.mark.parametrize("variant", ["sync", "async"])
-def test_everything_applies_to_the_store_in_memory(variant):
-    marks = take(MemoryBoundaryCandidate(), variant=variant)
-    assert {got.result for got in marks} == {Result.PASSED}, [str(got) for got in marks]
+def test_every_check_applies_to_the_memory_store(variant):
+    results = take(MemoryBoundaryUnderTest(), variant=variant)
+    assert {check_result.result for check_result in results} == {Result.PASSED}, [
+        str(check_result) for check_result in results
+    ]
 
 
-@pytest.mark.parametrize("kind", FAILS, ids=lambda kind: kind.__name__)
-def test_a_broken_store_fails_what_it_breaks(kind):
-    assert set(failed(kind, "async")) == FAILS[kind]
+@pytest.mark.parametrize("kind", EXPECTED_FAILURES, ids=lambda kind: kind.__name__)
+def test_a_broken_store_fails_exactly_the_checks_it_breaks(kind):
+    assert set(find_failures(kind, "async")) == EXPECTED_FAILURES[kind]
 
 
-def test_each_check_is_failed_by_somebody():
-    assert {check.name for check in CHECKS} == set().union(*FAILS.values())
+def test_each_check_fails_for_a_broken_store():
+    assert {check.name for check in CHECKS} == set().union(*EXPECTED_FAILURES.values())
 
 
-def test_each_broken_store_is_examined():
-    stores = {kind for kind in vars(broken).values() if isinstance(kind, type) and issubclass(kind, MemoryBoundary)}
-    assert stores - {MemoryBoundary} == FAILS.keys()
+def test_each_broken_store_has_expected_failures():
+    store_classes = {
+        kind for kind in vars(broken).values() if isinstance(kind, type) and issubclass(kind, MemoryBoundary)
+    }
+    assert store_classes - {MemoryBoundary} == EXPECTED_FAILURES.keys()
 
 
-def test_an_unknown_check_is_refused():
+def test_an_unknown_check_is_rejected():
     with pytest.raises(ValueError, match="no check called 'nothing'"):
-        take(MemoryBoundaryCandidate(), only=["nothing"])
+        take(MemoryBoundaryUnderTest(), only=["nothing"])
 
 
-def test_the_two_flavours_have_the_same_calls():
-    plain = {name for name in vars(Boundary) if not name.startswith("_")}
-    assert {name.removesuffix("_async") for name in vars(AsyncBoundary) if not name.startswith("_")} == plain
+def test_the_sync_and_async_variants_have_the_same_calls():
+    sync_names = {name for name in vars(Boundary) if not name.startswith("_")}
+    assert {name.removesuffix("_async") for name in vars(AsyncBoundary) if not name.startswith("_")} == sync_names
 
 
-class Bare(BoundaryCandidate):
-    """A candidate that offers what it must, and of one flavour."""
+class MinimalBoundaryUnderTest(BoundaryUnderTest):
+    """A store under test with only the required features, and one variant."""
 
     def __init__(self):
         self._stores = {}
@@ -277,9 +281,13 @@ class Bare(BoundaryCandidate):
         return self._stores.setdefault(store, MemoryBoundary(side=side))
 
 
-def test_what_is_not_offered_is_not_examined_and_the_marks_say_so():
-    marks = {got.check: got for got in take(Bare())}
-    skipped = {name: got.reason for name, got in marks.items() if got.result is Result.NOT_APPLICABLE}
+def test_checks_of_missing_features_are_skipped_with_a_reason():
+    results = {check_result.check: check_result for check_result in take(MinimalBoundaryUnderTest())}
+    skipped = {
+        name: check_result.reason
+        for name, check_result in results.items()
+        if check_result.result is Result.NOT_APPLICABLE
+    }
     assert skipped == {
         "a_restored_backup_is_noticed": "the candidate offers no backup",
         "a_full_buffer_refuses_before_anything_is_lost": "the candidate has stores without bounds only",
@@ -287,30 +295,30 @@ def test_what_is_not_offered_is_not_examined_and_the_marks_say_so():
         "damage_is_found_when_it_is_read": "the candidate cannot damage an artifact",
         "a_fact_about_a_lost_artifact_is_refused": "the candidate cannot lose an artifact",
     }
-    assert {got.result for got in marks.values()} == {Result.PASSED, Result.NOT_APPLICABLE}
+    assert {check_result.result for check_result in results.values()} == {Result.PASSED, Result.NOT_APPLICABLE}
 
 
-def test_a_candidate_that_knows_better_is_believed():
-    class Lasting(MemoryBoundaryCandidate):
+def test_the_declared_durability_overrides_that_of_the_store():
+    class DurableBoundaryUnderTest(MemoryBoundaryUnderTest):
         durable = True
 
-    (got,) = take(Lasting(), only=["only_what_survives_a_power_loss_is_strict"])
-    assert got.result is Result.FAILED
-    assert got.reason == "durable is False, and the candidate knows it to be True"
+    (check_result,) = take(DurableBoundaryUnderTest(), only=["only_what_survives_a_power_loss_is_strict"])
+    assert check_result.result is Result.FAILED
+    assert check_result.reason == "durable is False, and the candidate knows it to be True"
 
 
-def test_a_flavour_that_a_store_has_not_is_no_mark():
-    class Threads(BoundaryCandidate):
+def test_a_check_of_a_missing_variant_fails_with_a_reason():
+    class SyncOnlyBoundaryUnderTest(BoundaryUnderTest):
         def client(self, store, *, side="inner", room=None):
             return OnlyThreads()
 
-    (got,) = take(Threads(), variant="async", only=["what_is_young_is_kept"])
-    assert got.result is Result.FAILED
-    assert "OnlyThreads has no async flavour" in got.reason
+    (check_result,) = take(SyncOnlyBoundaryUnderTest(), variant="async", only=["what_is_young_is_kept"])
+    assert check_result.result is Result.FAILED
+    assert "OnlyThreads has no async flavour" in check_result.reason
 
 
-def unwritten(self, *args, **given):
+def raise_not_implemented(self, *args, **options):
     raise NotImplementedError
 
 
-OnlyThreads = type("OnlyThreads", (Boundary,), dict.fromkeys(Boundary.__abstractmethods__, unwritten))
+OnlyThreads = type("OnlyThreads", (Boundary,), dict.fromkeys(Boundary.__abstractmethods__, raise_not_implemented))

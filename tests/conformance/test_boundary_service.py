@@ -1,4 +1,4 @@
-"""A store behind the service takes the exam as it would without one: over mutual TLS, from another process."""
+"""A store behind the service passes the same conformance suite: over mutual TLS, from another process."""
 
 from __future__ import annotations
 
@@ -10,135 +10,143 @@ from pathlib import Path
 
 import pytest
 
-from ergon_framework.facts.service.address import Address
+from ergon_framework.facts.service.address import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
 from ergon_framework.facts.service.client_aio import AsyncBoundaryClient
-from ergon_framework.testing.conformance.boundary import BoundaryCandidate, Result, exam, take
+from ergon_framework.testing.conformance.boundary import BoundaryUnderTest, Result, exam, take
 from tests.servers.facts_host import Host
 
-HOME = ("Plant A", "Plant B", "Plant C", "Werk Süd 2")
-#: The exam speaks for all zones at once, and looks behind the curtain: it has a certificate for all of that.
-ZONES = (*HOME, "Enterprise", "Elsewhere", "z" * 64)
+HOME_ZONES = ("Plant A", "Plant B", "Plant C", "Werk Süd 2")
+#: The suite acts for all zones and inspects the store, so its certificate covers all of that.
+CERTIFICATE_ZONES = (*HOME_ZONES, "Enterprise", "Elsewhere", "z" * 64)
 
 
 @cache
-def host():
+def get_host():
     folder = tempfile.TemporaryDirectory(prefix="ergon-facts-")
-    made = Host(Path(folder.name), zones=HOME)
+    new_host = Host(Path(folder.name), zones=HOME_ZONES)
     atexit.register(folder.cleanup)
-    atexit.register(made.close)
-    return made
+    atexit.register(new_host.close)
+    return new_host
 
 
 @cache
-def certificate():
-    return host().authority.issue("exam", zones=ZONES, operator="exam")
+def get_certificate():
+    return get_host().authority.issue("exam", zones=CERTIFICATE_ZONES, operator="exam")
 
 
-class Examined(BoundaryClient):
-    """What is not offered over the line is done where the store is."""
+class InspectedClient(BoundaryClient):
+    """Sends operations that the service does not offer directly to the store."""
 
     def __init__(self, address, store):
         super().__init__(address)
         self._name = store
 
     def forward_facts(self, facts):
-        return host().call(self._name, "forward_facts", list(facts))
+        return get_host().call(self._name, "forward_facts", list(facts))
 
-    def put_object(self, bucket, key, blob, *, zone="", **how):
-        if zone in ("", *HOME):
-            return super().put_object(bucket, key, blob, zone=zone, **how)
-        return host().call(self._name, "put_object", bucket, key, list(blob), zone=zone, **how)
+    def put_object(self, bucket, key, blob, *, zone="", **options):
+        if zone in ("", *HOME_ZONES):
+            return super().put_object(bucket, key, blob, zone=zone, **options)
+        return get_host().call(self._name, "put_object", bucket, key, list(blob), zone=zone, **options)
 
-    def received(self, bucket, key, expected, *, zone=""):
-        if zone in ("", *HOME):
-            return super().received(bucket, key, expected, zone=zone)
-        return host().call(self._name, "received", bucket, key, expected, zone=zone)
+    def uploaded_bytes(self, bucket, key, expected, *, zone=""):
+        if zone in ("", *HOME_ZONES):
+            return super().uploaded_bytes(bucket, key, expected, zone=zone)
+        return get_host().call(self._name, "uploaded_bytes", bucket, key, expected, zone=zone)
 
     def fetch_facts(self, reader, pair, limit, *, after=None, max_readers=None):
         if max_readers is None:
             return super().fetch_facts(reader, pair, limit, after=after)
-        return host().call(self._name, "fetch_facts", reader, pair, limit, after=after, max_readers=max_readers)
+        return get_host().call(self._name, "fetch_facts", reader, pair, limit, after=after, max_readers=max_readers)
 
     def prune(self, before_unix_ms):
-        return host().call(self._name, "prune", before_unix_ms)
+        return get_host().call(self._name, "prune", before_unix_ms)
 
 
-class AsyncExamined(AsyncBoundaryClient):
+class AsyncInspectedClient(AsyncBoundaryClient):
     def __init__(self, address, store):
         super().__init__(address)
         self._name = store
 
     async def forward_facts_async(self, facts):
-        return await asyncio.to_thread(host().call, self._name, "forward_facts", list(facts))
+        return await asyncio.to_thread(get_host().call, self._name, "forward_facts", list(facts))
 
-    async def put_object_async(self, bucket, key, blob, *, zone="", **how):
-        if zone in ("", *HOME):
-            return await super().put_object_async(bucket, key, blob, zone=zone, **how)
-        return await asyncio.to_thread(host().call, self._name, "put_object", bucket, key, list(blob), zone=zone, **how)
+    async def put_object_async(self, bucket, key, blob, *, zone="", **options):
+        if zone in ("", *HOME_ZONES):
+            return await super().put_object_async(bucket, key, blob, zone=zone, **options)
+        return await asyncio.to_thread(
+            get_host().call, self._name, "put_object", bucket, key, list(blob), zone=zone, **options
+        )
 
-    async def received_async(self, bucket, key, expected, *, zone=""):
-        if zone in ("", *HOME):
-            return await super().received_async(bucket, key, expected, zone=zone)
-        return await asyncio.to_thread(host().call, self._name, "received", bucket, key, expected, zone=zone)
+    async def uploaded_bytes_async(self, bucket, key, expected, *, zone=""):
+        if zone in ("", *HOME_ZONES):
+            return await super().uploaded_bytes_async(bucket, key, expected, zone=zone)
+        return await asyncio.to_thread(get_host().call, self._name, "uploaded_bytes", bucket, key, expected, zone=zone)
 
     async def fetch_facts_async(self, reader, pair, limit, *, after=None, max_readers=None):
         if max_readers is None:
             return await super().fetch_facts_async(reader, pair, limit, after=after)
-        ask = partial(host().call, self._name, "fetch_facts", reader, pair, limit, after=after, max_readers=max_readers)
-        return await asyncio.to_thread(ask)
+        fetch = partial(
+            get_host().call, self._name, "fetch_facts", reader, pair, limit, after=after, max_readers=max_readers
+        )
+        return await asyncio.to_thread(fetch)
 
     async def prune_async(self, before_unix_ms):
-        return await asyncio.to_thread(host().call, self._name, "prune", before_unix_ms)
+        return await asyncio.to_thread(get_host().call, self._name, "prune", before_unix_ms)
 
 
-class ServiceCandidate(BoundaryCandidate):
+class ServiceBoundaryUnderTest(BoundaryUnderTest):
     durable = False
     resumes = True
     bounded = True
-    kind = Examined
+    client_class = InspectedClient
 
     def __init__(self):
-        self._made = []
+        self._clients = []
 
     def client(self, store, *, side="inner", room=None):
-        address = Address(host=host().serve(store, side=side, room=room), files=certificate())
-        self._made.append(self.kind(address, store))
-        return self._made[-1]
+        address = ServiceAddress(host=get_host().serve(store, side=side, room=room), files=get_certificate())
+        self._clients.append(self.client_class(address, store))
+        return self._clients[-1]
 
     def backup(self, store):
-        number = host().ask("backup", store)
-        return lambda: host().ask("restore", store, number)
+        number = get_host().ask("backup", store)
+        return lambda: get_host().ask("restore", store, number)
 
     def lose(self, store, bucket, key):
-        host().ask("lose", store, bucket, key)
+        get_host().ask("lose", store, bucket, key)
         return True
 
     def damage(self, store, bucket, key):
-        host().ask("damage", store, bucket, key)
+        get_host().ask("damage", store, bucket, key)
         return True
 
     def close(self):
-        for client in self._made:
+        for client in self._clients:
             client.close()
 
 
-class AsyncServiceCandidate(ServiceCandidate):
-    kind = AsyncExamined
+class AsyncServiceBoundaryUnderTest(ServiceBoundaryUnderTest):
+    client_class = AsyncInspectedClient
 
     def close(self):
-        """Its event loop is gone, and its connections with it."""
+        """Do nothing: its event loop is closed, and its connections with it."""
 
 
-def spec(check):
+def get_spec_marks(check):
     return [pytest.mark.spec(*check.ids)]
 
 
-test_threads = exam(ServiceCandidate, variants=["sync"], marks=spec)
-test_asyncio = exam(AsyncServiceCandidate, variants=["async"], marks=spec)
+test_threads = exam(ServiceBoundaryUnderTest, variants=["sync"], marks=get_spec_marks)
+test_asyncio = exam(AsyncServiceBoundaryUnderTest, variants=["async"], marks=get_spec_marks)
 
 
-@pytest.mark.parametrize("candidate, variant", [(ServiceCandidate, "sync"), (AsyncServiceCandidate, "async")])
-def test_everything_applies(candidate, variant):
-    marks = take(candidate(), variant=variant)
-    assert {got.result for got in marks} == {Result.PASSED}, [str(got) for got in marks]
+@pytest.mark.parametrize(
+    "system_class, variant", [(ServiceBoundaryUnderTest, "sync"), (AsyncServiceBoundaryUnderTest, "async")]
+)
+def test_every_check_applies(system_class, variant):
+    results = take(system_class(), variant=variant)
+    assert {check_result.result for check_result in results} == {Result.PASSED}, [
+        str(check_result) for check_result in results
+    ]

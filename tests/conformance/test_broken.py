@@ -1,4 +1,4 @@
-"""Each connector that is broken in one way fails the checks of that way, and no other."""
+"""Each broken connector fails exactly the checks it breaks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ergon_framework.connectors.codec import JsonCodec
-from ergon_framework.testing.conformance.connector import CHECKS, Result, mark
+from ergon_framework.testing.conformance.connector import CHECKS, Result, run_check
 from tests.conformance import broken
-from tests.conformance.candidates import MemoryCandidate
+from tests.conformance.candidates import MemoryUnderTest
 
-#: What is broken -> the checks that it must fail, all of them and no others.
-FAILS = {
-    broken.BuriesWithoutBytes: {
+#: Broken connector -> the checks that it must fail, and no others.
+EXPECTED_FAILURES = {
+    broken.DropsDeadLetterBytes: {
         "what_cannot_be_read_is_a_dead_letter_with_its_bytes",
         "what_cannot_be_read_stops_no_loop",
     },
@@ -27,11 +27,11 @@ FAILS = {
         "a_delay_outlives_the_client_that_asked_for_it",
     },
     broken.ConfirmsTooEarly: {"what_is_confirmed_is_there", "each_settlement_has_its_own_result"},
-    broken.ConfirmsWithoutTheServer: {
+    broken.ConfirmsInAnOutage: {
         "every_call_says_so_when_the_server_is_stopped",
         "dispatching_loses_nothing_when_the_server_is_stopped",
     },
-    broken.CountsNoCrash: {
+    broken.CountsAtSettlement: {
         "a_crash_costs_exactly_one_delivery",
         "what_a_crash_has_cost_stays_counted",
         "past_the_cap_of_deliveries_it_is_a_dead_letter",
@@ -47,7 +47,7 @@ FAILS = {
         "dead_letters_are_listed_page_by_page",
         "a_replayed_dead_letter_starts_anew",
     },
-    broken.ExtendsWhatIsGone: {"a_lost_claim_is_reported", "what_is_settled_cannot_be_renewed"},
+    broken.RenewsLostClaims: {"a_lost_claim_is_reported", "what_is_settled_cannot_be_renewed"},
     broken.ForgetsLater: {
         "what_is_put_off_comes_after_its_delay",
         "what_is_put_off_keeps_attempts_and_history",
@@ -57,18 +57,18 @@ FAILS = {
         "each_transaction_of_a_loop_ends_exactly_once",
         "what_a_handler_does_to_a_payload_is_not_kept",
     },
-    broken.HandsOutMore: {
+    broken.ReturnsTooMany: {
         "a_fetch_brings_no_more_than_it_asks_for",
         "no_claim_is_handed_out_twice",
         "the_depth_is_what_is_there",
         "fetching_loses_nothing_when_the_server_is_stopped",
     },
-    broken.HandsOutTwice: {"no_claim_is_handed_out_twice"},
+    broken.ClaimsTwice: {"no_claim_is_handed_out_twice"},
     broken.IgnoresTokens: {
         "a_stale_claim_settles_nothing",
         "a_stale_claim_of_the_same_client_settles_nothing",
     },
-    broken.KeepsWaiting: {"closing_ends_a_waiting_fetch"},
+    broken.ClosesWithoutWaking: {"closing_ends_a_waiting_fetch"},
     broken.LosesAttempts: {
         "what_is_put_off_keeps_attempts_and_history",
         "a_delay_outlives_the_client_that_asked_for_it",
@@ -80,48 +80,52 @@ FAILS = {
     },
     broken.ReplacesTwice: {"a_replaced_dead_letter_is_sent_once"},
     broken.ReplaysTheCounts: {"a_replayed_dead_letter_starts_anew"},
-    broken.SaysNothingIsThere: {
+    broken.LooksEmptyInAnOutage: {
         "every_call_says_so_when_the_server_is_stopped",
         "a_waiting_fetch_says_so_when_the_server_is_stopped",
     },
-    broken.SettlesWithoutTheServer: {
+    broken.SettlesInAnOutage: {
         "every_call_says_so_when_the_server_is_stopped",
         "settling_loses_nothing_when_the_server_is_stopped",
-        "burying_loses_nothing_when_the_server_is_stopped",
+        "dead_lettering_loses_nothing_when_the_server_is_stopped",
     },
-    broken.SpoilsNeighbours: {"an_unknown_settlement_spoils_no_neighbour"},
-    broken.WithdrawsDeadLetters: {"burying_loses_nothing_when_the_server_is_stopped"},
-    broken.WakesNobody: {"a_listener_is_woken_by_a_dispatch"},
+    broken.FailsTheWholeGroup: {"an_unknown_settlement_spoils_no_neighbour"},
+    broken.WithdrawsDeadLetters: {"dead_lettering_loses_nothing_when_the_server_is_stopped"},
+    broken.NeverNotifiesListeners: {"a_listener_is_woken_by_a_dispatch"},
 }
 
 
-class Impatient(MemoryCandidate):
-    """A candidate whose failures are not waited for as long as those of a real server."""
+class ImpatientMemoryUnderTest(MemoryUnderTest):
+    """A connector under test with shorter timeouts than a real server needs."""
 
     arrival = 3.0
     patience = 5.0
 
     def client(self, queue, *, lease):
-        known = queue in self._queues
+        exists = queue in self._queues
         client = super().client(queue, lease=lease)
-        if not known and hasattr(client, "hide"):
+        if not exists and hasattr(client, "hide"):
             client.hide()
         return client
 
 
-def failed(kind, variant):
-    def sit(check):
-        return mark(check, Impatient(kind, codec=JsonCodec(max_bytes=4096)), variant)
+def find_failures(connector_class, variant):
+    def run_one_check(check):
+        return run_check(check, ImpatientMemoryUnderTest(connector_class, codec=JsonCodec(max_bytes=4096)), variant)
 
-    # Checks wait much and work little, and each has a candidate of its own.
-    with ThreadPoolExecutor(6) as threads:
-        return {got.check: got.reason for got in threads.map(sit, CHECKS) if got.result is Result.FAILED}
+    # Checks wait much and work little, and each has a separate connector.
+    with ThreadPoolExecutor(6) as pool:
+        return {
+            check_result.check: check_result.reason
+            for check_result in pool.map(run_one_check, CHECKS)
+            if check_result.result is Result.FAILED
+        }
 
 
-def test_a_sound_connector_fails_nothing():
-    assert failed(broken.MemoryConnector, "async") == {}
+def test_a_valid_connector_fails_no_check():
+    assert find_failures(broken.MemoryConnector, "async") == {}
 
 
-@pytest.mark.parametrize("kind", FAILS, ids=lambda kind: kind.__name__)
-def test_a_broken_connector_fails_what_it_breaks(kind):
-    assert set(failed(kind, "sync")) == FAILS[kind]
+@pytest.mark.parametrize("kind", EXPECTED_FAILURES, ids=lambda kind: kind.__name__)
+def test_a_broken_connector_fails_exactly_the_checks_it_breaks(kind):
+    assert set(find_failures(kind, "sync")) == EXPECTED_FAILURES[kind]

@@ -1,4 +1,4 @@
-"""The exam itself: what it says of those who pass, fail, or cannot be asked, and that either flavour is enough."""
+"""The conformance suite itself: its results for passed, failed and inapplicable checks, and for a single variant."""
 
 from __future__ import annotations
 
@@ -10,45 +10,56 @@ import pytest
 
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.testing.conformance.candidate import UNSAID
-from ergon_framework.testing.conformance.connector import CHECKS, Result, exam, expect, mark, rule, take
-from tests.conformance.candidates import LogCandidate, MemoryCandidate, with_codec
+from ergon_framework.testing.conformance.connector import (
+    CHECKS,
+    Result,
+    check,
+    expect,
+    pytest_suite,
+    run_check,
+    run_suite,
+)
+from tests.conformance.candidates import MemoryLogUnderTest, MemoryUnderTest, make_memory_with_codec
 from tests.unit.connectors.worlds import OnlyAsync, OnlySync
 
 
-class Halved(MemoryCandidate):
-    """A candidate whose clients have one flavour; the other one is the bridge's."""
+class SingleVariantUnderTest(MemoryUnderTest):
+    """A connector under test whose clients have one variant; the bridge adds the other one."""
 
-    def __init__(self, half):
+    def __init__(self, wrapper_class):
         super().__init__()
-        self._half = half
+        self._wrapper_class = wrapper_class
         self._clients = {}
 
     def client(self, queue, *, lease):
         if queue not in self._clients:
-            self._clients[queue] = self._half(super().client(queue, lease=lease))
+            self._clients[queue] = self._wrapper_class(super().client(queue, lease=lease))
         return self._clients[queue]
 
 
 @pytest.mark.spec("CNN-01")
-@pytest.mark.parametrize("half, variant", [(OnlySync, "async"), (OnlyAsync, "sync")])
-def test_one_flavour_and_a_bridge_pass(half, variant):
-    with ThreadPoolExecutor(6) as threads:
-        marks = list(threads.map(lambda check: mark(check, Halved(half), variant), CHECKS))
-    assert [str(got) for got in marks if got.result is Result.FAILED] == []
+@pytest.mark.parametrize("wrapper_class, variant", [(OnlySync, "async"), (OnlyAsync, "sync")])
+def test_a_single_variant_passes_with_the_bridge(wrapper_class, variant):
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(lambda check: run_check(check, SingleVariantUnderTest(wrapper_class), variant), CHECKS))
+    assert [str(check_result) for check_result in results if check_result.result is Result.FAILED] == []
 
 
-def test_what_does_not_apply_says_why():
-    marks = {got.check: got for got in take(MemoryCandidate(), only=["dispatch_takes_all_or_none"])}
-    got = marks["dispatch_takes_all_or_none"]
-    assert got.result is Result.NOT_APPLICABLE
-    assert "nothing is encoded" in got.reason
+def test_an_inapplicable_check_has_a_reason():
+    results = {
+        check_result.check: check_result
+        for check_result in run_suite(MemoryUnderTest(), only=["dispatch_takes_all_or_none"])
+    }
+    check_result = results["dispatch_takes_all_or_none"]
+    assert check_result.result is Result.NOT_APPLICABLE
+    assert "nothing is encoded" in check_result.reason
 
 
 @pytest.mark.parametrize(
-    "make, names",
+    "factory, names",
     [
         (
-            MemoryCandidate,
+            MemoryUnderTest,
             {
                 "the_order_of_a_key_is_kept",
                 "nothing_of_a_key_is_in_two_hands",
@@ -64,7 +75,7 @@ def test_what_does_not_apply_says_why():
             },
         ),
         (
-            with_codec,
+            make_memory_with_codec,
             {
                 "the_order_of_a_key_is_kept",
                 "nothing_of_a_key_is_in_two_hands",
@@ -73,7 +84,7 @@ def test_what_does_not_apply_says_why():
             },
         ),
         (
-            LogCandidate,
+            MemoryLogUnderTest,
             {
                 "a_replaced_dead_letter_is_sent_once",
                 "nothing_of_a_key_is_in_two_hands",
@@ -99,115 +110,118 @@ def test_what_does_not_apply_says_why():
         ),
     ],
 )
-def test_nothing_is_left_out_unseen(make, names):
-    candidate = make()
-    capabilities = candidate.client("any", lease=1.0).capabilities
-    left_out = {check.name for check in CHECKS if check.applies(candidate, capabilities)}
-    without_the_real_servers = {name for name in left_out if not name.endswith(("_killed", "_cut_off"))}
-    assert without_the_real_servers == names
+def test_the_inapplicable_checks_are_known(factory, names):
+    system = factory()
+    capabilities = system.client("any", lease=1.0).capabilities
+    inapplicable = {check.name for check in CHECKS if check.applies(system, capabilities)}
+    without_server_faults = {name for name in inapplicable if not name.endswith(("_killed", "_cut_off"))}
+    assert without_server_faults == names
 
 
 def test_every_connector_requirement_has_a_check():
-    asked = {name for check in CHECKS for name in check.ids}
-    # The last delivery runs alone (11) and foreign ids (16) are the engine's and the codec's.
-    assert asked == {f"CNN-{number:02}" for number in range(1, 18)} - {"CNN-11", "CNN-16"} | {"DX-10", "SEC-21"}
+    checked_requirements = {name for check in CHECKS for name in check.ids}
+    # The last delivery runs alone (11) and foreign ids (16) belong to the engine and the codec.
+    assert checked_requirements == {f"CNN-{number:02}" for number in range(1, 18)} - {"CNN-11", "CNN-16"} | {
+        "DX-10",
+        "SEC-21",
+    }
 
 
 def test_names_are_unique():
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
 
-def test_an_unknown_check_is_refused():
+def test_an_unknown_check_is_rejected():
     with pytest.raises(ValueError, match="no check called 'a_fetsh'"):
-        take(MemoryCandidate(), only=["a_fetsh"])
+        run_suite(MemoryUnderTest(), only=["a_fetsh"])
 
 
-def test_a_candidate_may_ask_more_of_itself():
-    @rule("MINE-1")
-    async def it_is_called_memory(sitting):
-        client = await sitting.client()
+def test_a_system_under_test_may_add_checks():
+    @check("MINE-1")
+    async def it_is_called_memory(context):
+        client = await context.client()
         expect(client.connector.name == "memory", f"it is called {client.connector.name}")
 
-    candidate = MemoryCandidate()
-    candidate.checks = [it_is_called_memory]
-    (got,) = take(candidate, variant="async", only=["it_is_called_memory"])
-    assert got.result is Result.FAILED
-    assert "it is called exam-" in str(got)
+    system = MemoryUnderTest()
+    system.checks = [it_is_called_memory]
+    (check_result,) = run_suite(system, variant="async", only=["it_is_called_memory"])
+    assert check_result.result is Result.FAILED
+    assert "it is called exam-" in str(check_result)
 
 
-def test_an_error_that_is_no_answer_is_told_with_its_place():
-    class Breaks(MemoryConnector):
+def test_an_unexpected_error_is_reported_with_its_location():
+    class FailingConnector(MemoryConnector):
         def dispatch(self, transactions):
             raise ZeroDivisionError("by nothing")
 
-    (got,) = take(MemoryCandidate(Breaks), only=["what_is_confirmed_is_there"])
-    assert got.result is Result.FAILED
-    assert got.reason.startswith("ZeroDivisionError: by nothing (")
+    (check_result,) = run_suite(MemoryUnderTest(FailingConnector), only=["what_is_confirmed_is_there"])
+    assert check_result.result is Result.FAILED
+    assert check_result.reason.startswith("ZeroDivisionError: by nothing (")
 
 
 @pytest.fixture
-def memory_candidate():
-    return MemoryCandidate()
+def memory_system():
+    return MemoryUnderTest()
 
 
-FEW = [check for check in CHECKS if check.name in ("a_release_costs_nothing", "the_urgent_comes_first")]
-test_a_fixture_may_have_the_candidate = exam("memory_candidate", checks=FEW, variants=["async"])
+FEW_CHECKS = [check for check in CHECKS if check.name in ("a_release_costs_nothing", "the_urgent_comes_first")]
+test_a_fixture_may_yield_the_system_under_test = pytest_suite("memory_system", checks=FEW_CHECKS, variants=["async"])
 
 
-# -- what memory has not, pretended ---------------------------------------------------------------------
+# -- features that memory lacks, pretended --------------------------------------------------------------
 
 
-class Hooked(MemoryCandidate):
+class FullFeaturedMemoryUnderTest(MemoryUnderTest):
     """Memory with an inbox, an outbox and priorities, each of which can be switched to a wrong one."""
 
     def __init__(self, *, wrong=False):
-        super().__init__(Prioritised)
+        super().__init__(PriorityMemoryConnector)
         self.wrong = wrong
 
     def dispatch_urgent(self, client, transaction):
         client.dispatch([transaction])
         if not self.wrong:
-            client._fresh.rotate(1)
+            client._unclaimed.rotate(1)
         return True
 
     def inbox(self, task):
-        inner, succeeded = task.process_transaction, set()
+        process, succeeded_ids = task.process_transaction, set()
 
-        def once(transaction):
-            if transaction.id in succeeded and not self.wrong:
+        def process_once(transaction):
+            if transaction.id in succeeded_ids and not self.wrong:
                 return None
-            result = inner(transaction)
-            succeeded.add(transaction.id)
+            result = process(transaction)
+            succeeded_ids.add(transaction.id)
             return result
 
-        task.process_transaction = once
+        task.process_transaction = process_once
         return task
 
     @contextmanager
     def outbox(self, queue):
-        yield PretendedOutbox(self.client(queue, lease=1.0), commits_at_once=self.wrong)
+        yield PretendedOutbox(self.client(queue, lease=1.0), commits_immediately=self.wrong)
 
 
 class PretendedOutbox:
-    def __init__(self, client, *, commits_at_once):
+    def __init__(self, client, *, commits_immediately):
         self._client = client
-        self._commits_at_once = commits_at_once
-        self._written = []
+        self._commits_immediately = commits_immediately
+        self._transactions = []
 
     def dispatch(self, transactions):
-        self._written += transactions
-        if self._commits_at_once:
+        self._transactions += transactions
+        if self._commits_immediately:
             self.commit()
 
     def commit(self):
-        self._client.dispatch(self._written)
-        self._written = []
+        self._client.dispatch(self._transactions)
+        self._transactions = []
 
     def rollback(self):
-        self._written = []
+        self._transactions = []
 
 
-class Prioritised(MemoryConnector):
+class PriorityMemoryConnector(MemoryConnector):
     @property
     def capabilities(self):
         return replace(super().capabilities, priority=True)
@@ -222,17 +236,17 @@ class Prioritised(MemoryConnector):
         "an_outbox_dispatches_with_the_callers_transaction",
     ],
 )
-def test_what_a_candidate_offers_is_examined(name, wrong, result):
-    (got,) = take(Hooked(wrong=wrong), only=[name])
-    assert got.result is result, got
+def test_offered_features_are_checked(name, wrong, result):
+    (check_result,) = run_suite(FullFeaturedMemoryUnderTest(wrong=wrong), only=[name])
+    assert check_result.result is result, check_result
 
 
 @pytest.mark.spec("CNN-17")
 @pytest.mark.parametrize(
     "durable, result", [(False, Result.PASSED), (True, Result.FAILED), (UNSAID, Result.NOT_APPLICABLE)]
 )
-def test_what_the_settings_are_worth_is_compared(durable, result):
-    candidate = MemoryCandidate()
-    candidate.durable = durable
-    (got,) = take(candidate, only=["it_says_what_a_power_loss_could_cost"])
-    assert got.result is result
+def test_the_declared_durability_is_compared(durable, result):
+    system = MemoryUnderTest()
+    system.durable = durable
+    (check_result,) = run_suite(system, only=["it_says_what_a_power_loss_could_cost"])
+    assert check_result.result is result

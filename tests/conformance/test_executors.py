@@ -1,4 +1,4 @@
-"""Executors of five kinds pass the exam, and each one that is broken in one way fails the questions of that way."""
+"""Five kinds of executors pass the conformance suite, and each broken one fails exactly the checks it breaks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.conformance import broken_executor
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "executors"
-BROKEN = Path(broken_executor.__file__)
+BROKEN_EXECUTOR = Path(broken_executor.__file__)
 
-#: What is broken -> the questions that it must fail, all of them and no others.
-FAILS = {
+#: Broken executor -> the checks that it must fail, and no others.
+EXPECTED_FAILURES = {
     "Sound": set(),
     "NamesTheJobInAscii": {"an_answer_names_its_job"},
     "TiresAfterTen": {"requests_are_answered_one_after_the_other"},
@@ -63,69 +63,78 @@ FAILS = {
 }
 
 
-def failed(command, *, patience):
-    # Questions wait much and work little, and each has a process of its own.
-    with ThreadPoolExecutor(4) as threads:
-        marks = list(threads.map(lambda each: mark(each, command, patience=patience), QUESTIONS))
-    return {got.question: got.reason for got in marks if got.result is Result.FAILED}
+def find_failures(command, *, answer_timeout):
+    # Checks wait much and work little, and each has a separate process.
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda each: mark(each, command, patience=answer_timeout), QUESTIONS))
+    return {
+        check_result.question: check_result.reason for check_result in results if check_result.result is Result.FAILED
+    }
 
 
 @pytest.mark.spec("EXE-15")
-@pytest.mark.parametrize("name", FAILS)
-def test_a_broken_executor_fails_what_it_breaks(name):
-    assert set(failed([sys.executable, "-S", str(BROKEN), name], patience=2.0)) == FAILS[name]
+@pytest.mark.parametrize("name", EXPECTED_FAILURES)
+def test_a_broken_executor_fails_exactly_the_checks_it_breaks(name):
+    assert (
+        set(find_failures([sys.executable, "-S", str(BROKEN_EXECUTOR), name], answer_timeout=2.0))
+        == EXPECTED_FAILURES[name]
+    )
 
 
-def test_every_question_is_failed_by_somebody():
-    assert set().union(*FAILS.values()) == {each.name for each in QUESTIONS}
-    variants = {name for name, value in vars(broken_executor).items() if isinstance(value, type)}
-    assert variants == set(FAILS)
+def test_every_check_fails_for_a_broken_executor():
+    assert set().union(*EXPECTED_FAILURES.values()) == {each.name for each in QUESTIONS}
+    class_names = {name for name, value in vars(broken_executor).items() if isinstance(value, type)}
+    assert class_names == set(EXPECTED_FAILURES)
 
 
-def built_go(folder):
+def build_go(folder):
     go = shutil.which("go")
     assert go, "Go is missing; run tools/install-languages"
-    cache = {"GOCACHE": str(folder / "cache"), "GOFLAGS": "-mod=mod", "GOPROXY": "off"}
+    go_environment = {"GOCACHE": str(folder / "cache"), "GOFLAGS": "-mod=mod", "GOPROXY": "off"}
     subprocess.run(
-        [go, "build", "-o", folder / "executor", "."], cwd=EXAMPLES / "go", check=True, env=os.environ | cache
+        [go, "build", "-o", folder / "executor", "."], cwd=EXAMPLES / "go", check=True, env=os.environ | go_environment
     )
     return [str(folder / "executor")]
 
 
-def built_rust(folder, *options):
+def build_rust(folder, *options):
     cargo = shutil.which("cargo")
     assert cargo, "Rust is missing; run tools/install-languages"
-    # A copy, so that no lock file and nothing that is built gets into the repository.
-    ignored = shutil.ignore_patterns("target", "Cargo.lock")
-    shutil.copytree(ROOT / "reference" / "rust", folder / "rust", ignore=ignored)
+    # A copy keeps lock files and build results out of the repository.
+    ignore_build_files = shutil.ignore_patterns("target", "Cargo.lock")
+    shutil.copytree(ROOT / "reference" / "rust", folder / "rust", ignore=ignore_build_files)
     crate = folder / "rust" / "rrq-executor"
     subprocess.run([cargo, "build", "--quiet", "--example", "stdio_executor", *options], cwd=crate, check=True)
     return [str(crate / "target" / "debug" / "examples" / "stdio_executor")]
 
 
-def node(_):
+def make_node_command(_):
     assert shutil.which("node"), "Node is missing; run tools/install-languages"
     return ["node", str(EXAMPLES / "node" / "executor.mjs")]
 
 
-def runtime(_):
+def make_runtime_command(_):
     program = "import sys; sys.path.insert(0, sys.argv[1]); from ergon_framework.cli.main import main; "
     program += "sys.argv[1:] = ['executor', 'run', '--handlers', 'handlers:registry']; main()"
     return [sys.executable, "-c", program, str(EXAMPLES / "python")]
 
 
-def reference(_):
+def make_reference_command(_):
     return [sys.executable, str(ROOT / "reference" / "python" / "stdio_executor.py")]
 
 
 @pytest.mark.spec("DX-38", "EXE-15", "EXE-25")
-@pytest.mark.parametrize("make", [runtime, reference, node, built_go, built_rust], ids=lambda make: make.__name__)
-def test_an_executor_of_ours_passes(make, tmp_path):
-    assert failed(make(tmp_path), patience=30.0) == {}
+@pytest.mark.parametrize(
+    "make_command",
+    [make_runtime_command, make_reference_command, make_node_command, build_go, build_rust],
+    ids=lambda make: make.__name__,
+)
+def test_a_bundled_executor_passes(make_command, tmp_path):
+    assert find_failures(make_command(tmp_path), answer_timeout=30.0) == {}
 
 
-def test_the_reference_is_short_and_needs_nothing():
+def test_the_reference_executor_is_short_and_has_no_dependencies():
     text = (ROOT / "reference" / "python" / "stdio_executor.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 60
-    imported = {line.split()[1] for line in text.splitlines() if line.startswith(("import ", "from "))}
-    assert imported <= set(sys.stdlib_module_names)
+    modules = {line.split()[1] for line in text.splitlines() if line.startswith(("import ", "from "))}
+    assert modules <= set(sys.stdlib_module_names)

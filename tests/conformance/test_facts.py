@@ -1,16 +1,16 @@
-"""Facts take the exam of connectors, in log mode: each flavour by itself, and the other one over the bridge."""
+"""Facts pass the connectors' conformance suite in log mode: one variant natively, the other one over the bridge."""
 
 from __future__ import annotations
 
 import pytest
 
-from ergon_framework.testing.conformance.connector import exam
-from tests.conformance.candidates import facts_with_asyncio, facts_with_threads
+from ergon_framework.testing.conformance.connector import pytest_suite
+from tests.conformance.candidates import make_async_facts, make_sync_facts
 
 
-def spec(check):
+def get_spec_marks(check):
     return [pytest.mark.spec(*check.ids)]
 
 
-test_facts_with_threads = exam(facts_with_threads, variants=("sync",), marks=spec)
-test_facts_with_asyncio = exam(facts_with_asyncio, variants=("async",), marks=spec)
+test_facts_with_threads = pytest_suite(make_sync_facts, variants=("sync",), marks=get_spec_marks)
+test_facts_with_asyncio = pytest_suite(make_async_facts, variants=("async",), marks=get_spec_marks)

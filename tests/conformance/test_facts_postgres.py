@@ -1,6 +1,6 @@
-"""Facts in PostgreSQL take the exam of connectors, with the side that lasts: what they keep is in the same database.
+"""Facts in PostgreSQL pass the connectors' conformance suite, with the durable consumer state in the same database.
 
-And once more with a side in another database than the facts, as a consumer behind the service has it.
+The suite also runs with the consumer state in another database, as a consumer behind the service has it.
 """
 
 from __future__ import annotations
@@ -13,71 +13,81 @@ from ergon_framework.connectors.codec import JsonCodec
 from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
 from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.facts.stores.postgres_side import PostgresFactSide
-from ergon_framework.testing.conformance.connector import Candidate, exam
-from tests.conformance.candidates import PretendedServer, behind
+from ergon_framework.facts.stores.postgres_side import PostgresFactConsumerStore
+from ergon_framework.testing.conformance.connector import ConnectorUnderTest, pytest_suite
+from tests.conformance.candidates import PretendedServer, put_behind_server
 
-_SERVER = {}
+_SERVERS = {}
 
 
 @pytest.fixture(autouse=True)
-def server(databases):
-    _SERVER.update(databases=databases)
+def share_databases(databases):
+    _SERVERS.update(databases=databases)
 
 
-class _Candidate(Candidate):
-    """Each queue is a pair of zones. Each client has lines of its own, as another process would have."""
+class _FactsUnderTest(ConnectorUnderTest):
+    """Each queue is a pair of zones. Each client has separate connections, as another process would have."""
 
     durable = False
-    #: The pretended server has one way to be gone.
+    #: The pretended server can only be stopped.
     faults = ("stop",)
     outage_lease = 0.4
     make = FactConnector
 
     def __init__(self):
         self.server = PretendedServer()
-        self._dsn = _SERVER["databases"].borrow()
-        self._opened = ExitStack()
+        self._dsn = _SERVERS["databases"].borrow()
+        self._exit_stack = ExitStack()
 
     def client(self, queue, *, lease):
         connector = self.make(
-            from_zone="exam", to_zone=queue[-64:], name=queue, codec=JsonCodec(max_bytes=4096), **self.given(queue)
+            from_zone="exam",
+            to_zone=queue[-64:],
+            name=queue,
+            codec=JsonCodec(max_bytes=4096),
+            **self.make_stores(queue),
         )
-        return behind(self.server, connector)
+        return put_behind_server(self.server, connector)
 
     def close(self):
-        self._opened.close()
-        _SERVER["databases"].give_back(self._dsn)
+        self._exit_stack.close()
+        _SERVERS["databases"].release(self._dsn)
 
 
-class TogetherCandidate(_Candidate):
-    def given(self, queue):
-        return {"boundary": self._opened.enter_context(PostgresBoundary(self._dsn, accept_loss=True))}
+class SharedDatabaseUnderTest(_FactsUnderTest):
+    def make_stores(self, queue):
+        return {"boundary": self._exit_stack.enter_context(PostgresBoundary(self._dsn, accept_loss=True))}
 
 
-class AsyncTogetherCandidate(TogetherCandidate):
+class AsyncSharedDatabaseUnderTest(SharedDatabaseUnderTest):
     make = AsyncFactConnector
 
 
-class ApartCandidate(_Candidate):
+class SeparateDatabasesUnderTest(_FactsUnderTest):
     def __init__(self):
         super().__init__()
         self._boundary = MemoryBoundary()
 
-    def given(self, queue):
-        side = self._opened.enter_context(PostgresFactSide(self._dsn, accept_loss=True))
-        return {"boundary": self._boundary, "side": side}
+    def make_stores(self, queue):
+        consumer_store = self._exit_stack.enter_context(PostgresFactConsumerStore(self._dsn, accept_loss=True))
+        return {"boundary": self._boundary, "side": consumer_store}
 
 
-class AsyncApartCandidate(ApartCandidate):
+class AsyncSeparateDatabasesUnderTest(SeparateDatabasesUnderTest):
     make = AsyncFactConnector
 
 
-def spec(check):
+def get_spec_marks(check):
     return [pytest.mark.spec(*check.ids)]
 
 
-test_together_with_threads = exam(TogetherCandidate, variants=("sync",), marks=spec)
-test_together_with_asyncio = exam(AsyncTogetherCandidate, variants=("async",), marks=spec)
-test_apart_with_threads = exam(ApartCandidate, variants=("sync",), marks=spec)
-test_apart_with_asyncio = exam(AsyncApartCandidate, variants=("async",), marks=spec)
+test_a_shared_database_with_threads = pytest_suite(SharedDatabaseUnderTest, variants=("sync",), marks=get_spec_marks)
+test_a_shared_database_with_asyncio = pytest_suite(
+    AsyncSharedDatabaseUnderTest, variants=("async",), marks=get_spec_marks
+)
+test_separate_databases_with_threads = pytest_suite(
+    SeparateDatabasesUnderTest, variants=("sync",), marks=get_spec_marks
+)
+test_separate_databases_with_asyncio = pytest_suite(
+    AsyncSeparateDatabasesUnderTest, variants=("async",), marks=get_spec_marks
+)

@@ -1,17 +1,17 @@
-"""The connectors in this process take the exam."""
+"""The in-memory connectors pass the conformance suite."""
 
 from __future__ import annotations
 
 import pytest
 
-from ergon_framework.testing.conformance.connector import exam
-from tests.conformance.candidates import LogCandidate, MemoryCandidate, with_codec
+from ergon_framework.testing.conformance.connector import pytest_suite
+from tests.conformance.candidates import MemoryLogUnderTest, MemoryUnderTest, make_memory_with_codec
 
 
-def spec(check):
+def get_spec_marks(check):
     return [pytest.mark.spec(*check.ids)]
 
 
-test_memory = exam(MemoryCandidate, marks=spec)
-test_memory_with_a_codec = exam(with_codec, marks=spec)
-test_memory_log = exam(LogCandidate, marks=spec)
+test_memory = pytest_suite(MemoryUnderTest, marks=get_spec_marks)
+test_memory_with_a_codec = pytest_suite(make_memory_with_codec, marks=get_spec_marks)
+test_memory_log = pytest_suite(MemoryLogUnderTest, marks=get_spec_marks)

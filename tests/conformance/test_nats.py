@@ -1,4 +1,4 @@
-"""NATS JetStream takes the exam, in two versions of the server, which is stopped, killed and cut off."""
+"""NATS JetStream passes the conformance suite, in two versions of the server, which is stopped, killed and cut off."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import nats
 import pytest
 
 from ergon_framework.connectors.nats import NatsQueue
-from ergon_framework.connectors.nats.naming import names
-from ergon_framework.testing.conformance.connector import Candidate, exam
-from tests.servers.nats import PrivateNats, find_new, find_old
+from ergon_framework.connectors.nats.naming import stream_names
+from ergon_framework.testing.conformance.connector import ConnectorUnderTest, pytest_suite
+from tests.servers.nats import PrivateNats, find_bundled_server, find_distribution_server
 
 
-class NatsCandidate(Candidate):
+class NatsUnderTest(ConnectorUnderTest):
     receives = True
 
     def __init__(self, server, *, durable):
@@ -30,41 +30,41 @@ class NatsCandidate(Candidate):
 
     def receive(self, queue, body, headers):
         async def publish():
-            line = await nats.connect(self.server.url)
-            await line.jetstream().publish(names(queue).subject, body, headers=dict(headers))
-            await line.close()
+            connection = await nats.connect(self.server.url)
+            await connection.jetstream().publish(stream_names(queue).subject, body, headers=dict(headers))
+            await connection.close()
 
         asyncio.run(publish())
 
 
 @contextmanager
-def running(program, *, sync=False):
+def run_server(program, *, sync=False):
     folder = tempfile.mkdtemp(prefix="ergon-nats-")
     server = PrivateNats(folder, program=program, sync=sync)
     try:
         server.start()
         yield server
     finally:
-        server.mend()
+        server.heal_network()
         server.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
-def new():
-    with running(find_new(), sync=True) as server:
-        yield NatsCandidate(server, durable=True)
+def new_system():
+    with run_server(find_bundled_server(), sync=True) as server:
+        yield NatsUnderTest(server, durable=True)
 
 
 @pytest.fixture(scope="module")
-def old():
-    with running(find_old()) as server:
-        yield NatsCandidate(server, durable=False)
+def old_system():
+    with run_server(find_distribution_server()) as server:
+        yield NatsUnderTest(server, durable=False)
 
 
-def spec(check):
+def get_spec_marks(check):
     return [pytest.mark.spec(*check.ids)]
 
 
-test_nats = exam("new", marks=spec)
-test_nats_of_debian = exam("old", marks=spec)
+test_nats = pytest_suite("new_system", marks=get_spec_marks)
+test_nats_of_debian = pytest_suite("old_system", marks=get_spec_marks)

@@ -1,4 +1,4 @@
-"""PostgreSQL takes the exam, on a server of its own that is stopped, killed and cut off."""
+"""PostgreSQL passes the conformance suite, on a separate server that is stopped, killed and cut off."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.schema import migrate
-from ergon_framework.testing.conformance.connector import CHECKS, Candidate, exam
+from ergon_framework.testing.conformance.connector import CHECKS, ConnectorUnderTest, pytest_suite
 from tests.servers.pgbouncer import PrivatePgBouncer
 from tests.servers.postgres import PrivatePostgres
 
-#: A silent network is noticed sooner than by default, as anybody can have it.
-SOON = "connect_timeout=2&tcp_user_timeout=4000"
+#: Detects a dead connection sooner than by default, with options that every user has.
+FAST_FAILURE_OPTIONS = "connect_timeout=2&tcp_user_timeout=4000"
 
 
-class Outbox:
+class CallerTransaction:
     """The caller's own transaction."""
 
     def __init__(self, queue, connection):
@@ -38,7 +38,7 @@ class Outbox:
         self._connection.rollback()
 
 
-class PostgresCandidate(Candidate):
+class PostgresUnderTest(ConnectorUnderTest):
     receives = True
     durable = True
     patience = 30.0
@@ -50,9 +50,11 @@ class PostgresCandidate(Candidate):
         self._numbers = itertools.count()
 
     def client(self, queue, *, lease, inbox=False):
-        # A name of its own makes each client a worker instance of its own, as another process would be.
-        dsn = f"{self._dsn}?application_name=client-{next(self._numbers)}&{SOON}"
-        return PostgresQueue(queue, dsn=dsn, lease=lease, inbox=inbox, priority=lambda sent: sent.type == "urgent")
+        # A separate name makes each client a separate worker instance, as another process would be.
+        dsn = f"{self._dsn}?application_name=client-{next(self._numbers)}&{FAST_FAILURE_OPTIONS}"
+        return PostgresQueue(
+            queue, dsn=dsn, lease=lease, inbox=inbox, priority=lambda transaction: transaction.type == "urgent"
+        )
 
     def receive(self, queue, body, headers):
         with psycopg.connect(self._dsn, autocommit=True) as connection:
@@ -69,49 +71,49 @@ class PostgresCandidate(Candidate):
     @contextmanager
     def outbox(self, queue):
         with psycopg.connect(self._dsn) as connection:
-            yield Outbox(PostgresQueue(queue, dsn=self._dsn), connection)
+            yield CallerTransaction(PostgresQueue(queue, dsn=self._dsn), connection)
 
 
 @contextmanager
-def running():
+def run_server():
     folder = tempfile.mkdtemp(prefix="ergon-exam-")
     server = PrivatePostgres(folder)
     try:
         server.start()
         yield server
     finally:
-        server.mend()
+        server.heal_network()
         server.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
-def candidate():
-    with running() as server:
-        yield PostgresCandidate(server, server.create_database("exam"))
+def system():
+    with run_server() as server:
+        yield PostgresUnderTest(server, server.create_database("exam"))
 
 
 @pytest.fixture(scope="module")
-def behind_a_pooler():
-    """The same through PgBouncer, which hands one session to many; there is nobody to stop, kill or cut there."""
+def pooled_system():
+    """PgBouncer shares each session among many clients, and its server cannot be stopped, killed or cut off."""
     folder = tempfile.mkdtemp(prefix="ergon-pooler-")
-    with running() as server:
+    with run_server() as server:
         server.create_database("exam")
         pooler = PrivatePgBouncer(folder, server)
         try:
             pooler.start()
-            yield PostgresCandidate(None, pooler.dsn("exam"))
+            yield PostgresUnderTest(None, pooler.dsn("exam"))
         finally:
             pooler.stop()
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def spec(check):
+def get_spec_marks(check):
     return [pytest.mark.spec(*check.ids)]
 
 
-#: Notifications do not reach a session that is not one's own: there everybody polls.
-POLLING = [check for check in CHECKS if check.name != "a_listener_is_woken_by_a_dispatch"]
+#: Notifications do not reach a shared session, so every consumer polls there.
+POLLING_CHECKS = [check for check in CHECKS if check.name != "a_listener_is_woken_by_a_dispatch"]
 
-test_postgres = exam("candidate", marks=spec)
-test_postgres_behind_a_pooler = exam("behind_a_pooler", checks=POLLING, marks=spec)
+test_postgres = pytest_suite("system", marks=get_spec_marks)
+test_postgres_behind_a_pooler = pytest_suite("pooled_system", checks=POLLING_CHECKS, marks=get_spec_marks)

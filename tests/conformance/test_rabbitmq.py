@@ -1,4 +1,4 @@
-"""RabbitMQ takes the exam, on a server of its own that is stopped, killed and cut off."""
+"""RabbitMQ passes the conformance suite, on a separate server that is stopped, killed and cut off."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pika
 import pytest
 
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
-from ergon_framework.testing.conformance.connector import Candidate, exam
+from ergon_framework.testing.conformance.connector import ConnectorUnderTest, pytest_suite
 from tests.servers.rabbitmq import PrivateRabbitMQ
 
-#: The exam's loops outlive any outage, with so many attempts that the server's half hour would not do for all of them;
-#: and what is fetched ahead waits for others.
-LONG = 100_000_000.0
+#: The suite's loops survive any outage with so many attempts that the server's half hour would not suffice for them,
+#: and prefetched deliveries wait for others.
+CONSUMER_TIMEOUT_SECONDS = 100_000_000.0
 
 
-class RabbitMQCandidate(Candidate):
+class RabbitMQUnderTest(ConnectorUnderTest):
     receives = True
     durable = True
 
@@ -27,11 +27,11 @@ class RabbitMQCandidate(Candidate):
         self._numbers = itertools.count()
 
     def client(self, queue, *, lease):
-        # One check that fails in an outage leaves others a server.
+        # A check that fails in an outage must leave the server running for others.
         self.server.start()
-        # A name of its own gives each client connections of its own, as another process would have.
+        # A separate name gives each client separate connections, as another process would have.
         url = f"{self.server.url}?heartbeat=4&client_properties={{'connection_name':'client-{next(self._numbers)}'}}"
-        return RabbitMQQueue(queue, url=url, timeout=3.0, consumer_timeout=LONG)
+        return RabbitMQQueue(queue, url=url, timeout=3.0, consumer_timeout=CONSUMER_TIMEOUT_SECONDS)
 
     def receive(self, queue, body, headers):
         connection = pika.BlockingConnection(pika.URLParameters(f"{self.server.url[:-2]}/%2F"))
@@ -42,20 +42,20 @@ class RabbitMQCandidate(Candidate):
 
 
 @pytest.fixture(scope="module")
-def candidate():
+def system():
     folder = tempfile.mkdtemp(prefix="ergon-exam-")
     server = PrivateRabbitMQ(folder)
     try:
         server.start()
-        yield RabbitMQCandidate(server)
+        yield RabbitMQUnderTest(server)
     finally:
-        server.mend()
+        server.heal_network()
         server.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def spec(check):
+def get_spec_marks(check):
     return [pytest.mark.spec(*check.ids)]
 
 
-test_rabbitmq = exam("candidate", marks=spec)
+test_rabbitmq = pytest_suite("system", marks=get_spec_marks)

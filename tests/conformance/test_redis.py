@@ -1,4 +1,4 @@
-"""Redis takes the exam, on a server of its own that is stopped, killed and cut off."""
+"""Redis passes the conformance suite, on a separate server that is stopped, killed and cut off."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import pytest
 
 from ergon_framework.connectors.redis import RedisQueue
-from ergon_framework.testing.conformance.connector import Candidate, exam
+from ergon_framework.testing.conformance.connector import ConnectorUnderTest, pytest_suite
 from tests.servers.redis import PrivateRedis
 
 
-class RedisCandidate(Candidate):
+class RedisUnderTest(ConnectorUnderTest):
     receives = True
     durable = True
 
@@ -21,7 +21,7 @@ class RedisCandidate(Candidate):
         self.server = server
 
     def client(self, queue, *, lease):
-        # Shorter than by default: a line that is cut is noticed by nothing else.
+        # Shorter than by default: nothing else detects a dead connection.
         return RedisQueue(queue, url=f"{self.server.url}?socket_timeout=2&socket_connect_timeout=2", lease=lease)
 
     def receive(self, queue, body, headers):
@@ -30,22 +30,22 @@ class RedisCandidate(Candidate):
 
 
 @contextmanager
-def running():
+def run_server():
     folder = tempfile.mkdtemp(prefix="ergon-redis-")
     server = PrivateRedis(folder)
     try:
         server.start()
         yield server
     finally:
-        server.mend()
+        server.heal_network()
         server.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
-def candidate():
-    with running() as server:
-        yield RedisCandidate(server)
+def system():
+    with run_server() as server:
+        yield RedisUnderTest(server)
 
 
-test_redis = exam("candidate", marks=lambda check: [pytest.mark.spec(*check.ids)])
+test_redis = pytest_suite("system", marks=lambda check: [pytest.mark.spec(*check.ids)])

@@ -7,34 +7,38 @@ import subprocess
 
 import pytest
 
-from tests.conformance.test_executors import built_rust, failed
+from tests.conformance.test_executors import build_rust, find_failures
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-CARRIER = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01", "tracestate": "vendor=1"}
+TRACE_CONTEXT = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01", "tracestate": "vendor=1"}
 
 
-def request(job_id, function_name, carrier):
-    context = {"job_id": job_id, "attempt": 1, "enqueue_time": "2026-01-31T23:59:59Z", "trace_context": carrier}
+def make_request_line(job_id, function_name, trace_context):
+    context = {"job_id": job_id, "attempt": 1, "enqueue_time": "2026-01-31T23:59:59Z", "trace_context": trace_context}
     fields = {"protocol_version": "1", "job_id": job_id, "function_name": function_name, "args": ["x"], "kwargs": {}}
     return json.dumps(fields | {"context": context})
 
 
 @pytest.mark.spec("DX-38", "EXE-15")
 def test_the_rust_executor_with_otel_passes_and_continues_the_trace(tmp_path):
-    command = built_rust(tmp_path, "--features", "otel")
-    assert failed(command, patience=30.0) == {}
+    command = build_rust(tmp_path, "--features", "otel")
+    assert find_failures(command, answer_timeout=30.0) == {}
     lines = [
-        request("a", "exam.echo", CARRIER),
-        request("b", "exam.fail", CARRIER),
-        request("c", "exam.echo", {"traceparent": "broken"}),
-        request("d", "exam.echo", None),
+        make_request_line("a", "exam.echo", TRACE_CONTEXT),
+        make_request_line("b", "exam.fail", TRACE_CONTEXT),
+        make_request_line("c", "exam.echo", {"traceparent": "broken"}),
+        make_request_line("d", "exam.echo", None),
     ]
-    done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=True)
-    assert [json.loads(line)["status"] for line in done.stdout.splitlines()] == ["success", "error", *["success"] * 2]
-    spans = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    completed = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=True)
+    assert [json.loads(line)["status"] for line in completed.stdout.splitlines()] == [
+        "success",
+        "error",
+        *["success"] * 2,
+    ]
+    spans = [json.loads(line) for line in completed.stderr.splitlines() if line.startswith("{")]
     assert [span["span"] for span in spans] == ["rrq.executor"] * 4
     for span in spans[:2]:
         assert (span["trace_id"], span["parent_span_id"], span["tracestate"]) == (TRACE_ID, PARENT_ID, "vendor=1")
     assert ["Error" in span["status"] for span in spans] == [False, True, False, False]
-    # A broken trace context, or none, begins a trace of its own.
+    # A missing or broken trace context begins a separate trace.
     assert len({span["trace_id"] for span in spans}) == 3

@@ -1,7 +1,7 @@
-"""Runs a command with a database of its own: lend.py COMMAND…
+"""Run a command with its own database: lend.py COMMAND…
 
-A private server is started, ERGON_POSTGRES__DSN names an empty database that belongs to a role without further rights,
-as a new team would be given one, and all is gone when the command has ended.
+A private server is started, ERGON_POSTGRES__DSN names an empty database of a role without further rights,
+as a new team would receive one, and everything is deleted when the command has ended.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tests.servers.postgres import PrivatePostgres
 
 
 @contextmanager
-def lent() -> Iterator[dict[str, str]]:
-    """The environment that names the database."""
+def database_environment() -> Iterator[dict[str, str]]:
+    """Yield the environment that names the database."""
     folder = Path(tempfile.mkdtemp(prefix="ergon-lend-"))
     server = PrivatePostgres(folder)
     try:
         server.start()
-        yield {**os.environ, "ERGON_POSTGRES__DSN": owned(server, "shop")}
+        yield {**os.environ, "ERGON_POSTGRES__DSN": create_owned_database(server, "shop")}
     finally:
         server.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def owned(server: PrivatePostgres, name: str) -> str:
-    """The address of a new database *name* that belongs to a new role of the same name."""
+def create_owned_database(server: PrivatePostgres, name: str) -> str:
+    """Return the address of a new database *name* that belongs to a new role of the same name."""
     with psycopg.connect(server.dsn(), autocommit=True) as connection:
         connection.execute(f"create role {name} login")
         connection.execute(f"create database {name} owner {name}")
@@ -44,6 +44,6 @@ def owned(server: PrivatePostgres, name: str) -> str:
 
 
 if __name__ == "__main__":
-    with lent() as env:
-        code = subprocess.run(sys.argv[1:], env=env, check=False).returncode
-    sys.exit(code)
+    with database_environment() as env:
+        exit_code = subprocess.run(sys.argv[1:], env=env, check=False).returncode
+    sys.exit(exit_code)

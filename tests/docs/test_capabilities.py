@@ -1,4 +1,4 @@
-"""The table of what differs between brokers says what the connectors say of themselves."""
+"""The table of broker differences equals the capabilities of the connectors."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ CONNECTORS = {
 }
 
 
-def table() -> dict[str, dict[str, str]]:
-    """What the guide says, by connector and capability."""
+def read_table() -> dict[str, dict[str, str]]:
+    """Return the table of the guide, by connector and capability."""
     first = GUIDE.read_text(encoding="utf-8").partition("| | ")[2].partition("\n\n")[0]
     lines = f"| | {first}".splitlines()
     rows = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
-    heads, body = rows[0][1:], [row for row in rows[1:] if not row[0].startswith("---")]
-    return {head: {row[0]: row[number] for row in body} for number, head in enumerate(heads, start=1)}
+    headings, body = rows[0][1:], [row for row in rows[1:] if not row[0].startswith("---")]
+    return {head: {row[0]: row[number] for row in body} for number, head in enumerate(headings, start=1)}
 
 
-def told(name: str, value: Any) -> str:
+def format_value(name: str, value: Any) -> str:
     if value is None:
         return "not known before it is opened" if name == "durable" else "none"
     if isinstance(value, bool):
@@ -43,11 +43,13 @@ def told(name: str, value: Any) -> str:
 
 @pytest.mark.spec("CNN-01")
 def test_every_connector_to_a_broker_has_a_column():
-    assert table().keys() == CONNECTORS.keys()
+    assert read_table().keys() == CONNECTORS.keys()
 
 
 @pytest.mark.spec("CNN-01")
 @pytest.mark.parametrize("name", CONNECTORS)
 def test_the_guide_says_what_the_connector_can_do(name):
-    found = CONNECTORS[name]().capabilities
-    assert table()[name] == {field.name: told(field.name, getattr(found, field.name)) for field in fields(Capabilities)}
+    capabilities = CONNECTORS[name]().capabilities
+    assert read_table()[name] == {
+        field.name: format_value(field.name, getattr(capabilities, field.name)) for field in fields(Capabilities)
+    }

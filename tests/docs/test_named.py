@@ -1,4 +1,4 @@
-"""Tests, folders and targets that a document names as its proof are there."""
+"""Tests, folders and targets that a document names as its proof exist."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 
 from tests.docs.test_snippets import DOCUMENTS, ROOT
 
-NAMED = re.compile(r"`((?:tests|tools|bench|examples|constraints|deploy|reference)/[\w./-]*)(?:::(\w+))?`")
-#: What ``ergon new`` writes is named by its place in the new project.
+NAMED_PROOF = re.compile(r"`((?:tests|tools|bench|examples|constraints|deploy|reference)/[\w./-]*)(?:::(\w+))?`")
+#: What ``ergon new`` writes is named by its path in the new project.
 TEMPLATES = ROOT / "src" / "ergon_framework" / "cli" / "templates"
 TARGET = re.compile(r"`make ([a-z-]+)[^`]*`")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_what_a_document_names_is_there(document):
+def test_every_file_test_and_target_that_a_document_names_exists(document):
     text = (ROOT / document).read_text(encoding="utf-8")
-    for path, test in NAMED.findall(text):
+    for path, test in NAMED_PROOF.findall(text):
         is_written = any(TEMPLATES.glob(f"*/{path}.tmpl"))
         assert is_written or (ROOT / path).exists(), f"{document} names {path}"
         assert not test or f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{document} names {test}"

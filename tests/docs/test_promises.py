@@ -1,4 +1,4 @@
-"""What the documents must say."""
+"""Statements that the documents must contain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-#: One word or phrase for each thing that the documents say the system does not do.
+#: One word or phrase for each non-goal that the documents state.
 NON_GOALS = (
     "deduplication",
     "exactly-once|exactly once",
@@ -26,22 +26,22 @@ NON_GOALS = (
 
 @pytest.mark.spec("CON-49")
 @pytest.mark.parametrize("document", ["README.md", "docs/lifecycle.md"])
-@pytest.mark.parametrize("thing", NON_GOALS)
-def test_the_non_goals_are_listed(document: str, thing: str) -> None:
-    listed = _section(document, "on-goals")
-    assert re.search(thing, listed, re.IGNORECASE), f"{document} does not say that it is no goal: {thing}"
+@pytest.mark.parametrize("non_goal", NON_GOALS)
+def test_the_non_goals_are_listed(document: str, non_goal: str) -> None:
+    section = _read_section(document, "on-goals")
+    assert re.search(non_goal, section, re.IGNORECASE), f"{document} does not say that it is no goal: {non_goal}"
 
 
 @pytest.mark.spec("CON-49")
 @pytest.mark.parametrize("document", ["README.md", "docs/lifecycle.md"])
-def test_mutual_exclusion_is_told_from_deduplication(document: str) -> None:
-    listed = " ".join(_section(document, "on-goals").lower().split())
-    assert "inbox" in listed
-    assert "mutual exclusion" in listed
+def test_mutual_exclusion_is_distinguished_from_deduplication(document: str) -> None:
+    section = " ".join(_read_section(document, "on-goals").lower().split())
+    assert "inbox" in section
+    assert "mutual exclusion" in section
 
 
-def _section(document: str, title: str) -> str:
+def _read_section(document: str, title: str) -> str:
     text = (ROOT / document).read_text(encoding="utf-8")
-    found = re.search(rf"^##[^\n]*{title}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found, f"{document} has no section on {title}"
-    return found.group(1)
+    match = re.search(rf"^##[^\n]*{title}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert match, f"{document} has no section on {title}"
+    return match.group(1)

@@ -1,4 +1,4 @@
-"""The pages that are written by the program say what the program says now."""
+"""The generated pages equal the current output of the program."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tools.reference import FOLDER, PAGES
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_is_as_the_program_writes_it(name):
-    written = (FOLDER / name).read_text(encoding="utf-8")
-    assert written == PAGES[name](), f"docs/reference/{name} is stale; run: make reference"
+    text = (FOLDER / name).read_text(encoding="utf-8")
+    assert text == PAGES[name](), f"docs/reference/{name} is stale; run: make reference"
 
 
 def test_every_command_has_an_example():
     parts = re.split(r"^##+ (ergon .*)$", (FOLDER / "cli.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    told = dict(zip(parts[::2], parts[1::2], strict=True))
-    commands = {name: text for name, text in told.items() if "| --- |" in text}
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    commands = {name: text for name, text in sections.items() if "| --- |" in text}
     assert len(commands) > 40
     assert [name for name, text in commands.items() if not re.search(rf"^Example: `.*{name}", text, re.MULTILINE)] == []
 

@@ -13,7 +13,7 @@ from tests.docs.test_snippets import ROOT
 PAGE = ROOT / "docs" / "security.md"
 HEADER = "| threat | promise | proof |"
 PROOF = re.compile(r"`(tests/[\w./-]+\.py(?:::\w+)?|make [a-z-]+)`")
-#: Classes of attacks that the page has to treat.
+#: Classes of attacks that the page must cover.
 CLASSES = (
     "Deserialization",
     "Injection",
@@ -28,7 +28,7 @@ CLASSES = (
 
 
 def read_promises() -> list[list[str]]:
-    """The rows of all tables of promises, as cells."""
+    """Return the rows of all tables of promises, as cells."""
     rows, inside = [], False
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line == HEADER:
@@ -46,8 +46,8 @@ def test_every_promise_names_a_test_or_a_command():
     assert len(promises) >= 40
     for cells in promises:
         assert len(cells) == 3, f"a row has {len(cells)} cells: {cells[0]}"
-        named = PROOF.findall(cells[2])
-        assert named, f"no proof: {cells[0]}"
+        proofs = PROOF.findall(cells[2])
+        assert proofs, f"no proof: {cells[0]}"
         assert PROOF.sub("", cells[2]).strip(" ,") == "", f"a proof is a node id or a make target: {cells[2]}"
 
 
@@ -62,10 +62,10 @@ def test_every_class_of_attacks_has_promises(name):
 
 @pytest.mark.spec("SEC-27")
 def test_every_test_and_command_that_proves_a_promise_exists():
-    named = {proof for cells in read_promises() for proof in PROOF.findall(cells[2])}
+    proofs = {proof for cells in read_promises() for proof in PROOF.findall(cells[2])}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert {proof.removeprefix("make ") for proof in named if proof.startswith("make ")} <= targets
-    nodes = sorted(proof for proof in named if not proof.startswith("make "))
+    assert {proof.removeprefix("make ") for proof in proofs if proof.startswith("make ")} <= targets
+    nodes = sorted(proof for proof in proofs if not proof.startswith("make "))
     collected = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", *nodes],
         cwd=ROOT,

@@ -1,7 +1,7 @@
-"""Run Schemathesis against the provider API in a process of its own, with PostgreSQL: api.py --seconds 60.
+"""Run Schemathesis against the provider API in a separate process, with PostgreSQL: api.py --seconds 60.
 
-A valid token has half of the time, and five bad ones a tenth each. The run fails if Schemathesis finds
-an answer that is a server error or not in the description, if a bad token gets anything but a refusal, or if the
+A valid token gets half of the time, and five invalid ones a tenth each. The run fails if Schemathesis finds
+a server error or an undocumented answer, if an invalid token gets anything but a rejection, or if the
 server logs an error. It prints one line of JSON.
 """
 
@@ -23,27 +23,27 @@ from pathlib import Path
 import jwt
 
 from ergon_framework.providers.sql.writer import MetricsWriter
-from tests.integration.metering import attempt
-from tests.servers.databases import migrated
+from tests.integration.metering import make_attempt
+from tests.servers.databases import create_migrated_database
 from tests.servers.postgres import PrivatePostgres, free_port
 
 SECRET = "a secret of the issuer that is long enough for all hashes of the family"
-ACCESS = re.compile(r'" (\d{3}) ')
-#: A path or a method that is not there is refused before the token is looked at; so is a request that is no HTTP.
-REFUSED = {"400", "401", "404", "405"}
+ACCESS_LOG_STATUS = re.compile(r'" (\d{3}) ')
+#: Unknown paths and methods and malformed HTTP are rejected before the token is checked.
+REJECTED_STATUSES = {"400", "401", "404", "405"}
 CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
 
 
-def _token(key: str = SECRET, lasts: float = 3600) -> str:
-    return jwt.encode({"tenant_id": "acme", "exp": time.time() + lasts}, key, algorithm="HS256")
+def _make_token(key: str = SECRET, lifetime_seconds: float = 3600) -> str:
+    return jwt.encode({"tenant_id": "acme", "exp": time.time() + lifetime_seconds}, key, algorithm="HS256")
 
 
-def tokens() -> dict[str, str | None]:
+def make_tokens() -> dict[str, str | None]:
     return {
-        "valid": f"Bearer {_token()}",
+        "valid": f"Bearer {_make_token()}",
         "none": None,
-        "expired": f"Bearer {_token(lasts=-3600)}",
-        "foreign": f"Bearer {_token(key=SECRET[::-1])}",
+        "expired": f"Bearer {_make_token(lifetime_seconds=-3600)}",
+        "foreign": f"Bearer {_make_token(key=SECRET[::-1])}",
         "garbage": "Bearer ..%%..",
         "basic": "Basic YWNtZTphY21l",
     }
@@ -57,44 +57,52 @@ def serve(folder: Path, dsn: str) -> tuple[subprocess.Popen[bytes], str]:
         "ERGON_API__SECRET": SECRET,
         "ERGON_POSTGRES__DSN": dsn,
     }
-    words = ["-m", "uvicorn", "--factory", "ergon_framework.providers.api:app", "--port", str(port), "--no-use-colors"]
+    arguments = [
+        "-m",
+        "uvicorn",
+        "--factory",
+        "ergon_framework.providers.api:app",
+        "--port",
+        str(port),
+        "--no-use-colors",
+    ]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, *words], env=environment, stdout=log, stderr=log)
-    where = f"http://127.0.0.1:{port}"
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
+        process = subprocess.Popen([sys.executable, *arguments], env=environment, stdout=log, stderr=log)
+    base_url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
         try:
-            urllib.request.urlopen(f"{where}/openapi.json", timeout=5).close()
+            urllib.request.urlopen(f"{base_url}/openapi.json", timeout=5).close()
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.1)
         else:
-            return process, where
+            return process, base_url
     process.kill()
     raise SystemExit((folder / "log").read_text(encoding="utf-8", errors="replace"))
 
 
-def attack(where: str, folder: Path, token: str | None, seconds: float) -> tuple[int, Counter[str], str]:
-    """Run Schemathesis with *token*; its exit code, how often each status was answered, and what it said."""
+def attack(base_url: str, folder: Path, token: str | None, seconds: float) -> tuple[int, Counter[str], str]:
+    """Run Schemathesis with *token*; return its exit code, how often each status was answered, and its output."""
     log = folder / "log"
-    before = log.stat().st_size
-    words = [
-        *(sys.executable, "-m", "schemathesis.cli", "run", f"{where}/openapi.json", "--no-color", "--max-time"),
+    log_size = log.stat().st_size
+    arguments = [
+        *(sys.executable, "-m", "schemathesis.cli", "run", f"{base_url}/openapi.json", "--no-color", "--max-time"),
         *(str(max(1, round(seconds))), "--max-examples", "100000", "--checks", ",".join(CHECKS), "--warnings", "off"),
         *("--generation-with-security-parameters", "false", "--request-timeout", "20"),
         *(() if token is None else ("--header", f"Authorization:{token}")),
     ]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder, timeout=seconds + 300)
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=folder, timeout=seconds + 300)
     with log.open("rb") as file:
-        file.seek(before)
-        seen = Counter(ACCESS.findall(file.read().decode(errors="replace")))
-    return done.returncode, seen, done.stdout + done.stderr
+        file.seek(log_size)
+        statuses = Counter(ACCESS_LOG_STATUS.findall(file.read().decode(errors="replace")))
+    return result.returncode, statuses, result.stdout + result.stderr
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60)
-    given = parser.parse_args()
-    told: dict[str, object] = {}
+    options = parser.parse_args()
+    answers: dict[str, object] = {}
     problems: list[str] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -102,36 +110,38 @@ def main() -> None:
         postgres = PrivatePostgres(folder / "postgres", fsync=False)
         postgres.start()
         try:
-            dsn = migrated(postgres)
+            dsn = create_migrated_database(postgres)
             writer = MetricsWriter(dsn)
-            writer.record(attempt(tenant_id="acme", provider_name="pay"))
+            writer.record(make_attempt(tenant_id="acme", provider_name="pay"))
             writer.close(20)
-            process, where = serve(folder, dsn)
+            process, base_url = serve(folder, dsn)
             try:
-                for kind, token in tokens().items():
-                    code, seen, said = attack(where, folder, token, given.seconds * (0.5 if kind == "valid" else 0.1))
+                for kind, token in make_tokens().items():
+                    exit_code, statuses, output = attack(
+                        base_url, folder, token, options.seconds * (0.5 if kind == "valid" else 0.1)
+                    )
                     # The description is read first, without a token.
-                    seen["200"] -= 1
-                    seen = +seen
-                    told[kind] = dict(seen)
-                    if code:
-                        problems.append(f"{kind}: Schemathesis ended with {code}: {said[-1500:]}")
-                    if kind != "valid" and set(seen) - REFUSED:
-                        problems.append(f"{kind}: answered with {sorted(seen)}")
-                    if kind == "valid" and not {"200", "403", "422"} & set(seen):
-                        problems.append(f"valid: reached no answer of the API: {dict(seen)}")
-                    if any(status.startswith("5") for status in seen) or not seen:
-                        problems.append(f"{kind}: answered with {dict(seen)}")
+                    statuses["200"] -= 1
+                    statuses = +statuses
+                    answers[kind] = dict(statuses)
+                    if exit_code:
+                        problems.append(f"{kind}: Schemathesis ended with {exit_code}: {output[-1500:]}")
+                    if kind != "valid" and set(statuses) - REJECTED_STATUSES:
+                        problems.append(f"{kind}: answered with {sorted(statuses)}")
+                    if kind == "valid" and not {"200", "403", "422"} & set(statuses):
+                        problems.append(f"valid: reached no answer of the API: {dict(statuses)}")
+                    if any(status.startswith("5") for status in statuses) or not statuses:
+                        problems.append(f"{kind}: answered with {dict(statuses)}")
                 if process.poll() is not None:
                     problems.append(f"the server has ended with {process.returncode}")
             finally:
                 process.terminate()
                 process.wait(30)
             text = (folder / "log").read_text(encoding="utf-8", errors="replace")
-            problems += [word for word in ("Traceback", "ERROR", "level=error") if word in text]
+            problems += [marker for marker in ("Traceback", "ERROR", "level=error") if marker in text]
         finally:
             postgres.stop("immediate")
-    print(json.dumps({"seconds": given.seconds, "answers": told, "problems": problems}))
+    print(json.dumps({"seconds": options.seconds, "answers": answers, "problems": problems}))
     sys.exit(1 if problems else 0)
 
 

@@ -1,11 +1,13 @@
-"""Fuzzes what the facts service is asked, and what its clients are answered: facts.py --seconds 600 --keep."""
+"""Fuzzes the requests to the facts service and the answers to its clients: facts.py --seconds 600 --keep."""
 
 from __future__ import annotations
 
-from tests.fuzz.driver import Fuzzed
-from tests.fuzz.facts_grammar import seeds
+from tests.fuzz.driver import FuzzDriver
+from tests.fuzz.facts_grammar import make_seeds
 
-LIVE = {"facts-network": "tests.fuzz.facts_network"}
+LIVE_DIRECTIONS = {"facts-network": "tests.fuzz.facts_network"}
 
 if __name__ == "__main__":
-    Fuzzed("facts", "tests.fuzz.facts_target", ("facts-requests", "facts-answers"), seeds, live=LIVE).main()
+    FuzzDriver(
+        "facts", "tests.fuzz.facts_target", ("facts-requests", "facts-answers"), make_seeds, live=LIVE_DIRECTIONS
+    ).main()

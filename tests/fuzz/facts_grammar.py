@@ -1,4 +1,4 @@
-"""What the fuzzer knows of the facts service: its messages, odd values for their fields, and mutations of both.
+"""The fuzzer's grammar of the facts service: its messages, unusual values for their fields, and mutations of both.
 
 An input is one byte for the method, and the message.
 """
@@ -36,7 +36,7 @@ FAULT = wire.Fault(
     kind="FactConflict", message="no", category="BUSINESS", retry_after=1.5, code="x", attributes={"from_zone": "A"}
 )
 
-#: By the byte that an input begins with.
+#: Indexed by the first byte of an input.
 REQUESTS = {
     "AppendFact": wire.Appending(envelope=ENVELOPE, fact=FACT),
     "AppendFacts": wire.AppendFactsRequest(facts=FACTS),
@@ -83,80 +83,80 @@ TEXTS = (
 NUMBERS = (0, 1, 2, -1, 10, 1000, 1001, 2**31 - 1, -(2**31), 2**53, 2**53 + 1, 2**63 - 1, -(2**63))
 
 
-def messages(direction):
+def get_messages(direction):
     return REQUESTS if direction == "facts-requests" else ANSWERS
 
 
-def seeds(direction):
-    """Each message as it should be, and empty."""
-    found = messages(direction)
-    whole = [bytes([number]) + message.SerializeToString() for number, message in enumerate(found.values())]
-    return [*whole, *(bytes([number]) for number in range(len(found))), b""]
+def make_seeds(direction):
+    """Return each message with valid values, and empty."""
+    examples = get_messages(direction)
+    encoded = [bytes([number]) + message.SerializeToString() for number, message in enumerate(examples.values())]
+    return [*encoded, *(bytes([number]) for number in range(len(examples))), b""]
 
 
-def mutated(data, direction, dice):
-    """*data* with one field of its message changed; None if it is no message."""
-    found = list(messages(direction).values())
+def mutate_message(data, direction, rng):
+    """Return *data* with one field of its message changed; None if it is not a message."""
+    examples = list(get_messages(direction).values())
     if not data:
         return None
-    message = type(found[data[0] % len(found)])()
+    message = type(examples[data[0] % len(examples)])()
     try:
         message.ParseFromString(data[1:])
     except Exception:
-        message.CopyFrom(found[data[0] % len(found)])
-    _change(message, dice)
+        message.CopyFrom(examples[data[0] % len(examples)])
+    _change(message, rng)
     return data[:1] + message.SerializeToString()
 
 
-def _change(message, dice):
+def _change(message, rng):
     fields = message.DESCRIPTOR.fields
     if not fields:
         return
-    field = dice.choice(fields)
-    if dice.random() < 0.1:
+    field = rng.choice(fields)
+    if rng.random() < 0.1:
         message.ClearField(field.name)
     elif field.message_type is not None and field.message_type.GetOptions().map_entry:
-        key = _odd(field.message_type.fields_by_name["key"], dice)
+        key = _pick_value(field.message_type.fields_by_name["key"], rng)
         if field.message_type.fields_by_name["value"].message_type is None:
-            getattr(message, field.name)[key] = dice.choice(TEXTS)
+            getattr(message, field.name)[key] = rng.choice(TEXTS)
         else:
-            _change(getattr(message, field.name)[key], dice)
+            _change(getattr(message, field.name)[key], rng)
     elif field.message_type is not None and field.is_repeated:
-        many = getattr(message, field.name)
-        _change(dice.choice(many) if many and dice.random() < 0.7 else many.add(), dice)
+        items = getattr(message, field.name)
+        _change(rng.choice(items) if items and rng.random() < 0.7 else items.add(), rng)
     elif field.is_repeated:
-        _change_column(getattr(message, field.name), field, dice)
+        _change_column(getattr(message, field.name), field, rng)
     elif field.message_type is not None:
-        inner = getattr(message, field.name)
-        inner.SetInParent()
-        _change(inner, dice)
+        submessage = getattr(message, field.name)
+        submessage.SetInParent()
+        _change(submessage, rng)
     else:
-        setattr(message, field.name, _odd(field, dice))
+        setattr(message, field.name, _pick_value(field, rng))
 
 
-def _change_column(values, field, dice):
-    """Another value in place of one, mostly: columns of unequal lengths are refused before anything else is seen."""
-    if values and dice.random() < 0.8:
-        values[dice.randrange(len(values))] = _odd(field, dice)
-    elif values and dice.random() < 0.5:
+def _change_column(values, field, rng):
+    """Mostly replace a value: columns of unequal lengths are rejected before anything else is checked."""
+    if values and rng.random() < 0.8:
+        values[rng.randrange(len(values))] = _pick_value(field, rng)
+    elif values and rng.random() < 0.5:
         values.pop()
     else:
-        values.append(_odd(field, dice))
+        values.append(_pick_value(field, rng))
 
 
-def _odd(field, dice):
+def _pick_value(field, rng):
     if field.type == Field.TYPE_STRING:
-        return dice.choice(TEXTS)
+        return rng.choice(TEXTS)
     if field.type == Field.TYPE_BYTES:
-        return dice.choice(TEXTS).encode()
+        return rng.choice(TEXTS).encode()
     if field.type == Field.TYPE_BOOL:
-        return dice.random() < 0.5
+        return rng.random() < 0.5
     if field.type == Field.TYPE_DOUBLE:
-        return dice.choice((0.0, -1.0, 1.5, float("nan"), float("inf"), 1e308))
-    chosen = dice.choice(NUMBERS)
-    small = field.type == Field.TYPE_INT32
-    return max(-(2**31), min(2**31 - 1, chosen)) if small else chosen
+        return rng.choice((0.0, -1.0, 1.5, float("nan"), float("inf"), 1e308))
+    number = rng.choice(NUMBERS)
+    is_int32 = field.type == Field.TYPE_INT32
+    return max(-(2**31), min(2**31 - 1, number)) if is_int32 else number
 
 
-def random_of(seed):
+def make_random(seed):
     return random.Random(seed)

@@ -1,7 +1,7 @@
-"""The facts service under the fuzzer: facts_target.py DIRECTION [libFuzzer's own words]; started by facts.py.
+"""The facts service under the fuzzer: facts_target.py DIRECTION [options of libFuzzer]; started by facts.py.
 
-Requests go all the way: decoded, checked, judged by the caller's rights, and done by a store in memory. Whatever comes,
-it is answered or refused with an error of facts.
+Requests go all the way: decoded, validated, authorised, and executed by a store in memory. Every request is answered or
+rejected with an error of facts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 import atheris
 
-# All but the slice itself, so that edges are its own.
+# Everything but the fuzzed slice itself, so that its edges are counted separately.
 import ergon_framework.telemetry.metrics  # noqa: F401
 from ergon_framework.errors import ErgonError
 
@@ -22,138 +22,148 @@ with atheris.instrument_imports(include=["ergon_framework.facts"]):
     from ergon_framework.facts.model import Envelope, Fact
     from ergon_framework.facts.service import boundary_pb2 as wire
     from ergon_framework.facts.service import calls, faults, messages, requests
-    from ergon_framework.facts.service.access import Access
+    from ergon_framework.facts.service.access import AccessPolicy
     from ergon_framework.facts.service.identity import Identity
-    from ergon_framework.facts.service.revoked import Revoked
+    from ergon_framework.facts.service.revoked import RevocationList
     from ergon_framework.facts.service.service import BoundaryService
-    from ergon_framework.facts.service.transfer import Download, stored
+    from ergon_framework.facts.service.transfer import RemoteDownload, check_stored
     from ergon_framework.facts.stores.memory import MemoryBoundary
 
-from tests.fuzz.facts_grammar import ANSWERS, CONFIRMATION, ENVELOPE, FACT, REQUESTS, mutated, random_of
+from tests.fuzz.facts_grammar import ANSWERS, CONFIRMATION, ENVELOPE, FACT, REQUESTS, make_random, mutate_message
 
-#: Of every caller, one who may much, one who may little, and an operator.
-WHO = [
+#: Callers: one with many rights, one with few, and an operator.
+CALLERS = [
     Identity(frozenset(["Plant A"]), None, 0, 2**40, "0" * 64),
     Identity(frozenset(["HQ"]), None, 0, 2**40, "1" * 64),
     Identity(frozenset(), "ops", 0, 2**40, "2" * 64),
 ]
-NAMES = {
+METHOD_NAMES = {
     name: "_" + "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
     for name in REQUESTS
+} | {
+    "CursorOf": "_get_cursor",
+    "EndOf": "_last_offset",
+    "CursorAt": "_cursor_at_time",
+    "Survey": "_list_logs",
+    "Received": "_uploaded_bytes",
 }
 
 
-class Room:
+class RenewingService:
     """A service over a store that is replaced before it grows."""
 
     def __init__(self):
         self.renew()
 
     def renew(self):
-        self.left = 2000
+        self.remaining_calls = 2000
         self.store = MemoryBoundary(max_facts=500, max_bytes=50_000_000)
-        self.service = BoundaryService(self.store, Access(["Plant A"]), Revoked())
+        self.service = BoundaryService(self.store, AccessPolicy(["Plant A"]), RevocationList())
 
-    def used(self):
-        self.left -= 1
-        if not self.left:
+    def get_service(self):
+        self.remaining_calls -= 1
+        if not self.remaining_calls:
             self.renew()
         return self.service
 
 
-room = Room()
+renewing_service = RenewingService()
 
 
 LOOP = asyncio.new_event_loop()
 
 
-def ended(coroutine):
-    """What *coroutine* returns; it may use threads, and has an end."""
+def run_coroutine(coroutine):
+    """Return the result of *coroutine*, which may use threads and must end in time."""
     return LOOP.run_until_complete(asyncio.wait_for(coroutine, 20))
 
 
 def check_request(name, data):
-    service = room.used()
+    service = renewing_service.get_service()
     if name in {"PutObject", "GetObject"}:
-        reader = requests.put_part if name == "PutObject" else requests.get_object
+        reader = requests.parse_put_part if name == "PutObject" else requests.parse_get_object
         try:
             reader(data)
         except InvalidFactError as error:
-            told(error)
+            check_error(error)
         return
-    for who in WHO:
+    for caller in CALLERS:
         try:
-            answer = ended(getattr(service, NAMES[name])(who, data))
+            answer = run_coroutine(getattr(service, METHOD_NAMES[name])(caller, data))
         except FactError as error:
-            told(error)
+            check_error(error)
         else:
-            written = messages.written(answer)
-            assert type(answer).FromString(written) == answer, "an answer that changes on its way"
-            assert len(written) <= requests.MESSAGE, "an answer that nobody takes"
+            encoded = messages.encode(answer)
+            assert type(answer).FromString(encoded) == answer, "an answer that changes on its way"
+            assert len(encoded) <= requests.MAX_MESSAGE_BYTES, "an answer that nobody takes"
     if name == "AppendFact":
         try:
-            envelope, fact = requests.append_fact(data)
+            envelope, fact = requests.parse_append_fact(data)
         except InvalidFactError:
             return
-        again = requests.append_fact(messages.written(messages.write_appending(envelope, fact)))
-        assert again == (envelope, fact), "a fact that changes on its way"
+        decoded = requests.parse_append_fact(messages.encode(messages.write_appending(envelope, fact)))
+        assert decoded == (envelope, fact), "a fact that changes on its way"
     if name == "AppendFacts":
-        check_many(data)
+        check_batch(data)
 
 
-def check_many(data):
-    """Facts that were made at once are those that the model makes, and arrive as they were when they are sent on."""
+def check_batch(data):
+    """Check that facts made in batches equal the model's facts, and stay equal when they are sent on."""
     try:
-        given = requests.append_facts(data)
+        parsed = requests.parse_append_facts(data)
     except InvalidFactError:
         return
-    sound = [each for each in given if not isinstance(each, InvalidFactError)]
-    for envelope, fact in sound:
+    valid = [each for each in parsed if not isinstance(each, InvalidFactError)]
+    for envelope, fact in valid:
         assert Envelope(**vars(envelope)) == envelope, "an envelope that the model would not make"
-        stated = Fact(subject=fact.subject, predicate=fact.predicate, object_json=fact.object_json)
-        assert vars(stated) == vars(fact), "a fact that the model would not make"
-    sent = [messages.written(asked.request) for asked in calls.append_facts(sound)]
-    assert [each for data in sent for each in requests.append_facts(data)] == sound, "facts that change on their way"
+        rebuilt = Fact(subject=fact.subject, predicate=fact.predicate, object_json=fact.object_json)
+        assert vars(rebuilt) == vars(fact), "a fact that the model would not make"
+    sent_messages = [messages.encode(call.request) for call in calls.append_facts(valid)]
+    assert [each for data in sent_messages for each in requests.parse_append_facts(data)] == valid, (
+        "facts that change on their way"
+    )
 
 
-def told(error):
-    """Whatever is refused can be sent, and comes out as it was."""
-    faults.status(error)
-    got = faults.read(wire.Fault.FromString(messages.written(faults.write(error))))
-    assert type(got) in type(error).__mro__, "an error that becomes another"
-    assert len(str(got)) <= faults.WORDS, "words without end"
+def check_error(error):
+    """Check that every error of a rejection can be sent, and is read back unchanged."""
+    faults.to_status_code(error)
+    decoded = faults.from_wire(wire.Fault.FromString(messages.encode(faults.to_wire(error))))
+    assert type(decoded) in type(error).__mro__, "an error that becomes another"
+    assert len(str(decoded)) <= faults.MAX_FAULT_MESSAGE_BYTES, "words without end"
 
 
 PAIR = messages.read_pair(wire.Pair(from_zone="Plant A", to_zone="HQ"))
-APPENDING = messages.read_envelope(ENVELOPE), messages.read_fact(FACT)
-READERS = {
+STATEMENT = messages.read_envelope(ENVELOPE), messages.read_fact(FACT)
+CALLS = {
     "Describe": calls.describe(),
-    "AppendFact": calls.append_fact(*APPENDING),
-    "AppendFacts": next(calls.append_facts([APPENDING] * 2)),
+    "AppendFact": calls.append_fact(*STATEMENT),
+    "AppendFacts": next(calls.append_facts([STATEMENT] * 2)),
     "GetFact": calls.get_fact("Plant A", "m-1"),
     "FetchFacts": calls.fetch_facts("r", PAIR, 10, None),
-    "CursorOf": calls.cursor_of("r", PAIR),
+    "CursorOf": calls.get_cursor("r", PAIR),
     "RetireReader": calls.retire_reader("r", PAIR, ""),
-    "Survey": calls.survey(),
-    "Received": calls.received("b", "k", messages.read_stored(wire.Stored(digest=CONFIRMATION.digest, size=1))),
+    "Survey": calls.list_logs(),
+    "Received": calls.uploaded_bytes("b", "k", messages.read_artifact(wire.Stored(digest=CONFIRMATION.digest, size=1))),
 }
 
 
 def check_answer(name, data):
     try:
         if name == "PutObject":
-            stored(data)
+            check_stored(data)
         elif name == "GetObject":
-            Download("b", "k", 0).take(data)
+            RemoteDownload("b", "k", 0).parse_chunk(data)
         elif name == "Fault":
-            assert isinstance(faults.raised(Failed(data), "AppendFact"), ErgonError), "a failure that is no error"
+            assert isinstance(faults.to_client_error(FailedCall(data), "AppendFact"), ErgonError), (
+                "a failure that is no error"
+            )
         else:
-            READERS[name].result(data)
+            CALLS[name].to_result(data)
     except ErgonError:
         pass
 
 
-class Failed:
+class FailedCall:
     def __init__(self, data):
         self._data = data
 
@@ -164,7 +174,7 @@ class Failed:
         return "gone"
 
     def trailing_metadata(self):
-        return ((faults.KEY, self._data),)
+        return ((faults.METADATA_KEY, self._data),)
 
 
 CHECKS = {"facts-requests": (check_request, list(REQUESTS)), "facts-answers": (check_answer, list(ANSWERS))}
@@ -175,17 +185,17 @@ def main():
     check, names = CHECKS[direction]
     logging.disable(logging.CRITICAL)
 
-    def one(data):
+    def fuzz_one(data):
         if data:
             check(names[data[0] % len(names)], data[1:])
 
     def mutate(data, max_size, seed):
-        found = mutated(data, direction, random_of(seed)) if seed % 3 else None
-        return atheris.Mutate(data, max_size) if found is None or len(found) > max_size else found
+        candidate = mutate_message(data, direction, make_random(seed)) if seed % 3 else None
+        return atheris.Mutate(data, max_size) if candidate is None or len(candidate) > max_size else candidate
 
-    # Where it merges it starts itself again, through a shell.
-    itself = f"{shlex.quote(sys.executable)} -m tests.fuzz.facts_target {direction}"
-    atheris.Setup([itself, *sys.argv[2:]], one, custom_mutator=mutate)
+    # When libFuzzer merges it restarts itself through a shell.
+    restart_command = f"{shlex.quote(sys.executable)} -m tests.fuzz.facts_target {direction}"
+    atheris.Setup([restart_command, *sys.argv[2:]], fuzz_one, custom_mutator=mutate)
     atheris.Fuzz()
 
 

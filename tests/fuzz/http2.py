@@ -9,18 +9,20 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDO
 END_STREAM, END_HEADERS, PADDED, PRIORITISED = 0x1, 0x4, 0x8, 0x20
 
 
-def frame(kind: int, payload: bytes = b"", *, flags: int = 0, stream: int = 0, length: int | None = None) -> bytes:
+def encode_frame(
+    kind: int, payload: bytes = b"", *, flags: int = 0, stream: int = 0, length: int | None = None
+) -> bytes:
     """Write one frame; *length* is what its header says if that is not the length of *payload*."""
     size = len(payload) if length is None else length
     return struct.pack(">I", size & 0xFFFFFF)[1:] + struct.pack(">BBI", kind, flags, stream & 0xFFFFFFFF) + payload
 
 
-def headers(pairs: list[tuple[bytes, bytes]]) -> bytes:
+def encode_headers(pairs: list[tuple[bytes, bytes]]) -> bytes:
     """Encode *pairs* as literals of HPACK, without an index and without Huffman codes."""
-    return b"".join(b"\0" + _text(name) + _text(value) for name, value in pairs)
+    return b"".join(b"\0" + _encode_text(name) + _encode_text(value) for name, value in pairs)
 
 
-def _text(value: bytes) -> bytes:
+def _encode_text(value: bytes) -> bytes:
     if len(value) < 127:
         return bytes([len(value)]) + value
     rest, digits = len(value) - 127, [127]
@@ -30,8 +32,8 @@ def _text(value: bytes) -> bytes:
     return bytes([*digits, rest]) + value
 
 
-def request(path: bytes, *, more: list[tuple[bytes, bytes]] | None = None) -> bytes:
-    """The header block of a gRPC call."""
+def encode_request(path: bytes, *, more: list[tuple[bytes, bytes]] | None = None) -> bytes:
+    """Return the header block of a gRPC call."""
     pairs = [
         (b":method", b"POST"),
         (b":scheme", b"https"),
@@ -40,9 +42,9 @@ def request(path: bytes, *, more: list[tuple[bytes, bytes]] | None = None) -> by
         (b"te", b"trailers"),
         (b"content-type", b"application/grpc"),
     ]
-    return headers([*pairs, *(more or [])])
+    return encode_headers([*pairs, *(more or [])])
 
 
-def message(data: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:
-    """A message of gRPC; *length* is what its prefix says if that is not its length."""
+def encode_message(data: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:
+    """Return a message of gRPC; *length* is what its prefix says if that is not its length."""
     return struct.pack(">BI", compressed, len(data) if length is None else length) + data

@@ -1,4 +1,4 @@
-"""Queues for tests of outbox, inbox and relay, and a look at what is in them."""
+"""Helpers for tests of outbox, inbox and relay: open a queue and take its messages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ergon_framework.connectors.postgres import PostgresQueue
 
 
 @contextmanager
-def opened(dsn, name=None, **options) -> Iterator[PostgresQueue]:
-    """A queue of a name that nobody else has."""
+def open_queue(dsn, name=None, **options) -> Iterator[PostgresQueue]:
+    """Open a queue with a unique name."""
     queue = PostgresQueue(name or f"orders-{uuid.uuid4().hex[:8]}", dsn=dsn, **options)
     queue.open()
     try:
@@ -21,8 +21,8 @@ def opened(dsn, name=None, **options) -> Iterator[PostgresQueue]:
         queue.close()
 
 
-def taken(queue, count=1000):
-    """All that is ready, acked."""
+def fetch_and_ack(queue, count=1000):
+    """Fetch and ack all ready messages."""
     deliveries = queue.fetch_transactions(count)
     queue.settle([(delivery, Ack()) for delivery in deliveries])
     return [delivery.transaction for delivery in deliveries]

@@ -1,4 +1,4 @@
-"""One queue on each broker for tests with one body: found by its name, at the address that the environment says."""
+"""One queue on each broker for broker-independent tests, found by name at the address from the environment."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ ADDRESSES = {
     "redis": lambda request: request.getfixturevalue("new_redis")().url,
 }
 BROKERS = list(ADDRESSES)
-#: Short, so that what a dead one had claimed is soon somebody else's, and longer than a busy machine stands still: what
-#: runs out under a worker that lives is a delivery more. RabbitMQ has none: it sees who is gone.
-LEASE = 5.0
+#: Short, so that claims of a killed worker expire soon, and longer than a busy machine stalls: a lease that expires
+#: under a live worker costs one more delivery. RabbitMQ has no lease: it sees lost connections.
+LEASE_SECONDS = 5.0
 
 
-def named(broker, request, folder, monkeypatch):
-    """A queue that processes find by the same name, if they run in *folder* and inherit the environment."""
+def create_named_queue(broker, request, folder, monkeypatch):
+    """Create a queue that processes find by the same name if they run in *folder* and inherit the environment."""
     name = f"orders_{uuid.uuid4().hex[:8]}"
-    options = "" if broker == "rabbitmq" else f"[queues.{name}.options]\nlease = {LEASE}\n"
+    options = "" if broker == "rabbitmq" else f"[queues.{name}.options]\nlease = {LEASE_SECONDS}\n"
     (folder / "ergon.toml").write_text(options, encoding="utf-8")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(queues, "_chosen", [])
@@ -32,5 +32,5 @@ def named(broker, request, folder, monkeypatch):
 
 
 def is_empty(depth):
-    """Whether nothing waits, is put off, or is held; what others hold not every broker tells."""
+    """Return whether no message is ready, delayed or in flight; not every broker reports claims of other consumers."""
     return depth.ready + depth.delayed + depth.in_flight == 0

@@ -1,6 +1,6 @@
-"""The app that the tests of CeleryProviderTask send to, and that a real worker of theirs runs.
+"""The Celery app that the tests of CeleryProviderTask send to and that a real Celery worker runs.
 
-What a call meets is said by its payload: the port of the upstream that is called, or a way to die.
+The payload selects what a call meets: the port of the upstream that is called, or a way to end the process.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from celery.exceptions import SoftTimeLimitExceeded
 from ergon_framework.providers.base import ProviderBase
 from ergon_framework.providers.celery_task import CeleryProviderTask, provider_task
 from ergon_framework.providers.circuit_breaker import BreakerPolicy
-from ergon_framework.providers.memory import MemoryBooks
+from ergon_framework.providers.memory import MemoryProviderState
 from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
 from ergon_framework.providers.retry import RetryPolicy
-from ergon_framework.providers.sql.ledger import Ledger
-from ergon_framework.providers.synthetic import SyntheticProvider
+from ergon_framework.providers.sql.ledger import TaskLedger
+from ergon_framework.providers.synthetic import FakeProvider
 
-#: The same for whoever sends and for the worker; names of queues are the test run's own.
+#: The same for the sender and for the worker; the queue names belong to the test run.
 BROKER = os.environ["TEST_BROKER"]
 DSN = os.environ["TEST_DSN"]
 RUN = os.environ["TEST_RUN"]
@@ -42,20 +42,20 @@ app.conf.update(
     result_expires=None,
 )
 
-# A child that is gone is replaced at the next look, which is every five seconds otherwise.
+# A child that has exited is replaced at the next poll, which otherwise runs every five seconds.
 AsynPool.timers = property(lambda pool: {pool.maintain_pool: 0.2})
 
-books = MemoryBooks()
-FAST = RetryPolicy(max_attempts=3, base_delay_seconds=0.01, max_delay_seconds=0.02)
+shared_state = MemoryProviderState()
+FAST_RETRY = RetryPolicy(max_attempts=3, base_delay_seconds=0.01, max_delay_seconds=0.02)
 
 
-class Rank(ProviderBase):
-    """Calls the synthetic upstream whose port is in the payload."""
+class RankProvider(ProviderBase):
+    """Call the fake upstream whose port is in the payload."""
 
     provider_name = "rank"
     capability = "rank_snapshot"
-    #: Its breaker stays closed: the tests share it, and come in any order.
-    policy = ProviderPolicy(retry=FAST, breaker=BreakerPolicy(failure_threshold=1000))
+    #: Its breaker stays closed: the tests share it and run in any order.
+    policy = ProviderPolicy(retry=FAST_RETRY, breaker=BreakerPolicy(failure_threshold=1000))
 
     def _execute_impl(self, *, payload: dict[str, Any], **call: Any) -> Any:
         if payload.get("die"):
@@ -63,55 +63,55 @@ class Rank(ProviderBase):
         if "blurt" in payload:
             raise RuntimeError(payload["blurt"])
         upstream: Any = SimpleNamespace(address=("127.0.0.1", payload["port"]))
-        return SyntheticProvider(upstream)._execute_impl(payload=payload, **call)
+        return FakeProvider(upstream)._execute_impl(payload=payload, **call)
 
 
-class Touchy(Rank):
+class QuickBreakerProvider(RankProvider):
     provider_name = "touchy"
     policy = ProviderPolicy(
         retry=RetryPolicy(max_attempts=1), breaker=BreakerPolicy(failure_threshold=2, open_cooldown_seconds=1.0)
     )
 
 
-class Patient(Touchy):
-    """Meets its breaker between two attempts."""
+class RetryingBreakerProvider(QuickBreakerProvider):
+    """Meet the open breaker between two attempts."""
 
     provider_name = "patient"
-    policy = ProviderPolicy(retry=FAST, breaker=BreakerPolicy(failure_threshold=2, open_cooldown_seconds=1.0))
+    policy = ProviderPolicy(retry=FAST_RETRY, breaker=BreakerPolicy(failure_threshold=2, open_cooldown_seconds=1.0))
 
 
-class Brief(Patient):
+class OneRetryProvider(RetryingBreakerProvider):
     provider_name = "brief"
 
 
-class Scarce(Rank):
+class SmallQuotaProvider(RankProvider):
     provider_name = "scarce"
-    policy = ProviderPolicy(retry=FAST, quota=QuotaPolicy(month=2))
+    policy = ProviderPolicy(retry=FAST_RETRY, quota=QuotaPolicy(month=2))
 
 
-class Metered(Rank):
-    """Has the state of the process: what a user gets who says nothing."""
+class DefaultStateProvider(RankProvider):
+    """Use the provider state of the process, which is the default of a user without options."""
 
     provider_name = "metered"
 
 
 options: dict[str, Any] = {
-    "ledger": Ledger(DSN),
+    "ledger": TaskLedger(DSN),
     "dead_letter_queue": f"ergon-{RUN}-deadletter",
     "dead_letter_interval": 0.3,
     "max_deliveries": 1,
 }
-rank = Rank(books=books)
-snapshot = provider_task(app, rank, "snapshot", **options)
-touchy = provider_task(app, Touchy(books=books), "snapshot", max_retries=0, **options)
-patient = provider_task(app, Patient(books=books), "snapshot", **options)
-brief = provider_task(app, Brief(books=books), "snapshot", max_retries=1, **options)
-scarce = provider_task(app, Scarce(books=books), "snapshot", **options)
-metered = provider_task(app, Metered(), "snapshot", **options)
-hurried = provider_task(app, rank, "snapshot", name="rank.hurried", timeout_budget_seconds=0.4, **options)
+rank_provider = RankProvider(state_store=shared_state)
+snapshot = provider_task(app, rank_provider, "snapshot", **options)
+touchy = provider_task(app, QuickBreakerProvider(state_store=shared_state), "snapshot", max_retries=0, **options)
+patient = provider_task(app, RetryingBreakerProvider(state_store=shared_state), "snapshot", **options)
+brief = provider_task(app, OneRetryProvider(state_store=shared_state), "snapshot", max_retries=1, **options)
+scarce = provider_task(app, SmallQuotaProvider(state_store=shared_state), "snapshot", **options)
+metered = provider_task(app, DefaultStateProvider(), "snapshot", **options)
+hurried = provider_task(app, rank_provider, "snapshot", name="rank.hurried", timeout_budget_seconds=0.4, **options)
 
 
-@app.task(base=CeleryProviderTask, bind=True, provider=rank, operation="refresh", **options)
+@app.task(base=CeleryProviderTask, bind=True, provider=rank_provider, operation="refresh", **options)
 def refresh(self: CeleryProviderTask, port: int, *, tenant_id: str, campaign_id: str) -> Any:
     first = self.call("refresh", {"port": port})
     second = self.call("refresh", {"port": port, "again": True}, name="again")
@@ -121,7 +121,7 @@ def refresh(self: CeleryProviderTask, port: int, *, tenant_id: str, campaign_id:
 @app.task(
     base=CeleryProviderTask,
     bind=True,
-    provider=rank,
+    provider=rank_provider,
     operation="dawdle",
     timeout_budget_seconds=0.2,
     soft_time_limit=0.6,
@@ -129,7 +129,7 @@ def refresh(self: CeleryProviderTask, port: int, *, tenant_id: str, campaign_id:
     **options,
 )
 def dawdle(self: CeleryProviderTask, limit: str) -> Any:
-    """Does something that no budget can end."""
+    """Do something that no budget can end."""
     if limit == "soft":
         time.sleep(30)
     while True:
@@ -144,14 +144,14 @@ def plain(number: int) -> int:
     return number + 1
 
 
-class Noted(logging.Handler):
-    """Writes each record of ours with all fields that are not every record's."""
+class JsonRecordHandler(logging.Handler):
+    """Write each record of the framework with all fields that are not standard record fields."""
 
     def emit(self, record: logging.LogRecord) -> None:
         import json  # noqa: PLC0415 - only in a worker
 
-        usual = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "event"}
-        fields = {name: value for name, value in vars(record).items() if name not in usual}
+        standard_fields = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "event"}
+        fields = {name: value for name, value in vars(record).items() if name not in standard_fields}
         with open(ENVELOPES or os.devnull, "a", encoding="utf-8") as file:  # noqa: PTH123
             file.write(
                 json.dumps({"event": vars(record).get("event"), "level": record.levelname, "fields": fields}) + "\n"
@@ -159,4 +159,4 @@ class Noted(logging.Handler):
 
 
 if ENVELOPES:
-    logging.getLogger("ergon_framework.providers.celery").addHandler(Noted())
+    logging.getLogger("ergon_framework.providers.celery").addHandler(JsonRecordHandler())

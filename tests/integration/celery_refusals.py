@@ -1,4 +1,4 @@
-"""An app of Celery with the defaults of a user, whose one task is refused by its provider for good."""
+"""A Celery app with a user's default settings; the provider of its only task rejects every call permanently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ergon_framework.providers.errors import ProviderBadRequestError
 app = Celery("refusals", broker=os.environ["TEST_BROKER"])
 
 
-class Refusing(ProviderBase):
+class RejectingProvider(ProviderBase):
     provider_name = "refusing"
     capability = "rank_snapshot"
 
@@ -22,7 +22,7 @@ class Refusing(ProviderBase):
         raise ProviderBadRequestError("the provider answered 422")
 
 
-@app.task(base=CeleryProviderTask, bind=True, provider=Refusing())
+@app.task(base=CeleryProviderTask, bind=True, provider=RejectingProvider())
 def snapshot(self: CeleryProviderTask, payload: dict[str, Any], *, tenant_id: str) -> Any:
     del tenant_id
     return self.call("snapshot", payload)

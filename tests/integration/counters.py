@@ -1,4 +1,4 @@
-"""Counters: what PostgreSQL has looked at in an index."""
+"""Counters of what PostgreSQL has read from an index."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import time
 
 import psycopg
 
-PATIENCE = 20.0
-#: A session has counted for all to see when it is gone.
-OTHERS = "select 1 from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
+TIMEOUT_SECONDS = 20.0
+#: The counters of a session are visible to all once it has ended.
+OTHER_SESSIONS = "select 1 from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
 
 
-def looked_at(dsn, index):
-    """How often it was asked, and how many entries were read, by sessions that have ended or are about to."""
-    until = time.monotonic() + PATIENCE
+def read_index_counters(dsn, index):
+    """Return how often the index was scanned and how many entries were read, by ended or ending sessions."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     with psycopg.connect(dsn, autocommit=True) as connection:
-        while connection.execute(OTHERS).fetchone():
-            assert time.monotonic() < until, "somebody is still connected"
+        while connection.execute(OTHER_SESSIONS).fetchone():
+            assert time.monotonic() < deadline, "somebody is still connected"
             time.sleep(0.01)
-        found = "select idx_scan, idx_tup_read from pg_stat_user_indexes where indexrelname = %s"
-        return connection.execute(found, [index]).fetchone()
+        query = "select idx_scan, idx_tup_read from pg_stat_user_indexes where indexrelname = %s"
+        return connection.execute(query, [index]).fetchone()

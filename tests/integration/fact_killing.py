@@ -1,6 +1,7 @@
-"""A process that appends is killed at random points and run again: fact_killing.py DSN KILLS SEED, the verdict as JSON.
+"""Kill a process that appends facts at random points and run it again; print the result as JSON.
 
-A script of its own with one thread: each run is a fork of it, so that a hundred cost seconds and not minutes.
+fact_killing.py DSN KILLS SEED. A separate script with one thread: each run is a fork of it, so that a hundred runs
+take seconds, not minutes.
 """
 
 from __future__ import annotations
@@ -13,82 +14,82 @@ import signal
 import sys
 import time
 
-from ergon_framework.facts.model import Envelope, Fact, Pair
+from ergon_framework.facts.model import Envelope, Fact, ZonePair
 from ergon_framework.facts.stores.postgres import PostgresBoundary
 
-PAIR = Pair("Plant A", "HQ")
-EACH = 5
+PAIR = ZonePair("Plant A", "HQ")
+BATCH_SIZE = 5
 
 
-def stated(number):
+def make_fact(number):
     envelope = Envelope(message_id=f"m-{number}", from_zone=PAIR.from_zone, to_zone=PAIR.to_zone, produced_at_unix_ms=1)
-    return envelope, Fact.of(f"order:{number}", "paid", {"number": number})
+    return envelope, Fact.create(f"order:{number}", "paid", {"number": number})
 
 
-def run(dsn, first, pipe):
-    """Append from *first* on, a few at a time, and say what was confirmed."""
+def append_until_killed(dsn, first, pipe):
+    """Append facts from *first* on, a few at a time, and print the confirmations."""
     boundary = PostgresBoundary(dsn, accept_loss=True)
     while True:
-        batch = [stated(number) for number in range(first, first + EACH)]
-        told = [[each.message_id, each.offset, each.duplicate] for each in boundary.append_facts(batch)]
-        os.write(pipe, (json.dumps(told) + "\n").encode())
-        first += EACH
+        batch = [make_fact(number) for number in range(first, first + BATCH_SIZE)]
+        confirmations = [[each.message_id, each.offset, each.duplicate] for each in boundary.append_facts(batch)]
+        os.write(pipe, (json.dumps(confirmations) + "\n").encode())
+        first += BATCH_SIZE
 
 
-def lines(pipe, until):
-    """What the child has said until then."""
+def read_until(pipe, deadline):
+    """Return the output of the child until the deadline."""
     data = b""
-    while (left := until - time.monotonic()) > 0:
-        if not select.select([pipe], [], [], left)[0]:
+    while (remaining := deadline - time.monotonic()) > 0:
+        if not select.select([pipe], [], [], remaining)[0]:
             break
         data += os.read(pipe, 65536)
     return data
 
 
-def rest(pipe):
+def read_rest(pipe):
     data = b""
-    while piece := os.read(pipe, 65536):
-        data += piece
+    while chunk := os.read(pipe, 65536):
+        data += chunk
     return data
 
 
-def killed(dsn, first, seconds):
-    """What one run has confirmed before it was killed."""
-    reading, writing = os.pipe()
+def run_and_kill(dsn, first, seconds):
+    """Return the confirmations that one run printed before it was killed."""
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(reading)
+        os.close(read_end)
         try:
-            run(dsn, first, writing)
+            append_until_killed(dsn, first, write_end)
         finally:
             os._exit(1)
-    os.close(writing)
-    said = lines(reading, time.monotonic() + seconds)
+    os.close(write_end)
+    output = read_until(read_end, time.monotonic() + seconds)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    said += rest(reading)
-    os.close(reading)
-    # The last line may have been cut.
-    return [answer for line in said.split(b"\n")[:-1] for answer in json.loads(line)]
+    output += read_rest(read_end)
+    os.close(read_end)
+    # The last line may be incomplete.
+    return [confirmation for line in output.split(b"\n")[:-1] for confirmation in json.loads(line)]
 
 
 def main():
     dsn, kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    dice, confirmed, first, repeated = random.Random(seed), {}, 0, 0
-    slow = 1.0
+    rng, confirmed, first, repeated = random.Random(seed), {}, 0, 0
+    delay_factor = 1.0
     for _ in range(kills):
-        told = killed(dsn, first, slow * dice.uniform(0.005, 0.06))
-        if not told:  # on a busy machine nothing is confirmed so soon
-            slow = min(1.1 * slow, 20.0)
-        for message_id, offset, duplicate in told:
+        confirmations = run_and_kill(dsn, first, delay_factor * rng.uniform(0.005, 0.06))
+        if not confirmations:  # on a busy machine nothing is confirmed so soon
+            delay_factor = min(1.1 * delay_factor, 20.0)
+        for message_id, offset, duplicate in confirmations:
             assert confirmed.setdefault(message_id, offset) == offset, f"{message_id} has two offsets"
             repeated += duplicate
-        # Back to the last that was confirmed as a whole, as one who has lost his place would go.
-        first = max(0, len(confirmed) - 2 * EACH)
+        # Back to the last batch that was confirmed completely, like a producer that has lost its position.
+        first = max(0, len(confirmed) - 2 * BATCH_SIZE)
     boundary = PostgresBoundary(dsn, accept_loss=True)
     stored = []
-    while some := boundary.fetch_facts("look", PAIR, 1000, after=stored[-1].cursor if stored else None):
-        stored += some
+    while page := boundary.fetch_facts("look", PAIR, 1000, after=stored[-1].cursor if stored else None):
+        stored += page
     print(
         json.dumps(
             {

@@ -1,4 +1,4 @@
-"""A plant's service in a process of its own, and those who call it with certificates of their own."""
+"""A plant's service in its own process, and clients that call it with their own certificates."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import ExitStack
 
 import grpc
 
-from ergon_framework.facts.model import Envelope, Fact, Pair, Stored
-from ergon_framework.facts.service.address import Address
+from ergon_framework.facts.model import Envelope, Fact, StoredArtifact, ZonePair
+from ergon_framework.facts.service.address import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
 from ergon_framework.facts.service.client_aio import AsyncBoundaryClient
 from tests.servers.facts_host import Host
 
-OUT = Pair("Plant A", "Enterprise")
-IN = Pair("Enterprise", "Plant A")
+OUTBOUND = ZonePair("Plant A", "Enterprise")
+INBOUND = ZonePair("Enterprise", "Plant A")
 
 
-class Zones:
-    """The plant is at home here, the enterprise reads, and a third zone has no business here."""
+class ServiceZones:
+    """The plant owns this service, the enterprise reads, and a third zone has no rights."""
 
     def __init__(self, folder):
         self.host = Host(folder, zones=["Plant A"])
@@ -32,26 +32,26 @@ class Zones:
         self.stranger_files = issue("stranger", zones=["Plant B"])
         self.operator_files = issue("operator", operator="ops")
 
-    def serve(self, store, **given):
-        self.where = self.host.serve(store, **given)
-        return self.where
+    def serve(self, store, **options):
+        self.address = self.host.serve(store, **options)
+        return self.address
 
-    def client(self, files, *, kind=BoundaryClient, **given):
-        given = {"deadline": 10.0} | given
-        return self._stack.enter_context(kind(Address(host=self.where, files=files, **given)))
+    def connect(self, files, *, client_type=BoundaryClient, **options):
+        options = {"deadline": 10.0} | options
+        return self._stack.enter_context(client_type(ServiceAddress(host=self.address, files=files, **options)))
 
-    def raw(self, files):
-        """A channel without any of our manners."""
+    def open_channel(self, files):
+        """Open a channel without the framework's client settings."""
         pem = files.read()
         credentials = grpc.ssl_channel_credentials(pem.authorities, pem.key, pem.certificate)
-        return self._stack.enter_context(grpc.secure_channel(self.where, credentials))
+        return self._stack.enter_context(grpc.secure_channel(self.address, credentials))
 
     def close(self):
         self._stack.close()
 
 
-class OnALoop:
-    """The client of asyncio on an event loop of its own, called like the one of threads."""
+class BlockingAsyncClient:
+    """The asyncio client on its own event loop, called like the threaded client."""
 
     def __init__(self, address):
         self._loop = asyncio.new_event_loop()
@@ -77,27 +77,27 @@ class OnALoop:
     def close(self):
         self._wait(self._client.close())
 
-    def get_object(self, *args, **given):
-        stream = self._client.get_object_async(*args, **given)
-        while (piece := self._wait(anext(stream, None))) is not None:
-            yield piece
+    def get_object(self, *args, **options):
+        stream = self._client.get_object_async(*args, **options)
+        while (chunk := self._wait(anext(stream, None))) is not None:
+            yield chunk
 
     def _wait(self, awaitable):
-        async def waited():
+        async def await_result():
             return await awaitable
 
-        return asyncio.run_coroutine_threadsafe(waited(), self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(await_result(), self._loop).result(60)
 
 
-KINDS = {"threads": BoundaryClient, "asyncio": OnALoop}
+CLIENT_TYPES = {"threads": BoundaryClient, "asyncio": BlockingAsyncClient}
 
 
-def fact(number=1, *, pair=OUT, value=None):
+def make_fact(number=1, *, pair=OUTBOUND, value=None):
     envelope = Envelope(
         message_id=f"m-{number}", from_zone=pair.from_zone, to_zone=pair.to_zone, produced_at_unix_ms=1_700_000_000_000
     )
-    return envelope, Fact.of("order:7", "paid", {"number": number} if value is None else value)
+    return envelope, Fact.create("order:7", "paid", {"number": number} if value is None else value)
 
 
-def stored(content):
-    return Stored(f"sha256:{hashlib.sha256(content).hexdigest()}", len(content))
+def to_stored(content):
+    return StoredArtifact(f"sha256:{hashlib.sha256(content).hexdigest()}", len(content))

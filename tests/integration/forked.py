@@ -1,4 +1,4 @@
-"""Forked: a run of something that never ends by itself, as a fork of this process; it says lines through a pipe."""
+"""ForkedRun: a fork of this process that runs an endless function and writes lines to a pipe."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ import select
 import signal
 
 
-class Forked:
-    """A run of *work*, which is given the pipe to say its lines into."""
+class ForkedRun:
+    """A run of *work*, which gets the pipe that it writes its lines to."""
 
     def __init__(self, work):
-        self._reading, writing = os.pipe()
+        self._read_end, write_end = os.pipe()
         self._child = os.fork()
         if self._child == 0:
-            os.close(self._reading)
+            os.close(self._read_end)
             with contextlib.suppress(BaseException):
-                work(writing)
+                work(write_end)
             os._exit(1)
-        os.close(writing)
-        self._said = b""
+        os.close(write_end)
+        self._output = b""
 
-    def listen(self, seconds):
-        """Whether it has said something; None when it is dead."""
-        if not select.select([self._reading], [], [], seconds)[0]:
+    def poll_output(self, seconds):
+        """Return whether it has written something; None when it has exited."""
+        if not select.select([self._read_end], [], [], seconds)[0]:
             return False
-        piece = os.read(self._reading, 65536)
-        self._said += piece
-        return True if piece else None
+        chunk = os.read(self._read_end, 65536)
+        self._output += chunk
+        return True if chunk else None
 
-    def await_lines(self, count, *, patience):
-        """Until it has said so many lines, or nothing for *patience* seconds."""
-        while self._said.count(b"\n") < count and self.listen(patience):
+    def wait_for_lines(self, count, *, patience):
+        """Wait until it has written *count* lines, or nothing for *patience* seconds."""
+        while self._output.count(b"\n") < count and self.poll_output(patience):
             pass
 
     def kill(self):
-        """End it here and now; all that it has said."""
+        """Kill it immediately and return all that it has written."""
         os.kill(self._child, signal.SIGKILL)
         os.waitpid(self._child, 0)
-        while piece := os.read(self._reading, 65536):
-            self._said += piece
-        os.close(self._reading)
-        return [line.split() for line in self._said.decode().split("\n")[:-1]]
+        while chunk := os.read(self._read_end, 65536):
+            self._output += chunk
+        os.close(self._read_end)
+        return [line.split() for line in self._output.decode().split("\n")[:-1]]

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 from ergon_framework.executor.job import current_job
-from ergon_framework.executor.registry import Registry, Retry
+from ergon_framework.executor.registry import HandlerRegistry, Retry
 
-registry = Registry()
+registry = HandlerRegistry()
 
 
 @registry.handler

@@ -1,4 +1,4 @@
-"""A program that is killed again and again while it writes a row of its own and submits a job with it.
+"""Kill a program repeatedly while it writes its own row and submits a job with it.
 
 python tests/integration/job_writer.py DSN KILLS SEED
 
@@ -18,12 +18,12 @@ import psycopg
 
 from ergon_framework.executor.jobs.client import JobClient
 
-#: Seconds after the first commit within which a child is killed: some commits more, or none.
-LIFE = 0.03
+#: Seconds after the first commit within which a child is killed: it commits a few more rows, or none.
+MAX_LIFE_SECONDS = 0.03
 
 
-def write(dsn, told, *, name, pauses, dice):
-    """Write until killed. *pauses* is the statement after which to stand still in the second database transaction."""
+def write(dsn, pipe, *, name, pauses, rng):
+    """Write until killed. *pauses* is the statement after which the second database transaction pauses."""
     client, number = JobClient(dsn), 0
     with psycopg.connect(dsn) as connection:
         while True:
@@ -32,39 +32,39 @@ def write(dsn, told, *, name, pauses, dice):
                 lambda one=one: connection.execute("insert into effect values (%s)", [one]),
                 lambda one=one: client.submit_on(connection, "echo", one, id=one),
             ]
-            if dice.random() < 0.5:
+            if rng.random() < 0.5:
                 statements.reverse()
-            for place, statement in enumerate(statements):
+            for index, statement in enumerate(statements):
                 statement()
-                if number == 1 and place == pauses:
-                    os.write(told, b".")
+                if number == 1 and index == pauses:
+                    os.write(pipe, b".")
                     signal.pause()
             connection.commit()
             if number == 0 and pauses is None:
-                os.write(told, b".")
+                os.write(pipe, b".")
             number += 1
 
 
 def main(dsn, kills, seed):
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     for kill in range(kills):
         pauses = {0: 0, 1: 1}.get(kill % 10)
-        seen, told = os.pipe()
+        read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                write(dsn, told, name=f"{seed}-{kill}", pauses=pauses, dice=random.Random(f"{seed} {kill}"))
+                write(dsn, write_end, name=f"{seed}-{kill}", pauses=pauses, rng=random.Random(f"{seed} {kill}"))
             finally:
-                # It has failed; the parent sees the end of the pipe, or another death than it meant.
+                # It has failed; the parent sees the end of the pipe, or another exit status than expected.
                 os._exit(1)
-        os.close(told)
-        begun = os.read(seen, 1)
-        os.close(seen)
+        os.close(write_end)
+        started = os.read(read_end, 1)
+        os.close(read_end)
         if pauses is None:
-            time.sleep(dice.random() * LIFE)
+            time.sleep(rng.random() * MAX_LIFE_SECONDS)
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-        if not begun or not os.WIFSIGNALED(status):
+        if not started or not os.WIFSIGNALED(status):
             raise SystemExit(f"child {kill} ended by itself: {status}")
 
 

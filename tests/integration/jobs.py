@@ -1,4 +1,4 @@
-"""What tests of jobs share: a database, clients of both variants with one face, and orchestrators that run."""
+"""Shared parts of job tests: a database, clients of both variants with one interface, and running orchestrators."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from pathlib import Path
 import psycopg
 
 from ergon_framework import ConsumerPolicy
-from ergon_framework.connectors.postgres.receipt import Receipt
+from ergon_framework.connectors.postgres.receipt import PostgresReceipt
 from ergon_framework.executor.jobs import attempts
-from ergon_framework.executor.jobs.attempts import Claim
+from ergon_framework.executor.jobs.attempts import JobClaim
 from ergon_framework.executor.jobs.client import AsyncJobClient, JobClient
-from ergon_framework.executor.jobs.orchestrator import Executors, Orchestrator
+from ergon_framework.executor.jobs.orchestrator import ExecutorGroup, Orchestrator
 from ergon_framework.executor.jobs.queue import JobQueue
 from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import Command
-from ergon_framework.schema.lines import Lines
-from ergon_framework.task.loops import loops_of
+from ergon_framework.executor.process import ExecutorCommand
+from ergon_framework.schema.lines import ConnectionPool
+from ergon_framework.task.loops import running_loops
 
 ROOT = Path(__file__).parents[2]
-STUBBORN = str(ROOT / "tests" / "unit" / "executor" / "stubborn.py")
-PATH = {"PATH": os.environ["PATH"]}
-#: Starts at once, and has handlers that echo, sleep, crash and spin.
-COMMAND = Command(words=(sys.executable, "-S", STUBBORN), environment=PATH)
-PATIENCE = 20.0
+EXECUTOR_PROGRAM = str(ROOT / "tests" / "unit" / "executor" / "stubborn.py")
+ENVIRONMENT = {"PATH": os.environ["PATH"]}
+#: Starts immediately, and has handlers that echo, sleep, crash and spin.
+COMMAND = ExecutorCommand(words=(sys.executable, "-S", EXECUTOR_PROGRAM), environment=ENVIRONMENT)
+TIMEOUT_SECONDS = 20.0
 
 
-def rows(dsn, sql, *values):
+def run_sql(dsn, sql, *values):
     with psycopg.connect(dsn, autocommit=True) as connection:
-        found = connection.execute(sql, values)
-        return found.fetchall() if found.description else []
+        cursor = connection.execute(sql, values)
+        return cursor.fetchall() if cursor.description else []
 
 
-class Client:
-    """A client of either variant, asked as one of threads."""
+class BlockingJobClient:
+    """A client of either variant, called like the sync one."""
 
-    def __init__(self, flavour, dsn, **options):
-        self.flavour = flavour
-        self._runner = asyncio.Runner() if flavour == "async" else None
-        self.own = (AsyncJobClient if flavour == "async" else JobClient)(dsn, **options)
+    def __init__(self, variant, dsn, **options):
+        self.variant = variant
+        self._runner = asyncio.Runner() if variant == "async" else None
+        self.client = (AsyncJobClient if variant == "async" else JobClient)(dsn, **options)
 
     def __getattr__(self, name):
-        method = getattr(self.own, name)
+        method = getattr(self.client, name)
         if self._runner is None or name in {"parameters", "statement", "submitting"}:
             return method
         return lambda *args, **told: self._runner.run(method(*args, **told), context=copy_context())
@@ -58,7 +58,7 @@ class Client:
             self._runner.close()
 
 
-def policy(*, streaming=True, **retry):
+def make_policy(*, streaming=True, **retry):
     retry = {"max_attempts": 3, "timeout": 20.0, "backoff": 0.05, **retry}
     return ConsumerPolicy.load(
         {
@@ -68,62 +68,64 @@ def policy(*, streaming=True, **retry):
     )
 
 
-def orchestrator(dsn, *, size=2, command=COMMAND, kinds=("python",), lease=30.0, rules=None, crons=(), **pool):
-    executors = Executors(command=command, pool=PoolPolicy(**{"size": size, "grace": 0.2, **pool}))
-    return Orchestrator(dict.fromkeys(kinds, executors), dsn=dsn, lease=lease, policy=rules or policy(), crons=crons)
+def make_orchestrator(dsn, *, size=2, command=COMMAND, kinds=("python",), lease=30.0, rules=None, crons=(), **pool):
+    executors = ExecutorGroup(command=command, pool=PoolPolicy(**{"size": size, "grace": 0.2, **pool}))
+    return Orchestrator(
+        dict.fromkeys(kinds, executors), dsn=dsn, lease=lease, policy=rules or make_policy(), crons=crons
+    )
 
 
 @asynccontextmanager
-async def running(task):
-    """The task's loop, for as long as this lasts."""
+async def run_task(task):
+    """Run the task's loop for the duration of the block."""
     loop = asyncio.create_task(task.run())
     try:
-        # Whoever stops it before it runs stops nothing.
-        await until(lambda: loop.done() or loops_of(task).troubles is not None)
+        # A stop before the loop runs would have no effect.
+        await wait_until(lambda: loop.done() or running_loops(task).not_fetching_reasons is not None)
         yield loop
     finally:
         task.stop()
-        await asyncio.wait_for(loop, PATIENCE)
+        await asyncio.wait_for(loop, TIMEOUT_SECONDS)
 
 
-async def until(true, *args):
-    """Wait for what is going to be so."""
-    end = time.monotonic() + PATIENCE
+async def wait_until(condition, *args):
+    """Wait until the condition is true and return its value."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while True:
-        found = true(*args)
-        found = await found if asyncio.iscoroutine(found) else found
-        if found:
-            return found
-        assert time.monotonic() < end, "it never came true"
+        value = condition(*args)
+        value = await value if asyncio.iscoroutine(value) else value
+        if value:
+            return value
+        assert time.monotonic() < deadline, "it never came true"
         await asyncio.sleep(0.02)
 
 
-class Store:
-    """A worker by hand: it claims messages and says what the orchestrator would say about their jobs."""
+class ManualWorker:
+    """A manual worker: it claims messages and reports what the orchestrator would report about their jobs."""
 
     def __init__(self, dsn, kind="python", *, lease=30.0):
         self.queue = JobQueue(kind, dsn=dsn, lease=lease)
-        self.lines = Lines(dsn)
+        self.pool = ConnectionPool(dsn)
         self.queue.open()
 
-    def fetched(self, count=1):
-        found, end = [], time.monotonic() + PATIENCE
-        while len(found) < count:
-            found += self.queue.fetch_transactions(10, wait=0.2)
-            assert time.monotonic() < end, found
-        return found
+    def fetch(self, count=1):
+        deliveries, deadline = [], time.monotonic() + TIMEOUT_SECONDS
+        while len(deliveries) < count:
+            deliveries += self.queue.fetch_transactions(10, wait=0.2)
+            assert time.monotonic() < deadline, deliveries
+        return deliveries
 
     def claim(self, delivery):
-        assert isinstance(delivery.receipt, Receipt)
-        return Claim(delivery.transaction.id, delivery.receipt)
+        assert isinstance(delivery.receipt, PostgresReceipt)
+        return JobClaim(delivery.transaction.id, delivery.receipt)
 
     def start(self, *deliveries, max_attempts=3, timeout=20.0):
         claims = [self.claim(delivery) for delivery in deliveries]
-        return self.lines.run(attempts.start(claims, max_attempts=max_attempts, timeout=timeout))
+        return self.pool.run(attempts.start_attempts(claims, max_attempts=max_attempts, timeout=timeout))
 
     def finish(self, delivery, verdict):
-        return self.lines.run(attempts.finish([attempts.End(self.claim(delivery), verdict)]))[0]
+        return self.pool.run(attempts.finish_attempts([attempts.AttemptEnd(self.claim(delivery), verdict)]))[0]
 
     def close(self):
         self.queue.close()
-        self.lines.close()
+        self.pool.close()

@@ -12,37 +12,37 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 
-def url(dsn, driver):
+def to_driver_url(dsn, driver):
     return dsn.replace("postgresql:", f"postgresql+{driver}:")
 
 
 @contextmanager
-def by_psycopg(dsn):
+def psycopg_connection(dsn):
     with psycopg.connect(dsn) as connection:
         yield connection, connection.transaction
 
 
 @contextmanager
-def by_psycopg_autocommit(dsn):
+def psycopg_autocommit_connection(dsn):
     with psycopg.connect(dsn, autocommit=True) as connection, connection.transaction():
         yield connection, connection.transaction
 
 
 @contextmanager
-def by_psycopg_rows(dsn):
+def psycopg_dict_row_connection(dsn):
     with psycopg.connect(dsn, row_factory=psycopg.rows.dict_row, cursor_factory=psycopg.ClientCursor) as connection:
         yield connection, connection.transaction
 
 
 @contextmanager
-def by_pool(dsn):
+def pooled_connection(dsn):
     with psycopg_pool.ConnectionPool(dsn, min_size=1, open=True) as pool, pool.connection() as connection:
         yield connection, connection.transaction
 
 
 @contextmanager
-def by_sqlalchemy(dsn):
-    engine = sa.create_engine(url(dsn, "psycopg"))
+def sqlalchemy_connection(dsn):
+    engine = sa.create_engine(to_driver_url(dsn, "psycopg"))
     try:
         with engine.begin() as connection:
             yield connection, connection.begin_nested
@@ -51,8 +51,8 @@ def by_sqlalchemy(dsn):
 
 
 @contextmanager
-def by_session(dsn):
-    engine = sa.create_engine(url(dsn, "psycopg"))
+def sqlalchemy_session(dsn):
+    engine = sa.create_engine(to_driver_url(dsn, "psycopg"))
     try:
         with Session(engine) as session, session.begin():
             yield session, session.begin_nested
@@ -61,13 +61,13 @@ def by_session(dsn):
 
 
 @asynccontextmanager
-async def by_psycopg_async(dsn):
+async def async_psycopg_connection(dsn):
     async with await psycopg.AsyncConnection.connect(dsn) as connection:
         yield connection, connection.transaction
 
 
 @asynccontextmanager
-async def by_asyncpg(dsn):
+async def asyncpg_connection(dsn):
     connection = await asyncpg.connect(dsn)
     try:
         async with connection.transaction():
@@ -77,51 +77,51 @@ async def by_asyncpg(dsn):
 
 
 @asynccontextmanager
-async def by_asyncpg_pool(dsn):
+async def asyncpg_pool_connection(dsn):
     async with asyncpg.create_pool(dsn, min_size=1) as pool, pool.acquire() as connection, connection.transaction():
         yield connection, connection.transaction
 
 
-def by_async_connection(driver):
+def make_async_connection(driver):
     @asynccontextmanager
-    async def made(dsn):
-        engine = create_async_engine(url(dsn, driver))
+    async def connect(dsn):
+        engine = create_async_engine(to_driver_url(dsn, driver))
         try:
             async with engine.begin() as connection:
                 yield connection, connection.begin_nested
         finally:
             await engine.dispose()
 
-    return made
+    return connect
 
 
-def by_async_session(driver):
+def make_async_session(driver):
     @asynccontextmanager
-    async def made(dsn):
-        engine = create_async_engine(url(dsn, driver))
+    async def connect(dsn):
+        engine = create_async_engine(to_driver_url(dsn, driver))
         try:
             async with AsyncSession(engine) as session, session.begin():
                 yield session, session.begin_nested
         finally:
             await engine.dispose()
 
-    return made
+    return connect
 
 
-SYNC = {
-    "psycopg": by_psycopg,
-    "psycopg in autocommit": by_psycopg_autocommit,
-    "psycopg with other rows": by_psycopg_rows,
-    "psycopg_pool": by_pool,
-    "SQLAlchemy Connection": by_sqlalchemy,
-    "SQLAlchemy Session": by_session,
+SYNC_LIBRARIES = {
+    "psycopg": psycopg_connection,
+    "psycopg in autocommit": psycopg_autocommit_connection,
+    "psycopg with other rows": psycopg_dict_row_connection,
+    "psycopg_pool": pooled_connection,
+    "SQLAlchemy Connection": sqlalchemy_connection,
+    "SQLAlchemy Session": sqlalchemy_session,
 }
-ASYNC = {
-    "psycopg": by_psycopg_async,
-    "asyncpg": by_asyncpg,
-    "asyncpg pool": by_asyncpg_pool,
-    "SQLAlchemy AsyncConnection, psycopg": by_async_connection("psycopg"),
-    "SQLAlchemy AsyncConnection, asyncpg": by_async_connection("asyncpg"),
-    "SQLAlchemy AsyncSession, psycopg": by_async_session("psycopg"),
-    "SQLAlchemy AsyncSession, asyncpg": by_async_session("asyncpg"),
+ASYNC_LIBRARIES = {
+    "psycopg": async_psycopg_connection,
+    "asyncpg": asyncpg_connection,
+    "asyncpg pool": asyncpg_pool_connection,
+    "SQLAlchemy AsyncConnection, psycopg": make_async_connection("psycopg"),
+    "SQLAlchemy AsyncConnection, asyncpg": make_async_connection("asyncpg"),
+    "SQLAlchemy AsyncSession, psycopg": make_async_session("psycopg"),
+    "SQLAlchemy AsyncSession, asyncpg": make_async_session("asyncpg"),
 }

@@ -1,4 +1,4 @@
-"""Queues in NATS for tests, and a look at what is behind them."""
+"""Queues in NATS for tests, and direct access to the server."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from contextlib import asynccontextmanager, suppress
 import nats
 
 from ergon_framework.connectors.nats import NatsQueue
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 
 
-def name():
-    """One that nobody else has."""
+def new_queue_name():
+    """Return a unique queue name."""
     return f"orders-{uuid.uuid4().hex[:8]}"
 
 
 @asynccontextmanager
-async def opened(server, queue=None, **options):
-    """A queue, open and as quick to give up as a test is."""
-    made = NatsQueue(queue or name(), url=server.url, **{"timeout": 2.0, "patience": 3.0, **options})
+async def open_queue(server, queue=None, **options):
+    """Open a queue with timeouts short enough for a test."""
+    nats_queue = NatsQueue(queue or new_queue_name(), url=server.url, **{"timeout": 2.0, "patience": 3.0, **options})
     try:
-        await made.open_async()
-        yield made
+        await nats_queue.open_async()
+        yield nats_queue
     finally:
-        await made.close_async()
+        await nats_queue.close_async()
 
 
-async def claimed(queue, count, *, within=5.0):
-    """Exactly *count* deliveries, in as many fetches as it takes."""
-    found, end = [], time.monotonic() + within
-    while time.monotonic() < end:
-        with suppress(ConnectionLost):
-            found += await queue.fetch_transactions_async(count - len(found), wait=0.1)
-        if len(found) == count:
-            return found
-    raise AssertionError(f"{len(found)} of {count} came within {within:g} s")
+async def claim_deliveries(queue, count, *, within=5.0):
+    """Claim exactly *count* deliveries, in as many fetches as necessary."""
+    deliveries, deadline = [], time.monotonic() + within
+    while time.monotonic() < deadline:
+        with suppress(ConnectionLostError):
+            deliveries += await queue.fetch_transactions_async(count - len(deliveries), wait=0.1)
+        if len(deliveries) == count:
+            return deliveries
+    raise AssertionError(f"{len(deliveries)} of {count} came within {within:g} s")
 
 
 @asynccontextmanager
-async def bare(server):
-    """The client itself, and JetStream's API in its own JSON."""
-    line = await nats.connect(server.url)
+async def open_client(server):
+    """Yield the plain NATS client, and JetStream's API in its own JSON."""
+    client = await nats.connect(server.url)
 
-    async def api(what, **given):
-        answer = await line.request(f"$JS.API.{what}", json.dumps(given).encode() if given else b"", timeout=5)
+    async def call_api(endpoint, **fields):
+        answer = await client.request(f"$JS.API.{endpoint}", json.dumps(fields).encode() if fields else b"", timeout=5)
         return json.loads(answer.data)
 
     try:
-        yield line, api
+        yield client, call_api
     finally:
-        await line.close()
+        await client.close()

@@ -1,6 +1,6 @@
-"""A program with a provider and nothing but the environment: ``provider_program.py threads|asyncio PORT CALLS``.
+"""A program with a provider, configured by the environment only: ``provider_program.py threads|asyncio PORT CALLS``.
 
-It makes its calls when a line arrives, prints how many went through, and ends with standard input.
+It makes its calls when a line arrives, prints how many succeeded, and exits when standard input ends.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from typing import Any
 from ergon_framework.providers.errors import ProviderError
 from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
 from ergon_framework.providers.retry import RetryPolicy
-from ergon_framework.providers.synthetic import AsyncSyntheticProvider, SyntheticProvider
+from ergon_framework.providers.synthetic import AsyncFakeProvider, FakeProvider
 
 POLICY = ProviderPolicy(retry=RetryPolicy(max_attempts=1), quota=QuotaPolicy(month=10))
 
 
 def call_from_threads(upstream: Any, calls: int) -> int:
-    provider, made = SyntheticProvider(upstream, policy=POLICY), 0
+    provider, completed = FakeProvider(upstream, policy=POLICY), 0
     for number in range(calls):
         try:
             provider.call("charge", {"number": number}, tenant="acme")
         except ProviderError as error:
             print(f"{error.reason_code} {error}", file=sys.stderr)
         else:
-            made += 1
-    return made
+            completed += 1
+    return completed
 
 
 async def call_from_asyncio(upstream: Any, calls: int) -> int:
-    provider, made = AsyncSyntheticProvider(upstream, policy=POLICY), 0
+    provider, completed = AsyncFakeProvider(upstream, policy=POLICY), 0
     for number in range(calls):
         try:
             await provider.call("charge", {"number": number}, tenant="acme")
         except ProviderError as error:
             print(f"{error.reason_code} {error}", file=sys.stderr)
         else:
-            made += 1
-    return made
+            completed += 1
+    return completed
 
 
 if __name__ == "__main__":
     logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s")
-    flavour, port, calls = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    variant, port, calls = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     upstream: Any = SimpleNamespace(address=("127.0.0.1", port))
     for _ in sys.stdin:
-        if flavour == "threads":
-            made = call_from_threads(upstream, calls)
+        if variant == "threads":
+            completed = call_from_threads(upstream, calls)
         else:
-            made = asyncio.run(call_from_asyncio(upstream, calls))
-        print(made, flush=True)
+            completed = asyncio.run(call_from_asyncio(upstream, calls))
+        print(completed, flush=True)

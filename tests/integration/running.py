@@ -1,4 +1,4 @@
-"""A real ``ergon run`` and what it says, for tests that send it signals."""
+"""A real ``ergon run`` process and its output, for tests that send it signals."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from threading import Thread
 from typing import Self
 
-#: -P keeps Python from putting the folder on the path by itself: that is for ergon to do.
+#: -P keeps Python from adding the folder to the path automatically: ergon has to do that.
 ERGON = [sys.executable, "-P", "-c", "from ergon_framework.cli.main import main; main()"]
-PATIENCE = 20.0
+TIMEOUT_SECONDS = 20.0
 
 #: A queue that writes each fetch and each settlement to a file, so that they outlive the process.
-NOTED = """
+HARNESS_MODULE = """
 import asyncio, sys, threading, time
 from contextlib import asynccontextmanager, contextmanager
 from ergon_framework import *
@@ -71,15 +71,15 @@ def policy(drain=0.4, streaming=True, concurrency=1, retry=None, **loop):
 """
 
 
-class Running:
+class ErgonProcess:
     """One process of ``ergon run app:task`` in *folder*, or of another command."""
 
     def __init__(self, folder: Path, source: str, *options: str, command: Sequence[str] = ("run", "app:task")) -> None:
-        (folder / "noted.py").write_text(NOTED, encoding="utf-8")
+        (folder / "noted.py").write_text(HARNESS_MODULE, encoding="utf-8")
         (folder / "app.py").write_text(f"from noted import *\n{source}", encoding="utf-8")
         self._notes = folder / "notes"
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.said: list[str] = []
+        self._line_queue: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.output: list[str] = []
         self._process = subprocess.Popen(
             [*ERGON, *command, *options],
             cwd=folder,
@@ -91,7 +91,7 @@ class Running:
         )
         self._reader = Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.signalled = time.monotonic()
+        self.signal_time = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -105,35 +105,35 @@ class Running:
 
     def _read(self) -> None:
         for line in self._process.stdout:
-            self._lines.put(line.rstrip())
+            self._line_queue.put(line.rstrip())
 
     def wait_for(self, text: str) -> None:
         """Return once a line that holds *text* has been printed."""
-        until = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while True:
             try:
-                line = self._lines.get(timeout=max(0.0, until - time.monotonic()))
+                line = self._line_queue.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"never said {text!r}, but: {self.said}") from None
-            self.said.append(line)
+                raise AssertionError(f"never said {text!r}, but: {self.output}") from None
+            self.output.append(line)
             if text in line:
                 return
 
-    def send(self, number: signal.Signals = signal.SIGTERM) -> None:
-        self.signalled = time.monotonic()
+    def send_signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.signal_time = time.monotonic()
         self._process.send_signal(number)
 
-    def go(self) -> None:
-        """Let whatever waits for a line on stdin go on."""
+    def send_line(self) -> None:
+        """Write the line on stdin that the process waits for."""
         self._process.stdin.write("go\n")
 
-    def ended(self) -> tuple[int, float]:
-        """The exit code, and how long after the last signal the process was gone."""
-        code = self._process.wait(PATIENCE)
-        seconds = time.monotonic() - self.signalled
+    def wait_for_exit(self) -> tuple[int, float]:
+        """Return the exit code, and the seconds between the last signal and the exit."""
+        code = self._process.wait(TIMEOUT_SECONDS)
+        seconds = time.monotonic() - self.signal_time
         self._reader.join()
-        while not self._lines.empty():
-            self.said.append(self._lines.get())
+        while not self._line_queue.empty():
+            self.output.append(self._line_queue.get())
         return code, seconds
 
     @property

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from kombu import Connection
 
-from ergon_framework.providers.deadletter import FIELDS, QUEUE
+from ergon_framework.providers.deadletter import DEAD_LETTER_QUEUE, MESSAGE_FIELDS
 
 ROOT = Path(__file__).parents[2]
 APP = "tests.integration.celery_refusals"
@@ -23,8 +23,8 @@ TIMEOUT_SECONDS = 120.0
 SEND = f"from {APP} import snapshot\nfor n in range({COUNT}): print(snapshot.delay({{'n': n}}, tenant_id='acme').id)"
 
 
-class Worker:
-    """A worker of Celery in processes of its own; its log is a file."""
+class CeleryWorker:
+    """A Celery worker in its own processes, with its log in a file."""
 
     def __init__(self, env, log):
         self._log = log
@@ -47,15 +47,15 @@ class Worker:
             self._process.wait()
 
 
-def published(dsn):
-    with psycopg.connect(dsn) as line:
+def count_published(dsn):
+    with psycopg.connect(dsn) as connection:
         query = "select count(*), count(published_at) from ergon.provider_dead_letters"
-        return line.execute(query).fetchone()
+        return connection.execute(query).fetchone()
 
 
-def messages(broker):
+def take_messages(broker):
     """Take everything from queue.deadletter."""
-    with Connection(broker) as connection, connection.SimpleQueue(QUEUE) as queue:
+    with Connection(broker) as connection, connection.SimpleQueue(DEAD_LETTER_QUEUE) as queue:
         while True:
             try:
                 message = queue.get(timeout=1)
@@ -71,21 +71,21 @@ def broker(request):
 
 
 @pytest.mark.spec("DX-24", "PRV-13", "PRV-23")
-def test_every_terminal_failure_arrives_once_in_the_queue_of_dead_letters(broker, database, tmp_path):
+def test_every_terminal_failure_arrives_once_in_the_dead_letter_queue(broker, database, tmp_path):
     env = {**os.environ, "TEST_BROKER": broker, "ERGON_POSTGRES__DSN": database}
-    worker = Worker(env, tmp_path / "worker.log")
+    worker = CeleryWorker(env, tmp_path / "worker.log")
     try:
-        sent = subprocess.run(
+        sent_ids = subprocess.run(
             [sys.executable, "-c", SEND], cwd=ROOT, env=env, check=True, capture_output=True, text=True
         ).stdout.split()
-        until = time.monotonic() + TIMEOUT_SECONDS
-        while published(database) != (COUNT, COUNT) and time.monotonic() < until:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while count_published(database) != (COUNT, COUNT) and time.monotonic() < deadline:
             time.sleep(0.1)
-        rows = published(database)
+        rows = count_published(database)
     finally:
         worker.stop()
     assert rows == (COUNT, COUNT), worker.log[-3000:]
-    arrived = list(messages(broker))
-    assert Counter(task_id for task_id, _ in arrived) == Counter(sent)
-    assert {frozenset(letter) for _, letter in arrived} == {frozenset(FIELDS)}
+    arrived = list(take_messages(broker))
+    assert Counter(task_id for task_id, _ in arrived) == Counter(sent_ids)
+    assert {frozenset(letter) for _, letter in arrived} == {frozenset(MESSAGE_FIELDS)}
     assert {letter["reason_code"] for _, letter in arrived} == {"bad_request"}

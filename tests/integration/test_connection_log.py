@@ -1,4 +1,4 @@
-"""An outage of a broker is two lines in the log of a streaming worker: its begin and its end."""
+"""The outage of a broker is two events in the log of a streaming worker: its begin and its end."""
 
 from __future__ import annotations
 
@@ -18,57 +18,57 @@ from ergon_framework.connectors.redis import RedisQueue
 from ergon_framework.schema.migrate import upgrade
 
 #: Longer than a server takes to start on a busy machine.
-PATIENCE = 120.0
+TIMEOUT_SECONDS = 120.0
 #: Several attempts of the default fetch policy.
-OUTAGE = 3.0
+OUTAGE_SECONDS = 3.0
 STREAMING = ConsumerPolicy.load({"loop": {"streaming": True}})
 NAME = f"orders-{uuid.uuid4().hex[:8]}"
 
 
-def postgres(request):
+def start_postgres(request):
     server = request.getfixturevalue("new_postgres")()
     upgrade(server.dsn())
     dsn = server.dsn().replace("postgres@", "postgres:open-sesame@")
     return server, lambda: PostgresQueue(NAME, dsn=dsn)
 
 
-def rabbitmq(request):
+def start_rabbitmq(request):
     server = request.getfixturevalue("new_rabbitmq")()
     return server, lambda: RabbitMQQueue(NAME, url=server.url)
 
 
-def nats(request):
+def start_nats(request):
     server = request.getfixturevalue("new_nats")()
     url = server.url.replace("://", "://someone:open-sesame@")
     return server, lambda: NatsQueue(NAME, url=url)
 
 
-def redis(request):
+def start_redis(request):
     server = request.getfixturevalue("new_redis")()
     return server, lambda: RedisQueue(NAME, url=server.url)
 
 
-class Heard(logging.Handler):
-    """Keeps the records about connections, and tells who waits for one."""
+class ConnectionLogHandler(logging.Handler):
+    """A handler that stores the records about connections and wakes the caller that waits for one."""
 
     def __init__(self):
         super().__init__()
         self.records = []
-        self.said = {"connection lost": threading.Event(), "connection restored": threading.Event()}
+        self.events = {"connection lost": threading.Event(), "connection restored": threading.Event()}
 
     def emit(self, record):
         event = getattr(record, "event", None)
-        if event in self.said:
+        if event in self.events:
             self.records.append(record)
-            self.said[event].set()
+            self.events[event].set()
 
     def wait(self, event):
-        assert self.said[event].wait(PATIENCE), f"{event!r} was not logged"
+        assert self.events[event].wait(TIMEOUT_SECONDS), f"{event!r} was not logged"
 
 
 @pytest.fixture
-def heard():
-    handler = Heard()
+def connection_log():
+    handler = ConnectionLogHandler()
     log = logging.getLogger("ergon_framework")
     level = log.level
     log.setLevel(logging.INFO)
@@ -79,32 +79,34 @@ def heard():
 
 
 @contextmanager
-def worker(flavour, queue):
-    """A streaming worker; yields what it has done, which grows while it runs."""
-    done, ended = [], threading.Event()
-    news = threading.Condition()
+def run_worker(variant, queue):
+    """Run a streaming worker and yield the list of handled transactions, which grows while it runs."""
+    handled, stopped = [], threading.Event()
+    handled_changed = threading.Condition()
 
-    def note(transaction):
-        with news:
-            done.append(transaction.id)
-            news.notify_all()
+    def record_handled(transaction):
+        with handled_changed:
+            handled.append(transaction.id)
+            handled_changed.notify_all()
 
     def wait_for(name):
-        with news:
-            assert news.wait_for(lambda: name in done, PATIENCE), f"{name} was not processed: {done}"
+        with handled_changed:
+            assert handled_changed.wait_for(lambda: name in handled, TIMEOUT_SECONDS), (
+                f"{name} was not processed: {handled}"
+            )
 
-    if flavour == "threads":
+    if variant == "threads":
 
         @consumer(queue, policy=STREAMING)
         def handle(order, transaction: Transaction):
-            note(transaction)
+            record_handled(transaction)
 
         task, run = handle, handle.run
     else:
 
         @consumer(queue, policy=STREAMING)
         async def handle_async(order, transaction: Transaction):
-            note(transaction)
+            record_handled(transaction)
 
         task, run = handle_async, lambda: asyncio.run(handle_async.run())
 
@@ -112,7 +114,7 @@ def worker(flavour, queue):
         try:
             run()
         finally:
-            ended.set()
+            stopped.set()
 
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
@@ -120,11 +122,11 @@ def worker(flavour, queue):
         yield wait_for
     finally:
         task.stop()
-        assert ended.wait(PATIENCE)
+        assert stopped.wait(TIMEOUT_SECONDS)
 
 
 def send(queue, name):
-    """Dispatch one transaction as another program would, by a connector of its own."""
+    """Dispatch one transaction as another program would, with its own connector."""
 
     async def send_async():
         try:
@@ -136,28 +138,28 @@ def send(queue, name):
 
 
 @pytest.mark.spec("DX-12")
-@pytest.mark.parametrize("flavour", ["threads", "async"])
-@pytest.mark.parametrize("start", [postgres, rabbitmq, nats, redis])
-def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_ends(request, heard, start, flavour):
+@pytest.mark.parametrize("variant", ["threads", "async"])
+@pytest.mark.parametrize("start", [start_postgres, start_rabbitmq, start_nats, start_redis])
+def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_ends(request, connection_log, start, variant):
     server, make = start(request)
-    with worker(flavour, make()) as wait_for:
+    with run_worker(variant, make()) as wait_for:
         send(make(), "before")
         wait_for("before")
-        assert heard.records == []
+        assert connection_log.records == []
         server.stop()
-        heard.wait("connection lost")
-        threading.Event().wait(OUTAGE)
-        assert [record.event for record in heard.records] == ["connection lost"]
+        connection_log.wait("connection lost")
+        threading.Event().wait(OUTAGE_SECONDS)
+        assert [record.event for record in connection_log.records] == ["connection lost"]
         server.start()
-        heard.wait("connection restored")
+        connection_log.wait("connection restored")
         send(make(), "after")
         wait_for("after")
-    lost, restored = heard.records
+    lost, restored = connection_log.records
     assert (lost.levelno, restored.levelno) == (logging.WARNING, logging.INFO)
-    for record in heard.records:
+    for record in connection_log.records:
         assert record.queue == NAME
         assert f"://127.0.0.1:{server.port}" in record.address
         assert f"address={record.address}" in record.getMessage()
         assert "open-sesame" not in str(vars(record)) + record.getMessage()
-    assert OUTAGE <= restored.seconds < PATIENCE
+    assert OUTAGE_SECONDS <= restored.seconds < TIMEOUT_SECONDS
     assert lost.error

@@ -13,15 +13,15 @@ from ergon_framework import Transaction, consumer
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.providers.base import ProviderBase
 from ergon_framework.providers.errors import ProviderDependencyError
-from ergon_framework.providers.sql.books import PostgresBooks
+from ergon_framework.providers.sql.books import PostgresProviderState
 
 
-class Bank(ProviderBase):
+class FailingBank(ProviderBase):
     provider_name = "bank"
     capability = "charging"
 
     def __init__(self, dsn):
-        super().__init__(books=PostgresBooks(dsn))
+        super().__init__(state_store=PostgresProviderState(dsn))
         self.is_down = True
         self.calls = 0
 
@@ -32,8 +32,8 @@ class Bank(ProviderBase):
         return {"status": "paid"}
 
 
-def run(dsn, bank):
-    """Run a worker until nothing is ready, as `ergon run` does; its report."""
+def run_worker(dsn, bank):
+    """Run a worker until nothing is ready, as `ergon run` does, and return its report."""
     orders = PostgresQueue("orders", dsn=dsn)
 
     @consumer(orders)
@@ -46,7 +46,7 @@ def run(dsn, bank):
         orders.close()
 
 
-def why(dsn, transaction_id):
+def run_why(dsn, transaction_id):
     command = [sys.executable, "-c", "from ergon_framework.cli.main import main; main()", "why", transaction_id]
     env = {**os.environ, "ERGON_POSTGRES__DSN": dsn}
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
@@ -54,26 +54,26 @@ def why(dsn, transaction_id):
 
 @pytest.mark.spec("DX-27", "RUN-06", "CNN-04")
 def test_one_order_survives_an_outage_and_restarts_of_its_worker(database):
-    bank = Bank(database)
+    bank = FailingBank(database)
     queue = PostgresQueue("orders", dsn=database)
     queue.dispatch([Transaction("order-1", {"amount": 9})])
     try:
-        report = run(database, bank)
+        report = run_worker(database, bank)
         assert (report.counts["deferred"], report.finished, bank.calls) == (1, 1, 3)
-        (history,) = queue.trace("order-1")
+        (history,) = queue.lookup("order-1")
         (first,) = [event for event in history.events if event.what == "deferred"]
         assert (first.words, first.values["times"]) == ("dependency_unavailable: the bank answered 503", 1)
-        shown = why(database, "order-1")
-        assert "deferred" in shown
-        assert "times 1, since 20" in shown
-        assert "at the latest until 20" in shown
+        output = run_why(database, "order-1")
+        assert "deferred" in output
+        assert "times 1, since 20" in output
+        assert "at the latest until 20" in output
         bank.is_down = False
-        until = time.monotonic() + 30
-        while not report.counts["succeeded"] and time.monotonic() < until:
-            # Another worker each time: what is known of the deferral is in the queue.
-            report = run(database, bank)
+        deadline = time.monotonic() + 30
+        while not report.counts["succeeded"] and time.monotonic() < deadline:
+            # A new worker each time: the state of the deferral is in the queue.
+            report = run_worker(database, bank)
         assert (report.counts["succeeded"], report.finished) == (1, 1)
         assert (bank.calls, queue.depth().dead) == (4, 0)
     finally:
         queue.close()
-        bank.books.close()
+        bank.state_store.close()

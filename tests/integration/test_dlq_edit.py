@@ -1,4 +1,4 @@
-"""``ergon dlq edit`` on every broker, and what becomes of effects that were made with the old values."""
+"""``ergon dlq edit`` on every broker, and its result for effects that were made with the old values."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typer.testing import CliRunner
 
 from ergon_framework.cli import dlq_edit
 from ergon_framework.cli.app import app
-from ergon_framework.cli.dlq_change import Change
+from ergon_framework.cli.dlq_change import PayloadEdit
 from ergon_framework.cli.dlq_exits import DlqExit
 from ergon_framework.connectors.base import Ack, DeadLetter
 from ergon_framework.connectors.bridge import as_sync
-from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
+from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult
 from ergon_framework.connectors.nats import burials
-from ergon_framework.connectors.nats.line import Line
-from ergon_framework.connectors.schemes import connect
-from ergon_framework.failure import EDITED
+from ergon_framework.connectors.nats.line import Connection
+from ergon_framework.connectors.schemes import create_connector
+from ergon_framework.failure import EDITED_CODE
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.transaction import Transaction
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
+def _isolate(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr("ergon_framework.runner.queues._chosen", [])
@@ -47,79 +47,84 @@ def url(request):
 
 @pytest.fixture
 def queue(url, monkeypatch):
-    """A queue by name, and the same one for the test's own use."""
+    """A queue by name, and the same queue for direct use in the test."""
     name = f"edit{uuid.uuid4().hex[:8]}"
     monkeypatch.setenv(f"ERGON_QUEUES__{name.upper()}__URL", url)
-    made = as_sync(connect(name, url, {}))
-    made.open()
-    yield made
-    made.close()
+    queue = as_sync(create_connector(name, url, {}))
+    queue.open()
+    yield queue
+    queue.close()
     if url.startswith("amqp"):
-        # The server may be the machine's own, and is left as it was.
-        line = amqp.Connection(url.partition("@")[2].rstrip("/"))
-        line.connect()
-        with line:
-            for each in (name, f"{name}.dead"):
-                line.channel().queue_delete(each)
+        # The server may be shared with other users of the machine, so the queues are removed.
+        connection = amqp.Connection(url.partition("@")[2].rstrip("/"))
+        connection.connect()
+        with connection:
+            for queue_name in (name, f"{name}.dead"):
+                connection.channel().queue_delete(queue_name)
 
 
-def fetched(queue):
+def fetch_one(queue):
     [delivery] = queue.fetch_transactions(1, wait=20.0)
     return delivery
 
 
-def test_on_every_broker_the_corrected_one_comes_back_under_its_id(queue):
+def test_on_every_broker_a_corrected_dead_letter_is_redelivered_under_its_id(queue):
     queue.dispatch([Transaction("order-1", {"total": 450}, correlation="basket", tenant="acme", type="order")])
-    queue.settle([(fetched(queue), DeadLetter("declined"))])
-    done = CliRunner().invoke(app, ["dlq", "edit", queue.name, "order-1", "--set", "total=45", "--actor", "kim"])
-    assert done.exit_code == DlqExit.OK, done.output
+    queue.settle([(fetch_one(queue), DeadLetter("declined"))])
+    result = CliRunner().invoke(app, ["dlq", "edit", queue.name, "order-1", "--set", "total=45", "--actor", "kim"])
+    assert result.exit_code == DlqExit.OK, result.output
     assert list(queue.list_dead(DeadLetterQuery())) == []
-    delivery = fetched(queue)
-    got = delivery.transaction
-    assert (got.id, got.correlation, got.tenant, got.type) == ("order-1", "basket", "acme", "order")
-    assert (got.payload, got.attempts, delivery.deliveries) == ({"total": 45}, 0, 1)
-    assert [(past.code, past.error) for past in got.history] == [(EDITED, "by kim: total")]
-    # And if it dies again, its record says so.
+    delivery = fetch_one(queue)
+    transaction = delivery.transaction
+    assert (transaction.id, transaction.correlation, transaction.tenant, transaction.type) == (
+        "order-1",
+        "basket",
+        "acme",
+        "order",
+    )
+    assert (transaction.payload, transaction.attempts, delivery.deliveries) == ({"total": 45}, 0, 1)
+    assert [(past.code, past.error) for past in transaction.history] == [(EDITED_CODE, "by kim: total")]
+    # If it is dead-lettered again, its record says so.
     queue.settle([(delivery, DeadLetter("again"))])
     [record] = queue.list_dead(DeadLetterQuery())
     assert [past.error for past in record.envelope.history] == ["by kim: total"]
-    queue.discard_dead([record.place])
+    queue.discard_dead([record.handle])
 
 
 @pytest.mark.spec("SEC-21")
 @pytest.mark.invariant
-def test_on_every_broker_one_of_two_operators_succeeds_and_the_other_is_told(queue, monkeypatch):
-    """Both have read the dead letter before one of them writes."""
+def test_on_every_broker_one_of_two_operators_succeeds_and_the_other_gets_an_error(queue, monkeypatch):
+    """Both operators read the dead letter before one of them writes."""
     queue.dispatch([Transaction("order-1", {"total": 450})])
-    queue.settle([(fetched(queue), DeadLetter("declined"))])
+    queue.settle([(fetch_one(queue), DeadLetter("declined"))])
     both_have_read = Barrier(2)
-    write = dlq_edit._replayed
+    replay = dlq_edit._replace_record
 
-    def write_after_both_have_read(*given, **named):
+    def write_after_both_have_read(*args, **options):
         both_have_read.wait(30)
-        return write(*given, **named)
+        return replay(*args, **options)
 
-    monkeypatch.setattr(dlq_edit, "_replayed", write_after_both_have_read)
+    monkeypatch.setattr(dlq_edit, "_replace_record", write_after_both_have_read)
 
     def correct(total):
-        edit = dlq_edit.Edit(
+        edit = dlq_edit.EditRequest(
             id="order-1",
-            place=None,
-            change=Change(settings=[f"total={total}"]),
+            handle=None,
+            payload_edit=PayloadEdit(assignments=[f"total={total}"]),
             actor="kim",
             reason="",
             task=None,
-            values=False,
+            show_values=False,
             dry_run=False,
             as_json=False,
         )
-        return dlq_edit.edited(queue.name, edit)
+        return dlq_edit.edit_dead_letter(queue.name, edit)
 
     with ThreadPoolExecutor(2) as operators:
         codes = list(operators.map(correct, (100, 200)))
     assert sorted(codes) == [DlqExit.OK, DlqExit.FAILED]
     sent = [total for code, total in zip(codes, (100, 200), strict=True) if code is DlqExit.OK]
-    deliveries = [fetched(queue), *queue.fetch_transactions(10)]
+    deliveries = [fetch_one(queue), *queue.fetch_transactions(10)]
     assert [delivery.transaction.payload["total"] for delivery in deliveries] == sent
     assert list(queue.list_dead(DeadLetterQuery())) == []
     queue.settle([(delivery, Ack()) for delivery in deliveries])
@@ -131,18 +136,18 @@ def test_on_every_broker_one_of_two_operators_succeeds_and_the_other_is_told(que
 def test_a_correction_that_was_sent_is_reported_although_another_operator_deleted_the_dead_letter(queue, monkeypatch):
     """The second of two operators publishes nothing and deletes the dead letter before the first one does."""
     queue.dispatch([Transaction("order-1", {"total": 450})])
-    queue.settle([(fetched(queue), DeadLetter("declined"))])
+    queue.settle([(fetch_one(queue), DeadLetter("declined"))])
     [record] = queue.list_dead(DeadLetterQuery())
-    delete = burials._deleted
+    delete = burials._delete
 
     async def delete_after_another_operator(line, names, moving, became):
-        await delete(line, names, burials._Moving([record.place]), Became.REPLAYED)
+        await delete(line, names, burials._MoveBatch([record.handle]), DeadLetterResult.REPLAYED)
         return await delete(line, names, moving, became)
 
-    monkeypatch.setattr(burials, "_deleted", delete_after_another_operator)
-    result = queue.replace_dead(record.place, Transaction("order-1", {"total": 100}))
-    assert result.became is Became.REPLAYED
-    assert fetched(queue).transaction.payload == {"total": 100}
+    monkeypatch.setattr(burials, "_delete", delete_after_another_operator)
+    result = queue.replace_dead(record.handle, Transaction("order-1", {"total": 100}))
+    assert result.outcome is DeadLetterResult.REPLAYED
+    assert fetch_one(queue).transaction.payload == {"total": 100}
 
 
 @pytest.mark.spec("SEC-21")
@@ -152,9 +157,9 @@ def test_a_correction_that_was_not_sent_is_not_reported_when_another_operator_de
     queue, monkeypatch
 ):
     queue.dispatch([Transaction("order-1", {"total": 450})])
-    queue.settle([(fetched(queue), DeadLetter("declined"))])
+    queue.settle([(fetch_one(queue), DeadLetter("declined"))])
     [record] = queue.list_dead(DeadLetterQuery())
-    ask_all, delete = Line.ask_all, burials._deleted
+    ask_all, delete = Connection.request_many, burials._delete
 
     async def lose_the_publication(line, requests, **options):
         if any(request.payload == b'{"total":100}' for request in requests):
@@ -162,13 +167,13 @@ def test_a_correction_that_was_not_sent_is_not_reported_when_another_operator_de
         return await ask_all(line, requests, **options)
 
     async def delete_after_another_operator(line, names, moving, became):
-        await delete(line, names, burials._Moving([record.place]), Became.DISCARDED)
+        await delete(line, names, burials._MoveBatch([record.handle]), DeadLetterResult.DISCARDED)
         return await delete(line, names, moving, became)
 
-    monkeypatch.setattr(Line, "ask_all", lose_the_publication)
-    monkeypatch.setattr(burials, "_deleted", delete_after_another_operator)
-    result = queue.replace_dead(record.place, Transaction("order-1", {"total": 100}))
-    assert result.became is Became.GONE
+    monkeypatch.setattr(Connection, "request_many", lose_the_publication)
+    monkeypatch.setattr(burials, "_delete", delete_after_another_operator)
+    result = queue.replace_dead(record.handle, Transaction("order-1", {"total": 100}))
+    assert result.outcome is DeadLetterResult.GONE
     assert list(queue.fetch_transactions(1)) == []
 
 
@@ -211,47 +216,47 @@ def fail():
 
 
 @pytest.mark.parametrize(
-    "task, named", [("pay", "the effect 'bank.charge'"), ("announce", "of 'shop' is stored at offset 1")]
+    "task, message", [("pay", "the effect 'bank.charge'"), ("announce", "of 'shop' is stored at offset 1")]
 )
-def test_an_effect_that_was_made_with_other_values_is_a_conflict_that_names_it(tmp_path, task, named):
+def test_an_effect_made_with_other_values_is_a_conflict_that_names_it(tmp_path, task, message):
     (tmp_path / "editshop.py").write_text(SHOP, encoding="utf-8")
     import editshop as shop  # noqa: PLC0415 - written above
 
     try:
-        once = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 1}}}})
+        policy = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 1}}}})
         shop.orders.dispatch([shop.orders.transaction({"total": 450, "note": ""}, id="order-1", tenant="acme")])
         consumer = getattr(shop, task)
-        consumer.run(once)
+        consumer.run(policy)
         shop.breaks.clear()
-        assert edit("--set", "total=45").exit_code == DlqExit.OK
-        report = consumer.run(once)
+        assert run_edit("--set", "total=45").exit_code == DlqExit.OK
+        report = consumer.run(policy)
         assert report.counts["succeeded"] == 0
         [record] = shop.orders.list_dead(DeadLetterQuery())
-        assert named in record.failure.error_message
+        assert message in record.failure.error_message
         assert shop.charged in ([450], [])
-        # What does not touch the effect goes through, and the effect is still one.
-        assert edit("--set", "total=450", "--set", "note=checked").exit_code == DlqExit.OK
-        assert consumer.run(once).counts["succeeded"] == 1
+        # A change that does not touch the effect succeeds, and the effect remains one.
+        assert run_edit("--set", "total=450", "--set", "note=checked").exit_code == DlqExit.OK
+        assert consumer.run(policy).counts["succeeded"] == 1
         assert shop.charged in ([450], [])
     finally:
         sys.modules.pop("editshop")
 
 
-def edit(*words):
-    return CliRunner().invoke(app, ["dlq", "edit", "editshop:orders", "order-1", *words])
+def run_edit(*args):
+    return CliRunner().invoke(app, ["dlq", "edit", "editshop:orders", "order-1", *args])
 
 
-def test_whoever_looks_meanwhile_finds_it_in_one_place_at_least(queue):
-    """The corrected one is there before the old one is gone."""
+def test_a_dead_letter_during_a_correction_is_always_in_at_least_one_place(queue):
+    """The corrected message is queued before the old dead letter is deleted."""
     queue.dispatch([Transaction("order-1", {"total": 450})])
-    queue.settle([(fetched(queue), DeadLetter("declined"))])
+    queue.settle([(fetch_one(queue), DeadLetter("declined"))])
     [record] = queue.list_dead(DeadLetterQuery())
-    corrected = record.corrected({"total": 45}, by="kim", at=1_700_000_000.0, words="total")
+    corrected = record.with_payload({"total": 45}, by="kim", at=1_700_000_000.0, summary="total")
     queue.dispatch([corrected])
-    # As if the process had ended here: both are there, and the old one can still be thrown away.
+    # As if the process had ended here: both exist, and the old one can still be discarded.
     assert [each.id for each in queue.list_dead(DeadLetterQuery())] == ["order-1"]
-    delivery = fetched(queue)
+    delivery = fetch_one(queue)
     assert delivery.transaction.payload == {"total": 45}
     queue.settle([(delivery, Ack())])
-    queue.discard_dead([record.place])
+    queue.discard_dead([record.handle])
     assert list(queue.list_dead(DeadLetterQuery())) == []

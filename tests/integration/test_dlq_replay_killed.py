@@ -1,4 +1,4 @@
-"""``ergon dlq replay`` of many, killed in the middle and run again: each is replayed once."""
+"""``ergon dlq replay`` of many dead letters, killed in the middle and run again: each is replayed once."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ergon_framework.connectors.deadletters import DeadLetterQuery
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.schema.migrate import upgrade
 from ergon_framework.transaction import Transaction
-from tests.integration.running import ERGON, PATIENCE
+from tests.integration.running import ERGON, TIMEOUT_SECONDS
 
 pytestmark = pytest.mark.invariant
 
 COUNT = 10_000
-PAGE = 1000
-#: When to kill it: at so many in the queue.
-KILLS = (1, 3_000, 7_000)
-#: Slow enough to be caught in the middle, also on a machine that is busy.
+PAGE_SIZE = 1000
+#: Number of messages in the queue at which the process is killed.
+KILL_DEPTHS = (1, 3_000, 7_000)
+#: Slow enough to be interrupted in the middle, also on a busy machine.
 RATE = "4000/s"
 
 APP = """
@@ -50,29 +50,29 @@ def orders(dsn):
     queue.close()
 
 
-def bury(queue):
-    """Make COUNT dead letters, each with an attempt counted against it."""
-    for start in range(0, COUNT, PAGE):
-        names = range(start, start + PAGE)
-        queue.dispatch([Transaction(f"order-{n}", n, correlation=f"basket-{n}", attempts=1) for n in names])
+def create_dead_letters(queue):
+    """Create COUNT dead letters, each with one attempt counted."""
+    for start in range(0, COUNT, PAGE_SIZE):
+        numbers = range(start, start + PAGE_SIZE)
+        queue.dispatch([Transaction(f"order-{n}", n, correlation=f"basket-{n}", attempts=1) for n in numbers])
     left = COUNT
     while left:
-        batch = queue.fetch_transactions(PAGE, wait=1.0)
+        batch = queue.fetch_transactions(PAGE_SIZE, wait=1.0)
         queue.settle([(delivery, DeadLetter("declined")) for delivery in batch])
         left -= len(batch)
 
 
-def dead(queue):
-    found, after = [], None
-    while page := queue.list_dead(DeadLetterQuery(), after=after, limit=PAGE):
-        found += [record.id for record in page]
-        after = page[-1].place
-    return found
+def list_dead_ids(queue):
+    ids, after = [], None
+    while page := queue.list_dead(DeadLetterQuery(), after=after, limit=PAGE_SIZE):
+        ids += [record.id for record in page]
+        after = page[-1].handle
+    return ids
 
 
-def replay(folder, dsn, *words):
+def start_replay(folder, dsn, *args):
     return subprocess.Popen(
-        [*ERGON, "dlq", "replay", "app:orders", "--reason", "declined", "--json", *words],
+        [*ERGON, "dlq", "replay", "app:orders", "--reason", "declined", "--json", *args],
         cwd=folder,
         env=os.environ | {"ORDERS": dsn},
         stdout=subprocess.PIPE,
@@ -80,56 +80,60 @@ def replay(folder, dsn, *words):
     )
 
 
-def kill_at(queue, process, many):
-    """SIGKILL *process* once that many are in the queue, and wait until the server has noticed."""
-    until = time.monotonic() + PATIENCE
-    while queue.depth().ready < many:
+def kill_at(queue, process, count):
+    """SIGKILL *process* once *count* messages are in the queue, and wait until the server has noticed."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while queue.depth().ready < count:
         assert process.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < until, "it does not get on"
+        assert time.monotonic() < deadline, "it does not get on"
         time.sleep(0.005)
     process.kill()
     process.communicate()
 
 
-def settle_down(dsn):
-    """Wait until no statement of the killed process is under way."""
-    busy = """
+def wait_until_idle(dsn):
+    """Wait until no statement of the killed process is running."""
+    query = """
         select count(*) from pg_stat_activity
         where datname = current_database() and state <> 'idle' and pid <> pg_backend_pid()
     """
-    until = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     with psycopg.connect(dsn, autocommit=True) as connection:
-        while connection.execute(busy).fetchone()[0]:
-            assert time.monotonic() < until, "the server is still at it"
+        while connection.execute(query).fetchone()[0]:
+            assert time.monotonic() < deadline, "the server is still at it"
             time.sleep(0.005)
 
 
 @pytest.mark.spec("CNN-08")
 def test_a_replay_that_is_killed_and_run_again_replays_each_once(orders, dsn, tmp_path):
     (tmp_path / "app.py").write_text(APP, encoding="utf-8")
-    every = {f"order-{n}" for n in range(COUNT)}
-    bury(orders)
-    assert set(dead(orders)) == every
+    all_ids = {f"order-{n}" for n in range(COUNT)}
+    create_dead_letters(orders)
+    assert set(list_dead_ids(orders)) == all_ids
 
-    for many in KILLS:
-        kill_at(orders, replay(tmp_path, dsn, "--batch", "50", "--rate", RATE), many)
-        settle_down(dsn)
-        # In one of the two, never in both or in none.
-        here, there = dead(orders), orders.queued(every)
-        assert (len(here), len(there)) == (len(every - set(there)), len(every - set(here)))
-        assert 0 < len(here) < COUNT
+    for depth in KILL_DEPTHS:
+        kill_at(orders, start_replay(tmp_path, dsn, "--batch", "50", "--rate", RATE), depth)
+        wait_until_idle(dsn)
+        # Each message is in one of the two, never in both or in none.
+        dead_ids, queued_ids = list_dead_ids(orders), orders.find_queued(all_ids)
+        assert (len(dead_ids), len(queued_ids)) == (len(all_ids - set(queued_ids)), len(all_ids - set(dead_ids)))
+        assert 0 < len(dead_ids) < COUNT
 
-    left = len(dead(orders))
-    process = replay(tmp_path, dsn)
-    told = json.loads(process.communicate(timeout=PATIENCE)[0])
-    assert (process.returncode, told["chosen"], told["replayed"], told["gone"]) == (0, left, left, 0)
+    left = len(list_dead_ids(orders))
+    process = start_replay(tmp_path, dsn)
+    summary = json.loads(process.communicate(timeout=TIMEOUT_SECONDS)[0])
+    assert (process.returncode, summary["chosen"], summary["replayed"], summary["gone"]) == (0, left, left, 0)
 
     seen = Counter()
-    while batch := orders.fetch_transactions(PAGE):
+    while batch := orders.fetch_transactions(PAGE_SIZE):
         for delivery in batch:
-            got = delivery.transaction
-            seen[got.id] += 1
-            assert (got.correlation, got.attempts, delivery.deliveries) == (f"basket-{got.payload}", 0, 1)
+            transaction = delivery.transaction
+            seen[transaction.id] += 1
+            assert (transaction.correlation, transaction.attempts, delivery.deliveries) == (
+                f"basket-{transaction.payload}",
+                0,
+                1,
+            )
         orders.settle([(delivery, Ack()) for delivery in batch])
-    assert seen == Counter(every)
-    assert (dead(orders), orders.depth().dead) == ([], 0)
+    assert seen == Counter(all_ids)
+    assert (list_dead_ids(orders), orders.depth().dead) == ([], 0)

@@ -1,4 +1,4 @@
-"""``ergon doctor``: each finding once, against real servers, and nothing changed or given away by looking."""
+"""``ergon doctor``: each finding once, against real servers, without changes and without leaking secrets."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from typer.testing import CliRunner
 from ergon_framework.cli import doctor_work
 from ergon_framework.cli.app import app
 from ergon_framework.cli.doctor_work import DoctorExit
-from ergon_framework.connectors.nats.naming import names
-from ergon_framework.finding import Weight
+from ergon_framework.connectors.nats.naming import stream_names
+from ergon_framework.finding import Severity
 from ergon_framework.schema import migrate
-from tests.integration.nats_queues import bare
-from tests.servers.databases import migrated
+from tests.integration.nats_queues import open_client
+from tests.servers.databases import create_migrated_database
 from tests.servers.postgres import PrivatePostgres, free_port
 
 SECRET = "open-sesame"
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
+def _isolate(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr("ergon_framework.runner.queues._chosen", [])
@@ -42,8 +42,8 @@ def _alone(monkeypatch, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def strict():
-    """A PostgreSQL server that loses nothing."""
+def strict_server():
+    """A PostgreSQL server with full durability."""
     folder = tempfile.mkdtemp(prefix="ergon-postgres-")
     server = PrivatePostgres(folder)
     try:
@@ -54,26 +54,26 @@ def strict():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def told(*words, code=None):
-    done = CliRunner().invoke(app, ["doctor", *words, "--json"])
-    assert code is None or done.exit_code == code, done.output
-    assert SECRET not in done.output
-    answer = json.loads(done.stdout)
-    assert answer["exit_code"] == done.exit_code
-    return answer
+def run_doctor(*args, code=None):
+    result = CliRunner().invoke(app, ["doctor", *args, "--json"])
+    assert code is None or result.exit_code == code, result.output
+    assert SECRET not in result.output
+    report = json.loads(result.stdout)
+    assert report["exit_code"] == result.exit_code
+    return report
 
 
-def of(answer, name):
-    """What was found of *name*, by what was looked at; the last of each."""
-    [found] = [one for one in answer["examined"] if one["name"] == name]
-    return {each["what"]: each for each in found["findings"]}
+def get_findings(report, name):
+    """Return the findings of target *name* by check; the last finding of each."""
+    [target] = [target_report for target_report in report["examined"] if target_report["name"] == name]
+    return {finding["what"]: finding for finding in target["findings"]}
 
 
-def weights(answer, name):
-    return {what: each["weight"] for what, each in of(answer, name).items()}
+def get_weights(report, name):
+    return {what: each["weight"] for what, each in get_findings(report, name).items()}
 
 
-def queue_at(monkeypatch, url, name="orders", **options):
+def configure_queue(monkeypatch, url, name="orders", **options):
     monkeypatch.setenv(f"ERGON_QUEUES__{name.upper()}__URL", url)
     for option, value in options.items():
         monkeypatch.setenv(f"ERGON_QUEUES__{name.upper()}__OPTIONS__{option.upper()}", str(value))
@@ -82,133 +82,147 @@ def queue_at(monkeypatch, url, name="orders", **options):
 # -- PostgreSQL ---------------------------------------------------------------------------------------
 
 
-def test_a_healthy_database_and_its_queues_are_fine(strict, monkeypatch):
-    dsn = migrated(strict)
+def test_a_healthy_database_and_its_queues_are_fine(strict_server, monkeypatch):
+    dsn = create_migrated_database(strict_server)
     monkeypatch.setenv("ERGON_POSTGRES__DSN", dsn)
-    queue_at(monkeypatch, dsn)
-    queue_at(monkeypatch, dsn, "invoices")
-    answer = told(code=DoctorExit.OK)
-    assert (answer["broken"], answer["warning"]) == (0, 0)
-    assert set(of(answer, "database")) >= {"connection", "version", "clock", "durability", "schema", "permissions"}
-    # What is of the server is told once.
-    assert set(of(answer, "queue orders")) == set(of(answer, "queue invoices")) == {"queue"}
-    assert "is not there yet" in of(answer, "queue orders")["queue"]["seen"]
+    configure_queue(monkeypatch, dsn)
+    configure_queue(monkeypatch, dsn, "invoices")
+    report = run_doctor(code=DoctorExit.OK)
+    assert (report["broken"], report["warning"]) == (0, 0)
+    assert set(get_findings(report, "database")) >= {
+        "connection",
+        "version",
+        "clock",
+        "durability",
+        "schema",
+        "permissions",
+    }
+    # Findings about the server are reported once.
+    assert set(get_findings(report, "queue orders")) == set(get_findings(report, "queue invoices")) == {"queue"}
+    assert "is not there yet" in get_findings(report, "queue orders")["queue"]["seen"]
     with psycopg.connect(dsn) as connection:
         assert connection.execute("select count(*) from ergon.queue").fetchone() == (0,)
 
 
-def test_people_read_what_is_broken_first_with_what_to_do(postgres, monkeypatch):
+def test_the_text_report_lists_broken_findings_first_with_their_remedy(postgres, monkeypatch):
     monkeypatch.setenv("ERGON_POSTGRES__DSN", postgres.create_database("doctor_people"))
-    done = CliRunner().invoke(app, ["doctor"])
-    assert done.exit_code == DoctorExit.BROKEN
-    lines = done.stdout.splitlines()
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == DoctorExit.BROKEN
+    lines = result.stdout.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("database ("))
     assert lines[begin + 1].split()[:2] == ["broken", "schema"]
     assert lines[begin + 2].strip() == "do: run: ergon db upgrade"
     assert lines[-1].endswith("1 broken")
 
 
-def test_a_fresh_program_looks_at_a_database_and_at_its_queues_at_once(postgres, monkeypatch):
-    # In a process of its own: only there is nothing imported yet, and each look imports what it needs.
-    dsn = migrated(postgres)
+def test_a_new_process_checks_a_database_and_its_queues_concurrently(postgres, monkeypatch):
+    # In a new process: only there is nothing imported yet, and each check imports what it needs.
+    dsn = create_migrated_database(postgres)
     monkeypatch.setenv("ERGON_POSTGRES__DSN", dsn)
-    queue_at(monkeypatch, dsn)
-    queue_at(monkeypatch, dsn, "invoices")
-    words = [sys.executable, "-c", "from ergon_framework.cli.main import main; main()", "doctor", "--json"]
-    answer = json.loads(subprocess.run(words, check=False, capture_output=True, text=True).stdout)
-    assert answer["broken"] == 0
-    assert set(of(answer, "queue orders")) == set(of(answer, "queue invoices")) == {"queue"}
+    configure_queue(monkeypatch, dsn)
+    configure_queue(monkeypatch, dsn, "invoices")
+    command = [sys.executable, "-c", "from ergon_framework.cli.main import main; main()", "doctor", "--json"]
+    report = json.loads(subprocess.run(command, check=False, capture_output=True, text=True).stdout)
+    assert report["broken"] == 0
+    assert set(get_findings(report, "queue orders")) == set(get_findings(report, "queue invoices")) == {"queue"}
 
 
-def test_what_is_refused_says_which_setting_to_mend_and_hides_no_word_of_that(postgres, monkeypatch):
+def test_a_rejected_connection_names_the_setting_to_fix(postgres, monkeypatch):
     monkeypatch.setenv("ERGON_POSTGRES__DSN", postgres.dsn("no_such_database"))
-    found = of(told(code=DoctorExit.BROKEN), "database")["refused"]
-    assert '"no_such_database" does not exist' in found["seen"]
-    assert found["do"].endswith("the rights: see postgres.dsn of ergon.toml, or ERGON_POSTGRES__DSN")
+    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "database")["refused"]
+    assert '"no_such_database" does not exist' in finding["seen"]
+    assert finding["do"].endswith("the rights: see postgres.dsn of ergon.toml, or ERGON_POSTGRES__DSN")
 
 
-def test_a_database_without_tables_is_broken_and_says_how_to_make_them(postgres, monkeypatch):
+def test_a_database_without_tables_is_broken_and_the_upgrade_is_named(postgres, monkeypatch):
     monkeypatch.setenv("ERGON_POSTGRES__DSN", postgres.create_database("doctor_empty"))
-    found = of(told(code=DoctorExit.BROKEN), "database")["schema"]
-    assert (found["weight"], found["do"]) == ("broken", "run: ergon db upgrade")
-    assert "revision none" in found["seen"]
+    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "database")["schema"]
+    assert (finding["weight"], finding["do"]) == ("broken", "run: ergon db upgrade")
+    assert "revision none" in finding["seen"]
 
 
-def test_an_old_schema_is_a_warning_that_names_what_is_missing(strict, monkeypatch):
-    dsn = strict.create_database("doctor_old")
+def test_an_old_schema_is_a_warning_that_names_what_is_missing(strict_server, monkeypatch):
+    dsn = strict_server.create_database("doctor_old")
     migrate.upgrade(dsn, "0001")
     monkeypatch.setenv("ERGON_POSTGRES__DSN", dsn)
-    found = of(told(code=DoctorExit.WARNED), "database")["schema"]
-    assert (found["weight"], found["do"]) == ("warning", "run: ergon db upgrade")
-    assert "revision 0001" in found["seen"]
-    assert "0002" in found["seen"]
+    finding = get_findings(run_doctor(code=DoctorExit.WARNINGS), "database")["schema"]
+    assert (finding["weight"], finding["do"]) == ("warning", "run: ergon db upgrade")
+    assert "revision 0001" in finding["seen"]
+    assert "0002" in finding["seen"]
 
 
-def test_a_database_that_answers_before_it_has_written_is_a_warning(strict, monkeypatch):
-    dsn = migrated(strict)
+def test_a_database_with_synchronous_commit_off_is_a_warning(strict_server, monkeypatch):
+    dsn = create_migrated_database(strict_server)
     name = dsn.rpartition("/")[2]
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute(f"alter database {name} set synchronous_commit = off")
     monkeypatch.setenv("ERGON_POSTGRES__DSN", dsn)
-    found = of(told(code=DoctorExit.WARNED), "database")["durability"]
-    assert "synchronous_commit is off" in found["seen"]
-    assert "synchronous_commit" in found["do"]
+    finding = get_findings(run_doctor(code=DoctorExit.WARNINGS), "database")["durability"]
+    assert "synchronous_commit is off" in finding["seen"]
+    assert "synchronous_commit" in finding["do"]
 
 
-def test_missing_rights_are_named_with_the_grant_that_gives_them(strict, monkeypatch):
-    dsn = migrated(strict)
+def test_missing_rights_are_named_with_the_grant_that_gives_them(strict_server, monkeypatch):
+    dsn = create_migrated_database(strict_server)
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("drop role if exists doctor_clerk")
         connection.execute("create role doctor_clerk login")
         connection.execute("grant usage on schema ergon to doctor_clerk")
         connection.execute("grant select on all tables in schema ergon to doctor_clerk")
     monkeypatch.setenv("ERGON_POSTGRES__DSN", dsn.replace("//postgres@", "//doctor_clerk@"))
-    found = of(told(code=DoctorExit.BROKEN), "database")["permissions"]
-    assert "no delete, insert, update on ergon." in found["seen"]
-    assert 'to "doctor_clerk"' in found["do"]
+    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "database")["permissions"]
+    assert "no delete, insert, update on ergon." in finding["seen"]
+    assert 'to "doctor_clerk"' in finding["do"]
     with psycopg.connect(dsn, autocommit=True) as connection:
-        for grant in found["do"].removeprefix("as the owner: ").split("; "):
+        for grant in finding["do"].removeprefix("as the owner: ").split("; "):
             connection.execute(grant)
-    assert weights(told(code=DoctorExit.OK), "database")["permissions"] == "fine"
+    assert get_weights(run_doctor(code=DoctorExit.OK), "database")["permissions"] == "fine"
 
 
-def test_a_wrong_password_is_told_without_the_password(strict, monkeypatch):
-    rules = strict.folder / "data" / "pg_hba.conf"
+def test_a_wrong_password_is_reported_without_the_password(strict_server, monkeypatch):
+    rules = strict_server.folder / "data" / "pg_hba.conf"
     before = rules.read_text(encoding="utf-8")
     rules.write_text(f"host all doctor_guarded 127.0.0.1/32 scram-sha-256\n{before}", encoding="utf-8")
-    with psycopg.connect(strict.dsn(), autocommit=True) as connection:
+    with psycopg.connect(strict_server.dsn(), autocommit=True) as connection:
         connection.execute("drop role if exists doctor_guarded")
         connection.execute("create role doctor_guarded login password 'another'")
         connection.execute("select pg_reload_conf()")
-    dsn = strict.dsn().replace("//postgres@", f"//doctor_guarded:{SECRET}@")
+    dsn = strict_server.dsn().replace("//postgres@", f"//doctor_guarded:{SECRET}@")
     monkeypatch.setenv("ERGON_POSTGRES__DSN", dsn)
     deadline = time.monotonic() + 20
-    # The server reads its rules again a moment after it was told to.
-    while "refused" not in (found := of(told(code=DoctorExit.BROKEN), "database")):
-        assert time.monotonic() < deadline, found
-    assert "password authentication failed" in found["refused"]["seen"]
-    assert "postgres.dsn of ergon.toml, or ERGON_POSTGRES__DSN" in found["refused"]["do"]
+    # The server reloads its rules a moment after the reload was requested.
+    while "refused" not in (findings := get_findings(run_doctor(code=DoctorExit.BROKEN), "database")):
+        assert time.monotonic() < deadline, findings
+    assert "password authentication failed" in findings["refused"]["seen"]
+    assert "postgres.dsn of ergon.toml, or ERGON_POSTGRES__DSN" in findings["refused"]["do"]
 
 
 @pytest.mark.parametrize("seconds, weight", [(-5.0, "warning"), (90.0, "broken"), (0.2, "fine")])
-def test_clocks_that_differ_are_told_by_how_much(strict, monkeypatch, seconds, weight):
-    monkeypatch.setenv("ERGON_POSTGRES__DSN", migrated(strict))
-    reports = doctor_work.examined([], config=None, timeout=15.0, wall=lambda: time.time() + seconds)
-    [clock] = [each for report in reports for each in report.findings if each.what == "clock"]
-    assert clock.weight == Weight(weight)
-    assert (weight == "fine") == (not clock.do)
+def test_clock_skew_is_reported_with_its_size(strict_server, monkeypatch, seconds, weight):
+    monkeypatch.setenv("ERGON_POSTGRES__DSN", create_migrated_database(strict_server))
+    reports = doctor_work.run_diagnostics([], config=None, timeout=15.0, wall=lambda: time.time() + seconds)
+    [clock] = [each for report in reports for each in report.diagnostics if each.what == "clock"]
+    assert clock.weight == Severity(weight)
+    assert (weight == "fine") == (not clock.remedy)
     if weight == "broken":
-        assert "s behind ours" in clock.seen
+        assert "s behind ours" in clock.observed
 
 
 # -- the other brokers ----------------------------------------------------------------------------------
 
 
-def test_a_healthy_redis_is_fine_and_nothing_is_made_in_it(new_redis, monkeypatch):
+def test_a_healthy_redis_is_fine_and_nothing_is_created_in_it(new_redis, monkeypatch):
     server = new_redis()
-    queue_at(monkeypatch, server.url)
-    answer = told(code=DoctorExit.OK)
-    assert set(of(answer, "queue orders")) == {"connection", "version", "clock", "durability", "permissions", "queue"}
+    configure_queue(monkeypatch, server.url)
+    report = run_doctor(code=DoctorExit.OK)
+    assert set(get_findings(report, "queue orders")) == {
+        "connection",
+        "version",
+        "clock",
+        "durability",
+        "permissions",
+        "queue",
+    }
     with server.client() as client:
         assert client.keys("*") == []
 
@@ -217,150 +231,152 @@ def test_a_redis_that_syncs_each_second_is_a_warning(new_redis, monkeypatch):
     server = new_redis()
     with server.client() as client:
         client.config_set("appendfsync", "everysec")
-    queue_at(monkeypatch, server.url)
-    found = of(told(code=DoctorExit.WARNED), "queue orders")["durability"]
-    assert "appendfsync is everysec" in found["seen"]
-    assert "appendfsync to always" in found["do"]
+    configure_queue(monkeypatch, server.url)
+    finding = get_findings(run_doctor(code=DoctorExit.WARNINGS), "queue orders")["durability"]
+    assert "appendfsync is everysec" in finding["seen"]
+    assert "appendfsync to always" in finding["do"]
 
 
-def test_a_redis_that_throws_keys_away_is_broken(new_redis, monkeypatch):
+def test_a_redis_that_evicts_keys_is_broken(new_redis, monkeypatch):
     server = new_redis()
     with server.client() as client:
         client.config_set("maxmemory", "100mb")
         client.config_set("maxmemory-policy", "allkeys-lru")
-    queue_at(monkeypatch, server.url)
-    found = of(told(code=DoctorExit.BROKEN), "queue orders")["eviction"]
-    assert "maxmemory-policy is allkeys-lru" in found["seen"]
-    assert "noeviction" in found["do"]
+    configure_queue(monkeypatch, server.url)
+    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "queue orders")["eviction"]
+    assert "maxmemory-policy is allkeys-lru" in finding["seen"]
+    assert "noeviction" in finding["do"]
 
 
-def test_a_redis_user_without_the_queues_keys_is_told_how_to_get_them(new_redis, monkeypatch):
+def test_missing_redis_key_rights_are_reported_with_the_acl_command(new_redis, monkeypatch):
     server = new_redis()
     with server.client() as client:
         client.execute_command("ACL", "SETUSER", "clerk", "on", f">{SECRET}", "~other*", "+@all")
-    queue_at(monkeypatch, server.url.replace("://", f"://clerk:{SECRET}@"))
-    found = of(told(code=DoctorExit.BROKEN), "queue orders")["permissions"]
-    assert "'clerk' may not do all" in found["seen"]
-    assert "ACL SETUSER clerk ~ergon:{orders}" in found["do"]
+    configure_queue(monkeypatch, server.url.replace("://", f"://clerk:{SECRET}@"))
+    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "queue orders")["permissions"]
+    assert "'clerk' may not do all" in finding["seen"]
+    assert "ACL SETUSER clerk ~ergon:{orders}" in finding["do"]
 
 
-def test_a_key_that_is_no_stream_is_broken(new_redis, monkeypatch):
+def test_a_key_that_is_not_a_stream_is_broken(new_redis, monkeypatch):
     server = new_redis()
     with server.client() as client:
         client.set("ergon:{orders}", "mine")
-    queue_at(monkeypatch, server.url)
-    found = of(told(code=DoctorExit.BROKEN), "queue orders")["queue"]
-    assert "holds a string, not a stream" in found["seen"]
+    configure_queue(monkeypatch, server.url)
+    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "queue orders")["queue"]
+    assert "holds a string, not a stream" in finding["seen"]
 
 
-def test_a_nats_server_as_it_comes_is_a_warning(nats_server, monkeypatch):
+def test_a_nats_server_with_default_settings_is_a_warning(nats_server, monkeypatch):
     name = f"doctor{uuid.uuid4().hex[:8]}"
-    queue_at(monkeypatch, nats_server.url, name, monitor=nats_server.monitor)
-    found = of(told(code=DoctorExit.WARNED), f"queue {name}")
-    assert "sync_interval is not always" in found["durability"]["seen"]
-    assert "sync_interval: always" in found["durability"]["do"]
-    assert "is not there yet" in found["topology"]["seen"]
+    configure_queue(monkeypatch, nats_server.url, name, monitor=nats_server.monitor)
+    findings = get_findings(run_doctor(code=DoctorExit.WARNINGS), f"queue {name}")
+    assert "sync_interval is not always" in findings["durability"]["seen"]
+    assert "sync_interval: always" in findings["durability"]["do"]
+    assert "is not there yet" in findings["topology"]["seen"]
 
 
 def test_a_nats_stream_that_keeps_acked_work_is_broken(nats_server, monkeypatch):
     name = f"doctor{uuid.uuid4().hex[:8]}"
-    its = names(name)
+    topology = stream_names(name)
 
     async def make():
-        async with bare(nats_server) as (_, api):
-            subjects = [its.subject, f"{its.subject}.>"]
-            return await api(f"STREAM.CREATE.{its.work}", name=its.work, subjects=subjects, retention="limits")
+        async with open_client(nats_server) as (_, api):
+            subjects = [topology.subject, f"{topology.subject}.>"]
+            return await api(
+                f"STREAM.CREATE.{topology.work}", name=topology.work, subjects=subjects, retention="limits"
+            )
 
     assert "error" not in asyncio.run(make())
-    queue_at(monkeypatch, nats_server.url, name)
-    found = of(told(code=DoctorExit.BROKEN), f"queue {name}")["topology"]
-    assert "has retention 'limits'" in found["seen"]
-    assert found["do"]
+    configure_queue(monkeypatch, nats_server.url, name)
+    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), f"queue {name}")["topology"]
+    assert "has retention 'limits'" in finding["seen"]
+    assert finding["do"]
 
 
 def test_a_strict_nats_server_is_fine(new_nats, monkeypatch):
     server = new_nats(sync=True)
-    queue_at(monkeypatch, server.url, monitor=server.monitor)
-    assert set(weights(told(code=DoctorExit.OK), "queue orders").values()) == {"fine"}
+    configure_queue(monkeypatch, server.url, monitor=server.monitor)
+    assert set(get_weights(run_doctor(code=DoctorExit.OK), "queue orders").values()) == {"fine"}
 
 
 @pytest.mark.spec("SEC-14")
-def test_a_nats_server_that_takes_more_than_a_fetch_may_load_is_a_warning(monkeypatch, new_nats):
+def test_a_nats_server_with_max_payload_above_the_fetch_limit_is_a_warning(monkeypatch, new_nats):
     server = new_nats(sync=True, settings="max_payload: 67108864")
-    queue_at(monkeypatch, server.url, monitor=server.monitor)
-    found = of(told(code=DoctorExit.WARNED), "queue orders")["payload"]
-    assert found["weight"] == "warning"
-    assert "max_payload of the server is 67108864 bytes: one message can be over the 33554432 bytes" in found["seen"]
-    assert "lower max_payload" in found["do"]
+    configure_queue(monkeypatch, server.url, monitor=server.monitor)
+    finding = get_findings(run_doctor(code=DoctorExit.WARNINGS), "queue orders")["payload"]
+    assert finding["weight"] == "warning"
+    assert "max_payload of the server is 67108864 bytes: one message can be over the 33554432 bytes" in finding["seen"]
+    assert "lower max_payload" in finding["do"]
 
 
 def test_a_nats_server_without_jetstream_is_broken(monkeypatch, new_nats):
     server = new_nats(settings="accounts { plain { users = [ { user: clerk, password: secret } ] } }")
-    queue_at(monkeypatch, server.url.replace("://", "://clerk:secret@"))
-    found = of(told(code=DoctorExit.BROKEN), "queue orders")["jetstream"]
-    assert "-js" in found["do"]
+    configure_queue(monkeypatch, server.url.replace("://", "://clerk:secret@"))
+    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "queue orders")["jetstream"]
+    assert "-js" in finding["do"]
 
 
 @pytest.fixture
-def rabbit_name(rabbitmq):
-    """A name for a queue; what the test has made of it is gone afterwards."""
-    made = f"doctor-{uuid.uuid4().hex[:8]}"
-    yield made
-    with _amqp(rabbitmq) as line:
-        for each in (made, f"{made}.dead"):
-            line.channel().queue_delete(each)
+def queue_name(rabbitmq):
+    """A name for a queue that is deleted after the test."""
+    queue_name = f"doctor-{uuid.uuid4().hex[:8]}"
+    yield queue_name
+    with _connect_amqp(rabbitmq) as connection:
+        for each in (queue_name, f"{queue_name}.dead"):
+            connection.channel().queue_delete(each)
 
 
-def _amqp(url):
-    line = amqp.Connection(url.removeprefix("amqp://guest:guest@").rstrip("/"))
-    line.connect()
-    return line
+def _connect_amqp(url):
+    connection = amqp.Connection(url.removeprefix("amqp://guest:guest@").rstrip("/"))
+    connection.connect()
+    return connection
 
 
-def test_a_healthy_rabbitmq_is_fine_and_no_queue_is_made_in_it(rabbitmq, rabbit_name, monkeypatch):
+def test_a_healthy_rabbitmq_is_fine_and_no_queue_is_created_in_it(rabbitmq, queue_name, monkeypatch):
     monkeypatch.setenv("ERGON_RABBITMQ__URL", rabbitmq)
-    Path("app.py").write_text(RABBIT.format(name=rabbit_name), encoding="utf-8")
-    answer = told("app:orders", code=DoctorExit.OK)
+    Path("app.py").write_text(RABBITMQ_APP.format(name=queue_name), encoding="utf-8")
+    report = run_doctor("app:orders", code=DoctorExit.OK)
     sys.modules.pop("app")
-    found = of(answer, f"queue {rabbit_name}")
-    assert set(found) == {"connection", "version", "durability", "permissions", "topology", "deadline"}
-    with _amqp(rabbitmq) as line, pytest.raises(amqp.exceptions.NotFound):
-        line.channel().queue_declare(rabbit_name, passive=True)
+    findings = get_findings(report, f"queue {queue_name}")
+    assert set(findings) == {"connection", "version", "durability", "permissions", "topology", "deadline"}
+    with _connect_amqp(rabbitmq) as connection, pytest.raises(amqp.exceptions.NotFound):
+        connection.channel().queue_declare(queue_name, passive=True)
 
 
-RABBIT = """
+RABBITMQ_APP = """
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 orders = RabbitMQQueue("{name}")
 """
 
 
-def test_a_classic_queue_in_place_of_a_quorum_queue_is_broken(rabbitmq, rabbit_name, monkeypatch):
-    with _amqp(rabbitmq) as line:
-        line.channel().queue_declare(rabbit_name, durable=True, auto_delete=False)
+def test_a_classic_queue_in_place_of_a_quorum_queue_is_broken(rabbitmq, queue_name, monkeypatch):
+    with _connect_amqp(rabbitmq) as connection:
+        connection.channel().queue_declare(queue_name, durable=True, auto_delete=False)
     monkeypatch.setenv("ERGON_RABBITMQ__URL", rabbitmq)
-    Path("app.py").write_text(RABBIT.format(name=rabbit_name), encoding="utf-8")
-    answer = told("app:orders", code=DoctorExit.BROKEN)
+    Path("app.py").write_text(RABBITMQ_APP.format(name=queue_name), encoding="utf-8")
+    report = run_doctor("app:orders", code=DoctorExit.BROKEN)
     sys.modules.pop("app")
-    [found] = [one for one in answer["examined"] if one["name"] == f"queue {rabbit_name}"]
-    broken = [each for each in found["findings"] if each["weight"] == "broken"]
+    [target] = [one for one in report["examined"] if one["name"] == f"queue {queue_name}"]
+    broken = [each for each in target["findings"] if each["weight"] == "broken"]
     assert [each["what"] for each in broken] == ["topology"]
-    assert f"the queue {rabbit_name!r} is there with another argument" in broken[0]["seen"]
+    assert f"the queue {queue_name!r} is there with another argument" in broken[0]["seen"]
     assert "delete the queue" in broken[0]["do"]
 
 
-def test_a_server_without_a_queue_is_looked_at_by_itself(rabbitmq, monkeypatch):
+def test_a_server_without_a_queue_is_checked_on_its_own(rabbitmq, monkeypatch):
     monkeypatch.setenv("ERGON_RABBITMQ__URL", rabbitmq)
-    assert set(of(told(code=DoctorExit.OK), "rabbitmq")) == {"connection", "version", "durability"}
+    assert set(get_findings(run_doctor(code=DoctorExit.OK), "rabbitmq")) == {"connection", "version", "durability"}
 
 
-def test_a_wrong_password_of_rabbitmq_is_told_without_the_password(rabbitmq, monkeypatch):
+def test_a_wrong_rabbitmq_password_is_reported_without_the_password(rabbitmq, monkeypatch):
     monkeypatch.setenv("ERGON_RABBITMQ__URL", rabbitmq.replace("guest:guest@", f"guest:{SECRET}@"))
-    found = of(told(code=DoctorExit.BROKEN), "rabbitmq")["refused"]
-    assert "does not let this user in" in found["seen"]
-    assert "check the name, the password and the vhost" in found["do"]
+    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "rabbitmq")["refused"]
+    assert "does not let this user in" in finding["seen"]
+    assert "check the name, the password and the vhost" in finding["do"]
 
 
-# -- who is not there, or hangs ---------------------------------------------------------------------------
+# -- servers that are unreachable or hang -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -372,33 +388,33 @@ def test_a_wrong_password_of_rabbitmq_is_told_without_the_password(rabbitmq, mon
         ("ERGON_REDIS__URL", "redis://clerk:{secret}@127.0.0.1:{port}/0", "redis"),
     ],
 )
-def test_a_server_that_is_not_there_is_a_finding(monkeypatch, variable, address, name):
+def test_an_unreachable_server_is_a_finding(monkeypatch, variable, address, name):
     port = free_port()
     monkeypatch.setenv(variable, address.format(secret=SECRET, port=port))
-    answer = told(code=DoctorExit.BROKEN)
-    found = of(answer, name)["connection"]
-    assert found["weight"] == "broken"
-    assert variable in found["do"]
-    [shown] = [one["address"] for one in answer["examined"] if one["name"] == name]
+    report = run_doctor(code=DoctorExit.BROKEN)
+    finding = get_findings(report, name)["connection"]
+    assert finding["weight"] == "broken"
+    assert variable in finding["do"]
+    [shown] = [one["address"] for one in report["examined"] if one["name"] == name]
     assert "[hidden]@" in shown
     assert str(port) in shown
 
 
-def test_one_that_hangs_is_told_in_time_and_delays_nobody(strict, monkeypatch):
+def test_a_hanging_server_is_reported_in_time_and_delays_no_other_check(strict_server, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        monkeypatch.setenv("ERGON_POSTGRES__DSN", migrated(strict))
+        monkeypatch.setenv("ERGON_POSTGRES__DSN", create_migrated_database(strict_server))
         for name in ("orders", "invoices"):
-            queue_at(monkeypatch, f"redis://127.0.0.1:{port}/0?socket_timeout=600", name)
+            configure_queue(monkeypatch, f"redis://127.0.0.1:{port}/0?socket_timeout=600", name)
         began = time.monotonic()
-        answer = told("--timeout", "10", code=DoctorExit.BROKEN)
-        # Far below what waiting for each would take, and far above what a busy machine adds.
+        report = run_doctor("--timeout", "10", code=DoctorExit.BROKEN)
+        # Far less than the sum of all timeouts, and far more than a busy machine adds.
         assert time.monotonic() - began < 60
-    assert set(weights(answer, "database").values()) == {"fine"}
+    assert set(get_weights(report, "database").values()) == {"fine"}
     for name in ("orders", "invoices"):
-        found = of(answer, f"queue {name}")["connection"]
-        assert "no answer within 10 s" in found["seen"]
-        assert f"queues.{name}.url" in found["do"]
+        finding = get_findings(report, f"queue {name}")["connection"]
+        assert "no answer within 10 s" in finding["seen"]
+        assert f"queues.{name}.url" in finding["do"]
 
 
 # -- settings, tasks, executors, facts ------------------------------------------------------------------
@@ -406,18 +422,18 @@ def test_one_that_hangs_is_told_in_time_and_delays_nobody(strict, monkeypatch):
 
 def test_a_mistake_in_the_settings_is_a_finding_that_names_the_key(monkeypatch):
     Path("ergon.toml").write_text("[run]\nproceses = 3\n", encoding="utf-8")
-    found = of(told(code=DoctorExit.BROKEN), "this program")["settings"]
-    assert "unknown key 'run.proceses'; did you mean 'run.processes'?" in found["seen"]
+    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "this program")["settings"]
+    assert "unknown key 'run.proceses'; did you mean 'run.processes'?" in finding["seen"]
 
 
 def test_an_unknown_scheme_is_a_finding(monkeypatch):
-    queue_at(monkeypatch, "kafa://nowhere")
-    found = of(told(code=DoctorExit.BROKEN), "queue orders")["refused"]
-    assert "begins with kafa://" in found["seen"]
+    configure_queue(monkeypatch, "kafa://nowhere")
+    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "queue orders")["refused"]
+    assert "begins with kafa://" in finding["seen"]
 
 
-def test_a_name_that_stands_for_nothing_is_a_mistake_of_the_command_line():
-    assert "there is no module 'nowhere'" in told("nowhere:task", code=DoctorExit.USAGE)["error"]
+def test_an_unknown_module_is_a_usage_error():
+    assert "there is no module 'nowhere'" in run_doctor("nowhere:task", code=DoctorExit.USAGE)["error"]
 
 
 APP = """
@@ -425,8 +441,8 @@ import os
 import sys
 from ergon_framework import ConsumerPolicy, MemoryConnector, consumer
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
-from ergon_framework.executor.process import Command
-from ergon_framework.executor.task import isolated
+from ergon_framework.executor.process import ExecutorCommand
+from ergon_framework.executor.task import run_in_executor
 from ergon_framework.facts.stores.memory import MemoryBoundary
 
 long = ConsumerPolicy.load({"loop": {"transaction_timeout": 7200}, "steps": {"process": {"retry": {"timeout": 7200}}}})
@@ -437,16 +453,16 @@ def slow(order): ...
 @consumer(MemoryConnector("orders"))
 def plain(order): ...
 
-gone = isolated(plain, Command(words=("/nowhere/executor",)))
-mute = isolated(plain, Command(words=("sleep", "60"), environment={"PATH": os.environ["PATH"]}))
+gone = run_in_executor(plain, ExecutorCommand(words=("/nowhere/executor",)))
+mute = run_in_executor(plain, ExecutorCommand(words=("sleep", "60"), environment={"PATH": os.environ["PATH"]}))
 main = "from ergon_framework.cli.main import main; main()"
 runner = (sys.executable, "-P", "-c", main, "executor", "run", "--handlers", "handlers:registry")
-there = isolated(plain, Command(words=runner, folder=".", environment=%(environment)r))
+there = run_in_executor(plain, ExecutorCommand(words=runner, folder=".", environment=%(environment)r))
 boundary = MemoryBoundary()
 """
 HANDLERS = """
-from ergon_framework.executor.registry import Registry
-registry = Registry()
+from ergon_framework.executor.registry import HandlerRegistry
+registry = HandlerRegistry()
 
 @registry.handler("plain")
 def plain(order): ...
@@ -454,8 +470,8 @@ def plain(order): ...
 
 
 @pytest.fixture
-def written():
-    """A module with tasks of every kind, which is forgotten afterwards."""
+def task_module():
+    """A module with tasks of every kind, which is unloaded afterwards."""
     environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
     Path("doctored.py").write_text(APP % {"port": free_port(), "environment": environment}, encoding="utf-8")
     Path("handlers.py").write_text(HANDLERS, encoding="utf-8")
@@ -463,30 +479,34 @@ def written():
     sys.modules.pop("doctored", None)
 
 
-@pytest.mark.usefixtures("written")
-def test_a_policy_that_the_broker_does_not_wait_for_is_broken():
-    answer = told("doctored:slow", code=DoctorExit.BROKEN)
-    found = of(answer, "task slow")["policy"]
-    assert found["weight"] == "broken"
-    assert found["do"]
-    # The same task's server is not there, which is a finding of its own.
-    assert of(answer, "queue orders")["connection"]["weight"] == "broken"
+@pytest.mark.usefixtures("task_module")
+def test_a_policy_that_exceeds_the_broker_timeout_is_broken():
+    report = run_doctor("doctored:slow", code=DoctorExit.BROKEN)
+    finding = get_findings(report, "task slow")["policy"]
+    assert finding["weight"] == "broken"
+    assert finding["do"]
+    # The server of the same task is unreachable, which is a separate finding.
+    assert get_findings(report, "queue orders")["connection"]["weight"] == "broken"
 
 
-@pytest.mark.usefixtures("written")
-def test_executors_are_started_and_asked():
-    gone = of(told("doctored:gone", "--timeout", "2", code=DoctorExit.BROKEN), "executor plain")["start"]
+@pytest.mark.usefixtures("task_module")
+def test_executors_are_started_and_checked():
+    gone = get_findings(run_doctor("doctored:gone", "--timeout", "2", code=DoctorExit.BROKEN), "executor plain")[
+        "start"
+    ]
     assert "'/nowhere/executor' ended before its first answer, with exit code 127: it wrote " in gone["seen"]
     assert "the program is there" in gone["do"]
-    mute = of(told("doctored:mute", "--timeout", "2", code=DoctorExit.BROKEN), "executor plain")["start"]
+    mute = get_findings(run_doctor("doctored:mute", "--timeout", "2", code=DoctorExit.BROKEN), "executor plain")[
+        "start"
+    ]
     assert "'sleep 60' did not announce itself within 1.6 s and was killed" in mute["seen"]
     assert "ergon executor check -- sleep 60" in mute["do"]
-    there = of(told("doctored:there", "--timeout", "60"), "executor plain")["start"]
+    there = get_findings(run_doctor("doctored:there", "--timeout", "60"), "executor plain")["start"]
     assert there["weight"] == "fine"
 
 
-@pytest.mark.usefixtures("written")
-def test_a_boundary_of_facts_says_its_epoch_and_what_it_is_worth():
-    found = of(told("doctored:boundary", code=DoctorExit.WARNED), "facts doctored:boundary")
-    assert "in epoch" in found["connection"]["seen"]
-    assert found["durability"]["weight"] == "warning"
+@pytest.mark.usefixtures("task_module")
+def test_a_fact_boundary_reports_its_epoch_and_durability():
+    finding = get_findings(run_doctor("doctored:boundary", code=DoctorExit.WARNINGS), "facts doctored:boundary")
+    assert "in epoch" in finding["connection"]["seen"]
+    assert finding["durability"]["weight"] == "warning"

@@ -1,4 +1,4 @@
-"""Ear: how a line of asyncio waits for a real server, and that its event loop forgets it in time."""
+"""SocketWaiter: an asyncio connection waits for a real server, and its event loop unregisters the socket in time."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import psycopg
 import pytest
 import uvloop
 
-from ergon_framework.errors import ConnectionLost
-from ergon_framework.schema.failures import Silent
-from ergon_framework.schema.line import AsyncLine
-from ergon_framework.schema.lines import Lines
-from ergon_framework.schema.operation import Query, Text
+from ergon_framework.errors import ConnectionLostError
+from ergon_framework.schema.failures import ServerTimeout
+from ergon_framework.schema.line import AsyncDeadlineConnection
+from ergon_framework.schema.lines import ConnectionPool
+from ergon_framework.schema.operation import PreparedTextQuery, Query
 
-ONE = "select $1::text"
-SLEEP = "select pg_sleep($1::float8)::text"
-LONG = 30.0
+ECHO_SQL = "select $1::text"
+SLEEP_SQL = "select pg_sleep($1::float8)::text"
+LONG_SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -35,149 +35,149 @@ def run(request):
     return run
 
 
-def asked(sql, *values):
-    ((found,),) = yield Text(sql, values)
-    return found
+def run_query(sql, *values):
+    ((value,),) = yield PreparedTextQuery(sql, values)
+    return value
 
 
-async def dialled(dsn, until=LONG):
-    line = await AsyncLine.connect(dsn, autocommit=True)
-    line.until = asyncio.get_running_loop().time() + until
-    return line
+async def open_connection(dsn, timeout=LONG_SECONDS):
+    connection = await AsyncDeadlineConnection.connect(dsn, autocommit=True)
+    connection.deadline = asyncio.get_running_loop().time() + timeout
+    return connection
 
 
-async def answer(line, sql="select 1"):
-    return await (await line.execute(sql)).fetchone()
+async def fetch_row(connection, sql="select 1"):
+    return await (await connection.execute(sql)).fetchone()
 
 
-def end(dsn, pid):
-    with psycopg.connect(dsn, autocommit=True) as other:
-        other.execute("select pg_terminate_backend(%s, 10000)", [pid])
+def terminate_backend(dsn, pid):
+    with psycopg.connect(dsn, autocommit=True) as admin:
+        admin.execute("select pg_terminate_backend(%s, 10000)", [pid])
 
 
-def forgotten(file):
-    """Whether the running loop does not know *file*; it does not know it afterwards in any case."""
+def has_no_reader(file):
+    """Return whether the running loop has no reader for *file*; the reader is removed in any case."""
     return not asyncio.get_running_loop().remove_reader(file)
 
 
-def test_it_stays_between_two_answers(dsn, monkeypatch):
+def test_the_socket_stays_registered_between_two_queries(dsn, monkeypatch):
     async def body():
-        loop, made = asyncio.get_running_loop(), []
+        loop, calls = asyncio.get_running_loop(), []
 
-        def noted(name):
-            real = getattr(loop, name)
+        def record_calls(name):
+            original = getattr(loop, name)
 
-            def call(*given, **options):
-                made.append(name)
-                return real(*given, **options)
+            def call(*args, **options):
+                calls.append(name)
+                return original(*args, **options)
 
             monkeypatch.setattr(loop, name, call)
 
-        noted("add_reader")
-        noted("call_at")
-        line = await AsyncLine.connect(dsn, autocommit=True)
-        made.clear()
-        line.until = loop.time() + LONG
+        record_calls("add_reader")
+        record_calls("call_at")
+        connection = await AsyncDeadlineConnection.connect(dsn, autocommit=True)
+        calls.clear()
+        connection.deadline = loop.time() + LONG_SECONDS
         for number in range(20):
-            assert await answer(line, f"select {number}") == (number,)
-        assert sorted(made) == ["add_reader", "call_at"]
-        await line.close()
+            assert await fetch_row(connection, f"select {number}") == (number,)
+        assert sorted(calls) == ["add_reader", "call_at"]
+        await connection.close()
 
     asyncio.run(body())
 
 
-def test_a_later_moment_counts_and_so_does_an_earlier_one(dsn, run):
+def test_a_later_deadline_applies_and_so_does_an_earlier_one(dsn, run):
     async def body():
-        line, loop = await dialled(dsn, 0.3), asyncio.get_running_loop()
-        await answer(line)
-        line.until = loop.time() + LONG
-        await answer(line, "select pg_sleep(0.6)")  # beyond the first moment
-        line.until = loop.time() + 0.3
+        connection, loop = await open_connection(dsn, 0.3), asyncio.get_running_loop()
+        await fetch_row(connection)
+        connection.deadline = loop.time() + LONG_SECONDS
+        await fetch_row(connection, "select pg_sleep(0.6)")  # longer than the first deadline
+        connection.deadline = loop.time() + 0.3
         began = loop.time()
-        with pytest.raises(Silent, match="did not answer in time"):
-            await answer(line, "select pg_sleep(20)")
+        with pytest.raises(ServerTimeout, match="did not answer in time"):
+            await fetch_row(connection, "select pg_sleep(20)")
         assert 0.25 < loop.time() - began < 3
-        assert line.is_under_way
-        file = line.fileno()
-        assert forgotten(file)
-        line.finish()
+        assert connection.is_under_way
+        file = connection.fileno()
+        assert has_no_reader(file)
+        connection.abort()
 
     run(body())
 
 
-def test_a_moment_that_has_passed_says_so(dsn, run):
+def test_a_deadline_in_the_past_raises_a_timeout(dsn, run):
     async def body():
-        line = await dialled(dsn, -1.0)
-        with pytest.raises(Silent):
-            await answer(line, "select pg_sleep(20)")
-        line.finish()
+        connection = await open_connection(dsn, -1.0)
+        with pytest.raises(ServerTimeout):
+            await fetch_row(connection, "select pg_sleep(20)")
+        connection.abort()
 
     run(body())
 
 
 def test_a_large_statement_is_written_while_answers_are_read(dsn, run):
     async def body():
-        line = await dialled(dsn)
+        connection = await open_connection(dsn)
         large = "x" * 20_000_000
-        assert await (await line.execute("select %s::text, length(%s)", [large, large])).fetchone() == (
+        assert await (await connection.execute("select %s::text, length(%s)", [large, large])).fetchone() == (
             large,
             len(large),
         )
-        assert await answer(line) == (1,)
-        await line.close()
+        assert await fetch_row(connection) == (1,)
+        await connection.close()
 
     run(body())
 
 
-def test_a_connection_that_ends_under_an_answer_is_forgotten_at_once(dsn, run):
+def test_a_connection_closed_during_a_query_is_unregistered_immediately(dsn, run):
     async def body():
-        line = await dialled(dsn)
-        await answer(line)
-        file, pid = line.fileno(), line.info.backend_pid
-        waiting = asyncio.create_task(answer(line, "select pg_sleep(20)"))
-        await asyncio.to_thread(end, dsn, pid)
+        connection = await open_connection(dsn)
+        await fetch_row(connection)
+        file, pid = connection.fileno(), connection.info.backend_pid
+        waiting = asyncio.create_task(fetch_row(connection, "select pg_sleep(20)"))
+        await asyncio.to_thread(terminate_backend, dsn, pid)
         with pytest.raises(psycopg.OperationalError):
             await waiting
-        assert forgotten(file)
-        line.finish()
+        assert has_no_reader(file)
+        connection.abort()
 
     run(body())
 
 
-def test_one_that_ends_while_nobody_waits_does_not_turn_the_loop(dsn):
+def test_a_connection_closed_while_idle_does_not_spin_the_loop(dsn):
     async def body():
-        loop, line = asyncio.get_running_loop(), await dialled(dsn)
-        await answer(line)
-        file = line.fileno()
-        await asyncio.to_thread(end, dsn, line.info.backend_pid)
+        loop, connection = asyncio.get_running_loop(), await open_connection(dsn)
+        await fetch_row(connection)
+        file = connection.fileno()
+        await asyncio.to_thread(terminate_backend, dsn, connection.info.backend_pid)
         await asyncio.sleep(0.1)
         began = time.process_time()
         await asyncio.sleep(0.5)
         assert time.process_time() - began < 0.2
-        assert forgotten(file)
-        line.until = loop.time() + LONG
+        assert has_no_reader(file)
+        connection.deadline = loop.time() + LONG_SECONDS
         with pytest.raises(psycopg.OperationalError):
-            await answer(line)
-        line.finish()
+            await fetch_row(connection)
+        connection.abort()
 
     asyncio.run(body())
 
 
 @pytest.mark.parametrize("close", ["close", "finish", "drop"])
-def test_whoever_closes_it_leaves_nothing_with_the_loop(dsn, run, close):
+def test_closing_a_connection_unregisters_its_socket(dsn, run, close):
     async def body():
-        line = await dialled(dsn)
-        await answer(line)
-        file = line.fileno()
+        connection = await open_connection(dsn)
+        await fetch_row(connection)
+        file = connection.fileno()
         if close == "drop":
-            del line
+            del connection
             gc.collect()
         elif close == "close":
-            await line.close()
+            await connection.close()
         else:
-            line.finish()
-        assert forgotten(file)
-        # The number goes to the next one, who must find it free.
+            connection.abort()
+        assert has_no_reader(file)
+        # The file number is reused by the next socket, which must find it unregistered.
         reader, writer = await asyncio.open_connection("127.0.0.1", psycopg.conninfo.conninfo_to_dict(dsn)["port"])
         writer.close()
         del reader
@@ -185,69 +185,69 @@ def test_whoever_closes_it_leaves_nothing_with_the_loop(dsn, run, close):
     run(body())
 
 
-def test_the_driver_waits_for_itself_where_there_is_no_moment(dsn, run):
+def test_the_driver_waits_without_the_socket_waiter_when_there_is_no_deadline(dsn, run):
     async def body():
-        line = await dialled(dsn)
-        await answer(line)
-        line.until = None
-        assert await answer(line, "select 2") == (2,)
-        line.until = asyncio.get_running_loop().time() + LONG
-        assert await answer(line, "select 3") == (3,)
-        await line.close()
+        connection = await open_connection(dsn)
+        await fetch_row(connection)
+        connection.deadline = None
+        assert await fetch_row(connection, "select 2") == (2,)
+        connection.deadline = asyncio.get_running_loop().time() + LONG_SECONDS
+        assert await fetch_row(connection, "select 3") == (3,)
+        await connection.close()
 
     run(body())
 
 
-def test_a_line_goes_on_in_another_loop(dsn):
-    lines = []
+def test_a_connection_works_in_another_event_loop(dsn):
+    connections = []
 
-    async def first():
-        lines.append(await dialled(dsn))
-        await answer(lines[0])
+    async def query_in_first_loop():
+        connections.append(await open_connection(dsn))
+        await fetch_row(connections[0])
 
-    async def second():
-        lines[0].until = asyncio.get_running_loop().time() + LONG
-        assert await answer(lines[0], "select 4") == (4,)
-        await lines[0].close()
+    async def query_in_second_loop():
+        connections[0].deadline = asyncio.get_running_loop().time() + LONG_SECONDS
+        assert await fetch_row(connections[0], "select 4") == (4,)
+        await connections[0].close()
 
-    asyncio.run(first())
-    asyncio.run(second())
+    asyncio.run(query_in_first_loop())
+    asyncio.run(query_in_second_loop())
 
 
-def test_whoever_is_called_away_leaves_the_line_to_its_statement(dsn, run):
+def test_a_cancelled_caller_does_not_disturb_the_next_query(dsn, run):
     async def body():
-        lines = Lines(dsn, most=1)
-        assert await lines.run_async(asked(ONE, "a"), within=10.0) == "a"
-        waiting = asyncio.create_task(lines.run_async(asked(SLEEP, "0.5"), within=10.0))
+        pool = ConnectionPool(dsn, max_size=1)
+        assert await pool.run_async(run_query(ECHO_SQL, "a"), timeout_seconds=10.0) == "a"
+        waiting = asyncio.create_task(pool.run_async(run_query(SLEEP_SQL, "0.5"), timeout_seconds=10.0))
         await asyncio.sleep(0.2)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert await lines.run_async(asked(ONE, "b"), within=10.0) == "b"
-        with pytest.raises(ConnectionLost):
-            await lines.run_async(asked(SLEEP, "20"), within=0.2)
-        await lines.close_async()
+        assert await pool.run_async(run_query(ECHO_SQL, "b"), timeout_seconds=10.0) == "b"
+        with pytest.raises(ConnectionLostError):
+            await pool.run_async(run_query(SLEEP_SQL, "20"), timeout_seconds=0.2)
+        await pool.close_async()
 
     run(body())
 
 
-def test_many_at_once_hear_their_own(dsn, run):
+def test_concurrent_callers_receive_their_own_results(dsn, run):
     async def body():
-        lines = Lines(dsn, most=8)
+        pool = ConnectionPool(dsn, max_size=8)
 
-        async def one(number):
+        async def run_queries(number):
             for turn in range(50):
-                wanted = f"{number}-{turn}"
-                assert await lines.run_async(asked(ONE, wanted), within=20.0) == wanted
+                expected = f"{number}-{turn}"
+                assert await pool.run_async(run_query(ECHO_SQL, expected), timeout_seconds=20.0) == expected
 
-        await asyncio.gather(*(one(number) for number in range(16)))
+        await asyncio.gather(*(run_queries(number) for number in range(16)))
 
-        def failing():
+        def divide_by_zero():
             yield Query("select 1/0")
 
         with pytest.raises(Exception, match="zero"):
-            await lines.run_async(failing(), within=5.0)
-        assert await lines.run_async(asked(ONE, "after"), within=5.0) == "after"
-        await lines.close_async()
+            await pool.run_async(divide_by_zero(), timeout_seconds=5.0)
+        assert await pool.run_async(run_query(ECHO_SQL, "after"), timeout_seconds=5.0) == "after"
+        await pool.close_async()
 
     run(body())

@@ -1,4 +1,4 @@
-"""``ergon facts epoch``: what an operator does after a restore, and what is kept of it."""
+"""``ergon facts epoch``: what an operator does after a restore, and what is stored about it."""
 
 from __future__ import annotations
 
@@ -10,131 +10,131 @@ from typer.testing import CliRunner
 
 from ergon_framework.cli.app import app
 from ergon_framework.cli.facts_work import FactsExit
-from ergon_framework.connectors.base import Later
-from ergon_framework.facts.boundary import confirmed
+from ergon_framework.connectors.base import Defer
+from ergon_framework.facts.boundary import raise_if_error
 from ergon_framework.facts.connector import FactConnector
 from ergon_framework.facts.errors import EpochChanged
-from ergon_framework.facts.model import Cursor, Envelope, Fact, Pair, Side
+from ergon_framework.facts.model import BoundarySide, Cursor, Envelope, Fact, ZonePair
 from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.facts.stores.postgres import PostgresBoundary
 
 pytestmark = pytest.mark.spec("FAC-17")
 
-PAIR = Pair("Plant A", "HQ")
+PAIR = ZonePair("Plant A", "HQ")
 
 
 @pytest.fixture
-def run(database):
-    def ran(*words, code=FactsExit.OK, stdin=None, actor="ada"):
+def run_command(database):
+    def invoke(*args, code=FactsExit.OK, stdin=None, actor="ada"):
         environment = {"ERGON_POSTGRES__DSN": database, "ERGON_ACTOR": actor, "USER": None}
-        done = CliRunner().invoke(
-            app, ["facts", "epoch", *map(str, words), "--accept-loss"], env=environment, input=stdin
+        result = CliRunner().invoke(
+            app, ["facts", "epoch", *map(str, args), "--accept-loss"], env=environment, input=stdin
         )
-        assert done.exit_code == code, (done.output, done.stderr, done.exception)
-        return done
+        assert result.exit_code == code, (result.output, result.stderr, result.exception)
+        return result
 
-    return ran
+    return invoke
 
 
-def stated(number):
+def make_fact(number):
     envelope = Envelope(message_id=f"m-{number}", from_zone=PAIR.from_zone, to_zone=PAIR.to_zone, produced_at_unix_ms=1)
-    return envelope, Fact.of("s", "p", number)
+    return envelope, Fact.create("s", "p", number)
 
 
-def kept(dsn, epoch):
+def fetch_epoch_row(dsn, epoch):
     with psycopg.connect(dsn) as connection:
         return connection.execute("select why, by_whom from ergon.fact_epochs where epoch = %s", [epoch]).fetchone()
 
 
-def test_a_new_epoch_is_begun_with_a_name_and_a_reason(run, database):
+def test_a_new_epoch_is_started_with_a_name_and_a_reason(run_command, database):
     with PostgresBoundary(database, accept_loss=True) as store:
-        store.append_fact(*stated(1))
-        before, cursor = store.epoch, store.end_of(PAIR)
-        said = run("new", "--reason", "disk of Tuesday", stdin="n\n", code=FactsExit.NOT)
-        assert before in said.stderr
-        assert "nothing was changed" in said.stderr
-        assert store.epoch == before
-        told = json.loads(run("new", "--reason", "disk of Tuesday", "--yes", "--json").stdout)
-        assert (told["was"], told["epoch"] != before) == (before, True)
-        # Whoever had the store open notices, and cursors of before are refused.
+        store.append_fact(*make_fact(1))
+        previous, cursor = store.epoch, store.last_offset(PAIR)
+        prompt = run_command("new", "--reason", "disk of Tuesday", stdin="n\n", code=FactsExit.REJECTED)
+        assert previous in prompt.stderr
+        assert "nothing was changed" in prompt.stderr
+        assert store.epoch == previous
+        answer = json.loads(run_command("new", "--reason", "disk of Tuesday", "--yes", "--json").stdout)
+        assert (answer["was"], answer["epoch"] != previous) == (previous, True)
+        # A client that had the store open detects the change, and earlier cursors are rejected.
         with pytest.raises(EpochChanged):
             store.fetch_facts("ledger", PAIR, 10, after=cursor)
-    assert kept(database, told["epoch"]) == ("disk of Tuesday", "ada")
-    listed = [json.loads(line) for line in run("list", "--json").stdout.splitlines()]
-    assert [(each["epoch"], each["present"]) for each in listed] == [(told["epoch"], True), (before, False)]
-    assert f"* {told['epoch']}" in run("list").stdout
+    assert fetch_epoch_row(database, answer["epoch"]) == ("disk of Tuesday", "ada")
+    epochs = [json.loads(line) for line in run_command("list", "--json").stdout.splitlines()]
+    assert [(each["epoch"], each["present"]) for each in epochs] == [(answer["epoch"], True), (previous, False)]
+    assert f"* {answer['epoch']}" in run_command("list").stdout
 
 
 @pytest.fixture
-def forwarded(database):
-    """The hub's store with two facts of the plant, and the plant's."""
+def hub_and_plant(database):
+    """The hub's store with two facts of the plant, and the plant's store."""
     plant = MemoryBoundary()
     for number in (1, 2):
-        plant.append_fact(*stated(number))
-    with PostgresBoundary(database, side=Side.OUTER, accept_loss=True) as hub:
+        plant.append_fact(*make_fact(number))
+    with PostgresBoundary(database, side=BoundarySide.OUTER, accept_loss=True) as hub:
         for answer in hub.forward_facts(plant.fetch_facts("hub", PAIR, 10)):
-            confirmed(answer)
+            raise_if_error(answer)
         yield hub, plant
 
 
-def test_an_epoch_of_another_zone_is_taken_over_where_both_have_the_same(run, database, forwarded):
-    hub, plant = forwarded
-    words = ("adopt", "after-restore", "--from", PAIR.from_zone, "--to", PAIR.to_zone, "--side", "outer")
-    refused = run(*words, "--offset", 1, "--yes", code=FactsExit.NOT)
-    assert "2" in refused.stderr
-    asked = run(*words, "--offset", 2, stdin="n\n", code=FactsExit.NOT)
-    assert plant.epoch in asked.stderr
-    assert hub.end_of(PAIR) == Cursor(plant.epoch, 2)
-    told = json.loads(run(*words, "--offset", 2, "--json", stdin="y\n").stdout.splitlines()[-1])
-    assert told == {"epoch": "after-restore", "was": plant.epoch, "offset": 2}
-    assert hub.end_of(PAIR) == Cursor("after-restore", 2)
-    assert kept(database, "after-restore") == ("adopted for Plant A to HQ at offset 2", "ada")
+def test_an_epoch_of_another_zone_is_adopted_where_both_stores_agree(run_command, database, hub_and_plant):
+    hub, plant = hub_and_plant
+    args = ("adopt", "after-restore", "--from", PAIR.from_zone, "--to", PAIR.to_zone, "--side", "outer")
+    rejection = run_command(*args, "--offset", 1, "--yes", code=FactsExit.REJECTED)
+    assert "2" in rejection.stderr
+    prompt = run_command(*args, "--offset", 2, stdin="n\n", code=FactsExit.REJECTED)
+    assert plant.epoch in prompt.stderr
+    assert hub.last_offset(PAIR) == Cursor(plant.epoch, 2)
+    answer = json.loads(run_command(*args, "--offset", 2, "--json", stdin="y\n").stdout.splitlines()[-1])
+    assert answer == {"epoch": "after-restore", "was": plant.epoch, "offset": 2}
+    assert hub.last_offset(PAIR) == Cursor("after-restore", 2)
+    assert fetch_epoch_row(database, "after-restore") == ("adopted for Plant A to HQ at offset 2", "ada")
 
 
-def test_an_epoch_that_is_taken_over_twice_keeps_both(run, database, forwarded):
-    words = ("--from", PAIR.from_zone, "--to", PAIR.to_zone, "--side", "outer", "--offset", 2, "--yes")
-    run("adopt", "one", *words)
-    run("adopt", "two", *words)
-    run("adopt", "one", *words, actor="bob")
-    told = "adopted for Plant A to HQ at offset 2"
-    assert kept(database, "one") == (f"{told}; {told}", "ada; bob")
+def test_adopting_an_epoch_twice_keeps_both_records(run_command, database, hub_and_plant):
+    args = ("--from", PAIR.from_zone, "--to", PAIR.to_zone, "--side", "outer", "--offset", 2, "--yes")
+    run_command("adopt", "one", *args)
+    run_command("adopt", "two", *args)
+    run_command("adopt", "one", *args, actor="bob")
+    reason = "adopted for Plant A to HQ at offset 2"
+    assert fetch_epoch_row(database, "one") == (f"{reason}; {reason}", "ada; bob")
 
 
-@pytest.mark.parametrize("words", [("new", "--reason", "w"), ("adopt", "e", "--from", "a", "--to", "b", "--offset", 1)])
-def test_nobody_does_it_without_a_name(run, words):
-    assert "--actor" in run(*words, "--yes", actor="", code=FactsExit.FAILED).stderr
+@pytest.mark.parametrize("args", [("new", "--reason", "w"), ("adopt", "e", "--from", "a", "--to", "b", "--offset", 1)])
+def test_epoch_commands_require_an_actor(run_command, args):
+    assert "--actor" in run_command(*args, "--yes", actor="", code=FactsExit.FAILED).stderr
 
 
-def test_a_store_of_the_other_side_is_told(run, forwarded):
-    done = run("list", code=FactsExit.FAILED)
-    assert "Side.OUTER" in done.stderr
+def test_a_store_of_the_other_side_is_rejected(run_command, hub_and_plant):
+    result = run_command("list", code=FactsExit.FAILED)
+    assert "BoundarySide.OUTER" in result.stderr
 
 
-def test_a_database_that_is_away_is_told():
+def test_an_unavailable_database_is_reported():
     environment = {"ERGON_POSTGRES__DSN": "postgresql://nobody:secret@127.0.0.1:1/none"}
-    done = CliRunner().invoke(app, ["facts", "epoch", "list", "--json"], env=environment)
-    assert done.exit_code == FactsExit.UNREACHED
-    assert json.loads(done.stdout)["exit_code"] == int(FactsExit.UNREACHED)
-    assert "secret" not in done.output
+    result = CliRunner().invoke(app, ["facts", "epoch", "list", "--json"], env=environment)
+    assert result.exit_code == FactsExit.UNAVAILABLE
+    assert json.loads(result.stdout)["exit_code"] == int(FactsExit.UNAVAILABLE)
+    assert "secret" not in result.output
 
 
 @pytest.mark.spec("FAC-15")
-def test_a_consumer_that_stands_still_goes_on_when_an_operator_accepts_the_epoch(run, database):
-    where = {**PAIR._asdict(), "reader": "ledger"}
+def test_a_stopped_consumer_continues_after_an_operator_accepts_the_epoch(run_command, database):
+    options = {**PAIR._asdict(), "reader": "ledger"}
     zones = ("--from", PAIR.from_zone, "--to", PAIR.to_zone, "--reader", "ledger")
     with PostgresBoundary(database, accept_loss=True) as store:
-        store.append_fact(*stated(1))
-        store.append_fact(*stated(2))
-        before = FactConnector(store, **where)
-        (delivery, _) = before.fetch_transactions(2)
-        before.settle([(delivery, Later(600.0))])
+        store.append_fact(*make_fact(1))
+        store.append_fact(*make_fact(2))
+        previous = FactConnector(store, **options)
+        (delivery, _) = previous.fetch_transactions(2)
+        previous.settle([(delivery, Defer(600.0))])
         epoch = store.new_epoch(by="ada", why="a test")
     with PostgresBoundary(database, accept_loss=True) as store:
-        heir = FactConnector(store, **where)
+        successor = FactConnector(store, **options)
         with pytest.raises(EpochChanged, match="ergon facts epoch accept"):
-            heir.fetch_transactions(1)
-        assert "nothing was changed" in run("accept", *zones, stdin="n\n", code=FactsExit.NOT).stderr
-        told = json.loads(run("accept", *zones, "--yes", "--json").stdout)
-        assert told == {"reader": "ledger", "epoch": epoch, "dead_letters": 1}
-        assert len(heir.fetch_transactions(5)) == 1
-        assert heir.depth().dead == 1
+            successor.fetch_transactions(1)
+        assert "nothing was changed" in run_command("accept", *zones, stdin="n\n", code=FactsExit.REJECTED).stderr
+        answer = json.loads(run_command("accept", *zones, "--yes", "--json").stdout)
+        assert answer == {"reader": "ledger", "epoch": epoch, "dead_letters": 1}
+        assert len(successor.fetch_transactions(5)) == 1
+        assert successor.depth().dead == 1

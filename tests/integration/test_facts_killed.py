@@ -1,4 +1,4 @@
-"""The producer, the service or the store is SIGKILLed at each step of each call; all goes on, and all is there once."""
+"""The producer, the service or the store is killed at each step of each call; all facts are there once."""
 
 from __future__ import annotations
 
@@ -17,31 +17,40 @@ import psycopg
 import pytest
 
 from ergon_framework.facts.model import ArtifactReference, Fact
-from ergon_framework.facts.stores.files import FileContents
+from ergon_framework.facts.stores.files import FileContentStore
 from ergon_framework.facts.stores.postgres import PostgresBoundary
 from ergon_framework.schema.migrate import upgrade
 from tests.servers import facts_caller as caller
-from tests.servers.certificates import Authority
-from tests.servers.facts_caller import BEFORE, CONTENT, PAIR, PLACE, READER, STORED, TOGETHER, stated
+from tests.servers.certificates import CertificateAuthority
+from tests.servers.facts_caller import (
+    ARTIFACT_NAME,
+    BATCH_SIZE,
+    CONTENT,
+    EXISTING_FACT_COUNT,
+    PAIR,
+    READER,
+    STORED_CONTENT,
+    make_fact,
+)
 from tests.servers.facts_steps import STEPS
 from tests.servers.postgres import PrivatePostgres, free_port
 
 pytestmark = [pytest.mark.invariant, pytest.mark.spec("FAC-02", "FAC-03", "FAC-21")]
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 60.0
+TIMEOUT_SECONDS = 60.0
 VICTIMS = ("producer", "service", "store")
-#: What each call has to say when it is through, whoever was killed.
-TOLD = {
-    "append": BEFORE + 1,
-    "batch": list(range(BEFORE + 1, BEFORE + TOGETHER + 1)),
-    "put": list(STORED),
+#: The result of each call once it has completed, whichever process was killed.
+EXPECTED_RESULTS = {
+    "append": EXISTING_FACT_COUNT + 1,
+    "batch": list(range(EXISTING_FACT_COUNT + 1, EXISTING_FACT_COUNT + BATCH_SIZE + 1)),
+    "put": list(STORED_CONTENT),
     "get": hashlib.sha256(CONTENT).hexdigest(),
-    "fetch": [[f"m-{number}", number] for number in range(1, BEFORE + 1)],
+    "fetch": [[f"m-{number}", number] for number in range(1, EXISTING_FACT_COUNT + 1)],
     "confirm": 2,
 }
-#: The row that a call waits for while somebody else holds it.
-HELD = {
+#: The row that a call waits for while another session locks it.
+LOCK_STATEMENTS = {
     "append": "select 1 from ergon.fact_log for update",
     "batch": "select 1 from ergon.fact_log for update",
     "confirm": "select 1 from ergon.fact_readers for update",
@@ -50,36 +59,36 @@ HELD = {
 
 @pytest.fixture(scope="module")
 def server():
-    """A server that syncs, as only such a one can be killed."""
+    """A server with synchronous writes: only such a server may be killed."""
     folder = Path(tempfile.mkdtemp(prefix="ergon-postgres-"))
-    made = PrivatePostgres(folder)
+    server = PrivatePostgres(folder)
     try:
-        made.start()
-        upgrade(made.create_database("like"))
-        yield made
+        server.start()
+        upgrade(server.create_database("like"))
+        yield server
     finally:
-        made.kill()
+        server.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class Plant:
-    """A zone with its store, its service and whoever calls it."""
+    """A zone with its store, its service and its caller."""
 
     def __init__(self, folder, server, call):
         self.server = server
         self.contents = folder / "contents"
         self.dsn = server.create_database("plant", like="like")
-        self._authority = Authority(folder)
+        self._authority = CertificateAuthority(folder)
         self._tls = self._files(self._authority.issue("server"))
         self._callers = self._files(self._authority.issue("plant", zones=[PAIR.from_zone, PAIR.to_zone]))
-        self._where = f"127.0.0.1:{free_port()}"
+        self._address = f"127.0.0.1:{free_port()}"
         self._call = call
         self._service = self._caller = self._lock = None
         self._stack = ExitStack()
         with self.store() as store:
-            store.append_facts([stated(number) for number in range(1, BEFORE + 1)])
+            store.append_facts([make_fact(number) for number in range(1, EXISTING_FACT_COUNT + 1)])
             if call == "get":
-                store.put_object(*PLACE, [CONTENT])
+                store.put_object(*ARTIFACT_NAME, [CONTENT])
             if call in ("confirm", "fetch"):
                 store.fetch_facts(READER, PAIR, 1)
 
@@ -87,50 +96,50 @@ class Plant:
         return [str(files.certificate), str(files.key), str(self._authority.path)]
 
     def store(self):
-        return PostgresBoundary(self.dsn, contents=FileContents(self.contents))
+        return PostgresBoundary(self.dsn, contents=FileContentStore(self.contents))
 
     def serve(self, step=None):
-        given = {"dsn": self.dsn, "contents": str(self.contents), "zones": list(PAIR), "tls": self._tls}
-        given |= {"listen": self._where, "step": step}
-        self._service = self._start("tests.servers.facts_steps", given)
-        self._hear(self._service, "listening")
+        options = {"dsn": self.dsn, "contents": str(self.contents), "zones": list(PAIR), "tls": self._tls}
+        options |= {"listen": self._address, "step": step}
+        self._service = self._start("tests.servers.facts_steps", options)
+        self._wait_for_line(self._service, "listening")
 
     def call(self):
-        given = {"host": self._where, "tls": self._callers, "call": self._call}
-        self._caller = self._start("tests.servers.facts_caller", given)
+        options = {"host": self._address, "tls": self._callers, "call": self._call}
+        self._caller = self._start("tests.servers.facts_caller", options)
 
     def client(self):
-        return caller.client_of(self._where, self._callers)
+        return caller.make_client(self._address, self._callers)
 
-    def _start(self, module, given):
-        command = [sys.executable, "-m", module, json.dumps(given)]
-        made = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        # At its end its pipes are closed, and it is waited for.
-        self._stack.enter_context(made)
-        self._stack.callback(made.kill)
-        return made
+    def _start(self, module, options):
+        command = [sys.executable, "-m", module, json.dumps(options)]
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # At its end its pipes are closed and the process is waited for.
+        self._stack.enter_context(process)
+        self._stack.callback(process.kill)
+        return process
 
     @staticmethod
-    def _hear(process, words):
-        assert select.select([process.stdout], [], [], PATIENCE)[0], f"nobody said {words!r}"
-        assert process.stdout.readline().decode().strip() == words
+    def _wait_for_line(process, text):
+        assert select.select([process.stdout], [], [], TIMEOUT_SECONDS)[0], f"nobody said {text!r}"
+        assert process.stdout.readline().decode().strip() == text
 
     # -- one step -------------------------------------------------------------------------------------
 
-    def hold(self):
-        """Keep the call from going on inside of the database."""
+    def lock_row(self):
+        """Block the call inside the database."""
         self._lock = self._stack.enter_context(closing(psycopg.connect(self.dsn)))
-        self._lock.execute(HELD[self._call])
+        self._lock.execute(LOCK_STATEMENTS[self._call])
 
-    def await_step(self, step):
+    def wait_for_step(self, step):
         if not step.endswith("-in"):
-            self._hear(self._service, f"at {step}")
+            self._wait_for_line(self._service, f"at {step}")
             return
-        until = time.monotonic() + PATIENCE
-        waiting = "select 1 from pg_stat_activity where datname = 'plant' and wait_event_type = 'Lock'"
-        with psycopg.connect(self.dsn, autocommit=True) as looking:
-            while not looking.execute(waiting).fetchall():
-                assert time.monotonic() < until, "nobody waits for the lock"
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        query = "select 1 from pg_stat_activity where datname = 'plant' and wait_event_type = 'Lock'"
+        with psycopg.connect(self.dsn, autocommit=True) as connection:
+            while not connection.execute(query).fetchall():
+                assert time.monotonic() < deadline, "nobody waits for the lock"
                 time.sleep(0.005)
 
     def kill(self, victim):
@@ -142,7 +151,7 @@ class Plant:
         process.kill()
         process.wait()
 
-    def go_on(self, victim):
+    def resume(self, victim):
         if self._lock is not None:
             self._lock.close()
         if victim == "service":
@@ -151,96 +160,101 @@ class Plant:
             self._service.stdin.write(b"go on\n")
             self._service.stdin.flush()
 
-    def told(self):
-        """What the caller has heard; None if he was killed, or heard that nobody knows."""
-        said, _ = self._caller.communicate(timeout=PATIENCE)
-        if not said:
+    def read_result(self):
+        """Return the caller's result; None if the caller was killed or the outcome is unknown."""
+        output, _ = self._caller.communicate(timeout=TIMEOUT_SECONDS)
+        if not output:
             return None
-        answer = json.loads(said)
-        assert answer.get("error") in (None, "ConnectionLost"), answer
+        answer = json.loads(output)
+        assert answer.get("error") in (None, "ConnectionLostError"), answer
         return answer.get("told")
 
-    def end(self):
+    def close(self):
         self._stack.close()
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("call, step", [(call, step) for call, steps in STEPS.items() for step in steps])
-def test_a_kill_at_any_step_costs_nothing_and_doubles_nothing(tmp_path, server, call, step, victim):
+def test_a_kill_at_any_step_loses_and_duplicates_nothing(tmp_path, server, call, step, victim):
     plant = Plant(tmp_path, server, call)
     try:
         if step.endswith("-in"):
-            plant.hold()
+            plant.lock_row()
         plant.serve(step)
         plant.call()
-        plant.await_step(step)
+        plant.wait_for_step(step)
         plant.kill(victim)
-        plant.go_on(victim)
-        told = plant.told()
-        assert told in (None, TOLD[call])
+        plant.resume(victim)
+        result = plant.read_result()
+        assert result in (None, EXPECTED_RESULTS[call])
         with plant.client() as client:
-            assert caller.called(client, call) == TOLD[call]
-            assert caller.called(client, call) == TOLD[call]
-            check(call, plant, client)
+            assert caller.call_boundary(client, call) == EXPECTED_RESULTS[call]
+            assert caller.call_boundary(client, call) == EXPECTED_RESULTS[call]
+            check_facts(call, plant, client)
     finally:
-        plant.end()
+        plant.close()
 
 
-def check(call, plant, client):
-    count = BEFORE + {"append": 1, "batch": TOGETHER}.get(call, 0)
-    found = client.fetch_facts("look", PAIR, 100)
-    assert [(each.envelope.message_id, each.offset) for each in found] == [
+def check_facts(call, plant, client):
+    count = EXISTING_FACT_COUNT + {"append": 1, "batch": BATCH_SIZE}.get(call, 0)
+    facts = client.fetch_facts("look", PAIR, 100)
+    assert [(each.envelope.message_id, each.offset) for each in facts] == [
         (f"m-{number}", number) for number in range(1, count + 1)
     ]
     if call in ("put", "get"):
         check_artifact(plant, client)
         count += 1
-    assert client.append_fact(*stated(count + 100)).offset == count + 1
+    assert client.append_fact(*make_fact(count + 100)).offset == count + 1
 
 
 def check_artifact(plant, client):
-    assert b"".join(client.get_object(*PLACE)) == CONTENT
-    # All of it once more, by somebody who does not ask what is there.
-    assert client.put_object(*PLACE, caller.pieces(), expected=STORED) == STORED
-    reference = ArtifactReference(bucket=PLACE[0], key=PLACE[1], digest=STORED.digest, size=STORED.size)
-    envelope, _ = stated(99)
-    assert client.append_fact(envelope, Fact.of("paper:17", "filed", reference.as_object())).offset == BEFORE + 1
+    assert b"".join(client.get_object(*ARTIFACT_NAME)) == CONTENT
+    # All of it again, by a client that does not check what exists.
+    assert client.put_object(*ARTIFACT_NAME, caller.make_chunks(), expected=STORED_CONTENT) == STORED_CONTENT
+    reference = ArtifactReference(
+        bucket=ARTIFACT_NAME[0], key=ARTIFACT_NAME[1], digest=STORED_CONTENT.digest, size=STORED_CONTENT.size
+    )
+    envelope, _ = make_fact(99)
+    assert (
+        client.append_fact(envelope, Fact.create("paper:17", "filed", reference.to_object())).offset
+        == EXISTING_FACT_COUNT + 1
+    )
     files = [path for path in (plant.contents / "objects").rglob("*") if path.is_file()]
-    assert [path.name for path in files] == [STORED.digest.removeprefix("sha256:")]
+    assert [path.name for path in files] == [STORED_CONTENT.digest.removeprefix("sha256:")]
     with plant.store() as store:
         store.prune(0)
-    FileContents(plant.contents).sweep(int(time.time() * 1000) + 1000)
+    FileContentStore(plant.contents).delete_stale_uploads(int(time.time() * 1000) + 1000)
     assert list((plant.contents / "uploads").iterdir()) == []
     with psycopg.connect(plant.dsn) as connection:
-        assert connection.execute("select content_bytes from ergon.fact_room").fetchall() == [(STORED.size,)]
+        assert connection.execute("select content_bytes from ergon.fact_room").fetchall() == [(STORED_CONTENT.size,)]
 
 
 @pytest.mark.parametrize("step", ["append-after", "batch-after"])
-def test_what_was_committed_before_a_kill_is_told_again_as_known(tmp_path, server, step):
+def test_a_fact_committed_before_a_kill_is_confirmed_as_a_duplicate(tmp_path, server, step):
     plant = Plant(tmp_path, server, step.partition("-")[0])
     try:
         plant.serve(step)
         plant.call()
-        plant.await_step(step)
+        plant.wait_for_step(step)
         plant.kill("service")
-        plant.go_on("service")
-        assert plant.told() is None
+        plant.resume("service")
+        assert plant.read_result() is None
         with plant.client() as client:
-            again = client.append_fact(*stated(BEFORE + 1))
-        assert (again.offset, again.duplicate) == (BEFORE + 1, True)
+            confirmation = client.append_fact(*make_fact(EXISTING_FACT_COUNT + 1))
+        assert (confirmation.offset, confirmation.duplicate) == (EXISTING_FACT_COUNT + 1, True)
     finally:
-        plant.end()
+        plant.close()
 
 
 @pytest.mark.parametrize("step", ["append-before", "batch-before"])
-def test_what_was_killed_before_the_store_was_asked_is_not_there(tmp_path, server, step):
+def test_a_kill_before_the_store_call_leaves_no_fact(tmp_path, server, step):
     plant = Plant(tmp_path, server, step.partition("-")[0])
     try:
         plant.serve(step)
         plant.call()
-        plant.await_step(step)
+        plant.wait_for_step(step)
         plant.kill("service")
         with plant.store() as store:
-            assert store.get_fact(PAIR.from_zone, f"m-{BEFORE + 1}") is None
+            assert store.get_fact(PAIR.from_zone, f"m-{EXISTING_FACT_COUNT + 1}") is None
     finally:
-        plant.end()
+        plant.close()

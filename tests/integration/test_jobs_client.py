@@ -15,20 +15,20 @@ import pytest
 import sqlalchemy as sa
 
 from ergon_framework import scope
-from ergon_framework.connectors.base import Ack, DeadLetter, Later
+from ergon_framework.connectors.base import Ack, DeadLetter, Defer
 from ergon_framework.connectors.codec import UnencodableError
 from ergon_framework.errors import Category, ConfigurationError
 from ergon_framework.executor.jobs import attempts
 from ergon_framework.executor.jobs.client import AsyncJobClient, JobClient
 from ergon_framework.executor.jobs.model import JobConflict, JobNotFound, JobState, JobWaitTimeout, NotReplayable
-from ergon_framework.executor.jobs.request import Request
-from ergon_framework.executor.verdict import Again, Blame, Bury, Complete
+from ergon_framework.executor.jobs.request import JobRequest
+from ergon_framework.executor.verdict import Complete, Fail, FailureCause, Retry
 from ergon_framework.scope import Scope
 from ergon_framework.transaction import Transaction
-from tests.integration.jobs import Client, Store, rows
-from tests.integration.libraries import ASYNC, SYNC
+from tests.integration.jobs import BlockingJobClient, ManualWorker, run_sql
+from tests.integration.libraries import ASYNC_LIBRARIES, SYNC_LIBRARIES
 
-BLAME = Blame(Category.SYSTEM, "executor_error", "no", "ValueError", "Traceback")
+CAUSE = FailureCause(Category.SYSTEM, "executor_error", "no", "ValueError", "Traceback")
 
 
 @pytest.fixture
@@ -38,64 +38,66 @@ def dsn(database):
 
 @pytest.fixture(params=["sync", "async"])
 def client(request, dsn):
-    made = Client(request.param, dsn)
-    yield made
-    made.end()
+    job_client = BlockingJobClient(request.param, dsn)
+    yield job_client
+    job_client.end()
 
 
 @pytest.fixture
-def store(dsn):
-    made = Store(dsn)
-    yield made
-    made.close()
+def worker(dsn):
+    manual_worker = ManualWorker(dsn)
+    yield manual_worker
+    manual_worker.close()
 
 
 # -- submit ---------------------------------------------------------------------------------------
 
 
-def test_a_job_is_a_row_and_a_message_with_its_arguments(client, store):
-    got = client.submit("rust#send", 1, {"a": [2]}, kwargs={"flag": True}, tenant="acme", correlation="c", priority=3)
-    job = client.show(got.id)
-    assert (got.created, job.state, job.kind, job.function_name) == (True, JobState.PENDING, "rust", "send")
+def test_a_job_is_a_row_and_a_message_with_its_arguments(client, worker):
+    submitted = client.submit(
+        "rust#send", 1, {"a": [2]}, kwargs={"flag": True}, tenant="acme", correlation="c", priority=3
+    )
+    job = client.show(submitted.id)
+    assert (submitted.created, job.state, job.kind, job.function_name) == (True, JobState.PENDING, "rust", "send")
     assert (job.tenant, job.correlation, job.priority, job.attempts, job.result) == ("acme", "c", 3, 0, None)
-    other = Store(store.queue.address, "rust")
-    [delivery] = other.fetched()
-    assert delivery.transaction.id == got.id
+    rust_worker = ManualWorker(worker.queue.dsn, "rust")
+    [delivery] = rust_worker.fetch()
+    assert delivery.transaction.id == submitted.id
     assert delivery.transaction.payload.body == {
         "function": "rust#send",
         "args": [1, {"a": [2]}],
         "kwargs": {"flag": True},
     }
-    other.close()
+    rust_worker.close()
 
 
-@pytest.mark.parametrize("how", ["delay", "at"])
-def test_a_delayed_job_is_not_claimed_before_its_time(client, store, how):
-    told = {"delay": 0.6} if how == "delay" else {"at": datetime.now(UTC) + timedelta(seconds=0.6)}
-    later = client.submit("echo", 1, **told)
-    now = client.submit("echo", 2)
-    assert [one.transaction.id for one in store.queue.fetch_transactions(10)] == [now.id]
-    assert store.queue.fetch_transactions(10) == []
-    [delivery] = store.fetched()
-    assert delivery.transaction.id == later.id
-    job = client.show(later.id)
+@pytest.mark.parametrize("parameter", ["delay", "at"])
+def test_a_delayed_job_is_not_claimed_before_its_time(client, worker, parameter):
+    options = {"delay": 0.6} if parameter == "delay" else {"at": datetime.now(UTC) + timedelta(seconds=0.6)}
+    delayed = client.submit("echo", 1, **options)
+    immediate = client.submit("echo", 2)
+    assert [each.transaction.id for each in worker.queue.fetch_transactions(10)] == [immediate.id]
+    assert worker.queue.fetch_transactions(10) == []
+    [delivery] = worker.fetch()
+    assert delivery.transaction.id == delayed.id
+    job = client.show(delayed.id)
     assert 0.4 < (job.due_at - job.created_at).total_seconds() < 0.7
 
 
-def test_a_moment_that_has_passed_is_now(client, store):
-    got = client.submit("echo", at=datetime.now(UTC) - timedelta(days=1))
-    assert [one.transaction.id for one in store.queue.fetch_transactions(10)] == [got.id]
+def test_a_job_scheduled_in_the_past_is_due_immediately(client, worker):
+    submitted = client.submit("echo", at=datetime.now(UTC) - timedelta(days=1))
+    assert [delivery.transaction.id for delivery in worker.queue.fetch_transactions(10)] == [submitted.id]
 
 
-def test_the_more_urgent_is_sooner(client, store):
+def test_a_job_with_a_higher_priority_is_claimed_first(client, worker):
     ids = [client.submit("echo", n, priority=n).id for n in (0, -1, 5)]
-    # One at a time: what is claimed together comes in no order.
-    taken = [store.queue.fetch_transactions(1)[0].transaction.id for _ in ids]
-    assert taken == [ids[2], ids[0], ids[1]]
+    # One at a time: deliveries of one fetch have no defined order.
+    claimed_ids = [worker.queue.fetch_transactions(1)[0].transaction.id for _ in ids]
+    assert claimed_ids == [ids[2], ids[0], ids[1]]
 
 
 @pytest.mark.parametrize(
-    "told, words",
+    "options, message",
     [
         ({"delay": -1}, "a delay is between"),
         ({"delay": float("nan")}, "a delay is between"),
@@ -107,31 +109,31 @@ def test_the_more_urgent_is_sooner(client, store):
         ({"unique_key": ""}, "a unique key has"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_value(client, told, words):
-    with pytest.raises(ConfigurationError, match=words):
-        client.submit("echo", **told)
+def test_invalid_options_are_rejected_with_the_reason(client, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        client.submit("echo", **options)
 
 
 @pytest.mark.parametrize("name", ["", "rust#", "x" * 1025])
-def test_a_name_that_no_route_can_have_is_the_callers_slip(client, name):
+def test_an_invalid_function_name_is_a_configuration_error(client, name):
     with pytest.raises(ConfigurationError):
         client.submit(name)
 
 
-def test_arguments_that_are_no_json_are_refused_and_nothing_is_written(client):
+def test_arguments_that_are_not_json_are_rejected_and_nothing_is_written(client):
     for argument in (object(), float("nan"), "\ud800"):
         with pytest.raises(UnencodableError):
             client.submit("echo", argument)
     assert client.list() == []
 
 
-def test_without_a_database_it_says_what_to_set(monkeypatch):
+def test_without_a_database_address_the_error_names_the_variable(monkeypatch):
     monkeypatch.delenv("ERGON_POSTGRES__DSN", raising=False)
     with pytest.raises(ConfigurationError, match="ERGON_POSTGRES__DSN"):
         JobClient()
 
 
-def test_before_the_upgrade_it_says_what_to_run(postgres):
+def test_before_the_upgrade_the_error_names_the_command(postgres):
     with (
         JobClient(postgres.create_database("jobs_unmade")) as client,
         pytest.raises(ConfigurationError, match="upgrade"),
@@ -143,11 +145,11 @@ def test_before_the_upgrade_it_says_what_to_run(postgres):
 
 
 @pytest.mark.spec("EXE-27")
-def test_the_same_job_under_one_key_is_the_job_that_exists(client, store):
+def test_the_same_job_under_the_same_key_is_the_existing_job(client, worker):
     first = client.submit("charge", {"b": 1, "a": 2}, unique_key="order-7")
-    again = client.submit("python#charge", {"a": 2, "b": 1}, unique_key="order-7")
-    assert (again.id, first.created, again.created) == (first.id, True, False)
-    assert len(store.queue.fetch_transactions(10)) == 1
+    repeated = client.submit("python#charge", {"a": 2, "b": 1}, unique_key="order-7")
+    assert (repeated.id, first.created, repeated.created) == (first.id, True, False)
+    assert len(worker.queue.fetch_transactions(10)) == 1
 
 
 @pytest.mark.spec("EXE-27")
@@ -156,14 +158,14 @@ def test_the_same_job_under_one_key_is_the_job_that_exists(client, store):
 )
 def test_another_job_under_the_same_key_is_a_conflict_that_names_both(client, function, args):
     first = client.submit("charge", {"n": 1}, unique_key="order-7")
-    with pytest.raises(JobConflict) as refused:
+    with pytest.raises(JobConflict) as conflict:
         client.submit(function, *args, unique_key="order-7", id="second")
-    assert all(word in str(refused.value) for word in ("order-7", first.id, "second", "pending"))
+    assert all(word in str(conflict.value) for word in ("order-7", first.id, "second", "pending"))
     assert [job.id for job in client.list()] == [first.id]
 
 
 @pytest.mark.spec("EXE-27")
-def test_a_unique_key_is_one_tenants_own(client):
+def test_a_unique_key_belongs_to_one_tenant(client):
     ids = {
         client.submit("charge", tenant, unique_key="order-7", tenant=tenant).id for tenant in ("acme", "rival", None)
     }
@@ -174,49 +176,51 @@ def test_a_unique_key_is_one_tenants_own(client):
 
 
 @pytest.mark.spec("EXE-27")
-def test_of_many_who_submit_one_key_at_once_one_makes_the_job(dsn):
+def test_concurrent_submissions_of_one_key_create_one_job(dsn):
     with JobClient(dsn) as client, ThreadPoolExecutor(8) as pool:
         for key in range(10):
-            got = list(pool.map(lambda _, key=key: client.submit("charge", key, unique_key=f"k-{key}"), range(8)))
-            assert sum(one.created for one in got) == 1
-            assert len({one.id for one in got}) == 1
-    assert rows(dsn, "select count(*) from ergon.ready") == [(10,)]
+            submissions = list(
+                pool.map(lambda _, key=key: client.submit("charge", key, unique_key=f"k-{key}"), range(8))
+            )
+            assert sum(submission.created for submission in submissions) == 1
+            assert len({submission.id for submission in submissions}) == 1
+    assert run_sql(dsn, "select count(*) from ergon.ready") == [(10,)]
 
 
 @pytest.mark.spec("EXE-27")
-def test_whoever_comes_second_waits_until_the_first_has_committed_or_not(dsn):
+def test_a_second_submission_of_a_key_waits_until_the_first_commits_or_rolls_back(dsn):
     with JobClient(dsn) as client, ThreadPoolExecutor(1) as pool:
         for commits in (False, True):
-            with psycopg.connect(dsn) as first:
-                made = client.submit_on(first, "charge", 1, unique_key="k")
+            with psycopg.connect(dsn) as connection:
+                first = client.submit_on(connection, "charge", 1, unique_key="k")
                 second = pool.submit(client.submit, "charge", 1, unique_key="k")
-                waiting = "select count(*) from pg_stat_activity where wait_event_type = 'Lock'"
-                while rows(dsn, waiting) == [(0,)]:
+                count_waiting = "select count(*) from pg_stat_activity where wait_event_type = 'Lock'"
+                while run_sql(dsn, count_waiting) == [(0,)]:
                     assert not second.done()
-                first.commit() if commits else first.rollback()
-            got = second.result(20)
-            assert got.created is (not commits)
+                connection.commit() if commits else connection.rollback()
+            submitted = second.result(20)
+            assert submitted.created is (not commits)
             if not commits:
-                rows(dsn, "delete from ergon.job")
+                run_sql(dsn, "delete from ergon.job")
             else:
-                assert got.id == made.id
+                assert submitted.id == first.id
 
 
 @pytest.mark.spec("EXE-27")
-def test_below_a_handler_a_second_run_submits_the_same_job(client):
+def test_inside_a_handler_a_second_run_submits_the_same_job(client):
     def handle():
-        scope.enter(Scope(Transaction("order-7", source="shop"), "process", 0))
+        scope.set_scope(Scope(Transaction("order-7", source="shop"), "process", 0))
         try:
-            one = client.submit("charge", 7)
+            submission = client.submit("charge", 7)
             with pytest.raises(ConfigurationError, match="name="):
                 client.submit("charge", 8)
-            return [one, client.submit("charge", 8, name="second")]
+            return [submission, client.submit("charge", 8, name="second")]
         finally:
-            scope.enter(None)
+            scope.set_scope(None)
 
-    first, again = handle(), handle()
-    assert [one.id for one in first] == [one.id for one in again]
-    assert [one.created for one in first + again] == [True, True, False, False]
+    first, repeated = handle(), handle()
+    assert [submission.id for submission in first] == [submission.id for submission in repeated]
+    assert [submission.created for submission in first + repeated] == [True, True, False, False]
     job = client.show(first[0].id)
     assert job.correlation == "order-7"
 
@@ -224,20 +228,20 @@ def test_below_a_handler_a_second_run_submits_the_same_job(client):
 # -- many at once ---------------------------------------------------------------------------------
 
 
-def test_many_are_submitted_in_their_order_and_waited_for_together(client, store):
-    wanted = [Request(function="echo", args=(n,), id=f"n{n}") for n in range(6)]
-    assert [one.id for one in client.submit_many(wanted)] == [f"n{n}" for n in range(6)]
-    again = client.submit_many([Request(function="echo", args=(6,), id="n6"), wanted[2]])
-    assert [(one.id, one.created) for one in again] == [("n6", True), ("n2", False)]
-    found = store.fetched(7)
-    assert [one.transaction.id for one in found] == [f"n{n}" for n in range(7)]
-    assert found[3].transaction.payload.body == {"function": "echo", "args": [3], "kwargs": {}}
-    store.start(*found)
-    for delivery in found[:-1]:
-        store.finish(delivery, Complete(delivery.transaction.payload.body["args"][0]))
+def test_many_jobs_are_submitted_in_order_and_awaited_together(client, worker):
+    requests = [JobRequest(function="echo", args=(n,), id=f"n{n}") for n in range(6)]
+    assert [each.id for each in client.submit_many(requests)] == [f"n{n}" for n in range(6)]
+    repeated = client.submit_many([JobRequest(function="echo", args=(6,), id="n6"), requests[2]])
+    assert [(each.id, each.created) for each in repeated] == [("n6", True), ("n2", False)]
+    deliveries = worker.fetch(7)
+    assert [each.transaction.id for each in deliveries] == [f"n{n}" for n in range(7)]
+    assert deliveries[3].transaction.payload.body == {"function": "echo", "args": [3], "kwargs": {}}
+    worker.start(*deliveries)
+    for delivery in deliveries[:-1]:
+        worker.finish(delivery, Complete(delivery.transaction.payload.body["args"][0]))
     with pytest.raises(JobWaitTimeout, match=r"1 of 7 jobs are not over after 0\.1 s"):
         client.wait_many([f"n{n}" for n in range(7)], timeout=0.1)
-    store.finish(found[-1], Bury(BLAME, fatal=True))
+    worker.finish(deliveries[-1], Fail(CAUSE, fatal=True))
     jobs = client.wait_many([f"n{n}" for n in range(7)])
     assert [(job.id, job.result) for job in jobs] == [(f"n{n}", n if n < 6 else None) for n in range(7)]
     assert jobs[-1].state is JobState.FAILED
@@ -247,76 +251,76 @@ def test_many_are_submitted_in_their_order_and_waited_for_together(client, store
 
 
 @pytest.mark.spec("EXE-27")
-def test_of_many_none_is_submitted_if_one_is_in_conflict(client, dsn):
+def test_no_job_of_a_batch_is_submitted_if_one_is_in_conflict(client, dsn):
     first = client.submit("charge", 1, unique_key="k")
     with pytest.raises(JobConflict, match="the unique key 'k' is taken"):
         client.submit_many(
-            [Request(function="charge", args=(2,)), Request(function="charge", args=(2,), unique_key="k")]
+            [JobRequest(function="charge", args=(2,)), JobRequest(function="charge", args=(2,), unique_key="k")]
         )
     assert [job.id for job in client.list()] == [first.id]
-    assert rows(dsn, "select count(*) from ergon.ready") == [(1,)]
+    assert run_sql(dsn, "select count(*) from ergon.ready") == [(1,)]
 
 
 @pytest.mark.parametrize("count, size", [(2_001, 1), (3, 9 * 1024 * 1024)])
-def test_what_is_too_much_for_one_statement_is_submitted_all_the_same(dsn, count, size):
+def test_a_batch_too_large_for_one_statement_is_submitted_completely(dsn, count, size):
     with JobClient(dsn) as client:
-        made = client.submit_many(Request(function="echo", args=("x" * size,)) for _ in range(count))
-    assert len({one.id for one in made}) == count
-    assert rows(dsn, "select count(*), min(length(body)) >= %s from ergon.ready", size) == [(count, True)]
+        submissions = client.submit_many(JobRequest(function="echo", args=("x" * size,)) for _ in range(count))
+    assert len({submission.id for submission in submissions}) == count
+    assert run_sql(dsn, "select count(*), min(length(body)) >= %s from ergon.ready", size) == [(count, True)]
 
 
 # -- in the caller's database transaction ---------------------------------------------------------
 
 
-class Undone(Exception):
-    """What the caller raises to have everything taken back."""
+class SubmissionRollback(Exception):
+    """The exception with which the caller rolls everything back."""
 
 
 @pytest.mark.parametrize("commits", [True, False])
-@pytest.mark.parametrize("library", SYNC)
-def test_it_is_there_if_the_callers_database_transaction_commits(library, commits, dsn):
+@pytest.mark.parametrize("library", SYNC_LIBRARIES)
+def test_a_job_exists_if_the_callers_database_transaction_commits(library, commits, dsn):
     effect = "insert into effect values ('x')"
     with JobClient(dsn) as client:
         try:
-            with SYNC[library](dsn) as (connection, savepoint):
-                got = client.submit_on(connection, "echo", {"text": "Käse %s :x"}, unique_key="k")
+            with SYNC_LIBRARIES[library](dsn) as (connection, savepoint):
+                submitted = client.submit_on(connection, "echo", {"text": "Käse %s :x"}, unique_key="k")
                 connection.execute(sa.text(effect) if "SQLAlchemy" in library else effect)
-                assert client.submit_on(connection, "echo", {"text": "Käse %s :x"}, unique_key="k").id == got.id
-                # A conflict spoils nothing of what the caller has done.
+                assert client.submit_on(connection, "echo", {"text": "Käse %s :x"}, unique_key="k").id == submitted.id
+                # A conflict does not abort what the caller has done.
                 with pytest.raises(JobConflict):
                     client.submit_on(connection, "echo", 2, unique_key="k")
                 with savepoint():
                     client.submit_on(connection, "echo", 3, delay=60)
                 assert client.list() == []
                 if not commits:
-                    raise Undone
-        except Undone:
+                    raise SubmissionRollback
+        except SubmissionRollback:
             pass
         assert len(client.list()) == (2 if commits else 0)
-    assert rows(dsn, "select count(*) from effect") == [(1 if commits else 0,)]
-    assert rows(dsn, "select count(*) from ergon.ready") == [(1 if commits else 0,)]
-    assert rows(dsn, "select count(*) from ergon.returned") == [(1 if commits else 0,)]
+    assert run_sql(dsn, "select count(*) from effect") == [(1 if commits else 0,)]
+    assert run_sql(dsn, "select count(*) from ergon.ready") == [(1 if commits else 0,)]
+    assert run_sql(dsn, "select count(*) from ergon.returned") == [(1 if commits else 0,)]
 
 
-@pytest.mark.parametrize("library", ASYNC)
-def test_the_same_on_async_connections(library, dsn):
+@pytest.mark.parametrize("library", ASYNC_LIBRARIES)
+def test_a_job_exists_if_the_callers_async_database_transaction_commits(library, dsn):
     async def main():
         async with AsyncJobClient(dsn) as client:
             for commits in (False, True):
                 try:
-                    async with ASYNC[library](dsn) as (connection, _):
-                        got = await client.submit_on(connection, "echo", 1, unique_key="k")
+                    async with ASYNC_LIBRARIES[library](dsn) as (connection, _):
+                        submitted = await client.submit_on(connection, "echo", 1, unique_key="k")
                         assert await client.list() == []
                         if not commits:
-                            raise Undone
-                except Undone:
+                            raise SubmissionRollback
+                except SubmissionRollback:
                     pass
-            assert [job.id for job in await client.list()] == [got.id]
+            assert [job.id for job in await client.list()] == [submitted.id]
 
     asyncio.run(main())
 
 
-DJANGO = """
+DJANGO_PROGRAM = """
     import sys
     import django
     from django.conf import settings
@@ -353,12 +357,12 @@ DJANGO = """
 
 
 def test_django_submits_in_its_own_atomic_block(dsn):
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(DJANGO), dsn]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.stdout, done.stderr, done.returncode) == ("kept\n", "", 0)
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(DJANGO_PROGRAM), dsn]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (result.stdout, result.stderr, result.returncode) == ("kept\n", "", 0)
 
 
-def test_a_statement_for_any_other_library(dsn, client):
+def test_any_other_library_can_execute_the_statement(dsn, client):
     sql, values = client.statement("echo", 1, style="psycopg")
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute(sql, values)
@@ -371,30 +375,30 @@ def test_a_statement_for_any_other_library(dsn, client):
 
 
 @pytest.mark.spec("EXE-12")
-@pytest.mark.parametrize("how", ["cancel", "kill"])
-@pytest.mark.parametrize("waits", ["for its turn", "for its time", "for its next attempt"])
-def test_whatever_waits_is_cancelled_and_its_message_goes_when_it_comes(client, store, how, waits):
-    job_id = client.submit("echo", 1, delay=0.3 if waits == "for its time" else 0).id
-    if waits == "for its next attempt":
-        [first] = store.fetched()
-        store.start(first)
-        assert store.finish(first, Again(0.0, BLAME)) is JobState.PENDING
-        store.queue.settle([(first, Later(0.0))])
-    assert getattr(client, how)(job_id) == (True if how == "cancel" else JobState.CANCELLED)
+@pytest.mark.parametrize("method", ["cancel", "kill"])
+@pytest.mark.parametrize("waits_for", ["for its turn", "for its time", "for its next attempt"])
+def test_a_waiting_job_is_cancelled_and_its_message_starts_no_attempt(client, worker, method, waits_for):
+    job_id = client.submit("echo", 1, delay=0.3 if waits_for == "for its time" else 0).id
+    if waits_for == "for its next attempt":
+        [first] = worker.fetch()
+        worker.start(first)
+        assert worker.finish(first, Retry(0.0, CAUSE)) is JobState.PENDING
+        worker.queue.settle([(first, Defer(0.0))])
+    assert getattr(client, method)(job_id) == (True if method == "cancel" else JobState.CANCELLED)
     job = client.show(job_id)
     assert (job.state, job.kill_asked, job.ended_at is not None) == (JobState.CANCELLED, False, True)
     assert client.cancel(job_id) is True
-    [delivery] = store.fetched()
-    assert store.start(delivery)[0].decision == "over"
+    [delivery] = worker.fetch()
+    assert worker.start(delivery)[0].decision == "over"
 
 
 @pytest.mark.spec("EXE-12")
-def test_once_begun_it_is_not_cancelled_and_its_outcome_is_applied(client, store):
+def test_a_started_job_is_not_cancelled_and_its_outcome_is_applied(client, worker):
     job_id = client.submit("echo", 1).id
-    [delivery] = store.fetched()
-    store.start(delivery)
+    [delivery] = worker.fetch()
+    worker.start(delivery)
     assert client.cancel(job_id) is False
-    assert store.finish(delivery, Complete("done")) is JobState.SUCCEEDED
+    assert worker.finish(delivery, Complete("done")) is JobState.SUCCEEDED
     assert client.cancel(job_id) is False
     assert client.kill(job_id) is JobState.SUCCEEDED
     assert (client.show(job_id).state, client.show(job_id).result) == (JobState.SUCCEEDED, "done")
@@ -405,61 +409,61 @@ def test_once_begun_it_is_not_cancelled_and_its_outcome_is_applied(client, store
     "verdict, state, code",
     [
         (Complete(1), JobState.SUCCEEDED, None),
-        (Bury(BLAME), JobState.FAILED, BLAME.code),
-        # A further attempt is not made.
-        (Again(5.0, BLAME), JobState.KILLED, BLAME.code),
-        (attempts.GiveBack(), JobState.KILLED, "killed"),
-        (attempts.Kill(), JobState.KILLED, "killed"),
+        (Fail(CAUSE), JobState.FAILED, CAUSE.code),
+        # No further attempt is made.
+        (Retry(5.0, CAUSE), JobState.KILLED, CAUSE.code),
+        (attempts.ReleaseAttempt(), JobState.KILLED, "killed"),
+        (attempts.KillAttempt(), JobState.KILLED, "killed"),
     ],
 )
-def test_an_outcome_is_applied_also_if_a_kill_was_asked_for(client, store, verdict, state, code):
+def test_an_outcome_is_applied_although_a_kill_was_requested(client, worker, verdict, state, code):
     job_id = client.submit("echo", 1).id
-    [delivery] = store.fetched()
-    store.start(delivery)
+    [delivery] = worker.fetch()
+    worker.start(delivery)
     assert client.kill(job_id) is JobState.RUNNING
     assert client.show(job_id).kill_asked
-    assert store.finish(delivery, verdict) is state
+    assert worker.finish(delivery, verdict) is state
     job = client.show(job_id)
     assert (job.state, job.error and job.error.code) == (state, code)
     assert job.result == (1 if state is JobState.SUCCEEDED else None)
     assert client.kill(job_id) is state
 
 
-# -- to look --------------------------------------------------------------------------------------
+# -- show and list --------------------------------------------------------------------------------
 
 
-def test_who_is_not_there_is_named(client):
-    for ask in (client.show, client.cancel, client.kill, client.replay, client.wait):
+def test_a_missing_job_is_named_in_the_error(client):
+    for call in (client.show, client.cancel, client.kill, client.replay, client.wait):
         with pytest.raises(JobNotFound, match="'nobody'"):
-            ask("nobody")
+            call("nobody")
 
 
-def test_waiting_ends_with_the_job(client, store):
+def test_waiting_ends_with_the_job(client, worker):
     job_id = client.submit("echo", 1).id
-    [delivery] = store.fetched()
-    store.start(delivery)
-    ending = threading.Timer(0.3, lambda: store.finish(delivery, Complete({"a": [1, None, "ä\0"]})))
-    ending.start()
+    [delivery] = worker.fetch()
+    worker.start(delivery)
+    finish_timer = threading.Timer(0.3, lambda: worker.finish(delivery, Complete({"a": [1, None, "ä\0"]})))
+    finish_timer.start()
     job = client.wait(job_id, timeout=20)
     assert (job.state, job.result) == (JobState.SUCCEEDED, {"a": [1, None, "ä\0"]})
-    ending.join()
+    finish_timer.join()
 
 
-def test_who_waits_in_vain_is_told_where_the_job_is(client):
+def test_a_wait_that_times_out_reports_the_state_of_the_job(client):
     job_id = client.submit("echo", 1).id
-    with pytest.raises(JobWaitTimeout, match=r"pending after 0\.1 s") as late:
+    with pytest.raises(JobWaitTimeout, match=r"pending after 0\.1 s") as timed_out:
         client.wait(job_id, timeout=0.1)
-    assert (late.value.state, isinstance(late.value, TimeoutError)) == (JobState.PENDING, True)
+    assert (timed_out.value.state, isinstance(timed_out.value, TimeoutError)) == (JobState.PENDING, True)
 
 
-def test_jobs_are_listed_by_what_they_are_the_newest_first_and_page_by_page(client, store):
-    ids = [client.submit(f"{kind}#{name}", tenant=who).id for kind, name, who in LISTED]
-    cancelled = [ids[1], ids[4]]
-    for job_id in cancelled:
+def test_jobs_are_listed_by_filter_newest_first_and_in_pages(client, worker):
+    ids = [client.submit(f"{kind}#{name}", tenant=tenant).id for kind, name, tenant in LISTED_JOBS]
+    cancelled_ids = [ids[1], ids[4]]
+    for job_id in cancelled_ids:
         client.cancel(job_id)
     newest = ids[::-1]
     assert [job.id for job in client.list()] == newest
-    assert [job.id for job in client.list(states=["cancelled"])] == cancelled[::-1]
+    assert [job.id for job in client.list(states=["cancelled"])] == cancelled_ids[::-1]
     assert [job.id for job in client.list(kind="rust")] == [ids[3], ids[2]]
     assert [job.id for job in client.list(kind="rust", states=["cancelled"])] == []
     assert [job.id for job in client.list(function="send")] == [ids[4], ids[2], ids[0]]
@@ -476,7 +480,7 @@ def test_jobs_are_listed_by_what_they_are_the_newest_first_and_page_by_page(clie
         client.list(limit=0)
 
 
-LISTED = [
+LISTED_JOBS = [
     ("python", "send", "acme"),
     ("python", "mail", "acme"),
     ("rust", "send", None),
@@ -485,79 +489,79 @@ LISTED = [
 ]
 
 
-def test_a_list_reads_no_more_than_it_shows(dsn, client):
+def test_a_list_does_not_read_the_whole_table(dsn, client):
     client.submit("echo")
-    rows(
+    run_sql(
         dsn,
         """insert into ergon.job (id, queue, function_name, digest, retention, state)
         select 'x' || n, (select id from ergon.queue limit 1), 'f', '', 1, 'succeeded'
         from generate_series(1, 20000) n""",
     )
-    rows(dsn, "analyze ergon.job")
-    began = _read(dsn)
+    run_sql(dsn, "analyze ergon.job")
+    rows_before = _count_rows_read(dsn)
     assert len(client.list(limit=5)) == 5
     assert len(client.list(limit=5, states=["pending"])) == 1
-    assert _read(dsn) - began < 500
+    assert _count_rows_read(dsn) - rows_before < 500
 
 
-def _read(dsn):
-    rows(dsn, "select pg_stat_force_next_flush()")
-    [(found,)] = rows(dsn, "select seq_tup_read + idx_tup_fetch from pg_stat_user_tables where relname = 'job'")
-    return found
+def _count_rows_read(dsn):
+    run_sql(dsn, "select pg_stat_force_next_flush()")
+    [(row_count,)] = run_sql(dsn, "select seq_tup_read + idx_tup_fetch from pg_stat_user_tables where relname = 'job'")
+    return row_count
 
 
 # -- replay and retention -------------------------------------------------------------------------
 
 
-def buried(client, store, *, attempts_made=2):
+def fail_job(client, worker, *, attempts_made=2):
     job_id = client.submit("echo", 1).id
-    [delivery] = store.fetched()
-    store.start(delivery)
-    assert store.finish(delivery, Bury(BLAME)) is JobState.FAILED
+    [delivery] = worker.fetch()
+    worker.start(delivery)
+    assert worker.finish(delivery, Fail(CAUSE)) is JobState.FAILED
     return job_id, delivery
 
 
-def test_a_dead_job_is_replayed_with_its_attempts_counted_anew(client, store):
-    job_id, delivery = buried(client, store)
+def test_a_failed_job_is_replayed_with_its_attempts_reset(client, worker):
+    job_id, delivery = fail_job(client, worker)
     with pytest.raises(NotReplayable, match="being written just now"):
         client.replay(job_id)
-    store.queue.settle([(delivery, DeadLetter("executor_error"))])
+    worker.queue.settle([(delivery, DeadLetter("executor_error"))])
     client.replay(job_id)
     job = client.show(job_id)
     assert (job.state, job.attempts, job.error, job.ended_at, job.expires_at) == (JobState.PENDING, 0, None, None, None)
-    assert store.queue.depth().dead == 0
-    [again] = store.fetched()
-    [started] = store.start(again)
-    assert (again.transaction.id, started.decision, started.attempt_number) == (job_id, "run", 1)
+    assert worker.queue.depth().dead == 0
+    [replayed] = worker.fetch()
+    [started] = worker.start(replayed)
+    assert (replayed.transaction.id, started.decision, started.attempt_number) == (job_id, "run", 1)
     with pytest.raises(NotReplayable, match="is running; only one that has failed"):
         client.replay(job_id)
 
 
 @pytest.mark.parametrize("state", ["succeeded", "failed", "cancelled"])
-def test_what_has_expired_is_thrown_away_but_not_while_its_dead_letter_can_be_replayed(client, store, dsn, state):
-    old = client.submit("echo", 1, retention=0).id
+def test_an_expired_job_is_deleted_unless_its_dead_letter_can_be_replayed(client, worker, dsn, state):
+    expired = client.submit("echo", 1, retention=0).id
     kept = client.submit("echo", 1).id
     if state == "cancelled":
-        client.cancel(old)
+        client.cancel(expired)
         client.cancel(kept)
     else:
-        for delivery in store.fetched(2):
-            store.start(delivery)
-            store.finish(delivery, Complete(1) if state == "succeeded" else Bury(BLAME))
-            store.queue.settle([(delivery, Ack() if state == "succeeded" else DeadLetter("x"))])
+        for delivery in worker.fetch(2):
+            worker.start(delivery)
+            worker.finish(delivery, Complete(1) if state == "succeeded" else Fail(CAUSE))
+            worker.queue.settle([(delivery, Ack() if state == "succeeded" else DeadLetter("x"))])
     client.submit("echo", 1)
-    left = 2 if state != "failed" else 3
-    store.lines.run(attempts.swept(10))
-    assert len(client.list()) == left
+    remaining = 2 if state != "failed" else 3
+    worker.pool.run(attempts.delete_expired(10))
+    assert len(client.list()) == remaining
     if state == "failed":
-        rows(dsn, "delete from ergon.dead_letter")
-        rows(dsn, "update ergon.job set expires_at = now() - interval '1 second' where id = %s", old)
-        store.lines.run(attempts.swept(10))
-    assert old not in {job.id for job in client.list()}
+        run_sql(dsn, "delete from ergon.dead_letter")
+        run_sql(dsn, "update ergon.job set expires_at = now() - interval '1 second' where id = %s", expired)
+        worker.pool.run(attempts.delete_expired(10))
+    assert expired not in {job.id for job in client.list()}
     assert client.show(kept).expires_at > datetime.now(UTC) + timedelta(days=6)
 
 
-def test_a_cancelled_job_that_was_to_wait_long_is_there_when_its_message_comes(client):
+def test_a_cancelled_job_with_a_long_delay_is_kept_until_its_message_is_delivered(client):
     job_id = client.submit("echo", 1, delay=30 * 86_400, retention=60).id
     client.cancel(job_id)
     assert client.show(job_id).expires_at > datetime.now(UTC) + timedelta(days=30)

@@ -1,4 +1,4 @@
-"""Cron entries on a real database: declared, fired once over a fleet, missed, paused, and broken off in the middle."""
+"""Cron entries on a real database: declared, fired once across a fleet, missed, paused, and interrupted."""
 
 from __future__ import annotations
 
@@ -13,22 +13,30 @@ import psycopg
 import pytest
 
 from ergon_framework.connectors.codec import UnencodableError
-from ergon_framework.errors import ConfigurationError, ConnectionLost, MissingExtraError
+from ergon_framework.errors import ConfigurationError, ConnectionLostError, MissingExtraError
 from ergon_framework.executor.jobs import crontab
 from ergon_framework.executor.jobs.client import AsyncJobClient, JobClient
-from ergon_framework.executor.jobs.clockwork import Clockwork
+from ergon_framework.executor.jobs.clockwork import CronScheduler
 from ergon_framework.executor.jobs.cron import Cron, CronNotFound, Misfire, job_key
 from ergon_framework.executor.jobs.model import JobConflict, JobState
-from ergon_framework.executor.jobs.observe import tally_of
-from ergon_framework.schema.lines import Lines
+from ergon_framework.executor.jobs.observe import job_metrics
+from ergon_framework.schema.lines import ConnectionPool
 from ergon_framework.telemetry import names
-from tests.integration.jobs import ROOT, Client, Store, orchestrator, rows, running, until
-from tests.log_events import event_of
-from tests.servers.databases import migrated
+from tests.integration.jobs import (
+    ROOT,
+    BlockingJobClient,
+    ManualWorker,
+    make_orchestrator,
+    run_sql,
+    run_task,
+    wait_until,
+)
+from tests.log_events import get_event
+from tests.servers.databases import create_migrated_database
 
 DAILY = "0 3 * * *"
 YEARLY = "0 0 1 1 *"
-SECOND = "* * * * * *"
+EVERY_SECOND = "* * * * * *"
 
 
 @pytest.fixture
@@ -38,41 +46,41 @@ def dsn(database):
 
 @pytest.fixture(params=["sync", "async"])
 def client(request, dsn):
-    made = Client(request.param, dsn)
-    yield made
-    made.end()
+    job_client = BlockingJobClient(request.param, dsn)
+    yield job_client
+    job_client.end()
 
 
 @pytest.fixture
-def lines(dsn):
-    made = Lines(dsn)
-    yield made
-    made.close()
+def pool(dsn):
+    connection_pool = ConnectionPool(dsn)
+    yield connection_pool
+    connection_pool.close()
 
 
-def fire(lines):
-    """Fire what is due, as an orchestrator does it."""
-    found, tried = [], set()
-    while (fired := lines.run(crontab.fire(tried))) is not None:
-        found.append(fired)
-    return found
+def fire_due(pool):
+    """Fire all due entries, as an orchestrator does."""
+    batches, tried = [], set()
+    while (fired := pool.run(crontab.fire_next(tried))) is not None:
+        batches.append(fired)
+    return batches
 
 
-def late(dsn, name, interval):
-    """Have the entry's next time be so long ago, to the minute; that time."""
+def make_overdue(dsn, name, interval):
+    """Set the entry's next time to *interval* ago, rounded down to the minute, and return it."""
     sql = "update ergon.cron set next_at = date_trunc('minute', now() - %s::interval) where name = %s returning next_at"
-    return rows(dsn, sql, interval, name)[0][0]
+    return run_sql(dsn, sql, interval, name)[0][0]
 
 
-def keys(dsn):
-    return [key for (key,) in rows(dsn, "select unique_key from ergon.job order by number")]
+def list_job_keys(dsn):
+    return [key for (key,) in run_sql(dsn, "select unique_key from ergon.job order by number")]
 
 
 # -- declaring --------------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("EXE-27")
-def test_an_entry_is_declared_listed_and_taken_away(client):
+def test_an_entry_is_declared_listed_and_removed(client):
     client.schedule(Cron("nightly", DAILY, "rust#report", [1], zone="Europe/Berlin", misfire="skip", grace=5.0))
     [entry] = client.schedules()
     assert (entry.name, entry.expression, entry.zone) == ("nightly", DAILY, "Europe/Berlin")
@@ -86,21 +94,21 @@ def test_an_entry_is_declared_listed_and_taken_away(client):
 
 
 @pytest.mark.spec("EXE-27")
-def test_declared_again_it_keeps_its_place_and_only_another_time_moves_it(client, dsn):
+def test_a_redeclared_entry_keeps_its_next_time_unless_its_schedule_changes(client, dsn):
     client.schedule(Cron("nightly", DAILY, "report"))
-    was = late(dsn, "nightly", "2 hours")
+    next_at = make_overdue(dsn, "nightly", "2 hours")
     client.schedule(Cron("nightly", DAILY, "report"))
     client.schedule(Cron("nightly", DAILY, "other", [1], misfire="all"))
     [entry] = client.schedules()
-    assert (entry.next_at, entry.function_name, entry.misfire) == (was, "other", Misfire.ALL)
-    for told in ({"expression": "0 4 * * *"}, {"expression": "0 4 * * *", "zone": "Asia/Tokyo"}):
-        late(dsn, "nightly", "2 hours")
-        client.schedule(Cron(**{"name": "nightly", "expression": DAILY, "function": "other", **told}))
+    assert (entry.next_at, entry.function_name, entry.misfire) == (next_at, "other", Misfire.ALL)
+    for change in ({"expression": "0 4 * * *"}, {"expression": "0 4 * * *", "zone": "Asia/Tokyo"}):
+        make_overdue(dsn, "nightly", "2 hours")
+        client.schedule(Cron(**{"name": "nightly", "expression": DAILY, "function": "other", **change}))
         assert client.schedules()[0].next_at > datetime.now(UTC)
 
 
 @pytest.mark.spec("EXE-27")
-def test_what_is_wrong_is_refused_and_nothing_is_written(client):
+def test_an_invalid_entry_is_rejected_and_nothing_is_written(client):
     for argument in (object(), float("nan"), "\ud800"):
         with pytest.raises(UnencodableError):
             client.schedule(Cron("nightly", DAILY, "report", [argument]))
@@ -109,16 +117,16 @@ def test_what_is_wrong_is_refused_and_nothing_is_written(client):
     assert client.schedules() == []
 
 
-def test_an_entry_for_executors_that_are_not_there_is_refused(dsn):
+def test_an_entry_for_an_executor_that_is_not_served_is_rejected(dsn):
     with pytest.raises(ConfigurationError, match="'nightly' is for 'rust'; the executors here are python"):
-        orchestrator(dsn, crons=[Cron("nightly", DAILY, "rust#report")])
+        make_orchestrator(dsn, crons=[Cron("nightly", DAILY, "rust#report")])
     with pytest.raises(ConfigurationError, match="the same name"):
-        orchestrator(dsn, crons=[Cron("nightly", DAILY, "a"), Cron("nightly", DAILY, "b")])
+        make_orchestrator(dsn, crons=[Cron("nightly", DAILY, "a"), Cron("nightly", DAILY, "b")])
     with JobClient(dsn, executors=["go"]) as client, pytest.raises(ConfigurationError, match="is for 'python'"):
         client.schedule(Cron("nightly", DAILY, "report"))
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch):
+def test_without_cronsim_the_error_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cronsim", None)
     with pytest.raises(MissingExtraError, match=r"ergon-framework\[cron\]"):
         Cron("nightly", DAILY, "report")
@@ -128,271 +136,276 @@ def test_without_the_library_it_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.spec("EXE-27")
-def test_what_is_due_is_a_job_with_its_scheduled_time_as_its_id(client, dsn, lines):
-    told = {"priority": 3, "max_attempts": 2, "timeout": 9.0, "tenant": "acme", "retention": 60.0}
-    client.schedule(Cron("yearly", YEARLY, "rust#report", ["a"], {"b": 1}, grace=600.0, **told))
-    assert fire(lines) == []
-    moment = late(dsn, "yearly", "30 seconds")
-    [fired] = fire(lines)
+def test_a_due_entry_becomes_a_job_with_its_scheduled_time_as_its_id(client, dsn, pool):
+    options = {"priority": 3, "max_attempts": 2, "timeout": 9.0, "tenant": "acme", "retention": 60.0}
+    client.schedule(Cron("yearly", YEARLY, "rust#report", ["a"], {"b": 1}, grace=600.0, **options))
+    assert fire_due(pool) == []
+    scheduled_at = make_overdue(dsn, "yearly", "30 seconds")
+    [fired] = fire_due(pool)
     assert (fired.name, fired.submitted, fired.repeated, fired.missed_since) == ("yearly", 1, 0, None)
-    job = client.show(job_key("yearly", moment))
-    assert job.id == job.unique_key == f"cron:yearly:{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    job = client.show(job_key("yearly", scheduled_at))
+    assert job.id == job.unique_key == f"cron:yearly:{scheduled_at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
     assert (job.kind, job.function_name, job.priority, job.max_attempts) == ("rust", "report", 3, 2)
     assert (job.timeout, job.tenant, job.state) == (9.0, "acme", JobState.PENDING)
-    store = Store(dsn, "rust")
-    [delivery] = store.fetched()
+    worker = ManualWorker(dsn, "rust")
+    [delivery] = worker.fetch()
     assert delivery.transaction.payload.body == {"function": "rust#report", "args": ["a"], "kwargs": {"b": 1}}
-    store.close()
+    worker.close()
     [entry] = client.schedules()
-    assert entry.last_at == moment
+    assert entry.last_at == scheduled_at
     assert entry.next_at > datetime.now(UTC)
-    assert fire(lines) == []
+    assert fire_due(pool) == []
 
 
 @pytest.mark.spec("EXE-27")
 @pytest.mark.parametrize("misfire", Misfire)
-def test_after_an_outage_the_policy_says_what_is_made_up_for(client, dsn, lines, misfire):
+def test_after_an_outage_the_misfire_policy_decides_which_times_are_caught_up(client, dsn, pool, misfire):
     client.schedule(Cron("minutely", "* * * * *", "report", misfire=misfire))
-    first = late(dsn, "minutely", "10 minutes")
-    [fired] = fire(lines)
+    first = make_overdue(dsn, "minutely", "10 minutes")
+    [fired] = fire_due(pool)
     [entry] = client.schedules()
-    passed = (entry.next_at - first) // timedelta(minutes=1)
-    assert passed in {11, 12}  # a minute may have begun meanwhile
-    wanted = [job_key("minutely", first + timedelta(minutes=n)) for n in range(passed)]
-    wanted = {"skip": [], "once": wanted[-1:], "all": wanted}[misfire]
-    assert (fired.submitted, fired.missed_since) == (len(wanted), first)
-    assert keys(dsn) == wanted
+    missed_count = (entry.next_at - first) // timedelta(minutes=1)
+    assert missed_count in {11, 12}  # a minute may have begun meanwhile
+    expected_keys = [job_key("minutely", first + timedelta(minutes=n)) for n in range(missed_count)]
+    expected_keys = {"skip": [], "once": expected_keys[-1:], "all": expected_keys}[misfire]
+    assert (fired.submitted, fired.missed_since) == (len(expected_keys), first)
+    assert list_job_keys(dsn) == expected_keys
     assert entry.last_at == (None if misfire == "skip" else entry.next_at - timedelta(minutes=1))
 
 
 @pytest.mark.spec("EXE-27")
-def test_all_is_bounded_and_made_in_several_database_transactions(client, dsn, lines):
+def test_misfire_all_is_bounded_and_split_into_several_database_transactions(client, dsn, pool):
     client.schedule(Cron("minutely", "* * * * *", "report", misfire="all"))
-    late(dsn, "minutely", "3 days")
-    found = fire(lines)
-    assert max(fired.submitted for fired in found) == crontab.GROUP
-    assert len(set(keys(dsn))) in {crontab.MOST, crontab.MOST + 1}  # a minute may have begun meanwhile
+    make_overdue(dsn, "minutely", "3 days")
+    batches = fire_due(pool)
+    assert max(fired.submitted for fired in batches) == crontab.MAX_TRANSACTION_JOBS
+    assert len(set(list_job_keys(dsn))) in {
+        crontab.MAX_CATCH_UP_JOBS,
+        crontab.MAX_CATCH_UP_JOBS + 1,
+    }  # a minute may have begun meanwhile
 
 
 @pytest.mark.spec("EXE-27")
-def test_a_time_whose_key_has_another_payload_was_fired_and_holds_nobody_up(client, dsn, lines):
+def test_a_time_whose_key_exists_with_another_payload_counts_as_fired(client, dsn, pool):
     client.schedule(Cron("minutely", "* * * * *", "report", ["new"], grace=600.0))
-    moment = late(dsn, "minutely", "1 minute")
-    client.submit("report", "old", unique_key=job_key("minutely", moment))
+    scheduled_at = make_overdue(dsn, "minutely", "1 minute")
+    client.submit("report", "old", unique_key=job_key("minutely", scheduled_at))
     with pytest.raises(JobConflict):
-        client.submit("report", "other", unique_key=job_key("minutely", moment))
-    [fired] = fire(lines)
+        client.submit("report", "other", unique_key=job_key("minutely", scheduled_at))
+    [fired] = fire_due(pool)
     assert (fired.submitted in {1, 2}, fired.repeated) == (True, 1)
-    assert keys(dsn) == [job_key("minutely", moment + timedelta(minutes=n)) for n in range(fired.submitted + 1)]
+    assert list_job_keys(dsn) == [
+        job_key("minutely", scheduled_at + timedelta(minutes=n)) for n in range(fired.submitted + 1)
+    ]
     assert client.schedules()[0].next_at > datetime.now(UTC)
 
 
 @pytest.mark.spec("EXE-27")
-def test_a_paused_entry_is_not_fired_and_what_passed_meanwhile_is_not_missed(client, dsn, lines):
+def test_a_paused_entry_is_not_fired_and_times_in_the_pause_are_not_misfires(client, dsn, pool):
     client.schedule(Cron("daily", DAILY, "report", misfire="all"))
     client.pause_schedule("daily")
-    late(dsn, "daily", "10 days")
+    make_overdue(dsn, "daily", "10 days")
     client.schedule(Cron("daily", DAILY, "other", misfire="all"))
-    assert fire(lines) == []
+    assert fire_due(pool) == []
     assert not client.schedules()[0].enabled
     client.resume_schedule("daily")
     assert client.schedules()[0].next_at > datetime.now(UTC)
-    assert fire(lines) == []
-    for steer in (client.pause_schedule, client.resume_schedule):
+    assert fire_due(pool) == []
+    for change_state in (client.pause_schedule, client.resume_schedule):
         with pytest.raises(CronNotFound, match="no cron entry 'nobody'"):
-            steer("nobody")
+            change_state("nobody")
 
 
-# -- dying, racing, breaking ------------------------------------------------------------------------
+# -- kills, races, interruptions --------------------------------------------------------------------
 
 
-class Halted(Exception):
+class StatementReached(Exception):
     pass
 
 
-def halted(operation, statement):
-    """The operation, until *statement* is about to be made."""
+def run_until(operation, statement):
+    """Run the operation until *statement* would be executed."""
     try:
         query = next(operation)
         while query.sql != statement:
             query = operation.send((yield query))
     finally:
         operation.close()
-    raise Halted
+    raise StatementReached
 
 
 @pytest.mark.spec("EXE-27")
-@pytest.mark.parametrize("statement", [crontab.MOVE, "commit"])
-def test_who_dies_between_the_job_and_the_next_time_has_done_nothing(client, dsn, lines, statement):
+@pytest.mark.parametrize("statement", [crontab.MOVE_NEXT_AT, "commit"])
+def test_a_process_killed_before_it_commits_the_next_time_has_submitted_nothing(client, dsn, pool, statement):
     client.schedule(Cron("minutely", "* * * * *", "report", grace=600.0))
-    moment = late(dsn, "minutely", "20 seconds")
-    with pytest.raises(Halted):
-        lines.run(halted(crontab.fire(set()), statement))
-    assert keys(dsn) == []
-    assert client.schedules()[0].next_at == moment
-    [fired] = fire(lines)
+    scheduled_at = make_overdue(dsn, "minutely", "20 seconds")
+    with pytest.raises(StatementReached):
+        pool.run(run_until(crontab.fire_next(set()), statement))
+    assert list_job_keys(dsn) == []
+    assert client.schedules()[0].next_at == scheduled_at
+    [fired] = fire_due(pool)
     assert fired.submitted in {1, 2, 3}
-    assert keys(dsn)[0] == job_key("minutely", moment)
-    assert len(keys(dsn)) == fired.submitted
+    assert list_job_keys(dsn)[0] == job_key("minutely", scheduled_at)
+    assert len(list_job_keys(dsn)) == fired.submitted
 
 
-KILLED = """
+STALLING_PROGRAM = """
 import sys, time
 from ergon_framework.executor.jobs import crontab
-from ergon_framework.schema.lines import Lines
+from ergon_framework.schema.lines import ConnectionPool
 
 def stalled(operation):
     query = next(operation)
-    while query.sql != crontab.MOVE:
+    while query.sql != crontab.MOVE_NEXT_AT:
         query = operation.send((yield query))
     print("submitted", flush=True)
     time.sleep(60)
 
-Lines(sys.argv[1]).run(stalled(crontab.fire(set())))
+ConnectionPool(sys.argv[1]).run(stalled(crontab.fire_next(set())))
 """
 
 
 @pytest.mark.spec("EXE-27")
-def test_a_process_that_is_killed_after_it_has_submitted_doubles_nothing(client, dsn, lines):
+def test_a_process_killed_after_a_submission_duplicates_no_job(client, dsn, pool):
     client.schedule(Cron("yearly", YEARLY, "report"))
-    moment = late(dsn, "yearly", "20 seconds")
-    child = subprocess.Popen([sys.executable, "-c", KILLED, dsn], stdout=subprocess.PIPE, cwd=ROOT)
+    scheduled_at = make_overdue(dsn, "yearly", "20 seconds")
+    child = subprocess.Popen([sys.executable, "-c", STALLING_PROGRAM, dsn], stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert child.stdout.readline() == b"submitted\n"
-        # While it lives nobody else has the entry.
-        assert fire(lines) == []
+        # While the process lives, no other process can lock the entry.
+        assert fire_due(pool) == []
     finally:
         child.kill()
         child.communicate()
-    fired = asyncio.run(until(lambda: fire(lines)))
-    assert [one.submitted for one in fired] == [1]
-    assert keys(dsn) == [job_key("yearly", moment)]
+    fired = asyncio.run(wait_until(lambda: fire_due(pool)))
+    assert [each.submitted for each in fired] == [1]
+    assert list_job_keys(dsn) == [job_key("yearly", scheduled_at)]
 
 
 @pytest.mark.spec("EXE-27")
-def test_a_process_that_is_stopped_in_the_middle_keeps_the_entry_for_seconds_only(client, dsn, lines):
+def test_a_process_suspended_while_it_fires_locks_the_entry_for_seconds_only(client, dsn, pool):
     client.schedule(Cron("yearly", YEARLY, "report"))
-    moment = late(dsn, "yearly", "20 seconds")
+    scheduled_at = make_overdue(dsn, "yearly", "20 seconds")
     stopped, resumed = threading.Event(), threading.Event()
 
-    def stalled(operation):
+    def stall(operation):
         query = next(operation)
-        while query.sql != crontab.MOVE:
+        while query.sql != crontab.MOVE_NEXT_AT:
             query = operation.send((yield query))
         stopped.set()
         resumed.wait(30)
         operation.send((yield query))
 
-    ended = []
+    errors = []
 
-    def work():
+    def fire_stalling():
         try:
-            lines.run(stalled(crontab.fire(set())))
-        except ConnectionLost as error:
-            ended.append(error)
+            pool.run(stall(crontab.fire_next(set())))
+        except ConnectionLostError as error:
+            errors.append(error)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=fire_stalling)
     thread.start()
     try:
         assert stopped.wait(10)
-        assert fire(lines) == []
-        assert [one.submitted for one in asyncio.run(until(lambda: fire(lines)))] == [1]
+        assert fire_due(pool) == []
+        assert [each.submitted for each in asyncio.run(wait_until(lambda: fire_due(pool)))] == [1]
     finally:
         resumed.set()
         thread.join()
-    assert len(ended) == 1
-    assert keys(dsn) == [job_key("yearly", moment)]
+    assert len(errors) == 1
+    assert list_job_keys(dsn) == [job_key("yearly", scheduled_at)]
 
 
 @pytest.mark.spec("EXE-27")
-def test_many_who_race_fire_each_time_of_each_entry_once(dsn):
+def test_racing_schedulers_fire_each_time_of_each_entry_once(dsn):
     entries = [Cron(f"minutely-{n}", "* * * * *", "report", [n], misfire="all", grace=5.0) for n in range(10)]
     with JobClient(dsn) as client:
         client.schedule(*entries)
-    first = min(late(dsn, entry.name, "20 minutes") for entry in entries)
-    # What is asked for in vain is noted too: it is the lock that sees to it, and not the key alone.
+    first = min(make_overdue(dsn, entry.name, "20 minutes") for entry in entries)
+    # Unneeded submissions are recorded too: the lock must prevent them, not the key alone.
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute(
             "create function note() returns trigger language plpgsql as "
             "'begin insert into effect values (new.unique_key); return new; end'; "
             "create trigger note before insert on ergon.job for each row execute function note()"
         )
-    start = threading.Barrier(6)
+    barrier = threading.Barrier(6)
 
-    def work():
-        lines = Lines(dsn)
-        start.wait()
+    def fire_repeatedly():
+        pool = ConnectionPool(dsn)
+        barrier.wait()
         for _ in range(5):
-            fire(lines)
-        lines.close()
+            fire_due(pool)
+        pool.close()
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
+    threads = [threading.Thread(target=fire_repeatedly) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    wanted = {job_key(entry.name, first + timedelta(minutes=n)) for entry in entries for n in range(21)}
-    asked = [key for (key,) in rows(dsn, "select name from effect")]
-    assert len(asked) == len(set(asked)) == len(keys(dsn))
-    # A minute may have begun before all were late, or since.
-    assert wanted - {job_key(entry.name, first) for entry in entries} <= set(asked)
-    assert len(asked) <= len(wanted) + len(entries)
+    expected_keys = {job_key(entry.name, first + timedelta(minutes=n)) for entry in entries for n in range(21)}
+    submitted_keys = [key for (key,) in run_sql(dsn, "select name from effect")]
+    assert len(submitted_keys) == len(set(submitted_keys)) == len(list_job_keys(dsn))
+    # A minute may have started before all entries were overdue, or since.
+    assert expected_keys - {job_key(entry.name, first) for entry in entries} <= set(submitted_keys)
+    assert len(submitted_keys) <= len(expected_keys) + len(entries)
 
 
-def looking(dsn, test):
-    """Run *test* while somebody fires."""
+def run_with_scheduler(dsn, test):
+    """Run *test* while a cron scheduler fires entries."""
 
     async def main():
-        lines = Lines(dsn, most=2)
-        work = asyncio.create_task(Clockwork(lines, task="clockwork-test").run())
+        pool = ConnectionPool(dsn, max_size=2)
+        scheduler_task = asyncio.create_task(CronScheduler(pool, task="clockwork-test").run())
         try:
             await test()
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
-            await lines.close_async()
+            scheduler_task.cancel()
+            await asyncio.gather(scheduler_task, return_exceptions=True)
+            await pool.close_async()
 
     asyncio.run(main())
 
 
 @pytest.mark.spec("EXE-27")
-def test_an_entry_that_cannot_be_read_keeps_no_other_waiting(dsn, caplog):
+def test_an_unreadable_entry_delays_no_other_entry(dsn, caplog):
     with JobClient(dsn) as client:
-        client.schedule(Cron("broken", DAILY, "report"), Cron("sound", SECOND, "report"))
-    rows(
+        client.schedule(Cron("broken", DAILY, "report"), Cron("sound", EVERY_SECOND, "report"))
+    run_sql(
         dsn, "update ergon.cron set expression = 'gibberish', next_at = now() - interval '1 day' where name = 'broken'"
     )
-    counted = (names.CRON_TICKS.name, ("fired",))
-    before = tally_of("clockwork-test").counted().get(counted, 0)
+    metric_key = (names.CRON_TICKS.name, ("fired",))
+    fired_before = job_metrics("clockwork-test").counters().get(metric_key, 0)
 
     async def test():
-        await until(lambda: tally_of("clockwork-test").counted().get(counted, 0) >= before + 3)
+        await wait_until(lambda: job_metrics("clockwork-test").counters().get(metric_key, 0) >= fired_before + 3)
 
-    looking(dsn, test)
-    assert len(keys(dsn)) >= 3
-    assert all(key.startswith("cron:sound:") for key in keys(dsn))
-    [told] = [record for record in caplog.records if event_of(record) == "cron unfired"]
-    assert told.cron == "broken"
-    assert "gibberish" in told.error
+    run_with_scheduler(dsn, test)
+    assert len(list_job_keys(dsn)) >= 3
+    assert all(key.startswith("cron:sound:") for key in list_job_keys(dsn))
+    [warning] = [record for record in caplog.records if get_event(record) == "cron unfired"]
+    assert warning.cron == "broken"
+    assert "gibberish" in warning.error
 
 
 @pytest.mark.spec("EXE-27")
-def test_firing_goes_on_after_the_database_was_away(new_postgres):
+def test_firing_resumes_after_a_database_outage(new_postgres):
     server = new_postgres()
-    dsn = migrated(server)
+    dsn = create_migrated_database(server)
     with JobClient(dsn) as client:
-        client.schedule(Cron("tick", SECOND, "report", grace=600.0))
+        client.schedule(Cron("tick", EVERY_SECOND, "report", grace=600.0))
         first = client.schedules()[0].next_at
 
     async def test():
-        await until(lambda: len(keys(dsn)) >= 1)
+        await wait_until(lambda: len(list_job_keys(dsn)) >= 1)
         await asyncio.to_thread(server.restart, "immediate")
-        count = len(keys(dsn))
-        await until(lambda: len(keys(dsn)) >= count + 3)
+        count = len(list_job_keys(dsn))
+        await wait_until(lambda: len(list_job_keys(dsn)) >= count + 3)
 
-    looking(dsn, test)
-    found = keys(dsn)
-    assert found == [job_key("tick", first + timedelta(seconds=n)) for n in range(len(found))]
+    run_with_scheduler(dsn, test)
+    fired_keys = list_job_keys(dsn)
+    assert fired_keys == [job_key("tick", first + timedelta(seconds=n)) for n in range(len(fired_keys))]
 
 
 # -- orchestrators ----------------------------------------------------------------------------------
@@ -401,27 +414,27 @@ def test_firing_goes_on_after_the_database_was_away(new_postgres):
 @pytest.mark.spec("EXE-27")
 def test_an_orchestrator_declares_its_entries_and_runs_their_jobs(dsn):
     async def main():
-        crons = [Cron("tick", SECOND, "echo", ["x"])]
-        async with AsyncJobClient(dsn) as client, running(orchestrator(dsn, crons=crons)):
-            # Of others it fires too, and it is soon noticed that there is one.
-            await client.schedule(Cron("other", SECOND, "echo", ["y"]))
-            return await until(lambda: _succeeded(client))
+        crons = [Cron("tick", EVERY_SECOND, "echo", ["x"])]
+        async with AsyncJobClient(dsn) as client, run_task(make_orchestrator(dsn, crons=crons)):
+            # The orchestrator also fires entries of others, and soon detects a new one.
+            await client.schedule(Cron("other", EVERY_SECOND, "echo", ["y"]))
+            return await wait_until(lambda: _list_results(client))
 
     results = asyncio.run(main())
     assert results == {"x", "y"}
 
 
-async def _succeeded(client):
-    found = {job.result for job in await client.list(states=["succeeded"])}
-    return found if len(found) > 1 else None
+async def _list_results(client):
+    results = {job.result for job in await client.list(states=["succeeded"])}
+    return results if len(results) > 1 else None
 
 
 @pytest.mark.spec("EXE-27")
 def test_two_orchestrators_one_of_them_killed_fire_every_second_once(postgres):
     dsn = postgres.create_database("cron_chaos")
-    words = [sys.executable, "tests/chaos/cron.py", "--seconds", "20", "--kills", "1", "--dsn", dsn]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert done.returncode == 0, found
-    assert (found["missing"], found["asked_twice"], found["unplanned"]) == ([], [], [])
-    assert found["jobs"] == found["ticks"] >= 19
+    command = [sys.executable, "tests/chaos/cron.py", "--seconds", "20", "--kills", "1", "--dsn", dsn]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert result.returncode == 0, report
+    assert (report["missing"], report["asked_twice"], report["unplanned"]) == ([], [], [])
+    assert report["jobs"] == report["ticks"] >= 19

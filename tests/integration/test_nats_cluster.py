@@ -1,4 +1,4 @@
-"""Three servers of which the leader dies: nothing is lost, and a dispatch waits until another leads."""
+"""Check a cluster of three servers whose leader fails: no message is lost and a dispatch waits for the next leader."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 
 from ergon_framework.connectors.base import Ack, SettleResult
 from ergon_framework.connectors.nats import NatsQueue
-from ergon_framework.connectors.nats.naming import names
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.connectors.nats.naming import stream_names
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.transaction import Transaction
-from tests.integration.nats_queues import bare, name
+from tests.integration.nats_queues import new_queue_name, open_client
 from tests.servers.nats import PrivateNats
 from tests.servers.postgres import free_port
 
 pytestmark = pytest.mark.invariant
 
-PATIENCE = 40.0
+TIMEOUT_SECONDS = 40.0
 
 
 @pytest.fixture
@@ -40,49 +40,51 @@ def cluster(new_folder):
             server.kill()
 
 
-async def opened(queue):
-    """Once the three have found each other."""
-    end = time.monotonic() + PATIENCE
+async def open_when_ready(queue):
+    """Open *queue* once the three servers have formed a cluster."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while True:
         try:
             return await queue.open_async()
-        except ConnectionLost:
-            assert time.monotonic() < end, "the cluster does not come up"
+        except ConnectionLostError:
+            assert time.monotonic() < deadline, "the cluster does not come up"
             await asyncio.sleep(0.2)
 
 
-async def leader(server, queue):
-    async with bare(server) as (_, api):
-        return (await api(f"STREAM.INFO.{names(queue).work}"))["cluster"]["leader"]
+async def get_leader(server, queue):
+    async with open_client(server) as (_, api):
+        return (await api(f"STREAM.INFO.{stream_names(queue).work}"))["cluster"]["leader"]
 
 
 @pytest.mark.spec("CNN-07", "CNN-02")
-def test_the_death_of_a_leader_loses_nothing_and_is_waited_out(cluster):
+def test_no_message_is_lost_when_the_leader_is_killed_and_a_dispatch_waits_for_the_next(cluster):
     async def run():
-        queue = NatsQueue(name(), url=",".join(server.url for server in cluster), replicas=3, patience=PATIENCE)
-        await opened(queue)
+        queue = NatsQueue(
+            new_queue_name(), url=",".join(server.url for server in cluster), replicas=3, patience=TIMEOUT_SECONDS
+        )
+        await open_when_ready(queue)
         await queue.dispatch_async([Transaction(f"before-{number}", number) for number in range(50)])
         first = await queue.fetch_transactions_async(10, wait=5.0)
-        dead = int((await leader(cluster[0], queue.name)).removeprefix("node-"))
-        cluster[dead].kill()
-        # One call: it goes on for as long as its patience lasts.
+        leader_number = int((await get_leader(cluster[0], queue.name)).removeprefix("node-"))
+        cluster[leader_number].kill()
+        # One call: it is retried until its timeout.
         await queue.dispatch_async([Transaction(f"after-{number}", number) for number in range(50)])
-        seen = {delivery.transaction.id for delivery in first}
-        end = time.monotonic() + PATIENCE
-        settled, held = set(), list(first)
-        while len(settled) < 100:
-            assert time.monotonic() < end, f"{len(settled)} of 100 were settled"
+        first_ids = {delivery.transaction.id for delivery in first}
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        settled_ids, unsettled = set(), list(first)
+        while len(settled_ids) < 100:
+            assert time.monotonic() < deadline, f"{len(settled_ids)} of 100 were settled"
             try:
-                held += await queue.fetch_transactions_async(100, wait=1.0)
-                results = await queue.settle_async([(delivery, Ack()) for delivery in held])
-            except ConnectionLost:
+                unsettled += await queue.fetch_transactions_async(100, wait=1.0)
+                results = await queue.settle_async([(delivery, Ack()) for delivery in unsettled])
+            except ConnectionLostError:
                 await asyncio.sleep(0.2)
                 continue
-            for delivery, result in zip(held, results, strict=True):
+            for delivery, result in zip(unsettled, results, strict=True):
                 if result is SettleResult.SETTLED:
-                    settled.add(delivery.transaction.id)
-            held = []
-        assert seen <= settled
+                    settled_ids.add(delivery.transaction.id)
+            unsettled = []
+        assert first_ids <= settled_ids
         await queue.close_async()
 
     asyncio.run(run())

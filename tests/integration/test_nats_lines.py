@@ -1,4 +1,4 @@
-"""Lines to NATS that cannot be closed in good order: none leaves its socket behind."""
+"""Check that connections to NATS that cannot be closed cleanly leave no socket behind."""
 
 from __future__ import annotations
 
@@ -11,56 +11,56 @@ import warnings
 import pytest
 
 from ergon_framework.connectors.nats import NatsQueue
-from tests.integration.nats_queues import name, opened
+from tests.integration.nats_queues import new_queue_name, open_queue
 
-#: More than the buffers of both ends take.
-MUCH = bytes(32 * 1024 * 1024)
-
-
-def writer_of(queue):
-    return queue._session.line.client._transport._io_writer
+#: More than the buffers of both ends hold.
+LARGE_WRITE = bytes(32 * 1024 * 1024)
 
 
-def socket_of(queue):
-    return writer_of(queue).transport.get_extra_info("socket")
+def get_writer(queue):
+    return queue._session.connection.client._transport._io_writer
 
 
-def test_what_a_hanging_server_did_not_take_keeps_no_line_open(new_nats):
+def get_socket(queue):
+    return get_writer(queue).transport.get_extra_info("socket")
+
+
+def test_data_that_a_hanging_server_does_not_read_keeps_no_socket_open(new_nats):
     server = new_nats()
 
     async def run():
-        async with opened(server) as queue:
-            kept = socket_of(queue)
+        async with open_queue(server) as queue:
+            nats_socket = get_socket(queue)
             os.kill(server.pid, signal.SIGSTOP)
             try:
-                writer_of(queue).write(MUCH)
+                get_writer(queue).write(LARGE_WRITE)
                 await queue.close_async()
-                # Closed in the loop's next round.
+                # Closed in the next iteration of the event loop.
                 await asyncio.sleep(0)
-                return kept.fileno()
+                return nats_socket.fileno()
             finally:
                 os.kill(server.pid, signal.SIGCONT)
 
     assert asyncio.run(run()) == -1
 
 
-async def opening(server):
-    async with opened(server):
+async def open_and_close(server):
+    async with open_queue(server):
         pass
 
 
-@pytest.mark.parametrize("how", ["another is opened", "it is closed elsewhere"])
-def test_what_a_closed_loop_has_left_open_is_let_go(nats_server, how):
-    queue = NatsQueue(name(), url=nats_server.url)
+@pytest.mark.parametrize("trigger", ["another is opened", "it is closed elsewhere"])
+def test_a_connection_that_a_closed_loop_left_open_is_closed(nats_server, trigger):
+    queue = NatsQueue(new_queue_name(), url=nats_server.url)
 
-    async def forgetting():
+    async def open_and_leave():
         await queue.open_async()
-        return socket_of(queue)
+        return get_socket(queue)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
-        kept = asyncio.run(forgetting())
-        assert kept.fileno() != -1
-        asyncio.run(opening(nats_server) if how == "another is opened" else queue.close_async())
-        assert kept.fileno() == -1
+        nats_socket = asyncio.run(open_and_leave())
+        assert nats_socket.fileno() != -1
+        asyncio.run(open_and_close(nats_server) if trigger == "another is opened" else queue.close_async())
+        assert nats_socket.fileno() == -1
         gc.collect()

@@ -1,4 +1,4 @@
-"""One order, one trace: from its dispatch over five further processes to the consumer in the other zone."""
+"""Check that one order has one trace, from its dispatch over five processes to the consumer in the other zone."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from tests.integration.running import ERGON
-from tests.servers.certificates import Authority
-from tests.servers.otlp import receiver, spans
+from tests.servers.certificates import CertificateAuthority
+from tests.servers.otlp import decode_spans, run_receiver
 from tests.servers.postgres import free_port
 
-PROGRAMS = Path(__file__).with_name("traced")
-PATIENCE = 90.0
+PROGRAM_FOLDER = Path(__file__).with_name("traced")
+TIMEOUT_SECONDS = 90.0
 
-#: From the ledger back to the dispatch: whose span each is, and what it is called.
-WAY = [
+#: From the ledger back to the dispatch: the service and the name of each span.
+EXPECTED_SPANS = [
     ("book", "start_processing"),
     ("plant:registry", "rrq.executor"),
     ("jobs", "process.attempt"),
@@ -37,12 +37,12 @@ WAY = [
 ]
 
 
-class World:
+class TwoZoneDeployment:
     """Two zones with a database each: the plant's service and workers, and the hub's replicator and ledger."""
 
     def __init__(self, folder, *, plant, hub, rabbitmq, otlp):
-        shutil.copytree(PROGRAMS, folder, dirs_exist_ok=True)
-        authority = Authority(folder)
+        shutil.copytree(PROGRAM_FOLDER, folder, dirs_exist_ok=True)
+        authority = CertificateAuthority(folder)
         server = authority.issue("server")
         for zone in ("plant", "hub"):
             authority.issue(zone, zones=[zone])
@@ -82,23 +82,23 @@ class World:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-            self._stack.callback(_ended, process)
+            self._stack.callback(_stop_process, process)
         return self
 
     def __exit__(self, *_):
         self._stack.close()
 
-    def place(self):
+    def place_orders(self):
         subprocess.run([sys.executable, "order.py"], cwd=self._folder, env=self._environment, check=True, timeout=60)
 
-    def booked(self):
+    def count_booked_orders(self):
         return (self._folder / "log-4").read_text(encoding="utf-8").count("booked order:")
 
-    def said(self):
+    def read_logs(self):
         return "\n".join(path.read_text(encoding="utf-8")[-2000:] for path in sorted(self._folder.glob("log-*")))
 
 
-def _ended(process):
+def _stop_process(process):
     process.terminate()
     try:
         process.wait(20)
@@ -107,36 +107,39 @@ def _ended(process):
         process.wait()
 
 
-def way_back(span, known):
-    """The spans from *span* to the root of its trace, itself included."""
-    found = [span]
-    while found[-1].parent:
-        found.append(known[found[-1].trace, found[-1].parent])
-    return found
+def trace_to_root(span, spans_by_id):
+    """Return the spans from *span* to the root of its trace, including *span*."""
+    path = [span]
+    while path[-1].parent:
+        path.append(spans_by_id[path[-1].trace, path[-1].parent])
+    return path
 
 
 @pytest.mark.spec("RUN-04")
 def test_one_trace_leads_from_the_consumer_in_the_other_zone_back_to_the_dispatch(tmp_path, databases, rabbitmq):
     plant, hub = databases.borrow(), databases.borrow()
-    with receiver() as (received, url):
-        # All processes have sent what they hold when they are gone.
-        with World(tmp_path, plant=plant, hub=hub, rabbitmq=rabbitmq, otlp=url) as world:
-            world.place()
-            end = time.monotonic() + PATIENCE
-            while world.booked() < 2:
-                assert time.monotonic() < end, world.said()
+    with run_receiver() as (received, url):
+        # All processes have exported their spans when they have exited.
+        with TwoZoneDeployment(tmp_path, plant=plant, hub=hub, rabbitmq=rabbitmq, otlp=url) as deployment:
+            deployment.place_orders()
+            deadline = time.monotonic() + TIMEOUT_SECONDS
+            while deployment.count_booked_orders() < 2:
+                assert time.monotonic() < deadline, deployment.read_logs()
                 time.sleep(0.1)
-        found = spans(received["/v1/traces"])
-    databases.give_back(plant)
-    databases.give_back(hub)
-    known = {(span.trace, span.id): span for span in found}
-    books = [span for span in found if (span.service, span.name) == WAY[0]]
-    assert [[(one.service, one.name) for one in way_back(span, known)] for span in books] == [WAY, WAY]
-    # Each order has a trace of its own, and what belongs to an order is in no other.
-    placed = {span.trace for span in found if span.name == "place order"}
-    assert {span.trace for span in books} == placed
-    assert len(placed) == 2
+        exported_spans = decode_spans(received["/v1/traces"])
+    databases.release(plant)
+    databases.release(hub)
+    spans_by_id = {(span.trace, span.id): span for span in exported_spans}
+    book_spans = [span for span in exported_spans if (span.service, span.name) == EXPECTED_SPANS[0]]
+    assert [[(each.service, each.name) for each in trace_to_root(span, spans_by_id)] for span in book_spans] == [
+        EXPECTED_SPANS,
+        EXPECTED_SPANS,
+    ]
+    # Each order has its own trace, and its spans are in no other trace.
+    order_traces = {span.trace for span in exported_spans if span.name == "place order"}
+    assert {span.trace for span in book_spans} == order_traces
+    assert len(order_traces) == 2
     for name in ("start_processing", "rrq.executor", "provider_call", "provider_call.attempt"):
-        assert {span.trace for span in found if span.name == name} == placed
-    # The way led through as many processes as there are on it, and no further one.
-    assert len({span.instance for span in found if span.trace in placed}) == 5
+        assert {span.trace for span in exported_spans if span.name == name} == order_traces
+    # The trace passed through exactly the expected processes.
+    assert len({span.instance for span in exported_spans if span.trace in order_traces}) == 5

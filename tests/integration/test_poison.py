@@ -1,4 +1,4 @@
-"""One poisoned transaction among many, which ends every process that touches it: one dead letter, and no other."""
+"""Check that one poison transaction that kills each of its workers becomes the only dead letter."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 
 from ergon_framework.connectors.deadletters import DeadLetterQuery
 from ergon_framework.transaction import Transaction
-from tests.integration.brokers import BROKERS, is_empty, named
+from tests.integration.brokers import BROKERS, create_named_queue, is_empty
 from tests.integration.running import ERGON
 
 pytestmark = pytest.mark.invariant
 
-COUNT = 500
-POISONED = 66
-PATIENCE = 240.0
+TRANSACTION_COUNT = 500
+POISON_EXIT_CODE = 66
+TIMEOUT_SECONDS = 240.0
 MAX_DELIVERIES = 3
 
-WORKER = """
+APP_TEMPLATE = """
 import asyncio, os, time
 from ergon_framework import ConsumerPolicy, consumer, queue
 
@@ -35,7 +35,7 @@ def poisoned(order):
 @consumer(queue("{name}"), policy=policy)
 {body}
 """
-BODIES = {
+HANDLERS = {
     "threads": """
 def handle(order):
     poisoned(order)
@@ -50,7 +50,7 @@ async def handle(order):
 
 
 class Workers:
-    """One worker at a time; one that was poisoned is replaced, and any other end is a fault."""
+    """One worker process at a time; a poisoned one is replaced, and any other exit is a failure."""
 
     def __init__(self):
         self.crashes = 0
@@ -61,51 +61,51 @@ class Workers:
 
     def replace(self):
         if self._process.poll() is not None:
-            self._ended()
+            self._count_crash()
             self.start()
 
-    def end(self):
-        """In good order: what it held is acked, or back in the queue."""
+    def stop(self):
+        """Stop cleanly: its claims are acked or back in the queue."""
         self._process.terminate()
-        self._process.wait(PATIENCE)
-        self._ended()
+        self._process.wait(TIMEOUT_SECONDS)
+        self._count_crash()
 
     def kill(self):
         self._process.kill()
         self._process.wait()
 
-    def _ended(self):
-        assert self._process.returncode in {0, POISONED}
-        self.crashes += self._process.returncode == POISONED
+    def _count_crash(self):
+        assert self._process.returncode in {0, POISON_EXIT_CODE}
+        self.crashes += self._process.returncode == POISON_EXIT_CODE
 
 
-def work_off(queue, workers):
-    """Have workers until nothing is left, also of what they held without the broker telling."""
-    until = time.monotonic() + PATIENCE
+def run_until_empty(queue, workers):
+    """Run workers until nothing is left, including claims that the broker has not yet returned."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while True:
         while not (is_empty(depth := queue.depth()) and depth.dead):
-            assert time.monotonic() < until, f"{depth} after {workers.crashes} crashes"
+            assert time.monotonic() < deadline, f"{depth} after {workers.crashes} crashes"
             workers.replace()
             time.sleep(0.02)
-        workers.end()
+        workers.stop()
         if is_empty(queue.depth()):
             return
         workers.start()
 
 
 @pytest.fixture
-def dead_letters(request, tmp_path, monkeypatch):
-    """Has workers handle transactions until none is left; what was dead-lettered, and how often a worker ended."""
+def run_to_dead_letters(request, tmp_path, monkeypatch):
+    """Return a function that runs workers on transactions and returns the dead letters and the number of crashes."""
 
-    def run(broker, flavour, transactions, *, seconds):
-        queue = named(broker, request, tmp_path, monkeypatch)
-        body = BODIES[flavour].strip().format(seconds=seconds)
-        names = {"name": queue.name, "max_deliveries": MAX_DELIVERIES, "poisoned": POISONED}
-        (tmp_path / "app.py").write_text(WORKER.format(**names, body=body), encoding="utf-8")
+    def run(broker, variant, transactions, *, seconds):
+        queue = create_named_queue(broker, request, tmp_path, monkeypatch)
+        handler = HANDLERS[variant].strip().format(seconds=seconds)
+        fields = {"name": queue.name, "max_deliveries": MAX_DELIVERIES, "poisoned": POISON_EXIT_CODE}
+        (tmp_path / "app.py").write_text(APP_TEMPLATE.format(**fields, body=handler), encoding="utf-8")
         queue.dispatch(transactions)
         workers = Workers()
         try:
-            work_off(queue, workers)
+            run_until_empty(queue, workers)
         finally:
             workers.kill()
         dead = queue.list_dead(DeadLetterQuery(), limit=len(transactions))
@@ -118,22 +118,22 @@ def dead_letters(request, tmp_path, monkeypatch):
 
 
 @pytest.mark.spec("CNN-11", "CNN-04")
-@pytest.mark.parametrize("flavour", BODIES)
+@pytest.mark.parametrize("variant", HANDLERS)
 @pytest.mark.parametrize("broker", BROKERS)
-def test_one_poison_among_five_hundred_gives_exactly_one_dead_letter(broker, flavour, dead_letters):
-    # In the middle of a batch: those before it have started, those behind it are held.
-    transactions = [Transaction(f"order-{n}", {"poison": n == 250}) for n in range(COUNT)]
-    dead, crashes = dead_letters(broker, flavour, transactions, seconds=0.02)
+def test_one_poison_message_among_five_hundred_becomes_exactly_one_dead_letter(broker, variant, run_to_dead_letters):
+    # In the middle of a batch: the messages before it have started, those after it are claimed.
+    transactions = [Transaction(f"order-{n}", {"poison": n == 250}) for n in range(TRANSACTION_COUNT)]
+    dead, crashes = run_to_dead_letters(broker, variant, transactions, seconds=0.02)
     assert dead == [("order-250", "max_deliveries")]
     assert crashes == MAX_DELIVERIES
 
 
 @pytest.mark.spec("CNN-11", "DX-05")
-@pytest.mark.parametrize("flavour", BODIES)
+@pytest.mark.parametrize("variant", HANDLERS)
 @pytest.mark.parametrize("broker", BROKERS)
-def test_the_only_neighbour_of_a_poison_message_is_not_dead_lettered(broker, flavour, dead_letters):
+def test_the_only_neighbour_of_a_poison_message_is_not_dead_lettered(broker, variant, run_to_dead_letters):
     transactions = [Transaction("poison", {"poison": True}), Transaction("neighbour", {"poison": False})]
     # The neighbour runs long enough to be lost with the process, until its own delivery is the last permitted one.
-    dead, crashes = dead_letters(broker, flavour, transactions, seconds=0.5)
+    dead, crashes = run_to_dead_letters(broker, variant, transactions, seconds=0.5)
     assert dead == [("poison", "max_deliveries")]
     assert crashes == MAX_DELIVERIES

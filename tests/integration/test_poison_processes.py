@@ -1,4 +1,4 @@
-"""A poison message under ``ergon run --processes 2``, at its defaults, becomes a dead letter, and the run goes on."""
+"""Check that ``ergon run --processes 2`` with defaults dead-letters a poison message and continues."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import time
 import pytest
 
 from ergon_framework.connectors.deadletters import DeadLetterQuery
-from ergon_framework.runner.exits import Exit
+from ergon_framework.runner.exits import RunExit
 from ergon_framework.transaction import Transaction
-from tests.integration.brokers import is_empty, named
-from tests.integration.running import Running
+from tests.integration.brokers import create_named_queue, is_empty
+from tests.integration.running import ErgonProcess
 
 pytestmark = [pytest.mark.spec("SEC-16"), pytest.mark.invariant]
 
-PATIENCE = 240.0
-COUNT = 100
-WORKER = """
+TIMEOUT_SECONDS = 240.0
+TRANSACTION_COUNT = 100
+APP_TEMPLATE = """
 import os
 
 @consumer(queue_named("{name}"))
@@ -29,26 +29,26 @@ def task(order, transaction: Transaction):
 """
 
 
-def test_a_poison_message_ends_as_a_dead_letter_and_the_run_goes_on(request, tmp_path, monkeypatch):
-    # RabbitMQ: it has no lease to wait for, so deaths follow each other as fast as processes start.
-    queue = named("rabbitmq", request, tmp_path, monkeypatch)
-    queue.dispatch([Transaction(f"order-{n}", {"poison": n == 13}) for n in range(COUNT)])
-    source = "from ergon_framework import queue as queue_named\n" + WORKER.format(name=queue.name)
-    with Running(tmp_path, source, "--streaming", "--processes", "2") as run:
-        end = time.monotonic() + PATIENCE
+def test_a_poison_message_becomes_a_dead_letter_and_the_run_continues(request, tmp_path, monkeypatch):
+    # RabbitMQ: it has no lease to wait for, so crashes follow each other as fast as processes start.
+    queue = create_named_queue("rabbitmq", request, tmp_path, monkeypatch)
+    queue.dispatch([Transaction(f"order-{n}", {"poison": n == 13}) for n in range(TRANSACTION_COUNT)])
+    source = "from ergon_framework import queue as queue_named\n" + APP_TEMPLATE.format(name=queue.name)
+    with ErgonProcess(tmp_path, source, "--streaming", "--processes", "2") as run:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while not (is_empty(depth := queue.depth()) and depth.dead == 1):
-            assert time.monotonic() < end, depth
+            assert time.monotonic() < deadline, depth
             assert run.is_running, f"the run has ended: {depth}"
             time.sleep(0.1)
         queue.dispatch([Transaction("last", {"poison": False})])
         done = tmp_path / "done"
         while "last" not in done.read_text().split():
-            assert time.monotonic() < end
+            assert time.monotonic() < deadline
             time.sleep(0.05)
-        run.send(signal.SIGTERM)
-        assert run.ended()[0] == Exit.OK
+        run.send_signal(signal.SIGTERM)
+        assert run.wait_for_exit()[0] == RunExit.OK
     dead = {letter.id: letter.reason for letter in queue.list_dead(DeadLetterQuery(), limit=10)}
     queue.close()
     assert dead == {"order-13": "max_deliveries"}
-    assert len(set(done.read_text().split())) == COUNT
-    assert sum('event="process died"' in line for line in run.said) >= 10
+    assert len(set(done.read_text().split())) == TRANSACTION_COUNT
+    assert sum('event="process died"' in line for line in run.output) >= 10

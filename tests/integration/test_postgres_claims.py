@@ -1,4 +1,4 @@
-"""Claims at their edges: what commits late, what is settled twice, who slept through its own burial."""
+"""Check claims in edge cases: late commits, double settlement, and workers reaped while they were away."""
 
 from __future__ import annotations
 
@@ -9,63 +9,63 @@ import time
 import psycopg
 import pytest
 
-from ergon_framework.connectors.base import Ack, Later, SettleResult
+from ergon_framework.connectors.base import Ack, Defer, SettleResult
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.schema.migrate import upgrade
 from ergon_framework.schema.migrations.versions import r0014_worker_lease
 from ergon_framework.transaction import Transaction
-from tests.integration.counters import looked_at
+from tests.integration.counters import read_index_counters
 
 pytestmark = pytest.mark.invariant
 
-PATIENCE = 10.0
+TIMEOUT_SECONDS = 10.0
 
 
-def fetched(queue, count):
-    found, until = [], time.monotonic() + PATIENCE
-    while len(found) < count:
-        found += queue.fetch_transactions(10, wait=0.5)
-        assert time.monotonic() < until, found
-    return found
+def fetch_exactly(queue, count):
+    deliveries, deadline = [], time.monotonic() + TIMEOUT_SECONDS
+    while len(deliveries) < count:
+        deliveries += queue.fetch_transactions(10, wait=0.5)
+        assert time.monotonic() < deadline, deliveries
+    return deliveries
 
 
 @pytest.mark.spec("CNN-07")
-def test_one_fetch_finds_what_is_new_and_what_was_committed_late(postgres):
+def test_one_fetch_returns_new_messages_and_messages_committed_late(postgres):
     dsn = postgres.create_database("late")
     upgrade(dsn)
     queue = PostgresQueue("orders", dsn=dsn)
     queue.open()
-    with psycopg.connect(dsn) as slow:
-        queue.dispatch_on(slow, [Transaction("late", {})])
+    with psycopg.connect(dsn) as connection:
+        queue.dispatch_on(connection, [Transaction("late", {})])
         queue.dispatch([Transaction("early", {})])
-        assert [delivery.transaction.id for delivery in fetched(queue, 1)] == ["early"]
+        assert [delivery.transaction.id for delivery in fetch_exactly(queue, 1)] == ["early"]
     queue.dispatch([Transaction("new", {})])
-    # Above the last that was taken, then from the bottom: two statements of one claim. When that is so is a matter of
-    # time, so it is said here: the last sweep was just now, and short.
-    queue._claiming._swept, queue._claiming._spared = time.monotonic(), 0.0
-    found = [delivery.transaction.id for delivery in queue.fetch_transactions(10)]
+    # Ids above the last claimed one, then from the lowest: two statements of one claim. The choice depends on time,
+    # so the test sets it: the last sweep was just now and short.
+    queue._claims._last_sweep, queue._claims._sweep_pause = time.monotonic(), 0.0
+    ids = [delivery.transaction.id for delivery in queue.fetch_transactions(10)]
     queue.close()
-    assert sorted(found) == ["late", "new"]
+    assert sorted(ids) == ["late", "new"]
 
 
 @pytest.mark.spec("CNN-07")
-def test_whoever_was_buried_and_comes_back_still_takes_the_most_urgent_first(database):
-    ranked = {"plain": 0, "urgent": 5}
-    queue = PostgresQueue("orders", dsn=database, priority=lambda transaction: ranked[transaction.id])
+def test_a_worker_reaped_while_away_still_claims_the_most_urgent_message_first(database):
+    priorities = {"plain": 0, "urgent": 5}
+    queue = PostgresQueue("orders", dsn=database, priority=lambda transaction: priorities[transaction.id])
     queue.open()
     assert queue.fetch_transactions(1) == []
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute("delete from ergon.worker")
     queue.dispatch([Transaction("plain"), Transaction("urgent")])
-    queue._claiming._swept = float("-inf")  # a sweep is due, and it is this one that finds no worker
+    queue._claims._last_sweep = float("-inf")  # a sweep is due, and this one finds no worker
     [first] = queue.fetch_transactions(1)
     queue.close()
     assert first.transaction.id == "urgent"
 
 
 @pytest.mark.spec("CNN-07")
-def test_a_claim_of_keys_looks_at_what_it_takes_however_long_the_queue_has_become(database, monkeypatch):
+def test_a_claim_of_keys_reads_only_its_own_rows_however_long_the_queue_has_become(database, monkeypatch):
     def dispatch(first, count):
         queue.dispatch([Transaction(f"t-{n}", key=f"k-{n}") for n in range(first, first + count)])
 
@@ -74,61 +74,61 @@ def test_a_claim_of_keys_looks_at_what_it_takes_however_long_the_queue_has_becom
             assert len(queue.fetch_transactions(100, wait=0.5)) == 100
 
     with psycopg.connect(database, autocommit=True) as connection:
-        # Until autovacuum comes, once a minute, nobody has counted; what was planned for a short queue is kept.
+        # Autovacuum, once a minute, updates the statistics; until then the plan for a short queue is used.
         connection.execute("alter table ergon.ready set (autovacuum_enabled = off)")
         # A join that is not fenced may now read all of a table. Nothing is settled here: our sessions turn the other
         # kinds of join off, so with this setting the plan of a settlement would be a matter of chance.
         connection.execute(f"alter database {connection.info.dbname} set enable_nestloop = off")
     queue = PostgresQueue("orders", dsn=database)
     queue.open()
-    # A sweep, which reads what is held once more, is due after a time: without this a slow machine makes more of them.
+    # A sweep, which reads the claims again, is due after a time: without this a slow machine makes more of them.
     started_at = time.monotonic()
-    monkeypatch.setattr(queue._claiming, "_clock", lambda: started_at)
+    monkeypatch.setattr(queue._claims, "_clock", lambda: started_at)
     dispatch(0, 2000)
     claim(4)
     dispatch(2000, 8000)
     claim(10)
     queue.close()
-    _, found = looked_at(database, "ready_pkey")
+    _, rows_read = read_index_counters(database, "ready_pkey")
     # 4,214 on an idle machine, up to half more on a busy one; more than 100,000 with a join that is not fenced.
-    assert 1400 <= found < 30_000
+    assert 1400 <= rows_read < 30_000
 
 
 @pytest.mark.spec("CNN-12")
-def test_a_stale_receipt_is_refused_beside_a_good_one_of_the_same_message(postgres):
+def test_a_stale_receipt_is_rejected_next_to_a_valid_one_of_the_same_message(postgres):
     dsn = postgres.create_database("beside")
     upgrade(dsn)
     queue = PostgresQueue("orders", dsn=dsn, lease=30.0)
     queue.dispatch([Transaction("order", {})])
-    [first] = fetched(queue, 1)
-    assert queue.settle([(first, Later(0.0))]) == [SettleResult.SETTLED]
-    [second] = fetched(queue, 1)
-    assert queue.settle([(first, Ack()), (second, Later(0.0))]) == [SettleResult.LOST, SettleResult.SETTLED]
-    assert len(fetched(queue, 1)) == 1
+    [first] = fetch_exactly(queue, 1)
+    assert queue.settle([(first, Defer(0.0))]) == [SettleResult.SETTLED]
+    [second] = fetch_exactly(queue, 1)
+    assert queue.settle([(first, Ack()), (second, Defer(0.0))]) == [SettleResult.LOST, SettleResult.SETTLED]
+    assert len(fetch_exactly(queue, 1)) == 1
     queue.close()
 
 
 @pytest.mark.spec("CNN-12")
-def test_who_was_buried_during_an_outage_is_not_told_that_its_settlement_arrived(new_postgres):
+def test_a_worker_reaped_during_an_outage_gets_lost_for_its_settlement(new_postgres):
     server = new_postgres()
     upgrade(server.dsn())
     queue, other = (PostgresQueue("orders", dsn=server.dsn(), lease=lease) for lease in (1.0, 30.0))
     queue.dispatch([Transaction("order", {})])
-    [mine] = fetched(queue, 1)
+    [mine] = fetch_exactly(queue, 1)
     server.kill()
     for _ in range(2):
-        # First on the line that has broken, then without one.
-        with pytest.raises(ConnectionLost):
+        # First on the lost connection, then without a connection.
+        with pytest.raises(ConnectionLostError):
             queue.settle([(mine, Ack())])
     server.start()
-    [theirs] = fetched(other, 1)
+    [theirs] = fetch_exactly(other, 1)
     assert queue.settle([(mine, Ack())]) == [SettleResult.LOST]
     assert other.settle([(theirs, Ack())]) == [SettleResult.SETTLED]
     queue.close()
     other.close()
 
 
-FORKED = """
+FORK_PROGRAM = """
 import os, sys
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.transaction import Transaction
@@ -146,18 +146,18 @@ print(mine.receipt.worker, mine.transaction.id, os.read(read, 100).decode(), que
 """
 
 
-def test_a_forked_child_is_a_worker_of_its_own(postgres):
+def test_a_forked_child_is_a_separate_worker(postgres):
     dsn = postgres.create_database("forked")
     upgrade(dsn)
-    command = [sys.executable, "-W", "ignore", "-c", FORKED, dsn]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
-    worker, name, their_worker, their_name, in_flight = said
+    command = [sys.executable, "-W", "ignore", "-c", FORK_PROGRAM, dsn]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    worker, name, their_worker, their_name, in_flight = output
     assert worker != their_worker
     assert {name, their_name} == {"one", "two"}
     assert in_flight == "2"
 
 
-CLOSED_IN_A_CHILD = """
+CLOSE_IN_CHILD_PROGRAM = """
 import os, sys
 import psycopg
 from ergon_framework.connectors.postgres import PostgresQueue
@@ -176,14 +176,14 @@ with psycopg.connect(sys.argv[1]) as line:
 def test_a_forked_child_that_closes_the_queue_does_not_retire_its_parent(postgres):
     dsn = postgres.create_database("forked_and_closed")
     upgrade(dsn)
-    command = [sys.executable, "-W", "ignore", "-c", CLOSED_IN_A_CHILD, dsn]
+    command = [sys.executable, "-W", "ignore", "-c", CLOSE_IN_CHILD_PROGRAM, dsn]
     assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split() == ["1"]
 
 
 def set_clock_back(database):
-    """Have every lease end an hour later than it would: what a clock that is set back by an hour does."""
+    """Set the end of every lease one hour later, as a clock that is set back by an hour does."""
     with psycopg.connect(database, autocommit=True) as connection:
-        # Without the trigger: no worker has written this time.
+        # Without the trigger: no worker has written since.
         connection.execute("set session_replication_role = replica")
         connection.execute("update ergon.worker set alive_until = alive_until + interval '1 hour'")
 
@@ -192,11 +192,11 @@ def set_clock_back(database):
 def test_claims_of_a_dead_worker_return_after_the_lease_although_the_clock_was_set_back(database):
     dead = PostgresQueue("orders", dsn=database, lease=1.0)
     dead.dispatch([Transaction("order-1")])
-    assert len(fetched(dead, 1)) == 1
+    assert len(fetch_exactly(dead, 1)) == 1
     set_clock_back(database)
-    # Another lease, and so another worker.
+    # Another lease makes it another worker.
     living = PostgresQueue("orders", dsn=database, lease=1.5)
-    (delivery,) = fetched(living, 1)
+    (delivery,) = fetch_exactly(living, 1)
     assert (delivery.transaction.id, delivery.deliveries) == ("order-1", 2)
     living.settle([(delivery, Ack())])
     living.close()
@@ -207,7 +207,7 @@ def test_claims_of_a_dead_worker_return_after_the_lease_although_the_clock_was_s
 def test_a_living_worker_keeps_its_claims_although_the_clock_was_set_back(database):
     holder = PostgresQueue("orders", dsn=database, lease=30.0)
     holder.dispatch([Transaction("order-1")])
-    (delivery,) = fetched(holder, 1)
+    (delivery,) = fetch_exactly(holder, 1)
     set_clock_back(database)
     other = PostgresQueue("orders", dsn=database, lease=0.5)
     assert other.fetch_transactions(1, wait=2.0) == []
@@ -215,7 +215,7 @@ def test_a_living_worker_keeps_its_claims_although_the_clock_was_set_back(databa
         ((left,),) = connection.execute(
             "select max(extract(epoch from alive_until - now()))::float8 from ergon.worker where lease > interval '9 s'"
         ).fetchall()
-    # The whole lease of the worker that holds it, not that of the one that looked.
+    # The whole lease of the worker that holds the claim, not that of the worker that polled.
     assert 20.0 < left < 31.0
     assert holder.settle([(delivery, Ack())]) == [SettleResult.SETTLED]
     other.close()
@@ -228,8 +228,8 @@ def test_leases_of_a_schema_without_their_length_end_as_before(postgres):
     upgrade(dsn, r0014_worker_lease.down_revision)
     dead = PostgresQueue("orders", dsn=dsn, lease=1.0)
     dead.dispatch([Transaction("order-1")])
-    assert len(fetched(dead, 1)) == 1
+    assert len(fetch_exactly(dead, 1)) == 1
     living = PostgresQueue("orders", dsn=dsn, lease=1.5)
-    assert [delivery.transaction.id for delivery in fetched(living, 1)] == ["order-1"]
+    assert [delivery.transaction.id for delivery in fetch_exactly(living, 1)] == ["order-1"]
     living.close()
     dead.close()

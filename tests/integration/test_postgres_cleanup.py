@@ -1,4 +1,4 @@
-"""Clean-up in PostgreSQL: it reads little more than it deletes, is bounded, and runs apart from every fetch."""
+"""Check that clean-up in PostgreSQL reads little more than it deletes, is bounded and runs outside every fetch."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from ergon_framework.connectors.postgres import PostgresQueue, cleanup
 from ergon_framework.connectors.postgres.cleanup import Cleanup, delete_batch
 from ergon_framework.facts.stores import postgres_statements
 from ergon_framework.schema import migrate
-from ergon_framework.schema.lines import Lines
+from ergon_framework.schema.lines import ConnectionPool
 from ergon_framework.schema.migrations.versions import r0012_cleanup
 from ergon_framework.task.decorators import consumer
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.transaction import Transaction
-from tests.log_events import events_of
-from tests.servers.databases import migrated
+from tests.log_events import list_events
+from tests.servers.databases import create_migrated_database
 
-ROWS = 100_000
-OLD = 3_000
-BATCH = 1_000
-QUEUE = 7
+ROW_COUNT = 100_000
+OLD_ROWS = 3_000
+BATCH_ROWS = 1_000
+QUEUE_ID = 7
 
 #: A month of rows, evenly spread; ages in seconds from *oldest* down to 0.
-FILL = {
+FILL_STATEMENTS = {
     "inbox": f"""
         insert into ergon.inbox (queue, transaction_id, at)
-        select {QUEUE}, md5(i::text), now() - interval '30 days' * (1 - i::float8 / %(rows)s)
+        select {QUEUE_ID}, md5(i::text), now() - interval '30 days' * (1 - i::float8 / %(rows)s)
         from generate_series(1, %(rows)s) i""",
     "dead_letter": f"""
         insert into ergon.dead_letter (queue, transaction_id, reason, deliveries, readable, headers, body, at)
-        select {QUEUE}, md5(i::text), 'broken', 1, true, '{{}}', '',
+        select {QUEUE_ID}, md5(i::text), 'broken', 1, true, '{{}}', '',
             now() - interval '30 days' * (1 - i::float8 / %(rows)s)
         from generate_series(1, %(rows)s) i""",
     "journal": """
@@ -56,79 +56,79 @@ FILL = {
 
 @pytest.fixture
 def dsn(postgres):
-    return migrated(postgres)
+    return create_migrated_database(postgres)
 
 
-def statements(dsn):
-    """Every clean-up statement with parameters by which OLD rows are too old, and a batch of BATCH rows."""
-    seconds = 30 * 86_400 * (1 - OLD / ROWS)
-    of_queue = {"queue": QUEUE, "seconds": seconds, "most": BATCH}
+def clean_up_statements(dsn):
+    """Return every clean-up statement with parameters for OLD_ROWS old rows and a batch of BATCH_ROWS rows."""
+    seconds = 30 * 86_400 * (1 - OLD_ROWS / ROW_COUNT)
+    queue_parameters = {"queue": QUEUE_ID, "seconds": seconds, "most": BATCH_ROWS}
     with psycopg.connect(dsn) as connection:
-        found = connection.execute("select id from ergon.fact_log").fetchone()
+        log = connection.execute("select id from ergon.fact_log").fetchone()
     return {
-        "inbox": (cleanup.DELETE_MARKS, of_queue),
-        "dead_letter": (cleanup.DELETE_DEAD_LETTERS, of_queue),
-        "journal": (cleanup.DELETE_JOURNAL, {"seconds": seconds, "most": BATCH}),
+        "inbox": (cleanup.DELETE_MARKS, queue_parameters),
+        "dead_letter": (cleanup.DELETE_DEAD_LETTERS, queue_parameters),
+        "journal": (cleanup.DELETE_JOURNAL, {"seconds": seconds, "most": BATCH_ROWS}),
         "fact_ids": (
-            postgres_statements.FORGET_IDS,
-            {"log": found[0] if found else 0, "since": 0, "latest": OLD, "part": BATCH},
+            postgres_statements.DELETE_IDS,
+            {"log": log[0] if log else 0, "since": 0, "latest": OLD_ROWS, "part": BATCH_ROWS},
         ),
     }
 
 
-def examined(plan):
-    """Rows that the scans of tables in *plan* have read, those included that a filter removed."""
+def count_examined(plan):
+    """Count the rows that the table scans in *plan* have read, including those removed by a filter."""
     own = 0
     if "Relation Name" in plan and plan["Node Type"] != "ModifyTable":
         removed = plan.get("Rows Removed by Filter", 0) + plan.get("Rows Removed by Index Recheck", 0)
         own = round((plan["Actual Rows"] + removed) * plan["Actual Loops"])
-    return own + sum(examined(child) for child in plan.get("Plans", ()))
+    return own + sum(count_examined(child) for child in plan.get("Plans", ()))
 
 
 @pytest.mark.spec("DX-20")
 @pytest.mark.parametrize("is_analyzed", [True, False], ids=["analyzed", "never-analyzed"])
-@pytest.mark.parametrize("table", FILL)
+@pytest.mark.parametrize("table", FILL_STATEMENTS)
 def test_a_clean_up_statement_reads_at_most_twice_what_it_deletes(dsn, table, is_analyzed):
     with psycopg.connect(dsn, autocommit=True) as connection:
         if not is_analyzed:
             connection.execute(f"alter table ergon.{table} set (autovacuum_enabled = off)")
-        connection.execute(FILL[table], {"rows": ROWS})
+        connection.execute(FILL_STATEMENTS[table], {"rows": ROW_COUNT})
         if is_analyzed:
             connection.execute(f"analyze ergon.{table}")
-    sql, parameters = statements(dsn)[table]
-    with Lines(dsn).connect() as session:
-        for _ in range(OLD // BATCH):
+    sql, parameters = clean_up_statements(dsn)[table]
+    with ConnectionPool(dsn).connect() as session:
+        for _ in range(OLD_ROWS // BATCH_ROWS):
             row = session.execute(f"explain (analyze, format json) {sql}", parameters).fetchone()
-            assert examined(row[0][0]["Plan"]) <= 2 * BATCH + 1_000, row[0]
+            assert count_examined(row[0][0]["Plan"]) <= 2 * BATCH_ROWS + 1_000, row[0]
         row = session.execute(f"explain (analyze, format json) {sql}", parameters).fetchone()
-        assert examined(row[0][0]["Plan"]) <= 1_000, row[0]
+        assert count_examined(row[0][0]["Plan"]) <= 1_000, row[0]
         (left,) = session.execute(f"select count(*) from ergon.{table}").fetchone()
-    assert left == pytest.approx(ROWS - OLD, abs=10)
+    assert left == pytest.approx(ROW_COUNT - OLD_ROWS, abs=10)
 
 
 @pytest.mark.spec("DX-20", "FAC-11")
-def test_ids_of_retained_facts_are_not_read_again_and_again(dsn):
-    """A reader that is behind keeps facts: their ids stay, whatever their age, and clean-up stops at them."""
+def test_ids_of_retained_facts_are_not_read_repeatedly(dsn):
+    """A reader that lags keeps facts: their ids stay, whatever their age, and clean-up stops at them."""
     with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute(FILL["fact_ids"], {"rows": ROWS})
+        connection.execute(FILL_STATEMENTS["fact_ids"], {"rows": ROW_COUNT})
         connection.execute("update ergon.fact_log set dropped = 10")
-    sql, parameters = statements(dsn)["fact_ids"]
-    parameters["latest"] = ROWS
-    with Lines(dsn).connect() as session:
-        assert session.execute(sql, parameters).fetchone() == (10, BATCH, BATCH)
+    sql, parameters = clean_up_statements(dsn)["fact_ids"]
+    parameters["latest"] = ROW_COUNT
+    with ConnectionPool(dsn).connect() as session:
+        assert session.execute(sql, parameters).fetchone() == (10, BATCH_ROWS, BATCH_ROWS)
         row = session.execute(f"explain (analyze, format json) {sql}", parameters).fetchone()
-        assert examined(row[0][0]["Plan"]) <= BATCH + 2
+        assert count_examined(row[0][0]["Plan"]) <= BATCH_ROWS + 2
 
 
-# -- apart from every fetch -------------------------------------------------------------------------------------
+# -- outside every fetch ----------------------------------------------------------------------------------------
 
 
-def marks(dsn):
+def list_marks(dsn):
     with psycopg.connect(dsn) as connection:
         return {row[0] for row in connection.execute("select transaction_id from ergon.inbox")}
 
 
-def mark(dsn, queue, names, days):
+def add_mark(dsn, queue, names, days):
     with psycopg.connect(dsn) as connection:
         connection.execute(
             "insert into ergon.inbox (queue, transaction_id, at) "
@@ -137,46 +137,46 @@ def mark(dsn, queue, names, days):
         )
 
 
-def streaming():
+def streaming_policy():
     return ConsumerPolicy.load({"loop": {"streaming": True, "empty_queue": {"backoff": 0.02, "cap": 0.02}}})
 
 
-def run_threads(queue, until):
-    @consumer(queue, policy=streaming())
+def run_threads(queue, wait):
+    @consumer(queue, policy=streaming_policy())
     def handle(payload):
         pass
 
     thread = threading.Thread(target=handle.run, daemon=True)
     thread.start()
-    until()
+    wait()
     handle.stop()
     thread.join(30)
     queue.close()
 
 
-def run_asyncio(queue, until):
-    @consumer(queue, policy=streaming())
+def run_asyncio(queue, wait):
+    @consumer(queue, policy=streaming_policy())
     async def handle(payload):
         pass
 
-    async def both():
+    async def main():
         loop = asyncio.create_task(handle.run())
-        await asyncio.to_thread(until)
+        await asyncio.to_thread(wait)
         handle.stop()
         await loop
         await queue.close_async()
 
-    asyncio.run(both())
+    asyncio.run(main())
 
 
-def wait_for(condition):
-    end = time.monotonic() + 60
+def wait_until(condition):
+    deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def cleanup_threads():
+def find_cleanup_threads():
     return {thread for thread in threading.enumerate() if thread.name == "ergon-cleanup"}
 
 
@@ -188,67 +188,67 @@ VARIANTS = pytest.mark.parametrize("run", [run_threads, run_asyncio], ids=["thre
 def test_a_worker_deletes_old_marks_in_a_thread_that_ends_with_its_queue(dsn, monkeypatch, run):
     monkeypatch.setattr(cleanup, "INTERVAL_SECONDS", 0.05)
     queue = PostgresQueue(f"orders-{uuid.uuid4().hex[:8]}", dsn=dsn, inbox=True, inbox_days=2)
-    mark(dsn, queue, ["old"], 2.1)
-    mark(dsn, queue, ["young"], 1.9)
-    of_others = cleanup_threads()
-    run(queue, lambda: wait_for(lambda: marks(dsn) == {"young"}))
-    wait_for(lambda: cleanup_threads() <= of_others)
+    add_mark(dsn, queue, ["old"], 2.1)
+    add_mark(dsn, queue, ["young"], 1.9)
+    other_threads = find_cleanup_threads()
+    run(queue, lambda: wait_until(lambda: list_marks(dsn) == {"young"}))
+    wait_until(lambda: find_cleanup_threads() <= other_threads)
 
 
 @VARIANTS
 @pytest.mark.spec("DX-20")
-def test_a_clean_up_that_cannot_go_on_delays_no_fetch_and_ends_no_worker(dsn, monkeypatch, caplog, run):
+def test_a_clean_up_that_is_blocked_delays_no_fetch_and_ends_no_worker(dsn, monkeypatch, caplog, run):
     monkeypatch.setattr(cleanup, "INTERVAL_SECONDS", 0.05)
     queue = PostgresQueue(f"orders-{uuid.uuid4().hex[:8]}", dsn=dsn, inbox=True)
-    mark(dsn, queue, ["old"], 31)
+    add_mark(dsn, queue, ["old"], 31)
     sender = PostgresQueue(queue.name, dsn=dsn)
 
-    def until():
-        wait_for(lambda: "clean-up failed" in events_of(caplog.records))
+    def wait_for_orders():
+        wait_until(lambda: "clean-up failed" in list_events(caplog.records))
         for number in range(20):
-            began = time.monotonic()
+            started_at = time.monotonic()
             sender.dispatch([Transaction(f"order-{number}", number)])
-            wait_for(lambda number=number: f"order-{number}" in marks(dsn))
-            assert time.monotonic() - began < 5.0
+            wait_until(lambda number=number: f"order-{number}" in list_marks(dsn))
+            assert time.monotonic() - started_at < 5.0
 
     with psycopg.connect(dsn) as holder:
         holder.execute("select from ergon.inbox for update")  # the old mark cannot be deleted while this is open
-        run(queue, until)
-        assert "old" in marks(dsn)
+        run(queue, wait_for_orders)
+        assert "old" in list_marks(dsn)
     sender.close()
 
 
 @pytest.mark.spec("DX-20")
 def test_one_process_at_a_time_cleans_a_table(dsn):
     queue = PostgresQueue("orders", dsn=dsn, inbox=True)
-    mark(dsn, queue, ["old"], 31)
-    with psycopg.connect(dsn) as other:
-        (number,) = other.execute("select ergon.make_queue('orders')").fetchone()
+    add_mark(dsn, queue, ["old"], 31)
+    with psycopg.connect(dsn) as session:
+        (number,) = session.execute("select ergon.make_queue('orders')").fetchone()
         retention = cleanup.retain_marks(number, 30 * 86_400.0)
-        lines = Lines(dsn, other=ConnectorError)
-        other.execute("select pg_advisory_xact_lock(%s, hashtext(%s))", [cleanup._LOCK_CLASS, retention.name])
-        assert lines.run(delete_batch(retention)) == 0
-        other.rollback()
-        assert lines.run(delete_batch(retention)) == 1
-        lines.close()
+        pool = ConnectionPool(dsn, error_type=ConnectorError)
+        session.execute("select pg_advisory_xact_lock(%s, hashtext(%s))", [cleanup._LOCK_CLASS, retention.name])
+        assert pool.run(delete_batch(retention)) == 0
+        session.rollback()
+        assert pool.run(delete_batch(retention)) == 1
+        pool.close()
 
 
 @pytest.mark.spec("DX-20")
-def test_a_round_deletes_all_that_is_old_batch_by_batch_until_it_is_stopped(dsn, monkeypatch):
+def test_a_clean_up_deletes_all_expired_rows_batch_by_batch_until_it_is_stopped(dsn, monkeypatch):
     monkeypatch.setattr(cleanup, "BATCH_ROWS", 10)
     queue = PostgresQueue("orders", dsn=dsn, inbox=True)
-    mark(dsn, queue, [f"old-{number}" for number in range(45)], 31)
+    add_mark(dsn, queue, [f"old-{number}" for number in range(45)], 31)
     with psycopg.connect(dsn) as connection:
         (number,) = connection.execute("select ergon.make_queue('orders')").fetchone()
     cleaner = Cleanup(dsn)
-    end = cleaner.add(cleanup.retain_marks(number, 30 * 86_400.0))
+    remove = cleaner.add(cleanup.retain_marks(number, 30 * 86_400.0))
     stopped = threading.Event()
     stopped.set()
     cleaner.delete_expired(stopped)
-    assert len(marks(dsn)) == 45
+    assert len(list_marks(dsn)) == 45
     cleaner.delete_expired(threading.Event())
-    assert marks(dsn) == set()
-    end()
+    assert list_marks(dsn) == set()
+    remove()
 
 
 # -- the upgrade ------------------------------------------------------------------------------------------------
@@ -263,9 +263,9 @@ def test_an_upgrade_builds_the_indexes_while_workers_write(postgres):
         writer.execute(insert, ["open"])
         thread = threading.Thread(target=migrate.upgrade, args=(dsn,))
         thread.start()
-        # It waits for the open transaction, and lets everybody else write meanwhile.
+        # The build waits for the open transaction and lets other sessions write meanwhile.
         waiting = "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and query ilike '%%index%%'"
-        wait_for(lambda: other.execute(waiting).fetchone() == (1,))
+        wait_until(lambda: other.execute(waiting).fetchone() == (1,))
         other.execute("set statement_timeout = '5s'")
         other.execute(insert, ["meanwhile"])
         writer.commit()
@@ -275,7 +275,7 @@ def test_an_upgrade_builds_the_indexes_while_workers_write(postgres):
 
 
 @pytest.mark.spec("DX-20", "RUN-08")
-def test_an_upgrade_builds_an_index_anew_that_was_cut_off(postgres):
+def test_an_upgrade_rebuilds_an_index_whose_build_was_interrupted(postgres):
     dsn = postgres.create_database(f"cleanup_{uuid.uuid4().hex[:8]}")
     migrate.upgrade(dsn, r0012_cleanup.down_revision)
     with psycopg.connect(dsn, autocommit=True) as connection:
@@ -284,5 +284,5 @@ def test_an_upgrade_builds_an_index_anew_that_was_cut_off(postgres):
         migrate.upgrade(dsn)
         names = "select relname from pg_index join pg_class on oid = indexrelid where not indisvalid"
         assert connection.execute(names).fetchall() == []
-        found = connection.execute("select indexname from pg_indexes where indexname in ('inbox_age', 'inbox_at')")
-        assert found.fetchall() == [("inbox_age",)]
+        indexes = connection.execute("select indexname from pg_indexes where indexname in ('inbox_age', 'inbox_at')")
+        assert indexes.fetchall() == [("inbox_age",)]

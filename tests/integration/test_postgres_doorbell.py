@@ -1,4 +1,4 @@
-"""The doorbell sleeps for seconds on end, and yet is there at once when it is wanted."""
+"""Check that the notification listener sleeps for seconds and still wakes immediately when it is needed."""
 
 from __future__ import annotations
 
@@ -9,98 +9,98 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from ergon_framework.connectors.postgres.doorbell import Doorbell
-from ergon_framework.schema.lines import Lines
+from ergon_framework.connectors.postgres.doorbell import NotificationListener
+from ergon_framework.schema.lines import ConnectionPool
 
-#: What it sleeps for without being woken is five seconds; this is far less, and more than a busy machine needs.
-SOON = 3.0
+#: The sleep without a notification is five seconds; this is far less, and more than a busy machine needs.
+MAX_WAKE_SECONDS = 3.0
 
 
 @pytest.fixture
-def lines(database):
+def connection_pool(database):
     with psycopg.connect(database, autocommit=True) as connection:
         for number, name in enumerate(("first", "second"), 1):
             connection.execute("insert into ergon.queue (id, name) values (%s, %s)", (number, name))
-    lines = Lines(database)
-    yield lines
-    lines.close()
+    pool = ConnectionPool(database)
+    yield pool
+    pool.close()
 
 
-def asleep(doorbell):
-    """Until it listens and has told whoever sends; its first look rings by itself."""
-    rung = threading.Event()
-    unhang = doorbell.hang(1, rung.set)
-    assert rung.wait(20)
-    # Nothing is to be seen of a thread that waits: by then it does.
+def subscribe_and_wait(doorbell):
+    """Wait until *doorbell* listens and is registered as waiting; its first poll notifies without a message."""
+    notified = threading.Event()
+    unsubscribe = doorbell.subscribe(1, notified.set)
+    assert notified.wait(20)
+    # A waiting thread shows no visible state: by then it waits.
     time.sleep(0.3)
-    rung.clear()
-    return rung, unhang
+    notified.clear()
+    return notified, unsubscribe
 
 
-def sleepers(database):
+def list_waiting_queues(database):
     with psycopg.connect(database) as connection:
         return {queue for (queue,) in connection.execute("select queue from ergon.sleeper")}
 
 
-def test_a_reminder_rings_when_it_is_due_and_not_before(lines):
-    doorbell = Doorbell(lines)
-    rung, unhang = asleep(doorbell)
-    began = time.monotonic()
-    doorbell.remind(1, 0.5)
-    doorbell.remind(1, 60.0)
-    assert rung.wait(20)
-    assert 0.5 <= time.monotonic() - began < SOON
-    unhang()
+def test_a_reminder_notifies_when_it_is_due_and_not_before(connection_pool):
+    doorbell = NotificationListener(connection_pool)
+    notified, unsubscribe = subscribe_and_wait(doorbell)
+    started_at = time.monotonic()
+    doorbell.wake_after(1, 0.5)
+    doorbell.wake_after(1, 60.0)
+    assert notified.wait(20)
+    assert 0.5 <= time.monotonic() - started_at < MAX_WAKE_SECONDS
+    unsubscribe()
 
 
-def test_a_second_queue_is_made_known_at_once(lines, database):
-    doorbell = Doorbell(lines)
-    _, unhang = asleep(doorbell)
-    began, rung = time.monotonic(), threading.Event()
-    also = doorbell.hang(2, rung.set)
-    assert rung.wait(20)
-    assert time.monotonic() - began < SOON
-    assert sleepers(database) == {1, 2}
-    unhang()
-    also()
+def test_a_second_queue_is_registered_immediately(connection_pool, database):
+    doorbell = NotificationListener(connection_pool)
+    _, unsubscribe = subscribe_and_wait(doorbell)
+    started_at, notified = time.monotonic(), threading.Event()
+    unsubscribe_second = doorbell.subscribe(2, notified.set)
+    assert notified.wait(20)
+    assert time.monotonic() - started_at < MAX_WAKE_SECONDS
+    assert list_waiting_queues(database) == {1, 2}
+    unsubscribe()
+    unsubscribe_second()
 
 
-def test_a_notice_rings_at_once(lines, database):
-    doorbell = Doorbell(lines)
-    rung, unhang = asleep(doorbell)
-    began = time.monotonic()
+def test_a_notification_wakes_the_waiter_immediately(connection_pool, database):
+    doorbell = NotificationListener(connection_pool)
+    notified, unsubscribe = subscribe_and_wait(doorbell)
+    started_at = time.monotonic()
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute("select pg_notify('ergon', '1')")
-    assert rung.wait(20)
-    assert time.monotonic() - began < SOON
-    unhang()
+    assert notified.wait(20)
+    assert time.monotonic() - started_at < MAX_WAKE_SECONDS
+    unsubscribe()
 
 
-def test_it_ends_when_nobody_wants_to_hear_it_and_begins_again(lines):
-    doorbell = Doorbell(lines)
-    _, unhang = asleep(doorbell)
-    thread, began = doorbell._thread, time.monotonic()
-    unhang()
+def test_the_listener_ends_with_its_last_subscriber_and_starts_again(connection_pool):
+    doorbell = NotificationListener(connection_pool)
+    _, unsubscribe = subscribe_and_wait(doorbell)
+    thread, started_at = doorbell._thread, time.monotonic()
+    unsubscribe()
     thread.join(20)
-    assert time.monotonic() - began < SOON
-    assert doorbell._hearing is None
-    rung, unhang = asleep(doorbell)
-    doorbell.remind(1, 0.0)
-    assert rung.wait(20)
-    unhang()
+    assert time.monotonic() - started_at < MAX_WAKE_SECONDS
+    assert doorbell._waiter is None
+    notified, unsubscribe = subscribe_and_wait(doorbell)
+    doorbell.wake_after(1, 0.0)
+    assert notified.wait(20)
+    unsubscribe()
 
 
-def test_a_doorbell_that_waits_costs_nothing(lines):
-    doorbell = Doorbell(lines)
-    _, unhang = asleep(doorbell)
+def test_a_waiting_listener_needs_almost_no_cpu(connection_pool):
+    doorbell = NotificationListener(connection_pool)
+    _, unsubscribe = subscribe_and_wait(doorbell)
     task = doorbell._thread.native_id
 
-    def switches():
+    def count_switches():
         status = Path(f"/proc/self/task/{task}/status").read_text()
         return sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
 
-    before = switches()
+    before = count_switches()
     time.sleep(2.0)
-    # Looking five times a second it was ten, and each of them with a way through the driver.
-    assert switches() - before <= 4
-    unhang()
+    # Polling five times a second took ten switches, each with a call through the driver.
+    assert count_switches() - before <= 4
+    unsubscribe()

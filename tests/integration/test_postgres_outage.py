@@ -1,4 +1,4 @@
-"""Outages of PostgreSQL: longer than anybody tries to settle, shorter than the lease, or without a word."""
+"""Check outages of PostgreSQL: longer than the settlement retries, shorter than the lease, or without a response."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 
 from ergon_framework import ConsumerPolicy, Transaction, consumer
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.schema.migrate import upgrade
 
-COUNT = 20
-PATIENCE = 20.0
-#: Longer than the test: whatever ends, ends because somebody settled it.
-LEASE = 120.0
+TRANSACTION_COUNT = 20
+TIMEOUT_SECONDS = 20.0
+#: Longer than the test: every claim that ends was settled.
+LEASE_SECONDS = 120.0
 POLICY = ConsumerPolicy.load(
     {
         "loop": {
             "streaming": True,
-            "concurrency": {"value": COUNT},
-            "batch": {"size": COUNT},
+            "concurrency": {"value": TRANSACTION_COUNT},
+            "batch": {"size": TRANSACTION_COUNT},
             "empty_queue": {"backoff": 0.1, "cap": 0.1},
         },
         "steps": {
@@ -33,62 +33,62 @@ POLICY = ConsumerPolicy.load(
 )
 
 
-def task_of(flavour, queue, entered, leave):
-    if flavour == "threads":
+def make_task(variant, queue, entered, release):
+    if variant == "threads":
 
         @consumer(queue, policy=POLICY)
         def handle(order, transaction: Transaction):
             entered.append(transaction.id)
-            leave.wait(PATIENCE)
+            release.wait(TIMEOUT_SECONDS)
 
         return handle, handle.run
 
     @consumer(queue, policy=POLICY)
     async def handle_async(order, transaction: Transaction):
         entered.append(transaction.id)
-        await asyncio.to_thread(leave.wait, PATIENCE)
+        await asyncio.to_thread(release.wait, TIMEOUT_SECONDS)
 
     return handle_async, lambda: asyncio.run(handle_async.run())
 
 
-def until(condition, what):
-    end = time.monotonic() + PATIENCE
+def wait_until(condition, describe):
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not condition():
-        assert time.monotonic() < end, what()
+        assert time.monotonic() < deadline, describe()
         time.sleep(0.02)
 
 
 @pytest.mark.spec("CNN-07")
-@pytest.mark.parametrize("flavour", ["threads", "async"])
-def test_what_could_not_be_settled_during_an_outage_is_settled_after_it(new_postgres, flavour):
+@pytest.mark.parametrize("variant", ["threads", "async"])
+def test_settlements_that_failed_during_an_outage_are_sent_after_it(new_postgres, variant):
     server = new_postgres()
     upgrade(server.dsn())
-    queue = PostgresQueue("orders", dsn=server.dsn(), lease=LEASE)
-    queue.dispatch([Transaction(f"order-{n}", {}) for n in range(COUNT)])
-    entered, leave = [], threading.Event()
-    task, run = task_of(flavour, queue, entered, leave)
+    queue = PostgresQueue("orders", dsn=server.dsn(), lease=LEASE_SECONDS)
+    queue.dispatch([Transaction(f"order-{n}", {}) for n in range(TRANSACTION_COUNT)])
+    entered, release = [], threading.Event()
+    task, run = make_task(variant, queue, entered, release)
     reports = []
     thread = threading.Thread(target=lambda: reports.append(run()), daemon=True)
     thread.start()
-    until(lambda: len(entered) == COUNT, lambda: entered)
+    wait_until(lambda: len(entered) == TRANSACTION_COUNT, lambda: entered)
     server.kill()
-    leave.set()
-    # Two attempts are over long before this, each refused at once.
+    release.set()
+    # Two attempts are over long before this, each refused immediately.
     time.sleep(1.0)
     server.start()
-    look = PostgresQueue("orders", dsn=server.dsn())
-    until(lambda: look.depth().in_flight == 0, look.depth)
+    observer = PostgresQueue("orders", dsn=server.dsn())
+    wait_until(lambda: observer.depth().in_flight == 0, observer.depth)
     task.stop()
-    thread.join(PATIENCE)
-    depth = look.depth()
-    look.close()
+    thread.join(TIMEOUT_SECONDS)
+    depth = observer.depth()
+    observer.close()
     assert (depth.ready, depth.delayed, depth.dead) == (0, 0, 0)
-    assert sorted(entered) == sorted(f"order-{n}" for n in range(COUNT)), "each ran once"
-    assert reports[0].settled == {"failed": COUNT}, "those who asked had given up"
+    assert sorted(entered) == sorted(f"order-{n}" for n in range(TRANSACTION_COUNT)), "each ran once"
+    assert reports[0].settled == {"failed": TRANSACTION_COUNT}, "those who asked had given up"
 
 
 @pytest.mark.spec("CNN-07")
-def test_a_line_that_the_server_ended_while_it_was_idle_costs_nobody_a_call(new_postgres):
+def test_a_connection_that_the_server_closed_while_idle_fails_no_call(new_postgres):
     server = new_postgres()
     dsn = server.create_database("idle")
     upgrade(dsn)
@@ -101,18 +101,18 @@ def test_a_line_that_the_server_ended_while_it_was_idle_costs_nobody_a_call(new_
 
 
 @pytest.mark.spec("CNN-07")
-def test_a_line_that_falls_silent_is_given_up_by_default(new_postgres):
+def test_a_connection_without_response_is_closed_by_default(new_postgres):
     server = new_postgres()
     upgrade(server.dsn())
-    queue = PostgresQueue("orders", dsn=server.dsn(), lease=LEASE)
+    queue = PostgresQueue("orders", dsn=server.dsn(), lease=LEASE_SECONDS)
     queue.open()
-    server.cut()
-    began = time.monotonic()
+    server.partition_network()
+    started_at = time.monotonic()
     try:
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(ConnectionLostError):
             queue.fetch_transactions(1)
     finally:
-        server.mend()
+        server.heal_network()
         queue.close()
-    # Twelve seconds are the address's default, and the kernel looks when it sends again.
-    assert 5.0 < time.monotonic() - began < 30.0
+    # Twelve seconds are the default of the address, and the kernel notices when it sends again.
+    assert 5.0 < time.monotonic() - started_at < 30.0

@@ -1,4 +1,4 @@
-"""The relay from PostgreSQL: to a log in memory and to another database, in order, with a target that fails."""
+"""Check the PostgreSQL relay to a log in memory and to another database: in order, with a target that fails."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.memory_log import MemoryLog
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.relay import relay, relay_async
 from ergon_framework.transaction import Transaction
-from tests.integration.boxes import opened, taken
-from tests.servers.databases import migrated
+from tests.integration.boxes import fetch_and_ack, open_queue
+from tests.servers.databases import create_migrated_database
 
-KEYS, EACH = 7, 15
+KEY_COUNT, PER_KEY = 7, 15
 POLICY = ConsumerPolicy.load(
     {
         "loop": {"concurrency": {"value": 8}, "streaming": True, "empty_queue": {"backoff": 0.02, "cap": 0.05}},
@@ -31,99 +31,99 @@ PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0
 
 @pytest.fixture(scope="module")
 def dsn(postgres):
-    return migrated(postgres)
+    return create_migrated_database(postgres)
 
 
 @pytest.fixture(scope="module")
 def other_dsn(postgres):
-    return migrated(postgres)
+    return create_migrated_database(postgres)
 
 
 @pytest.fixture(params=["sync", "async"])
-def flavour(request):
+def variant(request):
     return request.param
 
 
-class Failing:
-    """A dispatch that fails now and then: before it was done, and after, when it has arrived all the same."""
+class FailureSchedule:
+    """A schedule of dispatch failures, before the dispatch was done or after the target has received it."""
 
     def __init__(self):
-        self.turn = itertools.count(1)
+        self.turns = itertools.count(1)
 
-    def before(self):
-        turn = next(self.turn)
+    def raise_before_dispatch(self):
+        turn = next(self.turns)
         if turn % 5 == 0:
-            raise ConnectionLost("down for a moment")
+            raise ConnectionLostError("down for a moment")
         if turn % 7 == 0:
             raise ConnectorError("refused this time")
         return turn
 
-    def after(self, turn):
+    def raise_after_dispatch(self, turn):
         if turn % 6 == 0:
-            raise ConnectionLost("the answer was lost")
+            raise ConnectionLostError("the answer was lost")
 
 
 class FailingLog(MemoryLog):
     def __init__(self):
         super().__init__("log")
-        self.failing = Failing()
+        self.failures = FailureSchedule()
 
     def dispatch(self, transactions):
-        turn = self.failing.before()
+        turn = self.failures.raise_before_dispatch()
         confirmations = super().dispatch(transactions)
-        self.failing.after(turn)
+        self.failures.raise_after_dispatch(turn)
         return confirmations
 
 
 class FailingQueue(PostgresQueue):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.failing = Failing()
+        self.failures = FailureSchedule()
 
     def dispatch(self, transactions):
-        turn = self.failing.before()
+        turn = self.failures.raise_before_dispatch()
         confirmations = super().dispatch(transactions)
-        self.failing.after(turn)
+        self.failures.raise_after_dispatch(turn)
         return confirmations
 
     async def dispatch_async(self, transactions):
-        turn = self.failing.before()
+        turn = self.failures.raise_before_dispatch()
         confirmations = await super().dispatch_async(transactions)
-        self.failing.after(turn)
+        self.failures.raise_after_dispatch(turn)
         return confirmations
 
 
-def filled(dsn, queue):
-    """Each key's transactions in order, dispatched in the application's database transactions."""
+def dispatch_all(dsn, queue):
+    """Dispatch each key's transactions in order, in the application's database transactions."""
     with psycopg.connect(dsn) as connection:
-        for number in range(EACH):
+        for number in range(PER_KEY):
             group = [
                 Transaction(f"{key}-{number}", number, key=f"k{key}", correlation=f"case-{key}", trace=PARENT)
-                for key in range(KEYS)
+                for key in range(KEY_COUNT)
             ]
             queue.dispatch_on(connection, group)
             connection.commit()
 
 
-def producers(dsn, queue):
-    """A thread for each key, which dispatches in database transactions of its own, one after the other."""
+def make_producers(dsn, queue):
+    """Return one thread per key that dispatches its transactions in separate database transactions."""
 
     def produce(key):
         with psycopg.connect(dsn) as connection:
-            for number in range(EACH):
+            for number in range(PER_KEY):
                 queue.dispatch_on(connection, [Transaction(f"{key}-{number}", number, key=f"k{key}")])
                 if number % 4 == 3:
                     connection.commit()
 
-    return [threading.Thread(target=produce, args=(key,)) for key in range(KEYS)]
+    return [threading.Thread(target=produce, args=(key,)) for key in range(KEY_COUNT)]
 
 
-def moved(flavour, tasks, queue, *, producing=()):
-    """Run relays until everything was produced and nothing is left in *queue*."""
+def run_relays(variant, tasks, queue, *, producing=()):
+    """Run relays until everything is produced and nothing is left in *queue*."""
     for thread in producing:
         thread.start()
 
-    def watch():
+    def stop_when_empty():
         for thread in producing:
             thread.join()
         pause = threading.Event()
@@ -135,88 +135,88 @@ def moved(flavour, tasks, queue, *, producing=()):
         for task in tasks:
             task.stop()
 
-    watching = threading.Thread(target=watch)
-    if flavour == "sync":
+    watcher = threading.Thread(target=stop_when_empty)
+    if variant == "sync":
         threads = [threading.Thread(target=task.run, args=(POLICY,)) for task in tasks]
-        for thread in (*threads, watching):
+        for thread in (*threads, watcher):
             thread.start()
-        for thread in (*threads, watching):
+        for thread in (*threads, watcher):
             thread.join(90)
     else:
 
         async def run():
             running = [asyncio.create_task(task.run(POLICY)) for task in tasks]
-            watching.start()
+            watcher.start()
             await asyncio.wait_for(asyncio.gather(*running), 90)
 
         asyncio.run(run())
-        watching.join(10)
+        watcher.join(10)
     depth = queue.depth()
     assert (depth.ready, depth.delayed, depth.in_flight, depth.dead) == (0, 0, 0, 0)
 
 
-def in_order(arrived):
-    """By key, each number's first arrival; a repetition comes before anything later."""
+def group_by_key(transactions):
+    """Return the first arrival of each number by key; a repetition comes before anything later."""
     by_key = {}
-    for one in arrived:
-        seen = by_key.setdefault(one.key, [])
-        if not seen or seen[-1] != one.payload:
-            seen.append(one.payload)
+    for transaction in transactions:
+        numbers = by_key.setdefault(transaction.key, [])
+        if not numbers or numbers[-1] != transaction.payload:
+            numbers.append(transaction.payload)
     return by_key
 
 
-def made(flavour, source, target):
-    return (relay if flavour == "sync" else relay_async)(source, target, depth_every=0.05)
+def make_relay(variant, source, target):
+    return (relay if variant == "sync" else relay_async)(source, target, depth_every=0.05)
 
 
 @pytest.mark.spec("CNN-15")
-def test_a_log_gets_everything_in_the_order_of_its_key_though_it_fails_now_and_then(flavour, dsn, monkeypatch):
-    monkeypatch.setattr("ergon_framework.task.relay.AGAIN", 0.05)
+def test_a_log_gets_everything_in_key_order_despite_failures(variant, dsn, monkeypatch):
+    monkeypatch.setattr("ergon_framework.task.relay.RETRY_DELAY_SECONDS", 0.05)
     log = FailingLog()
-    with opened(dsn) as source, opened(dsn, source.name) as looked_at:
-        filled(dsn, source)
+    with open_queue(dsn) as source, open_queue(dsn, source.name) as observer:
+        dispatch_all(dsn, source)
         second = PostgresQueue(source.name, dsn=dsn, lease=29.0)
-        moved(flavour, [made(flavour, source, log), made(flavour, second, log)], looked_at)
-    arrived = [record for record, _ in log.records.partitions[0]]
-    assert in_order(arrived) == {f"k{key}": list(range(EACH)) for key in range(KEYS)}
-    assert {(one.source, dict(one.trace)["traceparent"], one.correlation) for one in arrived} == {
-        (source.name, PARENT["traceparent"], f"case-{key}") for key in range(KEYS)
+        run_relays(variant, [make_relay(variant, source, log), make_relay(variant, second, log)], observer)
+    transactions = [record for record, _ in log.records.partitions[0]]
+    assert group_by_key(transactions) == {f"k{key}": list(range(PER_KEY)) for key in range(KEY_COUNT)}
+    assert {(one.source, dict(one.trace)["traceparent"], one.correlation) for one in transactions} == {
+        (source.name, PARENT["traceparent"], f"case-{key}") for key in range(KEY_COUNT)
     }
-    assert {one.attempts for one in arrived} == {0}
+    assert {one.attempts for one in transactions} == {0}
 
 
 @pytest.mark.spec("CNN-15")
-def test_another_database_gets_everything_in_the_order_of_its_key(flavour, dsn, other_dsn, monkeypatch):
-    monkeypatch.setattr("ergon_framework.task.relay.AGAIN", 0.05)
-    with opened(dsn) as source, opened(dsn, source.name) as looked_at, opened(other_dsn) as reading:
-        filled(dsn, source)
-        target = FailingQueue(reading.name, dsn=other_dsn)
-        moved(flavour, [made(flavour, source, target)], looked_at)
-        arrived = list(itertools.chain.from_iterable(iter(lambda: taken(reading), [])))
-    assert in_order(arrived) == {f"k{key}": list(range(EACH)) for key in range(KEYS)}
-    assert {(one.source, dict(one.trace)["traceparent"], one.correlation) for one in arrived} == {
-        (source.name, PARENT["traceparent"], f"case-{key}") for key in range(KEYS)
+def test_another_database_gets_everything_in_key_order(variant, dsn, other_dsn, monkeypatch):
+    monkeypatch.setattr("ergon_framework.task.relay.RETRY_DELAY_SECONDS", 0.05)
+    with open_queue(dsn) as source, open_queue(dsn, source.name) as observer, open_queue(other_dsn) as target_queue:
+        dispatch_all(dsn, source)
+        target = FailingQueue(target_queue.name, dsn=other_dsn)
+        run_relays(variant, [make_relay(variant, source, target)], observer)
+        transactions = list(itertools.chain.from_iterable(iter(lambda: fetch_and_ack(target_queue), [])))
+    assert group_by_key(transactions) == {f"k{key}": list(range(PER_KEY)) for key in range(KEY_COUNT)}
+    assert {(one.source, dict(one.trace)["traceparent"], one.correlation) for one in transactions} == {
+        (source.name, PARENT["traceparent"], f"case-{key}") for key in range(KEY_COUNT)
     }
 
 
 @pytest.mark.spec("CNN-15")
-def test_the_order_of_each_key_is_kept_while_many_dispatch_and_several_relays_run(flavour, dsn, monkeypatch):
-    monkeypatch.setattr("ergon_framework.task.relay.AGAIN", 0.05)
+def test_key_order_is_kept_while_many_dispatch_and_several_relays_run(variant, dsn, monkeypatch):
+    monkeypatch.setattr("ergon_framework.task.relay.RETRY_DELAY_SECONDS", 0.05)
     log = FailingLog()
-    with opened(dsn) as source, opened(dsn, source.name) as looked_at:
+    with open_queue(dsn) as source, open_queue(dsn, source.name) as observer:
         others = [PostgresQueue(source.name, dsn=dsn, lease=lease) for lease in (28.0, 29.0)]
-        tasks = [made(flavour, queue, log) for queue in (source, *others)]
-        moved(flavour, tasks, looked_at, producing=producers(dsn, looked_at))
-    arrived = [record for record, _ in log.records.partitions[0]]
-    assert in_order(arrived) == {f"k{key}": list(range(EACH)) for key in range(KEYS)}
+        tasks = [make_relay(variant, queue, log) for queue in (source, *others)]
+        run_relays(variant, tasks, observer, producing=make_producers(dsn, observer))
+    transactions = [record for record, _ in log.records.partitions[0]]
+    assert group_by_key(transactions) == {f"k{key}": list(range(PER_KEY)) for key in range(KEY_COUNT)}
 
 
 @pytest.mark.spec("CNN-15")
 def test_a_relay_that_dies_between_dispatch_and_ack_sends_again_under_the_same_id(dsn, other_dsn):
-    with opened(dsn) as source, opened(other_dsn, inbox=True) as target:
+    with open_queue(dsn) as source, open_queue(other_dsn, inbox=True) as target:
         source.dispatch([Transaction("order-7")])
         [delivery] = source.fetch_transactions(1)
-        target.dispatch([delivery.transaction])  # and the process is gone
+        target.dispatch([delivery.transaction])  # and then the process is gone
         with psycopg.connect(dsn, autocommit=True) as connection:
             connection.execute("update ergon.worker set alive_until = now() - interval '1 s'")
         second = PostgresQueue(source.name, dsn=dsn, lease=29.0)
@@ -226,22 +226,22 @@ def test_a_relay_that_dies_between_dispatch_and_ack_sends_again_under_the_same_i
         assert [one.transaction.id for one in (*first, *again)] == ["order-7", "order-7"]
 
 
-def test_a_wait_for_the_target_keeps_the_key_behind_it(dsn):
-    """What waits for its next try is not overtaken by what has the same key."""
+def test_a_transaction_that_waits_for_the_target_blocks_later_ones_of_its_key(dsn):
+    """A transaction that waits for its next attempt is not overtaken by others of the same key."""
     log = MemoryLog("log")
-    down = threading.Event()
+    is_called = threading.Event()
 
-    class Down(MemoryLog):
+    class UnavailableLog(MemoryLog):
         def dispatch(self, transactions):
-            down.set()
-            raise ConnectionLost("down")
+            is_called.set()
+            raise ConnectionLostError("down")
 
-    once = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 1}}}})
-    with opened(dsn) as source:
+    policy = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 1}}}})
+    with open_queue(dsn) as source:
         source.dispatch([Transaction("first", key="k"), Transaction("second", key="k"), Transaction("free")])
-        relay(source, Down("down")).run(once)
-        assert down.is_set()
+        relay(source, UnavailableLog("down")).run(policy)
+        assert is_called.is_set()
         source.dispatch([Transaction("third", key="k")])
-        report = relay(source, log).run(once)
+        report = relay(source, log).run(policy)
         assert report.started == 0
         assert source.depth().delayed >= 2

@@ -1,4 +1,4 @@
-"""A standby: what its promotion can cost is said before it happens, and what is said is true."""
+"""Check that what the promotion of a standby can lose is reported in advance, and that the report is true."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.integration.running import ERGON
 
 pytestmark = pytest.mark.spec("SEC-19")
 
-SAFE = "a power loss costs nothing that was confirmed"
-LOSS = "the promotion of a standby can cost confirmed work"
-PATIENCE = 60.0
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "postgres.md"
+NO_LOSS_TEXT = "a power loss costs nothing that was confirmed"
+PROMOTION_LOSS_TEXT = "the promotion of a standby can cost confirmed work"
+TIMEOUT_SECONDS = 60.0
+GUIDE_PATH = Path(__file__).parents[2] / "docs" / "guides" / "postgres.md"
 
 
-def durability(dsn):
+def read_durability(dsn):
     queue = PostgresQueue("orders", dsn=dsn)
     queue.open()
     try:
@@ -36,11 +36,11 @@ def durability(dsn):
         queue.close()
 
 
-def doctor(folder, dsn):
-    """The finding about standbys, if there is one."""
+def find_standby_findings(folder, dsn):
+    """Return the doctor's finding about standbys, or None."""
     env, command = {**os.environ, "ERGON_POSTGRES__DSN": dsn}, [*ERGON, "doctor", "--json"]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    (database,) = [each for each in json.loads(done.stdout)["examined"] if each["name"] == "database"]
+    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    (database,) = [each for each in json.loads(result.stdout)["examined"] if each["name"] == "database"]
     return [each for each in database["findings"] if each["what"] == "standby"]
 
 
@@ -48,19 +48,19 @@ def make_synchronous(server):
     with psycopg.connect(server.dsn(), autocommit=True) as admin:
         admin.execute("alter system set synchronous_standby_names = 's1'")
         admin.execute("select pg_reload_conf()")
-        wait(lambda: admin.execute("select sync_state from pg_stat_replication").fetchall() == [("sync",)])
+        wait_until(lambda: admin.execute("select sync_state from pg_stat_replication").fetchall() == [("sync",)])
 
 
-def wait(holds):
-    end = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < end
+def wait_until(condition):
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 @pytest.fixture
-def pair(new_postgres, new_folder):
-    """A primary with our tables, and a standby that has caught up with it."""
+def primary_and_standby(new_postgres, new_folder):
+    """Yield a primary with the tables, and a standby that has caught up with it."""
     primary = new_postgres()
     upgrade(primary.dsn())
     standby = primary.create_standby(new_folder("standby"), name="s1")
@@ -70,82 +70,84 @@ def pair(new_postgres, new_folder):
         standby.kill()
 
 
-def test_an_address_without_a_standby_has_nothing_to_say_about_one(database, tmp_path):
-    assert LOSS not in durability_words(database)
-    assert doctor(tmp_path, database) == []
+def test_an_address_without_a_standby_reports_nothing_about_one(database, tmp_path):
+    assert PROMOTION_LOSS_TEXT not in read_durability_text(database)
+    assert find_standby_findings(tmp_path, database) == []
 
 
-def durability_words(dsn):
+def read_durability_text(dsn):
     queue = PostgresQueue("orders", dsn=dsn)
     queue.open()
-    words = queue.durability
+    text = queue.durability
     queue.close()
-    return words
+    return text
 
 
-def test_the_guide_says_what_a_promotion_can_cost():
-    _, _, rest = GUIDE.read_text(encoding="utf-8").partition("### Standbys")
+def test_the_guide_states_what_a_promotion_can_lose():
+    _, _, rest = GUIDE_PATH.read_text(encoding="utf-8").partition("### Standbys")
     rows = [line for line in rest.partition("\n#")[0].splitlines() if line.startswith("| asynchronous")]
     assert len(rows) == 1
     assert "can cost confirmed work" in rows[0]
 
 
-def test_an_address_with_several_hosts_says_what_a_promotion_can_cost(database, tmp_path):
+def test_an_address_with_several_hosts_reports_what_a_promotion_can_lose(database, tmp_path):
     port = psycopg.conninfo.conninfo_to_dict(database)["port"]
     several = database.replace(f"127.0.0.1:{port}", f"127.0.0.1:{port},127.0.0.1:{port}")
-    assert f"; {LOSS}: no standby is synchronous" in durability_words(several)
-    (finding,) = doctor(tmp_path, several)
+    assert f"; {PROMOTION_LOSS_TEXT}: no standby is synchronous" in read_durability_text(several)
+    (finding,) = find_standby_findings(tmp_path, several)
     assert finding["weight"] == "warning"
 
 
 @pytest.mark.invariant
-def test_an_asynchronous_standby_can_lose_confirmed_work_and_is_announced(pair, tmp_path):
-    primary, standby = pair
-    assert durability(primary.dsn()) == (
-        f"{SAFE}; {LOSS}: no standby is synchronous (synchronous_standby_names is empty)"
+def test_an_asynchronous_standby_can_lose_confirmed_work_and_is_reported(primary_and_standby, tmp_path):
+    primary, standby = primary_and_standby
+    assert read_durability(primary.dsn()) == (
+        f"{NO_LOSS_TEXT}; {PROMOTION_LOSS_TEXT}: no standby is synchronous (synchronous_standby_names is empty)"
     )
-    (finding,) = doctor(tmp_path, primary.dsn())
-    assert (finding["weight"], LOSS in finding["seen"]) == ("warning", True)
+    (finding,) = find_standby_findings(tmp_path, primary.dsn())
+    assert (finding["weight"], PROMOTION_LOSS_TEXT in finding["seen"]) == ("warning", True)
     assert "synchronous_standby_names" in finding["do"]
-    assert lost_by_a_promotion(primary, standby) == 10
+    assert promote_and_count_lost(primary, standby) == 10
 
 
 @pytest.mark.invariant
-def test_a_synchronous_standby_loses_nothing_and_needs_no_warning(pair, tmp_path):
-    primary, standby = pair
+def test_a_synchronous_standby_loses_nothing_and_needs_no_warning(primary_and_standby, tmp_path):
+    primary, standby = primary_and_standby
     make_synchronous(primary)
-    assert durability(primary.dsn()) == SAFE
-    (finding,) = doctor(tmp_path, primary.dsn())
+    assert read_durability(primary.dsn()) == NO_LOSS_TEXT
+    (finding,) = find_standby_findings(tmp_path, primary.dsn())
     assert finding["weight"] == "fine"
     local = f"{primary.dsn()}?options={quote('-c synchronous_commit=local')}"
-    assert f"; {LOSS}: commits do not wait for it (synchronous_commit is local)" in durability(local)
-    assert lost_by_a_promotion(primary, standby, behind=False) == 0
+    assert f"; {PROMOTION_LOSS_TEXT}: commits do not wait for it (synchronous_commit is local)" in read_durability(
+        local
+    )
+    assert promote_and_count_lost(primary, standby, is_lagging=False) == 0
 
 
-def lost_by_a_promotion(primary, standby, *, behind=True):
-    """How many confirmed transactions are missing after the primary was killed and the standby promoted."""
+def promote_and_count_lost(primary, standby, *, is_lagging=True):
+    """Return the number of confirmed transactions missing after the primary was killed and the standby promoted."""
     queue = PostgresQueue("orders", dsn=primary.dsn())
     queue.dispatch([Transaction("before", {})])
-    with psycopg.connect(standby.dsn(), autocommit=True) as reader:
-        wait(lambda: reader.execute("select count(*) from ergon.ready").fetchone() == (1,))
-    receivers = standby.pids_of("walreceiver")
+    with psycopg.connect(standby.dsn(), autocommit=True) as connection:
+        wait_until(lambda: connection.execute("select count(*) from ergon.ready").fetchone() == (1,))
+    receivers = standby.list_pids("walreceiver")
     assert len(receivers) == 1
-    if behind:
+    if is_lagging:
         os.kill(receivers[0], signal.SIGSTOP)
     queue.dispatch([Transaction(f"order-{number}", {}) for number in range(10)])
     primary.kill()
     queue.close()
-    if behind:
-        # What is still in the socket of a standby that was cut off never reaches it.
+    if is_lagging:
+        # Data still in the socket of a disconnected standby never reaches it.
         os.kill(receivers[0], signal.SIGKILL)
-        wait(lambda: standby.is_running and _answers(standby))
+        wait_until(lambda: standby.is_running and _is_reachable(standby))
     standby.promote()
-    with psycopg.connect(standby.dsn()) as reader:
-        (found,) = reader.execute("select count(*) from ergon.ready").fetchone()
-    return 11 - found
+    with psycopg.connect(standby.dsn()) as connection:
+        (count,) = connection.execute("select count(*) from ergon.ready").fetchone()
+    return 11 - count
 
 
-def _answers(server):
+def _is_reachable(server):
     try:
         psycopg.connect(server.dsn(), connect_timeout=2).close()
     except psycopg.OperationalError:

@@ -1,4 +1,4 @@
-"""Claims that their owner leaves unsettled return with the lease, although the process lives and renews others."""
+"""Check that claims their owner leaves unsettled return with the lease although the process renews others."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import time
 import psycopg
 import pytest
 
-from ergon_framework.connectors.base import Ack, Later, SettleResult
+from ergon_framework.connectors.base import Ack, Defer, SettleResult
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.connectors.postgres.claiming import DOUBT
+from ergon_framework.connectors.postgres.claiming import UNCONFIRMED_RELEASE_SECONDS
 from ergon_framework.transaction import Transaction
 
 pytestmark = pytest.mark.invariant
 
-LEASE = 1.0
-#: Longest that a claim may be out: its lease, and the time in which somebody looks.
-LATEST = 2 * LEASE
-#: No timestamp of the server can hold it.
-FOR_EVER = Later(1e14)
+LEASE_SECONDS = 1.0
+#: Longest time that a claim may be out: its lease and the poll interval.
+MAX_CLAIM_SECONDS = 2 * LEASE_SECONDS
+#: No timestamp of the server can represent it.
+UNREPRESENTABLE_DELAY = Defer(1e14)
 
 
-class Threads:
-    """A queue as threads use it."""
+class ThreadClient:
+    """A queue as used by threads."""
 
     def __init__(self, queue):
         self.queue = queue
@@ -41,8 +41,8 @@ class Threads:
         self.queue.close()
 
 
-class Asyncio(Threads):
-    """The same as an event loop uses it."""
+class AsyncioClient(ThreadClient):
+    """A queue as used by an event loop."""
 
     async def fetch(self):
         return await self.queue.fetch_transactions_async(10)
@@ -57,7 +57,7 @@ class Asyncio(Threads):
         await self.queue.close_async()
 
 
-VARIANTS = pytest.mark.parametrize("variant", [Threads, Asyncio], ids=["threads", "asyncio"])
+VARIANTS = pytest.mark.parametrize("variant", [ThreadClient, AsyncioClient], ids=["threads", "asyncio"])
 
 
 def dispatch(dsn, *names, keys=None):
@@ -66,123 +66,123 @@ def dispatch(dsn, *names, keys=None):
     queue.close()
 
 
-async def redelivered(clients, *, within):
-    """The first delivery that one of *clients* fetches, all of them asked in turn, and the seconds until then."""
-    began = time.monotonic()
-    while (took := time.monotonic() - began) < within:
+async def fetch_redelivered(clients, *, timeout):
+    """Fetch from *clients* in turn; return the first delivery and the seconds until it came."""
+    started_at = time.monotonic()
+    while (elapsed := time.monotonic() - started_at) < timeout:
         for client in clients:
-            if found := await client.fetch():
-                return found, time.monotonic() - began
+            if deliveries := await client.fetch():
+                return deliveries, time.monotonic() - started_at
         await asyncio.sleep(0.02)
-    raise AssertionError(f"nothing came within {took:.1f} s")
+    raise AssertionError(f"nothing came within {elapsed:.1f} s")
 
 
 @VARIANTS
 @pytest.mark.spec("DX-22", "CNN-08")
 @pytest.mark.parametrize("key", [None, "customer-7"], ids=["plain", "keyed"])
-def test_what_a_closed_queue_held_returns_with_the_lease_while_another_queue_works(database, variant, key):
-    async def story():
+def test_claims_of_a_closed_queue_return_with_the_lease_while_another_queue_works(database, variant, key):
+    async def main():
         dispatch(database, "held", keys=key)
-        closing = variant(PostgresQueue("orders", dsn=database, lease=LEASE))
-        other = variant(PostgresQueue("invoices", dsn=database, lease=LEASE))
-        # Another lease is another instance, as another process would be.
-        stranger = variant(PostgresQueue("orders", dsn=database, lease=LEASE * 3))
+        closing = variant(PostgresQueue("orders", dsn=database, lease=LEASE_SECONDS))
+        other = variant(PostgresQueue("invoices", dsn=database, lease=LEASE_SECONDS))
+        # Another lease makes it another instance, as another process would be.
+        other_instance = variant(PostgresQueue("orders", dsn=database, lease=LEASE_SECONDS * 3))
         assert await other.fetch() == []
-        (held,) = await closing.fetch()
+        (delivery,) = await closing.fetch()
         await closing.close()
-        assert await stranger.fetch() == []  # not before
-        (again,), _ = await redelivered([other, stranger], within=LATEST)
+        assert await other_instance.fetch() == []  # not before
+        (again,), _ = await fetch_redelivered([other, other_instance], timeout=MAX_CLAIM_SECONDS)
         assert (again.transaction.id, again.deliveries) == ("held", 2)
-        assert await other.settle((held, Ack())) == [SettleResult.LOST]
-        assert await stranger.settle((again, Ack())) == [SettleResult.SETTLED]
+        assert await other.settle((delivery, Ack())) == [SettleResult.LOST]
+        assert await other_instance.settle((again, Ack())) == [SettleResult.SETTLED]
         await other.close()
-        await stranger.close()
+        await other_instance.close()
 
-    asyncio.run(story())
+    asyncio.run(main())
 
 
 @VARIANTS
 @pytest.mark.spec("DX-22")
-def test_what_a_closed_queue_held_may_still_be_settled_before_the_lease_ends(database, variant):
-    async def story():
+def test_claims_of_a_closed_queue_may_still_be_settled_before_the_lease_ends(database, variant):
+    async def main():
         dispatch(database, "held")
         queue = variant(PostgresQueue("orders", dsn=database, lease=30.0))
         other = variant(PostgresQueue("invoices", dsn=database, lease=30.0))
         assert await other.fetch() == []
-        (held,) = await queue.fetch()
+        (delivery,) = await queue.fetch()
         await queue.close()
-        assert await queue.settle((held, Ack())) == [SettleResult.SETTLED]
+        assert await queue.settle((delivery, Ack())) == [SettleResult.SETTLED]
         await queue.close()
         await other.close()
 
-    asyncio.run(story())
+    asyncio.run(main())
 
 
 @VARIANTS
 @pytest.mark.spec("DX-22", "CNN-08")
 def test_a_claim_whose_settlement_failed_returns_with_the_lease(database, variant):
-    async def story():
+    async def main():
         dispatch(database, "bad", "good")
-        client = variant(PostgresQueue("orders", dsn=database, lease=LEASE))
-        found = {delivery.transaction.id: delivery for delivery in await client.fetch()}
-        settled = await client.settle((found["bad"], FOR_EVER), (found["good"], Ack()))
-        assert settled == [SettleResult.FAILED, SettleResult.SETTLED]
+        client = variant(PostgresQueue("orders", dsn=database, lease=LEASE_SECONDS))
+        deliveries = {delivery.transaction.id: delivery for delivery in await client.fetch()}
+        results = await client.settle((deliveries["bad"], UNREPRESENTABLE_DELAY), (deliveries["good"], Ack()))
+        assert results == [SettleResult.FAILED, SettleResult.SETTLED]
         assert await client.fetch() == []  # not before
-        (again,), _ = await redelivered([client], within=LATEST)
+        (again,), _ = await fetch_redelivered([client], timeout=MAX_CLAIM_SECONDS)
         assert (again.transaction.id, again.deliveries) == ("bad", 2)
-        assert await client.settle((found["bad"], Ack())) == [SettleResult.LOST]
-        # The second time from content, where what came back is.
-        assert await client.settle((again, FOR_EVER)) == [SettleResult.FAILED]
-        (third,), _ = await redelivered([client], within=LATEST)
+        assert await client.settle((deliveries["bad"], Ack())) == [SettleResult.LOST]
+        # The second time from the content table, where redelivered messages are.
+        assert await client.settle((again, UNREPRESENTABLE_DELAY)) == [SettleResult.FAILED]
+        (third,), _ = await fetch_redelivered([client], timeout=MAX_CLAIM_SECONDS)
         assert third.deliveries == 3
         assert await client.settle((third, Ack())) == [SettleResult.SETTLED]
         await client.close()
         with psycopg.connect(database) as connection:
             assert connection.execute("select count(*) from ergon.held").fetchone() == (0,)
 
-    asyncio.run(story())
+    asyncio.run(main())
 
 
 @VARIANTS
 @pytest.mark.spec("DX-22")
 def test_a_claim_whose_settlement_failed_is_kept_while_it_is_extended(database, variant):
-    async def story():
+    async def main():
         dispatch(database, "kept")
-        client = variant(PostgresQueue("orders", dsn=database, lease=LEASE))
-        (held,) = await client.fetch()
-        assert await client.settle((held, FOR_EVER)) == [SettleResult.FAILED]
-        end = time.monotonic() + 2.5 * LEASE
-        while time.monotonic() < end:
-            (until,) = await client.extend(held)
-            assert until is not None
+        client = variant(PostgresQueue("orders", dsn=database, lease=LEASE_SECONDS))
+        (delivery,) = await client.fetch()
+        assert await client.settle((delivery, UNREPRESENTABLE_DELAY)) == [SettleResult.FAILED]
+        deadline = time.monotonic() + 2.5 * LEASE_SECONDS
+        while time.monotonic() < deadline:
+            (lease_end,) = await client.extend(delivery)
+            assert lease_end is not None
             assert await client.fetch() == []
-            await asyncio.sleep(LEASE / 5)
-        assert await client.settle((held, Ack())) == [SettleResult.SETTLED]
+            await asyncio.sleep(LEASE_SECONDS / 5)
+        assert await client.settle((delivery, Ack())) == [SettleResult.SETTLED]
         await client.close()
 
-    asyncio.run(story())
+    asyncio.run(main())
 
 
 @pytest.mark.spec("DX-22")
-def test_a_claim_that_reaches_the_server_long_after_its_fetch_was_given_up_is_given_back(database):
+def test_a_claim_that_reaches_the_server_long_after_its_fetch_was_abandoned_is_released(database):
     dispatch(database, "late")
     now = [1000.0]
     queue = PostgresQueue("orders", dsn=database)
     assert queue.fetch_transactions(0) == []
     queue.open()
-    queue._claiming._clock = lambda: now[0]
-    worker = queue._run(lambda home: home.tenure.present())
-    # A fetch was cut off, and its statement is carried out when nobody has doubted it for long.
-    queue._claiming._doubted[worker, 99] = now[0] + DOUBT
+    queue._claims._clock = lambda: now[0]
+    worker = queue._run(lambda home: home.worker_lease.ensure())
+    # A fetch was interrupted, and its statement runs long after the worker stopped checking for it.
+    queue._claims._unconfirmed[worker, 99] = now[0] + UNCONFIRMED_RELEASE_SECONDS
     for _ in range(3):
-        now[0] += DOUBT
+        now[0] += UNCONFIRMED_RELEASE_SECONDS
         (delivery,) = queue.fetch_transactions(1)
-        queue.settle([(delivery, Later(0.0))])
+        queue.settle([(delivery, Defer(0.0))])
     with psycopg.connect(database) as connection:
         number = connection.execute("select id from ergon.queue where name = 'orders'").fetchone()[0]
         claim = "select id from ergon.claim(%s, 1, %s, 99, null, 0, false)"
         assert len(connection.execute(claim, [number, worker]).fetchall()) == 1
     assert queue.fetch_transactions(1) == []
-    now[0] += DOUBT
+    now[0] += UNCONFIRMED_RELEASE_SECONDS
     assert [delivery.transaction.id for delivery in queue.fetch_transactions(1)] == ["late"]
     queue.close()

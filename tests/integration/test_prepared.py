@@ -1,25 +1,30 @@
-"""Statements that are prepared once for each connection, and a server that has forgotten some of them."""
+"""Check statements that are prepared once per connection while the server has forgotten some of them."""
 
 from __future__ import annotations
 
 import psycopg
 
-from ergon_framework.schema.operation import Text, perform
+from ergon_framework.schema.operation import PreparedTextQuery, run_operation
 
-ONE, TWO = "select $1::text || 'one'", "select $1::text || 'two'"
+SELECT_ONE, SELECT_TWO = "select $1::text || 'one'", "select $1::text || 'two'"
 
 
-def asked(connection, sql):
+def run_query(connection, sql):
     def operation():
-        ((answer,),) = yield Text(sql, ("",))
+        ((answer,),) = yield PreparedTextQuery(sql, ("",))
         return answer
 
-    return perform(connection, operation())
+    return run_operation(connection, operation())
 
 
-def test_whatever_was_forgotten_in_whatever_order_every_statement_is_answered(database):
+def test_every_statement_is_answered_whatever_the_server_has_forgotten(database):
     with psycopg.connect(database, autocommit=True) as connection:
-        assert asked(connection, ONE) == "one"
+        assert run_query(connection, SELECT_ONE) == "one"
         connection.execute("deallocate all")
         # The second is new and the first is forgotten; afterwards the server knows both.
-        assert [asked(connection, sql) for sql in (TWO, ONE, TWO, ONE)] == ["two", "one", "two", "one"]
+        assert [run_query(connection, sql) for sql in (SELECT_TWO, SELECT_ONE, SELECT_TWO, SELECT_ONE)] == [
+            "two",
+            "one",
+            "two",
+            "one",
+        ]

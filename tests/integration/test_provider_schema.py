@@ -1,4 +1,4 @@
-"""The tables of providers: those that the document names, as it names them, added to what was there."""
+"""Check the provider tables: those that the document names, with its names, added to the existing schema."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ergon_framework.schema.migrations.versions import r0002_providers
 
 _numbers = itertools.count(1)
 
-#: Tables, columns and indexes of the document, in its own order; then window_kind and the index of task_execution_id,
-#: which are ours.
-NAMED = """
+#: Tables, columns and indexes of the document, in its order; then window_kind and the index of task_execution_id,
+#: which the framework adds.
+DOCUMENTED_TABLES = """
 provider_quota_states: id tenant_id provider_name capability window_start window_end limit_count used_count
     remaining_count last_exhausted_at updated_at window_kind
   unique (tenant_id, provider_name, capability, window_start)
@@ -36,14 +36,14 @@ provider_execution_metrics: id tenant_id task_execution_id provider_name capabil
 """
 
 
-def named():
-    """Each table with its columns, and its indexes as (unique, columns)."""
-    found = {}
-    for table, rest in re.findall(r"^(\w+):((?:.|\n)*?)(?=^\w|\Z)", NAMED, re.MULTILINE):
+def parse_documented_tables():
+    """Return each table with its columns, and its indexes as (unique, columns)."""
+    tables = {}
+    for table, rest in re.findall(r"^(\w+):((?:.|\n)*?)(?=^\w|\Z)", DOCUMENTED_TABLES, re.MULTILINE):
         indexes = re.findall(r"^  (unique )?\(([^)]*)\)", rest, re.MULTILINE)
         columns = re.sub(r"^  (unique )?\(.*$", "", rest, flags=re.MULTILINE).split()
-        found[table] = columns, {(bool(unique), tuple(names.split(", "))) for unique, names in indexes}
-    return found
+        tables[table] = columns, {(bool(unique), tuple(names.split(", "))) for unique, names in indexes}
+    return tables
 
 
 @pytest.fixture
@@ -51,13 +51,13 @@ def dsn(postgres):
     return postgres.create_database(f"providers_{os.getpid()}_{next(_numbers)}")
 
 
-def rows(dsn, statement, *parameters):
+def query_rows(dsn, statement, *parameters):
     with psycopg.connect(dsn, autocommit=True) as connection:
         return connection.execute(statement, parameters).fetchall()
 
 
-def columns(dsn, table):
-    return rows(
+def list_columns(dsn, table):
+    return query_rows(
         dsn,
         "select column_name, data_type, is_nullable from information_schema.columns"
         " where table_schema = 'ergon' and table_name = %s order by ordinal_position",
@@ -65,11 +65,11 @@ def columns(dsn, table):
     )
 
 
-def indexes(dsn, table):
-    """All but the primary key, which is nobody's choice."""
+def list_indexes(dsn, table):
+    """Return all indexes but the primary key, which the document does not choose."""
     return {
         (unique, tuple(names))
-        for unique, names in rows(
+        for unique, names in query_rows(
             dsn,
             "select i.indisunique, array(select a.attname::text from unnest(i.indkey) with ordinality k(n, place)"
             " join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.n order by place)"
@@ -79,17 +79,17 @@ def indexes(dsn, table):
     }
 
 
-def move(dsn, direction, to):
-    with migrate._connected(dsn) as connection:
+def run_alembic(dsn, direction, revision):
+    with migrate._connect(dsn) as connection:
         config = migrate._config()
         config.attributes["connection"] = connection
-        getattr(command, direction)(config, to)
+        getattr(command, direction)(config, revision)
         connection.commit()
 
 
-def shape(dsn):
-    """Everything in our schema, by name and definition."""
-    return rows(
+def describe_schema(dsn):
+    """Return everything in the framework's schema, by name and definition."""
+    return query_rows(
         dsn,
         """
         select 'column', table_name || '.' || column_name, data_type || coalesce(column_default, '') || is_nullable
@@ -105,20 +105,20 @@ def shape(dsn):
 
 
 @pytest.mark.spec("PRV-09", "PRV-10", "PRV-11", "PRV-15")
-@pytest.mark.parametrize("table", sorted(named()))
+@pytest.mark.parametrize("table", sorted(parse_documented_tables()))
 def test_the_tables_have_the_columns_and_indexes_that_the_document_names_and_no_others(dsn, table):
     migrate.upgrade(dsn)
-    expected, wanted = named()[table]
-    assert [name for name, _, _ in columns(dsn, table)] == expected
-    assert indexes(dsn, table) == wanted
+    expected_columns, expected_indexes = parse_documented_tables()[table]
+    assert [name for name, _, _ in list_columns(dsn, table)] == expected_columns
+    assert list_indexes(dsn, table) == expected_indexes
 
 
 @pytest.mark.spec("PRV-29")
-def test_a_metric_may_name_its_task_execution_and_no_more_is_nullable_than_the_document_says(dsn):
+def test_a_metric_may_name_its_task_execution_and_only_the_documented_columns_are_nullable(dsn):
     migrate.upgrade(dsn)
-    nullable = {name for name, _, can in columns(dsn, "provider_execution_metrics") if can == "YES"}
+    nullable = {name for name, _, can in list_columns(dsn, "provider_execution_metrics") if can == "YES"}
     assert nullable == {"task_execution_id", "idempotency_key", "reason_code", "http_status"}
-    (reference,) = rows(
+    (reference,) = query_rows(
         dsn,
         "select pg_get_constraintdef(oid) from pg_constraint where contype = 'f'"
         " and conrelid = 'ergon.provider_execution_metrics'::regclass",
@@ -127,27 +127,29 @@ def test_a_metric_may_name_its_task_execution_and_no_more_is_nullable_than_the_d
 
 
 @pytest.mark.spec("DX-31", "PRV-09")
-def test_at_midnight_of_the_first_each_window_has_its_kind_and_its_clean_start(dsn):
+def test_at_midnight_of_the_first_each_window_has_its_kind_and_exact_start(dsn):
     migrate.upgrade(dsn, "0010")
     midnight = "timestamptz '2026-03-01 00:00:00+00'"
-    made = (
+    insert_windows = (
         "insert into ergon.provider_quota_states (tenant_id, provider_name, capability, window_start, window_end,"
         f" limit_count, remaining_count) select %s, 'p', 'c', ergon.provider_window_start(kind, {midnight}),"
         f" ergon.provider_window_end(kind, {midnight}), 5, 5 from generate_series(1, 4) kind returning 1"
     )
-    rows(dsn, made, "before")
+    query_rows(dsn, insert_windows, "before")
     migrate.upgrade(dsn)
-    rows(dsn, made, "after")
+    query_rows(dsn, insert_windows, "after")
     for tenant in ("before", "after"):
-        found = rows(
+        rows = query_rows(
             dsn,
             f"select window_kind, window_start = {midnight} from ergon.provider_quota_windows"
             " where tenant_id = %s order by window_end",
             tenant,
         )
-        assert found == [("minute", True), ("hour", True), ("day", True), ("month", True)]
-    stored = rows(dsn, "select count(distinct window_start) from ergon.provider_quota_states where tenant_id = 'after'")
-    assert stored == [(4,)]
+        assert rows == [("minute", True), ("hour", True), ("day", True), ("month", True)]
+    counts = query_rows(
+        dsn, "select count(distinct window_start) from ergon.provider_quota_states where tenant_id = 'after'"
+    )
+    assert counts == [(4,)]
 
 
 @pytest.mark.spec("PRV-29")
@@ -164,18 +166,18 @@ def test_at_midnight_of_the_first_each_window_has_its_kind_and_its_clean_start(d
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused_by_the_tables(dsn, statement):
+def test_contradictory_rows_are_rejected_by_the_tables(dsn, statement):
     migrate.upgrade(dsn)
     with psycopg.connect(dsn) as connection, pytest.raises(psycopg.errors.CheckViolation):
         connection.execute(statement)
 
 
 @pytest.mark.spec("PRV-15")
-def test_the_migration_adds_and_touches_nothing_that_was_there(dsn):
+def test_the_migration_adds_and_changes_nothing_that_existed(dsn):
     migrate.upgrade(dsn, "0001")
-    before = shape(dsn)
+    before = describe_schema(dsn)
     migrate.upgrade(dsn, "0002")
-    after = shape(dsn)
+    after = describe_schema(dsn)
     assert set(before) <= set(after)
     assert all(
         re.match(r"(provider_|task_executions|ergon\.provider_)", name) for _, name, _ in set(after) - set(before)
@@ -185,26 +187,26 @@ def test_the_migration_adds_and_touches_nothing_that_was_there(dsn):
 @pytest.mark.spec("PRV-15")
 def test_up_and_down_and_up_again_is_the_same(dsn):
     migrate.upgrade(dsn, "0001")
-    first = shape(dsn)
+    first = describe_schema(dsn)
     migrate.upgrade(dsn)
-    second = shape(dsn)
-    move(dsn, "downgrade", "0001")
-    assert shape(dsn) == first
-    move(dsn, "upgrade", "head")
-    assert shape(dsn) == second
+    second = describe_schema(dsn)
+    run_alembic(dsn, "downgrade", "0001")
+    assert describe_schema(dsn) == first
+    run_alembic(dsn, "upgrade", "head")
+    assert describe_schema(dsn) == second
 
 
 @pytest.mark.spec("PRV-15")
-def test_every_table_and_function_of_the_migration_is_taken_away_by_name(dsn):
+def test_every_table_and_function_of_the_migration_is_dropped_by_name(dsn):
     migrate.upgrade(dsn, "0002")
-    functions = rows(
+    functions = query_rows(
         dsn,
         "select proname::text from pg_proc where pronamespace = 'ergon'::regnamespace and proname like 'provider%%'",
     )
-    assert sorted(name for (name,) in functions) == sorted(r0002_providers.FUNCTIONS)
-    tables = rows(
+    assert sorted(name for (name,) in functions) == sorted(r0002_providers.FUNCTION_NAMES)
+    tables = query_rows(
         dsn,
         "select c.relname::text from pg_class c where relnamespace = 'ergon'::regnamespace and relkind in ('r', 'p')"
         " and not relispartition and (relname like 'provider%%' or relname = 'task_executions')",
     )
-    assert sorted(name for (name,) in tables) == sorted(r0002_providers.TABLES)
+    assert sorted(name for (name,) in tables) == sorted(r0002_providers.TABLE_NAMES)

@@ -1,4 +1,4 @@
-"""The host's own table of task executions, named by configuration."""
+"""Check the host's own table of task executions, named by configuration."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ import pytest
 
 from ergon_framework.providers.health import ProviderHealthState
 from ergon_framework.providers.sql import operator, retention
-from ergon_framework.providers.sql.ledger import Ledger
-from ergon_framework.providers.sql.retention import Retention
+from ergon_framework.providers.sql.ledger import TaskLedger
+from ergon_framework.providers.sql.retention import ProviderRetention
 from ergon_framework.providers.sql.writer import MetricsWriter
-from tests.integration.metering import ask, attempt
-from tests.integration.test_provider_ledger import letter
+from tests.integration.metering import make_attempt, query
+from tests.integration.test_provider_ledger import make_dead_letter
 
-KINDS = {"uuid": str(uuid.uuid4()), "text": "host-1", "bigint": "17"}
+EXECUTION_IDS = {"uuid": str(uuid.uuid4()), "text": "host-1", "bigint": "17"}
 
 
-def upgrade(dsn, table):
+def run_upgrade(dsn, table):
     env = {**os.environ, "ERGON_POSTGRES__DSN": dsn, "ERGON_PROVIDERS__TASK_TABLE": table}
     command = [Path(sys.executable).with_name("ergon"), "db", "upgrade"]
     return subprocess.run(command, env=env, text=True, capture_output=True, timeout=60, check=False)
 
 
 @pytest.mark.spec("DX-30", "PRV-29")
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(EXECUTION_IDS))
 def test_attempts_refer_to_the_table_that_the_host_names(database, kind):
-    known, schema = KINDS[kind], f"host_{kind}"
-    ask(database, f"create schema {schema}")
-    ask(database, f"create table {schema}.task_executions (id {kind} primary key)")
-    ask(database, f"insert into {schema}.task_executions values ('{known}')")
-    for _ in range(2):  # twice is once
-        ran = upgrade(database, f"{schema}.task_executions")
-        assert ran.returncode == 0, ran.stderr
+    execution_id, schema = EXECUTION_IDS[kind], f"host_{kind}"
+    query(database, f"create schema {schema}")
+    query(database, f"create table {schema}.task_executions (id {kind} primary key)")
+    query(database, f"insert into {schema}.task_executions values ('{execution_id}')")
+    for _ in range(2):  # the second upgrade changes nothing
+        result = run_upgrade(database, f"{schema}.task_executions")
+        assert result.returncode == 0, result.stderr
     writer = MetricsWriter(database)
-    for execution in (known, "nobody's", str(uuid.uuid4()), None):
-        writer.record(attempt(task_execution_id=execution))
+    for execution in (execution_id, "nobody's", str(uuid.uuid4()), None):
+        writer.record(make_attempt(task_execution_id=execution))
     assert writer.close(20)
-    ledger = Ledger(database)
-    ledger.bury(letter("t-1", task_execution_id=known))
-    ledger.bury(letter("t-2", task_execution_id="nobody's"))
+    ledger = TaskLedger(database)
+    ledger.fail(make_dead_letter("t-1", task_execution_id=execution_id))
+    ledger.fail(make_dead_letter("t-2", task_execution_id="nobody's"))
     ledger.close()
-    found = ask(
+    rows = query(
         database,
         "select outcome, task_execution_id::text, count(*)::int from ergon.provider_execution_metrics "
         "group by 1, 2 order by 1, 2",
     )
-    assert found == [
-        ("dead_letter", known, 1),
+    assert rows == [
+        ("dead_letter", execution_id, 1),
         ("dead_letter", None, 1),
-        ("success", known, 1),
+        ("success", execution_id, 1),
         ("success", None, 3),
     ]
     with pytest.raises(psycopg.errors.ForeignKeyViolation):
-        ask(database, f"delete from {schema}.task_executions")
-    retention.run(database, Retention())
-    ask(database, f"truncate ergon.provider_execution_metrics; drop schema {schema} cascade")
-    ask(
+        query(database, f"delete from {schema}.task_executions")
+    retention.run_retention(database, ProviderRetention())
+    query(database, f"truncate ergon.provider_execution_metrics; drop schema {schema} cascade")
+    query(
         database,
         "alter table ergon.provider_execution_metrics alter column task_execution_id type text; "
         "alter table ergon.provider_execution_metrics add foreign key (task_execution_id) "
@@ -70,30 +70,30 @@ def test_attempts_refer_to_the_table_that_the_host_names(database, kind):
 
 
 @pytest.mark.spec("DX-30", "PRV-29")
-def test_a_table_that_cannot_be_referred_to_is_refused(database):
-    ran = upgrade(database, "public.nothing")
-    assert ran.returncode == 2
-    assert "providers.task_table 'public.nothing' is invalid" in ran.stderr
+def test_a_table_that_cannot_be_referenced_is_rejected(database):
+    result = run_upgrade(database, "public.nothing")
+    assert result.returncode == 2
+    assert "providers.task_table 'public.nothing' is invalid" in result.stderr
 
 
 @pytest.mark.spec("DX-30")
-def test_executions_that_no_attempt_refers_to_any_more_are_removed(database):
+def test_executions_without_attempts_are_removed(database):
     writer = MetricsWriter(database)
-    writer.record(attempt(task_execution_id="kept"))
+    writer.record(make_attempt(task_execution_id="kept"))
     assert writer.close(20)
-    ask(database, "insert into ergon.task_executions (id) values ('old')")
-    ask(database, "update ergon.task_executions set created_at = now() - interval '40 days'")
-    retention.run(database, Retention())
-    assert ask(database, "select id from ergon.task_executions") == [("kept",)]
+    query(database, "insert into ergon.task_executions (id) values ('old')")
+    query(database, "update ergon.task_executions set created_at = now() - interval '40 days'")
+    retention.run_retention(database, ProviderRetention())
+    assert query(database, "select id from ergon.task_executions") == [("kept",)]
 
 
 @pytest.mark.spec("DX-30", "PRV-10")
 def test_a_health_state_is_a_model_with_the_columns_of_the_document(database):
     writer = MetricsWriter(database)
-    writer.record(attempt(duration_ms=2.0))
+    writer.record(make_attempt(duration_ms=2.0))
     assert writer.close(20)
-    (state,) = operator.health_states(database, "acme")
+    (state,) = operator.list_health_states(database, "acme")
     assert isinstance(state, ProviderHealthState)
     assert (state.provider_name, state.capability, state.breaker_state) == ("pay", "charging", "closed")
     assert (state.success_rate_1h, state.p95_latency_ms_1h, state.last_error_code) == (1.0, 2.0, None)
-    assert operator.health_states(database, "another") == []
+    assert operator.list_health_states(database, "another") == []

@@ -1,4 +1,4 @@
-"""One changed line of ergon.toml moves a handler to another broker: the same module, real servers, both variants."""
+"""Check that one changed line of ergon.toml moves a handler to another broker, on real servers, in both variants."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 from ergon_framework import Transaction
 from ergon_framework.connectors.deadletters import DeadLetterQuery
 from ergon_framework.runner import queues
-from ergon_framework.task.report import Kind
+from ergon_framework.task.report import OutcomeKind
 from tests.servers.nats import PrivateNats
 from tests.servers.redis import PrivateRedis
 
-HANDLER = """
+HANDLER_MODULE = """
 from ergon_framework import BusinessError, ConsumerPolicy, consumer, queue
 from ergon_framework.scope import current
 
@@ -36,22 +36,22 @@ policy = ConsumerPolicy.load({{"steps": {{"process": {{"retry": {{"max_attempts"
     if order["card"] == "empty":
         raise BusinessError("card declined", code="declined")
 """
-CARDS = {"good": [0], "slow": [0, 1], "empty": [0]}
+ATTEMPTS_BY_CARD = {"good": [0], "slow": [0, 1], "empty": [0]}
 
 
 @pytest.fixture(scope="module")
 def nats_url():
-    yield from _served(PrivateNats)
+    yield from _run_server(PrivateNats)
 
 
 @pytest.fixture(scope="module")
 def redis_url():
-    yield from _served(PrivateRedis)
+    yield from _run_server(PrivateRedis)
 
 
-def _served(kind):
+def _run_server(server_class):
     folder = Path(tempfile.mkdtemp(prefix="ergon-moved-"))
-    server = kind(folder)
+    server = server_class(folder)
     try:
         server.start()
         yield server.url
@@ -61,34 +61,34 @@ def _served(kind):
 
 
 @pytest.fixture(params=["def", "async def"])
-def handler(tmp_path, monkeypatch, request):
-    """Imports the one module anew, as a new process would; the settings say where its queue is."""
+def import_handler(tmp_path, monkeypatch, request):
+    """Yield a function that imports the module again, as a new process would; the settings say where its queue is."""
     name = f"shop_{uuid4().hex}"
-    (tmp_path / f"{name}.py").write_text(HANDLER.format(flavour=request.param, name=name), encoding="utf-8")
+    (tmp_path / f"{name}.py").write_text(HANDLER_MODULE.format(flavour=request.param, name=name), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(queues, "_chosen", [])
 
-    def fresh(line):
-        (tmp_path / "ergon.toml").write_text(f"[queues.{name}]\n{line}\n", encoding="utf-8")
+    def import_again(setting):
+        (tmp_path / "ergon.toml").write_text(f"[queues.{name}]\n{setting}\n", encoding="utf-8")
         sys.modules.pop(name, None)
         return importlib.import_module(name)
 
-    yield fresh
+    yield import_again
     sys.modules.pop(name, None)
 
 
-def _outcome(module):
-    """What became of three orders: attempts of each, and the dead letters with their reasons."""
-    module.orders.dispatch([Transaction(card, {"card": card}) for card in CARDS])
+def _run_orders(module):
+    """Run three orders; return the attempts of each, the dead letters with their reasons, and the success count."""
+    module.orders.dispatch([Transaction(card, {"card": card}) for card in ATTEMPTS_BY_CARD])
     report = module.charge.run()
     if asyncio.iscoroutine(report):
         report = asyncio.run(report)
-    attempts = {card: [attempt for name, attempt in module.seen if name == card] for card in CARDS}
+    attempts = {card: [attempt for name, attempt in module.seen if name == card] for card in ATTEMPTS_BY_CARD}
     dead = [(letter.id, letter.reason) for letter in module.orders.list_dead(DeadLetterQuery())]
-    module.orders.discard_dead([letter.place for letter in module.orders.list_dead(DeadLetterQuery())])
+    module.orders.discard_dead([letter.handle for letter in module.orders.list_dead(DeadLetterQuery())])
     module.orders.close()
-    return attempts, dead, report.counts[Kind.SUCCEEDED]
+    return attempts, dead, report.counts[OutcomeKind.SUCCEEDED]
 
 
 @pytest.fixture
@@ -102,13 +102,15 @@ def addresses(database, nats_url, redis_url):
 
 
 @pytest.mark.spec("CNN-01", "CNN-08")
-def test_a_handler_means_the_same_on_every_broker_and_moves_by_one_line(handler, addresses, rabbitmq, monkeypatch):
-    for wanted, url in addresses.items():
-        module = handler(f'url = "{url}"')
-        assert _outcome(module) == (CARDS, [("empty", "declined")], 2), wanted
-        assert type(module.orders.connector).__name__ == wanted
-    # This one's address has a password, which the file would refuse: the line is the environment's.
-    module = handler("")
+def test_a_handler_behaves_the_same_on_every_broker_and_moves_by_one_line(
+    import_handler, addresses, rabbitmq, monkeypatch
+):
+    for connector_class, url in addresses.items():
+        module = import_handler(f'url = "{url}"')
+        assert _run_orders(module) == (ATTEMPTS_BY_CARD, [("empty", "declined")], 2), connector_class
+        assert type(module.orders.connector).__name__ == connector_class
+    # This broker's address has a password, which the file would reject, so the environment holds the line.
+    module = import_handler("")
     monkeypatch.setenv(f"ERGON_QUEUES__{module.orders.name.upper()}__URL", rabbitmq)
-    assert _outcome(module) == (CARDS, [("empty", "declined")], 2)
+    assert _run_orders(module) == (ATTEMPTS_BY_CARD, [("empty", "declined")], 2)
     assert type(module.orders.connector).__name__ == "RabbitMQQueue"

@@ -1,4 +1,4 @@
-"""Headers of other programs that the client cannot decode, or would change, on a real server."""
+"""Check headers of other programs that the client cannot decode, or would change, on a real server."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import aio_pika
 import pika
 import pytest
 
-from ergon_framework.connectors.base import DeadLetter, Later, Release, SettleResult
-from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
-from ergon_framework.connectors.foreign import ForeignCodec, pointer
+from ergon_framework.connectors.base import DeadLetter, Defer, Release, SettleResult
+from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult
+from ergon_framework.connectors.foreign import ForeignCodec, from_json_pointer
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 from ergon_framework.task.decorators import consumer
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.transaction import Transaction
 
-EVERYTHING = DeadLetterQuery()
-#: What producers in Java, .NET and JavaScript write that take an AMQP timestamp for milliseconds.
-MILLISECONDS = struct.pack(">cQ", b"T", 1_763_000_000_000)
-UNDECODABLE = {
-    "milliseconds": MILLISECONDS,
+ALL_DEAD_LETTERS = DeadLetterQuery()
+#: Written by producers in Java, .NET and JavaScript that treat an AMQP timestamp as milliseconds.
+MILLISECOND_TIMESTAMP = struct.pack(">cQ", b"T", 1_763_000_000_000)
+UNDECODABLE_HEADERS = {
+    "milliseconds": MILLISECOND_TIMESTAMP,
     "largest timestamp": struct.pack(">cQ", b"T", 2**64 - 1),
-    "in a table": b"F" + struct.pack(">I", 13) + b"\x03sent"[:4] + MILLISECONDS,
-    "in a list": b"A" + struct.pack(">I", 9) + MILLISECONDS,
+    "in a table": b"F" + struct.pack(">I", 13) + b"\x03sent"[:4] + MILLISECOND_TIMESTAMP,
+    "in a list": b"A" + struct.pack(">I", 9) + MILLISECOND_TIMESTAMP,
 }
 
 
 class RawProperties(pika.BasicProperties):
-    """Headers as bytes, which the client would not write."""
+    """Properties with headers as bytes that the client would not write."""
 
     def __init__(self, fields):
         super().__init__(delivery_mode=2)
@@ -51,15 +51,15 @@ def name():
 
 @pytest.fixture
 def queue(rabbitmq, name):
-    made = RabbitMQQueue(name, url=rabbitmq)
-    made.open()
-    yield made
-    made.close()
+    queue = RabbitMQQueue(name, url=rabbitmq)
+    queue.open()
+    yield queue
+    queue.close()
 
 
 @pytest.fixture
 def publish(rabbitmq):
-    """Publish as another program does."""
+    """Return a function that publishes as another program does."""
     connection = pika.BlockingConnection(pika.URLParameters(f"{rabbitmq[:-2]}/%2F"))
     channel = connection.channel()
 
@@ -71,14 +71,14 @@ def publish(rabbitmq):
     connection.close()
 
 
-def orders(prefix):
+def make_orders(prefix):
     return [Transaction(f"{prefix}-{number}", number) for number in range(10)]
 
 
-def wait_for(condition):
-    end = time.monotonic() + 60
+def wait_until(condition):
+    deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -89,7 +89,7 @@ def run_threads(queue, policy, handled, is_over):
 
     thread = threading.Thread(target=handle.run, daemon=True)
     thread.start()
-    wait_for(is_over)
+    wait_until(is_over)
     handle.stop()
     thread.join(30)
 
@@ -99,58 +99,59 @@ def run_asyncio(queue, policy, handled, is_over):
     async def handle(payload, transaction: Transaction):
         handled.append(transaction.id)
 
-    async def both():
+    async def main():
         loop = asyncio.create_task(handle.run())
-        await asyncio.to_thread(wait_for, is_over)
+        await asyncio.to_thread(wait_until, is_over)
         handle.stop()
         await loop
 
-    asyncio.run(both())
+    asyncio.run(main())
 
 
 @pytest.mark.spec("DX-21", "CNN-16")
-@pytest.mark.parametrize("header", UNDECODABLE)
+@pytest.mark.parametrize("header", UNDECODABLE_HEADERS)
 @pytest.mark.parametrize("run", [run_threads, run_asyncio], ids=["threads", "asyncio"])
-def test_a_message_whose_header_the_client_cannot_decode_is_a_dead_letter_and_costs_no_other(
-    queue, publish, run, header
-):
-    queue.dispatch(orders("before"))
-    publish(queue.name, {"kind": b"S" + struct.pack(">I", 5) + b"order", "sent": UNDECODABLE[header]})
-    queue.dispatch(orders("after"))
+def test_a_message_with_an_undecodable_header_is_dead_lettered_and_affects_no_other(queue, publish, run, header):
+    queue.dispatch(make_orders("before"))
+    publish(queue.name, {"kind": b"S" + struct.pack(">I", 5) + b"order", "sent": UNDECODABLE_HEADERS[header]})
+    queue.dispatch(make_orders("after"))
     handled = []
     policy = ConsumerPolicy.load({"loop": {"streaming": True, "empty_queue": {"backoff": 0.02, "cap": 0.02}}})
     run(queue, policy, handled, lambda: len(handled) >= 20 and queue.depth().dead == 1)
-    assert sorted(handled) == sorted(order.id for order in orders("before") + orders("after"))
-    (letter,) = queue.list_dead(EVERYTHING)
+    assert sorted(handled) == sorted(order.id for order in make_orders("before") + make_orders("after"))
+    (letter,) = queue.list_dead(ALL_DEAD_LETTERS)
     assert (letter.reason, letter.raw, letter.deliveries) == ("undecodable", b'{"foreign": 1}', 1)
     assert letter.headers["kind"] == "order"
     assert "headers of the message cannot be decoded" in letter.failure.error_message
 
 
 @pytest.mark.spec("DX-21", "CNN-12")
-def test_dead_letters_can_be_listed_replayed_and_discarded_beside_one_that_the_client_cannot_decode(queue, publish):
-    queue.dispatch(orders("a"))
-    found = []
-    while len(found) < 10:
-        found += queue.fetch_transactions(10, wait=1.0)
-    queue.settle([(delivery, DeadLetter("broken")) for delivery in found])
+def test_dead_letters_can_be_listed_replayed_and_discarded_next_to_an_undecodable_one(queue, publish):
+    queue.dispatch(make_orders("a"))
+    deliveries = []
+    while len(deliveries) < 10:
+        deliveries += queue.fetch_transactions(10, wait=1.0)
+    queue.settle([(delivery, DeadLetter("broken")) for delivery in deliveries])
     for _ in range(2):
-        publish(f"{queue.name}.dead", {"sent": MILLISECONDS}, body=uuid.uuid4().bytes)
-    letters = queue.list_dead(EVERYTHING)
+        publish(f"{queue.name}.dead", {"sent": MILLISECOND_TIMESTAMP}, body=uuid.uuid4().bytes)
+    letters = queue.list_dead(ALL_DEAD_LETTERS)
     assert [letter.reason for letter in letters].count("broken") == 10
-    ours = next(letter for letter in letters if letter.reason == "broken")
+    own = next(letter for letter in letters if letter.reason == "broken")
     foreign, other = (letter for letter in letters if letter.reason != "broken")
     assert foreign.headers == {"sent": "1763000000000"}
-    places = [ours.place, foreign.place]
-    assert [result.became for result in queue.replay_dead(places)] == [Became.REPLAYED, Became.REPLAYED]
-    assert [result.became for result in queue.discard_dead([other.place])] == [Became.DISCARDED]
-    assert {letter.reason for letter in queue.list_dead(EVERYTHING)} == {"broken"}
+    handles = [own.handle, foreign.handle]
+    assert [result.outcome for result in queue.replay_dead(handles)] == [
+        DeadLetterResult.REPLAYED,
+        DeadLetterResult.REPLAYED,
+    ]
+    assert [result.outcome for result in queue.discard_dead([other.handle])] == [DeadLetterResult.DISCARDED]
+    assert {letter.reason for letter in queue.list_dead(ALL_DEAD_LETTERS)} == {"broken"}
     assert queue.depth().dead == 9
 
 
 @pytest.mark.spec("DX-21")
-@pytest.mark.parametrize("how", [Release(), Later(0.0)], ids=["release", "later"])
-def test_headers_of_every_type_come_back_unchanged(rabbitmq, name, publish, how):
+@pytest.mark.parametrize("outcome", [Release(), Defer(0.0)], ids=["release", "later"])
+def test_headers_of_every_type_are_unchanged_after_redelivery(rabbitmq, name, publish, outcome):
     fields = {
         "text": b"S" + struct.pack(">I", 3) + b"abc",
         "bytes": b"x" + struct.pack(">I", 2) + b"\xff\x00",
@@ -163,24 +164,24 @@ def test_headers_of_every_type_come_back_unchanged(rabbitmq, name, publish, how)
         "double": struct.pack(">cd", b"d", 0.1),
         "decimal": struct.pack(">cBi", b"D", 2, 314),
         "time": struct.pack(">cQ", b"T", 1_763_000_000),
-        "late": MILLISECONDS,
+        "late": MILLISECOND_TIMESTAMP,
         "nothing": b"V",
         "table": b"F" + struct.pack(">I", 11) + b"\x01d" + struct.pack(">cd", b"d", 2.5),
         "list": b"A" + struct.pack(">I", 9) + struct.pack(">cd", b"d", -2.5),
     }
-    queue = RabbitMQQueue(name, url=rabbitmq, codec=ForeignCodec(id=pointer("/order")))
+    queue = RabbitMQQueue(name, url=rabbitmq, codec=ForeignCodec(id=from_json_pointer("/order")))
     queue.open()
     publish(name, fields, body=b'{"order": 1}')
-    before = asyncio.run(raw_headers(rabbitmq, name))
+    before = asyncio.run(read_raw_headers(rabbitmq, name))
     (delivery,) = queue.fetch_transactions(1, wait=10.0)
-    assert queue.settle([(delivery, how)]) == [SettleResult.SETTLED]
+    assert queue.settle([(delivery, outcome)]) == [SettleResult.SETTLED]
     queue.close()
-    after = asyncio.run(raw_headers(rabbitmq, name))
+    after = asyncio.run(read_raw_headers(rabbitmq, name))
     assert {name: after.get(name) for name in fields} == before
 
 
-async def raw_headers(url, name):
-    """The encoded fields of the message in the queue, as another client receives them; it stays there."""
+async def read_raw_headers(url, name):
+    """Return the encoded fields of the message in the queue, as another client receives them; the message stays."""
     received = []
     connection = await aio_pika.connect(f"{url[:-2]}/%2F")
     try:

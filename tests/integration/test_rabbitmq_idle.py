@@ -1,4 +1,4 @@
-"""Workers with nothing to do, and one message that came back: somebody is handed it, however many wait for it."""
+"""Check that one of many idle workers gets a redelivered message, however many wait for it."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ import pytest
 
 from ergon_framework.connectors.base import Ack
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
-from ergon_framework.connectors.rabbitmq.message import DELIVERED
+from ergon_framework.connectors.rabbitmq.message import DELIVERED_HEADER
 
-#: Each is somebody whom the server may push it to while all the others look for it and find nothing.
-WORKERS = 6
-SOON = 10.0
+#: The server may push the message to any of them while all the others poll and get nothing.
+WORKER_COUNT = 6
+TIMEOUT_SECONDS = 10.0
 
 
-class Idler(threading.Thread):
-    """A worker that asks now and then, as one does whose queue is empty."""
+class IdleWorker(threading.Thread):
+    """A worker that polls from time to time, as one with an empty queue does."""
 
-    def __init__(self, queue, over):
+    def __init__(self, queue, stop_event):
         super().__init__(daemon=True)
-        self.queue, self.over = queue, over
-        self.found = []
+        self.queue, self.stop_event = queue, stop_event
+        self.received = []
         self.empty = threading.Event()
-        self.rung = threading.Event()
+        self.woken = threading.Event()
         queue.listen(self)
 
     def wake(self):
-        self.rung.set()
+        self.woken.set()
 
-    def lost(self, receipts): ...
+    def on_lost(self, receipts): ...
 
     def run(self):
-        while not self.over.is_set():
-            self.rung.clear()
-            found = self.queue.fetch_transactions(10)
-            if found:
-                self.queue.settle([(delivery, Ack()) for delivery in found])
-                self.found += [(delivery.transaction.id, delivery.deliveries) for delivery in found]
+        while not self.stop_event.is_set():
+            self.woken.clear()
+            deliveries = self.queue.fetch_transactions(10)
+            if deliveries:
+                self.queue.settle([(delivery, Ack()) for delivery in deliveries])
+                self.received += [(delivery.transaction.id, delivery.deliveries) for delivery in deliveries]
             else:
                 self.empty.set()
-            self.rung.wait(0.3)
+            self.woken.wait(0.3)
 
 
-def client(url, name, number):
-    """On a connection of its own, as a process has."""
+def make_client(url, name, number):
+    """Return a client on its own connection, as a separate process has."""
     return RabbitMQQueue(name, url=f"{url}?client_properties={{'connection_name':'{number}'}}")
 
 
@@ -57,45 +57,45 @@ def name():
 
 
 @pytest.fixture
-def idlers(rabbitmq, name):
-    over = threading.Event()
-    made = [Idler(client(rabbitmq, name, f"idler-{number}"), over) for number in range(WORKERS)]
-    for idler in made:
-        idler.start()
-    for idler in made:
-        assert idler.empty.wait(SOON)
-    yield made
-    over.set()
-    for idler in made:
-        idler.join(SOON)
-        idler.queue.close()
+def idle_workers(rabbitmq, name):
+    stop_event = threading.Event()
+    workers = [IdleWorker(make_client(rabbitmq, name, f"idler-{number}"), stop_event) for number in range(WORKER_COUNT)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        assert worker.empty.wait(TIMEOUT_SECONDS)
+    yield workers
+    stop_event.set()
+    for worker in workers:
+        worker.join(TIMEOUT_SECONDS)
+        worker.queue.close()
 
 
 @pytest.fixture
-def raw(rabbitmq):
+def channel(rabbitmq):
     connection = pika.BlockingConnection(pika.URLParameters(f"{rabbitmq[:-2]}/%2F"))
     yield connection.channel()
     connection.close()
 
 
-def found(idlers):
-    return sorted(each for idler in idlers for each in idler.found)
+def list_received(idle_workers):
+    return sorted(each for worker in idle_workers for each in worker.received)
 
 
 @pytest.mark.spec("CNN-01", "CNN-11")
-def test_what_came_back_is_not_passed_around_among_idle_workers(name, idlers, raw):
-    """Whoever is pushed it keeps it: given back, it would only be pushed to the next."""
+def test_a_redelivered_message_is_not_passed_around_among_idle_workers(name, idle_workers, channel):
+    """The worker that gets the push keeps the message: a release would only push it to the next worker."""
     count = 5
     for number in range(count):
-        # As one looks that was put off in its second delivery and is due now, while nobody has anything else to do.
-        headers = {"ergon-id": f"order-{number}", DELIVERED: "1"}
-        raw.basic_publish("", name, b"{}", pika.BasicProperties(headers=headers))
-        end = time.monotonic() + SOON
-        while len(found(idlers)) <= number:
-            assert time.monotonic() < end, f"order-{number} was handed to nobody"
+        # A message deferred in its second delivery and due now looks like this; all workers are idle.
+        headers = {"ergon-id": f"order-{number}", DELIVERED_HEADER: "1"}
+        channel.basic_publish("", name, b"{}", pika.BasicProperties(headers=headers))
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while len(list_received(idle_workers)) <= number:
+            assert time.monotonic() < deadline, f"order-{number} was handed to nobody"
             time.sleep(0.01)
-        for idler in idlers:
-            idler.empty.clear()
-        for idler in idlers:
-            assert idler.empty.wait(SOON)
-    assert found(idlers) == [(f"order-{number}", 2) for number in range(count)]
+        for worker in idle_workers:
+            worker.empty.clear()
+        for worker in idle_workers:
+            assert worker.empty.wait(TIMEOUT_SECONDS)
+    assert list_received(idle_workers) == [(f"order-{number}", 2) for number in range(count)]

@@ -1,4 +1,4 @@
-"""A server that is killed right after it has answered: what was confirmed is there, and what was settled is not."""
+"""Check a server killed right after its response: confirmed messages exist, and settled messages do not return."""
 
 from __future__ import annotations
 
@@ -10,96 +10,98 @@ from contextlib import suppress
 import pika
 import pytest
 
-from ergon_framework import ConnectionLost, Transaction
-from ergon_framework.connectors.base import Ack, DeadLetter, Later, SettleResult
+from ergon_framework import ConnectionLostError, Transaction
+from ergon_framework.connectors.base import Ack, DeadLetter, Defer, SettleResult
 from ergon_framework.connectors.deadletters import DeadLetterQuery
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 
 pytestmark = pytest.mark.invariant
 
-SOON = 30.0
-MANY = 200
-LARGE = b"x" * 1_000_000
+TIMEOUT_SECONDS = 30.0
+MESSAGE_COUNT = 200
+LARGE_BODY = b"x" * 1_000_000
 
 
-def claimed(queue, count):
-    """So many deliveries; a server that is down, or has just come up, is asked again."""
-    found, end = [], time.monotonic() + SOON
-    while len(found) < count:
-        assert time.monotonic() < end, f"{len(found)} of {count} came"
+def claim(queue, count):
+    """Claim *count* deliveries; retry while the server is down or has just started."""
+    deliveries, deadline = [], time.monotonic() + TIMEOUT_SECONDS
+    while len(deliveries) < count:
+        assert time.monotonic() < deadline, f"{len(deliveries)} of {count} came"
         try:
-            found += queue.fetch_transactions(count - len(found), wait=0.2)
-        except ConnectionLost:
+            deliveries += queue.fetch_transactions(count - len(deliveries), wait=0.2)
+        except ConnectionLostError:
             time.sleep(0.05)
-    return found
+    return deliveries
 
 
-def flood(url, flooded):
-    """Publish large messages to another queue, and never wait, until the server is gone."""
+def flood(url, is_flooding):
+    """Publish large messages to another queue without waiting until the server is gone."""
     with suppress(pika.exceptions.AMQPError, OSError):
         channel = pika.BlockingConnection(pika.URLParameters(f"{url[:-2]}/%2F")).channel()
         channel.queue_declare("flood", durable=True, arguments={"x-queue-type": "quorum"})
         for number in itertools.count():
-            channel.basic_publish("", "flood", LARGE, pika.BasicProperties(delivery_mode=2))
+            channel.basic_publish("", "flood", LARGE_BODY, pika.BasicProperties(delivery_mode=2))
             if number == 20:
-                flooded.set()
+                is_flooding.set()
 
 
 @pytest.mark.spec("CNN-02", "CNN-09")
-def test_what_was_confirmed_by_a_queue_that_was_just_made_outlives_a_kill(new_rabbitmq):
-    """The first dead letter and delay of a queue, and then the first dispatch to another."""
+def test_messages_confirmed_by_a_new_queue_survive_a_kill(new_rabbitmq):
+    """The first dead letter and delay of a queue, and then the first dispatch to another queue."""
     server = new_rabbitmq()
     queue = RabbitMQQueue("orders", url=server.url, timeout=5.0)
     queue.dispatch([Transaction(f"order-{number}", {}) for number in range(2)])
-    late, dead = claimed(queue, 2)
-    assert queue.settle([(dead, DeadLetter("why"))]) == [SettleResult.SETTLED]
-    assert queue.settle([(late, Later(0.3))]) == [SettleResult.SETTLED]
+    deferred, dead_lettered = claim(queue, 2)
+    assert queue.settle([(dead_lettered, DeadLetter("why"))]) == [SettleResult.SETTLED]
+    assert queue.settle([(deferred, Defer(0.3))]) == [SettleResult.SETTLED]
     server.restart(crash=True)
-    assert [delivery.transaction.id for delivery in claimed(queue, 1)] == [late.transaction.id]
-    assert [record.id for record in queue.list_dead(DeadLetterQuery())] == [dead.transaction.id]
+    assert [delivery.transaction.id for delivery in claim(queue, 1)] == [deferred.transaction.id]
+    assert [record.id for record in queue.list_dead(DeadLetterQuery())] == [dead_lettered.transaction.id]
     other = RabbitMQQueue("parcels", url=server.url, timeout=5.0)
     other.dispatch([Transaction("parcel", {})])
     server.restart(crash=True)
-    assert [delivery.transaction.id for delivery in claimed(other, 1)] == ["parcel"]
+    assert [delivery.transaction.id for delivery in claim(other, 1)] == ["parcel"]
     queue.close()
     other.close()
 
 
 @pytest.mark.spec("CNN-02")
-def test_what_was_answered_as_settled_does_not_come_again_after_a_kill(new_rabbitmq):
-    """Every other one of many, so that an ack is sent for each, to a server whose log has much else to write."""
+def test_settled_messages_do_not_return_after_a_kill(new_rabbitmq):
+    """Ack every other one of many messages, so that each ack is separate; the server's log has much else to write."""
     server = new_rabbitmq()
     queue = RabbitMQQueue("orders", url=server.url, timeout=5.0)
-    queue.dispatch([Transaction(f"order-{number}", {}) for number in range(MANY)])
-    held = sorted(claimed(queue, MANY), key=lambda delivery: delivery.receipt.tag)
-    flooded = threading.Event()
-    threading.Thread(target=flood, args=(server.url, flooded), daemon=True).start()
-    assert flooded.wait(SOON)
-    assert queue.settle([(delivery, Ack()) for delivery in held[1::2]]) == [SettleResult.SETTLED] * (MANY // 2)
+    queue.dispatch([Transaction(f"order-{number}", {}) for number in range(MESSAGE_COUNT)])
+    deliveries = sorted(claim(queue, MESSAGE_COUNT), key=lambda delivery: delivery.receipt.tag)
+    is_flooding = threading.Event()
+    threading.Thread(target=flood, args=(server.url, is_flooding), daemon=True).start()
+    assert is_flooding.wait(TIMEOUT_SECONDS)
+    assert queue.settle([(delivery, Ack()) for delivery in deliveries[1::2]]) == [SettleResult.SETTLED] * (
+        MESSAGE_COUNT // 2
+    )
     server.restart(crash=True)
-    left = {delivery.transaction.id for delivery in held[::2]}
-    found = claimed(queue, MANY // 2)
-    assert {delivery.transaction.id for delivery in found} == left
-    queue.settle([(delivery, Ack()) for delivery in found])
+    unsettled = {delivery.transaction.id for delivery in deliveries[::2]}
+    redelivered = claim(queue, MESSAGE_COUNT // 2)
+    assert {delivery.transaction.id for delivery in redelivered} == unsettled
+    queue.settle([(delivery, Ack()) for delivery in redelivered])
     assert not queue.fetch_transactions(1, wait=0.5)
     queue.close()
 
 
 @pytest.mark.spec("CNN-02")
-def test_what_came_back_and_was_settled_at_once_does_not_come_again_after_a_kill(new_rabbitmq):
-    """What came back is fetched one by one; one ack for all of it is many entries of the server's log."""
+def test_redelivered_messages_settled_in_one_call_do_not_return_after_a_kill(new_rabbitmq):
+    """Redelivered messages are fetched one by one; one ack for all of them is many entries of the server's log."""
     server = new_rabbitmq()
     queue = RabbitMQQueue("orders", url=server.url, timeout=5.0)
-    queue.dispatch([Transaction(f"order-{number}", {}) for number in range(MANY)])
-    claimed(queue, MANY)
+    queue.dispatch([Transaction(f"order-{number}", {}) for number in range(MESSAGE_COUNT)])
+    claim(queue, MESSAGE_COUNT)
     server.restart(crash=True)
-    held = claimed(queue, MANY)
-    flooded = threading.Event()
-    threading.Thread(target=flood, args=(server.url, flooded), daemon=True).start()
-    assert flooded.wait(SOON)
-    assert queue.settle([(delivery, Ack()) for delivery in held]) == [SettleResult.SETTLED] * MANY
+    deliveries = claim(queue, MESSAGE_COUNT)
+    is_flooding = threading.Event()
+    threading.Thread(target=flood, args=(server.url, is_flooding), daemon=True).start()
+    assert is_flooding.wait(TIMEOUT_SECONDS)
+    assert queue.settle([(delivery, Ack()) for delivery in deliveries]) == [SettleResult.SETTLED] * MESSAGE_COUNT
     server.restart(crash=True)
     queue.dispatch([Transaction("marker", {})])
-    assert [delivery.transaction.id for delivery in claimed(queue, 1)] == ["marker"]
+    assert [delivery.transaction.id for delivery in claim(queue, 1)] == ["marker"]
     assert not queue.fetch_transactions(1, wait=0.5)
     queue.close()

@@ -1,4 +1,4 @@
-"""Servers as they are found: what their settings are worth, and what they say when they cannot serve."""
+"""Check servers with various settings: their reported durability, and their errors when they cannot serve."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import time
 
 import pytest
 
-from ergon_framework.connectors.base import Ack, ConnectorError, DeadLetter, Later, Release, SettleResult
-from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
-from ergon_framework.errors import ConfigurationError, ConnectionLost
+from ergon_framework.connectors.base import Ack, ConnectorError, DeadLetter, Defer, Release, SettleResult
+from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult
+from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.transaction import Transaction
-from tests.integration.redises import Queues, beside, running, stream, until
-from tests.log_events import event_of
+from tests.integration.redises import QueueFactory, make_part_key, make_stream_key, run_server, wait_until
+from tests.log_events import get_event
 
 SETTLED, FAILED = SettleResult.SETTLED, SettleResult.FAILED
 
 
 @pytest.fixture(scope="module")
 def server():
-    with running() as server:
+    with run_server() as server:
         yield server
 
 
 @pytest.fixture
 def queues(server):
-    made = Queues(server)
-    yield made
-    made.close()
+    queues = QueueFactory(server)
+    yield queues
+    queues.close()
 
 
 @pytest.fixture
@@ -37,13 +37,13 @@ def client(server):
         client.config_set("appendfsync", "always")
 
 
-def some(count, size=10):
+def make_transactions(count, size=10):
     return [Transaction(f"tx-{number}", {"text": "x" * size}) for number in range(count)]
 
 
 @pytest.mark.spec("CNN-17")
 @pytest.mark.parametrize(
-    "setting, value, words",
+    "setting, value, text",
     [
         ("appendfsync", "always", "costs nothing"),
         ("appendfsync", "everysec", "the last two seconds"),
@@ -51,7 +51,7 @@ def some(count, size=10):
         ("appendonly", "no", "all since its last snapshot"),
     ],
 )
-def test_it_says_what_a_power_loss_could_cost(request, caplog, setting, value, words):
+def test_durability_states_what_a_power_loss_can_lose(request, caplog, setting, value, text):
     queues, client = request.getfixturevalue("queues"), request.getfixturevalue("client")
     client.config_set(setting, value)
     durable = value == "always"
@@ -61,15 +61,15 @@ def test_it_says_what_a_power_loss_could_cost(request, caplog, setting, value, w
         caplog.set_level("INFO")
         queue.open()
         assert queue.capabilities.durable is durable
-        assert words in queue.durability
-        (record,) = [record for record in caplog.records if event_of(record) == "redis durability"]
+        assert text in queue.durability
+        (record,) = [record for record in caplog.records if get_event(record) == "redis durability"]
         assert (record.levelname, record.words) == ("INFO" if durable else "WARNING", queue.durability)
     finally:
         client.config_set("appendonly", "yes")
 
 
 @pytest.mark.spec("CNN-17")
-def test_what_may_not_be_seen_is_unknown_and_not_durable(queues, client, server):
+def test_durability_is_unknown_when_the_settings_cannot_be_read(queues, client, server):
     client.acl_setuser("worker", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-config"])
     queue = queues("hidden", url=f"redis://worker:any@127.0.0.1:{server.port}/0")
     queue.open()
@@ -78,136 +78,145 @@ def test_what_may_not_be_seen_is_unknown_and_not_durable(queues, client, server)
 
 
 @pytest.mark.spec("CNN-02")
-def test_a_server_that_would_throw_the_queue_away_is_refused(queues, client):
+def test_a_server_that_would_evict_the_queue_is_rejected(queues, client):
     client.config_set("maxmemory-policy", "allkeys-lru")
     client.config_set("maxmemory", "100mb")
     try:
         with pytest.raises(ConfigurationError, match="maxmemory-policy to noeviction"):
             queues("evicted").open()
-        client.config_set("maxmemory-policy", "volatile-lru")  # no key of ours has a time to live
+        client.config_set("maxmemory-policy", "volatile-lru")  # no key of the framework has a time to live
         queues("kept").open()
     finally:
         client.config_set("maxmemory-policy", "noeviction")
 
 
 @pytest.mark.spec("CNN-02", "CNN-13")
-def test_a_full_memory_refuses_what_is_new_and_lets_go_what_is_done(queues, client):
+def test_a_server_with_full_memory_rejects_new_messages_and_accepts_acks(queues, client):
     queue = queues("full")
-    queue.dispatch(some(7))
-    held = queue.fetch_transactions(7)
+    queue.dispatch(make_transactions(7))
+    deliveries = queue.fetch_transactions(7)
     client.config_set("maxmemory", "1mb")
     for count in (1, 3):
-        with pytest.raises(ConnectionLost, match="memory is full") as told:
-            queue.dispatch(some(count))
-        assert not told.value.final
-    settlings = [(held[0], Ack()), (held[1], Later(0)), (held[2], Later(9)), (held[3], DeadLetter("why"))]
-    # What is acked makes room, or nothing ever would; what has to be written somewhere else stays where it is.
-    assert queue.settle(settlings) == [SETTLED, FAILED, FAILED, FAILED]
+        with pytest.raises(ConnectionLostError, match="memory is full") as caught:
+            queue.dispatch(make_transactions(count))
+        assert not caught.value.final
+    settlements = [
+        (deliveries[0], Ack()),
+        (deliveries[1], Defer(0)),
+        (deliveries[2], Defer(9)),
+        (deliveries[3], DeadLetter("why")),
+    ]
+    # Acks free memory and must work; messages that would have to be written elsewhere stay where they are.
+    assert queue.settle(settlements) == [SETTLED, FAILED, FAILED, FAILED]
     assert queue.depth().in_flight == 6
     client.config_set("maxmemory", "0")
-    assert queue.settle(settlings[1:]) == [SETTLED] * 3
-    assert queue.settle([(each, Ack()) for each in held[4:]]) == [SETTLED] * 3
+    assert queue.settle(settlements[1:]) == [SETTLED] * 3
+    assert queue.settle([(delivery, Ack()) for delivery in deliveries[4:]]) == [SETTLED] * 3
     (record,) = queue.list_dead(DeadLetterQuery())
     client.config_set("maxmemory", "1mb")
-    (result,) = queue.replay_dead([record.place])
-    assert (result.became, "memory" in result.words) == (Became.FAILED, True)
+    (result,) = queue.replay_dead([record.handle])
+    assert (result.outcome, "memory" in result.message) == (DeadLetterResult.FAILED, True)
     client.config_set("maxmemory", "0")
-    assert queue.replay_dead([record.place])[0].became is Became.REPLAYED
+    assert queue.replay_dead([record.handle])[0].outcome is DeadLetterResult.REPLAYED
 
 
 @pytest.mark.spec("CNN-02")
-def test_a_full_memory_takes_none_of_many(queues, client):
+def test_a_server_with_full_memory_accepts_none_of_a_batch(queues, client):
     queue = queues("full-many")
     queue.open()
-    used = int(client.info("memory")["used_memory"])
-    client.config_set("maxmemory", used + 200_000)
-    refused = 0
-    while not refused:
+    used_bytes = int(client.info("memory")["used_memory"])
+    client.config_set("maxmemory", used_bytes + 200_000)
+    rejections = 0
+    while not rejections:
         try:
-            queue.dispatch(some(50, 1_000))
-        except ConnectionLost:
-            refused += 1
-    assert client.xlen(stream("full-many")) % 50 == 0
+            queue.dispatch(make_transactions(50, 1_000))
+        except ConnectionLostError:
+            rejections += 1
+    assert client.xlen(make_stream_key("full-many")) % 50 == 0
 
 
 @pytest.mark.spec("CNN-07")
-def test_a_replica_says_who_it_is(queues, server):
-    with running(replicaof=f"127.0.0.1 {server.port}", appendonly="no") as replica:
+def test_a_replica_is_reported_as_a_replica(queues, server):
+    with run_server(replicaof=f"127.0.0.1 {server.port}", appendonly="no") as replica:
         with replica.client() as client:
-            until(lambda: client.info("replication")["master_link_status"] == "up", "the replica follows")
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica follows")
         queue = queues("replicated", url=replica.url)
-        for call in (queue.open, lambda: queue.dispatch(some(1)), lambda: queue.dispatch(some(2))):
-            with pytest.raises(ConnectionLost, match="the primary's address"):
+        for call in (
+            queue.open,
+            lambda: queue.dispatch(make_transactions(1)),
+            lambda: queue.dispatch(make_transactions(2)),
+        ):
+            with pytest.raises(ConnectionLostError, match="the primary's address"):
                 call()
         with replica.client() as client:
             client.slaveof()  # it is the primary from now on
-        queue.dispatch(some(1))
+        queue.dispatch(make_transactions(1))
         assert len(queue.fetch_transactions(5)) == 1
 
 
 @pytest.mark.spec("CNN-07")
-def test_a_server_that_loads_is_waited_for():
-    with running() as server:
+def test_a_loading_server_is_waited_for():
+    with run_server() as server:
         with server.client() as client:
             pipe = client.pipeline(transaction=False)
             for number in range(2_000):
                 pipe.set(f"some-{number}", "x" * 100)
             pipe.execute()
             client.bgrewriteaof()
-            until(lambda: not client.info("persistence")["aof_rewrite_in_progress"], "it is rewritten")
-        queues = Queues(server)
+            wait_until(lambda: not client.info("persistence")["aof_rewrite_in_progress"], "it is rewritten")
+        queues = QueueFactory(server)
         queue = queues("loading")
-        queue.dispatch(some(1))
+        queue.dispatch(make_transactions(1))
         server.settings |= {"key-load-delay": "1000", "loading-process-events-interval-bytes": "1024"}
         server.stop()
         server.spawn()
-        said, end = [], time.monotonic() + 30
-        while time.monotonic() < end:
+        messages, deadline = [], time.monotonic() + 30
+        while time.monotonic() < deadline:
             try:
-                found = queue.fetch_transactions(1)
+                deliveries = queue.fetch_transactions(1)
                 break
-            except ConnectionLost as error:
-                said.append(str(error))
-        assert any("loading" in words for words in said), said
-        assert [each.transaction.id for each in found] == ["tx-0"]
+            except ConnectionLostError as error:
+                messages.append(str(error))
+        assert any("loading" in message for message in messages), messages
+        assert [delivery.transaction.id for delivery in deliveries] == ["tx-0"]
         queues.close()
 
 
 @pytest.mark.spec("CNN-07")
-def test_scripts_and_groups_that_the_server_has_lost_are_made_again(queues, client):
+def test_lost_scripts_and_groups_are_created_again(queues, client):
     queue = queues("flushed")
-    queue.dispatch(some(2))
-    one, other = queue.fetch_transactions(2)
+    queue.dispatch(make_transactions(2))
+    first, second = queue.fetch_transactions(2)
     client.script_flush()
-    assert queue.settle([(one, Ack())]) == [SETTLED]
+    assert queue.settle([(first, Ack())]) == [SETTLED]
     client.flushall()
-    assert queue.settle([(other, Ack())]) == [SettleResult.LOST]
+    assert queue.settle([(second, Ack())]) == [SettleResult.LOST]
     client.flushall()
-    assert queue.extend([other]) == [None]
+    assert queue.extend([second]) == [None]
     client.flushall()
     assert queue.depth().ready == 0
     client.flushall()
     assert queue.fetch_transactions(1) == []
     client.flushall()
-    queue.dispatch(some(1))
+    queue.dispatch(make_transactions(1))
     assert len(queue.fetch_transactions(1)) == 1
 
 
 @pytest.mark.spec("CNN-02")
-def test_a_wrong_password_is_told_without_it(queues):
-    with running(requirepass="right", appendonly="no") as server:
-        for url, words in ((f"redis://:wrong@127.0.0.1:{server.port}", "refuses"), (server.url, "")):
+def test_a_wrong_password_is_reported_without_the_password(queues):
+    with run_server(requirepass="right", appendonly="no") as server:
+        for url, reason in ((f"redis://:wrong@127.0.0.1:{server.port}", "refuses"), (server.url, "")):
             queue = queues("secret", url=url)
-            if words:
-                with pytest.raises(ConfigurationError, match=words) as told:
+            if reason:
+                with pytest.raises(ConfigurationError, match=reason) as caught:
                     queue.open()
-                assert "wrong@" not in str(told.value)
+                assert "wrong@" not in str(caught.value)
             else:
                 queue.open()
         for url in ("http://:secret@x", "redis://:secret@x:port"):
-            with pytest.raises(ConfigurationError, match="cannot be read") as told:
+            with pytest.raises(ConfigurationError, match="cannot be read") as caught:
                 queues("secret", url=url).open()
-            assert "secret" not in str(told.value)
+            assert "secret" not in str(caught.value)
 
 
 @pytest.mark.spec("CNN-02")
@@ -224,8 +233,8 @@ def test_without_an_address_the_variable_is_named(monkeypatch, server):
 
 
 @pytest.mark.spec("CNN-02")
-def test_a_name_that_is_something_else_already_is_refused(queues, client):
-    client.set(stream("taken"), "a text")
+def test_a_key_of_another_type_and_invalid_queue_names_are_rejected(queues, client):
+    client.set(make_stream_key("taken"), "a text")
     with pytest.raises(ConfigurationError, match="choose another name"):
         queues("taken").open()
     for name in ("", "x" * 201, "a{b", "a}b"):
@@ -236,78 +245,80 @@ def test_a_name_that_is_something_else_already_is_refused(queues, client):
 @pytest.mark.spec("CNN-02")
 def test_thousands_are_dispatched_in_one_call(queues, client):
     queue = queues("thousands")
-    assert len(queue.dispatch(some(2_500))) == 2_500
-    assert client.xlen(stream("thousands")) == 2_500
-    assert queue.queued(["tx-0", "tx-2499", "tx-2500"]) == {"tx-0", "tx-2499"}
+    assert len(queue.dispatch(make_transactions(2_500))) == 2_500
+    assert client.xlen(make_stream_key("thousands")) == 2_500
+    assert queue.find_queued(["tx-0", "tx-2499", "tx-2500"]) == {"tx-0", "tx-2499"}
 
 
 @pytest.mark.spec("CNN-08")
-def test_dead_letters_are_kept_for_their_days(queues, client):
+def test_dead_letters_are_kept_for_the_configured_days(queues, client):
     queue = queues("days", dead_days=1.0)
-    queue.dispatch(some(1))
-    queue.settle([(each, DeadLetter("why")) for each in queue.fetch_transactions(1)])
+    queue.dispatch(make_transactions(1))
+    queue.settle([(letter, DeadLetter("why")) for letter in queue.fetch_transactions(1)])
     old = round((time.time() - 2 * 86_400) * 1000)
-    client.delete(beside("days", "dead"))
-    for place in (f"{old}-0", "*"):
-        client.xadd(beside("days", "dead"), {"body": "{}", "ergon-id": place, "ergon-dead-reason": "why"}, id=place)
+    client.delete(make_part_key("days", "dead"))
+    for entry_id in (f"{old}-0", "*"):
+        client.xadd(
+            make_part_key("days", "dead"), {"body": "{}", "ergon-id": entry_id, "ergon-dead-reason": "why"}, id=entry_id
+        )
     assert len(queue.list_dead(DeadLetterQuery())) == 2
-    assert [each.id for each in queue.list_dead(DeadLetterQuery(since=time.time() - 3600))] == ["*"]
-    assert [each.id for each in queue.list_dead(DeadLetterQuery(until=time.time() - 3600))] == [f"{old}-0"]
-    queue._tidied = float("-inf")
+    assert [letter.id for letter in queue.list_dead(DeadLetterQuery(since=time.time() - 3600))] == ["*"]
+    assert [letter.id for letter in queue.list_dead(DeadLetterQuery(until=time.time() - 3600))] == [f"{old}-0"]
+    queue._last_cleanup = float("-inf")
     queue.fetch_transactions(1)
-    assert [each.id for each in queue.list_dead(DeadLetterQuery())] == ["*"]
+    assert [letter.id for letter in queue.list_dead(DeadLetterQuery())] == ["*"]
 
 
 @pytest.mark.spec("CNN-08")
 def test_a_thousand_dead_letters_are_listed_and_replayed(queues):
     queue = queues("buried")
-    queue.dispatch(some(1_100))
-    while held := queue.fetch_transactions(1_000):
-        assert set(queue.settle([(each, DeadLetter("why")) for each in held])) == {SETTLED}
-    everything = queue.list_dead(DeadLetterQuery(), limit=2_000)
-    assert [each.id for each in everything] == [f"tx-{number}" for number in range(1_100)]
-    assert [each.id for each in queue.list_dead(DeadLetterQuery(id="tx-900"), limit=1)] == ["tx-900"]
-    places = [each.place for each in everything]
-    results = queue.replay_dead([*places, places[0], "no place", "9-9-9"])
-    assert [each.became for each in results] == [Became.REPLAYED] * 1_100 + [Became.GONE] * 3
+    queue.dispatch(make_transactions(1_100))
+    while deliveries := queue.fetch_transactions(1_000):
+        assert set(queue.settle([(item, DeadLetter("why")) for item in deliveries])) == {SETTLED}
+    letters = queue.list_dead(DeadLetterQuery(), limit=2_000)
+    assert [item.id for item in letters] == [f"tx-{number}" for number in range(1_100)]
+    assert [item.id for item in queue.list_dead(DeadLetterQuery(id="tx-900"), limit=1)] == ["tx-900"]
+    handles = [item.handle for item in letters]
+    results = queue.replay_dead([*handles, handles[0], "no place", "9-9-9"])
+    assert [item.outcome for item in results] == [DeadLetterResult.REPLAYED] * 1_100 + [DeadLetterResult.GONE] * 3
     assert queue.depth().ready == 1_100
-    assert [each.became for each in queue.discard_dead(["no place", places[0]])] == [Became.GONE] * 2
+    assert [item.outcome for item in queue.discard_dead(["no place", handles[0]])] == [DeadLetterResult.GONE] * 2
     with pytest.raises(ConnectorError, match="no place"):
         queue.list_dead(DeadLetterQuery(), after="nonsense")
 
 
 @pytest.mark.spec("CNN-01")
-def test_a_release_or_a_due_one_wakes_those_who_sleep_elsewhere(queues):
+def test_a_release_or_a_due_message_wakes_waiting_workers_elsewhere(queues):
     queue, other = queues("woken"), queues("woken")
-    rung = []
+    wake_times = []
 
-    class Ear:
+    class RecordingListener:
         def wake(self):
-            rung.append(time.monotonic())
+            wake_times.append(time.monotonic())
 
-        def lost(self, receipts): ...
+        def on_lost(self, receipts): ...
 
-    queue.dispatch(some(1))
-    (held,) = queue.fetch_transactions(1)
-    other.listen(Ear())
+    queue.dispatch(make_transactions(1))
+    (delivery,) = queue.fetch_transactions(1)
+    other.listen(RecordingListener())
     assert other.fetch_transactions(1) == []
-    queue.settle([(held, Release())])
-    until(lambda: rung, "a release is heard", within=3.0)
-    (held,) = other.fetch_transactions(1)
+    queue.settle([(delivery, Release())])
+    wait_until(lambda: wake_times, "a release is heard", within=3.0)
+    (delivery,) = other.fetch_transactions(1)
     assert other.fetch_transactions(1) == []
-    rung.clear()
-    other.settle([(held, Later(60.0))])
-    until(lambda: rung, "one that is put off is heard, so that its moment is known", within=3.0)
+    wake_times.clear()
+    other.settle([(delivery, Defer(60.0))])
+    wait_until(lambda: wake_times, "one that is put off is heard, so that its moment is known", within=3.0)
     assert other.fetch_transactions(1) == []
 
 
 @pytest.mark.spec("CNN-09")
-def test_what_is_due_is_heard_at_its_moment(queues):
+def test_a_due_message_is_delivered_on_time(queues):
     queue = queues("due")
-    queue.dispatch(some(1))
-    (held,) = queue.fetch_transactions(1)
-    queue.settle([(held, Later(0.5))])
-    began = time.monotonic()
+    queue.dispatch(make_transactions(1))
+    (delivery,) = queue.fetch_transactions(1)
+    queue.settle([(delivery, Defer(0.5))])
+    started_at = time.monotonic()
     (again,) = queue.fetch_transactions(1, wait=5.0)
-    assert 0.4 < time.monotonic() - began < 2.0
+    assert 0.4 < time.monotonic() - started_at < 2.0
     assert again.deliveries == 1

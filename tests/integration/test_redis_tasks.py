@@ -1,4 +1,4 @@
-"""Tasks on a Redis stream as a team runs them: ergon run, ergon dlq, and a relay from PostgreSQL."""
+"""Check tasks on a Redis stream as a team runs them: ergon run, ergon dlq, and a relay from PostgreSQL."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.relay import relay, relay_async
 from ergon_framework.transaction import Transaction
-from tests.integration.redises import Queues, running, until
-from tests.integration.running import ERGON, Running
-from tests.servers.databases import migrated
+from tests.integration.redises import QueueFactory, run_server, wait_until
+from tests.integration.running import ERGON, ErgonProcess
+from tests.servers.databases import create_migrated_database
 
-APP = """
+APP_TEMPLATE = """
 from ergon_framework.connectors.redis import RedisQueue
 
 orders = RedisQueue("{name}", url="{url}")
@@ -30,7 +30,7 @@ orders = RedisQueue("{name}", url="{url}")
 {word}def task(order):
     say(f"handled {{order['number']}}")
 """
-COUNT = 60
+TRANSACTION_COUNT = 60
 POLICY = ConsumerPolicy.load(
     {
         "loop": {"concurrency": {"value": 8}, "streaming": True, "empty_queue": {"backoff": 0.02, "cap": 0.05}},
@@ -41,35 +41,35 @@ POLICY = ConsumerPolicy.load(
 
 @pytest.fixture(scope="module")
 def server():
-    with running() as server:
+    with run_server() as server:
         yield server
 
 
 @pytest.fixture
 def queues(server):
-    made = Queues(server)
-    yield made
-    made.close()
+    queues = QueueFactory(server)
+    yield queues
+    queues.close()
 
 
-def some(count):
+def make_transactions(count):
     return [Transaction(f"tx-{number}", {"number": number}) for number in range(count)]
 
 
 @pytest.mark.spec("CNN-01", "RUN-01")
 @pytest.mark.parametrize("word", ["", "async "])
-def test_ergon_run_handles_what_comes_and_leaves_at_a_signal(tmp_path, server, queues, word):
+def test_ergon_run_handles_arriving_messages_and_exits_at_a_signal(tmp_path, server, queues, word):
     queue = queues(f"run-{word.strip()}")
-    queue.dispatch(some(1))
-    with Running(tmp_path, APP.format(name=queue.name, url=server.url, word=word)) as process:
+    queue.dispatch(make_transactions(1))
+    with ErgonProcess(tmp_path, APP_TEMPLATE.format(name=queue.name, url=server.url, word=word)) as process:
         process.wait_for("handled 0")
         queue.dispatch([Transaction("late", {"number": "late"})])
-        began = time.monotonic()
+        started_at = time.monotonic()
         process.wait_for("handled late")
-        # Woken: by itself it would have looked after five seconds.
-        assert time.monotonic() - began < 4.0
-        process.send()
-        assert process.ended()[0] == 0
+        # It was notified: polling alone would have taken five seconds.
+        assert time.monotonic() - started_at < 4.0
+        process.send_signal()
+        assert process.wait_for_exit()[0] == 0
     depth = queue.depth()
     assert (depth.ready, depth.in_flight) == (0, 0)
 
@@ -77,47 +77,49 @@ def test_ergon_run_handles_what_comes_and_leaves_at_a_signal(tmp_path, server, q
 @pytest.mark.spec("CNN-08")
 def test_ergon_dlq_lists_replays_and_discards(tmp_path, server, queues):
     queue = queues("dlq")
-    queue.dispatch(some(3))
-    queue.settle([(each, DeadLetter("sold_out")) for each in queue.fetch_transactions(3)])
+    queue.dispatch(make_transactions(3))
+    queue.settle([(delivery, DeadLetter("sold_out")) for delivery in queue.fetch_transactions(3)])
     (tmp_path / "app.py").write_text(
         "from ergon_framework import consumer\nfrom ergon_framework.connectors.redis import RedisQueue\n\n"
         'orders = RedisQueue("dlq")\n\n@consumer(orders)\ndef task(order):\n    pass\n',
         encoding="utf-8",
     )
 
-    def dlq(*words):
-        command = [*ERGON, "dlq", words[0], "app:task", *words[1:]]
+    def run_dlq(*arguments):
+        command = [*ERGON, "dlq", arguments[0], "app:task", *arguments[1:]]
         env = {**os.environ, "ERGON_REDIS__URL": server.url}
-        ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-        assert ran.returncode == 0, ran.stderr
-        return ran.stdout
+        result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
 
-    listed = [json.loads(line) for line in dlq("list", "--json").splitlines()]
-    assert [record["envelope"]["id"] for record in listed] == ["tx-0", "tx-1", "tx-2"]
-    dlq("replay", "--id", "tx-1")
-    dlq("discard", "--id", "tx-2", "--yes")
+    records = [json.loads(line) for line in run_dlq("list", "--json").splitlines()]
+    assert [record["envelope"]["id"] for record in records] == ["tx-0", "tx-1", "tx-2"]
+    run_dlq("replay", "--id", "tx-1")
+    run_dlq("discard", "--id", "tx-2", "--yes")
     assert [record.id for record in queue.list_dead(DeadLetterQuery())] == ["tx-0"]
-    assert [each.transaction.id for each in queue.fetch_transactions(5)] == ["tx-1"]
+    assert [delivery.transaction.id for delivery in queue.fetch_transactions(5)] == ["tx-1"]
 
 
 @pytest.mark.spec("CNN-15")
-@pytest.mark.parametrize("flavour", ["sync", "async"])
-def test_a_relay_brings_everything_from_postgresql(postgres, queues, flavour):
-    source = PostgresQueue(f"outbox-{flavour}", dsn=migrated(postgres))
-    target = queues(f"relayed-{flavour}")
-    source.dispatch(some(COUNT))
-    made = (relay if flavour == "sync" else relay_async)(source, target)
-    if flavour == "sync":
-        thread = threading.Thread(target=lambda: made.consume_transactions(POLICY))
+@pytest.mark.parametrize("variant", ["sync", "async"])
+def test_a_relay_moves_everything_from_postgresql(postgres, queues, variant):
+    source = PostgresQueue(f"outbox-{variant}", dsn=create_migrated_database(postgres))
+    target = queues(f"relayed-{variant}")
+    source.dispatch(make_transactions(TRANSACTION_COUNT))
+    task = (relay if variant == "sync" else relay_async)(source, target)
+    if variant == "sync":
+        thread = threading.Thread(target=lambda: task.consume_transactions(POLICY))
     else:
-        thread = threading.Thread(target=lambda: asyncio.run(made.consume_transactions(POLICY)))
+        thread = threading.Thread(target=lambda: asyncio.run(task.consume_transactions(POLICY)))
     thread.start()
     try:
-        until(lambda: target.depth().ready == COUNT, "all arrive", within=30.0)
-        until(lambda: source.depth().in_flight == 0, "all are acked", within=30.0)
+        wait_until(lambda: target.depth().ready == TRANSACTION_COUNT, "all arrive", within=30.0)
+        wait_until(lambda: source.depth().in_flight == 0, "all are acked", within=30.0)
     finally:
-        made.stop()
+        task.stop()
         thread.join()
-    found = target.fetch_transactions(COUNT)
-    assert sorted(each.transaction.id for each in found) == sorted(each.id for each in some(COUNT))
+    deliveries = target.fetch_transactions(TRANSACTION_COUNT)
+    assert sorted(item.transaction.id for item in deliveries) == sorted(
+        item.id for item in make_transactions(TRANSACTION_COUNT)
+    )
     source.close()

@@ -1,4 +1,4 @@
-"""OpenTelemetry's own variables switch its export on; real exporters send to a receiver of the test's own."""
+"""Check that OpenTelemetry's own variables enable its export; real exporters send to a receiver of the test."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner import exporting
-from tests.servers.otlp import attributes, receiver, spans
+from tests.servers.otlp import decode_spans, get_string_attributes, run_receiver
 
-HERE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
+ENDPOINT_ENVIRONMENT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
 
-APP = """
+APP_MODULE = """
 from ergon_framework import *
 queue = MemoryConnector("orders")
 queue.dispatch([Transaction(f"order-{n}", {}) for n in range(3)])
@@ -23,89 +23,99 @@ queue.dispatch([Transaction(f"order-{n}", {}) for n in range(3)])
 @consumer(queue)
 def task(order): ...
 """
-OWN = """
+PROVIDER_SETUP = """
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 trace.set_tracer_provider(TracerProvider())
 """
-ERGON = [sys.executable, "-P", "-c", "from ergon_framework.cli.main import main; main()", "run", "app:task"]
+ERGON_COMMAND = [sys.executable, "-P", "-c", "from ergon_framework.cli.main import main; main()", "run", "app:task"]
 
 
-def run(folder, source, **environ):
+def run_app(folder, source, **environ):
     (folder / "app.py").write_text(source, encoding="utf-8")
-    done = subprocess.run(ERGON, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=150)
-    return done.returncode, done.stdout + done.stderr
+    result = subprocess.run(
+        ERGON_COMMAND, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=150
+    )
+    return result.returncode, result.stdout + result.stderr
 
 
 @pytest.mark.spec("RUN-04")
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_traces_and_metrics_of_every_process_arrive_at_the_address_of_the_environment(tmp_path, processes):
     (tmp_path / "ergon.toml").write_text(f"[run]\nprocesses = {processes}\n")
-    with receiver() as (received, url):
-        assert run(tmp_path, APP, OTEL_EXPORTER_OTLP_ENDPOINT=url)[0] == 0
-    names = [span.name for span in spans(received["/v1/traces"])]
+    with run_receiver() as (received, url):
+        assert run_app(tmp_path, APP_MODULE, OTEL_EXPORTER_OTLP_ENDPOINT=url)[0] == 0
+    names = [span.name for span in decode_spans(received["/v1/traces"])]
     assert names.count("start_processing") == 3 * int(processes)
-    sent = [ExportMetricsServiceRequest.FromString(body) for body in received["/v1/metrics"]]
-    instances, done = set(), {}
-    for part in (part for one in sent for part in one.resource_metrics):
-        told = attributes(part.resource)
-        assert told["service.name"] == "task"
-        instances.add(told["service.instance.id"])
+    requests = [ExportMetricsServiceRequest.FromString(body) for body in received["/v1/metrics"]]
+    instances, succeeded = set(), {}
+    for part in (part for request in requests for part in request.resource_metrics):
+        resource_attributes = get_string_attributes(part.resource)
+        assert resource_attributes["service.name"] == "task"
+        instances.add(resource_attributes["service.instance.id"])
         for metric in (metric for scope in part.scope_metrics for metric in scope.metrics):
             if metric.name == "ergon.transactions":
-                done[told["service.instance.id"]] = sum(point.as_int for point in metric.sum.data_points)
+                succeeded[resource_attributes["service.instance.id"]] = sum(
+                    point.as_int for point in metric.sum.data_points
+                )
     assert len(instances) == int(processes)
-    assert list(done.values()) == [3] * int(processes)
+    assert list(succeeded.values()) == [3] * int(processes)
 
 
-def test_one_signal_may_be_sent_alone_under_the_name_that_the_environment_gives(tmp_path):
-    with receiver() as (received, url):
-        code, _ = run(
+def test_one_signal_can_be_exported_alone_under_the_configured_service_name(tmp_path):
+    with run_receiver() as (received, url):
+        code, _ = run_app(
             tmp_path,
-            APP,
+            APP_MODULE,
             OTEL_EXPORTER_OTLP_ENDPOINT=url,
             OTEL_METRICS_EXPORTER="none",
             OTEL_SERVICE_NAME="shop",
             OTEL_RESOURCE_ATTRIBUTES="service.instance.id=one",
         )
     assert (code, list(received)) == (0, ["/v1/traces"])
-    told = ExportTraceServiceRequest.FromString(received["/v1/traces"][0]).resource_spans[0].resource
-    assert attributes(told) | {"service.name": "shop", "service.instance.id": "one"} == attributes(told)
+    resource = ExportTraceServiceRequest.FromString(received["/v1/traces"][0]).resource_spans[0].resource
+    assert get_string_attributes(resource) | {
+        "service.name": "shop",
+        "service.instance.id": "one",
+    } == get_string_attributes(resource)
 
 
-def test_a_program_that_has_set_up_a_provider_keeps_it(tmp_path):
-    with receiver() as (received, url):
-        code, said = run(tmp_path, OWN + APP, OTEL_EXPORTER_OTLP_ENDPOINT=url)
+def test_a_provider_set_up_by_the_program_is_kept(tmp_path):
+    with run_receiver() as (received, url):
+        code, output = run_app(tmp_path, PROVIDER_SETUP + APP_MODULE, OTEL_EXPORTER_OTLP_ENDPOINT=url)
     assert (code, list(received)) == (0, ["/v1/metrics"])
-    # What OpenTelemetry says to whoever sets up a second one.
-    assert "Overriding" not in said
+    # OpenTelemetry's warning when a second provider is set up.
+    assert "Overriding" not in output
 
 
-def test_a_protocol_that_cannot_be_sent_is_a_mistake_of_the_configuration(tmp_path):
-    code, said = run(tmp_path, APP, **HERE, OTEL_EXPORTER_OTLP_PROTOCOL="grpc")
+def test_an_unsupported_protocol_is_a_configuration_error(tmp_path):
+    code, output = run_app(tmp_path, APP_MODULE, **ENDPOINT_ENVIRONMENT, OTEL_EXPORTER_OTLP_PROTOCOL="grpc")
     assert code == 2
-    assert "OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc', and only http/protobuf can be sent" in said
+    assert "OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc', and only http/protobuf can be sent" in output
 
 
 @pytest.mark.parametrize(
     "environ, signals",
     [
         ({}, ()),
-        (HERE, ("traces", "metrics")),
-        ({**HERE, "OTEL_SDK_DISABLED": "TRUE"}, ()),
+        (ENDPOINT_ENVIRONMENT, ("traces", "metrics")),
+        ({**ENDPOINT_ENVIRONMENT, "OTEL_SDK_DISABLED": "TRUE"}, ()),
         ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://a"}, ("metrics",)),
         ({"OTEL_TRACES_EXPORTER": "otlp"}, ("traces",)),
-        ({**HERE, "OTEL_TRACES_EXPORTER": "none"}, ("metrics",)),
-        ({**HERE, "OTEL_TRACES_EXPORTER": "console, otlp", "OTEL_METRICS_EXPORTER": "console"}, ("traces",)),
+        ({**ENDPOINT_ENVIRONMENT, "OTEL_TRACES_EXPORTER": "none"}, ("metrics",)),
+        (
+            {**ENDPOINT_ENVIRONMENT, "OTEL_TRACES_EXPORTER": "console, otlp", "OTEL_METRICS_EXPORTER": "console"},
+            ("traces",),
+        ),
     ],
 )
-def test_a_signal_is_sent_if_its_exporter_or_an_address_is_named(environ, signals):
-    assert exporting.wanted(environ) == signals
+def test_a_signal_is_exported_if_its_exporter_or_an_address_is_named(environ, signals):
+    assert exporting.requested_signals(environ) == signals
 
 
-def test_the_protocol_of_a_signal_wins_over_that_of_all():
-    exporting._check(
+def test_the_protocol_of_one_signal_overrides_the_general_one():
+    exporting._check_protocol(
         "traces", {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
     )
     with pytest.raises(ConfigurationError, match="OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"):
-        exporting._check("traces", {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"})
+        exporting._check_protocol("traces", {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"})

@@ -1,4 +1,4 @@
-"""What a real ``ergon run`` has counted, over all its processes, as Prometheus reads it."""
+"""Check the metrics of a real ``ergon run``, summed over all its processes, as Prometheus reads them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.integration.running import Running
-from tests.integration.test_run_probes import port_of
+from tests.integration.running import ErgonProcess
+from tests.integration.test_run_probes import wait_for_port
 
-#: Each process has a queue of its own, with more orders whenever the folder has another file "more-N".
-TASK = """
+#: Each process has its own queue, with more orders whenever the folder gets another file "more-N".
+TASK_MODULE = """
 import os
 from pathlib import Path
 
@@ -42,11 +42,11 @@ Path(f"pid-{os.getpid()}").touch()
 """
 
 
-def metrics(port):
-    """Every series of /metrics, by its name and the values of its labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-        text = answer.read().decode()
+def read_metrics(port):
+    """Return every series of /metrics, by its name and the values of its labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        text = response.read().decode()
     return {
         (sample.name, *sorted(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text)
@@ -54,75 +54,77 @@ def metrics(port):
     }
 
 
-def until(port, expected):
-    """Wait until the series are as *expected*, and see that no counter goes back on the way."""
-    end = time.monotonic() + PATIENCE
-    last = {}
+def wait_for_series(port, expected):
+    """Wait until the series are as *expected*, and check that no counter decreases meanwhile."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    previous = {}
     while True:
-        found = metrics(port)
-        for key, value in last.items():
+        series = read_metrics(port)
+        for key, value in previous.items():
             if key[0].endswith(("_total", "_bucket", "_count", "_sum")):
-                assert found.get(key, 0) >= value, key
-        last = found
-        if {key: found.get(key) for key in expected} == expected:
-            return found
-        assert time.monotonic() < end, {key: found.get(key) for key in expected}
+                assert series.get(key, 0) >= value, key
+        previous = series
+        if {key: series.get(key) for key in expected} == expected:
+            return series
+        assert time.monotonic() < deadline, {key: series.get(key) for key in expected}
         time.sleep(0.2)
 
 
-PATIENCE = 90.0
-DONE = ("ergon_transactions_total", "succeeded", "task")
-DIED = ("ergon_processes_died_total", "task")
-UP = ("ergon_processes", "task")
-WAITS = ("ergon_queue_wait_seconds_count", "task")
+TIMEOUT_SECONDS = 90.0
+SUCCEEDED_SERIES = ("ergon_transactions_total", "succeeded", "task")
+DIED_SERIES = ("ergon_processes_died_total", "task")
+PROCESSES_SERIES = ("ergon_processes", "task")
+QUEUE_WAIT_SERIES = ("ergon_queue_wait_seconds_count", "task")
 
 
 @pytest.mark.spec("RUN-04")
-@pytest.mark.parametrize("flavour", ["def", "async def"])
-def test_processes_are_added_up_and_what_a_killed_one_has_counted_stays(tmp_path, flavour):
+@pytest.mark.parametrize("variant", ["def", "async def"])
+def test_processes_are_summed_and_the_counts_of_a_killed_one_stay(tmp_path, variant):
     (tmp_path / "ergon.toml").write_text("[run.probes]\ninterval = 0.2\n[run.restart]\nbackoff = 0.05\n")
-    source = TASK + f"\n@consumer(queue, policy=RULES)\n{flavour} task(order): ...\n"
-    with Running(tmp_path, source, "--probe-port", "0", "--processes", "2") as process:
-        port = port_of(process)
+    source = TASK_MODULE + f"\n@consumer(queue, policy=RULES)\n{variant} task(order): ...\n"
+    with ErgonProcess(tmp_path, source, "--probe-port", "0", "--processes", "2") as process:
+        port = wait_for_port(process)
         (tmp_path / "more-1").touch()
-        until(port, {UP: 2, DONE: 20, DIED: 0})
+        wait_for_series(port, {PROCESSES_SERIES: 2, SUCCEEDED_SERIES: 20, DIED_SERIES: 0})
         os.kill(int(next(tmp_path.glob("pid-*")).name.removeprefix("pid-")), signal.SIGKILL)
-        # Its successor finds the same file and does its ten again.
-        until(port, {UP: 2, DONE: 30, DIED: 1})
+        # Its successor reads the same file and handles its ten orders again.
+        wait_for_series(port, {PROCESSES_SERIES: 2, SUCCEEDED_SERIES: 30, DIED_SERIES: 1})
         (tmp_path / "more-2").touch()
-        found = until(port, {UP: 2, DONE: 50, DIED: 1})
-        assert found[WAITS] > 0
+        series = wait_for_series(port, {PROCESSES_SERIES: 2, SUCCEEDED_SERIES: 50, DIED_SERIES: 1})
+        assert series[QUEUE_WAIT_SERIES] > 0
 
 
 @pytest.mark.spec("RUN-04")
-def test_the_last_word_of_a_process_that_ends_by_itself_is_heard(tmp_path):
-    # After the first word of each, no further one is due while the test lasts.
+def test_the_last_report_of_a_process_that_exits_is_included(tmp_path):
+    # After the first report of each process, no further one is due while the test runs.
     (tmp_path / "ergon.toml").write_text("[run.probes]\ninterval = 60\n[run.restart]\nbackoff = 0.05\n")
     handle = """
 def task(order):
     with open(f"handled-{os.getpid()}", "a") as file:
         file.write("x")
 """
-    source = TASK + "\n@consumer(queue, policy=RULES)" + handle
-    with Running(tmp_path, source, "--probe-port", "0", "--processes", "2") as process:
-        port = port_of(process)
+    source = TASK_MODULE + "\n@consumer(queue, policy=RULES)" + handle
+    with ErgonProcess(tmp_path, source, "--probe-port", "0", "--processes", "2") as process:
+        port = wait_for_port(process)
         (tmp_path / "more-1").touch()
-        end = time.monotonic() + PATIENCE
-        while not (done := [path for path in tmp_path.glob("handled-*") if path.stat().st_size == 10]):
-            assert time.monotonic() < end
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not (files := [path for path in tmp_path.glob("handled-*") if path.stat().st_size == 10]):
+            assert time.monotonic() < deadline
             time.sleep(0.02)
-        (tmp_path / "die").write_text(done[0].name.removeprefix("handled-"), encoding="utf-8")
-        found = until(port, {DIED: 1})
-        assert found[DONE] >= 10
+        (tmp_path / "die").write_text(files[0].name.removeprefix("handled-"), encoding="utf-8")
+        series = wait_for_series(port, {DIED_SERIES: 1})
+        assert series[SUCCEEDED_SERIES] >= 10
 
 
 @pytest.mark.spec("RUN-04")
-@pytest.mark.parametrize("flavour", ["def", "async def"])
-def test_one_process_tells_what_it_counts_and_how_full_its_queue_is(tmp_path, flavour):
+@pytest.mark.parametrize("variant", ["def", "async def"])
+def test_one_process_reports_its_counts_and_queue_depth(tmp_path, variant):
     (tmp_path / "ergon.toml").write_text("[run.metrics]\ndepth = 0.05\n")
-    source = TASK + f"\n@consumer(queue, policy=RULES)\n{flavour} task(order): ...\n"
-    with Running(tmp_path, source, "--probe-port", "0") as process:
-        port = port_of(process)
+    source = TASK_MODULE + f"\n@consumer(queue, policy=RULES)\n{variant} task(order): ...\n"
+    with ErgonProcess(tmp_path, source, "--probe-port", "0") as process:
+        port = wait_for_port(process)
         (tmp_path / "more-1").touch()
-        found = until(port, {UP: 1, DONE: 10, DIED: 0, ("ergon_queue_depth", "ready", "task"): 0})
-        assert ("ergon_queue_lag_seconds", "task") in found
+        series = wait_for_series(
+            port, {PROCESSES_SERIES: 1, SUCCEEDED_SERIES: 10, DIED_SERIES: 0, ("ergon_queue_depth", "ready", "task"): 0}
+        )
+        assert ("ergon_queue_lag_seconds", "task") in series

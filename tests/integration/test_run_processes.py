@@ -1,4 +1,4 @@
-"""``ergon run --processes``: real processes, a queue that they share, and signals to each of them."""
+"""Check ``ergon run --processes``: real processes, a shared queue, and signals to each of them."""
 
 from __future__ import annotations
 
@@ -9,137 +9,137 @@ import subprocess
 
 import pytest
 
-from ergon_framework.runner.exits import Exit
-from tests.integration.running import ERGON, Running
-from tests.signals.world import World
+from ergon_framework.runner.exits import RunExit
+from tests.integration.running import ERGON, ErgonProcess
+from tests.signals.world import MatrixRun
 
-FLAVOURS = ("sync", "async")
+VARIANTS = ("sync", "async")
 
 
-def acked(world):
-    return sorted(what for what in world.named("Ack") if what.endswith(":settled"))
+def list_acked(world):
+    return sorted(entry for entry in world.list_subjects("Ack") if entry.endswith(":settled"))
 
 
 @pytest.mark.spec("RUN-01", "CON-36")
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_signal_drains_every_process_and_nobody_stays(flavour):
-    with World(flavour=flavour, processes=2, state="handler", drain=30.0) as world:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_signal_drains_every_process_and_none_remains(variant):
+    with MatrixRun(flavour=variant, processes=2, state="handler", drain=30.0) as world:
         world.dispatch(4)
         world.start()
-        world.reached("began")
-        # The whole group, as a terminal does it: for each of them it is one stop all the same.
+        world.wait_until_reached("began")
+        # The whole process group, as a terminal does it: each process still treats it as one stop.
         world.signal(signal.SIGINT, group=True)
-        world.heard()
-        world.sign("go")
-        assert world.ended() == Exit.OK
-        assert world.alive() == []
-        assert len(acked(world)) == 2
-        assert len(world.left()) == 2
-        told = json.loads(world.said.splitlines()[-1])
-    assert (told["processes"], told["restarts"], told["ends"]) == (2, 0, {"stop": 2})
-    assert (told["started"], told["counts"]["succeeded"], told["exit_code"]) == (2, 2, 0)
+        world.wait_for_signal_message()
+        world.create_file("go")
+        assert world.wait_for_exit() == RunExit.OK
+        assert world.list_processes() == []
+        assert len(list_acked(world)) == 2
+        assert len(world.list_queued()) == 2
+        report = json.loads(world.output.splitlines()[-1])
+    assert (report["processes"], report["restarts"], report["ends"]) == (2, 0, {"stop": 2})
+    assert (report["started"], report["counts"]["succeeded"], report["exit_code"]) == (2, 2, 0)
 
 
 @pytest.mark.spec("RUN-01")
-def test_a_process_that_is_killed_is_replaced_and_its_work_comes_again():
-    with World(flavour="sync", processes=2, state="killed", drain=30.0) as world:
+def test_a_killed_process_is_replaced_and_its_work_is_redelivered():
+    with MatrixRun(flavour="sync", processes=2, state="killed", drain=30.0) as world:
         world.dispatch(2)
         world.start()
-        world.reached("began")
-        os.kill(min(world.pids("began")), signal.SIGKILL)
-        world.wait("again", lambda: any(line.word == "fetched" and line.count == 2 for line in world.journal))
-        world.sign("go")
-        world.wait("all done", lambda: not world.left())
+        world.wait_until_reached("began")
+        os.kill(min(world.list_pids("began")), signal.SIGKILL)
+        world.wait("again", lambda: any(line.event == "fetched" and line.count == 2 for line in world.journal))
+        world.create_file("go")
+        world.wait("all done", lambda: not world.list_queued())
         world.signal(signal.SIGTERM)
-        assert world.ended() == Exit.OK
-        assert json.loads(world.said.splitlines()[-1])["restarts"] == 1
-        assert len(world.pids("began")) == 3
+        assert world.wait_for_exit() == RunExit.OK
+        assert json.loads(world.output.splitlines()[-1])["restarts"] == 1
+        assert len(world.list_pids("began")) == 3
 
 
 @pytest.mark.spec("RUN-01")
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_when_the_parent_is_killed_its_processes_drain_and_leave(flavour):
-    with World(flavour=flavour, processes=2, state="handler", drain=30.0) as world:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_processes_drain_and_exit_when_their_parent_is_killed(variant):
+    with MatrixRun(flavour=variant, processes=2, state="handler", drain=30.0) as world:
         world.dispatch(4)
         world.start()
-        world.reached("began")
+        world.wait_until_reached("began")
         world.signal(signal.SIGKILL)
-        world.ended()
-        world.sign("go")
-        world.wait("nobody is left", lambda: world.alive() == [])
-        assert len(acked(world)) == 2
-        assert len(world.left()) == 2
+        world.wait_for_exit()
+        world.create_file("go")
+        world.wait("nobody is left", lambda: world.list_processes() == [])
+        assert len(list_acked(world)) == 2
+        assert len(world.list_queued()) == 2
 
 
 @pytest.mark.spec("RUN-01", "CON-36")
-def test_a_second_signal_hurries_all_of_them():
-    with World(flavour="sync", processes=2, state="never", drain=60.0) as world:
+def test_a_second_signal_stops_all_processes_immediately():
+    with MatrixRun(flavour="sync", processes=2, state="never", drain=60.0) as world:
         world.dispatch(2)
         world.start()
-        world.reached("began")
+        world.wait_until_reached("began")
         world.signal(signal.SIGTERM)
-        world.heard()
+        world.wait_for_signal_message()
         world.signal(signal.SIGTERM)
-        assert world.ended() == Exit.LEFT_BEHIND
-        assert world.alive() == []
+        assert world.wait_for_exit() == RunExit.LEFT_BEHIND
+        assert world.list_processes() == []
 
 
 @pytest.mark.spec("RUN-01", "CON-36")
-def test_a_process_that_is_signalled_itself_takes_all_signals_as_one_stop(monkeypatch):
+def test_a_process_signalled_directly_treats_all_signals_as_one_stop(monkeypatch):
     monkeypatch.setenv("ERGON_LOGGING__LEVEL", "info")
-    with World(flavour="sync", processes=2, state="handler", drain=30.0) as world:
+    with MatrixRun(flavour="sync", processes=2, state="handler", drain=30.0) as world:
         world.dispatch(2)
         world.start()
-        world.reached("began")
-        pid = min(world.pids("began"))
+        world.wait_until_reached("began")
+        pid = min(world.list_pids("began"))
         os.kill(pid, signal.SIGTERM)
-        world.wait("draining", lambda: "stage=draining" in world.said)
+        world.wait("draining", lambda: "stage=draining" in world.output)
         os.kill(pid, signal.SIGINT)
         world.signal(signal.SIGTERM)
-        world.heard()
-        world.sign("go")
-        assert world.ended() == Exit.OK
-        assert len(acked(world)) == 2
+        world.wait_for_signal_message()
+        world.create_file("go")
+        assert world.wait_for_exit() == RunExit.OK
+        assert len(list_acked(world)) == 2
 
 
-DYING = """
+CRASHING_MODULE = """
 import os
 os.kill(os.getpid(), 9)
 """
 
 
 @pytest.mark.spec("RUN-01")
-def test_a_task_that_dies_when_it_is_loaded_ends_the_run_with_the_reason(tmp_path):
+def test_a_task_that_crashes_at_import_ends_the_run_with_the_reason(tmp_path):
     (tmp_path / "ergon.toml").write_text("[run]\nprocesses = 2\nrestart = {backoff = 0.01, attempts = 2}\n")
-    with Running(tmp_path, DYING) as process:
-        code, _ = process.ended()
-    assert code == Exit.FLAPPING
-    assert any("process 1 died 2 times in a row" in line and "SIGKILL" in line for line in process.said)
+    with ErgonProcess(tmp_path, CRASHING_MODULE) as process:
+        code, _ = process.wait_for_exit()
+    assert code == RunExit.FLAPPING
+    assert any("process 1 died 2 times in a row" in line and "SIGKILL" in line for line in process.output)
 
 
 @pytest.mark.spec("RUN-01")
-def test_a_task_that_cannot_be_loaded_is_told_once(tmp_path):
-    with Running(tmp_path, "", "--processes", "3") as process:
-        code, _ = process.ended()
-    assert code == Exit.USAGE
-    assert ["has no 'task'" in line for line in process.said if not line.startswith("time=")] == [True]
+def test_a_task_that_cannot_be_loaded_is_reported_once(tmp_path):
+    with ErgonProcess(tmp_path, "", "--processes", "3") as process:
+        code, _ = process.wait_for_exit()
+    assert code == RunExit.USAGE
+    assert ["has no 'task'" in line for line in process.output if not line.startswith("time=")] == [True]
 
 
 @pytest.mark.spec("RUN-03")
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [("[run]\nproceses = 2\n", "did you mean 'run.processes'?"), ('[postgres]\npassword = "x"\n', "environment only")],
 )
-def test_a_configuration_that_is_wrong_starts_nothing(tmp_path, text, said):
+def test_an_invalid_configuration_starts_nothing(tmp_path, text, message):
     (tmp_path / "ergon.toml").write_text(text, encoding="utf-8")
-    with Running(tmp_path, "orders(1)\n@consumer(queue)\ndef task(order): ...\n") as process:
-        code, _ = process.ended()
-    assert (code, process.notes) == (Exit.USAGE, [])
-    assert any(said in line for line in process.said)
+    with ErgonProcess(tmp_path, "orders(1)\n@consumer(queue)\ndef task(order): ...\n") as process:
+        code, _ = process.wait_for_exit()
+    assert (code, process.notes) == (RunExit.USAGE, [])
+    assert any(message in line for line in process.output)
 
 
-def test_going_on_and_ending_at_once_are_not_both_meant(tmp_path):
-    words = [*ERGON, "run", "app:task", "--streaming", "--once"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == Exit.USAGE
-    assert "give one of the two" in " ".join(done.stderr.split())
+def test_streaming_and_once_are_mutually_exclusive(tmp_path):
+    command = [*ERGON, "run", "app:task", "--streaming", "--once"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == RunExit.USAGE
+    assert "give one of the two" in " ".join(result.stderr.split())

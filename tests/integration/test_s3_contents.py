@@ -1,4 +1,4 @@
-"""Contents in S3 when the server is away, refuses, crashes, or has been tampered with."""
+"""Check contents in S3 when the server is unavailable, rejects requests, crashes, or has been tampered with."""
 
 from __future__ import annotations
 
@@ -8,126 +8,137 @@ from pathlib import Path
 
 import pytest
 
-from ergon_framework.errors import ConfigurationError, ConnectionLost
+from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.facts.errors import UploadLost
-from ergon_framework.facts.stores.s3 import SMALLEST, S3Contents
-from ergon_framework.testing.conformance.contents_words import LATER, break_off, keep, read, some, stored_of
-from tests.servers.seaweed import ACCESS, PrivateSeaweed
+from ergon_framework.facts.stores.s3 import MIN_PART_BYTES, S3ContentStore
+from ergon_framework.testing.conformance.contents_words import (
+    LATER,
+    interrupt_upload,
+    read,
+    sample_bytes,
+    store_content,
+    stored_of,
+)
+from tests.servers.seaweed import CREDENTIALS, PrivateSeaweed
 
 pytestmark = pytest.mark.spec("FAC-21")
 
 
 @pytest.fixture
 def server(monkeypatch):
-    """A server of the test's own, to be treated badly."""
-    for name, value in ACCESS.items():
+    """Yield a separate server that the test may break."""
+    for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     folder = Path(tempfile.mkdtemp(prefix="ergon-seaweed-"))
     server = PrivateSeaweed(folder)
     try:
         server.start()
-        server.make_bucket("artifacts")
+        server.create_bucket("artifacts")
         yield server
     finally:
         server.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def opened(server, **how):
-    return S3Contents("artifacts", endpoint=server.endpoint, part_bytes=SMALLEST, timeout=10.0, **how)
+def open_contents(server, **options):
+    return S3ContentStore("artifacts", endpoint=server.endpoint, part_bytes=MIN_PART_BYTES, timeout=10.0, **options)
 
 
-def test_a_crash_of_the_server_costs_what_was_not_sent_yet(server):
-    content = some(3 * SMALLEST + 100)
-    kept = keep(opened(server), some(2 * SMALLEST))
-    with opened(server).receive("goeson") as receiving:
-        receiving.add(content[: 2 * SMALLEST + 50])
+def test_a_crash_of_the_server_loses_only_what_was_not_sent_yet(server):
+    content = sample_bytes(3 * MIN_PART_BYTES + 100)
+    stored_small = store_content(open_contents(server), sample_bytes(2 * MIN_PART_BYTES))
+    with open_contents(server).begin_upload("goeson") as upload:
+        upload.add(content[: 2 * MIN_PART_BYTES + 50])
         server.kill()
-        with pytest.raises(ConnectionLost):
-            receiving.add(content[2 * SMALLEST + 50 :])
+        with pytest.raises(ConnectionLostError):
+            upload.add(content[2 * MIN_PART_BYTES + 50 :])
     for call in (
-        lambda: opened(server).received("goeson"),
-        lambda: opened(server).size_of(kept.digest),
-        lambda: read(opened(server), kept.digest),
-        lambda: opened(server).remove(kept.digest),
-        lambda: opened(server).sweep(LATER),
-        lambda: keep(opened(server), b"small"),
+        lambda: open_contents(server).uploaded_bytes("goeson"),
+        lambda: open_contents(server).size_of(stored_small.digest),
+        lambda: read(open_contents(server), stored_small.digest),
+        lambda: open_contents(server).remove(stored_small.digest),
+        lambda: open_contents(server).delete_stale_uploads(LATER),
+        lambda: store_content(open_contents(server), b"small"),
     ):
-        with pytest.raises(ConnectionLost, match="bucket 'artifacts'"):
+        with pytest.raises(ConnectionLostError, match="bucket 'artifacts'"):
             call()
     server.start()
-    heir = opened(server)
-    assert heir.size_of(stored_of(content).digest) is None
-    assert heir.received("goeson") == 2 * SMALLEST
-    with heir.receive("goeson", begin=2 * SMALLEST) as receiving:
-        receiving.add(content[2 * SMALLEST :])
-        stored = receiving.seal(stored_of(content))
-    assert read(heir, stored.digest) == content
-    assert heir.size_of(kept.digest) == kept.size
+    reopened = open_contents(server)
+    assert reopened.size_of(stored_of(content).digest) is None
+    assert reopened.uploaded_bytes("goeson") == 2 * MIN_PART_BYTES
+    with reopened.begin_upload("goeson", begin=2 * MIN_PART_BYTES) as upload:
+        upload.add(content[2 * MIN_PART_BYTES :])
+        stored = upload.commit(stored_of(content))
+    assert read(reopened, stored.digest) == content
+    assert reopened.size_of(stored_small.digest) == stored_small.size
 
 
 @pytest.mark.spec("FAC-18")
-def test_who_may_not_is_told_what_to_do_and_no_secret(server, monkeypatch):
+def test_denied_access_is_reported_with_the_remedy_and_without_secrets(server, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-guess")
-    with pytest.raises(ConfigurationError, match="AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY") as told:
-        opened(server).size_of(stored_of(b"x").digest)
+    with pytest.raises(ConfigurationError, match="AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY") as caught:
+        open_contents(server).size_of(stored_of(b"x").digest)
     with pytest.raises(ConfigurationError):
-        keep(opened(server), b"x")
-    assert "a-guess" not in str(told.value)
-    assert told.value.final
+        store_content(open_contents(server), b"x")
+    assert "a-guess" not in str(caught.value)
+    assert caught.value.final
 
 
-def test_a_bucket_that_is_not_there_is_said(seaweed):
-    contents = S3Contents("nowhere", endpoint=seaweed.endpoint)
-    for call in (lambda: contents.received("upload"), lambda: keep(contents, b"x"), lambda: contents.sweep(LATER)):
+def test_a_missing_bucket_is_reported(seaweed):
+    contents = S3ContentStore("nowhere", endpoint=seaweed.endpoint)
+    for call in (
+        lambda: contents.uploaded_bytes("upload"),
+        lambda: store_content(contents, b"x"),
+        lambda: contents.delete_stale_uploads(LATER),
+    ):
         with pytest.raises(ConfigurationError, match="there is no bucket 'nowhere'; make it"):
             call()
 
 
-def test_a_part_that_was_changed_is_not_sealed(seaweed):
-    contents = opened(seaweed, prefix="tampered")
-    content = some(2 * SMALLEST)
-    with contents.receive("touched") as receiving:
-        receiving.add(content)
-        path = receiving._parts[0][0]
-        contents._bucket.replace(path, some(SMALLEST))
+def test_an_upload_with_a_changed_part_is_not_committed(seaweed):
+    contents = open_contents(seaweed, prefix="tampered")
+    content = sample_bytes(2 * MIN_PART_BYTES)
+    with contents.begin_upload("touched") as upload:
+        upload.add(content)
+        path = upload._parts[0][0]
+        contents._bucket.replace(path, sample_bytes(MIN_PART_BYTES))
         with pytest.raises(UploadLost):
-            receiving.seal()
+            upload.commit()
     assert contents.size_of(stored_of(content).digest) is None
 
 
-def test_two_who_go_on_at_the_same_time_seal_nothing_wrong(seaweed):
-    contents = opened(seaweed, prefix="rivals")
-    content = some(2 * SMALLEST + 10)
-    break_off(contents, content[:SMALLEST], "shared")
-    with contents.receive("shared", begin=SMALLEST) as first:
-        # Between his look at the mark and his writing somebody else has come.
-        first._check = lambda: None
-        first.add(content[SMALLEST:])
-        with contents.receive("shared", begin=SMALLEST) as second:
-            second.add(content[SMALLEST:])
-            first._put_down()
-            assert second.seal(stored_of(content)) == stored_of(content)
+def test_concurrent_continuations_of_an_upload_commit_only_correct_content(seaweed):
+    contents = open_contents(seaweed, prefix="rivals")
+    content = sample_bytes(2 * MIN_PART_BYTES + 10)
+    interrupt_upload(contents, content[:MIN_PART_BYTES], "shared")
+    with contents.begin_upload("shared", begin=MIN_PART_BYTES) as first:
+        # Another upload has started between the check of the marker and the write.
+        first._check_owner = lambda: None
+        first.add(content[MIN_PART_BYTES:])
+        with contents.begin_upload("shared", begin=MIN_PART_BYTES) as second:
+            second.add(content[MIN_PART_BYTES:])
+            first._write_part()
+            assert second.commit(stored_of(content)) == stored_of(content)
     assert read(contents, stored_of(content).digest) == content
 
 
-def test_parts_in_other_hands_are_not_deleted(seaweed):
-    contents = opened(seaweed, prefix="hands")
-    content = some(2 * SMALLEST)
-    with contents.receive("shared") as first:
-        first.add(content[:SMALLEST])
-        with contents.receive("shared", begin=SMALLEST) as second:
+def test_parts_used_by_another_upload_are_not_deleted(seaweed):
+    contents = open_contents(seaweed, prefix="hands")
+    content = sample_bytes(2 * MIN_PART_BYTES)
+    with contents.begin_upload("shared") as first:
+        first.add(content[:MIN_PART_BYTES])
+        with contents.begin_upload("shared", begin=MIN_PART_BYTES) as second:
             first._discard()
-            second.add(content[SMALLEST:])
-            assert second.seal() == stored_of(content)
+            second.add(content[MIN_PART_BYTES:])
+            assert second.commit() == stored_of(content)
 
 
 @pytest.mark.spec("FAC-26")
-def test_it_is_durable_if_somebody_answers_for_it(seaweed):
-    assert opened(seaweed).durable is None
-    assert opened(seaweed, durable=True).durable is True
+def test_contents_are_durable_only_if_configured_so(seaweed):
+    assert open_contents(seaweed).durable is None
+    assert open_contents(seaweed, durable=True).durable is True
 
 
-def test_parts_that_s3_would_not_take_are_refused():
+def test_parts_below_the_s3_minimum_are_rejected():
     with pytest.raises(ConfigurationError, match="a part has at least 5,242,880 bytes on S3, and part_bytes is 100"):
-        S3Contents("artifacts", part_bytes=100)
+        S3ContentStore("artifacts", part_bytes=100)

@@ -1,4 +1,4 @@
-"""The schema: one chain, upgraded by anybody who may, in any way, and still good for the release before."""
+"""Check the schema: one chain, upgraded in any supported way, and usable by the previous release."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from typer.testing import CliRunner
 from ergon_framework.cli.app import app
 from ergon_framework.cli.db import DbExit
 from ergon_framework.schema import migrate
-from ergon_framework.schema.revisions import CHAIN, NEEDED, suffices
-from tests.integration.previous.keep import keep
+from ergon_framework.schema.revisions import REQUIRED_REVISION, REVISIONS, is_compatible
+from tests.integration.previous.keep import pack_release
 
 HERE = Path(__file__).parent
-PREVIOUS = HERE / "previous"
-VERSIONS = Path(migrate.__file__).parent / "migrations" / "versions"
+PREVIOUS_PATH = HERE / "previous"
+VERSIONS_PATH = Path(migrate.__file__).parent / "migrations" / "versions"
 _numbers = itertools.count(1)
 
 
 @pytest.fixture
 def dsn(postgres):
-    """An empty database."""
+    """Return the address of an empty database."""
     return postgres.create_database(f"schema_{next(_numbers)}")
 
 
@@ -41,21 +41,21 @@ def execute(dsn, *statements):
         return rows.fetchall() if rows.description else []
 
 
-def run(monkeypatch, dsn, *words):
+def run_db(monkeypatch, dsn, *arguments):
     monkeypatch.setenv("ERGON_POSTGRES__DSN", dsn)
-    return CliRunner().invoke(app, ["db", *words])
+    return CliRunner().invoke(app, ["db", *arguments])
 
 
-def dumped(postgres, dsn):
-    """The schema as PostgreSQL itself writes it down."""
+def dump_schema(postgres, dsn):
+    """Return the schema as PostgreSQL itself dumps it."""
     command = [postgres.binaries / "pg_dump", "--schema-only", "--no-owner", dsn]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    # Newer ones guard the dump with a random word.
+    # Newer versions guard the dump with a random word.
     return re.sub(r"^\\(un)?restrict .*$", "", text, flags=re.MULTILINE)
 
 
-def role(dsn, name, *grants):
-    """The address of the same database for a role with no rights but *grants*."""
+def create_role(dsn, name, *grants):
+    """Return the address of the same database for a new role with no rights but *grants*."""
     execute(dsn, f"create role {name} login", *(grant.format(role=name) for grant in grants))
     return dsn.replace("//postgres@", f"//{name}@")
 
@@ -64,198 +64,204 @@ def role(dsn, name, *grants):
 
 
 @pytest.mark.spec("RUN-08")
-def test_there_is_one_chain_and_the_list_is_the_files():
-    assert tuple(migrate.revisions()) == CHAIN
-    files = sorted(path.name for path in VERSIONS.glob("r*.py"))
-    assert [name[1:5] for name in files] == list(CHAIN)
+def test_there_is_one_chain_and_it_lists_all_files():
+    assert tuple(migrate.revisions()) == REVISIONS
+    files = sorted(path.name for path in VERSIONS_PATH.glob("r*.py"))
+    assert [name[1:5] for name in files] == list(REVISIONS)
 
 
 @pytest.mark.spec("RUN-08")
-def test_what_is_needed_is_in_the_chain_and_all_from_there_on_suffices():
-    at = CHAIN.index(NEEDED)
-    assert [suffices(revision) for revision in CHAIN] == [False] * at + [True] * (len(CHAIN) - at)
-    assert not suffices(None)
+def test_the_required_revision_and_all_later_ones_suffice():
+    index = REVISIONS.index(REQUIRED_REVISION)
+    assert [is_compatible(revision) for revision in REVISIONS] == [False] * index + [True] * (len(REVISIONS) - index)
+    assert not is_compatible(None)
 
 
 # -- upgrade, check, sql ------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("RUN-08")
-def test_an_upgrade_makes_the_tables_and_a_second_one_changes_nothing(postgres, dsn, monkeypatch):
-    assert run(monkeypatch, dsn, "check").exit_code == DbExit.BEHIND
-    first = run(monkeypatch, dsn, "upgrade")
-    assert (first.exit_code, first.stdout) == (DbExit.OK, f"upgraded from nothing to {CHAIN[-1]}\n")
-    made = dumped(postgres, dsn)
-    assert "CREATE TABLE ergon.content" in made
-    second = run(monkeypatch, dsn, "upgrade")
-    assert (second.exit_code, second.stdout) == (DbExit.OK, f"the database is up to date, at revision {CHAIN[-1]}\n")
-    assert dumped(postgres, dsn) == made
-    assert run(monkeypatch, dsn, "check").exit_code == DbExit.OK
+def test_an_upgrade_creates_the_tables_and_a_second_one_changes_nothing(postgres, dsn, monkeypatch):
+    assert run_db(monkeypatch, dsn, "check").exit_code == DbExit.OUTDATED
+    first = run_db(monkeypatch, dsn, "upgrade")
+    assert (first.exit_code, first.stdout) == (DbExit.OK, f"upgraded from nothing to {REVISIONS[-1]}\n")
+    schema = dump_schema(postgres, dsn)
+    assert "CREATE TABLE ergon.content" in schema
+    second = run_db(monkeypatch, dsn, "upgrade")
+    assert (second.exit_code, second.stdout) == (
+        DbExit.OK,
+        f"the database is up to date, at revision {REVISIONS[-1]}\n",
+    )
+    assert dump_schema(postgres, dsn) == schema
+    assert run_db(monkeypatch, dsn, "check").exit_code == DbExit.OK
 
 
 def test_checking_changes_nothing(postgres, dsn, monkeypatch):
-    before = dumped(postgres, dsn)
-    done = run(monkeypatch, dsn, "check")
-    assert "has no tables of Ergon yet; missing: 0001" in done.stdout
-    assert "run: ergon db upgrade" in done.stdout
-    assert dumped(postgres, dsn) == before
+    before = dump_schema(postgres, dsn)
+    result = run_db(monkeypatch, dsn, "check")
+    assert "has no tables of Ergon yet; missing: 0001" in result.stdout
+    assert "run: ergon db upgrade" in result.stdout
+    assert dump_schema(postgres, dsn) == before
 
 
-def test_as_json_each_says_what_it_found_and_did(dsn, monkeypatch):
-    told = [json.loads(run(monkeypatch, dsn, word, "--json").stdout) for word in ("check", "upgrade", "check")]
-    assert told[0] == {
+def test_json_output_reports_what_each_command_found_and_did(dsn, monkeypatch):
+    reports = [
+        json.loads(run_db(monkeypatch, dsn, subcommand, "--json").stdout)
+        for subcommand in ("check", "upgrade", "check")
+    ]
+    assert reports[0] == {
         "found": None,
-        "missing": list(CHAIN),
-        "needed": NEEDED,
-        "newest": CHAIN[-1],
+        "missing": list(REVISIONS),
+        "needed": REQUIRED_REVISION,
+        "newest": REVISIONS[-1],
         "suffices": False,
         "newer": False,
         "exit_code": 1,
     }
-    assert told[1] == {"found": None, "applied": list(CHAIN), "newer": False, "exit_code": 0}
-    assert told[2] == {**told[0], "found": CHAIN[-1], "missing": [], "suffices": True, "exit_code": 0}
+    assert reports[1] == {"found": None, "applied": list(REVISIONS), "newer": False, "exit_code": 0}
+    assert reports[2] == {**reports[0], "found": REVISIONS[-1], "missing": [], "suffices": True, "exit_code": 0}
 
 
-def test_of_several_who_upgrade_at_once_one_does_it_and_the_others_wait(dsn):
-    words = [sys.executable, "-c", "from ergon_framework.cli.main import main; main()", "db", "upgrade", "--json"]
+def test_one_of_several_concurrent_upgrades_runs_and_the_others_wait(dsn):
+    command = [sys.executable, "-c", "from ergon_framework.cli.main import main; main()", "db", "upgrade", "--json"]
     env = {**os.environ, "ERGON_POSTGRES__DSN": dsn}
-    running = [subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    told = [json.loads(one.communicate(timeout=60)[0]) for one in running]
-    assert sorted(str(one.get("found", one)) for one in told) == [CHAIN[-1]] * 3 + ["None"]
+    processes = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    reports = [json.loads(item.communicate(timeout=60)[0]) for item in processes]
+    assert sorted(str(item.get("found", item)) for item in reports) == [REVISIONS[-1]] * 3 + ["None"]
     assert migrate.check(dsn).missing == ()
 
 
-def test_whoever_comes_second_waits_for_the_first_to_end(dsn):
+def test_a_second_upgrade_waits_for_the_first_to_end(dsn):
     with psycopg.connect(dsn) as first, ThreadPoolExecutor(1) as pool:
-        first.execute("select pg_advisory_xact_lock(%s)", [migrate._TURN])
+        first.execute("select pg_advisory_xact_lock(%s)", [migrate._UPGRADE_LOCK_KEY])
         second = pool.submit(migrate.upgrade, dsn)
         waiting = "select count(*) from pg_locks where locktype = 'advisory' and not granted"
         while execute(dsn, waiting) != [(1,)]:
             assert not second.done()
         first.rollback()
-        assert second.result(30).found is None
+        assert second.result(30).revision is None
 
 
 @pytest.mark.spec("RUN-08")
 def test_the_printed_statements_make_the_same_schema(postgres, dsn, monkeypatch):
     migrate.upgrade(dsn)
-    by_hand = postgres.create_database(f"schema_{next(_numbers)}")
-    script = run(monkeypatch, "", "sql").stdout
-    psql = [postgres.binaries / "psql", "--quiet", "--no-psqlrc", "--set", "ON_ERROR_STOP=1", by_hand]
+    manual_dsn = postgres.create_database(f"schema_{next(_numbers)}")
+    script = run_db(monkeypatch, "", "sql").stdout
+    psql = [postgres.binaries / "psql", "--quiet", "--no-psqlrc", "--set", "ON_ERROR_STOP=1", manual_dsn]
     subprocess.run(psql, input=script, text=True, check=True, capture_output=True)
-    assert dumped(postgres, by_hand) == dumped(postgres, dsn)
-    assert migrate.check(by_hand) == migrate.check(dsn)
+    assert dump_schema(postgres, manual_dsn) == dump_schema(postgres, dsn)
+    assert migrate.check(manual_dsn) == migrate.check(dsn)
 
 
-def test_a_failed_upgrade_leaves_nothing_behind(postgres, dsn, monkeypatch):
+def test_a_failed_upgrade_changes_nothing(postgres, dsn, monkeypatch):
     execute(dsn, "create schema ergon", "create table ergon.inbox (mine int)")
-    before = dumped(postgres, dsn)
-    done = run(monkeypatch, dsn, "upgrade")
-    assert done.exit_code == DbExit.FAILED
-    assert 'nothing was changed: relation "inbox" already exists' in done.stderr
-    assert "create table" not in done.output
-    assert dumped(postgres, dsn) == before
+    before = dump_schema(postgres, dsn)
+    result = run_db(monkeypatch, dsn, "upgrade")
+    assert result.exit_code == DbExit.FAILED
+    assert 'nothing was changed: relation "inbox" already exists' in result.stderr
+    assert "create table" not in result.output
+    assert dump_schema(postgres, dsn) == before
 
 
-# -- who may ------------------------------------------------------------------------------------------
+# -- rights -------------------------------------------------------------------------------------------
 
 
-def test_the_owner_of_the_database_needs_no_more_rights(dsn):
-    owner = role(dsn, "owner_of_it", f"alter database {dsn.rpartition('/')[2]} owner to {{role}}")
+def test_the_owner_of_the_database_needs_no_other_privileges(dsn):
+    owner = create_role(dsn, "owner_of_it", f"alter database {dsn.rpartition('/')[2]} owner to {{role}}")
     migrate.upgrade(owner)
     assert execute(owner, "select rolsuper from pg_roles where rolname = current_user") == [(False,)]
     smoke(owner)
 
 
-def test_a_schema_that_was_made_for_us_is_enough(dsn):
-    given = role(dsn, "given_a_schema", "create schema ergon authorization {role}")
-    migrate.upgrade(given)
-    smoke(given)
+def test_a_schema_created_in_advance_is_enough(dsn):
+    schema_owner = create_role(dsn, "given_a_schema", "create schema ergon authorization {role}")
+    migrate.upgrade(schema_owner)
+    smoke(schema_owner)
 
 
-def test_a_worker_needs_no_right_to_change_the_schema(dsn):
+def test_a_worker_needs_no_privilege_to_change_the_schema(dsn):
     migrate.upgrade(dsn)
-    grants = re.search(r"^-- grants\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    grants = re.search(r"^-- grants\n(.*?)^```", GUIDE_PATH.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert grants
-    worker = role(dsn, "shop_worker", grants[1])
+    worker = create_role(dsn, "shop_worker", grants[1])
     smoke(worker)
     with pytest.raises(psycopg.errors.InsufficientPrivilege):
         execute(worker, "drop table ergon.inbox")
 
 
-GUIDE = HERE.parents[1] / "docs" / "guides" / "postgres.md"
+GUIDE_PATH = HERE.parents[1] / "docs" / "guides" / "postgres.md"
 
 
-def test_without_the_right_it_says_which_one_is_missing_and_whom_to_ask(dsn, monkeypatch):
-    stranger = role(dsn, "stranger")
-    done = run(monkeypatch, stranger, "upgrade")
-    assert done.exit_code == DbExit.FAILED
-    assert "permission denied for database" in done.stderr
-    assert "ergon db sql" in done.stderr
+def test_a_missing_privilege_is_named_with_the_remedy(dsn, monkeypatch):
+    role_dsn = create_role(dsn, "stranger")
+    result = run_db(monkeypatch, role_dsn, "upgrade")
+    assert result.exit_code == DbExit.FAILED
+    assert "permission denied for database" in result.stderr
+    assert "ergon db sql" in result.stderr
     migrate.upgrade(dsn)
-    done = run(monkeypatch, stranger, "check")
-    assert done.exit_code == DbExit.FAILED
-    assert "permission denied for schema ergon" in done.stderr
+    result = run_db(monkeypatch, role_dsn, "check")
+    assert result.exit_code == DbExit.FAILED
+    assert "permission denied for schema ergon" in result.stderr
 
 
-def test_a_database_that_is_not_there_is_named(dsn, monkeypatch):
-    done = run(monkeypatch, dsn + "_not", "check")
-    assert done.exit_code == DbExit.FAILED
-    assert "_not" in done.stderr
-    assert "does not exist" in done.stderr
+def test_a_missing_database_is_named(dsn, monkeypatch):
+    result = run_db(monkeypatch, dsn + "_not", "check")
+    assert result.exit_code == DbExit.FAILED
+    assert "_not" in result.stderr
+    assert "does not exist" in result.stderr
 
 
-def test_a_database_that_only_reads_is_told(dsn, monkeypatch):
+def test_a_read_only_database_is_reported(dsn, monkeypatch):
     execute(dsn, f"alter database {dsn.rpartition('/')[2]} set default_transaction_read_only = on")
-    done = run(monkeypatch, dsn, "upgrade")
-    assert done.exit_code == DbExit.FAILED
-    assert "is it a standby?" in done.stderr
+    result = run_db(monkeypatch, dsn, "upgrade")
+    assert result.exit_code == DbExit.FAILED
+    assert "is it a standby?" in result.stderr
 
 
-def test_an_upgrade_that_is_cut_off_changes_nothing(dsn, monkeypatch):
+def test_an_interrupted_upgrade_changes_nothing(dsn, monkeypatch):
     with psycopg.connect(dsn) as first, ThreadPoolExecutor(1) as pool:
-        first.execute("select pg_advisory_xact_lock(%s)", [migrate._TURN])
-        second = pool.submit(run, monkeypatch, dsn, "upgrade")
+        first.execute("select pg_advisory_xact_lock(%s)", [migrate._UPGRADE_LOCK_KEY])
+        second = pool.submit(run_db, monkeypatch, dsn, "upgrade")
         victims = "select pg_terminate_backend(pid) from pg_locks where locktype = 'advisory' and not granted"
         while not execute(dsn, victims):
             assert not second.done()
         assert "broke off, and nothing was changed" in second.result(30).stderr
-    assert migrate.check(dsn).found is None
+    assert migrate.check(dsn).revision is None
 
 
-def test_an_address_in_keywords_means_what_it_means_to_the_driver(postgres, dsn):
+def test_a_keyword_address_has_the_meaning_that_the_driver_gives_it(postgres, dsn):
     name = dsn.rpartition("/")[2]
-    words = f"host=127.0.0.1 port={postgres.port} user=postgres dbname='{name}' options='-c search_path=public'"
-    migrate.upgrade(words)
+    address = f"host=127.0.0.1 port={postgres.port} user=postgres dbname='{name}' options='-c search_path=public'"
+    migrate.upgrade(address)
     assert migrate.check(dsn).missing == ()
 
 
-# -- releases beside each other -----------------------------------------------------------------------
+# -- releases next to each other ----------------------------------------------------------------------
 
 
 @pytest.mark.spec("RUN-08")
-def test_a_schema_of_a_later_release_is_left_alone_and_worked_on(postgres, dsn, monkeypatch):
+def test_a_schema_of_a_later_release_is_unchanged_and_usable(postgres, dsn, monkeypatch):
     migrate.upgrade(dsn)
     execute(dsn, "update ergon.revision set version_num = '9999'", "alter table ergon.worker add column later int")
-    before = dumped(postgres, dsn)
-    for word in ("upgrade", "check"):
-        done = run(monkeypatch, dsn, word)
-        assert done.exit_code == DbExit.OK
-        assert "revision 9999, which a later release has made" in done.stdout
-    assert dumped(postgres, dsn) == before
+    before = dump_schema(postgres, dsn)
+    for subcommand in ("upgrade", "check"):
+        result = run_db(monkeypatch, dsn, subcommand)
+        assert result.exit_code == DbExit.OK
+        assert "revision 9999, which a later release has made" in result.stdout
+    assert dump_schema(postgres, dsn) == before
     smoke(dsn)
 
 
-def test_a_worker_before_the_upgrade_is_told_to_upgrade(dsn):
+def test_a_worker_before_the_upgrade_reports_the_upgrade_command(dsn):
     with pytest.raises(AssertionError, match="run: ergon db upgrade"):
         smoke(dsn)
 
 
 def smoke(dsn, archive=None):
-    """The smoke test of the release in *archive*, or of this one, in a process of its own."""
-    path = str(archive) if archive else os.pathsep.join([str(PREVIOUS), str(HERE.parents[1] / "src")])
+    """Run the smoke test of the release in *archive*, or of this one, in a separate process."""
+    path = str(archive) if archive else os.pathsep.join([str(PREVIOUS_PATH), str(HERE.parents[1] / "src")])
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COV_", "ERGON_"))}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "smoke", dsn],
         env={**env, "PYTHONPATH": path},
         capture_output=True,
@@ -263,48 +269,53 @@ def smoke(dsn, archive=None):
         timeout=120,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "smoke passed\n"), done.stdout + done.stderr
+    assert (result.returncode, result.stdout) == (0, "smoke passed\n"), result.stdout + result.stderr
 
 
-def chain_of(archive):
-    """The chain that the release in *archive* knows."""
+def read_chain(archive):
+    """Return the chain that the release in *archive* knows."""
     code = zipfile.ZipFile(archive).read("ergon_framework/schema/revisions.py").decode()
-    found: dict[str, object] = {}
-    exec(compile(code, str(archive), "exec"), found)
-    return found["CHAIN"]
+    namespace: dict[str, object] = {}
+    exec(compile(code, str(archive), "exec"), namespace)
+    # The first archive calls it CHAIN.
+    return namespace.get("REVISIONS") or namespace["CHAIN"]
 
 
-KEPT = sorted(PREVIOUS.glob("*.zip"))
+ARCHIVES = sorted(PREVIOUS_PATH.glob("*.zip"))
 
 
 @pytest.mark.spec("RUN-08")
-@pytest.mark.parametrize("archive", [None, *KEPT], ids=lambda archive: archive.stem if archive else "this release")
-def test_the_code_of_the_release_before_runs_on_the_new_schema(archive, dsn, tmp_path):
+@pytest.mark.parametrize("archive", [None, *ARCHIVES], ids=lambda archive: archive.stem if archive else "this release")
+def test_the_code_of_the_previous_release_runs_on_the_new_schema(archive, dsn, tmp_path):
     migrate.upgrade(dsn)
-    smoke(dsn, archive or keep(tmp_path))
+    smoke(dsn, archive or pack_release(tmp_path))
 
 
 @pytest.mark.spec("RUN-08")
-def test_whoever_adds_a_migration_keeps_the_release_before_it():
-    older = [archive for archive in KEPT if (chain := chain_of(archive)) != CHAIN and chain == CHAIN[: len(chain)]]
-    assert len(CHAIN) == 1 or older, (
+def test_a_new_migration_requires_an_archive_of_the_previous_release():
+    older_archives = [
+        archive
+        for archive in ARCHIVES
+        if (chain := read_chain(archive)) != REVISIONS and chain == REVISIONS[: len(chain)]
+    ]
+    assert len(REVISIONS) == 1 or older_archives, (
         "there is a new migration, and no release to try it with: pack the last release with "
         "tests/integration/previous/keep.py in its checkout, and put the archive here"
     )
 
 
-def test_a_kept_release_runs_its_own_code(dsn, tmp_path):
-    archive = keep(tmp_path)
-    assert keep(tmp_path).read_bytes() == archive.read_bytes()
-    assert chain_of(archive) == CHAIN
+def test_an_archived_release_runs_its_own_code(dsn, tmp_path):
+    archive = pack_release(tmp_path)
+    assert pack_release(tmp_path).read_bytes() == archive.read_bytes()
+    assert read_chain(archive) == REVISIONS
     with zipfile.ZipFile(archive, "a") as packed, pytest.warns(UserWarning, match="Duplicate name"):
         packed.writestr("smoke.py", "import ergon_framework; print(ergon_framework.__file__)")
     with pytest.raises(AssertionError, match=re.escape(f"{archive}/ergon_framework/__init__.py")):
         smoke(dsn, archive)
 
 
-def test_a_migration_that_breaks_the_release_before_is_caught(dsn, tmp_path):
+def test_a_migration_that_breaks_the_previous_release_is_detected(dsn, tmp_path):
     migrate.upgrade(dsn)
     execute(dsn, "alter table ergon.content add column later int not null")
     with pytest.raises(AssertionError, match="NotNullViolation"):
-        smoke(dsn, keep(tmp_path))
+        smoke(dsn, pack_release(tmp_path))

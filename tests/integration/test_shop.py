@@ -1,4 +1,4 @@
-"""The example of a shop and its headquarters, with real servers and real processes; few orders, and no chaos."""
+"""Check the example of a shop and its headquarters, with real servers and processes; few orders, and no chaos."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from pathlib import Path
 
 import pytest
 
-DEMO = Path(__file__).parents[2] / "examples" / "shop" / "demo.py"
+DEMO_PATH = Path(__file__).parents[2] / "examples" / "shop" / "demo.py"
 
 
-def demo(*options):
-    """The exit code, the books as they were printed, and the last line."""
-    words = [sys.executable, str(DEMO), "--patience", "60", *options]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=220, check=False)
-    if kept := re.search(r"are kept in (/\S*/ergon-shop-\S+)", done.stderr):
+def run_demo(*options):
+    """Return the exit code, the output, and the JSON object of its last line."""
+    command = [sys.executable, str(DEMO_PATH), "--patience", "60", *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
+    if kept := re.search(r"are kept in (/\S*/ergon-shop-\S+)", result.stderr):
         shutil.rmtree(kept[1], ignore_errors=True)
-    assert done.stdout, done.stderr[-3000:]
-    return done.returncode, done.stdout, json.loads(done.stdout.splitlines()[-1])
+    assert result.stdout, result.stderr[-3000:]
+    return result.returncode, result.stdout, json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.spec("RUN-01")
-def test_twenty_orders_go_from_the_queue_to_the_ledger_once_or_are_dead_letters_that_say_why():
-    code, said, told = demo("--orders", "20")
-    assert code == 0, said
-    assert told["ok"]
-    assert (told["orders"], told["charges"], told["facts"], told["entries"]) == (20, 18, 17, 17)
-    assert told["dead_letters"] == {"declined": 1, "undecodable": 1, "executor_error": 1}
-    assert "The books balance." in said
+def test_twenty_orders_are_in_the_ledger_once_or_are_dead_letters_with_a_reason():
+    code, output, report = run_demo("--orders", "20")
+    assert code == 0, output
+    assert report["ok"]
+    assert (report["orders"], report["charges"], report["facts"], report["entries"]) == (20, 18, 17, 17)
+    assert report["dead_letters"] == {"declined": 1, "undecodable": 1, "executor_error": 1}
+    assert "The books balance." in output
 
 
 @pytest.mark.spec("RUN-01")
-def test_a_bank_that_ignores_keys_is_found_in_the_books():
-    # Half of its answers go wrong, so that with or without luck some orders are charged twice.
-    code, said, told = demo("--orders", "20", "--trouble", "0.5", "--forgetful-bank")
+def test_charges_of_a_bank_that_ignores_keys_are_reported():
+    # Half of its responses fail, so some orders are charged twice whatever the random numbers.
+    code, output, report = run_demo("--orders", "20", "--trouble", "0.5", "--forgetful-bank")
     assert code == 1
-    assert not told["ok"]
-    assert told["charges"] > 18
-    assert any("charges at the bank" in wrong for wrong in told["wrong"]), said
-    assert "The books do NOT balance" in said
+    assert not report["ok"]
+    assert report["charges"] > 18
+    assert any("charges at the bank" in problem for problem in report["wrong"]), output
+    assert "The books do NOT balance" in output

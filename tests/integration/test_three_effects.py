@@ -1,6 +1,6 @@
-"""A handler with a provider call, a process step in an executor and a fact is SIGKILLed at random, on each broker.
+"""Kill a handler with a provider call, an executor step and a fact at random points, on each broker.
 
-Whatever was repeated, each effect is there once for each transaction: one charge, one fact, one result that counts.
+Whatever is repeated, each effect exists once per transaction: one charge, one fact, one counted result.
 """
 
 from __future__ import annotations
@@ -16,53 +16,53 @@ import psycopg
 import pytest
 
 from ergon_framework.connectors.deadletters import DeadLetterQuery
-from ergon_framework.facts.model import Pair
+from ergon_framework.facts.model import ZonePair
 from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.providers.synthetic import Behaviour, SyntheticUpstream
+from ergon_framework.providers.synthetic import Behaviour, FakeProviderServer
 from ergon_framework.transaction import Transaction
-from tests.integration.brokers import BROKERS, is_empty, named
+from tests.integration.brokers import BROKERS, create_named_queue, is_empty
 from tests.integration.running import ERGON
 
 pytestmark = pytest.mark.invariant
 
-ORDERS = 40
+ORDER_COUNT = 40
 CONCURRENCY = 4
-EXECUTORS = 2
-PAIR = Pair("Plant A", "HQ")
-#: Seconds that what is left after the kills may take; and those without a word after which nobody waits for one.
-PATIENCE, SILENCE = 240.0, 60.0
-#: How far a worker has come when it is killed. Half of the times it stays there until then, else it goes on.
-POINTS = ["called", "charged", "appended", "counted"]
-KILLS = [(point, stays) for point in POINTS for stays in (True, False)]
+EXECUTOR_COUNT = 2
+PAIR = ZonePair("Plant A", "HQ")
+#: Limit in seconds for the work left after the kills, and for the time without an event before a wait is abandoned.
+COMPLETION_TIMEOUT_SECONDS, SILENCE_SECONDS = 240.0, 60.0
+#: How far a worker has come when it is killed. Half of the times it waits at that point, else it continues.
+KILL_POINTS = ["called", "charged", "appended", "counted"]
+KILLS = [(point, stays) for point in KILL_POINTS for stays in (True, False)]
 
-HANDLERS = """
+HANDLERS_MODULE = """
 import os
 from types import SimpleNamespace
-from ergon_framework.executor.registry import Registry
+from ergon_framework.executor.registry import HandlerRegistry
 from ergon_framework.providers.circuit_breaker import BreakerPolicy
 from ergon_framework.providers.policy import ProviderPolicy
-from ergon_framework.providers.sql.books import PostgresBooks
-from ergon_framework.providers.synthetic import SyntheticProvider
+from ergon_framework.providers.sql.books import PostgresProviderState
+from ergon_framework.providers.synthetic import FakeProvider
 
-registry = Registry()
+registry = HandlerRegistry()
 bank = SimpleNamespace(address=("127.0.0.1", int(os.environ["BANK"])))
 # A killed caller's key is free 5 s after the timeout. A bank that seems slow on a crowded machine is well all the same.
 policy = ProviderPolicy(timeout=3.0, breaker=BreakerPolicy(failure_threshold=1000))
-payments = SyntheticProvider(bank, books=PostgresBooks(), policy=policy)
+payments = FakeProvider(bank, state_store=PostgresProviderState(), policy=policy)
 
 @registry.handler("charge")
 def charge(order: dict) -> dict:
     paid = payments.call("charge", order)
     return {"charge": paid["charge"], "amount": order["amount"]}
 """
-APP = """
+APP_TEMPLATE = """
 import json, os, threading
 import psycopg
 from ergon_framework import ConsumerPolicy, consumer, queue
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import Command
-from ergon_framework.executor.task import isolated
+from ergon_framework.executor.process import ExecutorCommand
+from ergon_framework.executor.task import run_in_executor
 from ergon_framework.facts.facts import Facts
 from ergon_framework.facts.stores.postgres import PostgresBoundary
 
@@ -94,75 +94,75 @@ def charged(order, result, transaction):
     told = facts.append("{to_zone}", subject=transaction.id, predicate="paid", object=result)
     say("appended", transaction.id, told.offset, told.message_id)
     with psycopg.connect(DSN) as connection:
-        if inbox.mark_on(connection):
+        if inbox.record_processed_on(connection):
             connection.execute("insert into effect values (%s)", [json.dumps([transaction.id, result])])
     say("counted", transaction.id)
 
-executor = Command(words={words!r}, environment=dict(os.environ))
-task = isolated(charge, executor, pool=PoolPolicy(size={executors}))
+executor = ExecutorCommand(words={words!r}, environment=dict(os.environ))
+task = run_in_executor(charge, executor, pool=PoolPolicy(size={executors}))
 """
 
 
-class Diary:
-    """What has happened, as told by workers and the bank, for whoever waits for it."""
+class EventLog:
+    """The events that workers and the bank report; callers can wait for them."""
 
     def __init__(self):
         self._changed = threading.Condition()
-        self.lines = []
+        self.entries = []
 
-    def note(self, *words):
+    def record(self, *fields):
         with self._changed:
-            self.lines.append(words)
+            self.entries.append(fields)
             self._changed.notify_all()
 
-    def told(self, point):
-        return [line for line in self.lines if line[0] == point]
+    def select(self, point):
+        return [entry for entry in self.entries if entry[0] == point]
 
-    def called_again(self):
-        """Who was called for after the result was there."""
-        charged, again = set(), []
-        for point, name, *_ in self.lines:
+    def list_repeated_calls(self):
+        """Return the orders for which the bank was called again after it had answered."""
+        charged, repeated = set(), []
+        for point, name, *_ in self.entries:
             if point == "charged":
                 charged.add(name)
             elif point == "called" and name in charged:
-                again.append(name)
-        return again
+                repeated.append(name)
+        return repeated
 
     def wait_for(self, point, count, *, since):
-        """Until so many lines of that kind were noted, or nothing at all for too long."""
+        """Wait until *count* lines of kind *point* follow *since*, or until no event arrives for SILENCE_SECONDS."""
         with self._changed:
-            while sum(line[0] == point for line in self.lines[since:]) < count:
-                if not self._changed.wait(SILENCE):
+            while sum(entry[0] == point for entry in self.entries[since:]) < count:
+                if not self._changed.wait(SILENCE_SECONDS):
                     return
 
 
-class Bank(SyntheticUpstream):
-    """Charges once for each key, and answers a second request with the first one's charge."""
+class Bank(FakeProviderServer):
+    """A bank that charges once for each key and answers a second request with the first one's charge."""
 
-    def __init__(self, diary):
-        self._diary = diary
+    def __init__(self, events):
+        self._events = events
         self.charges = {}
-        #: While it is not set, nobody is answered.
-        self.answers = threading.Event()
-        self.answers.set()
+        #: While it is not set, no request is answered.
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         super().__init__()
 
-    def arrived(self, received):
-        super().arrived(received)
+    def record_request(self, received):
+        super().record_request(received)
         order = received.payload["order"]
         with self._lock:
             charge = self.charges.setdefault((received.idempotency_key, order), f"charge-{len(self.charges)}")
-        self._diary.note("called", order)
-        self.answers.wait(SILENCE)
+        self._events.record("called", order)
+        self.may_answer.wait(SILENCE_SECONDS)
         return Behaviour(body={"charge": charge})
 
 
 class Worker:
-    """One life of ``ergon run``; what it says goes to the diary."""
+    """One process of ``ergon run``; its output goes to the event log."""
 
-    def __init__(self, diary, *, stay=""):
-        self.began = len(diary.lines)
-        self._diary = diary
+    def __init__(self, events, *, stay=""):
+        self.start_index = len(events.entries)
+        self._events = events
         environment = {**os.environ, "STAY": stay}
         self._process = subprocess.Popen(
             [*ERGON, "run", "app:task"], stdout=subprocess.PIPE, text=True, env=environment
@@ -171,113 +171,111 @@ class Worker:
         self._reader.start()
 
     def _read(self):
-        with self._process.stdout as said:
-            for line in said:
-                # Not what a killed one had no time to end, nor what the command says of itself.
-                if line.endswith("\n") and line.startswith(tuple(POINTS)):
-                    self._diary.note(*line.split())
+        with self._process.stdout as stdout:
+            for line in stdout:
+                # Skip lines cut off by a kill and lines of the command itself.
+                if line.endswith("\n") and line.startswith(tuple(KILL_POINTS)):
+                    self._events.record(*line.split())
 
     def kill(self):
         self._process.kill()
-        self._gone()
+        self._wait()
 
-    def end(self):
-        """In good order: what it held is acked, or back in the queue."""
+    def stop(self):
+        """Stop cleanly: its claims are acked or back in the queue."""
         self._process.terminate()
-        assert self._gone() == 0
+        assert self._wait() == 0
 
-    def _gone(self):
-        code = self._process.wait(PATIENCE)
-        self._reader.join(PATIENCE)
+    def _wait(self):
+        code = self._process.wait(COMPLETION_TIMEOUT_SECONDS)
+        self._reader.join(COMPLETION_TIMEOUT_SECONDS)
         return code
 
 
-class Trial:
-    """Forty orders through eight kills and what is left of them."""
+class KillRun:
+    """Forty orders, eight kills, and the work left after them."""
 
-    def __init__(self, queue, dsn, diary, bank):
-        self._queue, self._dsn, self._diary, self._bank = queue, dsn, diary, bank
+    def __init__(self, queue, dsn, events, bank):
+        self._queue, self._dsn, self._events, self._bank = queue, dsn, events, bank
 
-    def torment(self, dice):
-        """Kill one worker after the other when it has come so far."""
-        for point, stays in dice.sample(KILLS, len(KILLS)):
-            worker = Worker(self._diary, stay=point if stays else "")
+    def kill_workers(self, rng):
+        """Kill one worker after the other when it has reached its point."""
+        for point, stays in rng.sample(KILLS, len(KILLS)):
+            worker = Worker(self._events, stay=point if stays else "")
             try:
                 if stays and point == "called":
-                    self._bank.answers.clear()
-                self._diary.wait_for(point, dice.randint(1, EXECUTORS), since=worker.began)
-                time.sleep(0.0 if stays else dice.uniform(0.0, 0.02))
+                    self._bank.may_answer.clear()
+                self._events.wait_for(point, rng.randint(1, EXECUTOR_COUNT), since=worker.start_index)
+                time.sleep(0.0 if stays else rng.uniform(0.0, 0.02))
             finally:
                 worker.kill()
-                self._bank.answers.set()
+                self._bank.may_answer.set()
 
-    def finish(self):
-        """Leave workers in peace until nothing is left, also of what they hold without the broker telling."""
-        until = time.monotonic() + PATIENCE
+    def run_until_empty(self):
+        """Run workers until nothing is left, including claims that the broker has not yet returned."""
+        deadline = time.monotonic() + COMPLETION_TIMEOUT_SECONDS
         while True:
-            worker = Worker(self._diary)
+            worker = Worker(self._events)
             try:
-                while not (is_empty(depth := self._queue.depth()) and len(self.counted()) >= ORDERS):
+                while not (is_empty(depth := self._queue.depth()) and len(self.read_counted()) >= ORDER_COUNT):
                     assert not depth.dead
-                    assert time.monotonic() < until, f"{depth} and {len(self.counted())} counted"
+                    assert time.monotonic() < deadline, f"{depth} and {len(self.read_counted())} counted"
                     time.sleep(0.05)
-                worker.end()
+                worker.stop()
             finally:
                 worker.kill()
             if is_empty(self._queue.depth()):
                 return
 
-    def counted(self):
+    def read_counted(self):
         with psycopg.connect(self._dsn, autocommit=True) as connection:
             return [json.loads(name) for (name,) in connection.execute("select name from effect")]
 
-    def facts(self):
+    def read_facts(self):
         boundary = PostgresBoundary(self._dsn, accept_loss=True)
-        found = boundary.fetch_facts("look", PAIR, 10 * ORDERS)
+        facts = boundary.fetch_facts("look", PAIR, 10 * ORDER_COUNT)
         boundary.close()
-        return found
+        return facts
 
 
 def prepare(folder, queue, dsn, bank, monkeypatch):
-    words = (*ERGON, "executor", "run", "--handlers", "handlers:registry")
-    told = {"name": queue.name, "concurrency": CONCURRENCY, "executors": EXECUTORS, "words": words}
-    told |= {"zone": PAIR.from_zone, "to_zone": PAIR.to_zone}
-    (folder / "app.py").write_text(APP.format(**told), encoding="utf-8")
-    (folder / "handlers.py").write_text(HANDLERS, encoding="utf-8")
+    command = (*ERGON, "executor", "run", "--handlers", "handlers:registry")
+    parameters = {"name": queue.name, "concurrency": CONCURRENCY, "executors": EXECUTOR_COUNT, "words": command}
+    parameters |= {"zone": PAIR.from_zone, "to_zone": PAIR.to_zone}
+    (folder / "app.py").write_text(APP_TEMPLATE.format(**parameters), encoding="utf-8")
+    (folder / "handlers.py").write_text(HANDLERS_MODULE, encoding="utf-8")
     monkeypatch.setenv("ERGON_POSTGRES__DSN", dsn)
     monkeypatch.setenv("BANK", str(bank.port))
 
 
 @pytest.mark.spec("PRV-22", "FAC-03", "EXE-28", "CNN-14")
 @pytest.mark.parametrize("broker", BROKERS)
-def test_each_effect_is_there_once_however_often_its_handler_was_killed(
-    broker, database, request, tmp_path, monkeypatch
-):
-    queue, diary = named(broker, request, tmp_path, monkeypatch), Diary()
-    orders = {f"order-{number}": {"order": f"order-{number}", "amount": number} for number in range(ORDERS)}
-    with Bank(diary) as bank:
+def test_each_effect_exists_once_however_often_its_handler_was_killed(broker, database, request, tmp_path, monkeypatch):
+    queue, events = create_named_queue(broker, request, tmp_path, monkeypatch), EventLog()
+    orders = {f"order-{number}": {"order": f"order-{number}", "amount": number} for number in range(ORDER_COUNT)}
+    with Bank(events) as bank:
         prepare(tmp_path, queue, database, bank, monkeypatch)
         queue.dispatch([Transaction(name, payload) for name, payload in orders.items()])
-        trial = Trial(queue, database, diary, bank)
-        trial.torment(random.Random(7))
-        left = ORDERS - len(trial.counted())
-        trial.finish()
+        kill_run = KillRun(queue, database, events, bank)
+        kill_run.kill_workers(random.Random(7))
+        left_count = ORDER_COUNT - len(kill_run.read_counted())
+        kill_run.run_until_empty()
     dead = queue.list_dead(DeadLetterQuery())
     queue.close()
     assert not dead
     # One charge, and its result counted once: a second charge would have had another key.
     assert sorted(order for _, order in bank.charges) == sorted(orders)
-    assert len({key for key, _ in bank.charges}) == ORDERS
+    assert len({key for key, _ in bank.charges}) == ORDER_COUNT
     results = {name: {"charge": charge, "amount": orders[name]["amount"]} for (_, name), charge in bank.charges.items()}
-    assert sorted(trial.counted()) == sorted([name, result] for name, result in results.items())
-    # One fact with that result, at one offset, whoever was told of it.
-    stored = trial.facts()
+    assert sorted(kill_run.read_counted()) == sorted([name, result] for name, result in results.items())
+    # One fact with that result, at one offset, in the report of every worker.
+    stored = kill_run.read_facts()
     assert {each.fact.subject: json.loads(each.fact.object_json) for each in stored} == results
-    assert [each.offset for each in stored] == list(range(1, ORDERS + 1))
-    said = {(name, int(offset), message_id) for _, name, offset, message_id in diary.told("appended")}
-    assert said == {(each.fact.subject, each.offset, each.envelope.message_id) for each in stored}
-    # The kills have hit what they were for; but nobody calls again once there is a result.
-    assert left > 0
-    for point in POINTS:
-        assert len(diary.told(point)) > ORDERS, point
-    assert not diary.called_again()
+    assert [each.offset for each in stored] == list(range(1, ORDER_COUNT + 1))
+    reported = {(name, int(offset), message_id) for _, name, offset, message_id in events.select("appended")}
+    assert reported == {(each.fact.subject, each.offset, each.envelope.message_id) for each in stored}
+    # The kills have reached their points, but no call follows a result.
+    assert left_count > 0
+    for point in KILL_POINTS:
+        assert len(events.select(point)) > ORDER_COUNT, point
+    assert not events.list_repeated_calls()

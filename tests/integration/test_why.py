@@ -1,4 +1,4 @@
-"""``ergon why``: for each kind of work, what happened to it, where it is, and what to do next."""
+"""Check ``ergon why``: for each kind of work, what happened to it, where it is, and what to do next."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from typer.testing import CliRunner
 from ergon_framework import ConsumerPolicy, consumer
 from ergon_framework.cli.app import app
 from ergon_framework.cli.why_work import WhyExit
-from ergon_framework.connectors.base import Ack, ConnectorError, DeadLetter, Later
+from ergon_framework.connectors.base import Ack, ConnectorError, DeadLetter, Defer
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.postgres import tracing as queues
-from ergon_framework.errors import Category, ConnectionLost, ErgonError
+from ergon_framework.errors import Category, ConnectionLostError, ErgonError
 from ergon_framework.executor.jobs.registrations import register
-from ergon_framework.executor.jobs.statements import SHOW
-from ergon_framework.executor.verdict import Again, Blame, Bury, Complete
-from ergon_framework.facts.model import Cursor, Envelope, Fact, Pair
+from ergon_framework.executor.jobs.statements import GET_JOB
+from ergon_framework.executor.verdict import Complete, Fail, FailureCause, Retry
+from ergon_framework.facts.model import Cursor, Envelope, Fact, ZonePair
 from ergon_framework.facts.stores import postgres_tracing as facts
 from ergon_framework.facts.stores.postgres import PostgresBoundary
 from ergon_framework.failure import Attempt, Failure
 from ergon_framework.providers.errors import ReasonCode
-from ergon_framework.providers.health import Outcome
+from ergon_framework.providers.health import AttemptOutcome
 from ergon_framework.providers.sql import tracing as calls
 from ergon_framework.providers.sql.writer import MetricsWriter
-from ergon_framework.schema.lines import Lines
+from ergon_framework.schema.lines import ConnectionPool
 from ergon_framework.schema.operation import Query
-from ergon_framework.schema.snapshot import in_one_snapshot
+from ergon_framework.schema.snapshot import in_snapshot
 from ergon_framework.transaction import Transaction
-from tests.integration.jobs import Client, Store
-from tests.integration.metering import ask, attempt
+from tests.integration.jobs import BlockingJobClient, ManualWorker
+from tests.integration.metering import make_attempt, query
 from tests.servers.postgres import free_port
 
 SECRET = "open-sesame"
-PAST = (
+PAST_ATTEMPTS = (
     Attempt(
         attempt=0, category=Category.SYSTEM, code="refused", error="no \x1b[31mline", at=1_700_000_000.0, delay=1.5
     ),
@@ -56,46 +56,46 @@ def dsn(database, monkeypatch, tmp_path):
 
 @pytest.fixture
 def queue(dsn):
-    made = PostgresQueue("orders", dsn=dsn, inbox=True)
-    made.open()
-    yield made
-    made.close()
+    queue = PostgresQueue("orders", dsn=dsn, inbox=True)
+    queue.open()
+    yield queue
+    queue.close()
 
 
 @pytest.fixture
 def store(dsn):
-    made = Store(dsn)
-    yield made
-    made.close()
+    store = ManualWorker(dsn)
+    yield store
+    store.close()
 
 
-def why(*words, code=WhyExit.OK):
-    done = CliRunner().invoke(app, ["why", *words])
-    assert done.exit_code == code, done.output
-    assert SECRET not in done.output
-    return done
+def run_why(*arguments, code=WhyExit.OK):
+    result = CliRunner().invoke(app, ["why", *arguments])
+    assert result.exit_code == code, result.output
+    assert SECRET not in result.output
+    return result
 
 
-def told(*words, code=WhyExit.OK):
-    return json.loads(why(*words, "--json", code=code).stdout)
+def run_why_json(*arguments, code=WhyExit.OK):
+    return json.loads(run_why(*arguments, "--json", code=code).stdout)
 
 
-def only(*words):
-    [history] = told(*words)["histories"]
+def read_history(*arguments):
+    [history] = run_why_json(*arguments)["histories"]
     return history
 
 
-def sent(queue, name="order-1", **fields):
+def dispatch(queue, name="order-1", **fields):
     queue.dispatch([Transaction(name, {"card": SECRET}, **fields)])
 
 
-def taken(queue):
+def fetch_one(queue):
     [delivery] = queue.fetch_transactions(1, wait=5.0)
     return delivery
 
 
-def failure(**fields):
-    plain = {
+def make_failure(**fields):
+    defaults = {
         "task_name": "charge",
         "reason_code": "refused",
         "error_type": "ConnectionError",
@@ -105,127 +105,127 @@ def failure(**fields):
         "transaction_id": "order-1",
         "category": Category.SYSTEM,
         "step": "process",
-        "history": PAST,
+        "history": PAST_ATTEMPTS,
     }
-    return Failure(**plain | fields)
+    return Failure(**defaults | fields)
 
 
 # -- transactions -------------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("RUN-06")
-def test_one_that_nobody_has_taken_is_ready(queue):
-    sent(queue, type="order", tenant="acme", correlation="c-7")
-    found = only("order-1")
-    assert (found["kind"], found["where"], found["place"]["state"]) == ("transaction", "orders", "ready")
-    assert found["about"] == {"type": "order", "tenant": "acme", "correlation": "c-7", "deliveries ended": 0}
-    assert "queued" in [event["what"] for event in found["events"]]
-    assert found["now"].startswith("it is ready in orders and waits for a worker")
-    assert "ergon run" in found["next"]
+def test_an_unclaimed_transaction_is_ready(queue):
+    dispatch(queue, type="order", tenant="acme", correlation="c-7")
+    history = read_history("order-1")
+    assert (history["kind"], history["where"], history["place"]["state"]) == ("transaction", "orders", "ready")
+    assert history["about"] == {"type": "order", "tenant": "acme", "correlation": "c-7", "deliveries ended": 0}
+    assert "queued" in [event["what"] for event in history["events"]]
+    assert history["now"].startswith("it is ready in orders and waits for a worker")
+    assert "ergon run" in history["next"]
 
 
 @pytest.mark.spec("RUN-06")
-def test_one_that_failed_waits_with_its_attempts_and_their_delays(queue):
-    sent(queue)
-    queue.settle([(taken(queue), Later(600.0, attempts=2, history=PAST))])
-    found = only("order-1")
-    assert found["place"]["state"] == "delayed"
-    assert found["place"]["until"] == pytest.approx(time.time() + 600, abs=60)
-    tries = [event for event in found["events"] if event["what"].startswith("attempt")]
-    assert [(one["what"], one["verdict"], one["values"]) for one in tries] == [
+def test_a_failed_transaction_waits_with_its_attempts_and_their_delays(queue):
+    dispatch(queue)
+    queue.settle([(fetch_one(queue), Defer(600.0, attempts=2, history=PAST_ATTEMPTS))])
+    history = read_history("order-1")
+    assert history["place"]["state"] == "delayed"
+    assert history["place"]["until"] == pytest.approx(time.time() + 600, abs=60)
+    attempts = [event for event in history["events"] if event["what"].startswith("attempt")]
+    assert [(item["what"], item["verdict"], item["values"]) for item in attempts] == [
         ("attempt 1", "SYSTEM", {"delay": 1.5}),
         ("attempt 2", "TIMEOUT", {"delay": 3.0}),
     ]
-    assert found["about"]["attempts"] == 2
-    shown = why("order-1").stdout
-    assert "10 minutes from now" in shown
-    assert "\x1b" not in shown
+    assert history["about"]["attempts"] == 2
+    output = run_why("order-1").stdout
+    assert "10 minutes from now" in output
+    assert "\x1b" not in output
 
 
 @pytest.mark.spec("RUN-06")
-def test_one_in_hand_names_the_worker_and_its_lease(queue):
-    sent(queue)
-    delivery = taken(queue)
-    place = only("order-1")["place"]
-    assert place["state"] == "held"
-    assert place["holder"].startswith("worker ")
-    assert 0 < place["until"] - time.time() < 60
+def test_a_claimed_transaction_names_the_worker_and_its_lease(queue):
+    dispatch(queue)
+    delivery = fetch_one(queue)
+    state = read_history("order-1")["place"]
+    assert state["state"] == "held"
+    assert state["holder"].startswith("worker ")
+    assert 0 < state["until"] - time.time() < 60
     queue.settle([(delivery, Ack())])
 
 
 @pytest.mark.spec("RUN-06")
-def test_what_a_dead_worker_held_is_said_to_come_back(dsn, queue):
-    sent(queue)
-    taken(queue)
-    ask(dsn, "update ergon.worker set alive_until = now() - interval '1 minute'")
-    assert "had it and is gone; it comes back" in only("order-1")["now"]
+def test_a_transaction_claimed_by_a_dead_worker_is_reported_to_return(dsn, queue):
+    dispatch(queue)
+    fetch_one(queue)
+    query(dsn, "update ergon.worker set alive_until = now() - interval '1 minute'")
+    assert "had it and is gone; it comes back" in read_history("order-1")["now"]
 
 
 @pytest.mark.spec("RUN-06")
-def test_one_of_a_key_waits_behind_its_elder(queue):
-    sent(queue, "order-1", key="k")
-    sent(queue, "order-2", key="k")
-    first = taken(queue)
-    queue.settle([(first, Later(600.0))])
+def test_a_transaction_with_a_key_waits_behind_an_older_one(queue):
+    dispatch(queue, "order-1", key="k")
+    dispatch(queue, "order-2", key="k")
+    first = fetch_one(queue)
+    queue.settle([(first, Defer(600.0))])
     assert queue.fetch_transactions(1) == []
-    found = only("order-2")
-    assert (found["place"]["state"], found["about"]["key"]) == ("behind", "k")
-    assert "behind an older one of its key 'k'" in found["now"]
+    history = read_history("order-2")
+    assert (history["place"]["state"], history["about"]["key"]) == ("behind", "k")
+    assert "behind an older one of its key 'k'" in history["now"]
 
 
 @pytest.mark.spec("RUN-06")
 def test_a_dead_letter_has_its_attempts_and_the_command_that_replays_it(queue):
-    sent(queue)
-    queue.settle([(taken(queue), DeadLetter("refused", failure()))])
-    found = only("order-1")
-    assert found["place"]["state"] == "dead letter"
-    assert [event["what"] for event in found["events"] if event["what"] != "created"] == [
+    dispatch(queue)
+    queue.settle([(fetch_one(queue), DeadLetter("refused", make_failure()))])
+    history = read_history("order-1")
+    assert history["place"]["state"] == "dead letter"
+    assert [event["what"] for event in history["events"] if event["what"] != "created"] == [
         "attempt 1",
         "attempt 2",
         "dead letter",
     ]
-    assert (found["about"]["task"], found["about"]["attempts"]) == ("charge", 3)
-    assert found["next"].endswith("ergon dlq replay MODULE:NAME --id=order-1")
-    shown = why("order-1").stdout.splitlines()
-    assert shown[0] == "transaction order-1 in orders"
-    assert shown[-2].startswith("  now: it is a dead letter of orders since ")
-    assert shown[-1].startswith("  next: mend the cause")
+    assert (history["about"]["task"], history["about"]["attempts"]) == ("charge", 3)
+    assert history["next"].endswith("ergon dlq replay MODULE:NAME --id=order-1")
+    lines = run_why("order-1").stdout.splitlines()
+    assert lines[0] == "transaction order-1 in orders"
+    assert lines[-2].startswith("  now: it is a dead letter of orders since ")
+    assert lines[-1].startswith("  next: mend the cause")
 
 
 @pytest.mark.spec("RUN-06")
-def test_one_that_has_succeeded_is_known_by_the_inbox(queue):
-    sent(queue)
-    queue.settle([(taken(queue), Ack())])
-    found = only("order-1")
-    assert found["place"]["state"] == "done"
-    assert "has succeeded in orders since" in found["now"]
+def test_a_succeeded_transaction_is_known_by_the_inbox(queue):
+    dispatch(queue)
+    queue.settle([(fetch_one(queue), Ack())])
+    history = read_history("order-1")
+    assert history["place"]["state"] == "done"
+    assert "has succeeded in orders since" in history["now"]
 
 
 @pytest.mark.spec("RUN-06")
-def test_the_last_ten_attempts_travel_with_it(queue):
-    rules = {"steps": {"process": {"retry": {"max_attempts": 12, "backoff": 0.0}}}}
+def test_the_last_ten_attempts_are_kept_with_the_transaction(queue):
+    options = {"steps": {"process": {"retry": {"max_attempts": 12, "backoff": 0.0}}}}
 
-    @consumer(queue, policy=ConsumerPolicy.load(rules))
+    @consumer(queue, policy=ConsumerPolicy.load(options))
     def charge(_):
         raise ConnectionError("the bank hung up")
 
-    sent(queue)
+    dispatch(queue)
     charge.run()
-    tries = [event["what"] for event in only("order-1")["events"] if event["what"].startswith("attempt")]
-    assert tries == [f"attempt {number}" for number in range(3, 13)]
+    attempts = [event["what"] for event in read_history("order-1")["events"] if event["what"].startswith("attempt")]
+    assert attempts == [f"attempt {number}" for number in range(3, 13)]
 
 
-def test_a_replayed_one_is_told_of_wherever_it_is(queue):
-    sent(queue)
-    queue.settle([(taken(queue), DeadLetter("refused", failure()))])
-    sent(queue)
-    states = [history["place"]["state"] for history in told("order-1")["histories"]]
+def test_a_replayed_transaction_is_reported_wherever_it_is(queue):
+    dispatch(queue)
+    queue.settle([(fetch_one(queue), DeadLetter("refused", make_failure()))])
+    dispatch(queue)
+    states = [history["place"]["state"] for history in run_why_json("order-1")["histories"]]
     assert states == ["dead letter", "ready"]
 
 
 # -- with the connector of a task ------------------------------------------------------------------------
 
-APP = """
+APP_MODULE = """
 from ergon_framework import ConsumerPolicy, consumer
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.connectors.base import DeadLetter
@@ -252,33 +252,33 @@ other.dispatch([Transaction("even", 2)])
 
 
 @pytest.fixture
-def shop(tmp_path, monkeypatch):
+def shop_module(tmp_path, monkeypatch):
     name = f"shop_{time.monotonic_ns()}"
-    (tmp_path / f"{name}.py").write_text(APP)
+    (tmp_path / f"{name}.py").write_text(APP_MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     yield name
     sys.modules.pop(name, None)
 
 
 @pytest.mark.spec("RUN-06")
-def test_a_named_task_brings_its_policy_and_its_name(queue, shop):
-    sent(queue)
-    queue.settle([(taken(queue), DeadLetter("refused", failure()))])
-    found = only("order-1", "--task", f"{shop}:charge")
-    assert found["about"]["policy.process.retry.max_attempts"] == 7
-    assert found["about"]["policy.process.retry.backoff"] == 0.25
-    assert found["next"].endswith(f"ergon dlq replay {shop}:charge --id=order-1")
-    assert "process.retry.max_attempts 7" in why("order-1", "--task", f"{shop}:charge").stdout
+def test_a_named_task_adds_its_policy_and_its_name(queue, shop_module):
+    dispatch(queue)
+    queue.settle([(fetch_one(queue), DeadLetter("refused", make_failure()))])
+    history = read_history("order-1", "--task", f"{shop_module}:charge")
+    assert history["about"]["policy.process.retry.max_attempts"] == 7
+    assert history["about"]["policy.process.retry.backoff"] == 0.25
+    assert history["next"].endswith(f"ergon dlq replay {shop_module}:charge --id=order-1")
+    assert "process.retry.max_attempts 7" in run_why("order-1", "--task", f"{shop_module}:charge").stdout
 
 
-MOVES = """
+MOVING_APP = """
 from ergon_framework import consumer
 from ergon_framework.connectors.postgres import PostgresQueue
 
 class Moving(PostgresQueue):
-    def trace(self, transaction_id):
+    def lookup(self, transaction_id):
         self.fetch_transactions(1)
-        return super().trace(transaction_id)
+        return super().lookup(transaction_id)
 
 @consumer(Moving("orders"))
 def charge(order): ...
@@ -287,120 +287,126 @@ def charge(order): ...
 
 @pytest.mark.spec("RUN-06", "DX-44")
 @pytest.mark.parametrize("option", ["--task", "--queue"])
-def test_one_that_moves_while_it_is_looked_for_is_shown_once(queue, tmp_path, monkeypatch, option):
-    sent(queue)
-    (tmp_path / f"moves_{option[2:]}.py").write_text(MOVES)
+def test_a_transaction_that_moves_during_the_query_is_shown_once(queue, tmp_path, monkeypatch, option):
+    dispatch(queue)
+    (tmp_path / f"moves_{option[2:]}.py").write_text(MOVING_APP)
     monkeypatch.syspath_prepend(tmp_path)
-    assert only("order-1", option, f"moves_{option[2:]}:charge")["place"]["state"] == "ready"
+    assert read_history("order-1", option, f"moves_{option[2:]}:charge")["place"]["state"] == "ready"
 
 
 @pytest.mark.spec("RUN-06")
-def test_other_brokers_are_asked_by_their_contract(tmp_path, monkeypatch, shop):
+def test_other_brokers_are_queried_through_their_contract(tmp_path, monkeypatch, shop_module):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ERGON_POSTGRES__DSN", raising=False)
-    dead, waiting = only("odd", "--queue", f"{shop}:other"), only("even", "--queue", f"{shop}:other")
+    dead, waiting = (
+        read_history("odd", "--queue", f"{shop_module}:other"),
+        read_history("even", "--queue", f"{shop_module}:other"),
+    )
     assert (dead["place"]["state"], dead["place"]["words"]) == ("dead letter", "declined")
     assert (waiting["place"]["state"], waiting["where"]) == ("queued", "other")
 
 
 # -- jobs ---------------------------------------------------------------------------------------------
 
-BLAME = Blame(Category.SYSTEM, "executor_error", "no line", "LookupError", "Traceback")
+SYSTEM_BLAME = FailureCause(Category.SYSTEM, "executor_error", "no line", "LookupError", "Traceback")
 
 
-def job(dsn, **told_):
-    client = Client("sync", dsn)
-    made = client.submit("charge", {"card": SECRET}, **told_)
+def submit_job(dsn, **options):
+    client = BlockingJobClient("sync", dsn)
+    submitted = client.submit("charge", {"card": SECRET}, **options)
     client.end()
-    return made.id
+    return submitted.id
 
 
-def begun(store):
-    [delivery] = store.fetched()
+def start_next_job(store):
+    [delivery] = store.fetch()
     store.start(delivery)
     return delivery
 
 
 @pytest.fixture
-def served(dsn):
-    """An orchestrator of the executor python runs."""
-    lines = Lines(dsn)
-    lines.run(register(["python"]), within=20)
-    lines.close()
+def registered_executor(dsn):
+    """Register an orchestrator that runs the executor python."""
+    pool = ConnectionPool(dsn)
+    pool.run(register(["python"]), timeout_seconds=20)
+    pool.close()
 
 
 @pytest.mark.spec("RUN-06")
-@pytest.mark.usefixtures("served")
-def test_a_job_is_told_of_in_every_state(dsn, store):
-    name = job(dsn, max_attempts=4, timeout=2.5, correlation="c-7")
+@pytest.mark.usefixtures("registered_executor")
+def test_a_job_is_reported_in_every_state(dsn, store):
+    name = submit_job(dsn, max_attempts=4, timeout=2.5, correlation="c-7")
 
-    def now():
-        return next(one for one in told(name)["histories"] if one["kind"] == "job")
+    def read_job_history():
+        return next(history for history in run_why_json(name)["histories"] if history["kind"] == "job")
 
-    found = now()
-    assert (found["place"]["state"], found["where"]) == ("pending", "python")
-    assert (found["about"]["max attempts"], found["about"]["timeout"]) == (4, 2.5)
-    delivery = begun(store)
-    assert now()["place"]["state"] == "running"
-    store.finish(delivery, Again(600.0, BLAME))
-    found = now()
-    assert (found["place"]["state"], found["events"][-1]["verdict"]) == ("pending", "SYSTEM")
-    assert "from now" in found["now"]
-
-
-@pytest.mark.spec("RUN-06")
-def test_a_job_says_that_no_orchestrator_has_run_yet(dsn, store):
-    found = next(one for one in told(job(dsn))["histories"] if one["kind"] == "job")
-    assert "no orchestrator has run with this database yet; start one that serves 'python'" in found["now"]
+    history = read_job_history()
+    assert (history["place"]["state"], history["where"]) == ("pending", "python")
+    assert (history["about"]["max attempts"], history["about"]["timeout"]) == (4, 2.5)
+    delivery = start_next_job(store)
+    assert read_job_history()["place"]["state"] == "running"
+    store.finish(delivery, Retry(600.0, SYSTEM_BLAME))
+    history = read_job_history()
+    assert (history["place"]["state"], history["events"][-1]["verdict"]) == ("pending", "SYSTEM")
+    assert "from now" in history["now"]
 
 
 @pytest.mark.spec("RUN-06")
-@pytest.mark.usefixtures("served")
-def test_a_job_that_is_due_says_whom_it_waits_for(dsn, store):
-    first, second, third = (job(dsn) for _ in range(3))
-    job(dsn, delay=600.0)
-
-    def now(name):
-        found = next(one for one in told(name)["histories"] if one["kind"] == "job")
-        return found["now"].partition(";")[0], found["next"].partition(",")[0]
-
-    assert now(first) == ("it waits for its turn", "nothing")
-    assert now(third) == ("it waits for its turn behind 2 of its kind", "nothing")
-    taken, *_ = store.fetched()
-    store.start(taken)
-    assert taken.transaction.id == first
-    assert now(third) == ("it waits for its turn behind 1 of its kind", "nothing; jobs of its kind are being run")
-    assert now(second)[0] == "it waits for its turn"
+def test_a_job_reports_that_no_orchestrator_has_run_yet(dsn, store):
+    history = next(item for item in run_why_json(submit_job(dsn))["histories"] if item["kind"] == "job")
+    assert "no orchestrator has run with this database yet; start one that serves 'python'" in history["now"]
 
 
 @pytest.mark.spec("RUN-06")
-def test_a_job_that_failed_says_how_it_is_replayed(dsn, store):
-    name = job(dsn)
-    delivery = begun(store)
-    store.finish(delivery, Bury(BLAME))
+@pytest.mark.usefixtures("registered_executor")
+def test_a_due_job_reports_its_position(dsn, store):
+    first, second, third = (submit_job(dsn) for _ in range(3))
+    submit_job(dsn, delay=600.0)
+
+    def read_job_status(name):
+        history = next(item for item in run_why_json(name)["histories"] if item["kind"] == "job")
+        return history["now"].partition(";")[0], history["next"].partition(",")[0]
+
+    assert read_job_status(first) == ("it waits for its turn", "nothing")
+    assert read_job_status(third) == ("it waits for its turn behind 2 of its kind", "nothing")
+    delivery, *_ = store.fetch()
+    store.start(delivery)
+    assert delivery.transaction.id == first
+    assert read_job_status(third) == (
+        "it waits for its turn behind 1 of its kind",
+        "nothing; jobs of its kind are being run",
+    )
+    assert read_job_status(second)[0] == "it waits for its turn"
+
+
+@pytest.mark.spec("RUN-06")
+def test_a_failed_job_names_its_replay_command(dsn, store):
+    name = submit_job(dsn)
+    delivery = start_next_job(store)
+    store.finish(delivery, Fail(SYSTEM_BLAME))
     store.queue.settle([(delivery, DeadLetter("executor_error"))])
-    kinds = {one["kind"]: one for one in told(name)["histories"]}
-    assert kinds["job"]["place"]["state"] == "failed"
-    assert kinds["job"]["next"].endswith(f"ergon job replay {name}")
-    assert kinds["transaction"]["next"] == f"ergon job replay {name}"
+    histories = {history["kind"]: history for history in run_why_json(name)["histories"]}
+    assert histories["job"]["place"]["state"] == "failed"
+    assert histories["job"]["next"].endswith(f"ergon job replay {name}")
+    assert histories["transaction"]["next"] == f"ergon job replay {name}"
 
 
 @pytest.mark.spec("RUN-06")
-@pytest.mark.parametrize("end", ["succeeded", "cancelled", "killed"])
-def test_a_job_that_is_over_says_how(dsn, store, end):
-    name = job(dsn)
-    if end == "succeeded":
-        store.finish(begun(store), Complete({"card": SECRET}))
+@pytest.mark.parametrize("outcome", ["succeeded", "cancelled", "killed"])
+def test_an_ended_job_reports_its_outcome(dsn, store, outcome):
+    name = submit_job(dsn)
+    if outcome == "succeeded":
+        store.finish(start_next_job(store), Complete({"card": SECRET}))
     else:
-        ask(dsn, "update ergon.job set state = %s, ended_at = now() where id = %s", end, name)
-    found = next(one for one in told(name)["histories"] if one["kind"] == "job")
-    assert (found["place"]["state"], found["events"][-1]["what"]) == (end, end)
+        query(dsn, "update ergon.job set state = %s, ended_at = now() where id = %s", outcome, name)
+    history = next(item for item in run_why_json(name)["histories"] if item["kind"] == "job")
+    assert (history["place"]["state"], history["events"][-1]["what"]) == (outcome, outcome)
 
 
 # -- provider calls -------------------------------------------------------------------------------------
 
 
-def called(dsn, *rows):
+def record_calls(dsn, *rows):
     writer = MetricsWriter(dsn)
     for row in rows:
         writer.record(row)
@@ -408,18 +414,23 @@ def called(dsn, *rows):
 
 
 @pytest.mark.spec("RUN-06")
-def test_the_calls_of_a_transaction_come_with_breaker_and_quota(dsn, queue):
+def test_provider_calls_of_a_transaction_are_shown_with_breaker_and_quota(dsn, queue):
     at = time.time()
-    sent(queue, correlation="c-7")
-    mine = {"correlation_id": "c-7", "idempotency_key": "key-1"}
-    slow = {"outcome": Outcome.RETRY, "reason_code": ReasonCode.TIMEOUT, "retryable": True, "http_status": None}
-    called(
+    dispatch(queue, correlation="c-7")
+    own_fields = {"correlation_id": "c-7", "idempotency_key": "key-1"}
+    timeout_fields = {
+        "outcome": AttemptOutcome.RETRY,
+        "reason_code": ReasonCode.TIMEOUT,
+        "retryable": True,
+        "http_status": None,
+    }
+    record_calls(
         dsn,
-        attempt(created_at=at - 2, **mine, **slow),
-        attempt(created_at=at, attempt_number=2, **mine),
-        attempt(correlation_id="c-8"),
+        make_attempt(created_at=at - 2, **own_fields, **timeout_fields),
+        make_attempt(created_at=at, attempt_number=2, **own_fields),
+        make_attempt(correlation_id="c-8"),
     )
-    ask(
+    query(
         dsn,
         "insert into ergon.provider_quota_states (tenant_id, provider_name, capability, window_start, window_end, "
         "limit_count, used_count, remaining_count) select 'acme', 'pay', 'charging', "
@@ -427,56 +438,60 @@ def test_the_calls_of_a_transaction_come_with_breaker_and_quota(dsn, queue):
         at,
         at,
     )
-    ask(
+    query(
         dsn,
         "insert into ergon.provider_breakers (tenant_id, provider_name, capability, state, consecutive_failures, "
         "open_until) values ('acme', 'pay', 'charging', 'open', 5, now() + interval '1 minute')",
     )
-    call = told("order-1")["histories"][-1]
+    call = run_why_json("order-1")["histories"][-1]
     assert (call["kind"], call["where"], call["place"]["state"]) == ("provider call", "pay.charge", "succeeded")
     assert call["about"]["breaker"].startswith("open, 5 faults in a row, open until ")
     assert (call["about"]["max attempts"], call["about"]["timeout budget"]) == (3, 30.0)
     first, second = call["events"]
     assert (first["what"], first["verdict"], first["words"]) == ("attempt 1 of 3", "retry", "timeout")
     assert second["values"]["quota per month"] == "40/100"
-    assert len(told("c-7")["histories"]) == 1
+    assert len(run_why_json("c-7")["histories"]) == 1
 
 
 @pytest.mark.spec("RUN-06")
-def test_a_call_in_doubt_and_an_operators_word_are_told(dsn):
-    called(
+def test_a_call_with_unknown_outcome_and_an_override_are_reported(dsn):
+    record_calls(
         dsn,
-        attempt(correlation_id="c-7", idempotency_key="key-1", outcome=Outcome.FAILED, reason_code=ReasonCode.TIMEOUT),
+        make_attempt(
+            correlation_id="c-7", idempotency_key="key-1", outcome=AttemptOutcome.FAILED, reason_code=ReasonCode.TIMEOUT
+        ),
     )
-    ask(
+    query(
         dsn,
         "insert into ergon.provider_keys (tenant_id, provider_name, key, fingerprint, state, owner, until, sweep_at, "
         "value) values ('acme', 'pay', 'key-1', 'f', 'unknown', 'w', now() + interval '1 hour', now(), %s)",
         json.dumps({"card": SECRET}),
     )
-    ask(
+    query(
         dsn,
         "insert into ergon.provider_overrides (at, tenant_id, provider_name, capability, action, actor, reason) "
         "values (now() - interval '1 hour', 'acme', 'pay', 'charging', 'force_open', 'ops', 'INC-7')",
     )
-    found = only("c-7")
-    assert found["place"]["state"] == "doubtful"
-    assert found["next"].startswith("ask the provider whether pay.charge was carried out")
-    assert found["events"][0]["words"] == "force_open"
+    history = read_history("c-7")
+    assert history["place"]["state"] == "doubtful"
+    assert history["next"].startswith("ask the provider whether pay.charge was carried out")
+    assert history["events"][0]["words"] == "force_open"
 
 
 @pytest.mark.spec("RUN-06")
 def test_the_dead_letter_of_a_call_is_found_by_its_task_and_by_its_correlation(dsn):
-    called(dsn, attempt(correlation_id="c-7", outcome=Outcome.DEAD_LETTER, reason_code=ReasonCode.TIMEOUT))
-    ask(
+    record_calls(
+        dsn, make_attempt(correlation_id="c-7", outcome=AttemptOutcome.DEAD_LETTER, reason_code=ReasonCode.TIMEOUT)
+    )
+    query(
         dsn,
         "insert into ergon.provider_dead_letters (tenant_id, task_name, provider_name, capability, operation, "
         "correlation_id, reason_code, error_type, error_message, attempts, task_id) values "
         "('acme', 'bill', 'pay', 'charging', 'charge', 'c-7', 'timeout', 'TimeoutError', 'late', 3, 'celery-1')",
     )
-    by_task = only("celery-1")
+    by_task = read_history("celery-1")
     assert (by_task["place"]["state"], by_task["about"]["task"]) == ("dead letter", "bill")
-    assert [one["place"]["state"] for one in told("c-7")["histories"]] == ["failed", "dead letter"]
+    assert [history["place"]["state"] for history in run_why_json("c-7")["histories"]] == ["failed", "dead letter"]
 
 
 # -- facts --------------------------------------------------------------------------------------------
@@ -484,7 +499,7 @@ def test_the_dead_letter_of_a_call_is_found_by_its_task_and_by_its_correlation(d
 
 @pytest.mark.spec("RUN-06")
 def test_a_fact_is_found_by_its_id_and_by_its_correlation(dsn):
-    pair = Pair("shop", "bank")
+    pair = ZonePair("shop", "bank")
     with PostgresBoundary(dsn, side="outer", accept_loss=True) as boundary:
         for number in (1, 2):
             envelope = Envelope(
@@ -497,131 +512,131 @@ def test_a_fact_is_found_by_its_id_and_by_its_correlation(dsn):
             boundary.append_fact(envelope, Fact(subject="order/1", predicate="paid", object_json=json.dumps(SECRET)))
         [first, _] = boundary.fetch_facts("books", pair, 10)
         boundary.confirm_receipt("books", pair, Cursor(first.epoch, first.offset))
-    found = only("fact-1")
-    assert (found["kind"], found["where"], found["place"]["state"]) == ("fact", "shop to bank", "stored")
-    assert found["place"]["words"] == "1 of 1 readers have confirmed it"
-    assert [event["what"] for event in found["events"]] == ["produced", "stored", "confirmed"]
-    assert only("c-7")["id"] == "fact-1"
-    assert only("fact-2")["about"]["reader books"] == "is 1 before it, at 1"
+    history = read_history("fact-1")
+    assert (history["kind"], history["where"], history["place"]["state"]) == ("fact", "shop to bank", "stored")
+    assert history["place"]["words"] == "1 of 1 readers have confirmed it"
+    assert [event["what"] for event in history["events"]] == ["produced", "stored", "confirmed"]
+    assert read_history("c-7")["id"] == "fact-1"
+    assert read_history("fact-2")["about"]["reader books"] == "is 1 before it, at 1"
 
 
-# -- when nobody knows ------------------------------------------------------------------------------------
+# -- unknown ids and unavailable sources ------------------------------------------------------------------
 
 
 @pytest.mark.spec("RUN-06")
-def test_an_id_that_nobody_knows_says_who_was_asked(dsn, shop):
-    done = why("order-9", "--queue", f"{shop}:other", code=WhyExit.UNKNOWN)
-    assert "nobody knows 'order-9'; asked: queues of the database, jobs of the database" in done.stderr
-    assert f"{shop}:other" in done.stderr
-    found = told("order-9", code=WhyExit.UNKNOWN)
-    assert (found["histories"], [one["found"] for one in found["asked"]]) == ([], [0, 0, 0, 0, 0])
+def test_an_unknown_id_lists_the_queried_sources(dsn, shop_module):
+    result = run_why("order-9", "--queue", f"{shop_module}:other", code=WhyExit.UNKNOWN)
+    assert "nobody knows 'order-9'; asked: queues of the database, jobs of the database" in result.stderr
+    assert f"{shop_module}:other" in result.stderr
+    report = run_why_json("order-9", code=WhyExit.UNKNOWN)
+    assert (report["histories"], [source["found"] for source in report["asked"]]) == ([], [0, 0, 0, 0, 0])
 
 
-def test_whoever_does_not_answer_is_named(monkeypatch, tmp_path):
+def test_an_unavailable_source_is_named(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ERGON_POSTGRES__DSN", f"postgresql://owner:{SECRET}@127.0.0.1:{free_port()}/none")
-    done = why("order-1", code=WhyExit.UNANSWERED)
-    assert "queues of the database, jobs of the database, " in done.stderr
-    assert done.stderr.count("did not answer: the database is out of reach") == 1
-    assert "nobody of those who answered knows" in done.stderr
+    result = run_why("order-1", code=WhyExit.UNANSWERED)
+    assert "queues of the database, jobs of the database, " in result.stderr
+    assert result.stderr.count("did not answer: the database is out of reach") == 1
+    assert "nobody of those who answered knows" in result.stderr
 
 
-def test_a_question_ends_in_time_and_the_next_one_is_answered(dsn):
-    lines = Lines(dsn, other=ConnectorError)
+def test_a_slow_query_times_out_and_the_next_one_is_answered(dsn):
+    pool = ConnectionPool(dsn, error_type=ConnectorError)
 
-    def slow():
+    def run_slow_query():
         return (yield Query("select pg_sleep(30)"))
 
-    began = time.monotonic()
-    with pytest.raises(ConnectionLost, match="statement timeout"):
-        lines.run(in_one_snapshot(slow(), patience=0.2), within=20)
-    assert time.monotonic() - began < 15
-    assert lines.run(queues.trace("x"), within=20) == []
-    lines.close()
+    started_at = time.monotonic()
+    with pytest.raises(ConnectionLostError, match="statement timeout"):
+        pool.run(in_snapshot(run_slow_query(), timeout_seconds=0.2), timeout_seconds=20)
+    assert time.monotonic() - started_at < 15
+    assert pool.run(queues.lookup_transaction("x"), timeout_seconds=20) == []
+    pool.close()
 
 
-def test_a_question_writes_nothing(dsn):
-    lines = Lines(dsn, other=ConnectorError)
+def test_a_query_cannot_write(dsn):
+    pool = ConnectionPool(dsn, error_type=ConnectorError)
 
-    def rude():
+    def run_delete():
         yield Query("delete from ergon.ready")
 
     with pytest.raises(ErgonError):
-        lines.run(in_one_snapshot(rude()), within=20)
-    lines.close()
+        pool.run(in_snapshot(run_delete()), timeout_seconds=20)
+    pool.close()
 
 
-def test_both_flavours_of_a_queue_tell_the_same(queue, dsn):
-    sent(queue)
+def test_both_variants_of_a_queue_return_the_same_trace(queue, dsn):
+    dispatch(queue)
 
-    async def asked():
+    async def trace():
         other = PostgresQueue("orders", dsn=dsn)
         try:
-            return await other.trace_async("order-1")
+            return await other.lookup_async("order-1")
         finally:
             await other.close_async()
 
-    assert asyncio.run(asked()) == queue.trace("order-1") != []
+    assert asyncio.run(trace()) == queue.lookup("order-1") != []
 
 
-def test_a_source_that_fails_spoils_no_other(queue, dsn):
-    sent(queue)
-    ask(dsn, "alter table ergon.fact_ids rename to elsewhere")
+def test_a_failed_source_does_not_affect_the_others(queue, dsn):
+    dispatch(queue)
+    query(dsn, "alter table ergon.fact_ids rename to elsewhere")
     try:
-        found = told("order-1")
+        report = run_why_json("order-1")
     finally:
-        ask(dsn, "alter table ergon.elsewhere rename to fact_ids")
-    assert [one["place"]["state"] for one in found["histories"]] == ["ready"]
-    assert "ergon db upgrade" in found["asked"][-1]["error"]
+        query(dsn, "alter table ergon.elsewhere rename to fact_ids")
+    assert [history["place"]["state"] for history in report["histories"]] == ["ready"]
+    assert "ergon db upgrade" in report["asked"][-1]["error"]
 
 
 @pytest.mark.parametrize("name", ["x" * 257, "", "a\nb", "a\0b"])
-def test_what_cannot_be_an_id_is_refused(dsn, name):
-    assert "1 to 256 characters" in told(name, code=WhyExit.USAGE)["error"]
+def test_an_invalid_id_is_rejected(dsn, name):
+    assert "1 to 256 characters" in run_why_json(name, code=WhyExit.USAGE)["error"]
 
 
-def test_without_anybody_to_ask_it_says_what_to_give(monkeypatch, tmp_path):
+def test_without_a_source_the_command_names_the_options(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ERGON_POSTGRES__DSN", raising=False)
-    assert "there is nobody to ask" in why("order-1", code=WhyExit.USAGE).stderr
-    assert "no module" in why("order-1", "--queue", "nowhere_at_all:orders", code=WhyExit.USAGE).stderr
+    assert "there is nobody to ask" in run_why("order-1", code=WhyExit.USAGE).stderr
+    assert "no module" in run_why("order-1", "--queue", "nowhere_at_all:orders", code=WhyExit.USAGE).stderr
 
 
-def test_on_a_terminal_it_is_a_table(queue, monkeypatch, capsys):
-    sent(queue)
-    queue.settle([(taken(queue), DeadLetter("refused", failure(error_message="[bold]x[/bold]\x1b[31m")))])
+def test_on_a_terminal_the_output_is_a_table(queue, monkeypatch, capsys):
+    dispatch(queue)
+    queue.settle([(fetch_one(queue), DeadLetter("refused", make_failure(error_message="[bold]x[/bold]\x1b[31m")))])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with pytest.raises(SystemExit):
         app(["why", "order-1"])
-    shown = capsys.readouterr().out
-    assert "┃" in shown
-    assert "[bold]x[/bold]\\x1b[31m" in "".join(shown.split())
+    output = capsys.readouterr().out
+    assert "┃" in output
+    assert "[bold]x[/bold]\\x1b[31m" in "".join(output.split())
 
 
-# -- what it costs ------------------------------------------------------------------------------------
+# -- cost ---------------------------------------------------------------------------------------------
 
-#: Tables that grow with all that was ever done, and what is asked of each.
-FULL = {
+#: Tables that grow with all past work, and the query of each.
+GROWING_TABLES = {
     "dead_letter": (
         (
             "insert into ergon.dead_letter (queue, transaction_id, reason, deliveries, readable, headers, body) "
             "select q.id, 'x-' || n, 'r', 1, true, '{}', '' from ergon.queue q, generate_series(1, 20000) n"
         ),
-        queues.BURIED,
+        queues.SELECT_DEAD,
     ),
     "inbox": (
         (
             "insert into ergon.inbox (queue, transaction_id) "
             "select q.id, 'x-' || n from ergon.queue q, generate_series(1, 20000) n"
         ),
-        queues.MARKED,
+        queues.SELECT_MARKED,
     ),
     "job": (
         (
             "insert into ergon.job (id, queue, function_name, digest, retention) "
             "select 'x-' || n, q.id, 'f', '', 1 from ergon.queue q, generate_series(1, 20000) n"
         ),
-        SHOW,
+        GET_JOB,
     ),
     "provider_execution_metrics": (
         (
@@ -652,15 +667,15 @@ FULL = {
 
 
 @pytest.mark.spec("RUN-06")
-@pytest.mark.parametrize("table", FULL)
-def test_what_is_kept_is_read_by_its_indexes(dsn, queue, table):
-    fill, question = FULL[table]
-    ask(dsn, fill)
-    ask(dsn, f"analyze ergon.{table}")
-    given = {"id": "x-77", "queue": None, "most": 100, "names": ["x-77"], "tenants": ["t"], "whose": ["t"]}
-    moments = {"first": datetime.now(UTC) - timedelta(hours=1), "last": datetime.now(UTC)}
+@pytest.mark.parametrize("table", GROWING_TABLES)
+def test_growing_tables_are_read_by_their_indexes(dsn, queue, table):
+    fill, statement = GROWING_TABLES[table]
+    query(dsn, fill)
+    query(dsn, f"analyze ergon.{table}")
+    parameters = {"id": "x-77", "queue": None, "most": 100, "names": ["x-77"], "tenants": ["t"], "whose": ["t"]}
+    time_range = {"first": datetime.now(UTC) - timedelta(hours=1), "last": datetime.now(UTC)}
     with psycopg.connect(dsn) as connection:
-        lines = connection.execute(f"explain (analyze, costs off) {question}", given | moments).fetchall()
-    plan = [line for (line,) in lines]
+        plan_rows = connection.execute(f"explain (analyze, costs off) {statement}", parameters | time_range).fetchall()
+    plan = [line for (line,) in plan_rows]
     assert any("Index" in line and table in line for line in plan), plan
     assert not [line for line in plan if "Seq Scan" in line and f"on {table}" in line], plan

@@ -1,4 +1,4 @@
-"""``ergon why``: which provider a transaction waits for or failed by, until when, and what to do about it."""
+"""Check ``ergon why``: the provider a transaction waits for or failed by, until when, and what to do about it."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import pytest
 
 from ergon_framework import ConsumerPolicy, consumer
 from ergon_framework.cli.app import app
-from ergon_framework.connectors.base import DeadLetter, Later
+from ergon_framework.connectors.base import DeadLetter, Defer
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.errors import Category
 from ergon_framework.failure import Attempt, Failure
 from ergon_framework.providers.base import ProviderBase
-from ergon_framework.providers.books import Account
+from ergon_framework.providers.books import ProviderScope
 from ergon_framework.providers.circuit_breaker import BreakerPolicy
 from ergon_framework.providers.errors import ProviderAuthError, ProviderError, ReasonCode
-from ergon_framework.providers.health import Outcome
+from ergon_framework.providers.health import AttemptOutcome
 from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
 from ergon_framework.providers.retry import RetryPolicy
 from ergon_framework.providers.sql import operator, standings
-from ergon_framework.providers.sql.books import PostgresBooks
+from ergon_framework.providers.sql.books import PostgresProviderState
 from ergon_framework.providers.sql.writer import MetricsWriter
 from ergon_framework.transaction import Transaction
-from tests.integration.metering import ask, attempt
-from tests.integration.test_why import SECRET, told, why
+from tests.integration.metering import make_attempt, query
+from tests.integration.test_why import SECRET, run_why, run_why_json
 from tests.servers.postgres import free_port
 
 pytestmark = pytest.mark.spec("RUN-06")
 
-FRAGILE = ProviderPolicy(
+FRAGILE_POLICY = ProviderPolicy(
     timeout=5,
     retry=RetryPolicy(max_attempts=1),
     breaker=BreakerPolicy(failure_threshold=2, open_cooldown_seconds=600),
 )
-METERED = ProviderPolicy(timeout=5, quota=QuotaPolicy(month=1))
-SHARED = {"scope": "provider"}
+METERED_POLICY = ProviderPolicy(timeout=5, quota=QuotaPolicy(month=1))
+SHARED_OPTIONS = {"scope": "provider"}
 
 
 class Pay(ProviderBase):
-    """Charges cards, or raises what it is told to."""
+    """A provider that charges cards, or raises the configured error."""
 
     provider_name = "pay"
     capability = "charging"
@@ -53,13 +53,13 @@ class Pay(ProviderBase):
         return {"paid": True}
 
 
-class Shop:
+class PaymentSetup:
     """A queue, a provider, and a task that calls it for each transaction."""
 
-    def __init__(self, dsn, queue, policy, *, writes):
+    def __init__(self, dsn, queue, policy, *, has_metrics):
         self.dsn, self.queue = dsn, queue
-        self.books = PostgresBooks(dsn, metrics=writes)
-        self.pay = Pay(books=self.books, policy=policy)
+        self.provider_state = PostgresProviderState(dsn, metrics=has_metrics)
+        self.pay = Pay(state_store=self.provider_state, policy=policy)
 
         @consumer(queue, uses=[self.pay])
         def charge(order):
@@ -67,18 +67,18 @@ class Shop:
 
         self.charge = charge
 
-    def fails(self, *tenants, error=None):
-        """Have a call of each of *tenants* fail."""
+    def fail_calls(self, *tenants, error=None):
+        """Make a call of each of *tenants* fail."""
         self.pay.raises = ConnectionResetError(SECRET) if error is None else error
         for tenant in tenants:
             with pytest.raises(ProviderError):
                 self.pay.call("charge", {"card": SECRET}, tenant=tenant)
 
-    def takes(self, name="order-1", *, max_deferral=3600, **fields):
-        """Run one transaction, and have written down what there is to be written."""
+    def run_transaction(self, name="order-1", *, max_deferral=3600, **fields):
+        """Run one transaction and flush what is to be written."""
         self.queue.dispatch([Transaction(name, {"card": SECRET}, **{"tenant": "acme"} | fields)])
         self.charge.run(ConsumerPolicy.load({"loop": {"max_deferral": max_deferral}}))
-        self.books.close()
+        self.provider_state.close()
 
 
 @pytest.fixture
@@ -90,28 +90,28 @@ def dsn(database, monkeypatch, tmp_path):
 
 @pytest.fixture
 def queue(dsn):
-    made = PostgresQueue("orders", dsn=dsn)
-    made.open()
-    yield made
-    made.close()
+    queue = PostgresQueue("orders", dsn=dsn)
+    queue.open()
+    yield queue
+    queue.close()
 
 
 @pytest.fixture
-def shop(dsn, queue):
-    made = []
+def make_setup(dsn, queue):
+    setups = []
 
-    def make(policy, *, writes=True):
-        made.append(Shop(dsn, queue, policy, writes=writes))
-        return made[-1]
+    def make(policy, *, has_metrics=True):
+        setups.append(PaymentSetup(dsn, queue, policy, has_metrics=has_metrics))
+        return setups[-1]
 
     yield make
-    for one in made:
-        one.books.close()
+    for setup in setups:
+        setup.provider_state.close()
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Puts a task where the command line finds it."""
+def write_task_module(tmp_path, monkeypatch):
+    """Return a function that writes a task where the command line finds it."""
     name = f"shop_{time.monotonic_ns()}"
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -131,152 +131,162 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop(name, None)
 
 
-def waiting(*words):
-    """What is told of the transaction, which is told of first."""
-    found = told(*words)["histories"][0]
-    assert found["kind"] == "transaction"
-    return found
+def read_history(*arguments):
+    """Return the history of the transaction, which is the first one."""
+    history = run_why_json(*arguments)["histories"][0]
+    assert history["kind"] == "transaction"
+    return history
 
 
-def the_provider(found):
-    [one] = found["providers"]
-    assert (one["provider"], one["capability"]) == ("pay", "charging")
-    return one
+def get_provider(history):
+    [provider] = history["providers"]
+    assert (provider["provider"], provider["capability"]) == ("pay", "charging")
+    return provider
 
 
 # -- a call that was not made ---------------------------------------------------------------------------
 
 
-def test_an_open_breaker_is_why_a_transaction_waits(shop):
-    acme = shop(FRAGILE)
-    acme.fails("acme", "acme")
-    acme.takes()
-    found = waiting("order-1")
-    one = the_provider(found)
-    assert (one["tenant"], one["operation"], one["known"], one["reason"]) == ("acme", "charge", "call", "circuit_open")
-    [hold] = one["holds"]
+def test_an_open_breaker_is_why_a_transaction_waits(make_setup):
+    setup = make_setup(FRAGILE_POLICY)
+    setup.fail_calls("acme", "acme")
+    setup.run_transaction()
+    history = read_history("order-1")
+    provider = get_provider(history)
+    assert (provider["tenant"], provider["operation"], provider["known"], provider["reason"]) == (
+        "acme",
+        "charge",
+        "call",
+        "circuit_open",
+    )
+    [hold] = provider["holds"]
     assert (hold["cause"], hold["shared"]) == ("breaker", False)
-    assert hold["until"] == pytest.approx(found["place"]["until"], abs=5)
+    assert hold["until"] == pytest.approx(history["place"]["until"], abs=5)
     assert "the breaker is open until 20" in hold["words"]
     assert hold["words"].endswith(", 2 faults in a row")
-    assert one["failures"] == {"connection_error": 2}
-    assert found["now"].endswith("because pay.charge was not called (circuit_open)")
-    assert found["next"].startswith("nothing, it comes back by itself; ")
-    assert found["next"].endswith("ergon provider breaker list --tenant acme --provider pay")
-    shown = why("order-1").stdout
-    assert "\n  provider: pay (charging) of tenant acme: charge was not called (circuit_open); the breaker is " in shown
-    assert "; failed in the last hour: connection_error 2\n" in shown
+    assert provider["failures"] == {"connection_error": 2}
+    assert history["now"].endswith("because pay.charge was not called (circuit_open)")
+    assert history["next"].startswith("nothing, it comes back by itself; ")
+    assert history["next"].endswith("ergon provider breaker list --tenant acme --provider pay")
+    output = run_why("order-1").stdout
+    assert (
+        "\n  provider: pay (charging) of tenant acme: charge was not called (circuit_open); the breaker is " in output
+    )
+    assert "; failed in the last hour: connection_error 2\n" in output
 
 
-def test_a_spent_quota_is_why_a_transaction_waits(shop):
-    acme = shop(METERED)
-    acme.pay.call("charge", {}, tenant="acme")
-    acme.takes()
-    found = waiting("order-1")
-    one = the_provider(found)
-    assert one["reason"] == "quota_exhausted"
-    [hold] = one["holds"]
+def test_an_exhausted_quota_is_why_a_transaction_waits(make_setup):
+    setup = make_setup(METERED_POLICY)
+    setup.pay.call("charge", {}, tenant="acme")
+    setup.run_transaction()
+    history = read_history("order-1")
+    provider = get_provider(history)
+    assert provider["reason"] == "quota_exhausted"
+    [hold] = provider["holds"]
     assert (hold["cause"], hold["until"] % 86_400) == ("quota", 0)
     assert hold["words"].startswith("the quota per month is spent until ")
     assert hold["words"].endswith(", 1 of 1 used")
-    assert "ergon provider quota list --tenant acme --provider pay; " in found["next"]
-    assert "ergon provider quota extend pay charging --tenant acme --calls N" in found["next"]
+    assert "ergon provider quota list --tenant acme --provider pay; " in history["next"]
+    assert "ergon provider quota extend pay charging --tenant acme --calls N" in history["next"]
 
 
-def test_an_operators_word_is_why_a_transaction_waits(shop, dsn):
-    acme = shop(FRAGILE)
-    operator.force_open(dsn, Account("acme", "pay", "charging"), seconds=600, actor="jo", reason=SECRET)
-    acme.takes()
-    found = waiting("order-1")
-    [hold] = the_provider(found)["holds"]
+def test_an_override_by_an_operator_is_why_a_transaction_waits(make_setup, dsn):
+    setup = make_setup(FRAGILE_POLICY)
+    operator.force_open(dsn, ProviderScope("acme", "pay", "charging"), seconds=600, actor="jo", reason=SECRET)
+    setup.run_transaction()
+    history = read_history("order-1")
+    [hold] = get_provider(history)["holds"]
     assert hold["cause"] == "operator"
     assert hold["words"].startswith("an operator keeps the breaker open until ")
-    assert found["next"].endswith("to end it: ergon provider breaker lift pay charging --tenant acme --reason WHY")
+    assert history["next"].endswith("to end it: ergon provider breaker lift pay charging --tenant acme --reason WHY")
 
 
-def test_a_hold_that_is_over_is_said_to_be_over(shop, dsn):
-    acme = shop(FRAGILE)
-    operator.force_open(dsn, Account("acme", "pay", "charging"), seconds=600, actor="jo", reason="INC-7")
-    acme.takes()
-    operator.lift(dsn, Account("acme", "pay", "charging"), actor="jo", reason="over")
-    found = waiting("order-1")
-    one = the_provider(found)
-    assert one["holds"] == []
-    assert "nothing holds its calls back now" in one["words"]
-    assert found["next"] == "look at the provider: ergon provider health --tenant acme"
+def test_an_override_that_was_cleared_is_reported_as_over(make_setup, dsn):
+    setup = make_setup(FRAGILE_POLICY)
+    operator.force_open(dsn, ProviderScope("acme", "pay", "charging"), seconds=600, actor="jo", reason="INC-7")
+    setup.run_transaction()
+    operator.clear_override(dsn, ProviderScope("acme", "pay", "charging"), actor="jo", reason="over")
+    history = read_history("order-1")
+    provider = get_provider(history)
+    assert provider["holds"] == []
+    assert "nothing holds its calls back now" in provider["words"]
+    assert history["next"] == "look at the provider: ergon provider health --tenant acme"
 
 
-# -- where no attempt was written down ------------------------------------------------------------------
+# -- attempts without a record --------------------------------------------------------------------------
 
 
-def test_without_attempts_the_task_says_which_providers_it_uses(shop, module):
-    acme = shop(FRAGILE, writes=False)
-    acme.fails("acme", "acme")
-    acme.takes()
-    found = waiting("order-1", "--task", module({}))
-    one = the_provider(found)
-    assert (one["known"], [hold["cause"] for hold in one["holds"]]) == ("uses", ["breaker"])
-    assert "the last error was connection_error at 20" in one["words"]
-    assert "ergon provider breaker list --tenant acme --provider pay" in found["next"]
+def test_without_attempts_the_providers_of_the_task_are_reported(make_setup, write_task_module):
+    setup = make_setup(FRAGILE_POLICY, has_metrics=False)
+    setup.fail_calls("acme", "acme")
+    setup.run_transaction()
+    history = read_history("order-1", "--task", write_task_module({}))
+    provider = get_provider(history)
+    assert (provider["known"], [hold["cause"] for hold in provider["holds"]]) == ("uses", ["breaker"])
+    assert "the last error was connection_error at 20" in provider["words"]
+    assert "ergon provider breaker list --tenant acme --provider pay" in history["next"]
 
 
-def test_without_a_task_what_ends_at_the_same_moment_is_a_guess_and_said_to_be_one(shop, dsn):
-    acme = shop(FRAGILE, writes=False)
-    acme.fails("acme", "acme")
-    acme.takes()
-    operator.force_open(dsn, Account("acme", "mail", "sending"), seconds=9_000, actor="jo", reason="another end")
-    found = waiting("order-1")
-    one = the_provider(found)
-    assert one["known"] == "moment"
-    assert one["words"].startswith("perhaps pay (charging) of tenant acme: the breaker is open until ")
-    assert "because" not in found["now"]
+def test_without_a_task_a_block_with_the_same_end_is_reported_as_a_guess(make_setup, dsn):
+    setup = make_setup(FRAGILE_POLICY, has_metrics=False)
+    setup.fail_calls("acme", "acme")
+    setup.run_transaction()
+    operator.force_open(dsn, ProviderScope("acme", "mail", "sending"), seconds=9_000, actor="jo", reason="another end")
+    history = read_history("order-1")
+    provider = get_provider(history)
+    assert provider["known"] == "moment"
+    assert provider["words"].startswith("perhaps pay (charging) of tenant acme: the breaker is open until ")
+    assert "because" not in history["now"]
 
 
-def test_what_an_attempt_has_asked_for_is_no_provider(shop, queue):
-    acme = shop(FRAGILE, writes=False)
-    acme.fails("acme", "acme")
+def test_a_delay_that_an_attempt_requested_names_no_provider(make_setup, queue):
+    setup = make_setup(FRAGILE_POLICY, has_metrics=False)
+    setup.fail_calls("acme", "acme")
     queue.dispatch([Transaction("order-1", {}, tenant="acme")])
     [delivery] = queue.fetch_transactions(1, wait=5.0)
     past = Attempt(attempt=0, category=Category.SYSTEM, error="no line", at=time.time(), delay=600.0)
-    queue.settle([(delivery, Later(600.0, attempts=1, history=(past,)))])
-    assert waiting("order-1")["providers"] == []
+    queue.settle([(delivery, Defer(600.0, attempts=1, history=(past,)))])
+    assert read_history("order-1")["providers"] == []
 
 
-def test_a_closed_gate_is_why_a_ready_transaction_is_not_fetched(shop, queue, module):
-    everybody = shop(FRAGILE.model_copy(update=SHARED), writes=False)
-    everybody.fails("acme", "beta")
+def test_a_closed_gate_is_why_a_ready_transaction_is_not_fetched(make_setup, queue, write_task_module):
+    setup = make_setup(FRAGILE_POLICY.model_copy(update=SHARED_OPTIONS), has_metrics=False)
+    setup.fail_calls("acme", "beta")
     queue.dispatch([Transaction("order-1", {}, tenant="acme")])
-    found = waiting("order-1", "--task", module(SHARED))
-    assert found["place"]["state"] == "ready"
-    assert found["now"].endswith("a task that uses pay fetches nothing while its breaker is open")
-    assert "ergon provider breaker list --tenant '*' --provider pay" in found["next"]
+    history = read_history("order-1", "--task", write_task_module(SHARED_OPTIONS))
+    assert history["place"]["state"] == "ready"
+    assert history["now"].endswith("a task that uses pay fetches nothing while its breaker is open")
+    assert "ergon provider breaker list --tenant '*' --provider pay" in history["next"]
 
 
-def test_a_breaker_of_one_tenant_is_no_gate(shop, queue, module):
-    acme = shop(FRAGILE, writes=False)
-    acme.fails("acme", "acme")
+def test_a_breaker_of_one_tenant_closes_no_gate(make_setup, queue, write_task_module):
+    setup = make_setup(FRAGILE_POLICY, has_metrics=False)
+    setup.fail_calls("acme", "acme")
     queue.dispatch([Transaction("order-1", {}, tenant="acme")])
-    found = waiting("order-1", "--task", module({}))
-    assert (found["place"]["state"], found["providers"]) == ("ready", [])
+    history = read_history("order-1", "--task", write_task_module({}))
+    assert (history["place"]["state"], history["providers"]) == ("ready", [])
 
 
-def test_what_the_queue_has_told_the_journal_does_not_repeat(shop, dsn):
-    acme = shop(FRAGILE)
-    acme.fails("acme", "acme")
-    acme.takes()
-    ask(
+def test_the_journal_does_not_repeat_what_the_queue_reports(make_setup, dsn):
+    setup = make_setup(FRAGILE_POLICY)
+    setup.fail_calls("acme", "acme")
+    setup.run_transaction()
+    query(
         dsn,
         "insert into ergon.journal (at, transaction_id, task, queue, tenant, outcome, attempts, seconds, worker) "
         "values (now(), 'order-1', 'charge', 'orders', 'acme', 'deferred', 0, 0.1, 'w')",
     )
-    found = [one for one in told("order-1")["histories"] if one["kind"] == "transaction"]
-    assert [(one["place"]["state"], len(one["providers"])) for one in found] == [("delayed", 1), ("queued", 0)]
+    histories = [history for history in run_why_json("order-1")["histories"] if history["kind"] == "transaction"]
+    assert [(history["place"]["state"], len(history["providers"])) for history in histories] == [
+        ("delayed", 1),
+        ("queued", 0),
+    ]
 
 
-def test_on_a_terminal_the_provider_stands_below_the_table(shop, monkeypatch, capsys):
-    acme = shop(FRAGILE)
-    acme.fails("acme", "acme")
-    acme.takes()
+def test_on_a_terminal_the_provider_is_below_the_table(make_setup, monkeypatch, capsys):
+    setup = make_setup(FRAGILE_POLICY)
+    setup.fail_calls("acme", "acme")
+    setup.run_transaction()
     capsys.readouterr()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with pytest.raises(SystemExit):
@@ -286,118 +296,120 @@ def test_on_a_terminal_the_provider_stands_below_the_table(shop, monkeypatch, ca
     assert "charge was not called (circuit_open)" in " ".join(rest.split())
 
 
-# -- a call that failed for good ------------------------------------------------------------------------
+# -- a call that failed permanently ---------------------------------------------------------------------
 
 
-def test_a_dead_letter_says_how_its_provider_is_now(shop):
-    acme = shop(FRAGILE)
-    acme.fails("acme")
-    acme.fails("acme", error=ProviderAuthError("who are you"))
-    acme.takes()
-    found = waiting("order-1")
-    assert found["place"]["state"] == "dead letter"
-    one = the_provider(found)
-    assert (one["known"], one["operation"], one["reason"]) == ("failure", "charge", "auth_failed")
-    assert one["failures"] == {"auth_failed": 2, "connection_error": 1}
-    assert one["holds"] == []
-    assert found["next"].startswith("look at the provider: ergon provider health --tenant acme; mend the cause, ")
-    assert found["next"].endswith("ergon dlq replay MODULE:NAME --id=order-1")
+def test_a_dead_letter_reports_the_current_state_of_its_provider(make_setup):
+    setup = make_setup(FRAGILE_POLICY)
+    setup.fail_calls("acme")
+    setup.fail_calls("acme", error=ProviderAuthError("who are you"))
+    setup.run_transaction()
+    history = read_history("order-1")
+    assert history["place"]["state"] == "dead letter"
+    provider = get_provider(history)
+    assert (provider["known"], provider["operation"], provider["reason"]) == ("failure", "charge", "auth_failed")
+    assert provider["failures"] == {"auth_failed": 2, "connection_error": 1}
+    assert provider["holds"] == []
+    assert history["next"].startswith("look at the provider: ergon provider health --tenant acme; mend the cause, ")
+    assert history["next"].endswith("ergon dlq replay MODULE:NAME --id=order-1")
 
 
-def test_a_dead_letter_whose_provider_is_still_held_back_says_until_when(shop):
-    acme = shop(FRAGILE)
-    acme.fails("acme")
-    acme.takes(max_deferral=0)
-    found = waiting("order-1")
-    one = the_provider(found)
-    assert (one["reason"], [hold["cause"] for hold in one["holds"]]) == ("connection_error", ["breaker"])
-    assert "charge failed (connection_error); the breaker is open until 20" in one["words"]
-    assert found["next"].startswith("look at the provider: ergon provider breaker list --tenant acme --provider pay; ")
+def test_a_dead_letter_whose_provider_is_still_blocked_reports_until_when(make_setup):
+    setup = make_setup(FRAGILE_POLICY)
+    setup.fail_calls("acme")
+    setup.run_transaction(max_deferral=0)
+    history = read_history("order-1")
+    provider = get_provider(history)
+    assert (provider["reason"], [hold["cause"] for hold in provider["holds"]]) == ("connection_error", ["breaker"])
+    assert "charge failed (connection_error); the breaker is open until 20" in provider["words"]
+    assert history["next"].startswith(
+        "look at the provider: ergon provider breaker list --tenant acme --provider pay; "
+    )
 
 
-# -- whose it is ----------------------------------------------------------------------------------------
+# -- tenants --------------------------------------------------------------------------------------------
 
 
-def test_nothing_of_another_tenant_is_told(shop, dsn):
-    one = shop(FRAGILE)
-    one.fails("beta", "beta", error=ConnectionResetError())
-    one.pay.raises = ProviderAuthError("who are you")
-    one.takes(correlation="c-7")
+def test_data_of_other_tenants_is_not_reported(make_setup, dsn):
+    setup = make_setup(FRAGILE_POLICY)
+    setup.fail_calls("beta", "beta", error=ConnectionResetError())
+    setup.pay.raises = ProviderAuthError("who are you")
+    setup.run_transaction(correlation="c-7")
     writer = MetricsWriter(dsn)
-    theirs = {"tenant_id": "beta", "correlation_id": "c-7", "outcome": Outcome.FAILED}
-    writer.record(attempt(provider_name="pay", **theirs, reason_code=ReasonCode.TIMEOUT))
+    other_fields = {"tenant_id": "beta", "correlation_id": "c-7", "outcome": AttemptOutcome.FAILED}
+    writer.record(make_attempt(provider_name="pay", **other_fields, reason_code=ReasonCode.TIMEOUT))
     assert writer.close(20)
-    ask(
+    query(
         dsn,
         "insert into ergon.provider_dead_letters (tenant_id, task_name, correlation_id, reason_code, error_type, "
         "error_message, attempts, task_id) values ('beta', 'bill', 'c-7', 'timeout', 'E', 'late', 1, 'order-1')",
     )
-    done = why("order-1", "--json").stdout
-    assert "beta" not in done
-    assert the_provider(waiting("order-1"))["failures"] == {"auth_failed": 1}
-    assert "beta" in why("c-7", "--json").stdout  # asked for by itself, a correlation is nobody's
+    output = run_why("order-1", "--json").stdout
+    assert "beta" not in output
+    assert get_provider(read_history("order-1"))["failures"] == {"auth_failed": 1}
+    assert "beta" in run_why("c-7", "--json").stdout  # queried directly, a correlation belongs to no tenant
 
 
-def test_of_what_all_tenants_share_no_count_is_told(shop):
-    everybody = shop(FRAGILE.model_copy(update={**SHARED, "quota": QuotaPolicy(month=3)}))
-    everybody.fails("beta")
-    everybody.takes("order-0")
-    found = waiting("order-0")
-    [hold] = the_provider(found)["holds"]
+def test_no_count_is_reported_of_a_state_shared_by_all_tenants(make_setup):
+    setup = make_setup(FRAGILE_POLICY.model_copy(update={**SHARED_OPTIONS, "quota": QuotaPolicy(month=3)}))
+    setup.fail_calls("beta")
+    setup.run_transaction("order-0")
+    history = read_history("order-0")
+    [hold] = get_provider(history)["holds"]
     assert (hold["cause"], hold["shared"]) == ("breaker", True)
     assert hold["words"].startswith("the breaker of all tenants is open until ")
     assert "faults" not in hold["words"]
-    assert the_provider(found)["failures"] == {"connection_error": 1}
-    call = told("order-0")["histories"][-1]
+    assert get_provider(history)["failures"] == {"connection_error": 1}
+    call = run_why_json("order-0")["histories"][-1]
     assert "faults" not in call["about"]["breaker of all tenants"]
     assert call["events"][-1]["values"]["quota per month of all tenants"] == "not spent"
 
 
-def test_a_shared_quota_is_spent_without_a_count(shop):
-    everybody = shop(METERED.model_copy(update=SHARED))
-    everybody.pay.call("charge", {}, tenant="beta")
-    everybody.takes()
-    found = waiting("order-1")
-    [hold] = the_provider(found)["holds"]
+def test_a_shared_quota_is_reported_as_exhausted_without_a_count(make_setup):
+    setup = make_setup(METERED_POLICY.model_copy(update=SHARED_OPTIONS))
+    setup.pay.call("charge", {}, tenant="beta")
+    setup.run_transaction()
+    history = read_history("order-1")
+    [hold] = get_provider(history)["holds"]
     assert hold["words"].startswith("the quota of all tenants per month is spent until ")
     assert "used" not in hold["words"]
-    assert "ergon provider quota list --tenant '*' --provider pay" in found["next"]
+    assert "ergon provider quota list --tenant '*' --provider pay" in history["next"]
 
 
-# -- when the books do not answer -----------------------------------------------------------------------
+# -- when the provider state does not respond -----------------------------------------------------------
 
 
-def test_without_the_tables_of_providers_the_rest_is_told(shop, dsn):
-    acme = shop(FRAGILE)
-    acme.fails("acme")
-    acme.takes(max_deferral=0)
-    ask(dsn, "alter table ergon.provider_breakers rename to elsewhere")
+def test_without_the_provider_tables_the_rest_is_reported(make_setup, dsn):
+    setup = make_setup(FRAGILE_POLICY)
+    setup.fail_calls("acme")
+    setup.run_transaction(max_deferral=0)
+    query(dsn, "alter table ergon.provider_breakers rename to elsewhere")
     try:
-        done = why("order-1")
-        found = told("order-1")
+        result = run_why("order-1")
+        report = run_why_json("order-1")
     finally:
-        ask(dsn, "alter table ergon.elsewhere rename to provider_breakers")
-    one = the_provider(found["histories"][0])
-    assert (one["holds"], one["failures"]) == (None, None)
-    assert one["words"].endswith("charge failed (connection_error); how it is now is not known")
-    assert found["histories"][0]["next"].startswith("look at the provider: ergon provider health --tenant acme; ")
-    lost = {answer["source"]: answer["error"] for answer in found["asked"] if answer["error"]}
-    assert "ergon db upgrade" in lost["providers of the database"]
-    assert "providers of the database did not answer: " in done.stderr
+        query(dsn, "alter table ergon.elsewhere rename to provider_breakers")
+    provider = get_provider(report["histories"][0])
+    assert (provider["holds"], provider["failures"]) == (None, None)
+    assert provider["words"].endswith("charge failed (connection_error); how it is now is not known")
+    assert report["histories"][0]["next"].startswith("look at the provider: ergon provider health --tenant acme; ")
+    errors = {answer["source"]: answer["error"] for answer in report["asked"] if answer["error"]}
+    assert "ergon db upgrade" in errors["providers of the database"]
+    assert "providers of the database did not answer: " in result.stderr
 
 
-LETTER = """
+DEAD_LETTER_APP = """
 from ergon_framework import consumer
 from ergon_framework.connectors.base import DeadLetter
 from ergon_framework.connectors.memory import MemoryConnector
-from tests.integration.test_why_providers import buried
+from tests.integration.test_why_providers import add_dead_letter
 
-other = buried(MemoryConnector("other"))
+other = add_dead_letter(MemoryConnector("other"))
 """
 
 
-def buried(connector):
-    """*connector* with the dead letter of a call."""
+def add_dead_letter(connector):
+    """Return *connector* with the dead letter of a call."""
     connector.dispatch([Transaction("odd", {"card": SECRET}, tenant="acme")])
     [delivery] = connector.fetch_transactions(1)
     failure = Failure(
@@ -417,35 +429,41 @@ def buried(connector):
 
 
 @pytest.mark.parametrize("database", ["none", "away"])
-def test_without_a_database_the_record_of_the_failure_is_told(tmp_path, monkeypatch, database):
+def test_without_a_database_the_record_of_the_failure_is_reported(tmp_path, monkeypatch, database):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ERGON_POSTGRES__DSN", raising=False)
     if database == "away":
         monkeypatch.setenv("ERGON_POSTGRES__DSN", f"postgresql://owner:{SECRET}@127.0.0.1:{free_port()}/none")
     name = f"letter_{time.monotonic_ns()}"
-    (tmp_path / f"{name}.py").write_text(LETTER)
+    (tmp_path / f"{name}.py").write_text(DEAD_LETTER_APP)
     monkeypatch.syspath_prepend(tmp_path)
-    found = waiting("odd", "--queue", f"{name}:other")
+    history = read_history("odd", "--queue", f"{name}:other")
     sys.modules.pop(name)
-    one = the_provider(found)
-    assert one["words"] == ("pay (charging) of tenant acme: charge failed (timeout); how it is now is not known")
-    assert "ergon provider health --tenant acme" in found["next"]
+    provider = get_provider(history)
+    assert provider["words"] == ("pay (charging) of tenant acme: charge failed (timeout); how it is now is not known")
+    assert "ergon provider health --tenant acme" in history["next"]
 
 
-# -- what it costs --------------------------------------------------------------------------------------
+# -- cost -----------------------------------------------------------------------------------------------
 
 
 def test_failures_are_counted_by_an_index(dsn):
-    ask(
+    query(
         dsn,
         "insert into ergon.provider_execution_metrics (tenant_id, provider_name, capability, operation, "
         "correlation_id, attempt_number, max_attempts, duration_ms, timeout_budget_ms, outcome, reason_code, "
         "retryable, created_at) select 't' || n % 500, 'pay', 'charging', 'o', 'x', 1, 1, 1, 1, 'failed', 'timeout', "
         "false, now() from generate_series(1, 20000) n",
     )
-    ask(dsn, "analyze ergon.provider_execution_metrics")
-    given = {"tenant": "t7", "provider": "pay", "capability": "charging", "not_called": ["circuit_open"], "most": 1000}
+    query(dsn, "analyze ergon.provider_execution_metrics")
+    parameters = {
+        "tenant": "t7",
+        "provider": "pay",
+        "capability": "charging",
+        "not_called": ["circuit_open"],
+        "most": 1000,
+    }
     with psycopg.connect(dsn) as connection:
-        plan = [line for (line,) in connection.execute(f"explain {standings.FAILURES}", given)]
+        plan = [line for (line,) in connection.execute(f"explain {standings.SELECT_FAILURES}", parameters)]
     assert any("Index" in line for line in plan), plan
     assert not [line for line in plan if "Seq Scan" in line], plan

@@ -1,139 +1,141 @@
-"""Replicators that are broken on purpose, one rule each: whoever watches the zones must notice every one of them."""
+"""Deliberately broken replicators, one broken rule each: the checks of the zones must detect every one of them."""
 
 from __future__ import annotations
 
 from ergon_framework.engine.effects import NEVER, Call, call
 from ergon_framework.facts import replicate
-from ergon_framework.facts.carry import Carrying
+from ergon_framework.facts.carry import ArtifactCopier
 from ergon_framework.facts.errors import EpochChanged, FactConflict
 from ergon_framework.facts.model import Cursor, FactConfirmation
-from ergon_framework.facts.replicate import Replication, Step
+from ergon_framework.facts.replicate import CallKind, Replication
 
 
-class ConfirmsWhatItHasFetched(Replication):
-    """The source may drop facts that are nowhere else."""
+class ConfirmsFetchedFacts(Replication):
+    """The source may drop facts that exist nowhere else."""
 
     def _confirm(self):
-        kept, self._end = self._end, self._fetched
+        previous_end, self._end = self._end, self._fetch_cursor
         yield from super()._confirm()
-        self._end = kept
+        self._end = previous_end
 
 
-class ConfirmsWhatItHasSent(Replication):
-    """Counts a forward as done when it was begun."""
+class ConfirmsUnansweredForwards(Replication):
+    """Counts a forward as done when it starts."""
 
     def _forward(self):
-        last = self._ready[-1].cursor if self._ready else None
+        last = self._ready_facts[-1].cursor if self._ready_facts else None
         yield from super()._forward()
-        if last is not None and Step.FORWARD in self._busy:
+        if last is not None and CallKind.FORWARD in self._running:
             self._end = last
 
 
-class PassesOverRefusals(Replication):
-    """Goes on behind a batch whatever the destination has answered."""
+class SkipsRejectedFacts(Replication):
+    """Continues after a batch whatever the destination has answered."""
 
-    def _forwarded(self, asked_in, batch, answers):
-        answers = [stored_as(stored) for stored in batch]
-        super()._forwarded(asked_in, batch, answers)
+    def _accept_forwards(self, generation, batch, results):
+        results = [make_confirmation(stored) for stored in batch]
+        super()._accept_forwards(generation, batch, results)
 
 
-class BelievesItsMemory(Replication):
-    """Never asks the destination again what it has."""
+class TrustsItsOwnOffset(Replication):
+    """Never queries the destination again for its last offset."""
 
     def _start_over(self):
-        kept, fetched = self._end, self._fetched
+        previous_end, previous_fetched = self._end, self._fetch_cursor
         super()._start_over()
-        self._end, self._fetched = kept, fetched
+        self._end, self._fetch_cursor = previous_end, previous_fetched
 
 
-class PutsFactsBeforeArtifacts(Replication):
-    def _carry(self):
-        batch = list(self._raw)
-        if batch and not self._ready:
-            self._brought(self._round, batch, {})
+class ForwardsBeforeArtifacts(Replication):
+    def _copy_artifacts(self):
+        batch = list(self._fetched_facts)
+        if batch and not self._ready_facts:
+            self._accept_copies(self._generation, batch, {})
         return
         yield
 
 
-class PassesOverLostArtifacts(Replication):
-    """What cannot be copied is forgotten, with its fact."""
+class SkipsLostArtifacts(Replication):
+    """Discards a fact whose artifact cannot be copied."""
 
-    def _brought(self, asked_in, batch, failed):
-        for stored in [stored for stored in batch if replicate._missing(stored, failed)]:
-            if asked_in == self._round:
-                self._raw.remove(stored)
-        super()._brought(asked_in, [stored for stored in batch if not replicate._missing(stored, failed)], {})
-
-
-class WaitsForEver(Replication):
-    """A call that never comes back is never given up."""
-
-    def _asked(self, step, made, told):
-        answer = yield from call(Call(made.step, made.fn, made.args, NEVER))
-        return step, told, answer
+    def _accept_copies(self, generation, batch, failures):
+        for stored in [stored for stored in batch if replicate._find_failure(stored, failures)]:
+            if generation == self._generation:
+                self._fetched_facts.remove(stored)
+        super()._accept_copies(
+            generation, [stored for stored in batch if not replicate._find_failure(stored, failures)], {}
+        )
 
 
-class GoesOnInAnotherEpoch(Replication):
-    """Reads a restored source as if it were the old one."""
+class NeverTimesOut(Replication):
+    """A call that never returns never times out."""
+
+    def _await_call(self, kind, effect, on_result):
+        answer = yield from call(Call(effect.step, effect.fn, effect.args, NEVER))
+        return kind, on_result, answer
+
+
+class ContinuesInAnotherEpoch(Replication):
+    """Reads a restored source as if it were unchanged."""
 
     def _fetch(self):
-        end = self._fetched
-        self._fetched = Cursor(self._means.fetch_facts.__self__.epoch, end.offset)
+        end = self._fetch_cursor
+        self._fetch_cursor = Cursor(self._calls.fetch_facts.__self__.epoch, end.offset)
         yield from super()._fetch()
-        self._fetched = end
+        self._fetch_cursor = end
 
-    def _failed(self, step, trouble):
-        if not isinstance(trouble.error, EpochChanged):
-            super()._failed(step, trouble)
+    def _record_failure(self, kind, problem):
+        if not isinstance(problem.error, EpochChanged):
+            super()._record_failure(kind, problem)
 
 
-class PassesOverConflicts(Replication):
-    def _forwarded(self, asked_in, batch, answers):
-        taken = [
-            stored_as(stored) if isinstance(answer, FactConflict) else answer
-            for stored, answer in zip(batch, answers, strict=True)
+class SkipsConflicts(Replication):
+    def _accept_forwards(self, generation, batch, results):
+        accepted_answers = [
+            make_confirmation(stored) if isinstance(answer, FactConflict) else answer
+            for stored, answer in zip(batch, results, strict=True)
         ]
-        super()._forwarded(asked_in, batch, taken)
+        super()._accept_forwards(generation, batch, accepted_answers)
 
 
 class TrustsTheEpoch(Replication):
-    """Never has a source show a fact that is here."""
+    """Never verifies that the source has a fact of the destination."""
 
-    _stranger = property(lambda self: False, lambda self, value: None)
+    _is_unverified = property(lambda self: False, lambda self, value: None)
 
 
 class NeverConfirms(Replication):
-    """The source keeps everything for ever."""
+    """The source keeps every fact without limit."""
 
     def _confirm(self):
         return
         yield
 
 
-class _FromTheBeginning(Carrying):
-    def _copied(self, copy):
-        received = self._means.received
-        self._means = type(self._means)(_nothing, self._means.copy)
+class _RestartingCopier(ArtifactCopier):
+    def _copy_artifact(self, copy):
+        received = self._calls.uploaded_bytes
+        self._calls = type(self._calls)(_return_zero, self._calls.copy)
         try:
-            return (yield from super()._copied(copy))
+            return (yield from super()._copy_artifact(copy))
         finally:
-            self._means = type(self._means)(received, self._means.copy)
+            self._calls = type(self._calls)(received, self._calls.copy)
 
 
-class CopiesFromTheBeginning(Replication):
-    """An artifact that breaks off half way never arrives over a line that breaks off half way."""
+class RestartsInterruptedCopies(Replication):
+    """An interrupted artifact never arrives over a connection that breaks half way."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        kept = self._carrying
-        self._carrying = _FromTheBeginning(kept._means, policy=kept._policy, slots=kept._slots)
+        copier = self._copier
+        self._copier = _RestartingCopier(copier._calls, policy=copier._policy, scheduler=copier._scheduler)
 
 
-def _nothing(*_):
+def _return_zero(*_):
     return 0
 
 
-def stored_as(stored):
+def make_confirmation(stored):
     return FactConfirmation(
         message_id=stored.envelope.message_id,
         offset=stored.offset,

@@ -1,7 +1,7 @@
-"""The rules of a lifecycle and of a loop, written a second time and from the requirements only.
+"""The rules of a lifecycle and of a loop, implemented a second time from the requirements only.
 
-``predict`` foretells one delivery, ``differences`` compares a delivery with what was foretold, and
-``check_run`` looks for what no run may ever do, whatever was planned. Nothing here knows the engine.
+``predict`` predicts one delivery, ``differences`` compares a delivery with its prediction, and
+``check_run`` checks the rules that hold in every run, whatever was planned. This module does not use the engine.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tests.properties.plan import (
     OK,
     WITH_VERDICT,
     Behaviour,
-    BodyRecord,
     Call,
     DeliveryRecord,
     Flavour,
+    HandlerCallRecord,
     Kind,
     OutcomeRecord,
     Plan,
@@ -35,7 +35,7 @@ Outcome = Literal["succeeded", "failed", "handler_failed", "deferred", "released
 Settlement = str | tuple[str, float] | None
 
 # Instants closer than this are a race that either side may win.
-TOLERANCE = 1e-6
+TOLERANCE_SECONDS = 1e-6
 
 _RETRY_DEFAULTS = {
     "max_attempts": 3,
@@ -50,17 +50,17 @@ _RETRY_DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What must become of one delivery.
+    """The expected result of one delivery.
 
     ``calls``: every call of user code, in order. ``category``: of the error of the outcome; for failed
-    and handler_failed what the exception handler was told, for deferred the error that was deferred,
+    and handler_failed the category that the exception handler received, for deferred that of the deferred error,
     else None. ``settlement``: "ack", "dead_letter", ("later", delay), "release", "kept" (nothing is
-    sent: a body was still running when the loop ended) or None for producers. ``processed``: process
+    sent: a call was still running when the loop ended) or None for producers. ``processed``: process
     had succeeded. ``attempts``: those of process at this delivery plus the carried ones (a producer
     carries none); a released one has as many as it was fetched with. ``ended``: when the outcome was
-    decided. ``free``: when its last body leaves; where the settlement is "kept", or a producer was
-    released, this is only how long user code would go on by itself. ``ambiguous``: two competing
-    instants were too close to call, so this prediction must not be compared.
+    decided. ``free``: when its last call returns; where the settlement is "kept", or a producer was
+    released, this is only how long user code would run without a cancellation. ``ambiguous``: two competing
+    times were too close to decide, so this prediction must not be compared.
     """
 
     calls: tuple[Call, ...]
@@ -83,26 +83,26 @@ def predict(
     started: float,
     stop_at: float | None,
     drain_end: float | None,
-    tolerance: float = TOLERANCE,
+    tolerance: float = TOLERANCE_SECONDS,
 ) -> Prediction:
-    """What becomes of *transaction* if its worker starts at *started*; all times are absolute.
+    """Predict the result of *transaction* if its worker starts at *started*; all times are absolute.
 
-    ``drain_end`` is when the loop stops waiting for what still runs: ``drain_end_of`` tells it for a stop
-    and for a loop timeout; a loop that ended earlier while bodies were left running (LoopStalled, say)
-    has its own end as ``drain_end``; None if it waited until everything had left. A worker that would
+    ``drain_end`` is when the loop stops waiting for running calls: ``drain_end_of`` computes it for a stop
+    and for a loop timeout; a loop that ended earlier while calls were still running (LoopStalled, say)
+    has its own end as ``drain_end``; None if it waited until all calls had returned. A worker that would
     start at or after *stop_at* never does: its delivery is released untouched.
     """
-    life = _Lifecycle(transaction, policy, flavour, kind, started, drain_end, tolerance)
-    if stop_at is not None and not life.before(started, stop_at):
-        return life.released(at=started)
+    lifecycle = _Lifecycle(transaction, policy, flavour, kind, started, drain_end, tolerance)
+    if stop_at is not None and not lifecycle.is_before(started, stop_at):
+        return lifecycle.predict_released(at=started)
     try:
-        return life.run()
-    except _Drained as drained:
-        return life.released(at=drained.at)
+        return lifecycle.run()
+    except _DrainEndedError as drain_end_error:
+        return lifecycle.predict_released(at=drain_end_error.at)
 
 
 def drain_end_of(plan: Plan, *, began: float = 0.0) -> float | None:
-    """When the drain of *plan* is over, if it is stopped or times out before it has ended by itself."""
+    """Return the end of the drain of *plan*, if it is stopped or times out before it ends on its own."""
     loop = plan.policy["loop"]
     timeout = loop.get("timeout")
     bound = math.inf if timeout is None else timeout + loop.get("timeout_drain", 0.0)
@@ -116,8 +116,8 @@ def drain_end_of(plan: Plan, *, began: float = 0.0) -> float | None:
 # One lifecycle -------------------------------------------------------------------------------------
 
 
-class _Drained(Exception):
-    """The loop's drain was over before the lifecycle was."""
+class _DrainEndedError(Exception):
+    """The drain of the loop ended before the lifecycle."""
 
     def __init__(self, at: float) -> None:
         super().__init__(at)
@@ -125,20 +125,20 @@ class _Drained(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Failed:
-    """An attempt, and then a step, that did not succeed."""
+class _Failure:
+    """An attempt or a step that did not succeed."""
 
     category: str
     final: bool = False
     retry_after: float = 0.0
-    later: bool = False  # nothing was tried
-    abandoned: bool = False  # its body was still running when the grace ended
-    expired: bool = False  # the lifecycle's own time is over
+    later: bool = False  # the attempt could not start
+    abandoned: bool = False  # its call was still running at the end of the grace
+    expired: bool = False  # the lifecycle timeout has expired
 
 
 @dataclass(frozen=True, slots=True)
-class _Deferred:
-    """A step whose next wait is too long to be slept through."""
+class _Deferral:
+    """A step whose next wait is too long to sleep."""
 
     category: str
     delay: float
@@ -165,114 +165,122 @@ class _Lifecycle:
 
     def __post_init__(self) -> None:
         self.now = self.free = self.started
-        self.lifecycle_end = self.started + _or_endless(self.policy["loop"].get("transaction_timeout"))
+        self.lifecycle_end = self.started + _to_limit(self.policy["loop"].get("transaction_timeout"))
 
     def run(self) -> Prediction:
         main: Step = "process" if self.kind == "consume" else "produce"
-        budget = _retry(self.policy, main)["max_attempts"]
-        result = self._step(main, first=min(self._carried, budget - 1))
-        if isinstance(result, _Deferred):
-            return self._prediction("deferred", result.category, ("later", result.delay), attempts=result.attempts)
+        budget = _get_retry_policy(self.policy, main)["max_attempts"]
+        result = self._step(main, first=min(self._carried_attempts, budget - 1))
+        if isinstance(result, _Deferral):
+            return self._make_prediction("deferred", result.category, ("later", result.delay), attempts=result.attempts)
         if isinstance(result, Behaviour):
             self.processed = True
             result = self._step("success", first=0)
         if isinstance(result, Behaviour):
-            return self._prediction("succeeded", None, result.settles or "ack")
+            return self._make_prediction("succeeded", None, result.settles or "ack")
         return self._fail(result)
 
-    def _fail(self, told: Any) -> Prediction:
-        handled = self._step("exception", first=0, told=told)
-        default = self.policy["steps"].get("settle", {}).get(f"on_{told.category.lower()}", "dead_letter")
-        if isinstance(handled, Behaviour):
-            return self._prediction("failed", told.category, handled.settles or default)
-        return self._prediction("handler_failed", told.category, default)
+    def _fail(self, failure: Any) -> Prediction:
+        handler_result = self._step("exception", first=0, failure=failure)
+        default = self.policy["steps"].get("settle", {}).get(f"on_{failure.category.lower()}", "dead_letter")
+        if isinstance(handler_result, Behaviour):
+            return self._make_prediction("failed", failure.category, handler_result.settles or default)
+        return self._make_prediction("handler_failed", failure.category, default)
 
-    def _step(self, step: Step, *, first: int, told: _Failed | None = None) -> Behaviour | _Failed | _Deferred:
-        """Try *step* until it succeeds, gives up or is put off; the clock is then where it ended."""
-        retry, attempt = _retry(self.policy, step), first
+    def _step(self, step: Step, *, first: int, failure: _Failure | None = None) -> Behaviour | _Failure | _Deferral:
+        """Attempt *step* until it succeeds, gives up or is deferred; the clock is then at its end."""
+        retry, attempt = _get_retry_policy(self.policy, step), first
         while True:
-            result = self._attempt(step, attempt, retry=retry, told=told)
-            if step == "process" and isinstance(result, _Failed) and _untried(result):
-                made = sum(call.step == step for call in self.calls) - 1
-                wait = max(_backoff(retry, attempt), result.retry_after)
-                return _Deferred(result.category, wait, self._carried + made)
-            if isinstance(result, Behaviour) or _gives_up(result, last=attempt + 1 >= retry["max_attempts"]):
+            result = self._attempt(step, attempt, retry=retry, failure=failure)
+            if step == "process" and isinstance(result, _Failure) and _is_not_started(result):
+                call_count = sum(call.step == step for call in self.calls) - 1
+                wait = max(_compute_backoff(retry, attempt), result.retry_after)
+                return _Deferral(result.category, wait, self._carried_attempts + call_count)
+            if isinstance(result, Behaviour) or _is_last_failure(result, last=attempt + 1 >= retry["max_attempts"]):
                 return result
             bound = math.inf if step == "exception" else self.lifecycle_end
-            if result.expired or not self.before(self.now, bound):
+            if result.expired or not self.is_before(self.now, bound):
                 return result
-            wait = max(_backoff(retry, attempt), result.retry_after)
-            if step == "process" and self._longer(wait, retry["hold"]):
-                return _Deferred(result.category, wait, attempt + 1)
-            if not self.before(self.now + wait, bound):
+            wait = max(_compute_backoff(retry, attempt), result.retry_after)
+            if step == "process" and self._is_longer(wait, retry["hold"]):
+                return _Deferral(result.category, wait, attempt + 1)
+            if not self.is_before(self.now + wait, bound):
                 return result
             if wait > 0:
-                self._pass_until(self.now + wait)
+                self._advance_to(self.now + wait)
             attempt += 1
 
-    def _attempt(self, step: Step, attempt: int, *, retry: dict[str, Any], told: _Failed | None) -> Behaviour | _Failed:
-        entered, bound = self.now, math.inf if step == "exception" else self.lifecycle_end
-        if not self.before(entered, bound):
-            return _Failed("TIMEOUT", final=True, expired=True)
-        behaviour = self._called(step, attempt, told)
-        ends, limit = entered + behaviour.takes, entered + _or_endless(retry["timeout"])
-        expired = not self.before(limit, bound)  # whose end comes first decides whether a retry may follow
+    def _attempt(
+        self, step: Step, attempt: int, *, retry: dict[str, Any], failure: _Failure | None
+    ) -> Behaviour | _Failure:
+        call_start, bound = self.now, math.inf if step == "exception" else self.lifecycle_end
+        if not self.is_before(call_start, bound):
+            return _Failure("TIMEOUT", final=True, expired=True)
+        behaviour = self._record_call(step, attempt, failure)
+        planned_end, limit = call_start + behaviour.takes, call_start + _to_limit(retry["timeout"])
+        expired = not self.is_before(limit, bound)  # the earlier limit decides whether a retry may follow
         deadline = min(limit, bound)
-        if self.before(ends, deadline):
-            self._occupied(ends, until=ends)
-            return _result(behaviour, step)
-        leaves = deadline if self.flavour == "asyncio" and behaviour.on_cancel == "leaves" else ends
+        if self.is_before(planned_end, deadline):
+            self._run_until(planned_end, until=planned_end)
+            return _evaluate_attempt(behaviour, step)
+        returned_at = deadline if self.flavour == "asyncio" and behaviour.on_cancel == "leaves" else planned_end
         grace_end = deadline + retry["abandon_grace"]
-        in_time = self.before(leaves, grace_end)
-        self._occupied(leaves, until=leaves if in_time else grace_end)
-        return _Failed("TIMEOUT", abandoned=not in_time, expired=expired and bound < math.inf)
+        is_in_time = self.is_before(returned_at, grace_end)
+        self._run_until(returned_at, until=returned_at if is_in_time else grace_end)
+        return _Failure("TIMEOUT", abandoned=not is_in_time, expired=expired and bound < math.inf)
 
-    def _called(self, step: Step, attempt: int, told: _Failed | None) -> Behaviour:
-        """Write the call down and return what it does."""
-        script = getattr(self.transaction, "process" if step == "produce" else step)
-        number = sum(call.step == step for call in self.calls)
-        category, running = (told.category, told.abandoned) if told else (None, None)
-        self.calls.append(Call(step, attempt, self.now, category, running))
-        return script[number] if number < len(script) else OK
+    def _record_call(self, step: Step, attempt: int, failure: _Failure | None) -> Behaviour:
+        """Record the call and return its planned behaviour."""
+        behaviours = getattr(self.transaction, "process" if step == "produce" else step)
+        index = sum(call.step == step for call in self.calls)
+        category, is_running = (failure.category, failure.abandoned) if failure else (None, None)
+        self.calls.append(Call(step, attempt, self.now, category, is_running))
+        return behaviours[index] if index < len(behaviours) else OK
 
-    def _occupied(self, leaves: float, *, until: float) -> None:
-        self.free = max(self.free, leaves)
-        self._pass_until(until)
+    def _run_until(self, returned_at: float, *, until: float) -> None:
+        self.free = max(self.free, returned_at)
+        self._advance_to(until)
 
-    def _pass_until(self, instant: float) -> None:
-        if self.drain_end is not None and not self.before(instant, self.drain_end):
-            raise _Drained(self.drain_end)
+    def _advance_to(self, instant: float) -> None:
+        if self.drain_end is not None and not self.is_before(instant, self.drain_end):
+            raise _DrainEndedError(self.drain_end)
         self.now = instant
 
-    def before(self, first: float, second: float) -> bool:
-        """Whether *first* comes first; a photo finish makes the prediction ambiguous."""
+    def is_before(self, first: float, second: float) -> bool:
+        """Return whether *first* is earlier; nearly equal times make the prediction ambiguous."""
         if abs(first - second) < self.tolerance:
             self.ambiguous = True
         return first < second
 
-    def _longer(self, wait: float, hold: float) -> bool:
-        # Both come from the policy alone, so being equal is no race; being nearly equal is rounding.
+    def _is_longer(self, wait: float, hold: float) -> bool:
+        # Both values come from the policy alone: equality is not a race, and near equality is rounding.
         if wait != hold and abs(wait - hold) < self.tolerance:
             self.ambiguous = True
         return wait > hold
 
     @property
-    def _carried(self) -> int:
+    def _carried_attempts(self) -> int:
         return self.transaction.attempts if self.kind == "consume" else 0
 
-    def released(self, *, at: float) -> Prediction:
-        """The delivery is given back, unless a body still runs that might act on it."""
-        running = bool(self.calls) and not self.before(self.free, at)
+    def predict_released(self, *, at: float) -> Prediction:
+        """Predict a released delivery; its claim is kept while a call that might act on it still runs."""
+        is_running = bool(self.calls) and not self.is_before(self.free, at)
         self.now = at
-        return self._prediction("released", None, "kept" if running else "release", attempts=self._carried)
+        return self._make_prediction(
+            "released", None, "kept" if is_running else "release", attempts=self._carried_attempts
+        )
 
-    def _prediction(
+    def _make_prediction(
         self, outcome: Outcome, category: str | None, settlement: Settlement, *, attempts: int | None = None
     ) -> Prediction:
-        if isinstance(settlement, tuple) and self.drain_end is not None and not self.before(self.free, self.drain_end):
+        if (
+            isinstance(settlement, tuple)
+            and self.drain_end is not None
+            and not self.is_before(self.free, self.drain_end)
+        ):
             settlement = "kept"
         if attempts is None:
-            attempts = self._carried + sum(call.step in ("process", "produce") for call in self.calls)
+            attempts = self._carried_attempts + sum(call.step in ("process", "produce") for call in self.calls)
         return Prediction(
             calls=tuple(self.calls),
             outcome=outcome,
@@ -286,37 +294,37 @@ class _Lifecycle:
         )
 
 
-def _gives_up(failed: _Failed, *, last: bool) -> bool:
+def _is_last_failure(failure: _Failure, *, last: bool) -> bool:
     # Only process and produce can fail as BUSINESS: see _result.
-    return failed.category == "BUSINESS" or failed.final or failed.abandoned or last
+    return failure.category == "BUSINESS" or failure.final or failure.abandoned or last
 
 
-def _untried(failed: _Failed) -> bool:
-    return failed.later and failed.category != "BUSINESS" and not failed.final
+def _is_not_started(failure: _Failure) -> bool:
+    return failure.later and failure.category != "BUSINESS" and not failure.final
 
 
-def _result(behaviour: Behaviour, step: Step) -> Behaviour | _Failed:
-    """How an attempt counts that ended within its time."""
+def _evaluate_attempt(behaviour: Behaviour, step: Step) -> Behaviour | _Failure:
+    """Return the result of an attempt that ended within its time."""
     if behaviour.does == "ok":
         return behaviour
     category = "SYSTEM"
     if step in ("process", "produce"):
         category = {"business": "BUSINESS", "timeout_exc": "TIMEOUT"}.get(behaviour.does, "SYSTEM")
     if behaviour.does not in WITH_VERDICT:
-        return _Failed(category)
-    return _Failed(category, final=behaviour.final, retry_after=behaviour.retry_after or 0.0, later=behaviour.later)
+        return _Failure(category)
+    return _Failure(category, final=behaviour.final, retry_after=behaviour.retry_after or 0.0, later=behaviour.later)
 
 
-def _retry(policy: dict[str, Any], step: str) -> dict[str, Any]:
+def _get_retry_policy(policy: dict[str, Any], step: str) -> dict[str, Any]:
     return {**_RETRY_DEFAULTS, **policy["steps"].get(step, {}).get("retry", {})}
 
 
-def _backoff(retry: dict[str, Any], attempt: int) -> float:
+def _compute_backoff(retry: dict[str, Any], attempt: int) -> float:
     wait = float(retry["backoff"] * retry["multiplier"] ** attempt)
     return min(wait, retry["cap"]) if retry["cap"] > 0 else wait
 
 
-def _or_endless(seconds: float | None) -> float:
+def _to_limit(seconds: float | None) -> float:
     return math.inf if seconds is None else seconds
 
 
@@ -324,61 +332,71 @@ def _or_endless(seconds: float | None) -> float:
 
 
 def differences(
-    prediction: Prediction, delivery: DeliveryRecord, outcome: OutcomeRecord, *, slack: float = TOLERANCE
+    prediction: Prediction, delivery: DeliveryRecord, outcome: OutcomeRecord, *, slack: float = TOLERANCE_SECONDS
 ) -> list[str]:
-    """Where a delivery and its outcome are not what was foretold; settlements are compared by the runner."""
-    found = [
-        f"{name} is {got!r}, foretold was {told!r}"
-        for name, got, told in (
+    """Return the differences of a delivery and its outcome from the prediction; the runner compares settlements."""
+    problems = [
+        f"{name} is {actual!r}, foretold was {expected!r}"
+        for name, actual, expected in (
             ("outcome", outcome.outcome, prediction.outcome),
             ("category", outcome.category, prediction.category),
             ("processed", outcome.processed, prediction.processed),
             ("attempts", outcome.attempts, prediction.attempts),
         )
-        if got != told
+        if actual != expected
     ]
     if abs(outcome.at - prediction.ended) > slack:
-        found.append(f"ended at {outcome.at}, foretold was {prediction.ended}")
-    made, told_calls = delivery.calls, prediction.calls
-    if len(made) != len(told_calls) or not all(
-        _same_call(*pair, slack=slack) for pair in zip(made, told_calls, strict=False)
+        problems.append(f"ended at {outcome.at}, foretold was {prediction.ended}")
+    actual_calls, expected_calls = delivery.calls, prediction.calls
+    if len(actual_calls) != len(expected_calls) or not all(
+        _is_same_call(*pair, slack=slack) for pair in zip(actual_calls, expected_calls, strict=False)
     ):
-        found.append(f"calls were {made}, foretold were {told_calls}")
-    return found
+        problems.append(f"calls were {actual_calls}, foretold were {expected_calls}")
+    return problems
 
 
-def _same_call(made: Call, told: Call, *, slack: float) -> bool:
-    same = (made.step, made.attempt, made.told_category, made.still_running)
-    return same == (told.step, told.attempt, told.told_category, told.still_running) and abs(made.at - told.at) <= slack
+def _is_same_call(actual: Call, expected: Call, *, slack: float) -> bool:
+    same = (actual.step, actual.attempt, actual.error_category, actual.still_running)
+    return (
+        same == (expected.step, expected.attempt, expected.error_category, expected.still_running)
+        and abs(actual.at - expected.at) <= slack
+    )
 
 
-# What no run may ever do ---------------------------------------------------------------------------
+# Rules of every run --------------------------------------------------------------------------------
 
 
-def check_run(plan: Plan, record: RunRecord, *, slack: float = TOLERANCE) -> list[str]:
-    """Every promise of the loop that *record* breaks, one sentence each; *slack* is the clock's grain."""
-    run = _Run(plan, record, slack)
-    found = [*_concurrency(run), *_bodies(run), *_ends(run), *_errors(run)]
+def check_run(plan: Plan, record: RunRecord, *, slack: float = TOLERANCE_SECONDS) -> list[str]:
+    """Return every rule of the loop that *record* breaks, one sentence each; *slack* is the clock's resolution."""
+    run = _RecordedRun(plan, record, slack)
+    problems = [*_check_concurrency(run), *_check_call_overlap(run), *_check_end(run), *_check_raised(run)]
     for number in range(len(record.deliveries)):
-        found += _steps(run, number)
+        problems += _check_steps(run, number)
     if plan.kind == "consume":
-        return [*found, *_outcomes(run), *_fetches(run), *_limit(run), *_settlements(run), *_apart(run)]
-    return [*found, *_report(run), *_produced_once(run), *_batches(run), *_limit(run)]
+        return [
+            *problems,
+            *_check_outcomes(run),
+            *_check_fetches(run),
+            *_check_limit(run),
+            *_check_settlements(run),
+            *_check_ids_and_keys(run),
+        ]
+    return [*problems, *_check_report(run), *_check_produced_once(run), *_check_batches(run), *_check_limit(run)]
 
 
 def check_invariants(plan: Plan, record: RunRecord) -> list[str]:
     """Return what was lost, duplicated or overlapping in *record*, by the order of events alone.
 
-    No planned time is compared, so a machine that wakes sleepers late excuses none of it.
+    No planned time is compared, so a machine that wakes threads late excuses none of it.
     """
-    run = _Run(plan, record, 0.0)
+    run = _RecordedRun(plan, record, 0.0)
     if plan.kind == "produce":
-        return [*_overlaps(run), *_produced_once(run)]
-    return [*_overlaps(run), *_outcomes(run), *_settled_once(run)]
+        return [*_find_overlaps(run), *_check_produced_once(run)]
+    return [*_find_overlaps(run), *_check_outcomes(run), *_check_settled_once(run)]
 
 
-def _overlaps(run: _Run) -> Iterator[str]:
-    """CON-21: no two bodies of one id at a time; an exception handler may run beside a body that was given up."""
+def _find_overlaps(run: _RecordedRun) -> Iterator[str]:
+    """CON-21: no two calls of one id at a time; an exception handler may run next to an abandoned call."""
     bodies = sorted(
         (
             (delivery.transaction.id, body)
@@ -388,28 +406,28 @@ def _overlaps(run: _Run) -> Iterator[str]:
         ),
         key=lambda one: one[1].call.at,
     )
-    for at, (name, later) in enumerate(bodies):
-        for other, earlier in bodies[:at]:
+    for index, (name, later) in enumerate(bodies):
+        for other, earlier in bodies[:index]:
             if name == other and later.call.at < earlier.left:
                 yield f"id {name!r}: {later.call.step} entered at {later.call.at}, another body left at {earlier.left}"
 
 
-def _settled_once(run: _Run) -> Iterator[str]:
-    """CON-30, CON-36: at most one settlement, and none that gives a running body away."""
+def _check_settled_once(run: _RecordedRun) -> Iterator[str]:
+    """CON-30, CON-36: at most one settlement, and none that releases the claim of a running call."""
     for number in range(len(run.record.deliveries)):
         sent = [settlement for settlement in run.record.settlements if settlement.delivery == number]
-        name, left = run.name(number), run.left(number)
+        name, left = run.describe_delivery(number), run.get_last_return(number)
         if len(sent) > 1:
             yield f"{name} was settled {len(sent)} times: {[one.what for one in sent]}"
         for one in sent:
-            word = one.what if isinstance(one.what, str) else one.what[0]
-            if word in ("later", "release") and one.at < left:
-                yield f"{name}: {word} was sent at {one.at} though a body ran until {left}"
+            kind = one.what if isinstance(one.what, str) else one.what[0]
+            if kind in ("later", "release") and one.at < left:
+                yield f"{name}: {kind} was sent at {one.at} though a body ran until {left}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """A plan with its record, and what both together tell."""
+class _RecordedRun:
+    """A plan and its record."""
 
     plan: Plan
     record: RunRecord
@@ -425,66 +443,66 @@ class _Run:
         return int(self.loop.get("concurrency", {}).get("value", 10))
 
     @property
-    def batch(self) -> int:
+    def batch_size(self) -> int:
         return int(self.loop.get("batch", {}).get("size", 10))
 
     @property
-    def stop(self) -> float | None:
-        """When the loop was told to end, by an operator or by its own timeout, if it had not ended before."""
-        stop = _stop_of(self.plan, began=self.record.began)
-        return stop if stop is not None and stop <= self.record.ended + self.slack else None
+    def stop_time(self) -> float | None:
+        """The time of the stop by an operator or by the loop timeout, if the loop had not ended before."""
+        planned_stop = _get_stop_time(self.plan, began=self.record.began)
+        return planned_stop if planned_stop is not None and planned_stop <= self.record.ended + self.slack else None
 
-    def name(self, number: int) -> str:
+    def describe_delivery(self, number: int) -> str:
         delivery = self.record.deliveries[number]
         return f"delivery {number} (position {delivery.position}, id {delivery.transaction.id!r})"
 
-    def outcomes_of(self, number: int) -> list[OutcomeRecord]:
+    def list_outcomes(self, number: int) -> list[OutcomeRecord]:
         return [outcome for outcome in self.record.outcomes if outcome.delivery == number]
 
-    def left(self, number: int) -> float:
-        """When the last body of a delivery left."""
+    def get_last_return(self, number: int) -> float:
+        """Return when the last call of a delivery returned."""
         return max((body.left for body in self.record.deliveries[number].bodies), default=-math.inf)
 
-    def over(self, number: int) -> float:
-        """When a delivery gave its slot back: decided, and without a body."""
-        decided = min((outcome.at for outcome in self.outcomes_of(number)), default=math.inf)
-        return max(decided, self.left(number))
+    def get_slot_release(self, number: int) -> float:
+        """Return when a delivery freed its slot: decided, and without a running call."""
+        decided_at = min((outcome.at for outcome in self.list_outcomes(number)), default=math.inf)
+        return max(decided_at, self.get_last_return(number))
 
-    def deadline(self, number: int, body: BodyRecord) -> float:
-        """When the engine's patience with a body ended."""
-        limit = body.call.at + _or_endless(_retry(self.plan.policy, body.call.step)["timeout"])
+    def get_deadline(self, number: int, body: HandlerCallRecord) -> float:
+        """Return the deadline of a handler call."""
+        limit = body.call.at + _to_limit(_get_retry_policy(self.plan.policy, body.call.step)["timeout"])
         if body.call.step == "exception":
             return limit
         started = self.record.deliveries[number].started
-        return min(limit, (started or 0.0) + _or_endless(self.loop.get("transaction_timeout")))
+        return min(limit, (started or 0.0) + _to_limit(self.loop.get("transaction_timeout")))
 
-    def completed(self, number: int, body: BodyRecord) -> bool:
-        """Whether a body was ok within its time; what comes later does not count."""
-        return body.result == "ok" and body.left <= self.deadline(number, body) + self.slack
+    def is_completed(self, number: int, body: HandlerCallRecord) -> bool:
+        """Return whether a handler call succeeded within its time; a later result does not count."""
+        return body.result == "ok" and body.left <= self.get_deadline(number, body) + self.slack
 
 
-def _stop_of(plan: Plan, *, began: float) -> float | None:
+def _get_stop_time(plan: Plan, *, began: float) -> float | None:
     ends = (plan.stop_at, plan.policy["loop"].get("timeout"))
     return min((began + seconds for seconds in ends if seconds is not None), default=None)
 
 
-def _concurrency(run: _Run) -> Iterator[str]:
-    """CON-29, PRO-15: transactions with a running body never exceed the slots."""
+def _check_concurrency(run: _RecordedRun) -> Iterator[str]:
+    """CON-29, PRO-15: transactions with a running call never exceed the slots."""
     events: list[tuple[float, int]] = []
     for delivery in run.record.deliveries:
-        for entered, left in _merged(delivery.bodies):
+        for entered, left in _merge_spans(delivery.bodies):
             if left - run.slack > entered:
                 events += [(entered, 1), (left - run.slack, -1)]
     running = 0
-    for instant, change in sorted(events):  # who leaves at an instant does so before anybody enters
+    for instant, change in sorted(events):  # at equal times a call that returns is counted before one that starts
         running += change
         if running > run.concurrency:
             yield f"{running} transactions had a running body at {instant}, allowed are {run.concurrency}"
             return
 
 
-def _merged(bodies: tuple[BodyRecord, ...]) -> Iterator[tuple[float, float]]:
-    """The spans in which at least one of *bodies* ran."""
+def _merge_spans(bodies: tuple[HandlerCallRecord, ...]) -> Iterator[tuple[float, float]]:
+    """Yield the spans in which at least one of *bodies* ran."""
     current: tuple[float, float] | None = None
     for entered, left in sorted((body.call.at, body.left) for body in bodies):
         if current is not None and entered <= current[1]:
@@ -497,213 +515,226 @@ def _merged(bodies: tuple[BodyRecord, ...]) -> Iterator[tuple[float, float]]:
         yield current
 
 
-def _bodies(run: _Run) -> Iterator[str]:
-    """CON-21, CON-29: one body of a transaction at a time, but for the exception handler after the grace."""
+def _check_call_overlap(run: _RecordedRun) -> Iterator[str]:
+    """CON-21, CON-29: one call of a transaction at a time, except for the exception handler after the grace."""
     for number, delivery in enumerate(run.record.deliveries):
         bodies = sorted(delivery.bodies, key=lambda body: body.call.at)
-        for at, later in enumerate(bodies):
-            for earlier in bodies[:at]:
+        for index, later in enumerate(bodies):
+            for earlier in bodies[:index]:
                 if later.call.at >= earlier.left - run.slack:
                     continue
-                if not _may_overlap(run, number, earlier=earlier, later=later):
+                if not _can_overlap(run, number, earlier=earlier, later=later):
                     yield (
-                        f"{run.name(number)}: {later.call.step} entered at {later.call.at} while "
+                        f"{run.describe_delivery(number)}: {later.call.step} entered at {later.call.at} while "
                         f"{earlier.call.step} of {earlier.call.at} was running until {earlier.left}"
                     )
 
 
-def _may_overlap(run: _Run, number: int, *, earlier: BodyRecord, later: BodyRecord) -> bool:
+def _can_overlap(run: _RecordedRun, number: int, *, earlier: HandlerCallRecord, later: HandlerCallRecord) -> bool:
     if later.call.step != "exception" or earlier.call.step == "exception":
         return False
-    grace = _retry(run.plan.policy, earlier.call.step)["abandon_grace"]
-    return bool(later.call.at >= run.deadline(number, earlier) + grace - run.slack)
+    grace = _get_retry_policy(run.plan.policy, earlier.call.step)["abandon_grace"]
+    return bool(later.call.at >= run.get_deadline(number, earlier) + grace - run.slack)
 
 
-def _steps(run: _Run, number: int) -> Iterator[str]:
+def _check_steps(run: _RecordedRun, number: int) -> Iterator[str]:
     """CON-22, CON-23, CON-28, CON-45, PRO-14: which step may follow which, and what each outcome needs."""
-    delivery, name = run.record.deliveries[number], run.name(number)
+    delivery, name = run.record.deliveries[number], run.describe_delivery(number)
     order = {"process": 0, "produce": 0, "success": 1, "exception": 2}
     if any(order[a.step] > order[b.step] for a, b in pairwise(delivery.calls)):
         yield f"{name}: steps ran out of order: {[call.step for call in delivery.calls]}"
-    by_rank: list[list[BodyRecord]] = [[], [], []]
+    by_rank: list[list[HandlerCallRecord]] = [[], [], []]
     for body in delivery.bodies:
         by_rank[order[body.call.step]].append(body)
-    main, success, exception = by_rank
+    main, success, exceptions = by_rank
     if delivery.bodies and delivery.started is None:
         yield f"{name}: user code ran though no worker started"
     if delivery.bodies and not main:
         yield f"{name}: a handler ran before {'process' if run.plan.kind == 'consume' else 'produce'}"
-    if success and not (main and run.completed(number, main[-1])):
+    if success and not (main and run.is_completed(number, main[-1])):
         yield f"{name}: the success handler ran after a failure"
-    handled = sum(run.completed(number, body) for body in exception)
-    if handled > 1:
-        yield f"{name}: the exception handler ran to its end {handled} times"
-    for outcome in run.outcomes_of(number)[:1]:
-        succeeded = bool(success) and run.completed(number, success[-1]) and not exception
+    handled_count = sum(run.is_completed(number, body) for body in exceptions)
+    if handled_count > 1:
+        yield f"{name}: the exception handler ran to its end {handled_count} times"
+    for outcome in run.list_outcomes(number)[:1]:
+        succeeded = bool(success) and run.is_completed(number, success[-1]) and not exceptions
         fits = {
             "succeeded": succeeded,
-            "failed": handled == 1,
-            "handler_failed": bool(exception) and handled == 0,
-            "deferred": not success and not exception,
+            "failed": handled_count == 1,
+            "handler_failed": bool(exceptions) and handled_count == 0,
+            "deferred": not success and not exceptions,
             "released": True,
         }
         if not fits.get(outcome.outcome, False):
             yield f"{name}: outcome {outcome.outcome!r} does not fit its calls {[c.step for c in delivery.calls]}"
 
 
-def _ends(run: _Run) -> Iterator[str]:
-    """CON-36, PRO-07: after a stop nothing new starts, and the loop is gone when the drain is over."""
-    due = drain_end_of(run.plan, began=run.record.began)
-    if run.stop is not None and due is not None and run.record.ended > due + run.slack:
-        yield f"the loop ended at {run.record.ended}, due was {due}, with the drain"
+def _check_end(run: _RecordedRun) -> Iterator[str]:
+    """CON-36, PRO-07: after a stop nothing new starts, and the loop has ended at the end of the drain."""
+    drain_end = drain_end_of(run.plan, began=run.record.began)
+    if run.stop_time is not None and drain_end is not None and run.record.ended > drain_end + run.slack:
+        yield f"the loop ended at {run.record.ended}, due was {drain_end}, with the drain"
     for number, delivery in enumerate(run.record.deliveries):
-        if run.stop is not None and delivery.started is not None and delivery.started > run.stop + run.slack:
-            yield f"{run.name(number)} started at {delivery.started}, after the stop at {run.stop}"
+        if run.stop_time is not None and delivery.started is not None and delivery.started > run.stop_time + run.slack:
+            yield f"{run.describe_delivery(number)} started at {delivery.started}, after the stop at {run.stop_time}"
         for body in delivery.bodies:
             if body.call.at > run.record.ended + run.slack:
-                yield f"{run.name(number)}: {body.call.step} was called after the loop had ended"
+                yield f"{run.describe_delivery(number)}: {body.call.step} was called after the loop had ended"
 
 
-def _errors(run: _Run) -> Iterator[str]:
-    """CON-08, CON-19, CON-29, PRO-07: the loop raises only what it has a reason for."""
+def _check_raised(run: _RecordedRun) -> Iterator[str]:
+    """CON-08, CON-19, CON-29, PRO-07: the loop raises only errors that have a cause in the record."""
     raised, ended = run.record.raised, run.record.ended
     timeout = run.loop.get("timeout")
-    expired = timeout is not None and ended >= run.record.began + timeout - run.slack
-    if raised == "LoopTimeout" and not expired:
+    has_expired = timeout is not None and ended >= run.record.began + timeout - run.slack
+    if raised == "LoopTimeout" and not has_expired:
         yield f"LoopTimeout at {ended}, but the loop's timeout is {timeout}"
-    if raised in ("FetchException", "FetchTimeoutException") and not _fetch_gives_up(run):
+    if raised in ("FetchException", "FetchTimeoutException") and not _has_exhausted_fetch(run):
         yield f"{raised}, but no fetch failed as often as its budget allows"
     if raised == "LoopStalled":
-        held = sum(run.left(number) > ended - run.slack for number in range(len(run.record.deliveries)))
-        if held < run.concurrency:
-            yield f"LoopStalled with {held} bodies left running in {run.concurrency} slots"
+        running_count = sum(
+            run.get_last_return(number) > ended - run.slack for number in range(len(run.record.deliveries))
+        )
+        if running_count < run.concurrency:
+            yield f"LoopStalled with {running_count} bodies left running in {run.concurrency} slots"
     if raised not in (None, "LoopTimeout", "LoopStalled", "FetchException", "FetchTimeoutException"):
         yield f"the loop raised {raised}"
 
 
-def _fetch_gives_up(run: _Run) -> bool:
-    budget, failed = _retry(run.plan.policy, "fetch")["max_attempts"], 0
+def _has_exhausted_fetch(run: _RecordedRun) -> bool:
+    budget, failure_count = _get_retry_policy(run.plan.policy, "fetch")["max_attempts"], 0
     for fetch in run.record.fetches:
         if fetch.fault == "lost_connection" and run.loop.get("streaming"):
-            continue  # it spends no budget, and gives none back
-        failed = failed + 1 if fetch.fault in ("error", "lost_connection") else 0
-        if failed >= budget:
+            continue  # it neither uses nor resets attempts
+        failure_count = failure_count + 1 if fetch.fault in ("error", "lost_connection") else 0
+        if failure_count >= budget:
             return True
     return False
 
 
-def _outcomes(run: _Run) -> Iterator[str]:
+def _check_outcomes(run: _RecordedRun) -> Iterator[str]:
     """CON-30: every fetched transaction has exactly one outcome."""
     counts = Counter(outcome.delivery for outcome in run.record.outcomes)
     for number in range(len(run.record.deliveries)):
         if counts[number] != 1:
-            yield f"{run.name(number)} has {counts[number]} outcomes"
-    strangers = [number for number in counts if number is None or number >= len(run.record.deliveries)]
-    if strangers:
-        yield f"outcomes for deliveries that were never fetched: {strangers}"
+            yield f"{run.describe_delivery(number)} has {counts[number]} outcomes"
+    unknown_deliveries = [number for number in counts if number is None or number >= len(run.record.deliveries)]
+    if unknown_deliveries:
+        yield f"outcomes for deliveries that were never fetched: {unknown_deliveries}"
     for number, delivery in enumerate(run.record.deliveries):
-        for outcome in run.outcomes_of(number):
+        for outcome in run.list_outcomes(number):
             if delivery.started is None and outcome.outcome not in ("released", "deferred"):
-                yield f"{run.name(number)} never started but is {outcome.outcome}"
+                yield f"{run.describe_delivery(number)} never started but is {outcome.outcome}"
 
 
-def _fetches(run: _Run) -> Iterator[str]:
-    """CON-07, CON-31, CON-36, decision 12: no fetch after the stop, and none for more than there is room for."""
+def _check_fetches(run: _RecordedRun) -> Iterator[str]:
+    """CON-07, CON-31, CON-36, decision 12: no fetch after the stop, and none for more than the free capacity."""
     limit = run.loop.get("limit")
     if limit == 0 and run.record.fetches:
         yield f"limit is 0, but there were {len(run.record.fetches)} fetches"
     for index, fetch in enumerate(run.record.fetches):
-        if run.stop is not None and fetch.at > run.stop + run.slack:
-            yield f"fetch {index} at {fetch.at} came after the stop at {run.stop}"
-        room = {"batch": run.batch, "free slots": run.concurrency - _held(run, index, at=fetch.at)}
+        if run.stop_time is not None and fetch.at > run.stop_time + run.slack:
+            yield f"fetch {index} at {fetch.at} came after the stop at {run.stop_time}"
+        capacity = {
+            "batch": run.batch_size,
+            "free slots": run.concurrency - _count_occupied_slots(run, index, at=fetch.at),
+        }
         if limit is not None:
-            room["limit left"] = limit - sum(
+            capacity["limit left"] = limit - sum(
                 delivery.started is not None for delivery in run.record.deliveries if (delivery.fetch or 0) < index
             )
-        if not 1 <= fetch.asked <= min(room.values()):
-            yield f"fetch {index} at {fetch.at} asked for {fetch.asked}; there was {room}"
+        if not 1 <= fetch.asked <= min(capacity.values()):
+            yield f"fetch {index} at {fetch.at} asked for {fetch.asked}; there was {capacity}"
 
 
-def _held(run: _Run, fetch: int, *, at: float) -> int:
-    """How many slots were surely held at *at* by what earlier fetches had brought."""
+def _count_occupied_slots(run: _RecordedRun, fetch: int, *, at: float) -> int:
+    """Return how many slots deliveries of earlier fetches certainly occupied at *at*."""
     return sum(
         delivery.fetch is not None
         and delivery.fetch < fetch
         and delivery.started is not None
         and delivery.started <= at
-        and run.over(number) > at + run.slack
+        and run.get_slot_release(number) > at + run.slack
         for number, delivery in enumerate(run.record.deliveries)
     )
 
 
-def _limit(run: _Run) -> Iterator[str]:
-    """CON-31, PRO-12: exactly as many start as the limit and the input allow; an early end excuses fewer."""
+def _check_limit(run: _RecordedRun) -> Iterator[str]:
+    """CON-31, PRO-12: exactly as many start as the limit and the input allow; an early end allows fewer."""
     started = sum(delivery.started is not None for delivery in run.record.deliveries)
     if sorted(run.record.starts) != [n for n, d in enumerate(run.record.deliveries) if d.started is not None]:
         yield f"the starts {run.record.starts} are not those of the deliveries"
-    limit = _or_endless(run.loop.get("limit"))
+    limit = _to_limit(run.loop.get("limit"))
     if started > limit:
         yield f"{started} transactions started, the limit is {limit}"
-    # A second delivery of an id may have been put off, so only distinct ids are sure to be there; and
-    # one whose key is in flight is put off where as many wait for their key as there are slots.
+    # A second delivery of an id may be deferred, so only distinct ids are certain to start; a transaction
+    # whose key is in flight is deferred when as many wait for their key as there are slots.
     ids = {transaction.id for transaction in run.plan.transactions}
-    begun = {delivery.transaction.id for delivery in run.record.deliveries if delivery.started is not None}
-    put_off = {delivery.transaction.id for delivery in run.record.deliveries if delivery.transaction.key} - begun
-    sure = min(limit, len(ids - put_off))
-    if run.stop is None and run.record.raised is None and started < sure:
-        yield f"{started} transactions started, due were {sure}"
+    started_ids = {delivery.transaction.id for delivery in run.record.deliveries if delivery.started is not None}
+    deferred_ids = {
+        delivery.transaction.id for delivery in run.record.deliveries if delivery.transaction.key
+    } - started_ids
+    guaranteed_count = min(limit, len(ids - deferred_ids))
+    if run.stop_time is None and run.record.raised is None and started < guaranteed_count:
+        yield f"{started} transactions started, due were {guaranteed_count}"
     if run.record.reason == "limit" and started != limit:
         yield f"the loop ended at its limit {limit} with {started} started"
 
 
-def _settlements(run: _Run) -> Iterator[str]:
-    """CON-30, CON-31, CON-36, decision 11: one settlement each, none that gives away a running body."""
+def _check_settlements(run: _RecordedRun) -> Iterator[str]:
+    """CON-30, CON-31, CON-36, decision 11: one settlement each, none that releases the claim of a running call."""
     for number in range(len(run.record.deliveries)):
         sent = [settlement for settlement in run.record.settlements if settlement.delivery == number]
-        name, left = run.name(number), run.left(number)
+        name, left = run.describe_delivery(number), run.get_last_return(number)
         if len(sent) > 1:
             yield f"{name} was settled {len(sent)} times: {[one.what for one in sent]}"
         if not sent and left < run.record.ended - run.slack:
             yield f"{name} was left unsettled"
         for one in sent:
-            word = one.what if isinstance(one.what, str) else one.what[0]
-            if word in ("later", "release") and one.at < left - run.slack:
-                yield f"{name}: {word} was sent at {one.at} though a body ran until {left}"
-            for outcome in run.outcomes_of(number)[:1]:
+            kind = one.what if isinstance(one.what, str) else one.what[0]
+            if kind in ("later", "release") and one.at < left - run.slack:
+                yield f"{name}: {kind} was sent at {one.at} though a body ran until {left}"
+            for outcome in run.list_outcomes(number)[:1]:
                 fits = {"released": ("release",), "deferred": ("later",)}
-                if word not in fits.get(outcome.outcome, ("ack", "dead_letter", "later")):
+                if kind not in fits.get(outcome.outcome, ("ack", "dead_letter", "later")):
                     yield f"{name} is {outcome.outcome} but was settled as {one.what}"
 
 
-def _apart(run: _Run) -> Iterator[str]:
+def _check_ids_and_keys(run: _RecordedRun) -> Iterator[str]:
     """CON-21, CON-34: one id and one key are in flight once at a time, keys in fetch order."""
     started = [run.record.deliveries[number] for number in run.record.starts]
-    for later_at, later in enumerate(run.record.starts):
-        for earlier_at, earlier in enumerate(run.record.starts[:later_at]):
-            first, second = started[earlier_at], started[later_at]
+    for later_index, later in enumerate(run.record.starts):
+        for earlier_index, earlier in enumerate(run.record.starts[:later_index]):
+            first, second = started[earlier_index], started[later_index]
             same_id = first.transaction.id == second.transaction.id
             same_key = first.transaction.key is not None and first.transaction.key == second.transaction.key
             if not (same_id or same_key):
                 continue
-            if (second.started or 0.0) < run.over(earlier) - run.slack:
-                what = "id" if same_id else "key"
-                yield f"{run.name(later)} started at {second.started} while {run.name(earlier)} of the same {what} ran"
+            if (second.started or 0.0) < run.get_slot_release(earlier) - run.slack:
+                label = "id" if same_id else "key"
+                yield (
+                    f"{run.describe_delivery(later)} started at {second.started} while "
+                    f"{run.describe_delivery(earlier)} of the same {label} ran"
+                )
             if same_key and later < earlier:
-                yield f"{run.name(earlier)} started before {run.name(later)} of the same key, which came first"
+                yield (
+                    f"{run.describe_delivery(earlier)} started before {run.describe_delivery(later)} of the same key, "
+                    "which came first"
+                )
 
 
-def _report(run: _Run) -> Iterator[str]:
-    """PRO-18: one outcome per input, in order; what never started says why."""
+def _check_report(run: _RecordedRun) -> Iterator[str]:
+    """PRO-18: one outcome per input, in order; a transaction that never started has a reason."""
     inputs, outcomes = run.plan.transactions, run.record.outcomes
     if len(outcomes) != len(inputs):
         yield f"{len(outcomes)} outcomes for {len(inputs)} inputs"
         return
-    allowed = _reasons(run)
+    allowed = _list_allowed_reasons(run)
     for position, (transaction, outcome) in enumerate(zip(inputs, outcomes, strict=True)):
         if outcome.delivery is not None:
-            told = run.record.deliveries[outcome.delivery].transaction.id
-            if told != transaction.id:
-                yield f"position {position} is {transaction.id!r} but holds the outcome of {told!r}"
+            delivered_id = run.record.deliveries[outcome.delivery].transaction.id
+            if delivered_id != transaction.id:
+                yield f"position {position} is {transaction.id!r} but holds the outcome of {delivered_id!r}"
             continue
         if (outcome.outcome, outcome.attempts) != ("released", 0):
             yield f"position {position} never started but is {outcome.outcome} with {outcome.attempts} attempts"
@@ -711,45 +742,48 @@ def _report(run: _Run) -> Iterator[str]:
             yield f"position {position} never started because of {outcome.reason!r}; possible is {sorted(allowed)}"
 
 
-def _reasons(run: _Run) -> set[str]:
-    """Why a produced transaction may have been left alone in this run."""
+def _list_allowed_reasons(run: _RecordedRun) -> set[str]:
+    """Return the possible reasons for not starting a produced transaction in this run."""
     record = run.record
     timeout, stop_at = run.loop.get("timeout"), run.plan.stop_at
     return {
         reason
-        for reason, holds in (
+        for reason, is_possible in (
             ("limit", run.loop.get("limit") is not None),
             ("timeout", timeout is not None and record.ended >= record.began + timeout - run.slack),
             ("stop", stop_at is not None and record.ended >= record.began + stop_at - run.slack),
             ("stalled", record.raised == "LoopStalled"),
         )
-        if holds
+        if is_possible
     }
 
 
-def _produced_once(run: _Run) -> Iterator[str]:
+def _check_produced_once(run: _RecordedRun) -> Iterator[str]:
     """PRO-13: one id is run once, and all its positions hold that outcome."""
     runs = Counter(delivery.transaction.id for delivery in run.record.deliveries)
     for name, count in runs.items():
         if count > 1:
             yield f"id {name!r} was produced {count} times"
-    held: dict[str, tuple[object, ...]] = {}
+    outcomes_by_id: dict[str, tuple[object, ...]] = {}
     for transaction, outcome in zip(run.plan.transactions, run.record.outcomes, strict=False):
-        shared = (outcome.delivery, outcome.outcome, outcome.category, outcome.attempts)
-        if held.setdefault(transaction.id, shared) != shared:
+        outcome_fields = (outcome.delivery, outcome.outcome, outcome.category, outcome.attempts)
+        if outcomes_by_id.setdefault(transaction.id, outcome_fields) != outcome_fields:
             yield f"the positions of id {transaction.id!r} hold different outcomes"
 
 
-def _batches(run: _Run) -> Iterator[str]:
-    """PRO-05: a batch begins when the one before is decided."""
+def _check_batches(run: _RecordedRun) -> Iterator[str]:
+    """PRO-05: a batch starts after the outcomes of the previous batch are decided."""
     if len({transaction.id for transaction in run.plan.transactions}) < len(run.plan.transactions):
-        return  # whether a repeated id counts towards a batch is nobody's promise
+        return  # the specification does not say whether a repeated id counts towards a batch
     for later in run.record.starts:
         second = run.record.deliveries[later]
         for earlier in run.record.starts:
             first = run.record.deliveries[earlier]
-            if first.position // run.batch >= second.position // run.batch:
+            if first.position // run.batch_size >= second.position // run.batch_size:
                 continue
-            decided = min((outcome.at for outcome in run.outcomes_of(earlier)), default=math.inf)
-            if (second.started or 0.0) < decided - run.slack:
-                yield f"{run.name(later)} started before {run.name(earlier)} of an earlier batch was decided"
+            decided_at = min((outcome.at for outcome in run.list_outcomes(earlier)), default=math.inf)
+            if (second.started or 0.0) < decided_at - run.slack:
+                yield (
+                    f"{run.describe_delivery(later)} started before {run.describe_delivery(earlier)} "
+                    "of an earlier batch was decided"
+                )

@@ -1,8 +1,8 @@
 """A plan says what user code, connector and operator do in one run; a record says what the run did.
 
 A plan is drawn from a seed and is pure data, so that the same plan can be executed on every driver
-and be foretold by the oracle. All times are virtual seconds. Durations are drawn from a continuous
-range: two independent instants practically never coincide, and where they do the oracle says so.
+and be predicted by the oracle. All times are virtual seconds. Durations are drawn from a continuous
+range: two independent times practically never coincide, and where they do the oracle reports it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Does = Literal[
 Settles = Literal["ack", "dead_letter"] | tuple[Literal["later"], float]
 Fault = Literal["ok", "error", "lost_connection"] | tuple[Literal["slow"], float]
 
-ODD: frozenset[str] = frozenset({"system_exit", "keyboard_interrupt", "cancelled"})
+BASE_EXCEPTION_KINDS: frozenset[str] = frozenset({"system_exit", "keyboard_interrupt", "cancelled"})
 WITH_VERDICT: frozenset[str] = frozenset({"business", "system_exc", "timeout_exc"})
 
 
@@ -43,8 +43,8 @@ class Behaviour:
 
     ``retry_after``, ``final`` and ``later`` count only where ``does`` is one of ``WITH_VERDICT``. ``settles`` is
     what a success or exception handler returns when it is ok; None leaves it to the policy.
-    ``on_cancel`` matters in asyncio only: "leaves" ends at once when cancelled, "ignores" goes on
-    until ``takes`` is over. A thread always goes on. A hang is a behaviour with a large ``takes``.
+    ``on_cancel`` matters in asyncio only: "leaves" ends immediately when cancelled, "ignores" continues
+    until ``takes`` is over. A thread always continues. A hang is a behaviour with a large ``takes``.
     """
 
     takes: float = 0.0
@@ -55,19 +55,19 @@ class Behaviour:
     on_cancel: Literal["leaves", "ignores"] = "leaves"
     later: bool = False
 
-    def error(self) -> BaseException | None:
-        """A new instance of what this behaviour raises, or None if it returns."""
+    def make_error(self) -> BaseException | None:
+        """Return a new instance of the error that this behaviour raises, or None if it returns."""
         category = _CATEGORIES.get(self.does)
         if category is not None:
             return TransactionException(
-                self.does, category, retry_after=self.retry_after, final=self.final, later=self.later
+                self.does, category, retry_after=self.retry_after, final=self.final, not_attempted=self.later
             )
-        plain = _PLAIN.get(self.does)
-        return plain(self.does) if plain else None
+        exception_class = _PLAIN_EXCEPTIONS.get(self.does)
+        return exception_class(self.does) if exception_class else None
 
 
 _CATEGORIES = {"business": Category.BUSINESS, "system_exc": Category.SYSTEM, "timeout_exc": Category.TIMEOUT}
-_PLAIN: dict[str, Callable[[str], BaseException]] = {
+_PLAIN_EXCEPTIONS: dict[str, Callable[[str], BaseException]] = {
     "system": RuntimeError,
     "user_timeout": TimeoutError,
     "system_exit": SystemExit,
@@ -94,13 +94,13 @@ class TransactionPlan:
     success: tuple[Behaviour, ...] = ()
     exception: tuple[Behaviour, ...] = ()
 
-    def redelivered(self, calls: Mapping[str, int], *, attempts: int) -> TransactionPlan:
-        """This transaction as its next delivery sees it, after ``calls[step]`` calls of each step."""
-        made = calls.get("process", 0) + calls.get("produce", 0)
+    def for_redelivery(self, calls: Mapping[str, int], *, attempts: int) -> TransactionPlan:
+        """Return this transaction for its next delivery, after ``calls[step]`` calls of each step."""
+        call_count = calls.get("process", 0) + calls.get("produce", 0)
         return replace(
             self,
             attempts=attempts,
-            process=self.process[made:],
+            process=self.process[call_count:],
             success=self.success[calls.get("success", 0) :],
             exception=self.exception[calls.get("exception", 0) :],
         )
@@ -130,25 +130,25 @@ class Plan:
 class Call:
     """One call of user code: which step, which 0-based attempt index, when.
 
-    The last two are for the exception handler only: the category of the exception that it was told,
+    The last two are for the exception handler only: the category of the exception that it received,
     and that exception's ``still_running``; for the other steps they are None.
     """
 
     step: Step
     attempt: int
     at: float
-    told_category: str | None = None
+    error_category: str | None = None
     still_running: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class BodyRecord:
-    """The body of one call, written down by user code itself: it entered at ``call.at``.
+class HandlerCallRecord:
+    """One handler call, recorded by user code itself: it started at ``call.at``.
 
-    ``left`` is infinite if it had not left when the record was closed; a runner should let virtual
-    time go on after the loop's end, so that late leavers are seen. ``result`` is what user code did,
-    whatever the engine made of it. ``late`` is how much longer it stayed than it meant to: nobody but the
-    machine keeps a sleeper.
+    ``left`` is infinite if the call had not returned when the record was closed; a runner should let virtual
+    time continue after the loop's end, so that late returns are recorded. ``result`` is what user code did,
+    regardless of the engine's reaction. ``late`` is how much longer the call ran than planned: only the
+    machine delays a sleeping handler.
     """
 
     call: Call
@@ -161,10 +161,10 @@ class BodyRecord:
 class DeliveryRecord:
     """One delivery of a consumer, or one run of a producer.
 
-    Consumer: one per transaction that a fetch handed over, in the order handed over, whether or not
-    it started; a redelivery is a delivery of its own. Producer: one per run that really started.
+    Consumer: one per transaction that a fetch returned, in that order, whether or not
+    it started; a redelivery is a separate delivery. Producer: one per run that really started.
     ``position`` is the index into ``plan.transactions``; ``transaction`` is what was delivered, with
-    the attempts carried and the behaviours still to come (see ``redelivered``); ``fetch`` is the
+    the attempts carried and the behaviours still to come (see ``for_redelivery``); ``fetch`` is the
     index into ``RunRecord.fetches`` (None for producers); ``started`` is when its worker started.
     """
 
@@ -172,11 +172,11 @@ class DeliveryRecord:
     transaction: TransactionPlan
     fetch: int | None = None
     started: float | None = None
-    bodies: tuple[BodyRecord, ...] = ()
+    bodies: tuple[HandlerCallRecord, ...] = ()
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """The calls in the order in which they were made."""
+        """The calls, in the order in which they started."""
         return tuple(body.call for body in self.bodies)
 
 
@@ -199,7 +199,7 @@ class OutcomeRecord:
 
 @dataclass(frozen=True, slots=True)
 class FetchRecord:
-    """One call of the connector's fetch: when, how many were asked for, how many came."""
+    """One call of the connector's fetch: when, how many were requested, how many were returned."""
 
     at: float
     asked: int
@@ -218,12 +218,12 @@ class SettlementRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a runner saw of one run.
+    """What a runner recorded of one run.
 
     ``starts`` are indexes into ``deliveries`` in the order in which workers started. Consumer
     ``outcomes`` come in any order; a producer's are those of its report, one per input, in order.
-    ``ended`` is when the call of the loop came back, ``raised`` the class name of what it raised,
-    ``reason`` why it says that it ended (producers: None is fine).
+    ``ended`` is when the call of the loop returned, ``raised`` the class name of what it raised,
+    ``reason`` the reported end reason (producers: None is fine).
     """
 
     flavour: Flavour
@@ -241,7 +241,7 @@ class RunRecord:
 # Drawing a plan ------------------------------------------------------------------------------------
 
 
-class _Draw:
+class _RandomChoices:
     """A seeded source of choices."""
 
     __slots__ = ("random",)
@@ -255,8 +255,8 @@ class _Draw:
     def seconds(self, low: float, high: float) -> float:
         return low + (high - low) * self.random()
 
-    def whole(self, low: int, high: int) -> int:
-        """A whole number from *low* to *high*, both included."""
+    def integer(self, low: int, high: int) -> int:
+        """Return a whole number from *low* to *high*, both included."""
         return low + int(self.random() * (high - low + 1))
 
     def pick(self, options: tuple[Any, ...]) -> Any:
@@ -264,45 +264,45 @@ class _Draw:
 
 
 _HANDLERS = ("success", "exception")
-_FAILURES: tuple[Does, ...] = (
+_FAILURE_CHOICES: tuple[Does, ...] = (
     *("system",) * 5,
     *("system_exc",) * 5,
     *("timeout_exc",) * 3,
     *("user_timeout",) * 3,
     *("business",) * 3,
 )
-_ODD: tuple[Does, ...] = ("system_exit", "keyboard_interrupt", "cancelled")
+_BASE_EXCEPTION_CHOICES: tuple[Does, ...] = ("system_exit", "keyboard_interrupt", "cancelled")
 
 
 def plan_from_seed(seed: int) -> Plan:
-    """The plan of *seed*; equal seeds give equal plans."""
-    draw = _Draw(seed)
+    """Return the plan of *seed*; equal seeds give equal plans."""
+    draw = _RandomChoices(seed)
     kind: Kind = "consume" if draw.chance(0.6) else "produce"
-    policy = _policy(draw, kind)
-    count = draw.whole(1, 6)
-    keyed = kind == "consume" and draw.chance(0.35)
-    drawn = [_transaction(draw, policy, name=f"t{n}", keyed=keyed) for n in range(count)]
+    policy = _draw_policy(draw, kind)
+    count = draw.integer(1, 6)
+    has_keys = kind == "consume" and draw.chance(0.35)
+    transactions = [_draw_transaction(draw, policy, name=f"t{n}", has_key=has_keys) for n in range(count)]
     if draw.chance(0.3):
-        _plant(draw, drawn, behaviour=_hang, policy=policy)
+        _insert_behaviour(draw, transactions, behaviour=_draw_hang, policy=policy)
     if draw.chance(0.35):
-        _plant(draw, drawn, behaviour=_odd, policy=policy)
+        _insert_behaviour(draw, transactions, behaviour=_draw_base_exception, policy=policy)
     if draw.chance(0.3):
-        _duplicate(draw, drawn)
+        _duplicate_transaction(draw, transactions)
     stop_at = draw.seconds(0.05, 7.0) if draw.chance(0.35) else None
     loop = policy["loop"]
     if draw.chance(0.2):
-        loop["limit"] = draw.whole(0, len(drawn) + 1)
+        loop["limit"] = draw.integer(0, len(transactions) + 1)
     if kind == "consume" and stop_at is not None and draw.chance(0.15):
-        loop["streaming"] = True  # only a loop that somebody stops may stream: it has no other end
-    faults = _faults(draw) if kind == "consume" and draw.chance(0.2) else ()
-    return Plan(seed, kind, policy, tuple(drawn), stop_at, faults)
+        loop["streaming"] = True  # only a loop with a planned stop may stream: it has no other end
+    faults = _draw_faults(draw) if kind == "consume" and draw.chance(0.2) else ()
+    return Plan(seed, kind, policy, tuple(transactions), stop_at, faults)
 
 
-def _policy(draw: _Draw, kind: Kind) -> dict[str, Any]:
-    main = "process" if kind == "consume" else "produce"
+def _draw_policy(draw: _RandomChoices, kind: Kind) -> dict[str, Any]:
+    main_step = "process" if kind == "consume" else "produce"
     loop: dict[str, Any] = {
-        "concurrency": {"value": draw.whole(1, 4)},
-        "batch": {"size": draw.whole(1, 4)},
+        "concurrency": {"value": draw.integer(1, 4)},
+        "batch": {"size": draw.integer(1, 4)},
         "drain_timeout": 0.0 if draw.chance(0.05) else draw.seconds(0.3, 8.0),
     }
     if draw.chance(0.5):
@@ -311,11 +311,11 @@ def _policy(draw: _Draw, kind: Kind) -> dict[str, Any]:
         loop["transaction_timeout"] = draw.seconds(0.5, 8.0)
     if draw.chance(0.06):
         loop["timeout"] = draw.seconds(0.5, 9.0)
-    steps: dict[str, Any] = {name: {"retry": _retry(draw)} for name in (main, *_HANDLERS)}
+    steps: dict[str, Any] = {name: {"retry": _draw_retry(draw)} for name in (main_step, *_HANDLERS)}
     if kind == "consume":
         loop["streaming"] = False
         loop["identity_delay"] = draw.seconds(0.2, 2.0)
-        steps["fetch"] = {"retry": {"max_attempts": draw.whole(2, 4), "timeout": 20.0, "backoff": 0.1, "cap": 1.0}}
+        steps["fetch"] = {"retry": {"max_attempts": draw.integer(2, 4), "timeout": 20.0, "backoff": 0.1, "cap": 1.0}}
         steps["settle"] = {
             f"on_{category}": "ack" if draw.chance(0.3) else "dead_letter"
             for category in ("business", "system", "timeout")
@@ -323,9 +323,9 @@ def _policy(draw: _Draw, kind: Kind) -> dict[str, Any]:
     return {"loop": loop, "steps": steps}
 
 
-def _retry(draw: _Draw) -> dict[str, Any]:
+def _draw_retry(draw: _RandomChoices) -> dict[str, Any]:
     return {
-        "max_attempts": draw.whole(1, 4),
+        "max_attempts": draw.integer(1, 4),
         "timeout": draw.seconds(0.4, 3.0),
         "backoff": 0.0 if draw.chance(0.2) else draw.seconds(0.05, 1.0),
         "multiplier": 1.0 if draw.chance(0.3) else draw.seconds(1.0, 3.0),
@@ -335,160 +335,172 @@ def _retry(draw: _Draw) -> dict[str, Any]:
     }
 
 
-def _transaction(draw: _Draw, policy: dict[str, Any], *, name: str, keyed: bool) -> TransactionPlan:
+def _draw_transaction(draw: _RandomChoices, policy: dict[str, Any], *, name: str, has_key: bool) -> TransactionPlan:
     steps = policy["steps"]
-    main = steps["process" if "process" in steps else "produce"]["retry"]
+    main_retry = steps["process" if "process" in steps else "produce"]["retry"]
     return TransactionPlan(
         id=name,
-        key=draw.pick(("red", "blue", None)) if keyed else None,
-        attempts=draw.whole(1, main["max_attempts"]) if draw.chance(0.1) else 0,
-        process=_story(draw, main, fails=0.5, handler=False),
-        success=_story(draw, steps["success"]["retry"], fails=0.3, handler=True),
-        exception=_story(draw, steps["exception"]["retry"], fails=0.3, handler=True),
+        key=draw.pick(("red", "blue", None)) if has_key else None,
+        attempts=draw.integer(1, main_retry["max_attempts"]) if draw.chance(0.1) else 0,
+        process=_draw_behaviours(draw, main_retry, failure_share=0.5, is_handler=False),
+        success=_draw_behaviours(draw, steps["success"]["retry"], failure_share=0.3, is_handler=True),
+        exception=_draw_behaviours(draw, steps["exception"]["retry"], failure_share=0.3, is_handler=True),
     )
 
 
-def _story(draw: _Draw, retry: dict[str, Any], *, fails: float, handler: bool) -> tuple[Behaviour, ...]:
-    """Some failing calls, as many as the step may make at most, then one that is ok."""
-    failing = draw.whole(1, retry["max_attempts"]) if draw.chance(fails) else 0
-    calls = [_hang(draw, retry) if draw.chance(0.06) else _failure(draw, retry) for _ in range(failing)]
-    if failing < retry["max_attempts"]:
-        settles = _settles(draw) if handler and draw.chance(0.3) else None
-        calls.append(Behaviour(_short(draw, retry), settles=settles, on_cancel=_on_cancel(draw)))
+def _draw_behaviours(
+    draw: _RandomChoices, retry: dict[str, Any], *, failure_share: float, is_handler: bool
+) -> tuple[Behaviour, ...]:
+    """Return some failing calls, at most as many as the step may make, then one that is ok."""
+    failure_count = draw.integer(1, retry["max_attempts"]) if draw.chance(failure_share) else 0
+    calls = [_draw_hang(draw, retry) if draw.chance(0.06) else _draw_failure(draw, retry) for _ in range(failure_count)]
+    if failure_count < retry["max_attempts"]:
+        settles = _draw_settlement(draw) if is_handler and draw.chance(0.3) else None
+        calls.append(Behaviour(_draw_short_time(draw, retry), settles=settles, on_cancel=_draw_on_cancel(draw)))
     return tuple(calls)
 
 
-def _failure(draw: _Draw, retry: dict[str, Any]) -> Behaviour:
-    does = draw.pick(_FAILURES)
+def _draw_failure(draw: _RandomChoices, retry: dict[str, Any]) -> Behaviour:
+    does = draw.pick(_FAILURE_CHOICES)
     retry_after, final, later = None, False, False
     if does in WITH_VERDICT:
         final, later = draw.chance(0.15), draw.chance(0.15)
         if draw.chance(0.35):
-            beyond = draw.chance(0.5)
-            retry_after = retry["hold"] + draw.seconds(0.1, 2.0) if beyond else draw.seconds(0.05, 1.5)
-    return Behaviour(_short(draw, retry), does, retry_after, final, None, _on_cancel(draw), later)
+            exceeds_hold = draw.chance(0.5)
+            retry_after = retry["hold"] + draw.seconds(0.1, 2.0) if exceeds_hold else draw.seconds(0.05, 1.5)
+    return Behaviour(_draw_short_time(draw, retry), does, retry_after, final, None, _draw_on_cancel(draw), later)
 
 
-def _odd(draw: _Draw, retry: dict[str, Any]) -> Behaviour:
-    return Behaviour(_short(draw, retry), draw.pick(_ODD), on_cancel=_on_cancel(draw))
+def _draw_base_exception(draw: _RandomChoices, retry: dict[str, Any]) -> Behaviour:
+    return Behaviour(_draw_short_time(draw, retry), draw.pick(_BASE_EXCEPTION_CHOICES), on_cancel=_draw_on_cancel(draw))
 
 
-def _hang(draw: _Draw, retry: dict[str, Any]) -> Behaviour:
-    """A body that outlives its timeout: within the grace, somewhat beyond it, or beyond everything."""
+def _draw_hang(draw: _RandomChoices, retry: dict[str, Any]) -> Behaviour:
+    """Return a call that exceeds its timeout: within the grace, somewhat beyond it, or far beyond it."""
     timeout, grace = retry["timeout"], retry["abandon_grace"]
-    lot = draw.random()
-    if lot < 0.4:
+    choice = draw.random()
+    if choice < 0.4:
         takes = timeout + draw.seconds(0.02, grace)
-    elif lot < 0.8:
+    elif choice < 0.8:
         takes = timeout + grace + draw.seconds(0.02, 5.0)
     else:
         takes = draw.seconds(100.0, 300.0)
-    does: Does = "ok" if draw.chance(0.6) else draw.pick(_FAILURES)
-    return Behaviour(takes, does, on_cancel=_on_cancel(draw))
+    does: Does = "ok" if draw.chance(0.6) else draw.pick(_FAILURE_CHOICES)
+    return Behaviour(takes, does, on_cancel=_draw_on_cancel(draw))
 
 
-def _short(draw: _Draw, retry: dict[str, Any]) -> float:
+def _draw_short_time(draw: _RandomChoices, retry: dict[str, Any]) -> float:
     return 0.0 if draw.chance(0.2) else draw.seconds(0.01, 0.7) * retry["timeout"]
 
 
-def _on_cancel(draw: _Draw) -> Literal["leaves", "ignores"]:
+def _draw_on_cancel(draw: _RandomChoices) -> Literal["leaves", "ignores"]:
     return "leaves" if draw.chance(0.6) else "ignores"
 
 
-def _settles(draw: _Draw) -> Settles:
-    lot = draw.random()
-    if lot < 0.5:
+def _draw_settlement(draw: _RandomChoices) -> Settles:
+    choice = draw.random()
+    if choice < 0.5:
         return ("later", draw.seconds(0.1, 5.0))
-    return "ack" if lot < 0.75 else "dead_letter"
+    return "ack" if choice < 0.75 else "dead_letter"
 
 
-def _plant(
-    draw: _Draw,
-    drawn: list[TransactionPlan],
+def _insert_behaviour(
+    draw: _RandomChoices,
+    transactions: list[TransactionPlan],
     *,
-    behaviour: Callable[[_Draw, dict[str, Any]], Behaviour],
+    behaviour: Callable[[_RandomChoices, dict[str, Any]], Behaviour],
     policy: dict[str, Any],
 ) -> None:
-    """Put a behaviour where its step will call it, so that the plan is not special on paper only."""
-    at = draw.whole(0, len(drawn) - 1)
-    steps, chosen, lot = policy["steps"], drawn[at], draw.random()
-    if lot < 0.6:
+    """Put a behaviour where its step will certainly call it."""
+    index = draw.integer(0, len(transactions) - 1)
+    steps, transaction, choice = policy["steps"], transactions[index], draw.random()
+    if choice < 0.6:
         retry = steps["process" if "process" in steps else "produce"]["retry"]
-        drawn[at] = replace(chosen, process=_led(behaviour(draw, retry), chosen.process, retry))
-    elif lot < 0.8:
+        transactions[index] = replace(
+            transaction, process=_prepend_behaviour(behaviour(draw, retry), transaction.process, retry)
+        )
+    elif choice < 0.8:
         retry = steps["success"]["retry"]
-        drawn[at] = replace(chosen, process=(), success=_led(behaviour(draw, retry), chosen.success, retry))
+        transactions[index] = replace(
+            transaction, process=(), success=_prepend_behaviour(behaviour(draw, retry), transaction.success, retry)
+        )
     else:
         retry = steps["exception"]["retry"]
         business = (Behaviour(does="business"),)
-        drawn[at] = replace(chosen, process=business, exception=_led(behaviour(draw, retry), chosen.exception, retry))
+        transactions[index] = replace(
+            transaction,
+            process=business,
+            exception=_prepend_behaviour(behaviour(draw, retry), transaction.exception, retry),
+        )
 
 
-def _led(first: Behaviour, rest: tuple[Behaviour, ...], retry: dict[str, Any]) -> tuple[Behaviour, ...]:
+def _prepend_behaviour(first: Behaviour, rest: tuple[Behaviour, ...], retry: dict[str, Any]) -> tuple[Behaviour, ...]:
     return (first, *rest)[: retry["max_attempts"]]
 
 
-def _duplicate(draw: _Draw, drawn: list[TransactionPlan]) -> None:
-    if len(drawn) == 6:
-        drawn.pop()
-    twin = drawn[draw.whole(0, len(drawn) - 1)]
-    drawn.insert(draw.whole(0, len(drawn)), twin)
+def _duplicate_transaction(draw: _RandomChoices, transactions: list[TransactionPlan]) -> None:
+    if len(transactions) == 6:
+        transactions.pop()
+    duplicate = transactions[draw.integer(0, len(transactions) - 1)]
+    transactions.insert(draw.integer(0, len(transactions)), duplicate)
 
 
-def _faults(draw: _Draw) -> tuple[Fault, ...]:
-    def one() -> Fault:
-        lot = draw.random()
-        if lot < 0.5:
+def _draw_faults(draw: _RandomChoices) -> tuple[Fault, ...]:
+    def draw_fault() -> Fault:
+        choice = draw.random()
+        if choice < 0.5:
             return "ok"
-        if lot < 0.7:
+        if choice < 0.7:
             return ("slow", draw.seconds(0.05, 3.0))
-        return "error" if lot < 0.87 else "lost_connection"
+        return "error" if choice < 0.87 else "lost_connection"
 
-    return tuple(one() for _ in range(draw.whole(1, 4)))
+    return tuple(draw_fault() for _ in range(draw.integer(1, 4)))
 
 
 # Counting what was drawn ---------------------------------------------------------------------------
 
 
-def shares(plans: Iterable[Plan]) -> dict[str, int]:
-    """How many of *plans* contain each special thing, and under "plans" how many there are."""
-    counts = dict.fromkeys(("plans", *_MARKS), 0)
+def count_features(plans: Iterable[Plan]) -> dict[str, int]:
+    """Return how many of *plans* contain each feature, and under "plans" how many there are."""
+    counts = dict.fromkeys(("plans", *_FEATURES), 0)
     for plan in plans:
         counts["plans"] += 1
-        for name, has in _MARKS.items():
-            counts[name] += has(plan)
+        for name, has_feature in _FEATURES.items():
+            counts[name] += has_feature(plan)
     return counts
 
 
-def _some(test: Callable[[Behaviour, dict[str, Any]], bool], *names: str) -> Callable[[Plan], bool]:
-    """Whether a plan has a behaviour, in the steps of these names, that passes *test* under its retry policy."""
+def _make_predicate(test: Callable[[Behaviour, dict[str, Any]], bool], *names: str) -> Callable[[Plan], bool]:
+    """Return a predicate: a plan has a behaviour in these steps that passes *test* under its retry policy."""
 
-    def has(plan: Plan) -> bool:
-        main = "process" if plan.kind == "consume" else "produce"
+    def has_behaviour(plan: Plan) -> bool:
+        main_step = "process" if plan.kind == "consume" else "produce"
         for name in names:
-            retry = plan.policy["steps"][main if name == "process" else name]["retry"]
+            retry = plan.policy["steps"][main_step if name == "process" else name]["retry"]
             for transaction in plan.transactions:
                 if any(test(behaviour, retry) for behaviour in getattr(transaction, name)):
                     return True
         return False
 
-    return has
+    return has_behaviour
 
 
 _ALL_STEPS = ("process", *_HANDLERS)
-_deferring = _some(lambda b, retry: (b.retry_after or 0.0) > retry["hold"], "process")
-_MARKS: dict[str, Callable[[Plan], bool]] = {
-    "hang": _some(lambda b, retry: b.takes > retry["timeout"], *_ALL_STEPS),
+_is_deferring = _make_predicate(lambda b, retry: (b.retry_after or 0.0) > retry["hold"], "process")
+_FEATURES: dict[str, Callable[[Plan], bool]] = {
+    "hang": _make_predicate(lambda b, retry: b.takes > retry["timeout"], *_ALL_STEPS),
     "shutdown": lambda plan: plan.stop_at is not None,
     "duplicate": lambda plan: len({t.id for t in plan.transactions}) < len(plan.transactions),
-    "odd": _some(lambda b, _: b.does in ODD, *_ALL_STEPS),
-    "outlives_grace": _some(lambda b, retry: b.takes > retry["timeout"] + retry["abandon_grace"], *_ALL_STEPS),
-    "business": _some(lambda b, _: b.does == "business", "process"),
-    "beyond_hold": lambda plan: plan.kind == "consume" and _deferring(plan),
-    "final": _some(lambda b, _: b.final, *_ALL_STEPS),
-    "later": _some(lambda b, _: b.later, "process"),
-    "handler_failure": _some(lambda b, _: b.does != "ok", *_HANDLERS),
-    "own_settlement": _some(lambda b, _: b.settles is not None, *_HANDLERS),
+    "odd": _make_predicate(lambda b, _: b.does in BASE_EXCEPTION_KINDS, *_ALL_STEPS),
+    "outlives_grace": _make_predicate(
+        lambda b, retry: b.takes > retry["timeout"] + retry["abandon_grace"], *_ALL_STEPS
+    ),
+    "business": _make_predicate(lambda b, _: b.does == "business", "process"),
+    "beyond_hold": lambda plan: plan.kind == "consume" and _is_deferring(plan),
+    "final": _make_predicate(lambda b, _: b.final, *_ALL_STEPS),
+    "later": _make_predicate(lambda b, _: b.later, "process"),
+    "handler_failure": _make_predicate(lambda b, _: b.does != "ok", *_HANDLERS),
+    "own_settlement": _make_predicate(lambda b, _: b.settles is not None, *_HANDLERS),
     "lifecycle": lambda plan: plan.policy["loop"].get("transaction_timeout") is not None,
     "loop_timeout": lambda plan: plan.policy["loop"].get("timeout") is not None,
     "limit": lambda plan: plan.policy["loop"].get("limit") is not None,

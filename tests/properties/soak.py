@@ -1,13 +1,13 @@
-"""The long run: very many plans in virtual time, and some in real time, each held against the oracle.
+"""The long run: very many plans in virtual time, and some in real time, each compared with the oracle.
 
-Real time needs tolerances. Plans are carried out at ``SCALE`` of their planned times, many at once; the
-oracle is told that instants closer than ``REAL_SLACK`` may come in either order. A watch beside them
-measures how late the machine wakes a sleeper: a plan during which that was more than ``LAG`` is
-carried out again, because its times say more about the machine than about the engine. What was lost,
-duplicated or overlapping depends on no time: it is checked in every run, also in those.
+Real time needs tolerances. Plans run at ``TIME_SCALE`` of their planned times, many at once; the
+oracle allows times closer than ``REAL_SLACK_SECONDS`` in either order. A monitor next to them
+measures how late the machine wakes a thread: a plan during which that was more than ``MAX_LAG_SECONDS`` is
+run again, because its times say more about the machine than about the engine. Lost,
+duplicated or overlapping work depends on no time: it is checked in every run, also in those.
 
 The last line is JSON. The exit code is 1 if there was any difference, if too many plans could not be
-judged, or if the plans held too little trouble.
+compared, or if the plans contained too few faults.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ergon_framework.testing.virtual import VirtualLoop
-from tests.properties.oracle import TOLERANCE, check_invariants
-from tests.properties.plan import Plan, plan_from_seed, shares
+from tests.properties.oracle import TOLERANCE_SECONDS, check_invariants
+from tests.properties.plan import Plan, count_features, plan_from_seed
 from tests.properties.world import (
-    REAL_SLACK,
+    REAL_SLACK_SECONDS,
     Run,
+    compare_run,
     explain,
-    in_asyncio,
-    in_real_asyncio,
-    in_real_threads,
-    in_simulation,
-    in_threads,
-    judge,
-    scaled,
+    run_in_asyncio,
+    run_in_real_asyncio,
+    run_in_real_threads,
+    run_in_simulation,
+    run_in_threads,
+    scale_plan,
 )
 
-#: Out of twenty consecutive seeds, who gets how many; threads are the dearest.
-TURNS = ("threads",) * 3 + ("asyncio",) * 7 + ("simulated threads",) * 5 + ("simulated asyncio",) * 5
-CHUNK = 500
+#: The worlds of twenty consecutive seeds; threads are the most expensive.
+WORLD_ROTATION = ("threads",) * 3 + ("asyncio",) * 7 + ("simulated threads",) * 5 + ("simulated asyncio",) * 5
+CHUNK_SIZE = 500
 
-SCALE = 0.2
-LAG = 0.020
-AT_ONCE = {"real threads": 60, "real asyncio": 120}
-TRIES = 10
-UNJUDGED = 0.02
+TIME_SCALE = 0.2
+MAX_LAG_SECONDS = 0.020
+CONCURRENT_PLANS = {"real threads": 60, "real asyncio": 120}
+MAX_RUNS_PER_PLAN = 10
+MAX_UNCOMPARED_SHARE = 0.02
 
-NEEDED = {"hang": 0.2, "shutdown": 0.2, "duplicate": 0.2, "odd": 0.2}
+REQUIRED_SHARES = {"hang": 0.2, "shutdown": 0.2, "duplicate": 0.2, "odd": 0.2}
 
 
-class Tally:
-    """What a chunk, or all of them, came to."""
+class SoakResults:
+    """The results of one chunk, or of all chunks."""
 
     def __init__(self) -> None:
         self.worlds: Counter[str] = Counter()
@@ -68,230 +68,243 @@ class Tally:
         self.deliveries: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         #: How many runs in real time were checked for lost, duplicated and overlapping work.
         self.invariants = 0
-        self.unjudged = 0
+        self.uncompared = 0
         self.repeated = 0
-        self.differing: list[tuple[int, str, str]] = []
+        self.differences: list[tuple[int, str, str]] = []
 
-    def note(self, run: Run, world: str, slack: float = TOLERANCE) -> None:
+    def compare(self, run: Run, world: str, slack: float = TOLERANCE_SECONDS) -> None:
         self.worlds[world] += 1
-        found = judge(run, slack=slack, counts=self.deliveries[world.startswith("real")])
-        if found:
-            self.differing.append((run.plan.seed, world, explain(run, found, world)))
+        problems = compare_run(run, slack=slack, counts=self.deliveries[world.startswith("real")])
+        if problems:
+            self.differences.append((run.plan.seed, world, explain(run, problems, world)))
 
     def check_invariants(self, run: Run, world: str) -> None:
         self.invariants += 1
-        broken = check_invariants(run.plan, run.record)
-        if broken:
-            self.differing.append((run.plan.seed, world, explain(run, broken, world)))
+        problems = check_invariants(run.plan, run.record)
+        if problems:
+            self.differences.append((run.plan.seed, world, explain(run, problems, world)))
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: SoakResults) -> None:
         self.invariants += other.invariants
         self.worlds += other.worlds
         self.shares += other.shares
         for mine, theirs in zip(self.deliveries, other.deliveries, strict=True):
             mine.update(theirs)
-        self.unjudged += other.unjudged
+        self.uncompared += other.uncompared
         self.repeated += other.repeated
-        self.differing += other.differing
+        self.differences += other.differences
 
 
 # -- virtual time -----------------------------------------------------------------------------------------
 
 
-def virtual_chunk(seeds: Iterable[int]) -> Tally:
-    tally, loop = Tally(), VirtualLoop()
+def run_virtual_chunk(seeds: Iterable[int]) -> SoakResults:
+    results, loop = SoakResults(), VirtualLoop()
     plans = []
     for seed in seeds:
-        world, plan = TURNS[seed % len(TURNS)], plan_from_seed(seed)
+        world, plan = WORLD_ROTATION[seed % len(WORLD_ROTATION)], plan_from_seed(seed)
         plans.append(plan)
         if world == "threads":
-            run = in_threads(plan)
+            run = run_in_threads(plan)
         elif world == "asyncio":
-            run = in_asyncio(plan, loop)
+            run = run_in_asyncio(plan, loop)
         else:
-            run = in_simulation(plan, "threads" if world.endswith("threads") else "asyncio")
-        tally.note(run, world)
-    tally.shares += Counter(shares(plans))
+            run = run_in_simulation(plan, "threads" if world.endswith("threads") else "asyncio")
+        results.compare(run, world)
+    results.shares += Counter(count_features(plans))
     loop.close()
-    return tally
+    return results
 
 
 # -- real time --------------------------------------------------------------------------------------------
 
 
-class Watch:
-    """Notes when the machine woke a sleeper too late."""
+class LagMonitor:
+    """Records when the machine woke a thread or task too late."""
 
     def __init__(self) -> None:
-        #: From when to when each of them overslept: it may notice after a plan that suffered with it has ended.
-        self._late: list[tuple[float, float]] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        #: Due time and actual time of each late wakeup: it may be recorded after an affected plan has ended.
+        self._late_wakeups: list[tuple[float, float]] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._measure, daemon=True)
         self._thread.start()
 
-    def _look(self) -> None:
-        nap = LAG / 4
+    def _measure(self) -> None:
+        interval = MAX_LAG_SECONDS / 4
         before = time.monotonic()
-        while not self._over.is_set():
-            time.sleep(nap)
+        while not self._stopped.is_set():
+            time.sleep(interval)
             now = time.monotonic()
-            self.woken(now - before - nap, now)
+            self.record_wakeup(now - before - interval, now)
             before = now
 
-    def woken(self, late: float, now: float) -> None:
-        if late > LAG:
-            self._late.append((now - late, now))
+    def record_wakeup(self, lateness: float, now: float) -> None:
+        if lateness > MAX_LAG_SECONDS:
+            self._late_wakeups.append((now - lateness, now))
 
-    def witnessed(self, run: Run) -> Run:
-        """*run*, after its bodies were heard: each sleeps as long as its plan says, and nobody else wakes it.
+    def record_call_delays(self, run: Run) -> Run:
+        """Record the delays of the handler calls of *run*: each sleeps for its planned time and is woken by the clock.
 
-        One core may stand still while the watch's own thread runs on another.
+        One core may stall while the monitor's own thread runs on another.
         """
         for delivery in run.record.deliveries:
             for body in delivery.bodies:
-                self.woken(body.late, body.left)
+                self.record_wakeup(body.late, body.left)
         return run
 
-    def disturbed(self, run: Run) -> bool:
-        return any(due <= run.record.ended and run.record.began <= woken for due, woken in list(self._late))
+    def is_disturbed(self, run: Run) -> bool:
+        return any(due <= run.record.ended and run.record.began <= woken for due, woken in list(self._late_wakeups))
 
     def close(self) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
 
 
-def real_chunk(world: str, seeds: Iterable[int]) -> Tally:
-    tally, plans = Tally(), [plan_from_seed(seed) for seed in seeds]
-    tally.shares += Counter(shares(plans))
-    todo, watch = [scaled(plan, SCALE) for plan in plans], Watch()
-    tried = _threads(todo, watch) if world == "real threads" else asyncio.run(_tasks(todo, watch))
-    watch.close()
-    for runs in tried:
-        tally.repeated += len(runs) - 1
+def run_real_chunk(world: str, seeds: Iterable[int]) -> SoakResults:
+    results, plans = SoakResults(), [plan_from_seed(seed) for seed in seeds]
+    results.shares += Counter(count_features(plans))
+    scaled_plans, monitor = [scale_plan(plan, TIME_SCALE) for plan in plans], LagMonitor()
+    runs_by_plan = (
+        _run_on_threads(scaled_plans, monitor)
+        if world == "real threads"
+        else asyncio.run(_run_on_tasks(scaled_plans, monitor))
+    )
+    monitor.close()
+    for runs in runs_by_plan:
+        results.repeated += len(runs) - 1
         for run in runs:
-            tally.check_invariants(run, world)
-        if watch.disturbed(runs[-1]):
-            tally.unjudged += 1
+            results.check_invariants(run, world)
+        if monitor.is_disturbed(runs[-1]):
+            results.uncompared += 1
         else:
-            tally.note(runs[-1], world, REAL_SLACK)
-    return tally
+            results.compare(runs[-1], world, REAL_SLACK_SECONDS)
+    return results
 
 
-def _threads(plans: list[Plan], watch: Watch) -> list[list[Run]]:
-    def one(plan: Plan) -> list[Run]:
-        runs = [watch.witnessed(in_real_threads(plan))]
-        while watch.disturbed(runs[-1]) and len(runs) < TRIES:
-            runs.append(watch.witnessed(in_real_threads(plan)))
+def _run_on_threads(plans: list[Plan], monitor: LagMonitor) -> list[list[Run]]:
+    def run_plan(plan: Plan) -> list[Run]:
+        runs = [monitor.record_call_delays(run_in_real_threads(plan))]
+        while monitor.is_disturbed(runs[-1]) and len(runs) < MAX_RUNS_PER_PLAN:
+            runs.append(monitor.record_call_delays(run_in_real_threads(plan)))
         return runs
 
-    with ThreadPoolExecutor(AT_ONCE["real threads"]) as pool:
-        return list(pool.map(one, plans))
+    with ThreadPoolExecutor(CONCURRENT_PLANS["real threads"]) as pool:
+        return list(pool.map(run_plan, plans))
 
 
-async def _tasks(plans: list[Plan], watch: Watch) -> list[list[Run]]:
-    places = asyncio.Semaphore(AT_ONCE["real asyncio"])
+async def _run_on_tasks(plans: list[Plan], monitor: LagMonitor) -> list[list[Run]]:
+    slots = asyncio.Semaphore(CONCURRENT_PLANS["real asyncio"])
 
-    async def one(plan: Plan) -> list[Run]:
-        async with places:
-            runs = [watch.witnessed(await in_real_asyncio(plan))]
-            while watch.disturbed(runs[-1]) and len(runs) < TRIES:
-                runs.append(watch.witnessed(await in_real_asyncio(plan)))
+    async def run_plan(plan: Plan) -> list[Run]:
+        async with slots:
+            runs = [monitor.record_call_delays(await run_in_real_asyncio(plan))]
+            while monitor.is_disturbed(runs[-1]) and len(runs) < MAX_RUNS_PER_PLAN:
+                runs.append(monitor.record_call_delays(await run_in_real_asyncio(plan)))
             return runs
 
-    looking = asyncio.create_task(_loop_watch(watch))
-    tried = await asyncio.gather(*(one(plan) for plan in plans))
-    looking.cancel()
-    return tried
+    monitor_task = asyncio.create_task(_measure_loop_lag(monitor))
+    runs_by_plan = await asyncio.gather(*(run_plan(plan) for plan in plans))
+    monitor_task.cancel()
+    return runs_by_plan
 
 
-async def _loop_watch(watch: Watch) -> None:
-    """The event loop has a lag of its own."""
-    nap = LAG / 4
+async def _measure_loop_lag(monitor: LagMonitor) -> None:
+    """Measure the lag of the event loop."""
+    interval = MAX_LAG_SECONDS / 4
     while True:
         before = time.monotonic()
-        await asyncio.sleep(nap)
-        watch.woken(time.monotonic() - before - nap, time.monotonic())
+        await asyncio.sleep(interval)
+        monitor.record_wakeup(time.monotonic() - before - interval, time.monotonic())
 
 
-# -- the whole --------------------------------------------------------------------------------------------
+# -- the program ------------------------------------------------------------------------------------------
 
 
-def hush() -> None:
-    """Failing is what these plans are for; nobody needs to read about each."""
+def disable_logging() -> None:
+    """Disable logging: these plans fail on purpose, and their errors are not of interest."""
     logging.disable(logging.CRITICAL)
 
 
 def main() -> int:
-    options = _options()
-    began, virtual, real = time.monotonic(), Tally(), Tally()
+    options = _parse_options()
+    began, virtual, real = time.monotonic(), SoakResults(), SoakResults()
     first = options.seed
     chunks = [
-        partial(virtual_chunk, range(start, min(start + CHUNK, first + options.plans)))
-        for start in range(first, first + options.plans, CHUNK)
+        partial(run_virtual_chunk, range(start, min(start + CHUNK_SIZE, first + options.plans)))
+        for start in range(first, first + options.plans, CHUNK_SIZE)
     ]
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.processes, mp_context=spawn, initializer=hush) as pool:
-        _gather(pool, chunks, virtual, name="virtual", total=options.plans)
+    with ProcessPoolExecutor(options.processes, mp_context=spawn, initializer=disable_logging) as pool:
+        _collect_results(pool, chunks, virtual, name="virtual", total=options.plans)
     # In one process: in real time several would disturb each other.
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=hush) as pool:
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=disable_logging) as pool:
         start, half = first + options.plans, options.real // 2
         worlds = {"real threads": (start, start + half), "real asyncio": (start + half, start + options.real)}
         chunks = [
-            partial(real_chunk, world, range(at, min(at + CHUNK, end)))
+            partial(run_real_chunk, world, range(at, min(at + CHUNK_SIZE, end)))
             for world, (begin, end) in worlds.items()
-            for at in range(begin, end, CHUNK)
+            for at in range(begin, end, CHUNK_SIZE)
         ]
-        _gather(pool, chunks, real, name="real", total=options.real)
-    return _conclude(virtual, real, seconds=time.monotonic() - began, options=options)
+        _collect_results(pool, chunks, real, name="real", total=options.real)
+    return _report_results(virtual, real, seconds=time.monotonic() - began, options=options)
 
 
-def _gather(pool: ProcessPoolExecutor, chunks: list[Any], tally: Tally, *, name: str, total: int) -> None:
-    began, shown = time.monotonic(), time.monotonic()
-    for done in as_completed([pool.submit(chunk) for chunk in chunks]):
-        part = done.result()
-        tally.add(part)
-        for _, _, text in part.differing:
-            # At once: a long run may be cut short, and what it found must not be lost with it.
+def _collect_results(
+    pool: ProcessPoolExecutor, chunks: list[Any], results: SoakResults, *, name: str, total: int
+) -> None:
+    began, shown_at = time.monotonic(), time.monotonic()
+    for future in as_completed([pool.submit(chunk) for chunk in chunks]):
+        chunk_results = future.result()
+        results.add(chunk_results)
+        for _, _, text in chunk_results.differences:
+            # Print immediately: a long run may be interrupted, and its differences must not be lost.
             print(text, end="\n\n", file=sys.stderr, flush=True)
-        if time.monotonic() - shown > 5 or sum(tally.worlds.values()) + tally.unjudged >= total:
-            shown = time.monotonic()
-            count = sum(tally.worlds.values())
+        if time.monotonic() - shown_at > 5 or sum(results.worlds.values()) + results.uncompared >= total:
+            shown_at = time.monotonic()
+            count = sum(results.worlds.values())
             print(
-                f"{name}: {count}/{total} plans, {count / (shown - began):.0f} a second, "
-                f"{len(tally.differing)} differing, {tally.repeated} repeated",
+                f"{name}: {count}/{total} plans, {count / (shown_at - began):.0f} a second, "
+                f"{len(results.differences)} differing, {results.repeated} repeated",
                 file=sys.stderr,
                 flush=True,
             )
 
 
-def _conclude(virtual: Tally, real: Tally, *, seconds: float, options: argparse.Namespace) -> int:
-    both = Tally()
-    both.add(virtual)
-    both.add(real)
-    planned = max(1, both.shares["plans"])
-    parts = {name: round(count / planned, 4) for name, count in sorted(both.shares.items()) if name != "plans"}
-    missed = [name for name, share in NEEDED.items() if parts.get(name, 0.0) < share]
-    judged = sum(both.worlds.values())
-    verdict = {
-        "plans": judged,
-        "differences": len(both.differing),
-        "differing": [{"seed": seed, "world": world} for seed, world, _ in both.differing[:100]],
-        "worlds": dict(sorted(both.worlds.items())),
-        "deliveries": {"virtual": dict(both.deliveries[0]), "real": dict(both.deliveries[1])},
-        "shares": parts,
-        "missed_shares": missed,
-        "unjudged": both.unjudged,
-        "repeated": both.repeated,
-        "invariants_checked": both.invariants,
+def _report_results(virtual: SoakResults, real: SoakResults, *, seconds: float, options: argparse.Namespace) -> int:
+    combined = SoakResults()
+    combined.add(virtual)
+    combined.add(real)
+    plan_count = max(1, combined.shares["plans"])
+    feature_shares = {
+        name: round(count / plan_count, 4) for name, count in sorted(combined.shares.items()) if name != "plans"
+    }
+    missing = [name for name, share in REQUIRED_SHARES.items() if feature_shares.get(name, 0.0) < share]
+    compared_count = sum(combined.worlds.values())
+    summary = {
+        "plans": compared_count,
+        "differences": len(combined.differences),
+        "differing": [{"seed": seed, "world": world} for seed, world, _ in combined.differences[:100]],
+        "worlds": dict(sorted(combined.worlds.items())),
+        "deliveries": {"virtual": dict(combined.deliveries[0]), "real": dict(combined.deliveries[1])},
+        "shares": feature_shares,
+        "missed_shares": missing,
+        "unjudged": combined.uncompared,
+        "repeated": combined.repeated,
+        "invariants_checked": combined.invariants,
         "first_seed": options.seed,
         "seconds": round(seconds, 1),
     }
-    print(json.dumps(verdict))
-    bad = both.differing or missed or both.unjudged > UNJUDGED * max(1, options.real) or not judged
-    return 1 if bad else 0
+    print(json.dumps(summary))
+    has_failed = (
+        combined.differences
+        or missing
+        or combined.uncompared > MAX_UNCOMPARED_SHARE * max(1, options.real)
+        or not compared_count
+    )
+    return 1 if has_failed else 0
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plans", type=int, default=200_000, help="plans in virtual time")
     parser.add_argument("--real", type=int, default=5_000, help="plans in real time")

@@ -1,4 +1,4 @@
-"""Books in PostgreSQL against books in memory: whatever happens, in any order and at any time, both answer the same."""
+"""Provider state in PostgreSQL compared with provider state in memory: any sequence of calls has equal answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ergon_framework.providers import circuit_breaker as breakers
-from ergon_framework.providers.books import Account, Admitted, Asked, Busy, Concluded, Replayed
+from ergon_framework.providers.books import (
+    AdmissionRequest,
+    AdmittedAttempt,
+    AttemptResult,
+    KeyInFlight,
+    ProviderScope,
+    ReplayedResult,
+)
 from ergon_framework.providers.circuit_breaker import BreakerPolicy, BreakerState
 from ergon_framework.providers.errors import (
     ProviderBadRequestError,
@@ -20,18 +27,18 @@ from ergon_framework.providers.errors import (
     ProviderError,
     ProviderInternalError,
 )
-from ergon_framework.providers.idempotency import InFlight, Kept, Unknown
-from ergon_framework.providers.memory import MemoryBooks
+from ergon_framework.providers.idempotency import KeyInFlightState, KeyUnknown, StoredResult
+from ergon_framework.providers.memory import MemoryProviderState
 from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
 from ergon_framework.providers.sql import operator
-from tests.servers.steered import SteeredBooks, names, steered_database
+from tests.servers.steered import ControlledProviderState, create_controlled_database, list_scope_names
 
-#: A Monday at noon; a window of each kind begins here or nearly.
-NOON = 1_699_876_800.0
+#: A Monday at noon; a window of each kind starts here or nearly.
+NOON_UNIX_SECONDS = 1_699_876_800.0
 _numbers = itertools.count(1)
 
-ENDS = {
-    "success": lambda: (None, Kept({"n": 1, "deep": [1.5, {"ü": None}]}, 201)),
+ATTEMPT_ENDS = {
+    "success": lambda: (None, StoredResult({"n": 1, "deep": [1.5, {"ü": None}]}, 201)),
     "fault": lambda: (ProviderDependencyError("down"), None),
     "fault not sent": lambda: (ProviderConnectionError("refused", sent=False), None),
     "refused": lambda: (ProviderBadRequestError("no"), None),
@@ -65,47 +72,49 @@ admissions = st.tuples(
     st.sampled_from(["f", "f", "g"]),
     st.sampled_from(["me", "you"]),
     st.sampled_from([1, 1, 1, 2]),
-    st.booleans(),  # in doubt
+    st.booleans(),  # outcome unknown
 )
 conclusions = st.tuples(
-    st.just("conclude"), st.integers(0, 5), st.sampled_from(sorted(ENDS)), st.booleans(), st.booleans()
+    st.just("conclude"), st.integers(0, 5), st.sampled_from(sorted(ATTEMPT_ENDS)), st.booleans(), st.booleans()
 )
-passing = st.tuples(st.just("wait"), st.sampled_from([0.25, 4.0, 6.0, 10.0, 31.0, 61.0, 3600.0, 90_000.0]))
-said = st.tuples(
+waits = st.tuples(st.just("wait"), st.sampled_from([0.25, 4.0, 6.0, 10.0, 31.0, 61.0, 3600.0, 90_000.0]))
+overrides = st.tuples(
     st.just("say"), st.sampled_from(["force_open", "disable", "lift"]), st.sampled_from([5.0, 15.0, 100.0])
 )
-steps = st.lists(st.one_of(admissions, admissions, conclusions, conclusions, passing, said), min_size=3, max_size=25)
+action_lists = st.lists(
+    st.one_of(admissions, admissions, conclusions, conclusions, waits, overrides), min_size=3, max_size=25
+)
 
 
 @pytest.fixture(scope="module")
-def stage(postgres):
-    dsn = steered_database(postgres)
-    books = SteeredBooks(dsn)
+def environment(postgres):
+    dsn = create_controlled_database(postgres)
+    books = ControlledProviderState(dsn)
     with asyncio.Runner() as runner:
         yield dsn, books, runner
         runner.run(books.close_async())
     books.close()
 
 
-class Both:
-    """One account, kept twice."""
+class StateComparison:
+    """One account in both provider states."""
 
-    def __init__(self, stage, rules, scope):
-        self.dsn, self.shared, self.runner = stage
-        self.memory = MemoryBooks()
+    def __init__(self, environment, policy_pair, scope):
+        self.dsn, self.shared, self.runner = environment
+        self.memory = MemoryProviderState()
         tenant = f"tenant-{next(_numbers)}"
         self.tenant = tenant
-        self.account = Account(tenant if scope == "tenant" else None, f"p-{tenant}", "charging")
-        self.rules = rules
-        self.now = NOON
-        self.admitted = []
-        self.turn = itertools.cycle([True, False])
+        self.account = ProviderScope(tenant if scope == "tenant" else None, f"p-{tenant}", "charging")
+        self.policy_pair = policy_pair
+        self.now = NOON_UNIX_SECONDS
+        self.attempts = []
+        self.sync_turns = itertools.cycle([True, False])
 
-    def admit(self, other, key, fingerprint, owner, *more):
-        number, doubt = more
-        asked = Asked(
-            account=self.account,
-            policy=self.rules[other],
+    def admit(self, policy_index, key, fingerprint, owner, *rest):
+        number, is_outcome_unknown = rest
+        request = AdmissionRequest(
+            scope=self.account,
+            policy=self.policy_pair[policy_index],
             tenant_id=self.tenant,
             idempotency_key=key,
             fingerprint=fingerprint,
@@ -113,36 +122,41 @@ class Both:
             attempt_number=number,
             lease=8.0,
             now=self.now,
-            doubt=doubt,
+            outcome_unknown=is_outcome_unknown,
         )
-        expected, found = told(lambda: self.memory.admit(asked)), told(lambda: self._admit(asked))
-        assert said_of(found) == said_of(expected)
-        if isinstance(expected, Admitted):
-            self.admitted.append((expected, found, False))
+        expected, actual = (
+            catch_provider_error(lambda: self.memory.admit(request)),
+            catch_provider_error(lambda: self._admit(request)),
+        )
+        assert describe_answer(actual) == describe_answer(expected)
+        if isinstance(expected, AdmittedAttempt):
+            self.attempts.append((expected, actual, False))
 
-    def _admit(self, asked):
-        if next(self.turn):
-            return self.shared.admit(asked)
-        return self.runner.run(self.shared.admit_async(asked))
+    def _admit(self, request):
+        if next(self.sync_turns):
+            return self.shared.admit(request)
+        return self.runner.run(self.shared.admit_async(request))
 
-    def conclude(self, which, end, last, doubt):
-        if not self.admitted:
+    def conclude(self, index, end_name, last, doubt):
+        if not self.attempts:
             return
-        attempt = self.admitted.pop(which % len(self.admitted))
-        expected, found, already = attempt
-        # An attempt ends once. If no other follows where one was promised, that is said of it afterwards.
-        error, kept = (None, None) if already else ENDS[end]()
-        last = last or already or kept is not None
+        attempt = self.attempts.pop(index % len(self.attempts))
+        expected, actual, has_ended = attempt
+        # An attempt ends once. If no other follows where one was promised, a later conclude reports that.
+        error, stored_result = (None, None) if has_ended else ATTEMPT_ENDS[end_name]()
+        last = last or has_ended or stored_result is not None
         if not last:
-            self.admitted.append((expected, found, True))
-        concluded = Concluded(now=self.now, last=last, doubt=doubt, error=error, kept=kept)
-        entered = self.memory.conclude(expected, concluded)
-        if next(self.turn):
-            answer = self.shared.conclude(found, concluded)
+            self.attempts.append((expected, actual, True))
+        conclusion = AttemptResult(
+            now=self.now, is_last=last, outcome_unknown=doubt, error=error, stored_result=stored_result
+        )
+        expected_state = self.memory.complete(expected, conclusion)
+        if next(self.sync_turns):
+            actual_state = self.shared.complete(actual, conclusion)
         else:
-            answer = self.runner.run(self.shared.conclude_async(found, concluded))
-        # That a cooldown is over is found out by whoever comes next, which need not be one with nothing to say.
-        assert answer == entered or (answer is None and entered is BreakerState.HALF_OPEN)
+            actual_state = self.runner.run(self.shared.complete_async(actual, conclusion))
+        # The next caller detects that a cooldown is over; that caller may have nothing to report.
+        assert actual_state == expected_state or (actual_state is None and expected_state is BreakerState.HALF_OPEN)
 
     def wait(self, seconds):
         self.now += seconds
@@ -150,84 +164,92 @@ class Both:
 
     def say(self, action, seconds):
         self.shared.set_clock(self.now)
-        before = breakers.advance(self.memory.breaker(self.account), self.now)
-        about = {"actor": "ops", "reason": "a test"}
+        before = breakers.advance(self.memory.get_breaker(self.account), self.now)
+        audit_fields = {"actor": "ops", "reason": "a test"}
         if action == "lift":
-            after = breakers.lift(before)
-            operator.lift(self.dsn, self.account, **about)
+            after = breakers.clear_override(before)
+            operator.clear_override(self.dsn, self.account, **audit_fields)
         else:
             after = getattr(breakers, action)(before, until=self.now + seconds)
-            getattr(operator, action)(self.dsn, self.account, seconds=seconds, **about)
+            getattr(operator, action)(self.dsn, self.account, seconds=seconds, **audit_fields)
         self.memory._put_breaker(self.account, after)
 
     def compare(self):
-        """What is stored, once time has done its part."""
+        """Compare what is stored, once expired entries are gone."""
         self.shared.set_clock(self.now)
-        expected = breakers.advance(self.memory.breaker(self.account), self.now)
-        assert breakers.advance(self.shared.breaker(self.account), self.now) == expected
+        expected = breakers.advance(self.memory.get_breaker(self.account), self.now)
+        assert breakers.advance(self.shared.get_breaker(self.account), self.now) == expected
         for (_, kind), state in self.memory._quotas.items():
             if self.now < state.window.end.timestamp():
-                row = self.shared.quota(self.account, kind)
+                row = self.shared.get_quota(self.account, kind)
                 assert (0 if row is None else row.used_count) == state.used_count
-        entries = {key: shown(entry) for (_, _, key), entry in self.memory._keys.items()}
-        rows = self.shared.line.execute(
+        expected_rows = {key: to_row(entry) for (_, _, key), entry in self.memory._keys.items()}
+        rows = self.shared.clock_connection.execute(
             "select key, fingerprint, state, case when state = 'in_flight' then owner end,"
             " extract(epoch from until)::float8, doubt and state = 'in_flight', value, http_status"
             " from ergon.provider_keys where tenant_id = %s",
             [self.tenant],
         ).fetchall()
-        assert {row[0]: row[1:] for row in rows} == entries
+        assert {row[0]: row[1:] for row in rows} == expected_rows
 
 
-def told(call):
+def catch_provider_error(call):
     try:
         return call()
     except ProviderError as error:
         return error
 
 
-def said_of(answer):
-    """All that a caller can see of an answer."""
+def describe_answer(answer):
+    """Return everything a caller can see of an answer."""
     match answer:
-        case Admitted():
-            return "admitted", answer.leave.generation, answer.leave.probe
-        case Replayed():
-            return "replayed", answer.kept
-        case Busy():
+        case AdmittedAttempt():
+            return "admitted", answer.permit.generation, answer.permit.probe
+        case ReplayedResult():
+            return "replayed", answer.stored_result
+        case KeyInFlight():
             return "busy", answer.until
         case ProviderError():
-            seen = (str(answer), answer.code, answer.sent, answer.later, answer.final, answer.retry_after)
-            return type(answer), *seen, getattr(answer, "open_until", None)
+            fields = (str(answer), answer.code, answer.sent, answer.not_attempted, answer.final, answer.retry_after)
+            return type(answer), *fields, getattr(answer, "open_until", None)
     raise AssertionError(answer)
 
 
-def shown(entry):
-    if isinstance(entry, InFlight):
-        return entry.fingerprint, "in_flight", entry.owner, entry.until, entry.doubt, None, None
-    if isinstance(entry, Unknown):
+def to_row(entry):
+    if isinstance(entry, KeyInFlightState):
+        return entry.fingerprint, "in_flight", entry.owner, entry.until, entry.outcome_unknown, None, None
+    if isinstance(entry, KeyUnknown):
         return entry.fingerprint, "unknown", None, entry.until, False, None, None
-    return entry.fingerprint, "done", None, entry.until, False, entry.kept.value, entry.kept.http_status
+    return (
+        entry.fingerprint,
+        "done",
+        None,
+        entry.until,
+        False,
+        entry.stored_result.value,
+        entry.stored_result.http_status,
+    )
 
 
 @pytest.mark.spec("PRV-05", "PRV-06", "PRV-09", "PRV-19", "PRV-20", "PRV-22", "PRV-32")
 @settings(
-    max_examples=settings().max_examples * 2 // 5,  # each is many visits to a real server
+    max_examples=settings().max_examples * 2 // 5,  # each makes many round trips to a real server
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(rules=st.tuples(policies, policies), scope=st.sampled_from(["tenant", "provider"]), happens=steps)
-def test_whatever_happens_both_books_answer_the_same(stage, rules, scope, happens):
-    both = Both(stage, rules, scope)
-    for name, *arguments in happens:
-        getattr(both, name)(*arguments)
-        both.compare()
+@given(policy_pair=st.tuples(policies, policies), scope=st.sampled_from(["tenant", "provider"]), actions=action_lists)
+def test_memory_and_postgres_state_answer_every_sequence_alike(environment, policy_pair, scope, actions):
+    comparison = StateComparison(environment, policy_pair, scope)
+    for name, *arguments in actions:
+        getattr(comparison, name)(*arguments)
+        comparison.compare()
 
 
 @pytest.mark.spec("PRV-19")
-def test_used_and_remaining_make_up_the_limit_whatever_was_written(stage):
-    _, books, _ = stage
+def test_the_database_rejects_quota_counts_that_do_not_add_up(environment):
+    _, books, _ = environment
     with pytest.raises(psycopg.errors.CheckViolation):
-        books.line.execute(
+        books.clock_connection.execute(
             "insert into ergon.provider_quota_states (tenant_id, provider_name, capability, window_start, window_end,"
             " limit_count, used_count, remaining_count) values ('t', 'p', 'c', now(), now(), 10, 1, 10)"
         )
-    assert names(Account(None, "p", "c")) == ["*", "p", "c"]
+    assert list_scope_names(ProviderScope(None, "p", "c")) == ["*", "p", "c"]

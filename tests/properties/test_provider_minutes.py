@@ -1,4 +1,4 @@
-"""Roll-ups equal a recomputation from their rows: however these were split, by however many, and whoever died."""
+"""Roll-ups equal a recomputation from their rows, however the rows are split, by several writers and after kills."""
 
 from __future__ import annotations
 
@@ -17,115 +17,125 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ergon_framework.providers.errors import ReasonCode
-from ergon_framework.providers.health import BOUNDS_MS, MINUTE, Hour, Minute, Outcome
-from ergon_framework.providers.sql.batch import prepared
+from ergon_framework.providers.health import BUCKET_BOUNDS_MS, MINUTE_SECONDS, AttemptOutcome, HourStats, MinuteStats
+from ergon_framework.providers.sql.batch import prepare_batch
 from ergon_framework.providers.sql.reaching import connect
 from ergon_framework.providers.sql.sampling import Sampler
-from ergon_framework.providers.sql.summary import summary
+from ergon_framework.providers.sql.summary import read_summary
 from ergon_framework.providers.sql.writer import MetricsWriter
-from ergon_framework.providers.sql.writing import write
-from tests.integration.metering import ask, attempt, both, chance, counted, rows_of, until
-from tests.servers.databases import migrated
+from ergon_framework.providers.sql.writing import write_batch
+from tests.integration.metering import (
+    count_calls,
+    count_rows,
+    make_attempt,
+    make_random_attempt,
+    query,
+    read_rollups,
+    wait_until,
+)
+from tests.servers.databases import create_migrated_database
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def dsn(postgres):
-    return migrated(postgres)
+    return create_migrated_database(postgres)
 
 
 TABLES = ("provider_execution_metrics", "provider_minutes", "provider_batches", "provider_health_states")
 
 
-def emptied(dsn):
-    ask(dsn, f"truncate {', '.join(f'ergon.{name}' for name in TABLES)}")
+def empty_tables(dsn):
+    query(dsn, f"truncate {', '.join(f'ergon.{name}' for name in TABLES)}")
 
 
 @st.composite
-def attempts(draw):
+def attempt_fields(draw):
     code = draw(st.sampled_from([None, None, *ReasonCode]))
-    bad = st.sampled_from([Outcome.RETRY, Outcome.FAILED, Outcome.DEAD_LETTER])
-    edges = st.sampled_from([0.0, *BOUNDS_MS, *(bound * (1 + 1e-12) for bound in BOUNDS_MS), 1e6])
-    # In few minutes, so that batches meet in them; also at their very edges, where rounding to the microsecond decides.
-    age = st.one_of(st.floats(0, 100), st.sampled_from([0, 1, 59, 60, 61]).map(lambda n: n * MINUTE + 30 + 4e-7))
+    failed_outcomes = st.sampled_from([AttemptOutcome.RETRY, AttemptOutcome.FAILED, AttemptOutcome.DEAD_LETTER])
+    edges = st.sampled_from([0.0, *BUCKET_BOUNDS_MS, *(bound * (1 + 1e-12) for bound in BUCKET_BOUNDS_MS), 1e6])
+    # In few minutes, so that batches share them; also at their exact edges, where rounding to the microsecond decides.
+    age = st.one_of(
+        st.floats(0, 100), st.sampled_from([0, 1, 59, 60, 61]).map(lambda n: n * MINUTE_SECONDS + 30 + 4e-7)
+    )
     return {
         "tenant_id": draw(st.sampled_from(["a", "b"])),
         "capability": draw(st.sampled_from(["x", "y"])),
         "duration_ms": draw(st.one_of(edges, st.floats(0, 200_000))),
         "reason_code": code,
-        "outcome": Outcome.SUCCESS if code is None else draw(bad),
-        "created_at": MINUTE * (time.time() // MINUTE) + 30 - draw(age),
+        "outcome": AttemptOutcome.SUCCESS if code is None else draw(failed_outcomes),
+        "created_at": MINUTE_SECONDS * (time.time() // MINUTE_SECONDS) + 30 - draw(age),
     }
 
 
 @pytest.mark.spec("PRV-10", "PRV-26")
 @settings(max_examples=settings().max_examples // 6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(batches=st.lists(st.lists(attempts(), min_size=1, max_size=12), min_size=1, max_size=6))
-def test_however_attempts_are_split_into_batches_the_minutes_are_those_of_their_rows(dsn, batches):
-    emptied(dsn)
-    with connect(dsn, patience=20) as line:
+@given(batches=st.lists(st.lists(attempt_fields(), min_size=1, max_size=12), min_size=1, max_size=6))
+def test_minutes_match_their_rows_for_any_split_into_batches(dsn, batches):
+    empty_tables(dsn)
+    with connect(dsn, answer_timeout=20) as connection:
         for fields in batches:
-            batch, refused = prepared([attempt(**one) for one in fields], Sampler(None))
-            assert not refused
-            write(line, batch)
+            batch, rejected = prepare_batch([make_attempt(**one) for one in fields], Sampler(None))
+            assert not rejected
+            write_batch(connection, batch)
             # Twice is once.
-            write(line, batch)
-        stored, recomputed = both(dsn)
+            write_batch(connection, batch)
+        stored, recomputed = read_rollups(dsn)
         assert stored == recomputed
-        assert counted(stored) == sum(map(len, batches))
+        assert count_calls(stored) == sum(map(len, batches))
         for tenant in ("a", "b"):
-            found = summary(line, tenant)
-            for health in found.providers:
-                hour = Hour.at(
-                    found.generated_at.timestamp(),
+            tenant_summary = read_summary(connection, tenant)
+            for health in tenant_summary.providers:
+                hour = HourStats.at(
+                    tenant_summary.generated_at.timestamp(),
                     [
-                        Minute(int(place.minute.timestamp()), tally.calls)
-                        for place, tally in stored.items()
-                        if place[:3] == (tenant, health.provider_name, health.capability)
+                        MinuteStats(int(minute_key.minute.timestamp()), stored_minute.calls)
+                        for minute_key, stored_minute in stored.items()
+                        if minute_key[:3] == (tenant, health.provider_name, health.capability)
                     ],
                 )
                 assert health.success_rate_1h == hour.success_rate_1h
                 assert health.p95_latency_ms_1h == hour.p95_latency_ms_1h
 
 
-WRITE = """
+WRITER_PROGRAM = """
 import random, sys, time
 sys.path.insert(0, {root!r})
 from ergon_framework.providers.sql.writer import MetricsWriter
-from tests.integration.metering import chance
+from tests.integration.metering import make_random_attempt
 dice = random.Random({seed})
 writer = MetricsWriter({dsn!r}, every=0.01)
 print("on", flush=True)
 while True:
     for _ in range(50):
-        writer.record(chance(dice, now=time.time()))
+        writer.record(make_random_attempt(dice, now=time.time()))
     time.sleep(0.005)
 """
 
 
 @pytest.mark.spec("PRV-26")
-def test_several_writers_of_which_some_are_killed_and_some_lose_their_lines(postgres):
-    dsn = migrated(postgres)
-    dice = random.Random(11)
-    commands = [[sys.executable, "-c", WRITE.format(root=str(ROOT), seed=seed, dsn=dsn)] for seed in range(2)]
+def test_minutes_match_their_rows_when_writers_are_killed_or_lose_connections(postgres):
+    dsn = create_migrated_database(postgres)
+    rng = random.Random(11)
+    commands = [[sys.executable, "-c", WRITER_PROGRAM.format(root=str(ROOT), seed=seed, dsn=dsn)] for seed in range(2)]
     children = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
     writers = [MetricsWriter(dsn, every=0.02, room=100_000) for _ in range(2)]
-    rows_each = 2_000
-    over = threading.Event()
+    rows_per_writer = 2_000
+    stopped = threading.Event()
 
-    def record(writer, seed):
-        mine = random.Random(seed)
-        for number in range(rows_each):
-            writer.record(chance(mine, now=time.time()))
+    def record_attempts(writer, seed):
+        writer_rng = random.Random(seed)
+        for number in range(rows_per_writer):
+            writer.record(make_random_attempt(writer_rng, now=time.time()))
             if number % 50 == 0:
-                over.wait(0.01)
+                stopped.wait(0.01)
 
-    def cut():
-        """Sessions end, at any moment of a batch."""
+    def terminate_sessions():
+        """Terminate sessions, at any moment of a batch."""
         for _ in range(12):
-            over.wait(dice.uniform(0.02, 0.2))
-            ask(
+            stopped.wait(rng.uniform(0.02, 0.2))
+            query(
                 dsn,
                 "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'ergon' "
                 "and datname = current_database() order by random() limit 1",
@@ -134,39 +144,41 @@ def test_several_writers_of_which_some_are_killed_and_some_lose_their_lines(post
     try:
         for child in children:
             assert child.stdout.readline() == b"on\n"
-        threads = [threading.Thread(target=record, args=(writer, seed)) for seed, writer in enumerate(writers)]
-        cutting = threading.Thread(target=cut)
-        for thread in (*threads, cutting):
+        threads = [threading.Thread(target=record_attempts, args=(writer, seed)) for seed, writer in enumerate(writers)]
+        terminator = threading.Thread(target=terminate_sessions)
+        for thread in (*threads, terminator):
             thread.start()
         for thread in threads:
             thread.join(60)
-        cutting.join(30)
-        until(lambda: rows_of(dsn) > rows_each)
+        terminator.join(30)
+        wait_until(lambda: count_rows(dsn) > rows_per_writer)
         for child in children:
             child.send_signal(signal.SIGKILL)
         assert all(writer.close(30) for writer in writers)
     finally:
-        over.set()
+        stopped.set()
         for child in children:
             child.kill()
             child.wait()
             child.stdout.close()
-    # What the killed ones had begun ends with their sessions.
-    others = "select count(*) from pg_stat_activity where application_name = 'ergon' and datname = current_database()"
-    until(lambda: ask(dsn, others) == [(0,)])
-    stored, recomputed = both(dsn)
+    # Transactions of the killed writers end with their sessions.
+    other_sessions_query = (
+        "select count(*) from pg_stat_activity where application_name = 'ergon' and datname = current_database()"
+    )
+    wait_until(lambda: query(dsn, other_sessions_query) == [(0,)])
+    stored, recomputed = read_rollups(dsn)
     assert stored == recomputed
-    assert counted(stored) == rows_of(dsn) >= len(writers) * rows_each
+    assert count_calls(stored) == count_rows(dsn) >= len(writers) * rows_per_writer
     assert all(writer.dropped == 0 for writer in writers)
 
 
-def test_the_clock_that_counts_is_that_of_the_row(dsn):
-    """A minute begins where the table says so: an attempt just before it may be rounded into it."""
-    emptied(dsn)
-    at = MINUTE * (time.time() // MINUTE) - 2e-7
-    with connect(dsn, patience=20) as line:
-        batch, _ = prepared([attempt(created_at=at)], Sampler(None))
-        write(line, batch)
+def test_an_attempt_belongs_to_the_minute_of_its_row(dsn):
+    """A minute starts at the table's time: an attempt just before it may be rounded into it."""
+    empty_tables(dsn)
+    at = MINUTE_SECONDS * (time.time() // MINUTE_SECONDS) - 2e-7
+    with connect(dsn, answer_timeout=20) as writer_connection:
+        batch, _ = prepare_batch([make_attempt(created_at=at)], Sampler(None))
+        write_batch(writer_connection, batch)
     with psycopg.connect(dsn) as connection:
         (row,) = connection.execute("select minute, created_at from ergon.provider_minutes, "
                                     "ergon.provider_execution_metrics").fetchall()  # fmt: skip

@@ -1,8 +1,8 @@
-"""No credential gets out: whatever client it was given to, however the call failed, and wherever one looks.
+"""No credential is disclosed: for every client, every failure of a call, and every sink.
 
-Each example puts one made-up credential where programs put them, makes a real call through a provider, and keeps all
-that came of it: the error as text and as it travels, what was logged and traced, the dead letter of the transaction,
-and the rows in PostgreSQL. The credential is looked for in all of it, as it is and as addresses and headers write it.
+Each example puts one made-up credential where programs put them, makes a real call through a provider, and collects
+all its output: the error as text and pickled, logs and traces, the dead letter of the transaction,
+and the rows in PostgreSQL. The credential is searched in all of it, as it is and as addresses and headers encode it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,21 @@ from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.providers.base import ProviderBase
 from ergon_framework.providers.circuit_breaker import BreakerPolicy
 from ergon_framework.providers.errors import ProviderAuthError, ProviderError
-from ergon_framework.providers.memory import MemoryBooks
+from ergon_framework.providers.memory import MemoryProviderState
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.providers.retry import RetryPolicy
 from ergon_framework.providers.sql.writer import MetricsWriter
-from tests.servers.databases import migrated
-from tests.unit.providers.peer import answers, closed_port, leaves, peer, resets, waits
+from tests.servers.databases import create_migrated_database
+from tests.unit.providers.peer import (
+    close_connection,
+    find_closed_port,
+    reset_connection,
+    respond,
+    serve_peer,
+    wait_for_disconnect,
+)
 
-#: Trusts nobody: to read the machine's certificates takes a client longer than everything else here.
+#: No trusted certificates: loading the machine's certificates takes a client longer than the rest of the test.
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 POLICY = ProviderPolicy(
     timeout=3.0,
@@ -52,153 +59,153 @@ POLICY = ProviderPolicy(
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the credential is: in the address, a header, the body of the request."""
+class SecretRequest:
+    """A request with the credential in the address, a header or the body."""
 
     url: str
     headers: dict
     body: dict
 
 
-def placed(where, secret, port):
+def place_secret(position, secret, port):
     base = f"127.0.0.1:{port}/v1"
     quoted = urllib.parse.quote(secret, safe="")
     basic = base64.b64encode(f"me:{secret}".encode()).decode()
     return {
-        "user": Place(f"http://me:{quoted}@{base}", {}, {}),
-        "query": Place(f"http://{base}?api_key={quoted}&x=1", {}, {}),
-        "path": Place(f"http://{base}/hooks/{quoted}/run", {}, {}),
-        "bearer": Place(f"http://{base}", {"Authorization": f"Bearer {secret}"}, {}),
-        "basic": Place(f"http://{base}", {"Authorization": f"Basic {basic}"}, {}),
-        "own header": Place(f"http://{base}", {"X-Api-Key": secret}, {}),
-        "body": Place(f"http://{base}", {}, {"client_secret": secret, "nested": [{"password": secret}]}),
-    }[where]
+        "user": SecretRequest(f"http://me:{quoted}@{base}", {}, {}),
+        "query": SecretRequest(f"http://{base}?api_key={quoted}&x=1", {}, {}),
+        "path": SecretRequest(f"http://{base}/hooks/{quoted}/run", {}, {}),
+        "bearer": SecretRequest(f"http://{base}", {"Authorization": f"Bearer {secret}"}, {}),
+        "basic": SecretRequest(f"http://{base}", {"Authorization": f"Basic {basic}"}, {}),
+        "own header": SecretRequest(f"http://{base}", {"X-Api-Key": secret}, {}),
+        "body": SecretRequest(f"http://{base}", {}, {"client_secret": secret, "nested": [{"password": secret}]}),
+    }[position]
 
 
 # -- the clients ------------------------------------------------------------------------------------------
 
 
-def over_httpx(name, place, patience):
+def post_with_httpx(name, target, timeout_seconds):
     httpx = importlib.import_module(name)
-    with httpx.Client(trust_env=False, timeout=patience, follow_redirects=True, verify=NO_TLS) as client:
-        return client.post(place.url, headers=place.headers, json=place.body).raise_for_status().json()
+    with httpx.Client(trust_env=False, timeout=timeout_seconds, follow_redirects=True, verify=NO_TLS) as client:
+        return client.post(target.url, headers=target.headers, json=target.body).raise_for_status().json()
 
 
-def over_requests(place, patience):
+def post_with_requests(target, timeout_seconds):
     requests = importlib.import_module("requests")
     with requests.Session() as session:
         session.trust_env = False
-        response = session.post(place.url, headers=place.headers, json=place.body, timeout=patience)
+        response = session.post(target.url, headers=target.headers, json=target.body, timeout=timeout_seconds)
         response.raise_for_status()
         return response.json()
 
 
-def over_urllib3(place, patience):
+def post_with_urllib3(target, timeout_seconds):
     urllib3 = importlib.import_module("urllib3")
     retries = urllib3.Retry(connect=0, read=0, redirect=3, status=0, other=0, status_forcelist=range(400, 600))
-    with urllib3.PoolManager(retries=retries, timeout=patience) as pool:
-        return pool.request("POST", place.url, headers=place.headers, json=place.body).json()
+    with urllib3.PoolManager(retries=retries, timeout=timeout_seconds) as pool:
+        return pool.request("POST", target.url, headers=target.headers, json=target.body).json()
 
 
-def over_urllib(place, patience):
+def post_with_urllib(target, timeout_seconds):
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    request = urllib.request.Request(place.url, json.dumps(place.body).encode(), place.headers)
+    request = urllib.request.Request(target.url, json.dumps(target.body).encode(), target.headers)
     try:
-        with opener.open(request, timeout=patience) as response:
+        with opener.open(request, timeout=timeout_seconds) as response:
             return json.loads(response.read().decode())
     except urllib.error.HTTPError as error:
         error.close()
         raise
 
 
-def over_aiohttp(place, patience):
+def post_with_aiohttp(target, timeout_seconds):
     aiohttp = importlib.import_module("aiohttp")
 
     async def post():
-        timeout = aiohttp.ClientTimeout(sock_read=patience, sock_connect=patience)
+        timeout = aiohttp.ClientTimeout(sock_read=timeout_seconds, sock_connect=timeout_seconds)
         async with (
             aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session,
-            session.post(place.url, headers=place.headers, json=place.body) as response,
+            session.post(target.url, headers=target.headers, json=target.body) as response,
         ):
             return await response.json()
 
     return asyncio.run(post())
 
 
-def by_hand(place, patience):
-    """A client of one's own, which says all it knows when it fails."""
+def post_with_custom_client(target, timeout_seconds):
+    """A custom client that reports everything it knows when it fails."""
     try:
-        return over_urllib(place, patience)
+        return post_with_urllib(target, timeout_seconds)
     except Exception as error:
-        raise RuntimeError(f"POST {place.url} {place.headers} {place.body} failed", place, vars(place)) from error
+        raise RuntimeError(f"POST {target.url} {target.headers} {target.body} failed", target, vars(target)) from error
 
 
-def canonically(place, patience):
-    """One that raises our own error, in words that it should not have used."""
+def post_with_provider_error(target, timeout_seconds):
+    """A client that raises the framework's error with the credential in its message."""
     try:
-        return over_urllib(place, patience)
+        return post_with_urllib(target, timeout_seconds)
     except Exception as error:
-        said = "; ".join(f"{name}: {value}" for name, value in place.headers.items())
-        secrets = ", ".join(f"{name}={value}" for name, value in place.body.items() if isinstance(value, str))
-        query = "" if "/hooks/" in place.url else place.url
-        raise ProviderAuthError(f"refused at {query} with {said} and {secrets}", http_status=401) from error
+        headers_text = "; ".join(f"{name}: {value}" for name, value in target.headers.items())
+        secrets = ", ".join(f"{name}={value}" for name, value in target.body.items() if isinstance(value, str))
+        query = "" if "/hooks/" in target.url else target.url
+        raise ProviderAuthError(f"refused at {query} with {headers_text} and {secrets}", http_status=401) from error
 
 
 CLIENTS = {
-    "httpx": lambda *args: over_httpx("httpx", *args),
-    "httpx2": lambda *args: over_httpx("httpx2", *args),
-    "requests": over_requests,
-    "urllib3": over_urllib3,
-    "urllib": over_urllib,
-    "aiohttp": over_aiohttp,
-    "by hand": by_hand,
-    "canonically": canonically,
+    "httpx": lambda *args: post_with_httpx("httpx", *args),
+    "httpx2": lambda *args: post_with_httpx("httpx2", *args),
+    "requests": post_with_requests,
+    "urllib3": post_with_urllib3,
+    "urllib": post_with_urllib,
+    "aiohttp": post_with_aiohttp,
+    "by hand": post_with_custom_client,
+    "canonically": post_with_provider_error,
 }
 
 # -- the peers ----------------------------------------------------------------------------------------------
 
 
-def echo(status):
-    """Says back what it was told, as gateways do in their error pages."""
+def make_echo_peer(status):
+    """Return the received request, as gateways do in their error pages."""
 
-    def habit(secret):
+    def make_answer(secret):
         body = json.dumps({"error": f"bad credential {secret}", "password": secret}).encode()
-        return answers(status, f"X-Seen: {secret}", f"WWW-Authenticate: Bearer {secret}", body=body)
+        return respond(status, f"X-Seen: {secret}", f"WWW-Authenticate: Bearer {secret}", body=body)
 
-    return habit
+    return make_answer
 
 
 PEERS = {
-    "401": echo("401 Unauthorized"),
-    "422": echo("422 Unprocessable Content"),
-    "500": echo("500 Internal Server Error"),
-    "429": lambda secret: answers("429 Too Many Requests", "Retry-After: 0", body=f"{{'{secret}'}}".encode()),
-    "redirect": lambda secret: answers("302 Found", f"Location: http://127.0.0.1:1/{urllib.parse.quote(secret)}"),
-    "garbage": lambda secret: answers("200 OK", body=f"<html>{secret}".encode()),
-    "cut": lambda secret: answers("200 OK", body=secret.encode(), length=10_000),
+    "401": make_echo_peer("401 Unauthorized"),
+    "422": make_echo_peer("422 Unprocessable Content"),
+    "500": make_echo_peer("500 Internal Server Error"),
+    "429": lambda secret: respond("429 Too Many Requests", "Retry-After: 0", body=f"{{'{secret}'}}".encode()),
+    "redirect": lambda secret: respond("302 Found", f"Location: http://127.0.0.1:1/{urllib.parse.quote(secret)}"),
+    "garbage": lambda secret: respond("200 OK", body=f"<html>{secret}".encode()),
+    "cut": lambda secret: respond("200 OK", body=secret.encode(), length=10_000),
     "no http": lambda secret: lambda line: line.sendall(f"{secret}\r\n\r\n".encode()),
-    "resets": lambda _: resets,
-    "leaves": lambda _: leaves,
-    "waits": lambda _: waits,
+    "resets": lambda _: reset_connection,
+    "leaves": lambda _: close_connection,
+    "waits": lambda _: wait_for_disconnect,
     "nobody": None,
-    "good": lambda _: answers("200 OK", body=b'{"ok": true}'),
+    "good": lambda _: respond("200 OK", body=b'{"ok": true}'),
 }
 
 
 @contextmanager
-def at(name, secret):
+def run_peer(name, secret):
     if PEERS[name] is None:
-        yield closed_port()
+        yield find_closed_port()
         return
-    with peer(PEERS[name](secret)) as port:
+    with serve_peer(PEERS[name](secret)) as port:
         yield port
 
 
 # -- the sinks ------------------------------------------------------------------------------------------------
 
 
-class Metered(MemoryBooks):
-    """Books of this process whose attempts go to PostgreSQL."""
+class RecordingProviderState(MemoryProviderState):
+    """Provider state in memory whose attempts are written to PostgreSQL."""
 
     def __init__(self, writer):
         super().__init__()
@@ -208,57 +215,57 @@ class Metered(MemoryBooks):
         self._writer.record(row)
 
 
-class Kept(logging.Handler):
-    """Everything that is logged below our name, with all its fields."""
+class LogCollector(logging.Handler):
+    """Records everything logged below ergon_framework, with all fields."""
 
     def __init__(self):
         super().__init__(logging.DEBUG)
-        self.said = []
+        self.records = []
 
     def emit(self, record):
-        self.said.append(f"{record.getMessage()} {vars(record)}")
+        self.records.append(f"{record.getMessage()} {vars(record)}")
 
 
 @pytest.fixture(scope="module")
 def sinks(postgres):
-    dsn = migrated(postgres)
-    exporter, tracing = InMemorySpanExporter(), TracerProvider()
-    tracing.add_span_processor(SimpleSpanProcessor(exporter))
-    writer, kept, log = MetricsWriter(dsn), Kept(), logging.getLogger("ergon_framework")
-    level = log.level
-    log.addHandler(kept)
-    log.setLevel(logging.DEBUG)
+    dsn = create_migrated_database(postgres)
+    exporter, tracer_provider = InMemorySpanExporter(), TracerProvider()
+    tracer_provider.add_span_processor(SimpleSpanProcessor(exporter))
+    writer, log_collector, logger = MetricsWriter(dsn), LogCollector(), logging.getLogger("ergon_framework")
+    level = logger.level
+    logger.addHandler(log_collector)
+    logger.setLevel(logging.DEBUG)
     patch = pytest.MonkeyPatch()
-    patch.setattr(trace, "get_tracer_provider", lambda: tracing)
-    yield dsn, exporter, writer, kept
+    patch.setattr(trace, "get_tracer_provider", lambda: tracer_provider)
+    yield dsn, exporter, writer, log_collector
     patch.undo()
-    log.removeHandler(kept)
-    log.setLevel(level)
+    logger.removeHandler(log_collector)
+    logger.setLevel(level)
     writer.close(5)
 
 
-def provider_of(call, books):
+def make_provider(call, books):
     class Secretive(ProviderBase):
         provider_name, capability = "secretive", "charging"
 
         def _execute_impl(self, **_):
             return call()
 
-    return Secretive(books=books, policy=POLICY)
+    return Secretive(state_store=books, policy=POLICY)
 
 
-def told(error):
-    """All that an error says, here and in another process."""
+def describe_error(error):
+    """Return all texts of an error, here and in another process."""
     data = pickle.dumps(error)
-    arrived = pickle.loads(data)
+    unpickled = pickle.loads(data)
     parts = []
-    for one in (error, arrived):
-        parts += [str(one), repr(one), repr(one.result), repr(one.attempts), repr(one.particulars), repr(one.args)]
-    return [data.decode("latin-1"), str(arrived.__cause__), *parts]
+    for one in (error, unpickled):
+        parts += [str(one), repr(one), repr(one.result), repr(one.attempts), repr(one.details), repr(one.args)]
+    return [data.decode("latin-1"), str(unpickled.__cause__), *parts]
 
 
-def consumed(provider):
-    """The dead letters of a transaction whose handler makes the call."""
+def collect_dead_letters(provider):
+    """Return the dead letters of a transaction whose handler makes the call."""
     queue = MemoryConnector("orders")
     queue.dispatch([queue.transaction({}, id="order-7", tenant="acme")])
 
@@ -270,13 +277,13 @@ def consumed(provider):
     return [record.model_dump_json() for record in queue.dead_letters]
 
 
-def spellings(secret):
+def list_spellings(secret):
     quoted = urllib.parse.quote(secret, safe="")
     basic = base64.b64encode(f"me:{secret}".encode()).decode()
     return {secret, quoted, basic, urllib.parse.quote(secret), json.dumps(secret)[1:-1], repr(secret)[1:-1]}
 
 
-# With a beginning that nothing else has: hypothesis likes to try words of ours, which are found everywhere.
+# With a unique prefix: hypothesis prefers common words, which occur everywhere.
 SECRETS = (
     st.text(string.ascii_letters + string.digits + "-._~!$'*+/=#%", min_size=20, max_size=40)
     .filter(lambda text: text.strip("/.") == text)
@@ -286,8 +293,8 @@ SECRETS = (
 
 @pytest.mark.spec("PRV-25", "PRV-26")
 def test_no_credential_is_found_in_any_error_log_span_or_row(sinks):
-    dsn, exporter, writer, kept = sinks
-    used = {}
+    dsn, exporter, writer, log_collector = sinks
+    descriptions = {}
 
     # Each is two real calls and a consumer, so there are fewer than elsewhere.
     @settings(max_examples=settings().max_examples * 2 // 5, suppress_health_check=list(HealthCheck))
@@ -297,46 +304,46 @@ def test_no_credential_is_found_in_any_error_log_span_or_row(sinks):
         client=st.sampled_from(list(CLIENTS)),
         peer_name=st.sampled_from(list(PEERS)),
     )
-    def call(secret, where, client, peer_name):
-        # urllib knows no credentials in an address, and takes them for a part of the port.
+    def check_secret(secret, where, client, peer_name):
+        # urllib does not support credentials in an address, and parses them as part of the port.
         if where == "user" and client in {"urllib", "by hand", "canonically"}:
             where = "query"
         exporter.clear()
-        kept.said.clear()
-        used[secret] = how = f"{client} at {peer_name}, credential in {where}"
-        said = made(secret, where, CLIENTS[client], peer_name, Metered(writer))
-        said += kept.said
-        said += [span.to_json() for span in exporter.get_finished_spans()]
+        log_collector.records.clear()
+        descriptions[secret] = description = f"{client} at {peer_name}, credential in {where}"
+        outputs = run_calls(secret, where, CLIENTS[client], peer_name, RecordingProviderState(writer))
+        outputs += log_collector.records
+        outputs += [span.to_json() for span in exporter.get_finished_spans()]
         assert len(exporter.get_finished_spans()) >= 4
-        for spelling in spellings(secret):
-            assert not [one for one in said if spelling in one], how
+        for spelling in list_spellings(secret):
+            assert not [one for one in outputs if spelling in one], description
 
-    call()
+    check_secret()
     assert writer.close(20)
-    rows = dumped(dsn)
-    assert sum('"secretive"' in row for row in rows) >= len(used)
-    for secret, how in used.items():
-        for spelling in spellings(secret):
-            assert not [row for row in rows if spelling in row], how
+    rows = dump_rows(dsn)
+    assert sum('"secretive"' in row for row in rows) >= len(descriptions)
+    for secret, description in descriptions.items():
+        for spelling in list_spellings(secret):
+            assert not [row for row in rows if spelling in row], description
 
 
-def made(secret, where, client, peer_name, books):
-    """One call by hand and one below a handler; what their errors and dead letters say."""
-    patience = 0.1 if peer_name == "waits" else 2.0
-    with at(peer_name, secret) as port:
-        place = placed(where, secret, port)
-        provider = provider_of(lambda: client(place, patience), books)
-        said = consumed(provider)
+def run_calls(secret, position, client, peer_name, books):
+    """Make one direct call and one inside a handler; return the texts of their errors and dead letters."""
+    timeout_seconds = 0.1 if peer_name == "waits" else 2.0
+    with run_peer(peer_name, secret) as port:
+        target = place_secret(position, secret, port)
+        provider = make_provider(lambda: client(target, timeout_seconds), books)
+        outputs = collect_dead_letters(provider)
         try:
             provider.call("charge", {"card": secret, "nested": {"token": secret}}, tenant="acme")
         except ProviderError as error:
-            said += told(error)
+            outputs += describe_error(error)
     assert scope.current() is None
-    return said
+    return outputs
 
 
-def dumped(dsn):
-    """Every row of every table."""
+def dump_rows(dsn):
+    """Return every row of every table."""
     with psycopg.connect(dsn) as connection:
         tables = connection.execute(
             "select format('%I.%I', schemaname, tablename) from pg_tables where schemaname = 'ergon'"

@@ -1,7 +1,7 @@
-"""Worlds: places in which a plan is carried out by the engine and written down for the oracle.
+"""Worlds: environments in which the engine runs a plan and a record is written for the oracle.
 
 `threads` and `asyncio` are the real drivers in virtual time, `simulation` is the simulated driver with
-bodies of either flavour, `real threads` and `real asyncio` are the real drivers in real time.
+handlers of either variant, `real threads` and `real asyncio` are the real drivers in real time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ergon_framework.connectors.base import (
     Capabilities,
     Connector,
     DeadLetter,
+    Defer,
     Delivery,
-    Later,
     Release,
     SettleResult,
 )
-from ergon_framework.engine.drivers.aio import Asyncio
-from ergon_framework.engine.drivers.threads import Threads
-from ergon_framework.errors import ConnectionLost, ErgonError
-from ergon_framework.task.consume import FLUSH
+from ergon_framework.engine.drivers.aio import AsyncioDriver
+from ergon_framework.engine.drivers.threads import ThreadDriver
+from ergon_framework.errors import ConnectionLostError, ErgonError
+from ergon_framework.task.consume import FLUSH_TIMEOUT_SECONDS
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
 from ergon_framework.task.mixins.producer import AsyncProducerMixin, ProducerMixin
@@ -43,12 +43,12 @@ from tests.properties import oracle
 from tests.properties.plan import (
     OK,
     Behaviour,
-    BodyRecord,
     Call,
     DeliveryRecord,
     Fault,
     FetchRecord,
     Flavour,
+    HandlerCallRecord,
     OutcomeRecord,
     Plan,
     RunRecord,
@@ -59,15 +59,15 @@ from tests.properties.plan import (
 SOURCE = "plan"
 
 
-# -- the diary ------------------------------------------------------------------------------------------
+# -- the recorder ---------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class Body:
+class HandlerCall:
     call: Call
     left: float = math.inf
     result: str = "running"
-    #: Seconds that it means to stay.
+    #: Planned duration in seconds.
     takes: float = 0.0
 
     @property
@@ -76,31 +76,31 @@ class Body:
 
 
 @dataclass(eq=False)
-class Handed:
+class DeliveryState:
     """A delivery, or a producer's run."""
 
     position: int
     transaction: TransactionPlan
     fetch: int | None = None
-    bodies: list[Body] = field(default_factory=list)
+    bodies: list[HandlerCall] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
 
-class Diary:
-    """What user code and connector of one run do, and what they saw; *now* is the world's clock."""
+class RunRecorder:
+    """What user code and connector of one run do, and what they recorded; *now* is the world's clock."""
 
-    def __init__(self, plan: Plan, now: Callable[[], float], *, slack: float = oracle.TOLERANCE) -> None:
+    def __init__(self, plan: Plan, now: Callable[[], float], *, slack: float = oracle.TOLERANCE_SECONDS) -> None:
         self.plan = plan
         self.now = now
         self._slack = slack
         self.lock = threading.Lock()
-        self.handed: list[Handed] = []
+        self.deliveries: list[DeliveryState] = []
         self.starts: list[int] = []
         self.fetches: list[FetchRecord] = []
         self.settlements: list[SettlementRecord] = []
         self.outcomes: list[OutcomeRecord] = []
         self.problems: list[str] = []
-        self.over = False
+        self.is_over = False
         self.began = now()
         self._calls: dict[int, Counter[str]] = {}
         self._runs: dict[int, int] = {}
@@ -108,85 +108,91 @@ class Diary:
 
     # -- user code ---------------------------------------------------------------------------------
 
-    def enter(self, step: str, transaction: Transaction, told: Any = None) -> tuple[Body, Behaviour]:
-        inside = scope.current()
-        category, running = (None, None) if told is None else (told.category.value, told.still_running)
+    def begin_call(self, step: str, transaction: Transaction, error: Any = None) -> tuple[HandlerCall, Behaviour]:
+        current_scope = scope.current()
+        category, still_running = (None, None) if error is None else (error.category.value, error.still_running)
         with self.lock:
-            number = self._number(transaction)
-            handed = self.handed[number]
-            if inside is None or (inside.step, inside.transaction) != (step, transaction):
-                self.problems.append(f"{step} of {transaction.id} ran inside the scope {inside}")
-            body = Body(Call(step, -1 if inside is None else inside.attempt, self.now(), category, running))
-            if not handed.bodies:
-                self.starts.append(number)
-            handed.bodies.append(body)
-            story = getattr(handed.transaction, "process" if step == "produce" else step)
-            behaviour = story[handed.counts[step]] if handed.counts[step] < len(story) else OK
+            delivery_number = self._get_delivery_number(transaction)
+            delivery = self.deliveries[delivery_number]
+            if current_scope is None or (current_scope.step, current_scope.transaction) != (step, transaction):
+                self.problems.append(f"{step} of {transaction.id} ran inside the scope {current_scope}")
+            body = HandlerCall(
+                Call(step, -1 if current_scope is None else current_scope.attempt, self.now(), category, still_running)
+            )
+            if not delivery.bodies:
+                self.starts.append(delivery_number)
+            delivery.bodies.append(body)
+            behaviours = getattr(delivery.transaction, "process" if step == "produce" else step)
+            behaviour = behaviours[delivery.counts[step]] if delivery.counts[step] < len(behaviours) else OK
             body.takes = behaviour.takes
-            handed.counts[step] += 1
-            self._calls.setdefault(handed.position, Counter())[step] += 1
+            delivery.counts[step] += 1
+            self._calls.setdefault(delivery.position, Counter())[step] += 1
             return body, behaviour
 
-    def leave(self, body: Body, behaviour: Behaviour, at: float) -> Any:
-        error = behaviour.error()
+    def end_call(self, body: HandlerCall, behaviour: Behaviour, at: float) -> Any:
+        error = behaviour.make_error()
         body.left, body.result = at, "ok" if error is None else "raised"
         if error is not None:
             raise error
-        return _settlement(behaviour)
+        return _to_settlement(behaviour)
 
-    def cancelled(self, body: Body) -> None:
+    def cancel_call(self, body: HandlerCall) -> None:
         body.left, body.result = self.now(), "cancelled"
 
     def check_result(self, transaction: Transaction, result: Any) -> None:
         if result != ("result of", transaction.payload):
             self.problems.append(f"the success handler of {transaction.id} was given {result!r}")
 
-    def _number(self, transaction: Transaction) -> int:
+    def _get_delivery_number(self, transaction: Transaction) -> int:
         if self.plan.kind == "consume":
             return int(transaction.payload)
         position = int(transaction.payload)
         if position not in self._runs:
-            self._runs[position] = len(self.handed)
-            self.handed.append(Handed(position, self.plan.transactions[position]))
+            self._runs[position] = len(self.deliveries)
+            self.deliveries.append(DeliveryState(position, self.plan.transactions[position]))
         return self._runs[position]
 
     # -- the connector -------------------------------------------------------------------------------
 
-    def fetch(self, asked: int) -> tuple[int, Fault]:
+    def begin_fetch(self, limit: int) -> tuple[int, Fault]:
         with self.lock:
             index = len(self.fetches)
             fault = self.plan.faults[index] if index < len(self.plan.faults) else "ok"
-            self.fetches.append(FetchRecord(self.now(), asked, 0, fault))
+            self.fetches.append(FetchRecord(self.now(), limit, 0, fault))
         if fault == "error":
             raise RuntimeError("the broker is out of order")
         if fault == "lost_connection":
-            raise ConnectionLost("the broker has hung up")
+            raise ConnectionLostError("the broker has hung up")
         return index, fault
 
-    def hand_over(self, index: int, asked: int) -> list[Delivery]:
+    def deliver(self, index: int, limit: int) -> list[Delivery]:
         with self.lock:
-            if self.over:  # nobody is there any more; in a real process not even this call
+            if self.is_over:  # the loop has ended; in a real process not even this call would happen
                 return []
             now = self.now()
-            due = [entry for entry in self._queue if entry[0] <= now][:asked]
+            due = [entry for entry in self._queue if entry[0] <= now][:limit]
             self._queue = [entry for entry in self._queue if entry not in due]
             self.fetches[index] = replace(self.fetches[index], got=len(due))
-            return [self._delivery(index, position, attempts) for _, position, attempts in due]
+            return [self._make_delivery(index, position, attempts) for _, position, attempts in due]
 
-    def _delivery(self, index: int, position: int, attempts: int) -> Delivery:
-        number, planned = len(self.handed), self.plan.transactions[position]
-        made = self._calls.get(position, Counter())
-        self.handed.append(Handed(position, planned.redelivered(made, attempts=attempts), index))
-        transaction = Transaction(planned.id, number, source=SOURCE, key=planned.key, attempts=attempts)
+    def _make_delivery(self, index: int, position: int, attempts: int) -> Delivery:
+        number, transaction_plan = len(self.deliveries), self.plan.transactions[position]
+        call_counts = self._calls.get(position, Counter())
+        self.deliveries.append(
+            DeliveryState(position, transaction_plan.for_redelivery(call_counts, attempts=attempts), index)
+        )
+        transaction = Transaction(
+            transaction_plan.id, number, source=SOURCE, key=transaction_plan.key, attempts=attempts
+        )
         return Delivery(transaction, number)
 
     def settle(self, settlings: Any) -> list[SettleResult]:
         with self.lock:
             for delivery, settlement in settlings:
                 number, now = delivery.receipt, self.now()
-                position = self.handed[number].position
-                self.settlements.append(SettlementRecord(number, now, _word(settlement)))
-                if isinstance(settlement, Later):
+                position = self.deliveries[number].position
+                self.settlements.append(SettlementRecord(number, now, _to_settlement_name(settlement)))
+                if isinstance(settlement, Defer):
                     self._queue.append((now + settlement.delay, position, settlement.attempts))
                 elif isinstance(settlement, Release):
                     self._queue.append((now, position, delivery.transaction.attempts))
@@ -194,12 +200,12 @@ class Diary:
 
     # -- the record ----------------------------------------------------------------------------------
 
-    def outcome(self, outcome: Any) -> None:
+    def record_outcome(self, outcome: Any) -> None:
         with self.lock:
-            self.outcomes.append(self._outcome(outcome, outcome.transaction.payload))
+            self.outcomes.append(self._to_outcome_record(outcome, outcome.transaction.payload))
 
-    def _outcome(self, outcome: Any, number: int | None) -> OutcomeRecord:
-        bodies = [] if number is None else self.handed[number].bodies
+    def _to_outcome_record(self, outcome: Any, number: int | None) -> OutcomeRecord:
+        bodies = [] if number is None else self.deliveries[number].bodies
         at = bodies[0].call.at + sum(outcome.durations.values()) if bodies else self.now()
         return OutcomeRecord(
             number,
@@ -211,33 +217,35 @@ class Diary:
             outcome.reason,
         )
 
-    def transactions(self) -> list[Transaction]:
-        """What a producer is given; an id that stands twice is the same transaction twice."""
-        first: dict[str, int] = {}
+    def make_transactions(self) -> list[Transaction]:
+        """Return the input of a producer; a repeated id is the same transaction twice."""
+        first_positions: dict[str, int] = {}
         return [
             Transaction(
-                planned.id,
-                first.setdefault(planned.id, position),
+                transaction_plan.id,
+                first_positions.setdefault(transaction_plan.id, position),
                 source=SOURCE,
-                key=planned.key,
-                attempts=planned.attempts,
+                key=transaction_plan.key,
+                attempts=transaction_plan.attempts,
             )
-            for position, planned in enumerate(self.plan.transactions)
+            for position, transaction_plan in enumerate(self.plan.transactions)
         ]
 
-    def ended(self, result: Any) -> Ended:
-        """The loop has returned *result*, or raised it."""
+    def record_end(self, result: Any) -> LoopEnd:
+        """Record that the loop has returned *result*, or raised it."""
         with self.lock:
-            self.over = True
+            self.is_over = True
             raised = result if isinstance(result, BaseException) else None
             report = getattr(raised, "report", None) if raised is not None else result
-            return Ended(self.now(), report, None if raised is None else type(raised).__name__)
+            return LoopEnd(self.now(), report, None if raised is None else type(raised).__name__)
 
-    def record(self, flavour: Flavour, ended: Ended) -> RunRecord:
+    def make_record(self, flavour: Flavour, ended: LoopEnd) -> RunRecord:
         report = ended.report
         outcomes = self.outcomes
         if self.plan.kind == "produce" and report is not None:
-            outcomes = [self._outcome(one, self._runs.get(one.transaction.payload)) for one in report.outcomes]
+            outcomes = [
+                self._to_outcome_record(one, self._runs.get(one.transaction.payload)) for one in report.outcomes
+            ]
         if report is not None:
             self._check_report(report, ended, outcomes)
         return RunRecord(
@@ -248,9 +256,9 @@ class Diary:
                     one.transaction,
                     one.fetch,
                     one.bodies[0].call.at if one.bodies else None,
-                    tuple(BodyRecord(body.call, body.left, body.result, body.late) for body in one.bodies),
+                    tuple(HandlerCallRecord(body.call, body.left, body.result, body.late) for body in one.bodies),
                 )
-                for one in self.handed
+                for one in self.deliveries
             ),
             outcomes=tuple(outcomes),
             ended=ended.at,
@@ -262,11 +270,11 @@ class Diary:
             reason=None if report is None or report.end is None else report.end.value,
         )
 
-    def _check_report(self, report: Any, ended: Ended, outcomes: list[OutcomeRecord]) -> None:
-        """The report says what happened."""
-        lefts = [max((body.left for body in one.bodies), default=-math.inf) for one in self.handed]
-        if not any(abs(left - ended.at) < self._slack for left in lefts):
-            abandoned = sum(left > ended.at for left in lefts)
+    def _check_report(self, report: Any, ended: LoopEnd, outcomes: list[OutcomeRecord]) -> None:
+        """Check that the report matches the recorded events."""
+        return_times = [max((body.left for body in one.bodies), default=-math.inf) for one in self.deliveries]
+        if not any(abs(left - ended.at) < self._slack for left in return_times):
+            abandoned = sum(left > ended.at for left in return_times)
             if report.abandoned != abandoned:
                 self.problems.append(f"the report counts {report.abandoned} abandoned bodies, there were {abandoned}")
         if self.plan.kind == "consume":
@@ -278,31 +286,31 @@ class Diary:
 
 
 @dataclass(frozen=True)
-class Ended:
+class LoopEnd:
     at: float
     report: Any
     raised: str | None
 
 
-def _word(settlement: Any) -> str | tuple[str, float]:
-    if isinstance(settlement, Later):
+def _to_settlement_name(settlement: Any) -> str | tuple[str, float]:
+    if isinstance(settlement, Defer):
         return ("later", settlement.delay)
     return {Ack: "ack", DeadLetter: "dead_letter", Release: "release"}[type(settlement)]
 
 
-def _settlement(behaviour: Behaviour) -> Any:
+def _to_settlement(behaviour: Behaviour) -> Any:
     if isinstance(behaviour.settles, tuple):
-        return Later(behaviour.settles[1])
+        return Defer(behaviour.settles[1])
     return {None: None, "ack": Ack(), "dead_letter": DeadLetter("asked for")}[behaviour.settles]
 
 
 # -- user code and connectors -----------------------------------------------------------------------------
 
-_ABLE = Capabilities(
+_CAPABILITIES = Capabilities(
     mode="queue",
     renewable=False,
     lease=None,
-    release_is_free=True,
+    release_uncounted=True,
     delays=True,
     dead_letters=True,
     fenced_by="token",
@@ -310,84 +318,88 @@ _ABLE = Capabilities(
 )
 
 
-class Queue(Connector):
+class PlannedQueue(Connector):
     name = SOURCE
-    capabilities = _ABLE
+    capabilities = _CAPABILITIES
 
-    def __init__(self, diary: Diary, sleep: Callable[[float], None]) -> None:
+    def __init__(self, diary: RunRecorder, sleep: Callable[[float], None]) -> None:
         self._diary = diary
         self._sleep = sleep
 
     def fetch_transactions(self, batch_size, **extra):
-        index, fault = self._diary.fetch(batch_size)
+        index, fault = self._diary.begin_fetch(batch_size)
         if isinstance(fault, tuple):
             self._sleep(fault[1])
-        return self._diary.hand_over(index, batch_size)
+        return self._diary.deliver(index, batch_size)
 
-    def settle(self, settlings):
-        return self._diary.settle(settlings)
+    def settle(self, requests):
+        return self._diary.settle(requests)
 
     def dispatch(self, transactions):
         raise NotImplementedError
 
 
-class AsyncQueue(AsyncConnector):
+class AsyncPlannedQueue(AsyncConnector):
     name = SOURCE
-    capabilities = _ABLE
+    capabilities = _CAPABILITIES
 
-    def __init__(self, diary: Diary, sleep: Callable[[float], Any], *, ignores: bool = False) -> None:
+    def __init__(
+        self, diary: RunRecorder, sleep: Callable[[float], Any], *, ignores_cancellation: bool = False
+    ) -> None:
         self._diary = diary
         self._sleep = sleep
-        self._ignores = ignores
+        self._ignores_cancellation = ignores_cancellation
 
     async def fetch_transactions_async(self, batch_size, **extra):
-        index, fault = self._diary.fetch(batch_size)
+        index, fault = self._diary.begin_fetch(batch_size)
         if isinstance(fault, tuple):
-            await _spend(self._diary, self._sleep, fault[1], ignores=self._ignores)
-        return self._diary.hand_over(index, batch_size)
+            await _sleep_for(self._diary, self._sleep, fault[1], ignores_cancellation=self._ignores_cancellation)
+        return self._diary.deliver(index, batch_size)
 
-    async def settle_async(self, settlings):
-        return self._diary.settle(settlings)
+    async def settle_async(self, requests):
+        return self._diary.settle(requests)
 
     async def dispatch_async(self, transactions):
         raise NotImplementedError
 
 
-async def _spend(diary: Diary, sleep: Callable[[float], Any], seconds: float, *, ignores: bool) -> None:
-    until = diary.now() + seconds
-    while (left := until - diary.now()) > 0:
+async def _sleep_for(
+    diary: RunRecorder, sleep: Callable[[float], Any], seconds: float, *, ignores_cancellation: bool
+) -> None:
+    deadline = diary.now() + seconds
+    while (remaining := deadline - diary.now()) > 0:
         try:
-            await sleep(left)
+            await sleep(remaining)
         except asyncio.CancelledError:
-            if not ignores:
+            if not ignores_cancellation:
                 raise
 
 
 class SyncTask(ConsumerMixin, ProducerMixin):
-    """*spend* takes its time and says when the body leaves."""
+    """*spend* takes the planned time and returns when the call ends."""
 
-    def __init__(self, diary: Diary, connector: Any, spend: Callable[[float], float]) -> None:
+    def __init__(self, diary: RunRecorder, connector: Any, spend: Callable[[float], float]) -> None:
         self.diary = diary
         self.connector = connector
         self._spend = spend
 
-    def _play(self, step, transaction, told=None):
-        body, behaviour = self.diary.enter(step, transaction, told)
-        return self.diary.leave(body, behaviour, self._spend(behaviour.takes))
+    def _run_step(self, step, transaction, error=None):
+        body, behaviour = self.diary.begin_call(step, transaction, error)
+        return self.diary.end_call(body, behaviour, self._spend(behaviour.takes))
 
     def process_transaction(self, transaction):
-        self._play("process", transaction)
+        self._run_step("process", transaction)
         return "result of", transaction.payload
 
     def handle_transaction_success(self, transaction, result):
         self.diary.check_result(transaction, result)
-        return self._play("success", transaction)
+        return self._run_step("success", transaction)
 
     def handle_transaction_exception(self, transaction, exc):
-        return self._play("exception", transaction, exc)
+        return self._run_step("exception", transaction, exc)
 
     def produce_transaction(self, transaction):
-        self._play("produce", transaction)
+        self._run_step("produce", transaction)
         return "result of", transaction.payload
 
     handle_produce_success = handle_transaction_success
@@ -395,127 +407,133 @@ class SyncTask(ConsumerMixin, ProducerMixin):
 
 
 class AsyncTask(AsyncConsumerMixin, AsyncProducerMixin):
-    def __init__(self, diary: Diary, connector: Any, sleep: Callable[[float], Any]) -> None:
+    def __init__(self, diary: RunRecorder, connector: Any, sleep: Callable[[float], Any]) -> None:
         self.diary = diary
         self.connector = connector
         self._sleep = sleep
 
-    async def _play(self, step, transaction, told=None):
-        body, behaviour = self.diary.enter(step, transaction, told)
+    async def _run_step(self, step, transaction, error=None):
+        body, behaviour = self.diary.begin_call(step, transaction, error)
         try:
-            await _spend(self.diary, self._sleep, behaviour.takes, ignores=behaviour.on_cancel == "ignores")
+            await _sleep_for(
+                self.diary, self._sleep, behaviour.takes, ignores_cancellation=behaviour.on_cancel == "ignores"
+            )
         except asyncio.CancelledError:
-            self.diary.cancelled(body)
+            self.diary.cancel_call(body)
             raise
-        return self.diary.leave(body, behaviour, self.diary.now())
+        return self.diary.end_call(body, behaviour, self.diary.now())
 
     async def process_transaction(self, transaction):
-        await self._play("process", transaction)
+        await self._run_step("process", transaction)
         return "result of", transaction.payload
 
     async def handle_transaction_success(self, transaction, result):
         self.diary.check_result(transaction, result)
-        return await self._play("success", transaction)
+        return await self._run_step("success", transaction)
 
     async def handle_transaction_exception(self, transaction, exc):
-        return await self._play("exception", transaction, exc)
+        return await self._run_step("exception", transaction, exc)
 
     async def produce_transaction(self, transaction):
-        await self._play("produce", transaction)
+        await self._run_step("produce", transaction)
         return "result of", transaction.payload
 
     handle_produce_success = handle_transaction_success
     handle_produce_exception = handle_transaction_exception
 
 
-# -- carrying a plan out ----------------------------------------------------------------------------------
+# -- running a plan ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Run:
-    """A plan, what became of it, and what was odd about it on the spot."""
+    """A plan, its record, and the problems detected during the run."""
 
     plan: Plan
     record: RunRecord
     problems: tuple[str, ...]
 
 
-def in_threads(plan: Plan) -> Run:
-    """On real threads, in virtual time."""
+def run_in_threads(plan: Plan) -> Run:
+    """Run *plan* on real threads, in virtual time."""
     virtual = VirtualTime(plan.seed)
-    diary = Diary(plan, virtual.clock)
+    diary = RunRecorder(plan, virtual.clock)
 
     def spend(seconds: float) -> float:
         if seconds > 0:
             virtual.sleep(seconds)
         return virtual.clock()
 
-    task = SyncTask(diary, Queue(diary, virtual.sleep), spend)
+    task = SyncTask(diary, PlannedQueue(diary, virtual.sleep), spend)
     if plan.stop_at is not None:
         virtual.at(plan.stop_at, task.stop)
-    ended = _sync_run(task, partial(Threads, waiting=virtual))
-    virtual.rest()
-    return Run(plan, diary.record("threads", ended), tuple(diary.problems))
+    ended = _run_sync_task(task, partial(ThreadDriver, waiting=virtual))
+    virtual.run_until_idle()
+    return Run(plan, diary.make_record("threads", ended), tuple(diary.problems))
 
 
-def _sync_run(task: SyncTask, driver: Any) -> Ended:
+def _run_sync_task(task: SyncTask, driver: Any) -> LoopEnd:
     diary, plan = task.diary, task.diary.plan
     try:
         if plan.kind == "consume":
             policy = ConsumerPolicy.load(plan.policy)
-            return diary.ended(task.consume_transactions(policy, on_outcome=diary.outcome, driver=driver))
-        produced = ProducerPolicy.load(plan.policy)
-        return diary.ended(task.produce_transactions(diary.transactions(), produced, driver=driver))
+            return diary.record_end(task.consume_transactions(policy, on_outcome=diary.record_outcome, driver=driver))
+        producer_policy = ProducerPolicy.load(plan.policy)
+        return diary.record_end(task.produce_transactions(diary.make_transactions(), producer_policy, driver=driver))
     except ErgonError as error:
-        return diary.ended(error)
+        return diary.record_end(error)
 
 
-async def _async_run(task: AsyncTask, driver: Any) -> Ended:
+async def _run_async_task(task: AsyncTask, driver: Any) -> LoopEnd:
     diary, plan = task.diary, task.diary.plan
     try:
         if plan.kind == "consume":
             policy = ConsumerPolicy.load(plan.policy)
-            return diary.ended(await task.consume_transactions(policy, on_outcome=diary.outcome, driver=driver))
-        produced = ProducerPolicy.load(plan.policy)
-        return diary.ended(await task.produce_transactions(diary.transactions(), produced, driver=driver))
+            return diary.record_end(
+                await task.consume_transactions(policy, on_outcome=diary.record_outcome, driver=driver)
+            )
+        producer_policy = ProducerPolicy.load(plan.policy)
+        return diary.record_end(
+            await task.produce_transactions(diary.make_transactions(), producer_policy, driver=driver)
+        )
     except ErgonError as error:
-        return diary.ended(error)
+        return diary.record_end(error)
 
 
-def in_asyncio(plan: Plan, loop: VirtualLoop | None = None) -> Run:
-    """On the asyncio driver, in virtual time; a loop that is handed in can be used again."""
+def run_in_asyncio(plan: Plan, loop: VirtualLoop | None = None) -> Run:
+    """Run *plan* on the asyncio driver, in virtual time; a passed loop can be used again."""
     if loop is not None:
-        return loop.run_until_complete(_on_loop(plan, loop))
+        return loop.run_until_complete(_run_on_loop(plan, loop))
     loop = VirtualLoop(plan.seed)
     try:
-        return loop.run_until_complete(_on_loop(plan, loop))
+        return loop.run_until_complete(_run_on_loop(plan, loop))
     finally:
         loop.close()
 
 
-async def _on_loop(plan: Plan, loop: VirtualLoop) -> Run:
-    diary = Diary(plan, loop.time)
-    task = AsyncTask(diary, AsyncQueue(diary, asyncio.sleep), asyncio.sleep)
+async def _run_on_loop(plan: Plan, loop: VirtualLoop) -> Run:
+    diary = RunRecorder(plan, loop.time)
+    task = AsyncTask(diary, AsyncPlannedQueue(diary, asyncio.sleep), asyncio.sleep)
     stop = None if plan.stop_at is None else loop.call_at(diary.began + plan.stop_at, task.stop)
-    ended = await _async_run(task, partial(Asyncio, loop.senses))
+    ended = await _run_async_task(task, partial(AsyncioDriver, loop.senses))
     if stop is not None:
         stop.cancel()
-    await asyncio.sleep(LONG)
-    return Run(plan, diary.record("asyncio", ended), tuple(diary.problems))
+    await asyncio.sleep(MAX_CALL_SECONDS)
+    return Run(plan, diary.make_record("asyncio", ended), tuple(diary.problems))
 
 
-#: Longer than any body.
-LONG = 1000.0
+#: Longer than any handler call.
+MAX_CALL_SECONDS = 1000.0
 
 
-def in_simulation(plan: Plan, flavour: Flavour) -> Run:
-    """On the simulated driver, with bodies of either flavour."""
+def run_in_simulation(plan: Plan, flavour: Flavour) -> Run:
+    """Run *plan* on the simulated driver, with handlers of either variant."""
     simulation = Simulation(plan.seed)
-    diary = Diary(plan, simulation.clock)
-    queue = AsyncQueue(diary, simulation.sleep, ignores=flavour == "threads")
+    diary = RunRecorder(plan, simulation.clock)
+    queue = AsyncPlannedQueue(diary, simulation.sleep, ignores_cancellation=flavour == "threads")
 
     def spend(seconds: float) -> float:
-        simulation.takes(seconds)
+        simulation.busy_for(seconds)
         return simulation.clock() + seconds
 
     task: Any = SyncTask(diary, queue, spend) if flavour == "threads" else AsyncTask(diary, queue, simulation.sleep)
@@ -524,154 +542,163 @@ def in_simulation(plan: Plan, flavour: Flavour) -> Run:
     try:
         if plan.kind == "consume":
             policy = ConsumerPolicy.load(plan.policy)
-            ended = diary.ended(simulation.consume(task, policy, on_outcome=diary.outcome))
+            ended = diary.record_end(simulation.consume(task, policy, on_outcome=diary.record_outcome))
         else:
-            produced = ProducerPolicy.load(plan.policy)
-            ended = diary.ended(simulation.produce(task, diary.transactions(), produced))
+            producer_policy = ProducerPolicy.load(plan.policy)
+            ended = diary.record_end(simulation.produce(task, diary.make_transactions(), producer_policy))
     except ErgonError as error:
-        ended = diary.ended(error)
-    simulation.rest()
-    return Run(plan, diary.record(flavour, ended), tuple(diary.problems))
+        ended = diary.record_end(error)
+    simulation.run_until_idle()
+    return Run(plan, diary.make_record(flavour, ended), tuple(diary.problems))
 
 
-class Unreliable(AsyncQueue):
-    """A broker that fails, dawdles, forgets and loses claims; *dice* say when."""
+class UnreliableQueue(AsyncPlannedQueue):
+    """A broker that fails, delays, loses answers and claims at random; *dice* is the random source."""
 
-    capabilities = replace(_ABLE, renewable=True, lease=0.9)
+    capabilities = replace(_CAPABILITIES, renewable=True, lease=0.9)
 
-    def __init__(self, diary: Diary, sleep: Callable[[float], Any], *, ignores: bool, dice: Random) -> None:
-        super().__init__(diary, sleep, ignores=ignores)
-        self._dice = dice.random
+    def __init__(
+        self, diary: RunRecorder, sleep: Callable[[float], Any], *, ignores_cancellation: bool, dice: Random
+    ) -> None:
+        super().__init__(diary, sleep, ignores_cancellation=ignores_cancellation)
+        self._random = dice.random
 
     async def fetch_transactions_async(self, batch_size, **extra):
-        fetched = await super().fetch_transactions_async(batch_size)
-        for delivery in fetched:
+        deliveries = await super().fetch_transactions_async(batch_size)
+        for delivery in deliveries:
             delivery.lease_until = self._diary.now() + 0.9
-        return fetched
+        return deliveries
 
     async def extend_async(self, deliveries):
-        await self._misbehave(4.0)
-        return [None if self._dice() < 0.05 else self._diary.now() + 0.9 for _ in deliveries]
+        await self._delay_or_fail(4.0)
+        return [None if self._random() < 0.05 else self._diary.now() + 0.9 for _ in deliveries]
 
-    async def settle_async(self, settlings):
-        await self._misbehave(6.0)
-        if self._dice() < 0.05:
+    async def settle_async(self, requests):
+        await self._delay_or_fail(6.0)
+        if self._random() < 0.05:
             return []
-        results = [self._result() for _ in settlings]
-        self._diary.settle([one for one, how in zip(settlings, results, strict=True) if how is SettleResult.SETTLED])
+        results = [self._draw_result() for _ in requests]
+        self._diary.settle([one for one, how in zip(requests, results, strict=True) if how is SettleResult.SETTLED])
         return results
 
-    def _result(self) -> SettleResult:
-        lot = self._dice()
-        return SettleResult.FAILED if lot < 0.1 else SettleResult.LOST if lot < 0.2 else SettleResult.SETTLED
+    def _draw_result(self) -> SettleResult:
+        choice = self._random()
+        return SettleResult.FAILED if choice < 0.1 else SettleResult.LOST if choice < 0.2 else SettleResult.SETTLED
 
-    async def _misbehave(self, longest: float) -> None:
-        lot = self._dice()
-        if lot < 0.1:
+    async def _delay_or_fail(self, max_delay: float) -> None:
+        choice = self._random()
+        if choice < 0.1:
             raise RuntimeError("the broker is out of order")
-        if lot < 0.2:
-            await self._sleep(self._dice() * longest)
+        if choice < 0.2:
+            await self._sleep(self._random() * max_delay)
 
 
 @dataclass(frozen=True)
-class Unreliably:
-    """A run with an unreliable broker, and when the operator asked a second time."""
+class UnreliableRun:
+    """A run with an unreliable broker, and the time of the operator's second stop."""
 
     run: Run
     second_stop: float | None
 
 
-def with_unreliable_broker(plan: Plan) -> Unreliably:
-    """A consumer's plan in the simulation; what the broker does is nobody's prediction, only the promises count."""
+def run_with_unreliable_broker(plan: Plan) -> UnreliableRun:
+    """Run a consumer's plan in the simulation; the broker is unpredictable, so only the general rules are checked."""
     dice, simulation = Random(plan.seed), Simulation(plan.seed)
     flavour: Flavour = "threads" if dice.random() < 0.5 else "asyncio"
-    diary = Diary(plan, simulation.clock)
-    queue = Unreliable(diary, simulation.sleep, ignores=flavour == "threads", dice=dice)
+    diary = RunRecorder(plan, simulation.clock)
+    queue = UnreliableQueue(diary, simulation.sleep, ignores_cancellation=flavour == "threads", dice=dice)
 
     def spend(seconds: float) -> float:
-        simulation.takes(seconds)
+        simulation.busy_for(seconds)
         return simulation.clock() + seconds
 
     task: Any = SyncTask(diary, queue, spend) if flavour == "threads" else AsyncTask(diary, queue, simulation.sleep)
-    second = None
+    second_stop = None
     if plan.stop_at is not None:
         simulation.at(plan.stop_at, task.stop)
         if dice.random() < 0.4:
-            second = plan.stop_at + dice.random() * 2
-            simulation.at(second, task.stop)
+            second_stop = plan.stop_at + dice.random() * 2
+            simulation.at(second_stop, task.stop)
     loop = {**plan.policy["loop"], "prefetch": int(dice.random() * 3)}
     try:
         policy = ConsumerPolicy.load({**plan.policy, "loop": loop})
-        ended = diary.ended(simulation.consume(task, policy, on_outcome=diary.outcome))
+        ended = diary.record_end(simulation.consume(task, policy, on_outcome=diary.record_outcome))
     except ErgonError as error:
-        ended = diary.ended(error)
-    simulation.rest()
-    return Unreliably(Run(plan, diary.record(flavour, ended), tuple(diary.problems)), second)
+        ended = diary.record_end(error)
+    simulation.run_until_idle()
+    return UnreliableRun(Run(plan, diary.make_record(flavour, ended), tuple(diary.problems)), second_stop)
 
 
-def judge_promises(seen: Unreliably) -> list[str]:
-    """What holds whatever a broker does: one outcome each, bodies apart, and an end in time."""
-    plan, record = seen.run.plan, seen.run.record
-    found = [one for one in seen.run.problems if "fetches" not in one]
-    broken = oracle.check_run(plan, record)
-    found += [one for one in broken if any(words in one for words in _PROMISES)]
+def check_general_rules(unreliable_run: UnreliableRun) -> list[str]:
+    """Check what holds whatever a broker does: one outcome each, calls that do not overlap, and an end in time."""
+    plan, record = unreliable_run.run.plan, unreliable_run.run.record
+    problems = [one for one in unreliable_run.run.problems if "fetches" not in one]
+    broken_rules = oracle.check_run(plan, record)
+    problems += [one for one in broken_rules if any(words in one for words in _GENERAL_RULES)]
     if record.raised == "Deadlock":
-        found.append("nobody would ever have gone on")
+        problems.append("nobody would ever have gone on")
     ends = [end for end in (plan.stop_at, plan.policy["loop"].get("timeout")) if end is not None]
     if ends and min(ends) <= record.ended:
-        due = oracle.drain_end_of(plan)
-        if seen.second_stop is not None:
-            due = min(due, max(seen.second_stop, min(ends)))
-        if record.ended > due + FLUSH + oracle.TOLERANCE:
-            found.append(f"the loop ended at {record.ended}, due was {due} and a moment for settling")
-    return found
+        latest_end = oracle.drain_end_of(plan)
+        if unreliable_run.second_stop is not None:
+            latest_end = min(latest_end, max(unreliable_run.second_stop, min(ends)))
+        if record.ended > latest_end + FLUSH_TIMEOUT_SECONDS + oracle.TOLERANCE_SECONDS:
+            problems.append(f"the loop ended at {record.ended}, due was {latest_end} and a moment for settling")
+    return problems
 
 
-_PROMISES = ("outcomes", "while", "running body", "steps ran out of order", "after the loop had ended", "a handler ran")
+_GENERAL_RULES = (
+    "outcomes",
+    "while",
+    "running body",
+    "steps ran out of order",
+    "after the loop had ended",
+    "a handler ran",
+)
 
 
-# -- judging ----------------------------------------------------------------------------------------------
+# -- comparing --------------------------------------------------------------------------------------------
 
 
-def judge(run: Run, *, slack: float = oracle.TOLERANCE, counts: Counter[str] | None = None) -> list[str]:
-    """Every difference between what the oracle says and what happened; [] is what we want.
+def compare_run(run: Run, *, slack: float = oracle.TOLERANCE_SECONDS, counts: Counter[str] | None = None) -> list[str]:
+    """Return every difference between the oracle's predictions and the record; [] means none.
 
-    *counts* is told how many deliveries were compared, and how many were a photo finish.
+    *counts* receives the number of compared deliveries and of those whose times were too close.
     """
     plan, record = run.plan, run.record
-    found = [*run.problems, *oracle.check_run(plan, record, slack=slack)]
-    if slack > oracle.TOLERANCE:
-        found = [one for one in found if not _too_close(run, one, slack)]
+    problems = [*run.problems, *oracle.check_run(plan, record, slack=slack)]
+    if slack > oracle.TOLERANCE_SECONDS:
+        problems = [one for one in problems if not _is_too_close(run, one, slack)]
     outcomes = {one.delivery: one for one in record.outcomes}
     for number, delivery in enumerate(record.deliveries):
         outcome = outcomes.get(number)
         if outcome is None:
             continue
         if delivery.started is None:
-            found += _unstarted(run, number, outcome)
+            problems += _check_unstarted(run, number, outcome)
             continue
-        prediction = foretold(run, number, slack=slack)
+        prediction = predict_delivery(run, number, slack=slack)
         if counts is not None:
             counts["too_close" if prediction.ambiguous else "compared"] += 1
         if prediction.ambiguous:
             continue
         name = f"delivery {number} (id {delivery.transaction.id!r})"
-        found += [f"{name}: {one}" for one in oracle.differences(prediction, delivery, outcome, slack=slack)]
-        found += [f"{name}: {one}" for one in _settled(run, number, prediction, slack)]
-    return found
+        problems += [f"{name}: {one}" for one in oracle.differences(prediction, delivery, outcome, slack=slack)]
+        problems += [f"{name}: {one}" for one in _check_settlement(run, number, prediction, slack)]
+    return problems
 
 
-def _too_close(run: Run, sentence: str, slack: float) -> bool:
-    """Whether *sentence* is about a delivery of which real time cannot tell what came first."""
+def _is_too_close(run: Run, sentence: str, slack: float) -> bool:
+    """Return whether *sentence* is about a delivery whose order of events real time cannot decide."""
     return any(
-        sentence.startswith(f"delivery {number} (") and foretold(run, number, slack=slack).ambiguous
+        sentence.startswith(f"delivery {number} (") and predict_delivery(run, number, slack=slack).ambiguous
         for number, delivery in enumerate(run.record.deliveries)
         if delivery.started is not None
     )
 
 
-def foretold(run: Run, number: int, *, slack: float = oracle.TOLERANCE) -> oracle.Prediction:
-    """What the oracle says of one delivery that was started."""
+def predict_delivery(run: Run, number: int, *, slack: float = oracle.TOLERANCE_SECONDS) -> oracle.Prediction:
+    """Return the oracle's prediction for one delivery that was started."""
     plan, record = run.plan, run.record
     delivery = record.deliveries[number]
     ends = [end for end in (plan.stop_at, plan.policy["loop"].get("timeout")) if end is not None]
@@ -679,12 +706,12 @@ def foretold(run: Run, number: int, *, slack: float = oracle.TOLERANCE) -> oracl
     drain_end = oracle.drain_end_of(plan, began=record.began)
     if stop is not None and stop > record.ended + slack:
         stop = drain_end = None
-    # A loop that ended by itself did not wait for bodies that had been given up.
-    stayed = drain_end is None and any(body.left > record.ended + slack for body in delivery.bodies)
-    if stayed or record.raised == "LoopStalled":
+    # A loop that ended on its own did not wait for abandoned calls.
+    has_running_calls = drain_end is None and any(body.left > record.ended + slack for body in delivery.bodies)
+    if has_running_calls or record.raised == "LoopStalled":
         drain_end = record.ended
-    # One that left a moment after that end might have left before it: nobody can say which was due.
-    close = drain_end is None and any(record.ended < body.left <= record.ended + slack for body in delivery.bodies)
+    # A call that returned just after that end might have returned before it: the expected order is unknown.
+    is_close = drain_end is None and any(record.ended < body.left <= record.ended + slack for body in delivery.bodies)
     prediction = oracle.predict(
         delivery.transaction,
         plan.policy,
@@ -695,21 +722,25 @@ def foretold(run: Run, number: int, *, slack: float = oracle.TOLERANCE) -> oracl
         drain_end=drain_end,
         tolerance=slack,
     )
-    return replace(prediction, ambiguous=True) if close else prediction
+    return replace(prediction, ambiguous=True) if is_close else prediction
 
 
-def _unstarted(run: Run, number: int, outcome: OutcomeRecord) -> list[str]:
+def _check_unstarted(run: Run, number: int, outcome: OutcomeRecord) -> list[str]:
     sent = [one.what for one in run.record.settlements if one.delivery == number]
     delay = run.plan.policy["loop"].get("identity_delay", 1.0)
-    due = {"released": "release", "deferred": ("later", delay)}.get(outcome.outcome)
-    found = [] if sent == [due] else [f"delivery {number} never started, is {outcome.outcome}, but was settled {sent}"]
-    carried = run.record.deliveries[number].transaction.attempts
-    if outcome.attempts != carried:
-        found.append(f"delivery {number} never started, but has {outcome.attempts} attempts instead of {carried}")
-    return found
+    expected = {"released": "release", "deferred": ("later", delay)}.get(outcome.outcome)
+    problems = (
+        [] if sent == [expected] else [f"delivery {number} never started, is {outcome.outcome}, but was settled {sent}"]
+    )
+    carried_attempts = run.record.deliveries[number].transaction.attempts
+    if outcome.attempts != carried_attempts:
+        problems.append(
+            f"delivery {number} never started, but has {outcome.attempts} attempts instead of {carried_attempts}"
+        )
+    return problems
 
 
-def _settled(run: Run, number: int, prediction: oracle.Prediction, slack: float) -> list[str]:
+def _check_settlement(run: Run, number: int, prediction: oracle.Prediction, slack: float) -> list[str]:
     if run.plan.kind == "produce":
         return []
     sent = [one for one in run.record.settlements if one.delivery == number]
@@ -720,26 +751,26 @@ def _settled(run: Run, number: int, prediction: oracle.Prediction, slack: float)
     due = prediction.ended
     if isinstance(prediction.settlement, tuple) or prediction.settlement == "release":
         due = max(due, prediction.free)
-    # The loop may have ended meanwhile, which flushes at once; later than the linger nothing is sent.
-    if not due - slack <= sent[0].at <= due + LINGER + slack:
+    # The loop may have ended meanwhile, which flushes immediately; after the linger nothing is sent.
+    if not due - slack <= sent[0].at <= due + LINGER_SECONDS + slack:
         return [f"settled at {sent[0].at}, due was {due}"]
     return []
 
 
-#: How long settlements may wait for company by default.
-LINGER = 0.002
+#: How long settlements wait for others by default.
+LINGER_SECONDS = 0.002
 
 
-def explain(run: Run, found: list[str], world: str) -> str:
-    """Everything needed to understand, and to repeat, a difference."""
+def explain(run: Run, problems: list[str], world: str) -> str:
+    """Return everything needed to understand and repeat a difference."""
     plan, record = run.plan, run.record
-    lines = [f"seed {plan.seed} in {world} ({record.flavour}):", *(f"  - {one}" for one in found), "plan:"]
+    lines = [f"seed {plan.seed} in {world} ({record.flavour}):", *(f"  - {one}" for one in problems), "plan:"]
     lines += [f"  {plan.kind} stop_at={plan.stop_at} faults={plan.faults}", f"  {plan.policy}"]
     lines += [f"  {number}: {one}" for number, one in enumerate(plan.transactions)]
     lines.append("foretold:")
     for number, delivery in enumerate(record.deliveries):
         if delivery.started is not None:
-            lines.append(f"  {number}: {foretold(run, number)}")
+            lines.append(f"  {number}: {predict_delivery(run, number)}")
     lines += ["happened:", f"  ended={record.ended} raised={record.raised} reason={record.reason}"]
     lines += [f"  delivery {number}: {one}" for number, one in enumerate(record.deliveries)]
     for name in ("outcomes", "settlements", "fetches"):
@@ -749,28 +780,30 @@ def explain(run: Run, found: list[str], world: str) -> str:
 
 # -- real time --------------------------------------------------------------------------------------------
 
-#: In real time instants closer than this may come in either order, and times may be off by as much: it is
+#: In real time events closer than this may come in either order, and times may be off by as much: it is
 #: several times what an idle machine needs to wake a thread, and small against the scaled times of a plan.
-REAL_SLACK = 0.06
+REAL_SLACK_SECONDS = 0.06
 
-#: In real time no body outlives this many planned seconds: nobody wants to wait for a hang of minutes.
-HANG = 15.0
+#: In real time no handler call runs longer than this many planned seconds: a hang of minutes would delay the tests.
+MAX_HANG_SECONDS = 15.0
 
 
-def scaled(plan: Plan, scale: float) -> Plan:
-    """*plan* with all its times multiplied, and its longest hangs cut to ``HANG``."""
+def scale_plan(plan: Plan, scale: float) -> Plan:
+    """Return *plan* with all its times multiplied, and its longest hangs cut to ``MAX_HANG_SECONDS``."""
     loop, steps = plan.policy["loop"], plan.policy["steps"]
     policy = {
-        "loop": {name: value * scale if name in _LOOP_TIMES else value for name, value in loop.items()},
+        "loop": {name: value * scale if name in _LOOP_TIME_FIELDS else value for name, value in loop.items()},
         "steps": {
-            name: {**step, **({"retry": _scaled_retry(step["retry"], scale)} if "retry" in step else {})}
+            name: {**step, **({"retry": _scale_retry(step["retry"], scale)} if "retry" in step else {})}
             for name, step in steps.items()
         },
     }
     if plan.kind == "consume":
         policy["loop"]["empty_queue"] = {"backoff": 0.5 * scale, "cap": 5.0 * scale}
     transactions = tuple(
-        replace(one, **{step: _scaled_story(getattr(one, step), scale) for step in ("process", "success", "exception")})
+        replace(
+            one, **{step: _scale_behaviours(getattr(one, step), scale) for step in ("process", "success", "exception")}
+        )
         for one in plan.transactions
     )
     faults = tuple(("slow", one[1] * scale) if isinstance(one, tuple) else one for one in plan.faults)
@@ -778,56 +811,56 @@ def scaled(plan: Plan, scale: float) -> Plan:
     return replace(plan, policy=policy, transactions=transactions, stop_at=stop_at, faults=faults)
 
 
-_LOOP_TIMES = {"drain_timeout", "timeout_drain", "transaction_timeout", "timeout", "identity_delay"}
-_RETRY_TIMES = {"timeout", "backoff", "cap", "hold", "abandon_grace"}
+_LOOP_TIME_FIELDS = {"drain_timeout", "timeout_drain", "transaction_timeout", "timeout", "identity_delay"}
+_RETRY_TIME_FIELDS = {"timeout", "backoff", "cap", "hold", "abandon_grace"}
 
 
-def _scaled_retry(retry: dict[str, Any], scale: float) -> dict[str, Any]:
-    return {name: value * scale if name in _RETRY_TIMES else value for name, value in retry.items()}
+def _scale_retry(retry: dict[str, Any], scale: float) -> dict[str, Any]:
+    return {name: value * scale if name in _RETRY_TIME_FIELDS else value for name, value in retry.items()}
 
 
-def _scaled_story(story: tuple[Behaviour, ...], scale: float) -> tuple[Behaviour, ...]:
+def _scale_behaviours(behaviours: tuple[Behaviour, ...], scale: float) -> tuple[Behaviour, ...]:
     return tuple(
         replace(
             one,
-            takes=min(one.takes, HANG) * scale,
+            takes=min(one.takes, MAX_HANG_SECONDS) * scale,
             retry_after=None if one.retry_after is None else one.retry_after * scale,
             settles=("later", one.settles[1] * scale) if isinstance(one.settles, tuple) else one.settles,
         )
-        for one in story
+        for one in behaviours
     )
 
 
-def in_real_threads(plan: Plan) -> Run:
-    """On real threads in real time."""
-    diary = Diary(plan, time.monotonic, slack=REAL_SLACK)
+def run_in_real_threads(plan: Plan) -> Run:
+    """Run *plan* on real threads in real time."""
+    diary = RunRecorder(plan, time.monotonic, slack=REAL_SLACK_SECONDS)
 
     def spend(seconds: float) -> float:
         if seconds > 0:
             time.sleep(seconds)
         return time.monotonic()
 
-    task = SyncTask(diary, Queue(diary, time.sleep), spend)
+    task = SyncTask(diary, PlannedQueue(diary, time.sleep), spend)
     stop = None if plan.stop_at is None else threading.Timer(plan.stop_at, task.stop)
     if stop is not None:
         stop.start()
-    ended = _sync_run(task, Threads)
+    ended = _run_sync_task(task, ThreadDriver)
     if stop is not None:
         stop.cancel()
-    while any(body.left == math.inf for one in diary.handed for body in one.bodies):
+    while any(body.left == math.inf for one in diary.deliveries for body in one.bodies):
         time.sleep(0.01)
-    return Run(plan, diary.record("threads", ended), tuple(diary.problems))
+    return Run(plan, diary.make_record("threads", ended), tuple(diary.problems))
 
 
-async def in_real_asyncio(plan: Plan) -> Run:
-    """On asyncio in real time; many of these share a loop."""
+async def run_in_real_asyncio(plan: Plan) -> Run:
+    """Run *plan* on asyncio in real time; many of these share a loop."""
     loop = asyncio.get_running_loop()
-    diary = Diary(plan, loop.time, slack=REAL_SLACK)
-    task = AsyncTask(diary, AsyncQueue(diary, asyncio.sleep), asyncio.sleep)
+    diary = RunRecorder(plan, loop.time, slack=REAL_SLACK_SECONDS)
+    task = AsyncTask(diary, AsyncPlannedQueue(diary, asyncio.sleep), asyncio.sleep)
     stop = None if plan.stop_at is None else loop.call_at(diary.began + plan.stop_at, task.stop)
-    ended = await _async_run(task, Asyncio)
+    ended = await _run_async_task(task, AsyncioDriver)
     if stop is not None:
         stop.cancel()
-    while any(body.left == math.inf for one in diary.handed for body in one.bodies):  # noqa: ASYNC110 - nobody tells
+    while any(body.left == math.inf for one in diary.deliveries for body in one.bodies):  # noqa: ASYNC110 - no event
         await asyncio.sleep(0.01)
-    return Run(plan, diary.record("asyncio", ended), tuple(diary.problems))
+    return Run(plan, diary.make_record("asyncio", ended), tuple(diary.problems))

@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority, and whatever it signs, as files."""
+"""Certificates for tests: an authority, and the files that it signs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.x509.oid import NameOID
 
 from ergon_framework.facts.service.files import TlsFiles
-from ergon_framework.facts.service.identity import operator_uri, zone_uri
+from ergon_framework.facts.service.identity import to_operator_uri, to_zone_uri
 
 
-def _named(name):
+def _to_x509_name(name):
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _pem(key):
+def _to_pem(key):
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
-class Authority:
+class CertificateAuthority:
     """Signs certificates, and writes them into *folder*."""
 
     def __init__(self, folder: Path, name: str = "authority", *, curve: ec.EllipticCurve | None = None) -> None:
         self._folder = folder
-        self._name = _named(name)
+        self._name = _to_x509_name(name)
         self._key = ec.generate_private_key(curve or ec.SECP256R1())
         self._certificate = self._sign(self._name, self._key.public_key(), [], ca=True)
         self.path = folder / f"{name}.pem"
@@ -40,35 +40,35 @@ class Authority:
     def issue(
         self, name, *, zones=(), operator=None, uris=(), lasts=timedelta(days=1), since=timedelta(hours=1), into=None
     ):
-        """A key and a certificate for loopback and these zones; the files of somebody who trusts this authority."""
+        """Issue a key and a certificate for loopback and *zones*; return the files of a client that trusts them."""
         key = ec.generate_private_key(ec.SECP256R1())
-        found = [*map(zone_uri, zones), *([operator_uri(operator)] if operator else []), *uris]
+        all_uris = [*map(to_zone_uri, zones), *([to_operator_uri(operator)] if operator else []), *uris]
         names = [
             x509.DNSName("localhost"),
             x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
-            *map(x509.UniformResourceIdentifier, found),
+            *map(x509.UniformResourceIdentifier, all_uris),
         ]
-        certificate = self._sign(_named(name), key.public_key(), names, lasts=lasts, since=since)
+        certificate = self._sign(_to_x509_name(name), key.public_key(), names, lasts=lasts, since=since)
         files = into or TlsFiles(self._folder / f"{name}.crt", self._folder / f"{name}.key", self.path)
-        # Each replaced at once, as an operator who is careful does it.
+        # Each file is replaced atomically, as a careful operator does it.
         for path, data in (
-            (files.key, _pem(key)),
+            (files.key, _to_pem(key)),
             (files.certificate, certificate.public_bytes(serialization.Encoding.PEM)),
         ):
-            new = path.with_suffix(".new")
-            new.write_bytes(data)
-            new.replace(path)
+            new_path = path.with_suffix(".new")
+            new_path.write_bytes(data)
+            new_path.replace(path)
         return files
 
-    def crl(self, *revoked, lasts=timedelta(hours=1), extensions=(), encoding=serialization.Encoding.PEM):
-        """The bytes of a CRL that lists the certificates of *revoked*."""
+    def create_crl(self, *revoked, lasts=timedelta(hours=1), extensions=(), encoding=serialization.Encoding.PEM):
+        """Return the bytes of a CRL that lists the certificates of *revoked*."""
         now = datetime.now(UTC)
-        last = now - timedelta(days=1)
-        builder = x509.CertificateRevocationListBuilder().issuer_name(self._name).last_update(last)
+        last_update = now - timedelta(days=1)
+        builder = x509.CertificateRevocationListBuilder().issuer_name(self._name).last_update(last_update)
         builder = builder.next_update(now + lasts)
         for files in revoked:
-            entry = x509.RevokedCertificateBuilder().serial_number(certificate_of(files).serial_number)
-            builder = builder.add_revoked_certificate(entry.revocation_date(last).build())
+            entry = x509.RevokedCertificateBuilder().serial_number(load_certificate(files).serial_number)
+            builder = builder.add_revoked_certificate(entry.revocation_date(last_update).build())
         for extension in extensions:
             builder = builder.add_extension(extension, critical=True)
         return builder.sign(self._key, hashes.SHA256()).public_bytes(encoding)
@@ -92,19 +92,19 @@ class Authority:
         return builder.sign(self._key, hashes.SHA256())
 
 
-def certificate_of(files: TlsFiles) -> x509.Certificate:
+def load_certificate(files: TlsFiles) -> x509.Certificate:
     return x509.load_pem_x509_certificate(files.certificate.read_bytes())
 
 
-def fingerprint(files: TlsFiles) -> str:
-    return certificate_of(files).fingerprint(hashes.SHA256()).hex()
+def compute_fingerprint(files: TlsFiles) -> str:
+    return load_certificate(files).fingerprint(hashes.SHA256()).hex()
 
 
-def public_key_digest(files: TlsFiles) -> str:
-    """The sha256 of the public key, as openssl pkey -pubin -outform DER | openssl dgst -sha256 prints it."""
+def compute_public_key_digest(files: TlsFiles) -> str:
+    """Return the sha256 of the public key, as openssl pkey -pubin -outform DER | openssl dgst -sha256 prints it."""
     digest = hashes.Hash(hashes.SHA256())
     digest.update(
-        certificate_of(files)
+        load_certificate(files)
         .public_key()
         .public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     )
@@ -112,7 +112,7 @@ def public_key_digest(files: TlsFiles) -> str:
 
 
 #: The order of each curve's group, by the number of its bits.
-_ORDERS = {
+_CURVE_ORDERS = {
     256: 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551,
     384: 2**384 - 1388124618062372383947042015309946732620727252194336364173,
     521: 2**521 - 657877501894328237357444332315020117536923257219387276263472201219398408051703,
@@ -120,21 +120,21 @@ _ORDERS = {
 
 
 def with_other_signature(files: TlsFiles, *, bits: int = 256) -> TlsFiles:
-    """The same certificate and key with the other valid ECDSA signature, (r, n - s); it takes no key of an authority.
+    """Return the certificate and key with the other valid ECDSA signature, (r, n - s), without the authority's key.
 
     *bits* is the size of the authority's key.
     """
-    original = certificate_of(files)
+    original = load_certificate(files)
     r, s = decode_dss_signature(original.signature)
-    signature = encode_dss_signature(r, _ORDERS[bits] - s)
+    signature = encode_dss_signature(r, _CURVE_ORDERS[bits] - s)
     # It is as valid as the first one, or this raises.
     authority = x509.load_pem_x509_certificate(files.authorities.read_bytes())
     authority.public_key().verify(signature, original.tbs_certificate_bytes, ec.ECDSA(hashes.SHA256()))
-    der, signed = original.public_bytes(serialization.Encoding.DER), original.tbs_certificate_bytes
-    rest = der[der.index(signed) + len(signed) :]
+    der, signed_part = original.public_bytes(serialization.Encoding.DER), original.tbs_certificate_bytes
+    rest = der[der.index(signed_part) + len(signed_part) :]
     size = bytes([len(signature) + 1]) if len(signature) < 127 else bytes([0x81, len(signature) + 1])
-    body = signed + rest[: rest[1] + 2] + b"\x03" + size + b"\x00" + signature
-    twin = x509.load_der_x509_certificate(b"\x30\x82" + len(body).to_bytes(2, "big") + body)
+    body = signed_part + rest[: rest[1] + 2] + b"\x03" + size + b"\x00" + signature
+    other_certificate = x509.load_der_x509_certificate(b"\x30\x82" + len(body).to_bytes(2, "big") + body)
     path = files.certificate.with_suffix(".twin")
-    path.write_bytes(twin.public_bytes(serialization.Encoding.PEM))
+    path.write_bytes(other_certificate.public_bytes(serialization.Encoding.PEM))
     return TlsFiles(path, files.key, files.authorities)

@@ -1,6 +1,6 @@
-"""A process that serves boundary stores in memory over mutual TLS, and does to them what a test tells it.
+"""A process that serves in-memory boundary stores over mutual TLS, and manipulates them on a test's command.
 
-Started by `Host`, it is told commands as pickles on its stdin and answers on its stdout; when that ends, so does it.
+`Host` starts it; it reads commands as pickles from stdin and answers on stdout, and exits when stdin ends.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import threading
 import time
 from pathlib import Path
 
-from ergon_framework.errors import ConnectionLost
-from ergon_framework.facts.model import Side
+from ergon_framework.errors import ConnectionLostError
+from ergon_framework.facts.model import BoundarySide
 from ergon_framework.facts.service.files import TlsFiles
 from ergon_framework.facts.service.server import BoundaryServer, Limits
 from ergon_framework.facts.stores.memory import MemoryBoundary
-from tests.servers.certificates import Authority
+from tests.servers.certificates import CertificateAuthority
 
 ROOT = Path(__file__).parents[2]
 
 
 class Host:
-    """The process, from the outside."""
+    """The process as its parent sees it."""
 
     def __init__(self, folder: Path, zones=()):
-        self.authority = Authority(folder)
+        self.authority = CertificateAuthority(folder)
         self.zones = tuple(zones)
         self.files = self.authority.issue("server")
         self._lock = threading.Lock()
@@ -39,18 +39,18 @@ class Host:
     def pid(self):
         return self._process.pid
 
-    def ask(self, *words, **given):
-        """Have the command *words* done in the process; what it returns or raises."""
+    def ask(self, *words, **options):
+        """Run the command *words* in the process; return its result or raise its error."""
         with self._lock:
-            pickle.dump((words, given), self._process.stdin)
+            pickle.dump((words, options), self._process.stdin)
             self._process.stdin.flush()
-            well, result = pickle.load(self._process.stdout)
-        if not well:
+            has_succeeded, result = pickle.load(self._process.stdout)
+        if not has_succeeded:
             raise result
         return result
 
     def serve(self, store, *, side="inner", room=None, zones=None, limits=None, **more):
-        """The address of *store*, which is served from now on; *more* are fields of the BoundaryServer."""
+        """Serve *store* and return its address; *more* are fields of the BoundaryServer."""
         port = self.ask(
             "serve",
             store,
@@ -63,9 +63,9 @@ class Host:
         )
         return f"127.0.0.1:{port}"
 
-    def call(self, store, name, *args, **given):
-        """Call the store itself."""
-        return self.ask("call", store, name, *args, **given)
+    def call(self, store, name, *args, **options):
+        """Call the store directly."""
+        return self.ask("call", store, name, *args, **options)
 
     def kill(self):
         self._process.kill()
@@ -77,47 +77,47 @@ class Host:
         self._process.stdout.close()
 
 
-class _Store(MemoryBoundary):
-    """Remembers who retired whom, and misbehaves when it is told to."""
+class _ControlledStore(MemoryBoundary):
+    """Records who retired whom, and misbehaves on command."""
 
-    def __init__(self, **given):
-        super().__init__(**given)
+    def __init__(self, **options):
+        super().__init__(**options)
         self.retired = []
         self.mood = None
         self.came = 0
 
-    async def put_object_async(self, bucket, key, blob, **given):
-        return await super().put_object_async(bucket, key, self._counted(blob), **given)
+    async def put_object_async(self, bucket, key, blob, **options):
+        return await super().put_object_async(bucket, key, self._count_bytes(blob), **options)
 
-    async def _counted(self, blob):
-        async for piece in blob:
-            yield piece
-            self.came += len(piece)  # asked for the next one: this one is here
+    async def _count_bytes(self, blob):
+        async for chunk in blob:
+            yield chunk
+            self.came += len(chunk)  # the next piece was requested, so this one has arrived
 
     def retire_reader(self, reader, pair, *, by=""):
         self.retired.append((reader, pair, by))
         return super().retire_reader(reader, pair, by=by)
 
-    async def end_of_async(self, pair):
+    async def last_offset_async(self, pair):
         if self.mood == "hang":
             await asyncio.Event().wait()
         if self.mood == "lost":
-            raise ConnectionLost("the database is away")
+            raise ConnectionLostError("the database is away")
         if self.mood:
             raise ValueError(self.mood)
-        return await super().end_of_async(pair)
+        return await super().last_offset_async(pair)
 
 
-class _Inside:
+class _StoreManager:
     def __init__(self):
         self.offset = 0.0
         self.stores = {}
         self.servers = {}
-        self.kept = []
+        self.backups = []
 
     async def serve(self, store, files: TlsFiles, zones, *, side, room, **more):
         if store not in self.stores:
-            self.stores[store] = _Store(side=Side(side), max_facts=room)
+            self.stores[store] = _ControlledStore(side=BoundarySide(side), max_facts=room)
         if store not in self.servers:
             server = BoundaryServer(store=self.stores[store], zones=zones, files=files, clock=self.clock, **more)
             await server.start()
@@ -128,29 +128,29 @@ class _Inside:
         return time.time() + self.offset
 
     async def shift(self, seconds):
-        """Have the services believe that it is later."""
+        """Move the clock of the services forward."""
         self.offset = seconds
 
     async def mood(self, store, mood):
         self.stores[store].mood = mood
 
-    async def call(self, store, name, *args, **given):
-        found = getattr(self.stores[store], name)(*args, **given)
-        return list(found) if name == "get_object" else found
+    async def call(self, store, name, *args, **options):
+        result = getattr(self.stores[store], name)(*args, **options)
+        return list(result) if name == "get_object" else result
 
     async def value(self, store, name):
         return getattr(self.stores[store], name)
 
     async def stop(self, store, grace=5.0):
-        await self.servers.pop(store).drain(grace)
+        await self.servers.pop(store).stop_gracefully(grace)
 
     async def backup(self, store):
-        self.kept.append(self.stores[store].restored())
-        return len(self.kept) - 1
+        self.backups.append(self.stores[store].as_restored_backup())
+        return len(self.backups) - 1
 
     async def restore(self, store, number):
         await self.stop(store)
-        self.stores[store] = self.kept[number]
+        self.stores[store] = self.backups[number]
 
     async def lose(self, store, bucket, key):
         artifacts = self.stores[store]._artifacts
@@ -163,18 +163,18 @@ class _Inside:
 
 
 async def main():
-    inside = _Inside()
+    manager = _StoreManager()
     loop = asyncio.get_running_loop()
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while True:
         try:
-            (command, *words), given = await loop.run_in_executor(None, pickle.load, source)
+            (command, *words), options = await loop.run_in_executor(None, pickle.load, source)
         except EOFError:
-            for store in list(inside.servers):
-                await inside.stop(store, 0)
+            for store in list(manager.servers):
+                await manager.stop(store, 0)
             return
         try:
-            answer = True, await getattr(inside, command)(*words, **given)
+            answer = True, await getattr(manager, command)(*words, **options)
         except Exception as error:
             answer = False, error
         pickle.dump(answer, sink)

@@ -1,8 +1,8 @@
-"""A facts service over PostgreSQL and files that stands still at one step of its work, for whoever kills it there.
+"""A facts service over PostgreSQL and files that stops at one step of its work, so that a test can kill it there.
 
 python -m tests.servers.facts_steps '{"dsn": ..., "contents": ..., "tls": [...], "listen": ..., "step": ...}'
 
-It says ``listening``, and once it has come to the step, ``at STEP``; then it waits for a line on stdin, and goes on.
+It prints ``listening``, and once it has reached the step, ``at STEP``; then it waits for a line on stdin and continues.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 
 from ergon_framework.facts.service.files import TlsFiles
 from ergon_framework.facts.service.server import BoundaryServer
-from ergon_framework.facts.stores.files import FileContents
+from ergon_framework.facts.stores.files import FileContentStore
 from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.facts.stores.postgres_objects import Objects
+from ergon_framework.facts.stores.postgres_objects import PostgresArtifacts
 
-#: In the order in which a call comes to them; what comes behind ``in`` is seen from the outside, by a lock.
+#: In the order in which a call reaches them; steps after ``in`` are visible from outside, by a lock.
 STEPS = {
     "append": ("append-before", "append-in", "append-after"),
     "batch": ("batch-before", "batch-in", "batch-after"),
@@ -32,7 +32,7 @@ STEPS = {
 
 
 class Gate:
-    """Stands still the first time that somebody comes by the step that it is for."""
+    """Blocks the first caller that reaches its step."""
 
     def __init__(self, step: str | None) -> None:
         self._step = step
@@ -47,94 +47,96 @@ class Gate:
         sys.stdin.readline()
 
 
-class _Contents(FileContents):
-    """Says when bytes come, and when they are sealed."""
+class _GatedContents(FileContentStore):
+    """Stops when bytes arrive, and when an upload is committed."""
 
     def __init__(self, folder: str, gate: Gate) -> None:
         super().__init__(folder)
         self._gate = gate
 
     @contextmanager
-    def receive(self, upload=None, *, begin=0):
+    def begin_upload(self, upload=None, *, begin=0):
         self._gate("put-begin")
-        with super().receive(upload, begin=begin) as receiving:
-            yield _Receiving(receiving, self._gate)
+        with super().begin_upload(upload, begin=begin) as receiver:
+            yield _GatedUpload(receiver, self._gate)
 
 
-class _Receiving:
+class _GatedUpload:
     def __init__(self, receiving, gate: Gate) -> None:
-        self._receiving = receiving
+        self._upload = receiving
         self._gate = gate
-        self._pieces = 0
+        self._chunk_count = 0
 
     @property
     def size(self):
-        return self._receiving.size
+        return self._upload.size
 
     def add(self, piece: bytes) -> None:
-        self._pieces += 1
-        if self._pieces > 1:
+        self._chunk_count += 1
+        if self._chunk_count > 1:
             self._gate("put-middle")
-        self._receiving.add(piece)
+        self._upload.add(piece)
 
-    def seal(self, expected=None):
+    def commit(self, expected=None):
         self._gate("put-seal")
-        stored = self._receiving.seal(expected)
+        stored = self._upload.commit(expected)
         self._gate("put-sealed")
         return stored
 
 
-class _Objects(Objects):
-    def __init__(self, objects: Objects, gate: Gate) -> None:
+class _GatedObjects(PostgresArtifacts):
+    def __init__(self, objects: PostgresArtifacts, gate: Gate) -> None:
         self.__dict__.update(objects.__dict__)
         self._gate = gate
 
-    def keep(self, upload):
+    def store(self, upload):
         self._gate("put-keep")
-        stored = super().keep(upload)
+        stored = super().store(upload)
         self._gate("put-after")
         return stored
 
 
-class _Store(PostgresBoundary):
-    """The store, which has a step before and behind each call of it."""
+class _GatedStore(PostgresBoundary):
+    """The store with a step before and after each call."""
 
     def __init__(self, dsn: str, contents: str, gate: Gate) -> None:
-        super().__init__(dsn, contents=_Contents(contents, gate))
+        super().__init__(dsn, contents=_GatedContents(contents, gate))
         self._gate = gate
-        self._objects = _Objects(self._objects, gate)
+        self._artifacts = _GatedObjects(self._artifacts, gate)
 
-    async def _between(self, name: str, call):
-        # All of the service stands still, not this call alone.
+    async def _call_between_steps(self, name: str, call):
+        # The whole service stops, not this call alone.
         self._gate(f"{name}-before")
-        found = await call
+        result = await call
         self._gate(f"{name}-after")
-        return found
+        return result
 
     async def append_fact_async(self, envelope, fact):
-        return await self._between("append", super().append_fact_async(envelope, fact))
+        return await self._call_between_steps("append", super().append_fact_async(envelope, fact))
 
     async def append_facts_async(self, facts):
-        return await self._between("batch", super().append_facts_async(facts))
+        return await self._call_between_steps("batch", super().append_facts_async(facts))
 
-    async def fetch_facts_async(self, reader, pair, limit, *, after=None, **how):
-        return await self._between("fetch", super().fetch_facts_async(reader, pair, limit, after=after, **how))
+    async def fetch_facts_async(self, reader, pair, limit, *, after=None, **options):
+        return await self._call_between_steps(
+            "fetch", super().fetch_facts_async(reader, pair, limit, after=after, **options)
+        )
 
     async def confirm_receipt_async(self, reader, pair, cursor):
-        return await self._between("confirm", super().confirm_receipt_async(reader, pair, cursor))
+        return await self._call_between_steps("confirm", super().confirm_receipt_async(reader, pair, cursor))
 
     async def get_object_async(self, bucket, key, *, begin=0, zone=""):
         self._gate("get-begin")
-        async for piece in super().get_object_async(bucket, key, begin=begin, zone=zone):
-            yield piece
+        async for chunk in super().get_object_async(bucket, key, begin=begin, zone=zone):
+            yield chunk
             self._gate("get-middle")
 
 
-async def main(given) -> None:
-    store = _Store(given["dsn"], given["contents"], Gate(given["step"]))
-    files = TlsFiles(*map(Path, given["tls"]))
+async def main(options) -> None:
+    store = _GatedStore(options["dsn"], options["contents"], Gate(options["step"]))
+    files = TlsFiles(*map(Path, options["tls"]))
     await store.open_async()
-    server = BoundaryServer(store=store, zones=given["zones"], files=files, listen=given["listen"])
+    server = BoundaryServer(store=store, zones=options["zones"], files=files, listen=options["listen"])
     await server.start()
     print("listening", flush=True)
     await asyncio.Event().wait()

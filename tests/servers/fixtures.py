@@ -1,4 +1,4 @@
-"""Servers as fixtures, one per test process; tests that stop or cut a server start one of their own."""
+"""Servers as fixtures, one per test process; tests that stop or cut a server start a separate one."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers.databases import Databases
+from tests.servers.databases import DatabasePool
 from tests.servers.nats import PrivateNats
 from tests.servers.postgres import PrivatePostgres
-from tests.servers.rabbitmq import RUNNING, PrivateRabbitMQ, answers
+from tests.servers.rabbitmq import DEFAULT_URL, PrivateRabbitMQ, is_answering
 from tests.servers.redis import PrivateRedis
-from tests.servers.seaweed import ACCESS, PrivateSeaweed
+from tests.servers.seaweed import CREDENTIALS, PrivateSeaweed
 
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PrivatePostgres]:
     """A running server that this test process shares among its tests; it does not sync, so crash tests need another."""
-    # Not pytest's tmp_path: it is closed to the user postgres when root runs the tests.
+    # Not pytest's tmp_path: the user postgres cannot enter it when root runs the tests.
     folder = Path(tempfile.mkdtemp(prefix="ergon-postgres-"))
     server = PrivatePostgres(folder, fsync=False)
     try:
         server.start()
         yield server
     finally:
-        server.mend()
+        server.heal_network()
         server.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
-def databases(postgres: PrivatePostgres) -> Databases:
-    return Databases(postgres)
+def databases(postgres: PrivatePostgres) -> DatabasePool:
+    return DatabasePool(postgres)
 
 
 @pytest.fixture
-def database(databases: Databases) -> Iterator[str]:
-    """The dsn of a database with our tables, empty, for one test alone."""
+def database(databases: DatabasePool) -> Iterator[str]:
+    """The dsn of an empty database with our tables, for one test alone."""
     dsn = databases.borrow()
     yield dsn
-    databases.give_back(dsn)
+    databases.release(dsn)
 
 
 @pytest.fixture
 def new_postgres() -> Iterator[Callable[..., PrivatePostgres]]:
-    """Makes running servers for one test, to be treated badly; the arguments are those of PrivatePostgres."""
+    """Starts servers for one test that stops or cuts them; the arguments are those of PrivatePostgres."""
     servers: list[PrivatePostgres] = []
 
     def make(**options: object) -> PrivatePostgres:
@@ -60,14 +60,14 @@ def new_postgres() -> Iterator[Callable[..., PrivatePostgres]]:
         yield make
     finally:
         for server in servers:
-            server.mend()
+            server.heal_network()
             server.kill()
             shutil.rmtree(server.folder, ignore_errors=True)
 
 
 @pytest.fixture
 def new_folder() -> Iterator[Callable[[str], Path]]:
-    """Makes folders that other users than the tests' own may enter, which pytest's tmp_path is not."""
+    """Creates folders that other users than the tests' own may enter, unlike pytest's tmp_path."""
     folders: list[Path] = []
 
     def make(name: str) -> Path:
@@ -81,9 +81,9 @@ def new_folder() -> Iterator[Callable[[str], Path]]:
 
 @pytest.fixture(scope="session")
 def rabbitmq() -> Iterator[str]:
-    """The address of a RabbitMQ for tests that leave others alone: the machine's own, or else a private one."""
-    if answers(RUNNING):
-        yield RUNNING
+    """The address of a RabbitMQ for tests that do not disturb others: the machine's own, or else a private one."""
+    if is_answering(DEFAULT_URL):
+        yield DEFAULT_URL
         return
     folder = Path(tempfile.mkdtemp(prefix="ergon-rabbitmq-"))
     server = PrivateRabbitMQ(folder)
@@ -97,7 +97,7 @@ def rabbitmq() -> Iterator[str]:
 
 @pytest.fixture
 def new_rabbitmq() -> Iterator[Callable[[], PrivateRabbitMQ]]:
-    """Makes running brokers for one test, which may name its queues as it likes."""
+    """Starts brokers for one test, which may use any queue names."""
     servers: list[PrivateRabbitMQ] = []
 
     def make() -> PrivateRabbitMQ:
@@ -115,14 +115,14 @@ def new_rabbitmq() -> Iterator[Callable[[], PrivateRabbitMQ]]:
 
 
 @pytest.fixture(scope="session")
-def running_seaweed() -> Iterator[PrivateSeaweed]:
+def seaweed_server() -> Iterator[PrivateSeaweed]:
     """A running server with an S3 gateway that this test process shares among its tests."""
     folder = Path(tempfile.mkdtemp(prefix="ergon-seaweed-"))
     server = PrivateSeaweed(folder)
     try:
         server.start()
         for bucket in ("exam", "artifacts"):
-            server.make_bucket(bucket)
+            server.create_bucket(bucket)
         yield server
     finally:
         server.kill()
@@ -130,16 +130,16 @@ def running_seaweed() -> Iterator[PrivateSeaweed]:
 
 
 @pytest.fixture
-def seaweed(running_seaweed: PrivateSeaweed, monkeypatch: pytest.MonkeyPatch) -> PrivateSeaweed:
-    """That server, with credentials for it in the environment."""
-    for name, value in ACCESS.items():
+def seaweed(seaweed_server: PrivateSeaweed, monkeypatch: pytest.MonkeyPatch) -> PrivateSeaweed:
+    """That server, with its credentials in the environment."""
+    for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    return running_seaweed
+    return seaweed_server
 
 
 @pytest.fixture(scope="session")
 def nats_server() -> Iterator[PrivateNats]:
-    """A running NATS server that this test process shares among its tests; each has queues of its own names."""
+    """A running NATS server that this test process shares among its tests; each uses its own queue names."""
     folder = Path(tempfile.mkdtemp(prefix="ergon-nats-"))
     server = PrivateNats(folder)
     try:
@@ -152,7 +152,7 @@ def nats_server() -> Iterator[PrivateNats]:
 
 @pytest.fixture
 def new_nats() -> Iterator[Callable[..., PrivateNats]]:
-    """Makes running NATS servers for one test, to be treated badly; the arguments are those of PrivateNats."""
+    """Starts NATS servers for one test that stops or cuts them; the arguments are those of PrivateNats."""
     servers: list[PrivateNats] = []
 
     def make(**options: object) -> PrivateNats:
@@ -165,14 +165,14 @@ def new_nats() -> Iterator[Callable[..., PrivateNats]]:
         yield make
     finally:
         for server in servers:
-            server.mend()
+            server.heal_network()
             server.kill()
             shutil.rmtree(server.folder, ignore_errors=True)
 
 
 @pytest.fixture
 def new_redis() -> Iterator[Callable[[], PrivateRedis]]:
-    """Makes running servers for one test, which may name its keys as it likes."""
+    """Starts servers for one test, which may use any keys."""
     servers: list[PrivateRedis] = []
 
     def make() -> PrivateRedis:

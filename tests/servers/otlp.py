@@ -1,4 +1,4 @@
-"""A receiver of OTLP over HTTP: it keeps what is sent to it, and decodes what it is asked for."""
+"""A receiver of OTLP over HTTP: it stores what is sent to it, and decodes it on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass(frozen=True)
 class Span:
-    """What of a span tests look at; ids are in hexadecimal, and the parent of a root is empty."""
+    """The fields of a span that tests use; ids are in hexadecimal, and the parent of a root is empty."""
 
     name: str
     service: str
@@ -25,41 +25,41 @@ class Span:
 
 
 @contextmanager
-def receiver() -> Iterator[tuple[dict[str, list[bytes]], str]]:
-    """What is sent, by the path that it is sent to, and the address to send it to."""
-    received = defaultdict(list)
+def run_receiver() -> Iterator[tuple[dict[str, list[bytes]], str]]:
+    """Yield the received bodies by path, and the address of the receiver."""
+    bodies_by_path = defaultdict(list)
 
-    class Taking(BaseHTTPRequestHandler):
+    class RequestHandler(BaseHTTPRequestHandler):
         def do_POST(self):
-            received[self.path].append(self.rfile.read(int(self.headers["Content-Length"])))
+            bodies_by_path[self.path].append(self.rfile.read(int(self.headers["Content-Length"])))
             self.send_response(200)
             self.end_headers()
 
         def log_message(self, *args): ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Taking)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), RequestHandler)
     Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     try:
-        yield received, f"http://127.0.0.1:{server.server_port}"
+        yield bodies_by_path, f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()
 
 
-def attributes(resource) -> dict[str, str]:
+def get_string_attributes(resource) -> dict[str, str]:
     return {one.key: one.value.string_value for one in resource.attributes}
 
 
-def spans(bodies: list[bytes]) -> list[Span]:
-    """All spans that were sent in *bodies*."""
-    found = []
+def decode_spans(bodies: list[bytes]) -> list[Span]:
+    """Return all spans that were sent in *bodies*."""
+    decoded = []
     for part in (part for body in bodies for part in ExportTraceServiceRequest.FromString(body).resource_spans):
-        whose = attributes(part.resource)
-        found += [
+        resource_attributes = get_string_attributes(part.resource)
+        decoded += [
             Span(
                 span.name,
-                whose["service.name"],
-                whose["service.instance.id"],
+                resource_attributes["service.name"],
+                resource_attributes["service.instance.id"],
                 span.trace_id.hex(),
                 span.span_id.hex(),
                 span.parent_span_id.hex(),
@@ -67,4 +67,4 @@ def spans(bodies: list[bytes]) -> list[Span]:
             for scope in part.scope_spans
             for span in scope.spans
         ]
-    return found
+    return decoded

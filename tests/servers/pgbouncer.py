@@ -1,8 +1,8 @@
-"""PgBouncer: a pooler of a test's own in front of a private server, in transaction mode.
+"""PgBouncer: a private pooler in front of a private server, in transaction mode.
 
-PgBouncer 1.18, which Debian 12 has, exits by itself when a query is cancelled at an unlucky moment ("server in bad
-state"; mended in 1.21). A service manager starts it again, and so does this one. What was asked while it was away
-was asked of nobody: ``DEATHS`` tells of it, and the test is asked again.
+PgBouncer 1.18, which Debian 12 has, exits on its own when a query is cancelled at an unlucky moment ("server in bad
+state"; fixed in 1.21). A service manager restarts it, and so does this one. Queries during that time fail without
+a fault of the test: ``DEATHS`` records the exit, and the test is rerun.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ pool_mode = transaction
 default_pool_size = 6
 logfile = {folder}/pgbouncer.log
 """
-_PATIENCE = 20.0
+_SERVER_TIMEOUT_SECONDS = 20.0
 
-#: The last words of each pooler that died unasked in this process.
+#: The last log lines of each pooler that exited unexpectedly in this process.
 DEATHS: list[str] = []
 
 
@@ -49,8 +49,8 @@ class PrivatePgBouncer:
         self._folder = Path(folder)
         self._port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
-        self._keeper: threading.Thread | None = None
-        self._wanted = threading.Event()
+        self._restart_thread: threading.Thread | None = None
+        self._should_run = threading.Event()
 
     @property
     def pid(self) -> int | None:
@@ -63,50 +63,54 @@ class PrivatePgBouncer:
         self._folder.mkdir(parents=True, exist_ok=True)
         text = _CONFIGURATION.format(server=self._server.port, port=self._port, folder=self._folder)
         (self._folder / "pgbouncer.ini").write_text(text, encoding="utf-8")
-        if user := self._server.as_user():
+        if user := self._server.get_user_options():
             os.chown(self._folder, user["user"], user["group"])
         self._process = self._launch()
-        self._await_answer(self._process)
-        self._wanted.set()
-        self._keeper = threading.Thread(target=self._keep, args=(self._process,), name="pgbouncer-keeper", daemon=True)
-        self._keeper.start()
+        self._wait_until_answering(self._process)
+        self._should_run.set()
+        self._restart_thread = threading.Thread(
+            target=self._restart_on_exit, args=(self._process,), name="pgbouncer-keeper", daemon=True
+        )
+        self._restart_thread.start()
 
     def stop(self) -> None:
-        self._wanted.clear()
+        self._should_run.clear()
         if self._process is not None:
             self._process.kill()
-        if self._keeper is not None:
-            self._keeper.join()
-        self._process = self._keeper = None
+        if self._restart_thread is not None:
+            self._restart_thread.join()
+        self._process = self._restart_thread = None
 
     def _launch(self) -> subprocess.Popen[bytes]:
         command = [self._program, str(self._folder / "pgbouncer.ini")]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **self._server.as_user())
+        return subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **self._server.get_user_options()
+        )
 
-    def _keep(self, process: subprocess.Popen[bytes]) -> None:
+    def _restart_on_exit(self, process: subprocess.Popen[bytes]) -> None:
         while True:
             code = process.wait()
-            if not self._wanted.is_set():
+            if not self._should_run.is_set():
                 return
-            DEATHS.append(f"pgbouncer ended by itself with {code}: {self._last_words()}")
+            DEATHS.append(f"pgbouncer ended by itself with {code}: {self._read_last_log_line()}")
             process = self._process = self._launch()
-            if not self._wanted.is_set():
+            if not self._should_run.is_set():
                 process.kill()  # stop() may have missed the new one
 
-    def _last_words(self) -> str:
+    def _read_last_log_line(self) -> str:
         try:
             lines = (self._folder / "pgbouncer.log").read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return "it left no log"
         return next((line for line in reversed(lines) if "FATAL" in line), lines[-1] if lines else "nothing")
 
-    def _await_answer(self, process: subprocess.Popen[bytes]) -> None:
-        end = time.monotonic() + _PATIENCE
+    def _wait_until_answering(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + _SERVER_TIMEOUT_SECONDS
         while True:
             try:
                 psycopg.connect(self.dsn("postgres"), connect_timeout=2).close()
             except psycopg.OperationalError:
-                if process.poll() is not None or time.monotonic() > end:
+                if process.poll() is not None or time.monotonic() > deadline:
                     raise PostgresServerError(f"pgbouncer did not start; see {self._folder}/pgbouncer.log") from None
                 time.sleep(0.05)
             else:

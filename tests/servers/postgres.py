@@ -1,4 +1,4 @@
-"""PrivatePostgres: a PostgreSQL server of a test's own, which may be stopped, killed and cut off."""
+"""PrivatePostgres: a private PostgreSQL server that a test may stop, kill and cut off."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from psycopg import sql
 
 from tests.servers.packets import PacketDrop
 
-_SIGNALS = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
-_PATIENCE = 60.0
+_STOP_SIGNALS = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
+_SERVER_TIMEOUT_SECONDS = 60.0
 
 
 class PostgresServerError(RuntimeError):
-    """The private server is missing, or does not do what it was told."""
+    """The private server is missing, or does not do what it should."""
 
 
 def find_binaries() -> Path:
-    """The folder of PostgreSQL's server programs, of the newest version that is installed."""
-    found = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
-    found.sort(key=lambda path: [int(part) for part in path.parent.name.split(".") if part.isdigit()], reverse=True)
+    """Return the folder of PostgreSQL's server programs, of the newest installed version."""
+    folders = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
+    folders.sort(key=lambda path: [int(part) for part in path.parent.name.split(".") if part.isdigit()], reverse=True)
     if config := shutil.which("pg_config"):
         answer = subprocess.run([config, "--bindir"], capture_output=True, text=True, check=False)
-        found.append(Path(answer.stdout.strip()))
+        folders.append(Path(answer.stdout.strip()))
     if on_path := shutil.which("initdb"):
-        found.append(Path(on_path).resolve().parent)
-    for folder in found:
+        folders.append(Path(on_path).resolve().parent)
+    for folder in folders:
         if (folder / "initdb").exists() and (folder / "postgres").exists():
             return folder
     raise PostgresServerError(
@@ -47,9 +47,9 @@ def find_binaries() -> Path:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, outside the range from which the kernel takes ports for clients.
+    """Return a port without a listener, outside the range from which the kernel takes ports for clients.
 
-    A client that tries again and again to reach a server that is down would end up talking to itself otherwise.
+    Otherwise a client that repeatedly tries to reach a stopped server would end up talking to itself.
     """
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     for _ in range(200):
@@ -63,14 +63,14 @@ def free_port() -> int:
     raise PostgresServerError(f"found no free port below {low}")
 
 
-def _children(parent: int) -> list[int]:
-    found = []
+def _list_children(parent: int) -> list[int]:
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The name before the last bracket may hold anything, blanks included.
+            # The name before the last bracket may contain anything, blanks included.
             if int(stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[1]) == parent:
-                found.append(int(stat.parent.name))
-    return found
+                pids.append(int(stat.parent.name))
+    return pids
 
 
 def _is_running(pid: int) -> bool:
@@ -86,7 +86,7 @@ class PrivatePostgres:
     """A server in *folder*, with its own port and socket; the superuser is ``postgres``, without a password.
 
     It runs as the OS user ``postgres`` when the tests run as root, which PostgreSQL refuses to be, and as the tests'
-    own user otherwise. ``fsync=False`` makes it fast and unfit for every test of what a crash leaves behind.
+    own user otherwise. ``fsync=False`` makes it fast and unsuitable for every test of what a crash leaves behind.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class PrivatePostgres:
             **(settings or {}),
         }
         self._process: subprocess.Popen[bytes] | None = None
-        self._line = PacketDrop(self.port)
+        self._packet_drop = PacketDrop(self.port)
 
-    # -- who is where ---------------------------------------------------------------------------
+    # -- status ---------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int:
@@ -125,17 +125,17 @@ class PrivatePostgres:
 
     @property
     def log(self) -> str:
-        """What the server has written so far."""
+        """The server's log so far."""
         return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
 
     def dsn(self, database: str = "postgres") -> str:
         return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
 
     def create_database(self, name: str, *, like: str = "template1") -> str:
-        """Create a database, empty or with all that is in the one called *like*; its dsn.
+        """Create a database, empty or as a copy of *like*; return its dsn.
 
-        One of that name that is left from before is dropped: a test that is asked again begins anew, and so does a
-        module whose tests come to one process in two portions.
+        An existing database of that name is dropped: a rerun test starts from scratch, and so does a module whose tests
+        reach one process in two portions.
         """
         with psycopg.connect(self.dsn(), autocommit=True) as connection:
             connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
@@ -144,7 +144,7 @@ class PrivatePostgres:
             )
         return self.dsn(name)
 
-    # -- coming and going -------------------------------------------------------------------------
+    # -- start and stop ---------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start it, the first time with an empty cluster, and wait until it answers."""
@@ -156,20 +156,24 @@ class PrivatePostgres:
         for name, value in self._settings.items():
             command += ["-c", f"{name}={value}"]
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **self.as_user())
-        self._await_answer()
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, **self.get_user_options()
+            )
+        self._wait_until_answering()
 
     def stop(self, mode: Literal["smart", "fast", "immediate"] = "fast") -> None:
-        """Stop it: ``fast`` in good order, ``immediate`` as it would be by a crash of its own."""
+        """Stop it: ``fast`` cleanly, ``immediate`` as after a crash."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(_SIGNALS[mode])
+            self._process.send_signal(_STOP_SIGNALS[mode])
         try:
-            self._process.wait(_PATIENCE)
+            self._process.wait(_SERVER_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise PostgresServerError(f"the server did not stop within {_PATIENCE:g} s and was killed") from None
+            raise PostgresServerError(
+                f"the server did not stop within {_SERVER_TIMEOUT_SECONDS:g} s and was killed"
+            ) from None
         self._process = None
 
     def kill(self) -> None:
@@ -180,14 +184,14 @@ class PrivatePostgres:
         if self._process.poll() is None:
             # Frozen first, or it would start new children while the old ones are counted.
             self._process.send_signal(signal.SIGSTOP)
-            victims = _children(postmaster)
+            child_pids = _list_children(postmaster)
             self._process.kill()
-            for victim in victims:
+            for child_pid in child_pids:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(victim, signal.SIGKILL)
-            self._process.wait(_PATIENCE)
-            deadline = time.monotonic() + _PATIENCE
-            while any(_is_running(victim) for victim in victims):
+                    os.kill(child_pid, signal.SIGKILL)
+            self._process.wait(_SERVER_TIMEOUT_SECONDS)
+            deadline = time.monotonic() + _SERVER_TIMEOUT_SECONDS
+            while any(_is_running(child_pid) for child_pid in child_pids):
                 if time.monotonic() > deadline:
                     raise PostgresServerError(f"children of postmaster {postmaster} survived SIGKILL")
                 time.sleep(0.005)
@@ -200,55 +204,57 @@ class PrivatePostgres:
     # -- a standby ----------------------------------------------------------------------------------
 
     def create_standby(self, folder: Path | str, *, name: str) -> PrivatePostgres:
-        """Copy this server into *folder* as a standby that is called *name*, and start it."""
+        """Copy this server into *folder* as a standby called *name*, and start it."""
         standby = PrivatePostgres(folder)
-        for made in (standby.folder, standby._data, standby._sockets):
-            made.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in (standby.folder, standby._data, standby._sockets):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.geteuid() == 0:
-                account = self._account()
-                os.chown(made, account.pw_uid, account.pw_gid)
+                account = self._get_account()
+                os.chown(path, account.pw_uid, account.pw_gid)
         command = [str(self.binaries / "pg_basebackup"), "-D", str(standby._data), "-R", "-X", "stream", "-c", "fast"]
         command += ["-d", f"host=127.0.0.1 port={self.port} user=postgres application_name={name}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", **self.as_user())
-        if done.returncode != 0:
-            raise PostgresServerError(f"pg_basebackup failed: {done.stderr.strip()[-2000:]}")
+        completed = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd="/", **self.get_user_options()
+        )
+        if completed.returncode != 0:
+            raise PostgresServerError(f"pg_basebackup failed: {completed.stderr.strip()[-2000:]}")
         standby.start()
         return standby
 
     def promote(self) -> None:
-        """Make a standby a primary, and wait until it is."""
+        """Promote a standby to a primary, and wait until it is one."""
         with psycopg.connect(self.dsn(), autocommit=True) as connection:
             connection.execute("select pg_promote(true, 60)")
 
-    def pids_of(self, kind: str) -> list[int]:
+    def list_pids(self, kind: str) -> list[int]:
         """Return the children of the server whose title begins with *kind*, for instance ``walreceiver``."""
-        found = []
-        for pid in _children(self.pid):
+        pids = []
+        for pid in _list_children(self.pid):
             with contextlib.suppress(OSError):
                 title = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
-                found += [pid] if title.startswith(f"postgres: {kind}") else []
-        return found
+                pids += [pid] if title.startswith(f"postgres: {kind}") else []
+        return pids
 
-    # -- the line -----------------------------------------------------------------------------------
+    # -- the network --------------------------------------------------------------------------------
 
-    def cut(self) -> None:
-        """Drop every packet from and to the server; connections stay open and hear nothing."""
-        self._line.cut()
+    def partition_network(self) -> None:
+        """Drop every packet from and to the server; connections stay open and receive nothing."""
+        self._packet_drop.partition_network()
 
-    def mend(self) -> None:
-        """Undo ``cut``."""
-        self._line.mend()
+    def heal_network(self) -> None:
+        """Undo ``partition_network``."""
+        self._packet_drop.heal_network()
 
-    # -- how ------------------------------------------------------------------------------------------
+    # -- the operating system -------------------------------------------------------------------------
 
-    def as_user(self) -> dict[str, Any]:
-        """How a program is started that refuses to be root."""
+    def get_user_options(self) -> dict[str, Any]:
+        """Return the options that start a program which refuses to run as root."""
         if os.geteuid() != 0:
             return {}
-        account = self._account()
+        account = self._get_account()
         return {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
 
-    def _account(self) -> pwd.struct_passwd:
+    def _get_account(self) -> pwd.struct_passwd:
         try:
             return pwd.getpwnam("postgres")
         except KeyError:
@@ -261,20 +267,22 @@ class PrivatePostgres:
         for folder in (self.folder, self._data, self._sockets):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.geteuid() == 0:
-                account = self._account()
+                account = self._get_account()
                 os.chown(folder, account.pw_uid, account.pw_gid)
         command = [str(self.binaries / "initdb"), "-D", str(self._data), "-U", "postgres", "-A", "trust"]
         command += ["-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", **self.as_user())
-        if done.returncode != 0:
+        completed = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd="/", **self.get_user_options()
+        )
+        if completed.returncode != 0:
             raise PostgresServerError(
-                f"initdb failed in {self._data}: {done.stderr.strip()[-2000:]} (the user postgres must be able to "
+                f"initdb failed in {self._data}: {completed.stderr.strip()[-2000:]} (the user postgres must be able to "
                 "reach the folder; pytest's tmp_path is closed to others when root owns it)"
             )
 
-    def _await_answer(self) -> None:
+    def _wait_until_answering(self) -> None:
         assert self._process is not None
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _SERVER_TIMEOUT_SECONDS
         while True:
             try:
                 psycopg.connect(self.dsn(), connect_timeout=5).close()
@@ -285,7 +293,7 @@ class PrivatePostgres:
                 if time.monotonic() > deadline:
                     self.kill()
                     raise PostgresServerError(
-                        f"no answer within {_PATIENCE:g} s: {error}; {self.log[-2000:]}"
+                        f"no answer within {_SERVER_TIMEOUT_SECONDS:g} s: {error}; {self.log[-2000:]}"
                     ) from error
                 time.sleep(0.02)
             else:

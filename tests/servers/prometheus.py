@@ -1,4 +1,4 @@
-"""PrivatePrometheus: a real Prometheus of a test's own, with its own port and folder."""
+"""PrivatePrometheus: a real, private Prometheus with its own port and folder."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from typing import Any
 
 from tests.servers.postgres import free_port
 
-_PATIENCE = 30.0
+_SERVER_TIMEOUT_SECONDS = 30.0
 
 
 class PrometheusServerError(RuntimeError):
-    """The private server is missing, or does not do what it was told."""
+    """The private server is missing, or does not do what it should."""
 
 
 def find_program(name: str = "prometheus") -> str:
-    found = shutil.which(name)
-    if found is None:
+    program = shutil.which(name)
+    if program is None:
         raise PrometheusServerError(f"these tests need {name} on the PATH; install it (Debian: apt install prometheus)")
-    return found
+    return program
 
 
 class PrivatePrometheus:
-    """A server in *folder* that asks *targets* every *interval* and goes by the rules in *rules*."""
+    """A server in *folder* that scrapes *targets* every *interval* and evaluates the rules in *rules*."""
 
     def __init__(self, folder: Path, targets: Sequence[str], *, rules: Path, interval: str = "500ms") -> None:
         self.folder = folder
@@ -56,12 +56,12 @@ class PrivatePrometheus:
         ]
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _SERVER_TIMEOUT_SECONDS
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                told = (self.folder / "server.log").read_text(encoding="utf-8", errors="replace")[-2000:]
+                log_tail = (self.folder / "server.log").read_text(encoding="utf-8", errors="replace")[-2000:]
                 self.stop()
-                raise PrometheusServerError(f"the server did not start: {told}")
+                raise PrometheusServerError(f"the server did not start: {log_tail}")
             time.sleep(0.05)
 
     def _is_ready(self) -> bool:
@@ -72,35 +72,35 @@ class PrivatePrometheus:
             return False
 
     def ask(self, expression: str) -> list[dict[str, Any]]:
-        """What the expression comes to now."""
-        found: list[dict[str, Any]] = self._api("query", query=expression)["result"]
-        return found
+        """Return the current value of the expression."""
+        results: list[dict[str, Any]] = self._get_data("query", query=expression)["result"]
+        return results
 
     def ask_range(self, expression: str, *, start: float, end: float, step: float) -> list[dict[str, Any]]:
-        """What it came to from *start* to *end*, every *step* seconds."""
-        asked = {"query": expression, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:g}"}
-        found: list[dict[str, Any]] = self._api("query_range", **asked)["result"]
-        return found
+        """Return its values from *start* to *end*, every *step* seconds."""
+        parameters = {"query": expression, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:g}"}
+        results: list[dict[str, Any]] = self._get_data("query_range", **parameters)["result"]
+        return results
 
-    def _api(self, path: str, **words: str) -> Any:
-        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(words)}"
+    def _get_data(self, path: str, **parameters: str) -> Any:
+        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=_PATIENCE) as answer:
+            with urllib.request.urlopen(url, timeout=_SERVER_TIMEOUT_SECONDS) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
-            raise PrometheusServerError(f"{words}: {error.read().decode()}") from error
+            raise PrometheusServerError(f"{parameters}: {error.read().decode()}") from error
 
-    def rules(self) -> list[dict[str, Any]]:
-        """Every alert with its state and its last error."""
-        return [rule for group in self._api("rules")["groups"] for rule in group["rules"]]
+    def list_rules(self) -> list[dict[str, Any]]:
+        """Return every alert with its state and its last error."""
+        return [rule for group in self._get_data("rules")["groups"] for rule in group["rules"]]
 
     def stop(self) -> None:
         if self._process is None:
             return
         self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(_PATIENCE)
+            self._process.wait(_SERVER_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(_PATIENCE)
+            self._process.wait(_SERVER_TIMEOUT_SECONDS)
         self._process = None

@@ -1,4 +1,4 @@
-"""PrivateRabbitMQ: a RabbitMQ server of a test's own, which may be stopped, killed and cut off."""
+"""PrivateRabbitMQ: a private RabbitMQ server that a test may stop, kill and cut off."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ import amqp
 from tests.servers.packets import PacketDrop
 from tests.servers.postgres import free_port
 
-_PATIENCE = 90.0
-#: What Erlang is told, as the server's own script does it.
-_NODE = (
+_SERVER_TIMEOUT_SECONDS = 90.0
+#: The options of Erlang, as the server's own script sets them.
+_ERLANG_OPTIONS = (
     *("-noshell", "-noinput", "-s", "rabbit", "boot", "-boot", "start_sasl", "+W", "w"),
     # Idle schedulers that spin take the processor from the tests.
     *("+sbwt", "none", "+sbwtdcpu", "none", "+sbwtdio", "none", "+S", "2:2"),
     *("-syslog", "logger", "[]", "-syslog", "syslog_error_logger", "false"),
     *("-kernel", "prevent_overlapping_partitions", "false"),
 )
-#: Where one that is already running is looked for, and what its packages open to everybody on this machine.
-RUNNING = "amqp://guest:guest@127.0.0.1:5672//"
+#: The default address of a running server, which its packages open to every user of this machine.
+DEFAULT_URL = "amqp://guest:guest@127.0.0.1:5672//"
 
 
 class RabbitMQServerError(RuntimeError):
-    """The private server is missing, or does not do what it was told."""
+    """The private server is missing, or does not do what it should."""
 
 
 def find_binaries() -> Path:
-    """The folder of RabbitMQ's own scripts; those on the PATH often insist on a user and a place."""
-    found = sorted(Path("/usr/lib/rabbitmq/lib").glob("rabbitmq_server-*/sbin"), reverse=True)
+    """Return the folder of RabbitMQ's own scripts; those on the PATH often require a certain user and folder."""
+    folders = sorted(Path("/usr/lib/rabbitmq/lib").glob("rabbitmq_server-*/sbin"), reverse=True)
     if on_path := shutil.which("rabbitmq-server", path=f"{os.environ.get('PATH', '')}:/usr/sbin"):
-        found.append(Path(on_path).resolve().parent)
-    for folder in found:
+        folders.append(Path(on_path).resolve().parent)
+    for folder in folders:
         if (folder / "rabbitmq-server").exists():
             return folder
     raise RabbitMQServerError(
@@ -46,26 +46,26 @@ def find_binaries() -> Path:
     )
 
 
-def answers(url: str) -> bool:
-    """Whether a server accepts connections at *url*, with its user."""
-    place = url.removeprefix("amqp://guest:guest@").rstrip("/")
-    line = amqp.Connection(place, connect_timeout=5)
+def is_answering(url: str) -> bool:
+    """Tell whether a server accepts connections at *url*, with its user."""
+    address = url.removeprefix("amqp://guest:guest@").rstrip("/")
+    connection = amqp.Connection(address, connect_timeout=5)
     try:
-        line.connect()
+        connection.connect()
     except OSError:
         return False
     else:
         return True
     finally:
-        line.close()
+        connection.close()
 
 
 class PrivateRabbitMQ:
     """A server in *folder*, with its own node name and ports, and the user ``guest``.
 
-    It runs as the tests' own user. The port mapper that every Erlang node of a machine shares (epmd) gets a port of
-    its own too, and is stopped with the server. The node is started without the script that usually does: that stays
-    above it, so that nobody sees when the node itself has ended, and takes a third of the time that a start needs.
+    It runs as the tests' own user. The port mapper that every Erlang node of a machine shares (epmd) gets its own port
+    too, and is stopped with the server. The node is started without its usual script: that would stay as its parent and
+    hide the exit of the node, and takes a third of the time that a start needs.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -74,7 +74,7 @@ class PrivateRabbitMQ:
         self._scripts = find_binaries()
         self._process: subprocess.Popen[bytes] | None = None
         self._epmd: subprocess.Popen[bytes] | None = None
-        self._line = PacketDrop(self.port)
+        self._packet_drop = PacketDrop(self.port)
         self._log = self.folder / "server.log"
         self._env = {
             **os.environ,
@@ -101,7 +101,7 @@ class PrivateRabbitMQ:
 
     @property
     def log(self) -> str:
-        """What it said while it started, and since."""
+        """Its output since the start."""
         logs = [self._log, *sorted((self.folder / "log").glob("*.log"))]
         return "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs if log.exists())
 
@@ -114,89 +114,91 @@ class PrivateRabbitMQ:
         self._start_epmd()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [self._erlang("erl"), *_NODE],
+                [self._find_erlang_program("erl"), *_ERLANG_OPTIONS],
                 stdout=log,
                 stderr=log,
                 env=self._env,
                 cwd=self.folder,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + _PATIENCE
-        while not answers(self.url):
+        deadline = time.monotonic() + _SERVER_TIMEOUT_SECONDS
+        while not is_answering(self.url):
             if self._process.poll() is not None or time.monotonic() > deadline:
-                told = self.log[-4000:]
+                log_tail = self.log[-4000:]
                 self.kill()
-                raise RabbitMQServerError(f"the server did not start: {told}")
+                raise RabbitMQServerError(f"the server did not start: {log_tail}")
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """Stop the server in good order; what it keeps stays."""
-        self._end(signal.SIGTERM)
+        """Stop the server cleanly; its data stays."""
+        self._terminate(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL the server, and the port mapper that came with it."""
-        self._end(signal.SIGKILL)
+        """SIGKILL the server and its port mapper."""
+        self._terminate(signal.SIGKILL)
         if self._epmd is not None:
             self._epmd.kill()
-            self._epmd.wait(_PATIENCE)
+            self._epmd.wait(_SERVER_TIMEOUT_SECONDS)
             self._epmd = None
 
-    def cut(self) -> None:
-        """Drop every packet from and to the server; connections stay open and hear nothing."""
-        self._line.cut()
+    def partition_network(self) -> None:
+        """Drop every packet from and to the server; connections stay open and receive nothing."""
+        self._packet_drop.partition_network()
 
-    def mend(self) -> None:
-        """Undo ``cut``."""
-        self._line.mend()
+    def heal_network(self) -> None:
+        """Undo ``partition_network``."""
+        self._packet_drop.heal_network()
 
-    def control(self, *words: str) -> str:
-        """What ``rabbitmqctl`` says; it takes a second or two."""
-        command = [str(self._scripts / "rabbitmqctl"), "-q", "-n", self._env["RABBITMQ_NODENAME"], *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=self._env, timeout=_PATIENCE)
-        if done.returncode != 0:
-            raise RabbitMQServerError(f"rabbitmqctl {words[0]} failed: {done.stderr[-500:]}")
-        return done.stdout
+    def run_rabbitmqctl(self, *arguments: str) -> str:
+        """Return the output of ``rabbitmqctl``; it takes a second or two."""
+        command = [str(self._scripts / "rabbitmqctl"), "-q", "-n", self._env["RABBITMQ_NODENAME"], *arguments]
+        completed = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=self._env, timeout=_SERVER_TIMEOUT_SECONDS
+        )
+        if completed.returncode != 0:
+            raise RabbitMQServerError(f"rabbitmqctl {arguments[0]} failed: {completed.stderr[-500:]}")
+        return completed.stdout
 
     def restart(self, *, crash: bool = False) -> None:
-        """Stop it, or crash it, and start it again with what it kept."""
-        self._end(signal.SIGKILL if crash else signal.SIGTERM)
+        """Stop it, or crash it, and restart it with its data."""
+        self._terminate(signal.SIGKILL if crash else signal.SIGTERM)
         self.start()
 
     def _start_epmd(self) -> None:
         if self._epmd is not None and self._epmd.poll() is None:
             return
         self._epmd = subprocess.Popen(
-            [self._erlang("epmd"), "-port", self._env["ERL_EPMD_PORT"], "-address", "127.0.0.1"],
+            [self._find_erlang_program("epmd"), "-port", self._env["ERL_EPMD_PORT"], "-address", "127.0.0.1"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        # A node that finds none starts one of its own, which nobody would end.
-        end = time.monotonic() + _PATIENCE
-        while not _listens(int(self._env["ERL_EPMD_PORT"])):
-            if self._epmd.poll() is not None or time.monotonic() > end:
+        # A node without a port mapper starts one itself, which no test would stop.
+        deadline = time.monotonic() + _SERVER_TIMEOUT_SECONDS
+        while not _is_listening(int(self._env["ERL_EPMD_PORT"])):
+            if self._epmd.poll() is not None or time.monotonic() > deadline:
                 raise RabbitMQServerError("Erlang's port mapper, epmd, did not start")
             time.sleep(0.01)
 
     @staticmethod
-    def _erlang(name: str) -> str:
-        """One of Erlang's own programs."""
+    def _find_erlang_program(name: str) -> str:
+        """Return the path of one of Erlang's own programs."""
         program = shutil.which(name) or next(map(str, Path("/usr/lib/erlang").glob(f"erts-*/bin/{name}")), None)
         if program is None:
             raise RabbitMQServerError(f"Erlang's {name} is missing; it comes with the server's package")
         return program
 
-    def _end(self, how: signal.Signals) -> None:
+    def _terminate(self, signal_number: signal.Signals) -> None:
         process, self._process = self._process, None
         if process is None:
             return
-        process.send_signal(how)
+        process.send_signal(signal_number)
         try:
-            process.wait(_PATIENCE)
+            process.wait(_SERVER_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(_PATIENCE)
+            process.wait(_SERVER_TIMEOUT_SECONDS)
 
 
-def _listens(port: int) -> bool:
+def _is_listening(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -1,4 +1,4 @@
-"""PrivateRedis: a Redis server of a test's own, which may be stopped, killed and cut off; and a cluster of three."""
+"""PrivateRedis: a private Redis server that a test may stop, kill and cut off; and a cluster of three."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import redis
 from tests.servers.packets import PacketDrop
 from tests.servers.postgres import free_port
 
-_PATIENCE = 30.0
-#: What loses nothing that was confirmed.
-DURABLE = {"appendonly": "yes", "appendfsync": "always"}
+_SERVER_TIMEOUT_SECONDS = 30.0
+#: Settings that lose no confirmed write.
+DURABLE_SETTINGS = {"appendonly": "yes", "appendfsync": "always"}
 
 
 class RedisServerError(RuntimeError):
-    """The private server is missing, or does not do what it was told."""
+    """The private server is missing, or does not do what it should."""
 
 
 def find_program(name: str = "redis-server") -> str:
-    found = shutil.which(name)
-    if found is None:
+    program = shutil.which(name)
+    if program is None:
         raise RedisServerError(f"these tests need {name} on the PATH; install it (Debian: apt install redis-server)")
-    return found
+    return program
 
 
 class PrivateRedis:
@@ -39,9 +39,9 @@ class PrivateRedis:
     ) -> None:
         self.folder = Path(folder)
         self.port = port or free_port()
-        self.settings: dict[str, str] = {**DURABLE, "save": "", "loglevel": "warning", **(settings or {})}
+        self.settings: dict[str, str] = {**DURABLE_SETTINGS, "save": "", "loglevel": "warning", **(settings or {})}
         self._process: subprocess.Popen[bytes] | None = None
-        self._line = PacketDrop(self.port)
+        self._packet_drop = PacketDrop(self.port)
 
     @property
     def url(self) -> str:
@@ -54,11 +54,11 @@ class PrivateRedis:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def client(self) -> redis.Redis:
-        """A client of the test's own; the test closes it."""
+        """Open a separate client; the test closes it."""
         return redis.Redis.from_url(self.url)
 
     def spawn(self) -> None:
-        """Start it with what it kept; it may still be loading that."""
+        """Start it with its data; it may still be loading that."""
         self.folder.mkdir(parents=True, exist_ok=True)
         options = [part for name, value in self.settings.items() for part in (f"--{name}", value)]
         command = [find_program(), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder), *options]
@@ -66,47 +66,47 @@ class PrivateRedis:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def start(self) -> None:
-        """Start it with what it kept, and wait until it answers."""
+        """Start it with its data, and wait until it answers."""
         if self._process is not None and self._process.poll() is None:
             return
         self.spawn()
-        deadline = time.monotonic() + _PATIENCE
-        while not self._answers():
+        deadline = time.monotonic() + _SERVER_TIMEOUT_SECONDS
+        while not self._is_answering():
             if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
-                told = self.log[-2000:]
+                log_tail = self.log[-2000:]
                 self.kill()
-                raise RedisServerError(f"the server did not start: {told}")
+                raise RedisServerError(f"the server did not start: {log_tail}")
             time.sleep(0.01)
 
-    def _answers(self) -> bool:
+    def _is_answering(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as line:
-                line.sendall(b"PING\r\n")
-                return line.recv(64)[:5] in (b"+PONG", b"-NOAU")
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(64)[:5] in (b"+PONG", b"-NOAU")
         except OSError:
             return False
 
     def stop(self) -> None:
-        """Stop it in good order; what it keeps stays."""
-        self._end(signal.SIGTERM)
+        """Stop it cleanly; its data stays."""
+        self._terminate(signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL it."""
-        self._end(signal.SIGKILL)
+        self._terminate(signal.SIGKILL)
 
-    def _end(self, how: signal.Signals) -> None:
+    def _terminate(self, signal_number: signal.Signals) -> None:
         if self._process is None:
             return
-        self._process.send_signal(how)
+        self._process.send_signal(signal_number)
         try:
-            self._process.wait(_PATIENCE)
+            self._process.wait(_SERVER_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(_PATIENCE)
+            self._process.wait(_SERVER_TIMEOUT_SECONDS)
         self._process = None
 
     def pause(self) -> None:
-        """Have it hang: connections stay open and nothing is answered."""
+        """Stop the process: connections stay open and nothing is answered."""
         if self._process is not None:
             self._process.send_signal(signal.SIGSTOP)
 
@@ -114,12 +114,12 @@ class PrivateRedis:
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
 
-    def cut(self) -> None:
-        """Lose every packet to and from it; connections stay open."""
-        self._line.cut()
+    def partition_network(self) -> None:
+        """Drop every packet to and from it; connections stay open."""
+        self._packet_drop.partition_network()
 
-    def mend(self) -> None:
-        self._line.mend()
+    def heal_network(self) -> None:
+        self._packet_drop.heal_network()
 
 
 class PrivateCluster:
@@ -128,7 +128,7 @@ class PrivateCluster:
     def __init__(self, folder: Path | str, *, nodes: int = 3) -> None:
         settings = {"cluster-enabled": "yes", "cluster-node-timeout": "2000"}
         self.nodes = [
-            # 10,000 above a node's port, where its bus would be, are the kernel's own ports for clients.
+            # 10,000 above a node's port, where its bus would be, the kernel takes ports for clients.
             PrivateRedis(Path(folder) / str(number), settings={**settings, "cluster-port": str(free_port())})
             for number in range(nodes)
         ]
@@ -137,16 +137,16 @@ class PrivateCluster:
         for node in self.nodes:
             node.start()
         addresses = [f"127.0.0.1:{node.port}" for node in self.nodes]
-        made = subprocess.run(
+        completed = subprocess.run(
             [find_program("redis-cli"), "--cluster", "create", *addresses, "--cluster-yes"],
             capture_output=True,
             text=True,
             check=False,
             timeout=60,
         )
-        if made.returncode != 0:
-            raise RedisServerError(f"the cluster was not made: {made.stdout[-1000:]}{made.stderr[-1000:]}")
-        deadline = time.monotonic() + _PATIENCE
+        if completed.returncode != 0:
+            raise RedisServerError(f"the cluster was not made: {completed.stdout[-1000:]}{completed.stderr[-1000:]}")
+        deadline = time.monotonic() + _SERVER_TIMEOUT_SECONDS
         while not all(self._is_ready(node) for node in self.nodes):
             if time.monotonic() > deadline:
                 raise RedisServerError("the nodes of the cluster do not agree")
@@ -155,8 +155,8 @@ class PrivateCluster:
     @staticmethod
     def _is_ready(node: PrivateRedis) -> bool:
         with node.client() as client:
-            found: dict[str, str] = client.execute_command("CLUSTER INFO")
-            return found["cluster_state"] == "ok"
+            cluster_info: dict[str, str] = client.execute_command("CLUSTER INFO")
+            return cluster_info["cluster_state"] == "ok"
 
     def stop(self) -> None:
         for node in self.nodes:

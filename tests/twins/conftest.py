@@ -1,26 +1,26 @@
-"""The two flavours: every test of this folder that asks for them runs once on threads and once on asyncio."""
+"""The two variants: every test of this folder that requests ``variant`` runs once on threads and once on asyncio."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.twins.world import FLAVOURS, World
+from tests.twins.world import VARIANTS, World
 
 
-@pytest.fixture(params=FLAVOURS)
-def flavour(request):
+@pytest.fixture(params=VARIANTS)
+def variant(request):
     return request.param
 
 
 @pytest.fixture
-def build(flavour):
-    """Makes worlds of one flavour from one description, and leaves none of them running."""
+def build(variant):
+    """Return a function that makes worlds of one variant; every world is closed after the test."""
     worlds = []
 
-    def make(**behaviour):
-        worlds.append(World(flavour, **behaviour))
+    def make_world(**behaviour):
+        worlds.append(World(variant, **behaviour))
         return worlds[-1]
 
-    yield make
+    yield make_world
     for world in worlds:
         world.close()

@@ -1,4 +1,4 @@
-"""One producer, two flavours: what a test says once is done by a task on threads and by one on asyncio."""
+"""One producer in two variants: the same test runs with a task on threads and with one on asyncio."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from ergon_framework.task.mixins.producer import AsyncProducerMixin, ProducerMix
 from ergon_framework.task.report import ProduceReport
 from ergon_framework.transaction import Transaction
 
-FLAVOURS = ("threads", "asyncio")
-#: Seconds after which a test that waits for a signal has failed.
-PATIENCE = 10.0
+VARIANTS = ("threads", "asyncio")
+#: Seconds after which a test that waits for a signal fails.
+WAIT_TIMEOUT_SECONDS = 10.0
 
 Move = Callable[[Transaction, Any], Any]
 
 
 class Latch:
-    """A door that opens once, for threads and coroutines alike."""
+    """A one-time event for threads and coroutines alike."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._lock = threading.Lock()
-        self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-        #: Set once a coroutine waits here.
-        self.awaited = threading.Event()
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        #: Set once a coroutine waits for the latch.
+        self.waiter_arrived = threading.Event()
 
     def open(self) -> None:
         with self._lock:
             self._event.set()
-            for loop, event in self._sleepers:
+            for loop, event in self._waiters:
                 loop.call_soon_threadsafe(event.set)
-            self._sleepers.clear()
+            self._waiters.clear()
 
     @property
-    def opened(self) -> bool:
+    def is_open(self) -> bool:
         return self._event.is_set()
 
-    def wait(self, seconds: float = PATIENCE) -> bool:
-        return self._event.wait(seconds)
+    def wait(self, timeout: float = WAIT_TIMEOUT_SECONDS) -> bool:
+        return self._event.wait(timeout)
 
     async def wait_async(self) -> None:
         event = asyncio.Event()
         with self._lock:
             if self._event.is_set():
                 return
-            self._sleepers.append((asyncio.get_running_loop(), event))
-            self.awaited.set()
-        async with asyncio.timeout(PATIENCE):
+            self._waiters.append((asyncio.get_running_loop(), event))
+            self.waiter_arrived.set()
+        async with asyncio.timeout(WAIT_TIMEOUT_SECONDS):
             await event.wait()
 
 
 class Hang:
-    """Returned by a move: stay until the latch opens or, unless *stubborn*, until nobody waits any more.
+    """Returned by a move: wait until the latch opens or, unless *stubborn*, until the call is cancelled.
 
-    What comes of it is *late* if the engine had given up on the body, and *then* otherwise.
+    The result of the call is *late* if the engine has abandoned it, and *then* otherwise.
     """
 
     def __init__(self, latch: Latch | None = None, *, stubborn: bool = False, then: Any = None, late: Any = None):
@@ -69,28 +69,28 @@ class Hang:
         self.then = then
         self.late = late
 
-    def here(self) -> Any:
-        mine = scope.current()
-        end = time.monotonic() + PATIENCE
-        while not self.latch.wait(0.001) and time.monotonic() < end:
-            if mine.cancelled and not self.stubborn:
+    def wait(self) -> Any:
+        own_scope = scope.current()
+        deadline = time.monotonic() + WAIT_TIMEOUT_SECONDS
+        while not self.latch.wait(0.001) and time.monotonic() < deadline:
+            if own_scope.cancelled and not self.stubborn:
                 break
-        return self.late if mine.cancelled else self.then
+        return self.late if own_scope.cancelled else self.then
 
-    async def here_async(self) -> Any:
-        mine = scope.current()
+    async def wait_async(self) -> Any:
+        own_scope = scope.current()
         while True:
             try:
                 await self.latch.wait_async()
             except asyncio.CancelledError:
-                if self.stubborn and not self.latch.opened:
+                if self.stubborn and not self.latch.is_open:
                     continue
                 return self.late
-            return self.late if mine.cancelled else self.then
+            return self.late if own_scope.cancelled else self.then
 
 
-class World:
-    """What happened, in order: steps entered and left, and what the handlers were given."""
+class ProducerWorld:
+    """The recorded events, in order: steps entered and left, and the arguments of the handlers."""
 
     def __init__(self, moves: dict[str, Move]) -> None:
         self.moves = moves
@@ -98,73 +98,73 @@ class World:
         self.attempts: list[tuple[str, str, int]] = []
         self.times: list[float] = []
         self.results: list[tuple[str, Any]] = []
-        self.told: list[tuple[str, TransactionException]] = []
+        self.handler_errors: list[tuple[str, TransactionException]] = []
         self.workers: set[Any] = set()
-        self.hangs: list[Hang] = []
+        self.hanging_calls: list[Hang] = []
         self.peak = 0
-        self._bodies = 0
+        self._running_calls = 0
         self._running: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def enter(self, step: str, transaction: Transaction, given: Any) -> Any:
+    def enter(self, step: str, transaction: Transaction, argument: Any) -> Any:
         with self._lock:
             self.events.append(("enter", step, transaction.id))
             self.attempts.append((step, transaction.id, scope.current().attempt))
             self.times.append(time.monotonic())
-            self._bodies += 1
+            self._running_calls += 1
             self._running[transaction.id] = self._running.get(transaction.id, 0) + 1
             self.peak = max(self.peak, len(self._running))
             if step == "success":
-                self.results.append((transaction.id, given))
+                self.results.append((transaction.id, argument))
             if step == "exception":
-                self.told.append((transaction.id, given))
+                self.handler_errors.append((transaction.id, argument))
         move = self.moves.get(step)
-        came = None if move is None else move(transaction, given)
-        if isinstance(came, Hang):
+        result = None if move is None else move(transaction, argument)
+        if isinstance(result, Hang):
             with self._lock:
-                self.hangs.append(came)
-        return came
+                self.hanging_calls.append(result)
+        return result
 
     def leave(self, step: str, transaction: Transaction) -> None:
         with self._lock:
             self.events.append(("leave", step, transaction.id))
-            self._bodies -= 1
+            self._running_calls -= 1
             self._running[transaction.id] -= 1
             if not self._running[transaction.id]:
                 del self._running[transaction.id]
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         with self._lock:
-            return self._bodies > 0
+            return self._running_calls > 0
 
     @property
     def steps(self) -> list[tuple[str, str]]:
-        return [(step, identity) for what, step, identity in self.events if what == "enter"]
+        return [(step, transaction_id) for kind, step, transaction_id in self.events if kind == "enter"]
 
-    def of(self, identity: str) -> list[str]:
-        """The steps that were tried for one transaction, one entry per attempt."""
-        return [step for step, whose in self.steps if whose == identity]
+    def of(self, transaction_id: str) -> list[str]:
+        """Return the steps that were attempted for one transaction, one entry per attempt."""
+        return [step for step, step_transaction_id in self.steps if step_transaction_id == transaction_id]
 
-    def gaps(self) -> list[float]:
+    def list_gaps(self) -> list[float]:
         return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
-    def let_go(self) -> None:
+    def release_calls(self) -> None:
         with self._lock:
-            hangs = list(self.hangs)
-        for hang in hangs:
-            hang.latch.open()
+            calls = list(self.hanging_calls)
+        for call in calls:
+            call.latch.open()
 
 
-class OnThreads(ProducerMixin):
-    def __init__(self, world: World) -> None:
+class ThreadsProducer(ProducerMixin):
+    def __init__(self, world: ProducerWorld) -> None:
         self.world = world
 
-    def _perform(self, step: str, transaction: Transaction, given: Any) -> Any:
+    def _perform(self, step: str, transaction: Transaction, argument: Any) -> Any:
         try:
             self.world.workers.add(threading.current_thread())
-            came = self.world.enter(step, transaction, given)
-            return came.here() if isinstance(came, Hang) else came
+            result = self.world.enter(step, transaction, argument)
+            return result.wait() if isinstance(result, Hang) else result
         finally:
             self.world.leave(step, transaction)
 
@@ -178,15 +178,15 @@ class OnThreads(ProducerMixin):
         return self._perform("exception", transaction, exc)
 
 
-class OnAsyncio(AsyncProducerMixin):
-    def __init__(self, world: World) -> None:
+class AsyncioProducer(AsyncProducerMixin):
+    def __init__(self, world: ProducerWorld) -> None:
         self.world = world
 
-    async def _perform(self, step: str, transaction: Transaction, given: Any) -> Any:
+    async def _perform(self, step: str, transaction: Transaction, argument: Any) -> Any:
         try:
             self.world.workers.add(asyncio.get_running_loop())
-            came = self.world.enter(step, transaction, given)
-            return await came.here_async() if isinstance(came, Hang) else came
+            result = self.world.enter(step, transaction, argument)
+            return await result.wait_async() if isinstance(result, Hang) else result
         finally:
             self.world.leave(step, transaction)
 
@@ -200,12 +200,12 @@ class OnAsyncio(AsyncProducerMixin):
         return await self._perform("exception", transaction, exc)
 
 
-class Run:
-    """One produce call and all that came of it. Bodies that stayed have left by the time it is looked at."""
+class ProduceRun:
+    """One produce call and its results; abandoned handler calls have returned before the test reads them."""
 
     def __init__(
         self,
-        flavour: str,
+        variant: str,
         transactions: Sequence[Transaction],
         policy: ProducerPolicy | None = None,
         *,
@@ -214,27 +214,27 @@ class Run:
         exception: Move | None = None,
     ) -> None:
         moves = {"produce": produce, "success": success, "exception": exception}
-        self.world = World({step: move for step, move in moves.items() if move is not None})
+        self.world = ProducerWorld({step: move for step, move in moves.items() if move is not None})
         self.raised: BaseException | None = None
-        self.answer: ProduceReport | None = None
+        self.returned_report: ProduceReport | None = None
         self.seconds = 0.0
-        # What the report said when the call ended, before the bodies that stayed were let go.
+        # The outcomes at the end of the call, before abandoned handler calls are let go.
         self.kinds: list[str] = []
-        self.task: Any = OnThreads(self.world) if flavour == "threads" else OnAsyncio(self.world)
-        self._flavour = flavour
-        self._given = (transactions, policy)
+        self.task: Any = ThreadsProducer(self.world) if variant == "threads" else AsyncioProducer(self.world)
+        self._variant = variant
+        self._arguments = (transactions, policy)
 
-    def go(self) -> Run:
-        if self._flavour == "threads":
-            self._on_threads()
+    def execute(self) -> ProduceRun:
+        if self._variant == "threads":
+            self._run_on_threads()
         else:
-            asyncio.run(self._on_asyncio())
+            asyncio.run(self._run_on_asyncio())
         return self
 
     @property
     def report(self) -> ProduceReport:
-        if self.answer is not None:
-            return self.answer
+        if self.returned_report is not None:
+            return self.returned_report
         if self.raised is None:
             raise AssertionError("the call has not ended")
         return self.raised.report
@@ -242,64 +242,66 @@ class Run:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.world, name)
 
-    def _ended(self, began: float) -> None:
-        self.seconds = time.monotonic() - began
-        if getattr(self.raised, "report", self.answer) is not None:
+    def _record_end(self, started_at: float) -> None:
+        self.seconds = time.monotonic() - started_at
+        if getattr(self.raised, "report", self.returned_report) is not None:
             self.kinds = [outcome.kind.value for outcome in self.report.outcomes]
 
-    def _on_threads(self) -> None:
-        began = time.monotonic()
+    def _run_on_threads(self) -> None:
+        started_at = time.monotonic()
         try:
-            self.answer = self.task.produce_transactions(*self._given)
+            self.returned_report = self.task.produce_transactions(*self._arguments)
         except BaseException as error:
             self.raised = error
-        self._ended(began)
-        self.world.let_go()
-        end = time.monotonic() + PATIENCE
-        while self.world.busy and time.monotonic() < end:
+        self._record_end(started_at)
+        self.world.release_calls()
+        deadline = time.monotonic() + WAIT_TIMEOUT_SECONDS
+        while self.world.is_busy and time.monotonic() < deadline:
             threading.Event().wait(0.001)
 
-    async def _on_asyncio(self) -> None:
-        began = time.monotonic()
+    async def _run_on_asyncio(self) -> None:
+        started_at = time.monotonic()
         try:
-            self.answer = await self.task.produce_transactions(*self._given)
+            self.returned_report = await self.task.produce_transactions(*self._arguments)
         except BaseException as error:
             self.raised = error
-        self._ended(began)
-        self.world.let_go()
-        async with asyncio.timeout(PATIENCE):
-            while self.world.busy:  # noqa: ASYNC110 - bodies leave without telling
+        self._record_end(started_at)
+        self.world.release_calls()
+        async with asyncio.timeout(WAIT_TIMEOUT_SECONDS):
+            while self.world.is_busy:  # noqa: ASYNC110 - handler calls return without a notification
                 await asyncio.sleep(0.001)
 
 
-def run(flavour: str, transactions: Sequence[Transaction], policy: ProducerPolicy | None = None, **moves: Move) -> Run:
-    return Run(flavour, transactions, policy or quick(), **moves).go()
+def run(
+    variant: str, transactions: Sequence[Transaction], policy: ProducerPolicy | None = None, **moves: Move
+) -> ProduceRun:
+    return ProduceRun(variant, transactions, policy or make_producer_policy(), **moves).execute()
 
 
-def many(count: int) -> list[Transaction]:
+def make_transactions(count: int) -> list[Transaction]:
     return [Transaction(f"t{number}", {"number": number}) for number in range(count)]
 
 
-def place(transaction: Transaction) -> int:
+def parse_number(transaction: Transaction) -> int:
     return int(transaction.id[1:])
 
 
-def quick(
+def make_producer_policy(
     *, produce: dict[str, Any] | None = None, success: Any = None, exception: Any = None, **loop: Any
 ) -> ProducerPolicy:
-    """A policy without waits, whose every part can be told otherwise."""
-    given = {"produce": produce, "success": success, "exception": exception}
-    steps = {step: {"retry": {"backoff": 0.0} | (retry or {})} for step, retry in given.items()}
+    """Return a policy without waits; arguments override its parts."""
+    retries = {"produce": produce, "success": success, "exception": exception}
+    steps = {step: {"retry": {"backoff": 0.0} | (retry or {})} for step, retry in retries.items()}
     for name, inner in (("concurrency", "value"), ("batch", "size")):
         if name in loop:
             loop[name] = {inner: loop[name]}
     return ProducerPolicy.load({"loop": loop, "steps": steps})
 
 
-def in_turn(*moves: Any) -> Move:
-    """The first attempt does the first of *moves*, and so on; the last is repeated. An exception is raised."""
+def run_in_turn(*moves: Any) -> Move:
+    """Run the first of *moves* in the first attempt, and so on; repeat the last; raise a move that is an exception."""
 
-    def move(transaction: Transaction, given: Any) -> Any:
+    def move(transaction: Transaction, argument: Any) -> Any:
         chosen = moves[min(scope.current().attempt, len(moves) - 1)]
         if isinstance(chosen, BaseException):
             raise chosen
@@ -308,6 +310,6 @@ def in_turn(*moves: Any) -> Move:
     return move
 
 
-def only(identity: str, move: Move, *, otherwise: Any = None) -> Move:
-    """*move* for one transaction, *otherwise* for the rest."""
-    return lambda transaction, given: move(transaction, given) if transaction.id == identity else otherwise
+def run_for_one(transaction_id: str, move: Move, *, otherwise: Any = None) -> Move:
+    """Run *move* for one transaction and return *otherwise* for the rest."""
+    return lambda transaction, argument: move(transaction, argument) if transaction.id == transaction_id else otherwise

@@ -1,8 +1,8 @@
-"""Providing: one story about a provider, told in virtual time by either variant.
+"""Provider stories: one story about a provider, run in virtual time by either variant.
 
-A story is a generator: it yields an Ask, and is sent what came of it, an error included; or a number of
-seconds to pass. What the upstream does with its n-th request is the n-th act of a list; a world
-remembers what arrived there and when.
+A story is a generator: it yields an Ask and receives its result or error, or it yields a number of seconds
+to pass. The n-th request to the upstream gets the n-th act of a list; a world records
+which requests arrived and when.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ergon_framework import scope
-from ergon_framework.engine.drivers.caller import AsyncCaller, Caller
+from ergon_framework.engine.drivers.caller import AsyncInlineRunner, InlineRunner
 from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
 from ergon_framework.providers.execution import ProviderExecutionContext
-from ergon_framework.providers.memory import MemoryBooks
+from ergon_framework.providers.memory import MemoryProviderState
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.providers.retry import RetryPolicy
 from ergon_framework.testing.virtual import VirtualTime, run_virtual
 
-#: No jitter, so that moments can be told.
-STEADY = RetryPolicy(max_attempts=3, base_delay_seconds=1.0, max_delay_seconds=8.0, jitter_ratio=0.0)
+#: No jitter, so that times are exact.
+NO_JITTER_RETRY = RetryPolicy(max_attempts=3, base_delay_seconds=1.0, max_delay_seconds=8.0, jitter_ratio=0.0)
 
 
-def policy(**fields):
-    return ProviderPolicy(**({"timeout": 20.0, "retry": STEADY} | fields))
+def make_policy(**fields):
+    return ProviderPolicy(**({"timeout": 20.0, "retry": NO_JITTER_RETRY} | fields))
 
 
 @dataclass(frozen=True)
 class Act:
-    """What the upstream does: after *takes* seconds it raises what *error* makes, or answers with *value*."""
+    """The upstream's response: after *takes* seconds it raises the error that *error* makes, or answers *value*."""
 
     takes: float = 0.0
     error: Any = None
     value: Any = field(default_factory=lambda: {"status": "paid"})
 
 
-def fails(make, takes=0.0):
-    return Act(takes, make)
+def fail_with(make_error, takes=0.0):
+    return Act(takes, make_error)
 
 
-def slow(takes):
-    return Act(takes)
+def answer_after(seconds):
+    return Act(seconds)
 
 
 HANG = Act(1e6)
@@ -56,13 +56,13 @@ class Ask:
     payload: dict = field(default_factory=lambda: {"amount": 12})
     tenant: str = "acme"
     campaign: str | None = None
-    below: scope.Scope | None = None
+    handler_scope: scope.Scope | None = None
     context: dict = field(default_factory=dict)
     provider: int = 0
 
 
 @dataclass
-class Made:
+class UpstreamRequest:
     """One request that reached the upstream."""
 
     at: float
@@ -71,131 +71,133 @@ class Made:
     scope: Any
 
 
-class World:
-    """What is there besides the provider, and what was seen."""
+class ProviderWorld:
+    """The environment of the provider, and the recorded requests and results."""
 
     def __init__(self, acts, clock, wall, sleep):
         self.acts = list(acts)
         self.sleep = sleep
         self.clock = clock
         self.wall = wall
-        self.made: list[Made] = []
-        self.asked: list[tuple[float, float]] = []
-        self.came: list[Any] = []
-        self.books: Any = None
+        self.requests: list[UpstreamRequest] = []
+        self.call_times: list[tuple[float, float]] = []
+        self.results: list[Any] = []
+        self.state_store: Any = None
 
-    def arrived(self, context, payload):
-        self.made.append(Made(self.clock(), context, payload, scope.current()))
-        number = len(self.made) - 1
+    def record_request(self, context, payload):
+        self.requests.append(UpstreamRequest(self.clock(), context, payload, scope.current()))
+        number = len(self.requests) - 1
         return self.acts[number] if number < len(self.acts) else Act()
 
     @property
     def times(self):
-        return [round(made.at, 6) for made in self.made]
+        return [round(request.at, 6) for request in self.requests]
 
 
-def ended(act):
+def apply_act(act):
     if act.error is not None:
         raise act.error()
     return act.value
 
 
-class Threaded(ProviderBase):
+class ThreadsProvider(ProviderBase):
     provider_name = "payments"
     capability = "charging"
 
-    def __init__(self, world, sleep, **given):
-        super().__init__(**given)
+    def __init__(self, world, sleep, **options):
+        super().__init__(**options)
         self.world, self.sleep = world, sleep
 
     def _execute_impl(self, *, tenant_id, campaign_id, operation, payload, context):
-        act = self.world.arrived(context, payload)
+        act = self.world.record_request(context, payload)
         if act.takes:
             self.sleep(act.takes)
-        return ended(act)
+        return apply_act(act)
 
 
-class Async(AsyncProviderBase):
+class AsyncioProvider(AsyncProviderBase):
     provider_name = "payments"
     capability = "charging"
 
-    def __init__(self, world, **given):
-        super().__init__(**given)
+    def __init__(self, world, **options):
+        super().__init__(**options)
         self.world = world
 
     async def _execute_impl(self, *, tenant_id, campaign_id, operation, payload, context):
-        act = self.world.arrived(context, payload)
+        act = self.world.record_request(context, payload)
         if act.takes:
             await asyncio.sleep(act.takes)
-        return ended(act)
+        return apply_act(act)
 
 
-def tell(flavour, story, *acts, books=None, seed=0, **fields):
-    """Have *story* happen; the world it happened in."""
-    rules = fields.pop("policy", None) or policy(**fields)
-    return (_threads if flavour == "threads" else _asyncio)(story, acts, rules, books or MemoryBooks(), seed)
+def run_story(variant, story, *acts, books=None, seed=0, **fields):
+    """Run *story* and return its world."""
+    provider_policy = fields.pop("policy", None) or make_policy(**fields)
+    return (_run_on_threads if variant == "threads" else _run_on_asyncio)(
+        story, acts, provider_policy, books or MemoryProviderState(), seed
+    )
 
 
-def _threads(story, acts, rules, books, seed):
+def _run_on_threads(story, acts, provider_policy, state_store, seed):
     time = VirtualTime(seed)
-    world = World(acts, time.clock, time.senses.wall, time.sleep)
-    world.books = books
-    # Two objects of one provider, as a program would make them that builds one for each request.
-    given = {"books": books, "policy": rules, "caller": Caller(time)}
-    providers = [Threaded(world, time.sleep, **given) for _ in range(2)]
-    script, answer = story(world), None
+    world = ProviderWorld(acts, time.clock, time.time_source.wall, time.sleep)
+    world.state_store = state_store
+    # Two objects of one provider, as in a program that builds one for each request.
+    options = {"state_store": state_store, "policy": provider_policy, "runner": InlineRunner(time)}
+    providers = [ThreadsProvider(world, time.sleep, **options) for _ in range(2)]
+    script, result = story(world), None
     while True:
         try:
-            step = script.send(answer)
+            step = script.send(result)
         except StopIteration:
             break
         if not isinstance(step, Ask):
             time.sleep(step)
-            answer = None
+            result = None
             continue
-        began = world.clock()
-        scope.enter(step.below)
+        started_at = world.clock()
+        scope.set_scope(step.handler_scope)
         try:
-            answer = providers[step.provider].execute(**_arguments(step))
+            result = providers[step.provider].execute(**_to_arguments(step))
         except BaseException as error:
-            answer = error
-        scope.enter(None)
-        world.came.append(answer)
-        world.asked.append((began, world.clock()))
+            result = error
+        scope.set_scope(None)
+        world.results.append(result)
+        world.call_times.append((started_at, world.clock()))
     return world
 
 
-def _asyncio(story, acts, rules, books, seed):
+def _run_on_asyncio(story, acts, provider_policy, state_store, seed):
     async def main():
         loop = asyncio.get_running_loop()
-        world = World(acts, loop.time, loop.senses.wall, asyncio.sleep)
-        world.books = books
-        given = {"books": books, "policy": rules, "caller": AsyncCaller(loop.senses)}
-        providers = [Async(world, **given) for _ in range(2)]
-        script, answer = story(world), None
+        world = ProviderWorld(acts, loop.time, loop.senses.wall, asyncio.sleep)
+        world.state_store = state_store
+        options = {"state_store": state_store, "policy": provider_policy, "runner": AsyncInlineRunner(loop.senses)}
+        providers = [AsyncioProvider(world, **options) for _ in range(2)]
+        script, result = story(world), None
         while True:
             try:
-                step = script.send(answer)
+                step = script.send(result)
             except StopIteration:
                 return world
             if not isinstance(step, Ask):
                 await asyncio.sleep(step)
-                answer = None
+                result = None
                 continue
-            began = world.clock()
-            scope.enter(step.below)
+            started_at = world.clock()
+            scope.set_scope(step.handler_scope)
             try:
-                answer = await providers[step.provider].execute(**_arguments(step))
+                result = await providers[step.provider].execute(**_to_arguments(step))
             except BaseException as error:
-                answer = error
-            scope.enter(None)
-            world.came.append(answer)
-            world.asked.append((began, world.clock()))
+                result = error
+            scope.set_scope(None)
+            world.results.append(result)
+            world.call_times.append((started_at, world.clock()))
 
     return run_virtual(main(), seed=seed)
 
 
-def _arguments(ask):
+def _to_arguments(ask):
     return {
         "tenant_id": ask.tenant,
         "campaign_id": ask.campaign,
@@ -205,12 +207,12 @@ def _arguments(ask):
     }
 
 
-def once(flavour, *acts, ask=None, **fields):
-    """One call: what came of it, and the world."""
-    came = []
+def call_once(variant, *acts, ask=None, **fields):
+    """Make one call; return its result and the world."""
+    results = []
 
     def story(world):
-        came.append((yield ask or Ask()))
+        results.append((yield ask or Ask()))
 
-    world = tell(flavour, story, *acts, **fields)
-    return came[0], world
+    world = run_story(variant, story, *acts, **fields)
+    return results[0], world

@@ -1,15 +1,15 @@
-"""Stating: one story about facts, told in virtual time by either variant, to a store that fails as it is told to."""
+"""Fact stories: one story about facts, run in virtual time by either variant, against a store with planned faults."""
 
 from __future__ import annotations
 
 import asyncio
 
 from ergon_framework import scope
-from ergon_framework.engine.drivers.aio import Asyncio
-from ergon_framework.engine.drivers.caller import AsyncCaller, Caller
-from ergon_framework.engine.drivers.threads import Threads
-from ergon_framework.errors import ConnectionLost
-from ergon_framework.facts.blob import to_pieces
+from ergon_framework.engine.drivers.aio import AsyncioDriver
+from ergon_framework.engine.drivers.caller import AsyncInlineRunner, InlineRunner
+from ergon_framework.engine.drivers.threads import ThreadDriver
+from ergon_framework.errors import ConnectionLostError
+from ergon_framework.facts.blob import to_chunks
 from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
 from ergon_framework.facts.facts import AsyncFacts, Facts
 from ergon_framework.facts.producer import AsyncFactProducer, FactProducer
@@ -19,136 +19,140 @@ from ergon_framework.testing.virtual import VirtualTime, run_virtual
 ZONES = {"from_zone": "Plant A", "to_zone": "Enterprise"}
 
 
-class Dropped:
-    """The call is carried out, and its answer gets lost."""
+class LostAnswer:
+    """The call takes effect, and its answer is lost."""
 
 
-DOWN = ConnectionLost("the line is down")
-LOST = Dropped()
+DOWN = ConnectionLostError("the line is down")
+LOST = LostAnswer()
 
 
-class Troubled(MemoryBoundary):
-    """A store whose n-th call of a kind meets the n-th of its troubles; it remembers each call, and when it came."""
+class FaultyBoundary(MemoryBoundary):
+    """A store whose n-th call of a kind meets the n-th planned fault; it records each call and its time."""
 
-    def __init__(self, clock, troubles):
+    def __init__(self, clock, faults):
         super().__init__()
         self._clock = clock
-        self._troubles = {name: list(acts) for name, acts in troubles.items()}
+        self._faults = {name: list(acts) for name, acts in faults.items()}
         self.calls = []
 
     def times(self, name):
-        return [round(at, 6) for called, at, _ in self.calls if called == name]
+        return [round(at, 6) for method, at, _ in self.calls if method == name]
 
-    def given(self, name):
-        return [given for called, _, given in self.calls if called == name]
+    def list_arguments(self, name):
+        return [argument for method, _, argument in self.calls if method == name]
 
     @property
     def names(self):
         return [name for name, _, _ in self.calls]
 
-    def _met(self, name, given, act):
-        self.calls.append((name, self._clock(), given))
-        left = self._troubles.get(name, [])
-        trouble = left.pop(0) if left else None
-        if isinstance(trouble, BaseException):
-            raise trouble
-        answer = act()
-        if trouble is LOST:
+    def _call(self, name, argument, perform):
+        self.calls.append((name, self._clock(), argument))
+        remaining = self._faults.get(name, [])
+        fault = remaining.pop(0) if remaining else None
+        if isinstance(fault, BaseException):
+            raise fault
+        answer = perform()
+        if fault is LOST:
             raise DOWN
         return answer
 
     def append_facts(self, facts):
-        return self._met("append", list(facts), lambda: super(Troubled, self).append_facts(facts))
+        return self._call("append", list(facts), lambda: super(FaultyBoundary, self).append_facts(facts))
 
     def get_fact(self, from_zone, message_id):
-        return self._met("get", message_id, lambda: super(Troubled, self).get_fact(from_zone, message_id))
+        return self._call("get", message_id, lambda: super(FaultyBoundary, self).get_fact(from_zone, message_id))
 
-    def put_object(self, bucket, key, blob, **how):
-        content = b"".join(to_pieces(blob))
-        return self._met(
-            "put", (bucket, key, content), lambda: super(Troubled, self).put_object(bucket, key, [content], **how)
+    def put_object(self, bucket, key, blob, **options):
+        content = b"".join(to_chunks(blob))
+        return self._call(
+            "put",
+            (bucket, key, content),
+            lambda: super(FaultyBoundary, self).put_object(bucket, key, [content], **options),
         )
 
 
-def tell(flavour, story, *, max_retries=None, below=None, **troubles):
-    """What *story* comes to, the store it was told to, and when it was over.
+def run_story(variant, story, *, max_retries=None, make_scope=None, **faults):
+    """Run *story*; return its result, the store and the time at its end.
 
-    A story is a generator: it yields what to append, and is sent what came of it, an error included.
+    A story is a generator: it yields what to append, and receives the result or the error.
     """
-    return (_threads if flavour == "threads" else _asyncio)(story, max_retries, below, troubles)
+    return (_run_on_threads if variant == "threads" else _run_on_asyncio)(story, max_retries, make_scope, faults)
 
 
-def _threads(story, max_retries, below, troubles):
+def _run_on_threads(story, max_retries, make_scope, faults):
     time = VirtualTime()
-    store = Troubled(time.clock, troubles)
-    facts = Facts(store, zone="Plant A", max_retries=max_retries, caller=Caller(time))
-    scope.enter(None if below is None else below(time.clock))
+    store = FaultyBoundary(time.clock, faults)
+    facts = Facts(store, zone="Plant A", max_retries=max_retries, caller=InlineRunner(time))
+    scope.set_scope(None if make_scope is None else make_scope(time.clock))
     try:
-        return _go_on(story(store), lambda stated: facts.append("Enterprise", **stated)), store, time.clock()
+        return _drive(story(store), lambda fields: facts.append("Enterprise", **fields)), store, time.clock()
     finally:
-        scope.enter(None)
+        scope.set_scope(None)
 
 
-def _asyncio(story, max_retries, below, troubles):
+def _run_on_asyncio(story, max_retries, make_scope, faults):
     async def main():
         loop = asyncio.get_running_loop()
-        store = Troubled(loop.time, troubles)
-        facts = AsyncFacts(store, zone="Plant A", max_retries=max_retries, caller=AsyncCaller(loop.senses))
-        scope.enter(None if below is None else below(loop.time))
-        script, answer = story(store), None
+        store = FaultyBoundary(loop.time, faults)
+        facts = AsyncFacts(store, zone="Plant A", max_retries=max_retries, caller=AsyncInlineRunner(loop.senses))
+        scope.set_scope(None if make_scope is None else make_scope(loop.time))
+        script, result = story(store), None
         while True:
             try:
-                stated = script.send(answer)
+                fields = script.send(result)
             except StopIteration as stop:
                 return stop.value, store, loop.time()
             try:
-                answer = await facts.append("Enterprise", **stated)
+                result = await facts.append("Enterprise", **fields)
             except Exception as error:
-                answer = error
+                result = error
 
     return run_virtual(main())
 
 
-def _go_on(script, append):
-    answer = None
+def _drive(script, append):
+    result = None
     while True:
         try:
-            stated = script.send(answer)
+            fields = script.send(result)
         except StopIteration as stop:
             return stop.value
         try:
-            answer = append(stated)
+            result = append(fields)
         except Exception as error:
-            answer = error
+            result = error
 
 
-def once(flavour, *, stated=None, **given):
-    """One append: what came of it, the store, and when it was over."""
+def append_once(variant, *, fields=None, **options):
+    """Append one fact; return the result, the store and the time at the end."""
 
     def story(store):
-        return (yield {"subject": "order:7", "predicate": "paid", "message_id": "m-1"} | (stated or {}))
+        return (yield {"subject": "order:7", "predicate": "paid", "message_id": "m-1"} | (fields or {}))
 
-    return tell(flavour, story, **given)
+    return run_story(variant, story, **options)
 
 
-def produce(flavour, transactions, *, policy=None, kind=None, store=None, **troubles):
-    """What a producer of facts reports, in virtual time, and the store that it appended to."""
-    if flavour == "threads":
+def produce(variant, transactions, *, policy=None, task_class=None, store=None, **faults):
+    """Return the report of a producer of facts, in virtual time, and the store it appended to."""
+    if variant == "threads":
         time = VirtualTime()
-        store = store or Troubled(time.clock, troubles)
-        task = (kind or FactProducer)(FactConnector(store, **ZONES))
-        report = task.produce_transactions(transactions, policy, driver=lambda size: Threads(size, waiting=time))
+        store = store or FaultyBoundary(time.clock, faults)
+        task = (task_class or FactProducer)(FactConnector(store, **ZONES))
+        report = task.produce_transactions(transactions, policy, driver=lambda size: ThreadDriver(size, waiting=time))
         return report, store
 
     async def main():
         loop = asyncio.get_running_loop()
-        made = store or Troubled(loop.time, troubles)
-        task = (kind or AsyncFactProducer)(AsyncFactConnector(made, **ZONES))
-        return await task.produce_transactions(transactions, policy, driver=lambda: Asyncio(loop.senses)), made
+        boundary = store or FaultyBoundary(loop.time, faults)
+        task = (task_class or AsyncFactProducer)(AsyncFactConnector(boundary, **ZONES))
+        return await task.produce_transactions(
+            transactions, policy, driver=lambda: AsyncioDriver(loop.senses)
+        ), boundary
 
     return run_virtual(main())
 
 
-def producer(flavour, **members):
-    """A producer of facts of either variant, with *members* of its own."""
-    return type("Own", (FactProducer if flavour == "threads" else AsyncFactProducer,), members)
+def make_producer_class(variant, **members):
+    """Return a class of a producer of facts of either variant, with its own *members*."""
+    return type("Own", (FactProducer if variant == "threads" else AsyncFactProducer,), members)

@@ -1,4 +1,4 @@
-"""Gates: whoever may hold a loop back before it fetches."""
+"""Gates: functions that may pause a loop before it fetches."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import pytest
 
 from ergon_framework.task.exceptions import LoopTimeout
 from ergon_framework.task.gates import Pause
-from ergon_framework.task.report import End
-from tests.twins.world import policy, takes
+from ergon_framework.task.report import StopReason
+from tests.twins.world import make_policy, wait_then_return
 
 
-class Barrier:
-    """A gate that is closed until somebody opens it, and counts how often it was asked."""
+class ControlledGate:
+    """A gate that is closed until the test opens it, and counts its calls."""
 
-    def __init__(self, because="the disk is full", seconds=0.01):
-        self.pause = Pause(because, seconds)
-        self.asked = 0
+    def __init__(self, reason="the disk is full", seconds=0.01):
+        self.pause = Pause(reason, seconds)
+        self.call_count = 0
 
     def __call__(self):
-        self.asked += 1
+        self.call_count += 1
         return self.pause
 
 
 @pytest.mark.spec("CON-47")
-def test_nothing_is_fetched_while_a_gate_says_pause(build):
-    gate = Barrier()
-    world = build().offer("a").start(policy(), gates=[gate])
-    world.until(lambda: gate.asked >= 5)
+def test_nothing_is_fetched_while_a_gate_returns_a_pause(build):
+    gate = ControlledGate()
+    world = build().offer("a").start(make_policy(), gates=[gate])
+    world.until(lambda: gate.call_count >= 5)
     assert world.fetches == []
     gate.pause = None
     assert world.finish().kinds() == {"a": "succeeded"}
@@ -34,33 +34,33 @@ def test_nothing_is_fetched_while_a_gate_says_pause(build):
 
 @pytest.mark.spec("CON-47")
 def test_every_gate_has_to_be_open(build):
-    first, second = Barrier(), Barrier()
+    first, second = ControlledGate(), ControlledGate()
     first.pause = None
-    world = build().offer("a").start(policy(), gates=[first, second])
-    world.until(lambda: second.asked >= 3)
+    world = build().offer("a").start(make_policy(), gates=[first, second])
+    world.until(lambda: second.call_count >= 3)
     assert world.fetches == []
     second.pause = None
     assert world.finish().kinds() == {"a": "succeeded"}
 
 
 @pytest.mark.spec("CON-47")
-def test_the_gates_are_asked_before_every_fetch(build):
-    gate = Barrier()
+def test_gates_are_called_before_every_fetch(build):
+    gate = ControlledGate()
     gate.pause = None
-    asked = []
-    world = build(fetches=lambda fetch: asked.append(gate.asked)).offer(*"abcd")
-    world.run(policy(concurrency=1, batch=1), gates=[gate])
-    assert len(asked) == len(set(asked)) >= 5
+    call_counts = []
+    world = build(fetches=lambda fetch: call_counts.append(gate.call_count)).offer(*"abcd")
+    world.run(make_policy(concurrency=1, batch=1), gates=[gate])
+    assert len(call_counts) == len(set(call_counts)) >= 5
 
 
 @pytest.mark.spec("CON-47")
-def test_work_in_flight_goes_on_while_a_gate_is_closed(build):
-    gate = Barrier()
+def test_work_in_flight_continues_while_a_gate_is_closed(build):
+    gate = ControlledGate()
     gate.pause = None
     world = build()
     go = world.signal()
-    world.bodies["process"] = takes(go)
-    world.offer("a").start(policy(streaming=True), gates=[gate])
+    world.bodies["process"] = wait_then_return(go)
+    world.offer("a").start(make_policy(streaming=True), gates=[gate])
     world.until(lambda: world.of("process"))
     gate.pause = Pause("maintenance", 10.0)
     go.set()
@@ -68,48 +68,48 @@ def test_work_in_flight_goes_on_while_a_gate_is_closed(build):
 
 
 @pytest.mark.spec("CON-47")
-def test_the_reason_of_a_pause_is_told_and_taken_back(build):
-    told = []
-    gate = Barrier("the breaker is open")
+def test_the_report_shows_the_reason_of_a_pause_until_it_ends(build):
+    reports = []
+    gate = ControlledGate("the breaker is open")
     world = build().offer("a")
-    own = world.task._consume_transactions
+    original = world.task._consume_transactions
 
-    def spied(*args, **kwargs):
-        consumption = own(*args, **kwargs)
-        told.append(consumption.report)
+    def record_report(*args, **kwargs):
+        consumption = original(*args, **kwargs)
+        reports.append(consumption.report)
         return consumption
 
-    world.task._consume_transactions = spied
-    world.start(policy(), gates=[gate])
-    world.until(lambda: gate.asked >= 3)
-    assert told[0].paused == "the breaker is open"
+    world.task._consume_transactions = record_report
+    world.start(make_policy(), gates=[gate])
+    world.until(lambda: gate.call_count >= 3)
+    assert reports[0].paused == "the breaker is open"
     gate.pause = None
     assert world.finish().report.paused is None
 
 
 @pytest.mark.spec("CON-47")
-def test_a_gate_that_breaks_holds_the_loop_and_does_not_end_it(build):
-    asked = []
+def test_a_gate_that_raises_pauses_the_loop_and_does_not_end_it(build):
+    calls = []
 
     def gate():
-        asked.append(1)
+        calls.append(1)
         raise OSError("cannot ask")
 
-    world = build().offer("a").start(policy(streaming=True), gates=[gate])
-    world.until(lambda: asked)
+    world = build().offer("a").start(make_policy(streaming=True), gates=[gate])
+    world.until(lambda: calls)
     world.never(lambda: world.fetches or world.ended)
     assert world.stop().finish().error is None
 
 
 @pytest.mark.spec("CON-47", "CON-36")
-@pytest.mark.parametrize("by", ["stop", "timeout"])
-def test_a_paused_loop_can_be_ended(build, by):
-    gate = Barrier(seconds=30.0)
-    world = build().offer("a").start(policy(timeout=0.2 if by == "timeout" else None), gates=[gate])
-    world.until(lambda: gate.asked)
-    if by == "stop":
+@pytest.mark.parametrize("cause", ["stop", "timeout"])
+def test_a_paused_loop_can_be_ended(build, cause):
+    gate = ControlledGate(seconds=30.0)
+    world = build().offer("a").start(make_policy(timeout=0.2 if cause == "timeout" else None), gates=[gate])
+    world.until(lambda: gate.call_count)
+    if cause == "stop":
         world.stop()
     world.finish(1.5)
     assert world.fetches == []
-    assert world.report.end is (End.STOP if by == "stop" else End.TIMEOUT)
-    assert isinstance(world.error, LoopTimeout) is (by == "timeout")
+    assert world.report.end is (StopReason.STOP if cause == "stop" else StopReason.TIMEOUT)
+    assert isinstance(world.error, LoopTimeout) is (cause == "timeout")

@@ -1,4 +1,4 @@
-"""How a loop is ended from outside, and that nothing inside a handler can do it."""
+"""How a loop is ended from outside, and that a handler cannot end it."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ import pytest
 from ergon_framework.connectors.base import Ack, Release
 from ergon_framework.errors import Category
 from ergon_framework.task.exceptions import TransactionException
-from ergon_framework.task.report import End, Kind
-from tests.twins.world import Stubborn, World, fails, gives, policy, takes
+from ergon_framework.task.report import OutcomeKind, StopReason
+from tests.twins.world import Stubborn, World, make_policy, raise_error, return_value, wait_then_return
 
 
 @pytest.mark.spec("CON-36")
-def test_after_a_stop_nothing_is_fetched_and_what_runs_is_finished(build):
+def test_after_a_stop_nothing_is_fetched_and_running_calls_finish(build):
     world = build()
     go = world.signal()
-    world.bodies["process"] = takes(go)
-    world.offer("a").start(policy(concurrency=1, streaming=True))
+    world.bodies["process"] = wait_then_return(go)
+    world.offer("a").start(make_policy(concurrency=1, streaming=True))
     world.until(lambda: world.of("process"))
     world.offer("b").stop()
-    fetches = len(world.fetches)
-    world.never(lambda: len(world.fetches) > fetches or world.ended)
+    fetch_count = len(world.fetches)
+    world.never(lambda: len(world.fetches) > fetch_count or world.ended)
     go.set()
     world.finish()
     assert world.error is None
-    assert world.report.end is End.STOP
+    assert world.report.end is StopReason.STOP
     assert world.kinds() == {"a": "succeeded"}
     assert world.settlements() == [Ack()]
-    assert len(world.fetches) == fetches
+    assert len(world.fetches) == fetch_count
     assert world.queue.depth().ready == 1
 
 
 @pytest.mark.spec("CON-36")
-def test_retries_and_handlers_go_on_during_the_drain(build):
+def test_retries_and_handlers_continue_during_the_drain(build):
     world = build()
     go = world.signal()
-    world.bodies["process"] = [takes(go), gives(None)]
+    world.bodies["process"] = [wait_then_return(go), return_value(None)]
 
-    def first(call):
+    def wait_then_fail(call):
         yield go
         raise OSError("once")
 
-    world.bodies["process"][0] = first
-    world.offer("a").start(policy(streaming=True, process={"backoff": 0.05}))
+    world.bodies["process"][0] = wait_then_fail
+    world.offer("a").start(make_policy(streaming=True, process={"backoff": 0.05}))
     world.until(lambda: world.of("process"))
     world.stop()
     go.set()
@@ -53,52 +53,52 @@ def test_retries_and_handlers_go_on_during_the_drain(build):
 
 
 @pytest.mark.spec("CON-36")
-def test_what_waits_in_a_backoff_at_the_end_of_the_drain_is_released_with_nothing_counted(build):
-    world = build(process=fails(OSError("down"))).offer("a")
-    world.start(policy(streaming=True, process={"backoff": 20.0}, drain_timeout=0.1))
+def test_a_transaction_in_backoff_at_the_end_of_the_drain_is_released_without_counting_the_attempt(build):
+    world = build(process=raise_error(OSError("down"))).offer("a")
+    world.start(make_policy(streaming=True, process={"backoff": 20.0}, drain_timeout=0.1))
     world.until(lambda: world.calls and world.calls[0].ended)
     world.stop().finish(1.5)
     assert world.steps() == ["process"]
     assert world.kinds() == {"a": "released"}
     assert world.settlements() == [Release()]
-    (again,) = world.queue.claim(1)
-    assert (again.transaction.attempts, again.deliveries) == (0, 1)
+    (redelivery,) = world.queue.claim(1)
+    assert (redelivery.transaction.attempts, redelivery.deliveries) == (0, 1)
 
 
 @pytest.mark.spec("CON-36")
-def test_what_still_has_a_body_at_the_end_of_the_drain_keeps_its_claim(build):
+def test_a_call_still_running_at_the_end_of_the_drain_keeps_its_claim(build):
     world = build()
-    leave = world.signal()
-    world.bodies["process"] = takes(Stubborn(leave), "late")
-    world.offer("a").start(policy(streaming=True, drain_timeout=0.1))
+    release = world.signal()
+    world.bodies["process"] = wait_then_return(Stubborn(release), "late")
+    world.offer("a").start(make_policy(streaming=True, drain_timeout=0.1))
     world.until(lambda: world.of("process"))
     world.stop().finish(1.5)
     assert world.kinds() == {"a": "released"}
     assert world.queue.settled == []
     assert world.queue.depth().in_flight == 1
     assert world.report.abandoned == 1
-    leave.set()
+    release.set()
     world.until(lambda: world.only("process").ended)
     world.never(lambda: len(world.calls) > 1 or world.queue.settled)
 
 
 @pytest.mark.spec("CON-36")
-def test_the_drain_lasts_as_long_as_it_was_given(build):
+def test_the_drain_lasts_for_its_timeout(build):
     world = build()
-    leave = world.signal()
-    world.bodies["process"] = takes(Stubborn(leave))
-    world.offer("a").start(policy(streaming=True, drain_timeout=0.3))
+    release = world.signal()
+    world.bodies["process"] = wait_then_return(Stubborn(release))
+    world.offer("a").start(make_policy(streaming=True, drain_timeout=0.3))
     world.until(lambda: world.of("process"))
     world.stop().never(lambda: world.ended, seconds=0.2)
     world.finish(1.5)
 
 
 @pytest.mark.spec("CON-36")
-def test_a_second_stop_ends_the_drain_at_once(build):
+def test_a_second_stop_ends_the_drain_immediately(build):
     world = build()
-    leave = world.signal()
-    world.bodies["process"] = takes(Stubborn(leave))
-    world.offer("a").start(policy(streaming=True, drain_timeout=30.0))
+    release = world.signal()
+    world.bodies["process"] = wait_then_return(Stubborn(release))
+    world.offer("a").start(make_policy(streaming=True, drain_timeout=30.0))
     world.until(lambda: world.of("process"))
     world.stop().never(lambda: world.ended, seconds=0.05)
     world.stop().finish(1.0)
@@ -106,28 +106,28 @@ def test_a_second_stop_ends_the_drain_at_once(build):
 
 
 @pytest.mark.spec("CON-36")
-def test_a_blocked_fetch_is_not_waited_for(build):
+def test_a_stop_does_not_wait_for_a_blocked_fetch(build):
     world = build()
-    world.queue._script = takes(world.signal(), [])
-    world.start(policy(streaming=True, drain_timeout=30.0))
+    world.queue._script = wait_then_return(world.signal(), [])
+    world.start(make_policy(streaming=True, drain_timeout=30.0))
     world.until(lambda: world.fetches)
     world.stop().finish(1.0)
-    assert world.report.end is End.STOP
+    assert world.report.end is StopReason.STOP
 
 
 @pytest.mark.spec("CON-36", "CON-30")
-def test_what_a_fetch_brings_after_the_stop_is_released_and_never_processed(build):
+def test_deliveries_fetched_after_a_stop_are_released_and_never_processed(build):
     world = build()
     go, arrive = world.signal(), world.signal()
-    world.bodies["process"] = takes(go)
+    world.bodies["process"] = wait_then_return(go)
 
     def late(fetch):
-        found = fetch.queue.claim(1)
+        deliveries = fetch.queue.claim(1)
         yield Stubborn(arrive)
-        return found
+        return deliveries
 
     world.queue._script = [lambda fetch: fetch.queue.claim(1), late]
-    world.offer("a", "b").start(policy(concurrency=2, batch=1, streaming=True))
+    world.offer("a", "b").start(make_policy(concurrency=2, batch=1, streaming=True))
     world.until(lambda: len(world.fetches) == 2 and world.of("process"))
     world.stop()
     arrive.set()
@@ -140,12 +140,12 @@ def test_what_a_fetch_brings_after_the_stop_is_released_and_never_processed(buil
 
 
 @pytest.mark.spec("CON-36", "CON-30")
-def test_what_was_fetched_but_not_started_is_released_by_a_stop(build):
+def test_deliveries_that_have_not_started_are_released_by_a_stop(build):
     world = build()
     go = world.signal()
-    world.bodies["process"] = takes(go)
-    world.offer("a", "b", "c").start(policy(concurrency=1, prefetch=2, streaming=True))
-    world.until(lambda: world.of("process") and sum(len(fetch.brought) for fetch in world.fetches) == 3)
+    world.bodies["process"] = wait_then_return(go)
+    world.offer("a", "b", "c").start(make_policy(concurrency=1, prefetch=2, streaming=True))
+    world.until(lambda: world.of("process") and sum(len(fetch.transaction_ids) for fetch in world.fetches) == 3)
     world.stop()
     go.set()
     world.finish()
@@ -157,7 +157,7 @@ def test_what_was_fetched_but_not_started_is_released_by_a_stop(build):
 @pytest.mark.spec("CON-36")
 def test_a_loop_can_be_stopped_while_it_is_idle(build):
     idle = {"backoff": 20.0, "cap": 20.0}
-    world = build().start(policy(streaming=True, empty_queue=idle))
+    world = build().start(make_policy(streaming=True, empty_queue=idle))
     world.until(lambda: world.fetches and world.fetches[0].ended)
     world.stop().finish(1.0)
     assert len(world.fetches) == 1
@@ -165,22 +165,22 @@ def test_a_loop_can_be_stopped_while_it_is_idle(build):
 
 @pytest.mark.spec("CON-36")
 def test_a_task_can_run_again_after_a_stop(build):
-    world = build().start(policy(streaming=True))
+    world = build().start(make_policy(streaming=True))
     world.until(lambda: world.fetches)
     world.stop().finish()
-    again = build().offer("a")
-    again.task = world.task
-    again.task.world, again.task.connector = again, again.queue
-    assert again.run(policy()).kinds() == {"a": "succeeded"}
+    second_world = build().offer("a")
+    second_world.task = world.task
+    second_world.task.world, second_world.task.connector = second_world, second_world.queue
+    assert second_world.run(make_policy()).kinds() == {"a": "succeeded"}
 
 
 @pytest.mark.spec("CON-35", "CON-36")
-def test_cancelling_the_loop_is_a_stop():
+def test_cancelling_the_loop_stops_it():
     world = World("asyncio")
     try:
         go = world.signal()
-        world.bodies["process"] = takes(go)
-        world.offer("a").start(policy(concurrency=1, streaming=True))
+        world.bodies["process"] = wait_then_return(go)
+        world.offer("a").start(make_policy(concurrency=1, streaming=True))
         world.until(lambda: world.of("process"))
         world.offer("b")
         world.loop.call_soon_threadsafe(world.main.cancel)
@@ -202,12 +202,12 @@ EXITS = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), Generator
 @pytest.mark.parametrize("raised", EXITS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("step", ["process", "success", "exception"])
 def test_a_base_exception_of_a_handler_fails_its_own_transaction_only(build, step, raised):
-    bodies = {"process": {"bad": fails(OSError("down"))}} if step == "exception" else {}
-    world = build(**bodies | {step: {"bad": fails(raised)}}).offer("bad", "good", "fine")
-    world.run(policy(concurrency=1, batch=1))
+    bodies = {"process": {"bad": raise_error(OSError("down"))}} if step == "exception" else {}
+    world = build(**bodies | {step: {"bad": raise_error(raised)}}).offer("bad", "good", "fine")
+    world.run(make_policy(concurrency=1, batch=1))
     assert world.error is None
-    failed = Kind.HANDLER_FAILED if step == "exception" else Kind.FAILED
-    assert world.kinds() == {"bad": failed.value, "good": "succeeded", "fine": "succeeded"}
+    expected_kind = OutcomeKind.HANDLER_FAILED if step == "exception" else OutcomeKind.FAILED
+    assert world.kinds() == {"bad": expected_kind.value, "good": "succeeded", "fine": "succeeded"}
     assert len(world.of(step, "bad")) == 3
     error = world.outcome("bad").handler_error if step == "exception" else world.outcome("bad").error
     assert isinstance(error, TransactionException)
@@ -216,7 +216,7 @@ def test_a_base_exception_of_a_handler_fails_its_own_transaction_only(build, ste
 
 
 @pytest.mark.spec("CON-35")
-def test_a_task_that_a_handler_cancels_fails_the_transaction_and_not_the_loop():
+def test_cancelling_a_task_in_a_handler_fails_the_transaction_and_not_the_loop():
     world = World("asyncio")
 
     async def process(transaction):
@@ -227,7 +227,7 @@ def test_a_task_that_a_handler_cancels_fails_the_transaction_and_not_the_loop():
 
     world.task.process_transaction = process
     try:
-        world.offer("bad", "good").run(policy(process={"max_attempts": 2}))
+        world.offer("bad", "good").run(make_policy(process={"max_attempts": 2}))
         assert world.error is None
         assert world.kinds() == {"bad": "failed", "good": "succeeded"}
         assert world.outcome("bad").category is Category.SYSTEM

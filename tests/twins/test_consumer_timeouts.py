@@ -1,4 +1,4 @@
-"""The three timeouts, what a body that does not leave can still do, and what it holds."""
+"""The three timeouts, what an abandoned call can still do, and which slots and claims it keeps."""
 
 from __future__ import annotations
 
@@ -7,89 +7,101 @@ import pytest
 from ergon_framework.connectors.base import Ack, DeadLetter
 from ergon_framework.errors import Category
 from ergon_framework.task.exceptions import BusinessError, LoopStalled, LoopTimeout, TransactionException
-from ergon_framework.task.report import End, Kind
-from tests.twins.world import Pulse, Stubborn, fails, gives, policy, stays, takes
+from ergon_framework.task.report import OutcomeKind, StopReason
+from tests.twins.world import (
+    Stubborn,
+    WakeupDelayMeter,
+    ignore_cancellation,
+    make_policy,
+    raise_error,
+    return_value,
+    wait_then_return,
+)
 
 TIMEOUT = Category.TIMEOUT
-#: By how much a timeout may be declared after its deadline.
-TOLERANCE = 0.05
+#: Maximum delay between a deadline and the declared timeout.
+TOLERANCE_SECONDS = 0.05
 
 
 @pytest.mark.spec("CON-12", "CON-28")
-def test_a_step_timeout_is_declared_by_its_deadline_whatever_the_body_does(build):
-    with Pulse() as pulse:
-        world = build(process=stays(0.2)).offer("a").run(policy(process={"timeout": 0.1, "max_attempts": 1}))
+def test_a_step_timeout_is_declared_at_its_deadline_even_if_the_call_ignores_it(build):
+    with WakeupDelayMeter() as wakeup_delay:
+        world = (
+            build(process=ignore_cancellation(0.2))
+            .offer("a")
+            .run(make_policy(process={"timeout": 0.1, "max_attempts": 1}))
+        )
     call = world.only("process")
-    assert 0.0 <= call.told - call.scope.deadline <= TOLERANCE + pulse.late
+    assert 0.0 <= call.abandoned_at - call.scope.deadline <= TOLERANCE_SECONDS + wakeup_delay.late
     assert call.scope.deadline - call.began <= 0.1
     assert world.outcome().category is TIMEOUT
 
 
 @pytest.mark.spec("CON-15", "CON-12")
-def test_a_timeout_is_retried_until_the_budget_is_spent(build):
-    world = build(process=takes(0.1)).offer("a")
-    world.run(policy(process={"timeout": 0.03, "max_attempts": 3}))
+def test_a_timeout_is_retried_until_the_budget_is_exhausted(build):
+    world = build(process=wait_then_return(0.1)).offer("a")
+    world.run(make_policy(process={"timeout": 0.03, "max_attempts": 3}))
     assert world.steps() == ["process"] * 3 + ["exception"]
-    assert isinstance(world.only("exception").given, TransactionException)
-    assert world.only("exception").given.category is TIMEOUT
-    assert not world.only("exception").given.still_running
+    assert isinstance(world.only("exception").argument, TransactionException)
+    assert world.only("exception").argument.category is TIMEOUT
+    assert not world.only("exception").argument.still_running
     assert (world.outcome().category, world.outcome().attempts) == (TIMEOUT, 3)
 
 
 @pytest.mark.spec("CON-15")
 def test_an_attempt_after_a_timeout_may_succeed(build):
-    world = build(process=[takes(0.1), gives("second")]).offer("a")
-    world.run(policy(process={"timeout": 0.03, "max_attempts": 3}))
+    world = build(process=[wait_then_return(0.1), return_value("second")]).offer("a")
+    world.run(make_policy(process={"timeout": 0.03, "max_attempts": 3}))
     assert world.steps() == ["process", "process", "success"]
     assert world.outcome().result == "second"
 
 
 @pytest.mark.spec("CON-12", "CON-39")
-def test_the_success_handler_has_a_timeout_of_its_own(build):
-    world = build(process=takes(0.1), success=takes(0.1)).offer("a")
-    world.run(policy(success={"timeout": 0.03, "max_attempts": 2}))
+def test_the_success_handler_has_its_own_timeout(build):
+    world = build(process=wait_then_return(0.1), success=wait_then_return(0.1)).offer("a")
+    world.run(make_policy(success={"timeout": 0.03, "max_attempts": 2}))
     assert world.steps() == ["process", "success", "success", "exception"]
-    assert world.only("exception").given.category is TIMEOUT
+    assert world.only("exception").argument.category is TIMEOUT
     assert world.outcome().processed
 
 
 @pytest.mark.spec("CON-12", "CON-39")
-def test_the_exception_handler_has_a_timeout_of_its_own(build):
-    world = build(process=fails(BusinessError("no")), exception=takes(0.1)).offer("a")
-    world.run(policy(exception={"timeout": 0.03, "max_attempts": 2}))
+def test_the_exception_handler_has_its_own_timeout(build):
+    world = build(process=raise_error(BusinessError("no")), exception=wait_then_return(0.1)).offer("a")
+    world.run(make_policy(exception={"timeout": 0.03, "max_attempts": 2}))
     assert world.steps() == ["process", "exception", "exception"]
-    assert world.outcome().kind is Kind.HANDLER_FAILED
+    assert world.outcome().kind is OutcomeKind.HANDLER_FAILED
     assert world.outcome().category is Category.BUSINESS
     assert world.outcome().handler_error.category is TIMEOUT
 
 
 @pytest.mark.spec("CON-28")
-def test_a_late_value_causes_no_ack_no_handler_and_no_count(build):
-    world = build(process=takes(Stubborn(0.15), "late")).offer("a")
-    world.run(policy(process={"timeout": 0.03, "max_attempts": 1}))
+def test_the_value_of_an_abandoned_call_causes_no_ack_no_handler_and_no_count(build):
+    world = build(process=wait_then_return(Stubborn(0.15), "late")).offer("a")
+    world.run(make_policy(process={"timeout": 0.03, "max_attempts": 1}))
     assert world.only("process").result == "late"
     assert world.steps() == ["process", "exception"]
-    assert world.report.counts[Kind.SUCCEEDED] == 0
+    assert world.report.counts[OutcomeKind.SUCCEEDED] == 0
     assert not world.outcome().processed
     assert [type(sent) for sent in world.settlements()] == [DeadLetter]
     assert world.report.fenced == 1
 
 
 @pytest.mark.spec("CON-28")
-def test_a_late_business_error_does_not_change_the_verdict(build):
+def test_a_late_business_error_does_not_change_the_category(build):
     def body(call):
         yield Stubborn(0.1)
         raise BusinessError("too late to matter")
 
-    world = build(process=body).offer("a").run(policy(process={"timeout": 0.03, "max_attempts": 2}))
+    world = build(process=body).offer("a").run(make_policy(process={"timeout": 0.03, "max_attempts": 2}))
     assert world.steps() == ["process", "process", "exception"]
     assert world.outcome().category is TIMEOUT
 
 
 @pytest.mark.spec("CON-29", "CON-21")
-def test_nothing_of_a_transaction_runs_until_its_timed_out_body_has_left(build):
-    world = build(process=stays(0.15)).offer("a")
-    world.run(policy(process={"timeout": 0.03, "max_attempts": 2, "abandon_grace": 5.0}))
+def test_no_call_of_a_transaction_starts_before_its_timed_out_call_has_returned(build):
+    world = build(process=ignore_cancellation(0.15)).offer("a")
+    world.run(make_policy(process={"timeout": 0.03, "max_attempts": 2, "abandon_grace": 5.0}))
     first, second = world.of("process")
     assert first.ended <= second.began
     assert second.ended <= world.only("exception").began
@@ -97,74 +109,74 @@ def test_nothing_of_a_transaction_runs_until_its_timed_out_body_has_left(build):
 
 
 @pytest.mark.spec("CON-29")
-def test_after_the_grace_there_is_no_attempt_and_the_exception_handler_is_told(build):
+def test_after_the_grace_the_exception_handler_runs_without_another_attempt(build):
     world = build()
-    leave = world.signal()
-    world.bodies["process"] = takes(Stubborn(leave), "late")
+    release = world.signal()
+    world.bodies["process"] = wait_then_return(Stubborn(release), "late")
     seen = []
-    world.bodies["exception"] = lambda call: seen.append(call.given.still_running)
-    world.offer("a").start(policy(process={"timeout": 0.05, "max_attempts": 3, "abandon_grace": 0.1}))
+    world.bodies["exception"] = lambda call: seen.append(call.argument.still_running)
+    world.offer("a").start(make_policy(process={"timeout": 0.05, "max_attempts": 3, "abandon_grace": 0.1}))
     world.until(lambda: world.outcomes)
     body, handler = world.only("process"), world.only("exception")
     assert handler.began - body.scope.deadline >= 0.1
     assert body.ended is None
     assert seen == [True]
     assert world.outcome().still_running
-    leave.set()
+    release.set()
     world.finish()
     assert world.steps() == ["process", "exception"]
-    assert (world.outcome().kind, world.outcome().category) == (Kind.FAILED, TIMEOUT)
+    assert (world.outcome().kind, world.outcome().category) == (OutcomeKind.FAILED, TIMEOUT)
 
 
 @pytest.mark.spec("CON-29")
-def test_a_success_handler_beyond_its_grace_leads_to_the_exception_handler_too(build):
+def test_a_success_handler_that_exceeds_its_grace_leads_to_the_exception_handler(build):
     world = build()
-    leave = world.signal()
-    world.bodies["success"] = takes(Stubborn(leave))
-    world.offer("a").start(policy(success={"timeout": 0.03, "max_attempts": 3, "abandon_grace": 0.05}))
+    release = world.signal()
+    world.bodies["success"] = wait_then_return(Stubborn(release))
+    world.offer("a").start(make_policy(success={"timeout": 0.03, "max_attempts": 3, "abandon_grace": 0.05}))
     world.until(lambda: world.outcomes)
-    assert world.only("exception").given.still_running
+    assert world.only("exception").argument.still_running
     assert world.outcome().processed
-    leave.set()
+    release.set()
     assert world.finish().steps() == ["process", "success", "exception"]
 
 
 @pytest.mark.spec("CON-29")
-def test_an_exception_handler_beyond_its_grace_is_not_run_again(build):
-    world = build(process=fails(BusinessError("no")))
-    leave = world.signal()
-    world.bodies["exception"] = takes(Stubborn(leave))
-    world.offer("a").start(policy(exception={"timeout": 0.03, "max_attempts": 3, "abandon_grace": 0.05}))
+def test_an_exception_handler_that_exceeds_its_grace_is_not_retried(build):
+    world = build(process=raise_error(BusinessError("no")))
+    release = world.signal()
+    world.bodies["exception"] = wait_then_return(Stubborn(release))
+    world.offer("a").start(make_policy(exception={"timeout": 0.03, "max_attempts": 3, "abandon_grace": 0.05}))
     world.until(lambda: world.outcomes)
     assert world.outcome().still_running
-    leave.set()
+    release.set()
     assert world.finish().steps() == ["process", "exception"]
-    assert world.outcome().kind is Kind.HANDLER_FAILED
+    assert world.outcome().kind is OutcomeKind.HANDLER_FAILED
 
 
 @pytest.mark.spec("CON-29")
-def test_a_body_that_stays_is_in_the_record_whatever_the_exception_handler_does(build):
-    world = build(exception=fails(OSError("and that too")))
-    leave = world.signal()
-    world.bodies["process"] = takes(Stubborn(leave))
-    world.offer("a").start(policy(process={"timeout": 0.03, "abandon_grace": 0.03}))
+def test_an_abandoned_call_is_recorded_even_if_the_exception_handler_fails(build):
+    world = build(exception=raise_error(OSError("and that too")))
+    release = world.signal()
+    world.bodies["process"] = wait_then_return(Stubborn(release))
+    world.offer("a").start(make_policy(process={"timeout": 0.03, "abandon_grace": 0.03}))
     world.until(lambda: world.outcomes)
-    assert world.outcome().kind is Kind.HANDLER_FAILED
+    assert world.outcome().kind is OutcomeKind.HANDLER_FAILED
     assert world.outcome().still_running
-    leave.set()
+    release.set()
     world.until(lambda: not world.outcome().still_running)
 
 
 @pytest.mark.spec("CON-29")
-def test_a_slot_is_kept_until_the_abandoned_body_has_left(build):
+def test_a_slot_is_occupied_until_the_abandoned_call_has_returned(build):
     world = build()
-    leave = world.signal()
-    world.bodies["process"] = {"a": takes(Stubborn(leave))}
+    release = world.signal()
+    world.bodies["process"] = {"a": wait_then_return(Stubborn(release))}
     retry = {"timeout": 0.03, "max_attempts": 1, "abandon_grace": 0.03}
-    world.offer("a", "b").start(policy(concurrency=1, process=retry))
+    world.offer("a", "b").start(make_policy(concurrency=1, process=retry))
     world.until(lambda: world.outcomes)
     assert world.steps("b") == []
-    leave.set()
+    release.set()
     world.finish()
     assert world.only("exception").id == "a"
     assert world.of("process", "b")[0].began >= world.of("process", "a")[0].ended
@@ -172,117 +184,117 @@ def test_a_slot_is_kept_until_the_abandoned_body_has_left(build):
 
 
 @pytest.mark.spec("CON-29")
-def test_a_loop_whose_slots_are_all_held_by_abandoned_bodies_ends_as_stalled(build):
+def test_a_loop_whose_slots_are_all_occupied_by_abandoned_calls_ends_as_stalled(build):
     world = build()
-    leave = world.signal()
-    world.bodies["process"] = takes(Stubborn(leave))
+    release = world.signal()
+    world.bodies["process"] = wait_then_return(Stubborn(release))
     retry = {"timeout": 0.03, "max_attempts": 1, "abandon_grace": 0.03}
-    world.offer("a", "b", "c").run(policy(concurrency=2, process=retry, drain_timeout=0.1))
+    world.offer("a", "b", "c").run(make_policy(concurrency=2, process=retry, drain_timeout=0.1))
     assert isinstance(world.error, LoopStalled)
-    assert world.report.end is End.STALLED
+    assert world.report.end is StopReason.STALLED
     assert world.report.abandoned == 2
     assert world.kinds() == {"a": "failed", "b": "failed"}
     assert world.steps("c") == []
-    assert world.took >= 0.15
+    assert world.duration_seconds >= 0.15
 
 
-def stalled(world):
-    """A streaming loop of one slot that an abandoned body has held for too long; b still waits in the queue."""
-    leave = world.signal()
-    world.bodies["process"] = takes(Stubborn(leave))
+def start_stalled_loop(world):
+    """Start a streaming loop of one slot that an abandoned call occupies for too long; b still waits in the queue."""
+    release = world.signal()
+    world.bodies["process"] = wait_then_return(Stubborn(release))
     retry = {"timeout": 0.03, "max_attempts": 1, "abandon_grace": 0.03}
-    world.offer("a", "b").start(policy(concurrency=1, process=retry, drain_timeout=0.1, streaming=True))
+    world.offer("a", "b").start(make_policy(concurrency=1, process=retry, drain_timeout=0.1, streaming=True))
     world.until(lambda: world.of("process"))
     assert world.task.live
     world.until(lambda: not world.task.live)
-    return leave
+    return release
 
 
 @pytest.mark.spec("CON-29")
-def test_a_stalled_streaming_loop_stays_and_is_not_live(build):
+def test_a_stalled_streaming_loop_does_not_end_and_is_not_live(build):
     world = build()
-    stalled(world)
+    start_stalled_loop(world)
     world.never(lambda: world.steps("b") or world.ended)
     assert world.kinds() == {"a": "failed"}
 
 
 @pytest.mark.spec("CON-29")
-def test_a_stalled_streaming_loop_starts_nothing_more_also_when_a_body_leaves(build):
+def test_a_stalled_streaming_loop_starts_nothing_even_after_an_abandoned_call_returns(build):
     world = build()
-    stalled(world).set()
+    start_stalled_loop(world).set()
     world.until(lambda: not world.running["a"])
     world.never(lambda: world.steps("b"))
 
 
 @pytest.mark.spec("CON-12")
 def test_the_lifecycle_timeout_ends_process_and_leads_to_the_exception_handler_once(build):
-    world = build(process=takes(0.25)).offer("a")
-    world.run(policy(process={"max_attempts": 5, "abandon_grace": 2.0}, transaction_timeout=0.1))
+    world = build(process=wait_then_return(0.25)).offer("a")
+    world.run(make_policy(process={"max_attempts": 5, "abandon_grace": 2.0}, transaction_timeout=0.1))
     assert world.steps() == ["process", "exception"]
-    assert world.only("exception").given.category is TIMEOUT
+    assert world.only("exception").argument.category is TIMEOUT
     assert world.outcome().category is TIMEOUT
 
 
 @pytest.mark.spec("CON-12", "CON-43")
-def test_the_deadline_of_an_attempt_is_cut_to_that_of_the_lifecycle(build):
-    world = build(process=stays(0.2)).offer("a")
-    with Pulse() as pulse:
-        world.run(policy(process={"timeout": 10.0, "max_attempts": 3}, transaction_timeout=0.1))
+def test_the_deadline_of_an_attempt_never_exceeds_that_of_the_lifecycle(build):
+    world = build(process=ignore_cancellation(0.2)).offer("a")
+    with WakeupDelayMeter() as wakeup_delay:
+        world.run(make_policy(process={"timeout": 10.0, "max_attempts": 3}, transaction_timeout=0.1))
     call = world.only("process")
     assert call.scope.deadline - call.began <= 0.1
-    assert 0.0 <= call.told - call.scope.deadline <= TOLERANCE + pulse.late
+    assert 0.0 <= call.abandoned_at - call.scope.deadline <= TOLERANCE_SECONDS + wakeup_delay.late
 
 
 @pytest.mark.spec("CON-12")
-def test_a_wait_that_does_not_fit_the_lifecycle_ends_the_step_at_once(build):
+def test_a_wait_that_does_not_fit_the_lifecycle_ends_the_step_immediately(build):
     raised = OSError("down")
-    world = build(process=fails(raised)).offer("a")
-    world.run(policy(process={"backoff": 3.0, "max_attempts": 5}, transaction_timeout=1.0))
+    world = build(process=raise_error(raised)).offer("a")
+    world.run(make_policy(process={"backoff": 3.0, "max_attempts": 5}, transaction_timeout=1.0))
     assert world.steps() == ["process", "exception"]
-    assert world.only("exception").given.__cause__ is raised
+    assert world.only("exception").argument.__cause__ is raised
     assert world.outcome().category is Category.SYSTEM
-    assert world.took < 0.8
+    assert world.duration_seconds < 0.8
 
 
 @pytest.mark.spec("CON-12")
-def test_waits_and_attempts_share_the_lifecycle(build):
-    world = build(process=fails(OSError())).offer("a")
-    world.run(policy(process={"backoff": 0.04, "max_attempts": 100}, transaction_timeout=0.15))
+def test_waits_and_attempts_share_the_lifecycle_timeout(build):
+    world = build(process=raise_error(OSError())).offer("a")
+    world.run(make_policy(process={"backoff": 0.04, "max_attempts": 100}, transaction_timeout=0.15))
     assert 2 <= len(world.of("process")) <= 4
     assert len(world.of("exception")) == 1
     assert world.of("process")[-1].began - world.of("process")[0].began < 0.15
 
 
 @pytest.mark.spec("CON-12")
-def test_the_lifecycle_timeout_does_not_bind_the_exception_handler(build):
-    world = build(process=takes(0.25), exception=takes(0.2, "complete")).offer("a")
-    world.run(policy(transaction_timeout=0.05, exception={"timeout": 5.0}))
+def test_the_lifecycle_timeout_does_not_apply_to_the_exception_handler(build):
+    world = build(process=wait_then_return(0.25), exception=wait_then_return(0.2, "complete")).offer("a")
+    world.run(make_policy(transaction_timeout=0.05, exception={"timeout": 5.0}))
     assert world.only("exception").result == "complete"
-    assert world.outcome().kind is Kind.FAILED
+    assert world.outcome().kind is OutcomeKind.FAILED
 
 
 @pytest.mark.spec("CON-12")
 def test_the_loop_timeout_is_a_timeout_error_with_the_report(build):
-    with Pulse() as pulse:
-        world = build().offer("a").run(policy(streaming=True, timeout=0.2))
+    with WakeupDelayMeter() as wakeup_delay:
+        world = build().offer("a").run(make_policy(streaming=True, timeout=0.2))
     assert isinstance(world.error, LoopTimeout)
     assert isinstance(world.error, TimeoutError)
-    assert world.error.report.end is End.TIMEOUT
-    assert world.error.report.counts[Kind.SUCCEEDED] == 1
-    assert 0.2 <= world.took < 0.5 + pulse.late
+    assert world.error.report.end is StopReason.TIMEOUT
+    assert world.error.report.counts[OutcomeKind.SUCCEEDED] == 1
+    assert 0.2 <= world.duration_seconds < 0.5 + wakeup_delay.late
 
 
 @pytest.mark.spec("CON-38")
-def test_waiting_for_a_slot_does_not_count_in_the_lifecycle(build):
-    world = build(process=takes(0.12), fetches=[lambda fetch: fetch.queue.claim(3)]).offer("a", "b", "c")
-    world.run(policy(concurrency=1, batch=3, transaction_timeout=0.25))
+def test_waiting_for_a_slot_does_not_count_towards_the_lifecycle_timeout(build):
+    world = build(process=wait_then_return(0.12), fetches=[lambda fetch: fetch.queue.claim(3)]).offer("a", "b", "c")
+    world.run(make_policy(concurrency=1, batch=3, transaction_timeout=0.25))
     assert world.kinds() == dict.fromkeys("abc", "succeeded")
     assert world.peak == 1
     assert [type(sent) for sent in world.settlements()] == [Ack] * 3
 
 
 @pytest.mark.spec("CON-38")
-def test_what_was_prefetched_has_its_whole_lifecycle(build):
-    world = build(process=takes(0.12)).offer("a", "b", "c")
-    world.run(policy(concurrency=1, prefetch=2, transaction_timeout=0.25))
+def test_a_prefetched_transaction_has_its_full_lifecycle_timeout(build):
+    world = build(process=wait_then_return(0.12)).offer("a", "b", "c")
+    world.run(make_policy(concurrency=1, prefetch=2, transaction_timeout=0.25))
     assert world.kinds() == dict.fromkeys("abc", "succeeded")

@@ -1,4 +1,4 @@
-"""The engine itself carries the caller's context into every body: CON-18, PRO-21, DX-16."""
+"""The engine carries the caller's context into every handler call: CON-18, PRO-21, DX-16."""
 
 from __future__ import annotations
 
@@ -20,63 +20,63 @@ SIDES = ("consume", "produce")
 
 
 @pytest.fixture(autouse=True)
-def _callers_context():
+def _set_caller_context():
     variable, attached = caller.set("the caller's"), context.attach(baggage.set_baggage("tenant", "acme"))
     yield
     context.detach(attached)
     caller.reset(variable)
 
 
-class Bodies:
-    """Notes what each body sees; the first attempt at process or produce stays beyond its time."""
+class HandlerRecorder:
+    """Records what each handler call sees; the first attempt at process or produce exceeds its timeout."""
 
     def __init__(self, *, fail: bool = False) -> None:
         self.seen: list[tuple[str, int, str, Any]] = []
         self._fail = fail
 
-    def note(self) -> tuple[str, int]:
-        below = scope.current()
-        self.seen.append((below.step, below.attempt, caller.get(), baggage.get_baggage("tenant")))
+    def record(self) -> tuple[str, int]:
+        current = scope.current()
+        self.seen.append((current.step, current.attempt, caller.get(), baggage.get_baggage("tenant")))
         caller.set("changed by a body")
-        return below.step, below.attempt
+        return current.step, current.attempt
 
     def end(self, step: str) -> None:
         if self._fail and step in ("process", "produce"):
             raise ValueError("down")
 
 
-def run(side: str, flavour: str, bodies: Bodies) -> None:
-    """One transaction whose first attempt times out, under the public API."""
+def run_one_transaction(side: str, variant: str, recorder: HandlerRecorder) -> None:
+    """Run one transaction whose first attempt times out, through the public API."""
 
     def body(payload: Any) -> str:
-        step, attempt = bodies.note()
+        step, attempt = recorder.record()
         while attempt == 0 and not scope.current().cancelled:
             utils.run_with_timeout(lambda: None, 1.0)
-        bodies.end(step)
+        recorder.end(step)
         return "done"
 
     async def body_async(payload: Any) -> str:
-        step, attempt = bodies.note()
+        step, attempt = recorder.record()
         if attempt == 0:
             await asyncio.Event().wait()
-        bodies.end(step)
+        recorder.end(step)
         return "done"
 
     def handler(payload: Any, more: Any) -> None:
-        bodies.note()
+        recorder.record()
 
     async def handler_async(payload: Any, more: Any) -> None:
-        bodies.note()
+        recorder.record()
 
-    threads = flavour == "threads"
+    threads = variant == "threads"
     retry = {"retry": {"timeout": 0.05, "max_attempts": 2, "backoff": 0.0}}
     queue = MemoryConnector("orders")
     if side == "consume":
         queue.dispatch([Transaction("a", {})])
-        make: Any = consumer(queue, policy=ConsumerPolicy.load({"steps": {"process": retry}}))
+        decorate: Any = consumer(queue, policy=ConsumerPolicy.load({"steps": {"process": retry}}))
     else:
-        make = producer(queue, policy=ProducerPolicy.load({"steps": {"produce": retry}}))
-    task = make(body if threads else body_async)
+        decorate = producer(queue, policy=ProducerPolicy.load({"steps": {"produce": retry}}))
+    task = decorate(body if threads else body_async)
     task.on_success(handler if threads else handler_async)
     task.on_failure(handler if threads else handler_async)
 
@@ -93,33 +93,38 @@ def run(side: str, flavour: str, bodies: Bodies) -> None:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_every_body_runs_in_a_copy_of_the_callers_context_also_after_a_timeout(side, flavour):
+def test_every_handler_call_runs_in_a_copy_of_the_callers_context_even_after_a_timeout(side, variant):
     first = "process" if side == "consume" else "produce"
-    bodies = Bodies()
-    run(side, flavour, bodies)
-    same = ("the caller's", "acme")
-    assert bodies.seen == [(first, 0, *same), (first, 1, *same), ("success", 0, *same)]
+    recorder = HandlerRecorder()
+    run_one_transaction(side, variant, recorder)
+    expected = ("the caller's", "acme")
+    assert recorder.seen == [(first, 0, *expected), (first, 1, *expected), ("success", 0, *expected)]
     assert caller.get() == "the caller's"
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_so_does_the_exception_handler(side, flavour):
+def test_the_exception_handler_runs_in_a_copy_of_the_callers_context(side, variant):
     first = "process" if side == "consume" else "produce"
-    bodies = Bodies(fail=True)
-    run(side, flavour, bodies)
-    same = ("the caller's", "acme")
-    assert bodies.seen == [(first, 0, *same), (first, 1, *same), ("exception", 0, *same)]
+    recorder = HandlerRecorder(fail=True)
+    run_one_transaction(side, variant, recorder)
+    expected = ("the caller's", "acme")
+    assert recorder.seen == [(first, 0, *expected), (first, 1, *expected), ("exception", 0, *expected)]
 
 
 def test_the_helpers_carry_the_same_context():
-    def seen() -> tuple[str, Any]:
+    def read_context() -> tuple[str, Any]:
         return caller.get(), baggage.get_baggage("tenant")
 
-    async def seen_async() -> tuple[str, Any]:
-        return seen()
+    async def read_context_async() -> tuple[str, Any]:
+        return read_context()
 
     async def main() -> list[Any]:
-        return [await utils.with_context_async(seen_async)(), await utils.run_with_timeout_async(seen_async, 5.0)]
+        return [
+            await utils.with_context_async(read_context_async)(),
+            await utils.run_with_timeout_async(read_context_async, 5.0),
+        ]
 
-    same = ("the caller's", "acme")
-    assert [utils.with_context(seen)(), utils.run_with_timeout(seen, 5.0), *asyncio.run(main())] == [same] * 4
+    expected = ("the caller's", "acme")
+    assert [utils.with_context(read_context)(), utils.run_with_timeout(read_context, 5.0), *asyncio.run(main())] == [
+        expected
+    ] * 4

@@ -1,4 +1,4 @@
-"""What is kept and shown of an error of user code: where it was raised, and what the exception handler raised."""
+"""What is recorded of an error of user code: where it was raised, and what the exception handler raised."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pydantic import BaseModel
 
 from ergon_framework import BusinessError, ConsumerPolicy, MemoryConnector, Transaction, consumer
-from ergon_framework.cli.logs import Structured
+from ergon_framework.cli.logs import JsonFormatter
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.telemetry.options import TelemetryOptions
 
-ONCE = ConsumerPolicy.load({"steps": {step: {"retry": {"max_attempts": 1}} for step in ("process", "exception")}})
+ONE_ATTEMPT_POLICY = ConsumerPolicy.load(
+    {"steps": {step: {"retry": {"max_attempts": 1}} for step in ("process", "exception")}}
+)
 
 
 class Order(BaseModel):
@@ -32,17 +34,17 @@ def price(order):
     return order["totl"]  # the bug
 
 
-def line_of(function, text):
-    """``file:line`` of the line of *function* that holds *text*."""
-    lines, first = inspect.getsourcelines(function)
-    (number,) = [first + index for index, line in enumerate(lines) if text in line]
+def find_line(function, text):
+    """Return ``file:line`` of the line of *function* that contains *text*."""
+    lines, first_line = inspect.getsourcelines(function)
+    (number,) = [first_line + index for index, line in enumerate(lines) if text in line]
     return f"{inspect.getsourcefile(function)}:{number}"
 
 
-class Watched:
+class TaskRun:
     """One run of a task over one order: its dead letter, its log and its spans."""
 
-    def __init__(self, flavour, process, exception=None, *, payload=None, **options):
+    def __init__(self, variant, process, exception=None, *, payload=None, **options):
         self.exporter = InMemorySpanExporter()
         tracers = TracerProvider()
         tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
@@ -50,107 +52,107 @@ class Watched:
         self.queue.dispatch([Transaction("order-1", {"total": 20} if payload is None else payload)])
         self.text, self.json = io.StringIO(), io.StringIO()
         self.records = []
-        self._run(self._task(flavour, process, exception, TelemetryOptions(tracer_provider=tracers, **options)))
+        self._run(self._create_task(variant, process, exception, TelemetryOptions(tracer_provider=tracers, **options)))
 
-    def _task(self, flavour, process, exception, options):
-        if flavour == "sync":
+    def _create_task(self, variant, process, exception, options):
+        if variant == "sync":
 
-            @consumer(self.queue, policy=ONCE)
+            @consumer(self.queue, policy=ONE_ATTEMPT_POLICY)
             def charge(order):
                 process(order)
 
         else:
 
-            @consumer(self.queue, policy=ONCE)
+            @consumer(self.queue, policy=ONE_ATTEMPT_POLICY)
             async def charge(order):
                 process(order)
 
-        if exception is not None and flavour == "sync":
+        if exception is not None and variant == "sync":
             charge.on_failure(exception)
         elif exception is not None:
 
             @charge.on_failure
-            async def failed(order, error):
+            async def on_failure(order, error):
                 exception(order, error)
 
         charge.telemetry = options
         return charge
 
     def _run(self, task):
-        log = logging.getLogger("ergon_framework")
+        logger = logging.getLogger("ergon_framework")
         handlers = [logging.StreamHandler(self.text), logging.StreamHandler(self.json)]
-        handlers[1].setFormatter(Structured())
-        keep = logging.Handler()
-        keep.emit = self.records.append
-        for handler in (*handlers, keep):
-            log.addHandler(handler)
+        handlers[1].setFormatter(JsonFormatter())
+        record_handler = logging.Handler()
+        record_handler.emit = self.records.append
+        for handler in (*handlers, record_handler):
+            logger.addHandler(handler)
         try:
-            ran = task.run()
-            self.report = asyncio.run(ran) if inspect.iscoroutine(ran) else ran
+            result = task.run()
+            self.report = asyncio.run(result) if inspect.iscoroutine(result) else result
         finally:
-            for handler in (*handlers, keep):
-                log.removeHandler(handler)
+            for handler in (*handlers, record_handler):
+                logger.removeHandler(handler)
 
     @property
     def failure(self):
-        (letter,) = self.queue.dead_letters
-        return letter.failure
+        (dead_letter,) = self.queue.dead_letters
+        return dead_letter.failure
 
     @property
     def record(self):
         (record,) = [record for record in self.records if record.getMessage().startswith("transaction failed")]
         return record
 
-    def stacks(self, name):
-        """The stack traces of the exceptions that spans called *name* have recorded."""
+    def list_stack_traces(self, name):
+        """Return the stack traces of the exceptions recorded by spans called *name*."""
         spans = [span for span in self.exporter.get_finished_spans() if span.name == name]
         events = [event for span in spans for event in span.events if event.name == "exception"]
         return [event.attributes.get("exception.stacktrace") for event in events]
 
 
 @pytest.fixture(params=["sync", "async"])
-def flavour(request):
+def variant(request):
     return request.param
 
 
 @pytest.mark.spec("DX-04")
-def test_an_error_of_a_handler_is_shown_with_file_and_line(flavour):
-    seen = Watched(flavour, price)
-    place = f"{line_of(price, 'the bug')} in price"
-    assert place in seen.failure.traceback
-    assert 'return order["totl"]' in seen.failure.traceback
-    assert seen.failure.traceback.endswith("KeyError: 'totl'")
-    assert place in seen.text.getvalue()
-    assert place in json.loads(seen.json.getvalue())["traceback"]
-    assert isinstance(seen.record.exc_info[1], KeyError)
-    assert [place in stack for stack in seen.stacks("process.attempt")] == [True]
-    assert [place in stack for stack in seen.stacks("start_processing")] == [True]
+def test_an_error_of_a_handler_is_recorded_with_file_and_line(variant):
+    task_run = TaskRun(variant, price)
+    location = f"{find_line(price, 'the bug')} in price"
+    assert location in task_run.failure.traceback
+    assert 'return order["totl"]' in task_run.failure.traceback
+    assert task_run.failure.traceback.endswith("KeyError: 'totl'")
+    assert location in task_run.text.getvalue()
+    assert location in json.loads(task_run.json.getvalue())["traceback"]
+    assert isinstance(task_run.record.exc_info[1], KeyError)
+    assert [location in stack for stack in task_run.list_stack_traces("process.attempt")] == [True]
+    assert [location in stack for stack in task_run.list_stack_traces("start_processing")] == [True]
 
 
 @pytest.mark.spec("DX-04")
-def test_frames_above_the_users_function_are_left_out(flavour):
-    seen = Watched(flavour, price)
-    assert "ergon_framework" not in seen.failure.traceback
-    assert seen.failure.traceback.startswith(str(inspect.getsourcefile(price)))
+def test_framework_frames_are_left_out_of_the_traceback(variant):
+    task_run = TaskRun(variant, price)
+    assert "ergon_framework" not in task_run.failure.traceback
+    assert task_run.failure.traceback.startswith(str(inspect.getsourcefile(price)))
 
 
 @pytest.mark.spec("DX-04")
-def test_the_chain_of_causes_is_shown(flavour):
+def test_the_traceback_includes_the_chain_of_causes(variant):
     def fetch(order):
         try:
             return price(order)
         except KeyError as error:
             raise ConnectionError("no price") from error
 
-    traceback = Watched(flavour, fetch).failure.traceback
+    traceback = TaskRun(variant, fetch).failure.traceback
     first, second = traceback.split("caused by:")
-    assert line_of(fetch, "raise ConnectionError") in first
+    assert find_line(fetch, "raise ConnectionError") in first
     assert first.rstrip().endswith("ConnectionError: no price")
-    assert line_of(price, "the bug") in second
+    assert find_line(price, "the bug") in second
 
 
 @pytest.mark.spec("DX-04")
-def test_a_traceback_is_bounded_and_holds_no_values_and_no_secrets(flavour):
+def test_a_traceback_is_bounded_and_has_no_values_or_secrets(variant):
     def deep(order, depth=200):
         card = "4111-1111"
         if depth:
@@ -158,49 +160,49 @@ def test_a_traceback_is_bounded_and_holds_no_values_and_no_secrets(flavour):
         password = "hunter2"
         raise ValueError(f"{'x' * 2000} password={password}", card)
 
-    traceback = Watched(flavour, deep).failure.traceback
+    traceback = TaskRun(variant, deep).failure.traceback
     assert sum(" in deep" in line for line in traceback.splitlines()) <= 20
     assert len(traceback.encode()) <= 8192
-    assert line_of(deep, "raise ValueError") in traceback
+    assert find_line(deep, "raise ValueError") in traceback
     assert "frames left out" in traceback
     assert "hunter2" not in traceback
 
 
 @pytest.mark.spec("DX-04")
-def test_one_option_turns_tracebacks_off(flavour):
-    seen = Watched(flavour, price, record_tracebacks=False)
-    assert seen.failure.traceback is None
-    assert seen.failure.error_message == "KeyError: 'totl'"
-    assert not seen.record.exc_info
-    assert seen.record.exc_text is None
-    assert "the bug" not in seen.text.getvalue() + seen.json.getvalue()
-    assert seen.stacks("process.attempt") == [None]
+def test_record_tracebacks_false_turns_tracebacks_off(variant):
+    task_run = TaskRun(variant, price, record_tracebacks=False)
+    assert task_run.failure.traceback is None
+    assert task_run.failure.error_message == "KeyError: 'totl'"
+    assert not task_run.record.exc_info
+    assert task_run.record.exc_text is None
+    assert "the bug" not in task_run.text.getvalue() + task_run.json.getvalue()
+    assert task_run.list_stack_traces("process.attempt") == [None]
 
 
 @pytest.mark.spec("DX-04")
-def test_a_business_failure_keeps_its_place_and_makes_no_traceback_in_the_log(flavour):
+def test_a_business_failure_has_its_location_in_the_record_and_no_traceback_in_the_log(variant):
     def decline(order):
         raise BusinessError("declined", code="declined")
 
-    seen = Watched(flavour, decline)
-    assert line_of(decline, "raise BusinessError") in seen.failure.traceback
-    assert not seen.record.exc_info
+    task_run = TaskRun(variant, decline)
+    assert find_line(decline, "raise BusinessError") in task_run.failure.traceback
+    assert not task_run.record.exc_info
 
 
 @pytest.mark.spec("DX-04")
-def test_a_retried_attempt_formats_nothing(flavour, monkeypatch):
-    read = []
-    monkeypatch.setattr("linecache.getline", lambda *given: read.append(given) or "")
-    queue, tries = MemoryConnector("orders"), []
+def test_a_retried_attempt_formats_no_traceback(variant, monkeypatch):
+    source_reads = []
+    monkeypatch.setattr("linecache.getline", lambda *given: source_reads.append(given) or "")
+    queue, attempts = MemoryConnector("orders"), []
     queue.dispatch([Transaction("order-1", {})])
     policy = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 3, "backoff": 0.001}}}})
 
     def work(order):
-        tries.append(order)
-        if len(tries) < 3:
+        attempts.append(order)
+        if len(attempts) < 3:
             raise OSError("not yet")
 
-    if flavour == "sync":
+    if variant == "sync":
         consumer(queue, policy=policy)(work).run()
     else:
 
@@ -209,17 +211,17 @@ def test_a_retried_attempt_formats_nothing(flavour, monkeypatch):
             work(order)
 
         asyncio.run(charge.run())
-    assert (len(tries), read) == (3, [])
+    assert (len(attempts), source_reads) == (3, [])
 
 
 @pytest.mark.spec("DX-04")
-def test_a_deferred_transaction_records_no_exception(flavour):
+def test_a_deferred_transaction_records_no_exception(variant):
     def defer(order):
-        raise TransactionException("not yet", later=True, retry_after=60.0)
+        raise TransactionException("not yet", not_attempted=True, retry_after=60.0)
 
-    seen = Watched(flavour, defer)
-    assert seen.stacks("start_processing") == []
-    assert [record.exc_info for record in seen.records if record.exc_info] == []
+    task_run = TaskRun(variant, defer)
+    assert task_run.list_stack_traces("start_processing") == []
+    assert [record.exc_info for record in task_run.records if record.exc_info] == []
 
 
 def compensate(order, error):
@@ -227,37 +229,40 @@ def compensate(order, error):
 
 
 @pytest.mark.spec("DX-03", "CON-25")
-def test_the_error_of_an_exception_handler_is_shown_beside_the_first(flavour):
-    seen = Watched(flavour, price, compensate)
-    first, second = f"{line_of(price, 'the bug')} in price", f"{line_of(compensate, 'raise')} in compensate"
-    handler = seen.failure.handler_error
+def test_the_error_of_an_exception_handler_is_recorded_in_addition_to_the_first(variant):
+    task_run = TaskRun(variant, price, compensate)
+    first, second = f"{find_line(price, 'the bug')} in price", f"{find_line(compensate, 'raise')} in compensate"
+    handler = task_run.failure.handler_error
     assert (handler.error_type, handler.error_message) == ("RuntimeError", "RuntimeError: no refund was booked")
     assert (handler.category, handler.code) == ("SYSTEM", None)
     assert second in handler.traceback
-    assert first in seen.failure.traceback
-    assert (seen.failure.error_type, seen.failure.step) == ("KeyError", "process")
-    for log in (seen.text.getvalue(), seen.json.getvalue()):
+    assert first in task_run.failure.traceback
+    assert (task_run.failure.error_type, task_run.failure.step) == ("KeyError", "process")
+    for log in (task_run.text.getvalue(), task_run.json.getvalue()):
         assert first in log
         assert second in log
-    assert (seen.record.error, seen.record.step) == ("KeyError: 'totl'", "process")
-    assert (seen.record.handler_error, seen.record.handler_error_type) == (
+    assert (task_run.record.error, task_run.record.step) == ("KeyError: 'totl'", "process")
+    assert (task_run.record.handler_error, task_run.record.handler_error_type) == (
         "RuntimeError: no refund was booked",
         "RuntimeError",
     )
-    assert isinstance(seen.record.exc_info[1], RuntimeError)
-    assert [place in stack for place, stack in zip((first, second), seen.stacks("start_processing"), strict=True)] == [
+    assert isinstance(task_run.record.exc_info[1], RuntimeError)
+    assert [
+        location in stack
+        for location, stack in zip((first, second), task_run.list_stack_traces("start_processing"), strict=True)
+    ] == [
         True,
         True,
     ]
-    assert [second in stack for stack in seen.stacks("handle_exception.attempt")] == [True]
+    assert [second in stack for stack in task_run.list_stack_traces("handle_exception.attempt")] == [True]
 
 
 @pytest.mark.spec("DX-03")
-def test_without_tracebacks_both_errors_are_told(flavour):
-    seen = Watched(flavour, price, compensate, record_tracebacks=False)
-    assert seen.failure.handler_error.error_message == "RuntimeError: no refund was booked"
-    assert seen.failure.handler_error.traceback is None
-    assert seen.record.handler_error == "RuntimeError: no refund was booked"
+def test_without_tracebacks_both_errors_are_recorded(variant):
+    task_run = TaskRun(variant, price, compensate, record_tracebacks=False)
+    assert task_run.failure.handler_error.error_message == "RuntimeError: no refund was booked"
+    assert task_run.failure.handler_error.traceback is None
+    assert task_run.record.handler_error == "RuntimeError: no refund was booked"
 
 
 # -- validation errors ----------------------------------------------------------------------------
@@ -269,7 +274,7 @@ def validate(order):
     Order.model_validate(order)
 
 
-def validate_below(order):
+def validate_and_wrap(order):
     try:
         validate(order)
     except ValueError as error:
@@ -277,40 +282,40 @@ def validate_below(order):
 
 
 @pytest.mark.spec("DX-18", "CON-27")
-@pytest.mark.parametrize("process", [validate, validate_below])
+@pytest.mark.parametrize("process", [validate, validate_and_wrap])
 @pytest.mark.parametrize("step", ["process", "exception"])
-def test_a_validation_error_shows_location_and_type_but_no_value(flavour, process, step):
-    bad = {"total": SECRET, "lines": [1, SECRET]}
+def test_a_validation_error_shows_location_and_type_but_no_value(variant, process, step):
+    payload = {"total": SECRET, "lines": [1, SECRET]}
 
     def handler(order, error):
-        process(bad)
+        process(payload)
 
-    seen = Watched(flavour, process, payload=bad) if step == "process" else Watched(flavour, price, handler)
-    shown = [
-        seen.failure.model_dump_json(),
-        seen.text.getvalue(),
-        seen.json.getvalue(),
-        repr(list(seen.report.failures)),
+    task_run = TaskRun(variant, process, payload=payload) if step == "process" else TaskRun(variant, price, handler)
+    outputs = [
+        task_run.failure.model_dump_json(),
+        task_run.text.getvalue(),
+        task_run.json.getvalue(),
+        repr(list(task_run.report.failures)),
     ]
-    shown += [span.to_json() for span in seen.exporter.get_finished_spans()]
-    shown += [logging.Formatter().formatException(seen.record.exc_info)]
-    assert [SECRET in text for text in shown] == [False] * len(shown)
-    message = seen.failure.error_message if step == "process" else seen.failure.handler_error.error_message
+    outputs += [span.to_json() for span in task_run.exporter.get_finished_spans()]
+    outputs += [logging.Formatter().formatException(task_run.record.exc_info)]
+    assert [SECRET in text for text in outputs] == [False] * len(outputs)
+    message = task_run.failure.error_message if step == "process" else task_run.failure.handler_error.error_message
     assert "2 validation errors for Order: total: int_parsing; lines.1: int_parsing" in message
-    assert line_of(validate, "model_validate") in seen.text.getvalue()
+    assert find_line(validate, "model_validate") in task_run.text.getvalue()
 
 
 @pytest.mark.spec("DX-18")
-def test_a_validation_error_shows_the_value_where_payloads_may_be_recorded(flavour):
-    seen = Watched(flavour, validate, payload={"total": SECRET}, record_payloads=True)
-    assert SECRET in seen.failure.error_message
-    assert SECRET in seen.failure.traceback
-    assert SECRET in seen.record.error
-    assert SECRET in seen.text.getvalue()
+def test_a_validation_error_shows_the_value_if_payloads_may_be_recorded(variant):
+    task_run = TaskRun(variant, validate, payload={"total": SECRET}, record_payloads=True)
+    assert SECRET in task_run.failure.error_message
+    assert SECRET in task_run.failure.traceback
+    assert SECRET in task_run.record.error
+    assert SECRET in task_run.text.getvalue()
 
 
 @pytest.mark.spec("DX-18")
-def test_a_class_task_hides_the_values_of_validation_errors(flavour):
+def test_a_class_task_hides_the_values_of_validation_errors(variant):
     queue = MemoryConnector("orders")
     queue.dispatch([Transaction("order-1", {"total": SECRET})])
 
@@ -326,34 +331,34 @@ def test_a_class_task_hides_the_values_of_validation_errors(flavour):
         async def process_transaction(self, transaction):
             validate(transaction.payload)
 
-    if flavour == "sync":
-        Charge().consume_transactions(ONCE)
+    if variant == "sync":
+        Charge().consume_transactions(ONE_ATTEMPT_POLICY)
     else:
-        asyncio.run(ChargeAsync().consume_transactions(ONCE))
-    (letter,) = queue.dead_letters
-    assert SECRET not in letter.failure.model_dump_json()
-    assert "total: int_parsing" in letter.failure.error_message
+        asyncio.run(ChargeAsync().consume_transactions(ONE_ATTEMPT_POLICY))
+    (dead_letter,) = queue.dead_letters
+    assert SECRET not in dead_letter.failure.model_dump_json()
+    assert "total: int_parsing" in dead_letter.failure.error_message
 
 
 @pytest.mark.spec("DX-04")
-@pytest.mark.parametrize("flavour", ["sync", "async"])
+@pytest.mark.parametrize("variant", ["sync", "async"])
 @pytest.mark.parametrize(
-    "own",
+    "attributes",
     [
         {"attempts_made": "many"},
         {"attempts_made": -1},
-        {"particulars": "the address"},
-        {"particulars": {"detail": "the address"}},
+        {"details": "the address"},
+        {"details": {"detail": "the address"}},
     ],
     ids=["text", "negative", "no mapping", "no such field"],
 )
-def test_an_error_that_uses_a_name_of_ours_for_something_else_is_recorded(flavour, own):
+def test_an_error_with_a_framework_attribute_of_another_type_is_recorded(variant, attributes):
     def process(order):
         error = BusinessError("no such order")
-        error.__dict__.update(own)
+        error.__dict__.update(attributes)
         raise error
 
-    failure = Watched(flavour, process).failure
+    failure = TaskRun(variant, process).failure
     assert (failure.category, failure.attempts, failure.error_message, failure.detail) == (
         "BUSINESS",
         1,

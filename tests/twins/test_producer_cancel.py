@@ -6,110 +6,118 @@ import asyncio
 
 import pytest
 
-from tests.twins.producing import PATIENCE, Hang, Latch, Run, in_turn, many, quick
+from tests.twins.producing import (
+    WAIT_TIMEOUT_SECONDS,
+    Hang,
+    Latch,
+    ProduceRun,
+    make_producer_policy,
+    make_transactions,
+    run_in_turn,
+)
 
 
-def scene(produce, **loop):
-    made = Run("asyncio", many(4), quick(concurrency=1, **loop), produce=produce)
-    return made, made.task.produce_transactions(many(4), quick(concurrency=1, **loop))
+def start_call(produce, **loop):
+    result = ProduceRun("asyncio", make_transactions(4), make_producer_policy(concurrency=1, **loop), produce=produce)
+    return result, result.task.produce_transactions(make_transactions(4), make_producer_policy(concurrency=1, **loop))
 
 
-def act(story):
-    async def bounded():
-        async with asyncio.timeout(PATIENCE):
+def run_story(story):
+    async def run_with_timeout():
+        async with asyncio.timeout(WAIT_TIMEOUT_SECONDS):
             await story()
 
-    asyncio.run(bounded())
+    asyncio.run(run_with_timeout())
 
 
 @pytest.mark.spec("PRO-12", "PRO-09")
-def test_a_cancelled_call_drains_and_then_passes_the_cancellation_on():
-    inside, door = Latch(), Latch()
+def test_a_cancelled_call_drains_and_then_raises_the_cancellation():
+    entered, latch = Latch(), Latch()
 
     def produce(*_):
-        inside.open()
-        return Hang(door, then="drained")
+        entered.open()
+        return Hang(latch, then="drained")
 
     async def story():
-        made, call = scene(produce)
+        result, call = start_call(produce)
         running = asyncio.create_task(call)
-        await inside.wait_async()
+        await entered.wait_async()
         running.cancel()
         _, pending = await asyncio.wait([running], timeout=0.05)
         assert pending  # still draining
-        door.open()
+        latch.open()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert made.results == [("t0", "drained")]
-        assert {identity for _, identity in made.steps} == {"t0"}
+        assert result.results == [("t0", "drained")]
+        assert {transaction_id for _, transaction_id in result.steps} == {"t0"}
 
-    act(story)
+    run_story(story)
 
 
 @pytest.mark.spec("PRO-12")
-def test_a_second_cancellation_ends_the_drain_at_once():
-    inside, door = Latch(), Latch()
+def test_a_second_cancellation_ends_the_drain_immediately():
+    entered, latch = Latch(), Latch()
 
     def produce(*_):
-        inside.open()
-        return Hang(door, stubborn=True)
+        entered.open()
+        return Hang(latch, stubborn=True)
 
     async def story():
-        made, call = scene(produce, drain_timeout=PATIENCE * 2)
+        result, call = start_call(produce, drain_timeout=WAIT_TIMEOUT_SECONDS * 2)
         running = asyncio.create_task(call)
-        await inside.wait_async()
+        await entered.wait_async()
         running.cancel()
         await asyncio.wait([running], timeout=0.05)
         running.cancel()
-        done, _ = await asyncio.wait([running], timeout=PATIENCE / 2)
+        done, _ = await asyncio.wait([running], timeout=WAIT_TIMEOUT_SECONDS / 2)
         assert done
         assert running.cancelled()
-        door.open()
-        assert made.results == []
+        latch.open()
+        assert result.results == []
 
-    act(story)
+    run_story(story)
 
 
 @pytest.mark.spec("PRO-12")
 def test_the_drain_of_a_cancelled_call_is_bounded():
-    inside, door = Latch(), Latch()
+    entered, latch = Latch(), Latch()
 
     def produce(*_):
-        inside.open()
-        return Hang(door, stubborn=True)
+        entered.open()
+        return Hang(latch, stubborn=True)
 
     async def story():
-        _, call = scene(produce, drain_timeout=0.05)
+        _, call = start_call(produce, drain_timeout=0.05)
         running = asyncio.create_task(call)
-        await inside.wait_async()
+        await entered.wait_async()
         running.cancel()
-        done, _ = await asyncio.wait([running], timeout=PATIENCE / 2)
-        door.open()
+        done, _ = await asyncio.wait([running], timeout=WAIT_TIMEOUT_SECONDS / 2)
+        latch.open()
         assert done
         assert running.cancelled()
 
-    act(story)
+    run_story(story)
 
 
 @pytest.mark.spec("PRO-12", "PRO-07")
-def test_a_timeout_around_the_call_is_the_callers_own():
+def test_a_timeout_around_the_call_raises_a_plain_timeout_error():
     async def story():
-        made, call = scene(lambda *_: Hang(then="never"), drain_timeout=0.05)
+        result, call = start_call(lambda *_: Hang(then="never"), drain_timeout=0.05)
         with pytest.raises(TimeoutError) as caught:
             async with asyncio.timeout(0.05):
                 await call
         assert not hasattr(caught.value, "report")
-        made.let_go()
+        result.release_calls()
 
-    act(story)
+    run_story(story)
 
 
 @pytest.mark.spec("PRO-09")
 def test_a_handler_that_raises_cancelled_does_not_cancel_the_call():
     async def story():
-        _, call = scene(in_turn(asyncio.CancelledError()))
+        _, call = start_call(run_in_turn(asyncio.CancelledError()))
         report = await call
         assert [outcome.kind.value for outcome in report.outcomes] == ["failed"] * 4
         assert asyncio.current_task().cancelling() == 0
 
-    act(story)
+    run_story(story)

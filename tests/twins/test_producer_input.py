@@ -1,4 +1,4 @@
-"""What a produce call refuses before it sends anything: DX-07, DX-14, PRO-13."""
+"""What a produce call rejects before it sends anything: DX-07, DX-14, PRO-13."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def queue() -> MemoryConnector:
 
 
 @pytest.fixture
-def ship(flavour, queue) -> Any:
-    return Ship(queue) if flavour == "threads" else ShipAsync(queue)
+def ship(variant, queue) -> Any:
+    return Ship(queue) if variant == "threads" else ShipAsync(queue)
 
 
-def done(answer: Any) -> Any:
+def run_to_end(answer: Any) -> Any:
     async def wait() -> Any:
         return await answer
 
@@ -48,7 +48,7 @@ def done(answer: Any) -> Any:
 
 
 def produce(task: Any, *arguments: Any) -> Any:
-    return done(task.produce_transactions(*arguments))
+    return run_to_end(task.produce_transactions(*arguments))
 
 
 # -- one id, two transactions ----------------------------------------------------------------------
@@ -65,30 +65,30 @@ def produce(task: Any, *arguments: Any) -> Any:
         Transaction("order-7", {"item": "pen"}, schema_version=2),
     ],
 )
-def test_two_different_transactions_with_one_id_are_refused_before_anything_is_sent(ship, queue, second):
-    given = [Transaction("order-1", {}), Transaction("order-7", {"item": "pen"}), second]
+def test_two_different_transactions_with_the_same_id_are_rejected_before_anything_is_sent(ship, queue, second):
+    transactions = [Transaction("order-1", {}), Transaction("order-7", {"item": "pen"}), second]
 
     with pytest.raises(ConfigurationError, match=r"'order-7'.*positions 1 and 2"):
-        produce(ship, given)
+        produce(ship, transactions)
 
     assert queue.depth().ready == 0
 
 
 @pytest.mark.spec("DX-07", "PRO-13")
 def test_payloads_that_cannot_be_compared_count_as_different(ship, queue):
-    class Odd:
+    class Incomparable:
         def __eq__(self, other: object) -> bool:
             raise ValueError("ambiguous")
 
         __hash__ = None
 
     with pytest.raises(ConfigurationError, match="'order-7'"):
-        produce(ship, [Transaction("order-7", Odd()), Transaction("order-7", Odd())])
+        produce(ship, [Transaction("order-7", Incomparable()), Transaction("order-7", Incomparable())])
     assert queue.depth().ready == 0
 
 
 @pytest.mark.spec("DX-07", "PRO-13")
-def test_one_transaction_given_twice_is_sent_once_and_its_outcome_is_at_both_positions(ship, queue):
+def test_a_repeated_transaction_is_sent_once_and_its_outcome_is_at_every_position(ship, queue):
     first = Transaction("order-7", {"item": "pen"}, created_at=1.0)
     equal = Transaction("order-7", {"item": "pen"}, created_at=2.0)
 
@@ -99,18 +99,18 @@ def test_one_transaction_given_twice_is_sent_once_and_its_outcome_is_at_both_pos
 
 
 @pytest.mark.spec("DX-07", "PRO-13")
-def test_the_same_id_of_two_sources_is_two_transactions(ship, queue):
+def test_the_same_id_from_two_sources_means_two_transactions(ship, queue):
     produce(ship, [Transaction("7", {"n": 1}, source="shop"), Transaction("7", {"n": 2}, source="till")])
 
     assert queue.depth().ready == 2
 
 
-# -- mistakes that are told in words ---------------------------------------------------------------
+# -- mistakes with a helpful message ---------------------------------------------------------------
 
 
 @pytest.mark.spec("DX-14")
 @pytest.mark.parametrize(
-    "given, said",
+    "items, message",
     [
         ([Transaction("order-1", {}), {"item": "pen"}], r"position 1 is a dict.*Transaction\(id, payload\)"),
         ({"item": "pen"}, "position 0 is a str"),
@@ -118,45 +118,45 @@ def test_the_same_id_of_two_sources_is_two_transactions(ship, queue):
         (None, r"is a NoneType.*pass a list"),
     ],
 )
-def test_what_is_no_transaction_is_refused_before_anything_is_sent(ship, queue, given, said):
-    with pytest.raises(ConfigurationError, match=said):
-        produce(ship, given)
+def test_an_item_that_is_not_a_transaction_is_rejected_before_anything_is_sent(ship, queue, items, message):
+    with pytest.raises(ConfigurationError, match=message):
+        produce(ship, items)
 
     assert queue.depth().ready == 0
 
 
 @pytest.mark.spec("DX-14")
-@pytest.mark.parametrize("wrong", [{"loop": {}}, ConsumerPolicy(), 5])
-def test_a_policy_of_the_wrong_type_is_refused(ship, queue, wrong):
+@pytest.mark.parametrize("policy", [{"loop": {}}, ConsumerPolicy(), 5])
+def test_a_policy_of_the_wrong_type_is_rejected(ship, queue, policy):
     with pytest.raises(ConfigurationError, match=r"pass a ProducerPolicy, built from a mapping"):
-        produce(ship, [Transaction("order-1", {})], wrong)
-    with pytest.raises(ConfigurationError, match=rf"policy of {ship.name} is invalid: it is a {type(wrong).__name__}"):
-        type(ship)(queue, policy=wrong)
+        produce(ship, [Transaction("order-1", {})], policy)
+    with pytest.raises(ConfigurationError, match=rf"policy of {ship.name} is invalid: it is a {type(policy).__name__}"):
+        type(ship)(queue, policy=policy)
     with pytest.raises(ConfigurationError, match="pass a ProducerPolicy"):
-        producer(queue, policy=wrong)(lambda order: None)
+        producer(queue, policy=policy)(lambda order: None)
 
 
 @pytest.mark.spec("DX-14")
-def test_a_consumer_refuses_the_policy_of_a_producer(flavour, queue):
+def test_a_consumer_rejects_the_policy_of_a_producer(variant, queue):
     def process(self, transaction):
         raise AssertionError("nothing is fetched")
 
     async def process_async(self, transaction):
         process(self, transaction)
 
-    bases: Any = (ConsumerMixin, Task) if flavour == "threads" else (AsyncConsumerMixin, AsyncTask)
-    body = process if flavour == "threads" else process_async
-    kind: Any = type("Charge", bases, {"process_transaction": body})
+    bases: Any = (ConsumerMixin, Task) if variant == "threads" else (AsyncConsumerMixin, AsyncTask)
+    body = process if variant == "threads" else process_async
+    task_class: Any = type("Charge", bases, {"process_transaction": body})
     with pytest.raises(ConfigurationError, match="pass a ConsumerPolicy"):
-        kind(queue, policy=ProducerPolicy())
+        task_class(queue, policy=ProducerPolicy())
     with pytest.raises(ConfigurationError, match="pass a ConsumerPolicy"):
-        done(kind(queue).consume_transactions(ProducerPolicy()))
+        run_to_end(task_class(queue).consume_transactions(ProducerPolicy()))
 
 
 @pytest.mark.spec("DX-14")
-def test_run_on_a_producer_says_what_to_call(ship):
+def test_run_on_a_producer_names_the_method_to_call(ship):
     with pytest.raises(ConfigurationError, match=r"does not consume.*produce_transactions\(.*ergon run"):
-        done(ship.run())
+        run_to_end(ship.run())
 
 
 @pytest.mark.spec("DX-14")

@@ -1,4 +1,4 @@
-"""The same stories of execute over books in PostgreSQL, in virtual time: the database goes by the story's clock."""
+"""The stories of execute with provider state in PostgreSQL, in virtual time: the database uses the story's clock."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import inspect
 
 import pytest
 
-from tests.servers.steered import SteeredBooks, steered_database
+from tests.servers.steered import ControlledProviderState, create_controlled_database
 from tests.twins import providing, test_provider_execute
 
-# Those that bring their own books, to have them misbehave, are about no others.
+# Tests that pass their own provider state, to make it fail, are excluded.
 globals().update(
     {
         name: story
         for name, story in vars(test_provider_execute).items()
         if name.startswith("test_")
-        and "flavour" in inspect.signature(story).parameters
+        and "variant" in inspect.signature(story).parameters
         and "books=" not in inspect.getsource(story)
     }
 )
 
 
-class AtOnce(SteeredBooks):
-    """Visited in place: a virtual clock does not wait for a real server."""
+class SynchronousSteeredState(ControlledProviderState):
+    """Calls the database in place: a virtual clock does not wait for a real server."""
 
-    waits = False
+    may_block = False
 
 
 @pytest.fixture(scope="module")
-def kept(postgres):
-    books = AtOnce(steered_database(postgres))
-    yield books
-    books.close()
+def postgres_state(postgres):
+    state_store = SynchronousSteeredState(create_controlled_database(postgres))
+    yield state_store
+    state_store.close()
 
 
 @pytest.fixture(autouse=True)
-def in_postgres(kept, monkeypatch):
-    monkeypatch.setattr(providing, "MemoryBooks", kept.empty)
+def use_postgres(postgres_state, monkeypatch):
+    monkeypatch.setattr(providing, "MemoryProviderState", postgres_state.empty)

@@ -18,91 +18,91 @@ import pytest
 from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
 from ergon_framework.providers.errors import ProviderError, ReasonCode
 from ergon_framework.providers.execution import ProviderExecutionContext
-from ergon_framework.providers.memory import MemoryBooks
+from ergon_framework.providers.memory import MemoryProviderState
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.providers.retry import RetryPolicy
-from ergon_framework.providers.synthetic import AsyncSyntheticProvider, Behaviour, SyntheticProvider, SyntheticUpstream
-from tests.twins.world import Pulse
+from ergon_framework.providers.synthetic import AsyncFakeProvider, Behaviour, FakeProvider, FakeProviderServer
+from tests.twins.world import WakeupDelayMeter
 
 QUICK = RetryPolicy(max_attempts=3, base_delay_seconds=0.005, jitter_ratio=0.0)
 DOWN = Behaviour(status=503)
-#: Empty: to read the machine's certificates takes a client longer than everything else here, and nothing is encrypted.
+#: Empty: loading the machine's certificates takes longer than the rest of the test, and nothing is encrypted.
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
-class Httpx(ProviderBase):
+class HttpxProvider(ProviderBase):
     provider_name, capability = "synthetic", "echo"
 
-    def __init__(self, upstream, **given):
-        super().__init__(**given)
+    def __init__(self, upstream, **options):
+        super().__init__(**options)
         self._url = upstream.url
 
     def _execute_impl(self, *, operation, payload, context, **_):
         headers = {"Idempotency-Key": context.idempotency_key} if context.idempotency_key else {}
-        answer = httpx.post(
+        response = httpx.post(
             f"{self._url}/{operation}", json=payload, headers=headers, timeout=context.timeout, verify=NO_TLS
         )
-        answer.raise_for_status()
-        return answer.json()
+        response.raise_for_status()
+        return response.json()
 
 
-class AsyncHttpx(AsyncProviderBase):
+class AsyncHttpxProvider(AsyncProviderBase):
     provider_name, capability = "synthetic", "echo"
 
-    def __init__(self, upstream, **given):
-        super().__init__(**given)
+    def __init__(self, upstream, **options):
+        super().__init__(**options)
         self._url = upstream.url
 
     async def _execute_impl(self, *, operation, payload, context, **_):
         async with httpx.AsyncClient(timeout=context.timeout, verify=NO_TLS) as client:
-            answer = await client.post(f"{self._url}/{operation}", json=payload)
-            answer.raise_for_status()
-            return answer.json()
+            response = await client.post(f"{self._url}/{operation}", json=payload)
+            response.raise_for_status()
+            return response.json()
 
 
-KINDS = {
-    "http.client": SyntheticProvider,
-    "streams": AsyncSyntheticProvider,
-    "httpx": Httpx,
-    "httpx asyncio": AsyncHttpx,
+CLIENTS = {
+    "http.client": FakeProvider,
+    "streams": AsyncFakeProvider,
+    "httpx": HttpxProvider,
+    "httpx asyncio": AsyncHttpxProvider,
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=CLIENTS)
 def client(request):
-    return KINDS[request.param]
+    return CLIENTS[request.param]
 
 
-def run(client, *script, then=None, timeout=5.0, **context):
-    """One call: what came of it, how long it took, and how often the upstream was asked."""
-    books = MemoryBooks()
-    rules = ProviderPolicy(timeout=timeout, retry=QUICK)
-    asked = {"tenant_id": "acme", "campaign_id": None, "operation": "charge", "payload": {"amount": 12}}
-    asked["context"] = ProviderExecutionContext(**context)
-    with SyntheticUpstream(*script, then=then) as upstream:
-        provider = client(upstream, books=books, policy=rules)
-        began = time.monotonic()
+def call_provider(client, *script, then=None, timeout=5.0, **context):
+    """Make one call; return its result, its duration and the upstream."""
+    state_store = MemoryProviderState()
+    policy = ProviderPolicy(timeout=timeout, retry=QUICK)
+    arguments = {"tenant_id": "acme", "campaign_id": None, "operation": "charge", "payload": {"amount": 12}}
+    arguments["context"] = ProviderExecutionContext(**context)
+    with FakeProviderServer(*script, then=then) as upstream:
+        provider = client(upstream, state_store=state_store, policy=policy)
+        started_at = time.monotonic()
         try:
-            result = provider.execute(**asked)
+            result = provider.execute(**arguments)
             if asyncio.iscoroutine(result):
                 result = asyncio.run(result)
-            took = time.monotonic() - began
+            duration_seconds = time.monotonic() - started_at
         except ProviderError as error:
-            result, took = error, error.result.duration_ms / 1000
-        return result, took, upstream
+            result, duration_seconds = error, error.result.duration_ms / 1000
+        return result, duration_seconds, upstream
 
 
 @pytest.mark.spec("PRV-16", "PRV-17")
-def test_a_call_survives_transient_failures(client):
-    result, _, upstream = run(client, DOWN, Behaviour(reset=True), correlation_id="c1", idempotency_key="k1")
+def test_a_call_retries_transient_failures(client):
+    result, _, upstream = call_provider(client, DOWN, Behaviour(reset=True), correlation_id="c1", idempotency_key="k1")
     assert result.value == {"operation": "charge", "received": {"amount": 12}}
     assert (result.attempts, upstream.calls) == (3, 3)
     assert upstream.requests[0].payload == {"amount": 12}
 
 
-@pytest.mark.parametrize("kind", [SyntheticProvider, AsyncSyntheticProvider])
+@pytest.mark.parametrize("kind", [FakeProvider, AsyncFakeProvider])
 def test_tenant_correlation_and_key_reach_the_wire(kind):
-    result, _, upstream = run(kind, correlation_id="c1", idempotency_key="k1")
+    result, _, upstream = call_provider(kind, correlation_id="c1", idempotency_key="k1")
     assert (result.http_status, dict(upstream.keys)) == (200, {"k1": 1})
     (request,) = upstream.requests
     assert (request.tenant_id, request.correlation_id, request.operation) == ("acme", "c1", "charge")
@@ -121,66 +121,68 @@ def test_tenant_correlation_and_key_reach_the_wire(kind):
         (Behaviour(reset=True), ReasonCode.CONNECTION_ERROR, 3),
     ],
 )
-def test_each_misbehaviour_has_its_reason(client, behaviour, reason, calls):
-    error, _, upstream = run(client, then=behaviour)
+def test_each_fault_has_its_reason_code(client, behaviour, reason, calls):
+    error, _, upstream = call_provider(client, then=behaviour)
     assert (error.reason_code, error.final, upstream.calls) == (reason, True, calls)
 
 
 @pytest.mark.spec("PRV-24")
 @pytest.mark.parametrize("as_date", [False, True])
-def test_retry_after_is_waited_in_both_of_its_forms(client, as_date):
+def test_retry_after_applies_in_both_of_its_forms(client, as_date):
     wait = 1.2 if as_date else 0.1  # a date knows only whole seconds
-    result, took, upstream = run(client, Behaviour(status=429, wait=wait, as_date=as_date))
+    result, duration_seconds, upstream = call_provider(client, Behaviour(status=429, wait=wait, as_date=as_date))
     assert (result.attempts, upstream.calls) == (2, 2)
-    assert took >= (0.1 if not as_date else 0.01)
+    assert duration_seconds >= (0.1 if not as_date else 0.01)
 
 
 @pytest.mark.spec("PRV-21")
 @pytest.mark.parametrize("behaviour", [Behaviour(hang=True), Behaviour(slow=30.0), Behaviour(latency=30.0)])
 def test_a_call_that_hangs_ends_within_the_budget(client, behaviour):
-    with Pulse() as pulse:
-        error, took, _ = run(client, then=behaviour, timeout=0.4)
+    with WakeupDelayMeter() as wakeup_delay:
+        error, duration_seconds, _ = call_provider(client, then=behaviour, timeout=0.4)
     assert error.reason_code is ReasonCode.TIMEOUT
-    assert took <= 0.4 + 3 * pulse.late, f"the machine itself was {pulse.late:.3f} s late"
+    assert duration_seconds <= 0.4 + 3 * wakeup_delay.late, f"the machine itself was {wakeup_delay.late:.3f} s late"
 
 
 @pytest.mark.spec("PRV-21")
-def test_a_client_without_a_timeout_of_its_own_is_abandoned_and_leaves_when_the_line_ends():
+def test_a_client_without_its_own_timeout_is_abandoned_and_exits_when_the_connection_ends():
     before = threading.active_count()
-    with SyntheticUpstream(then=Behaviour(hang=True)) as upstream, Pulse() as pulse:
-        provider = SyntheticProvider(upstream, books=MemoryBooks(), policy=ProviderPolicy(timeout=0.2), patient=True)
-        began = time.monotonic()
+    with FakeProviderServer(then=Behaviour(hang=True)) as upstream, WakeupDelayMeter() as wakeup_delay:
+        provider = FakeProvider(
+            upstream, state_store=MemoryProviderState(), policy=ProviderPolicy(timeout=0.2), without_timeout=True
+        )
+        started_at = time.monotonic()
         with pytest.raises(ProviderError) as caught:
             provider.call("charge", {})
-        assert time.monotonic() - began <= 0.2 + 3 * pulse.late
+        assert time.monotonic() - started_at <= 0.2 + 3 * wakeup_delay.late
         assert caught.value.reason_code is ReasonCode.TIMEOUT
     assert threading.active_count() <= before + 2, "the upstream's threads are gone, one of the caller's may idle"
 
 
 @pytest.mark.parametrize("behaviour", [Behaviour(hang=True), Behaviour(slow=30.0), Behaviour(reset=True)])
-def test_a_call_that_fails_has_closed_its_socket_while_somebody_still_holds_its_error(behaviour):
-    before = open_sockets()
-    with SyntheticUpstream(then=behaviour) as upstream:
-        provider = SyntheticProvider(upstream, books=MemoryBooks())
-        asked = {"tenant_id": "acme", "campaign_id": None, "operation": "charge", "payload": {}}
+def test_a_failed_call_closes_its_socket_while_its_error_is_still_referenced(behaviour):
+    before = count_open_sockets()
+    with FakeProviderServer(then=behaviour) as upstream:
+        provider = FakeProvider(upstream, state_store=MemoryProviderState())
+        arguments = {"tenant_id": "acme", "campaign_id": None, "operation": "charge", "payload": {}}
         with pytest.raises(OSError) as caught:
-            provider._execute_impl(**asked, context=ProviderExecutionContext(timeout=0.1))
-    assert open_sockets() == before
+            provider._execute_impl(**arguments, context=ProviderExecutionContext(timeout=0.1))
+    assert count_open_sockets() == before
     assert caught.value.__traceback__ is not None
 
 
-def open_sockets():
-    found = 0
+def count_open_sockets():
+    count = 0
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the one that the listing needed is gone
-            found += stat.S_ISSOCK(os.fstat(int(descriptor.name)).st_mode)
-    return found
+        with suppress(OSError):  # the descriptor of the listing itself is closed
+            count += stat.S_ISSOCK(os.fstat(int(descriptor.name)).st_mode)
+    return count
 
 
-def test_an_upstream_that_is_not_there_was_sent_nothing(client):
-    with SyntheticUpstream() as upstream:
+def test_a_call_to_an_unreachable_upstream_counts_as_not_sent(client):
+    with FakeProviderServer() as upstream:
         pass
-    provider = client(upstream, books=MemoryBooks(), policy=ProviderPolicy(timeout=2.0, retry=QUICK))
+    provider = client(upstream, state_store=MemoryProviderState(), policy=ProviderPolicy(timeout=2.0, retry=QUICK))
 
     async def call():
         result = provider.call("charge", {})
@@ -192,33 +194,33 @@ def test_an_upstream_that_is_not_there_was_sent_nothing(client):
 
 
 @pytest.mark.spec("PRV-22")
-def test_two_hundred_equal_keys_in_tasks_make_one_call():
+def test_two_hundred_calls_with_the_same_key_make_one_request():
     async def main(upstream):
-        provider = AsyncSyntheticProvider(upstream, books=MemoryBooks())
+        provider = AsyncFakeProvider(upstream, state_store=MemoryProviderState())
         return await asyncio.gather(*(provider.call("charge", {"amount": 1}, key="k") for _ in range(200)))
 
-    with SyntheticUpstream(then=Behaviour(latency=0.05)) as upstream:
+    with FakeProviderServer(then=Behaviour(latency=0.05)) as upstream:
         results = asyncio.run(main(upstream))
         assert upstream.calls == 1
     assert results == [{"operation": "charge", "received": {"amount": 1}}] * 200
 
 
-def test_half_a_request_whose_sender_has_died_is_no_call():
-    with SyntheticUpstream(Behaviour(status=201)) as upstream:
+def test_a_request_cut_off_by_its_sender_does_not_count_as_a_call():
+    with FakeProviderServer(Behaviour(status=201)) as upstream:
         head = b"POST /charge HTTP/1.0\r\nIdempotency-Key: k\r\nContent-Length: 8\r\n\r\n"
         for cut in (b"", b'{"n"'):
-            with socket.create_connection(upstream.address) as line:
-                line.sendall(head + cut)
-                line.shutdown(socket.SHUT_WR)
-                assert line.recv(1) == b""
+            with socket.create_connection(upstream.address) as connection:
+                connection.sendall(head + cut)
+                connection.shutdown(socket.SHUT_WR)
+                assert connection.recv(1) == b""
         assert (upstream.calls, upstream.requests, dict(upstream.keys)) == (0, [], {})
-        with socket.create_connection(upstream.address) as line:
-            line.sendall(head + b'{"n": 1}')
-            assert line.recv(12) == b"HTTP/1.0 201"
+        with socket.create_connection(upstream.address) as connection:
+            connection.sendall(head + b'{"n": 1}')
+            assert connection.recv(12) == b"HTTP/1.0 201"
 
 
-def test_an_upstream_plays_its_script_and_then_the_rest():
-    with SyntheticUpstream(Behaviour(body={"n": 1}), then=Behaviour(body={"n": 2})) as upstream:
-        provider = SyntheticProvider(upstream, books=MemoryBooks())
+def test_an_upstream_follows_its_script_and_then_the_default():
+    with FakeProviderServer(Behaviour(body={"n": 1}), then=Behaviour(body={"n": 2})) as upstream:
+        provider = FakeProvider(upstream, state_store=MemoryProviderState())
         assert [provider.call("x")["n"] for _ in range(3)] == [1, 2, 2]
         assert [request.operation for request in upstream.requests] == ["x"] * 3

@@ -1,8 +1,8 @@
-"""World: one description of a task and its queue, run by either variant, and everything that was seen of it.
+"""World: one description of a task and its queue, run by either variant, and everything that was recorded of it.
 
-A body is a function of one Call. What it returns or raises is what the handler returns or raises.
+A body is a function of one Call. Its return value or exception is that of the handler.
 A body that takes time is a generator: it yields a number of seconds, or a Signal to wait for, and
-wraps either into Stubborn where it is to ignore being cancelled. So one body serves both variants.
+wraps either into Stubborn to ignore a cancellation. So one body serves both variants.
 """
 
 from __future__ import annotations
@@ -22,66 +22,66 @@ from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMix
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.transaction import Transaction
 
-FLAVOURS = ("threads", "asyncio")
-#: Seconds after which a wait of a test has failed; nothing here takes nearly as long.
-PATIENCE = 15.0
+VARIANTS = ("threads", "asyncio")
+#: Seconds after which a wait of a test fails; no wait here takes nearly as long.
+WAIT_TIMEOUT_SECONDS = 15.0
 
 
 class Signal:
-    """An event that threads and tasks can wait for alike."""
+    """An event for threads and tasks alike."""
 
     def __init__(self):
         self._event = threading.Event()
         self._lock = threading.Lock()
-        self._waiting = []
+        self._callbacks = []
 
     def set(self):
         with self._lock:
             self._event.set()
-            waiting, self._waiting = self._waiting, []
-        for tell in waiting:
-            tell()
+            callbacks, self._callbacks = self._callbacks, []
+        for notify in callbacks:
+            notify()
 
     def is_set(self):
         return self._event.is_set()
 
-    def wait(self, seconds=PATIENCE):
+    def wait(self, seconds=WAIT_TIMEOUT_SECONDS):
         return self._event.wait(seconds)
 
-    async def wait_async(self, seconds=PATIENCE):
+    async def wait_async(self, seconds=WAIT_TIMEOUT_SECONDS):
         loop = asyncio.get_running_loop()
-        arrived = loop.create_future()
+        future = loop.create_future()
 
-        def arrive():
-            if not arrived.done():
-                arrived.set_result(None)
+        def resolve():
+            if not future.done():
+                future.set_result(None)
 
-        def tell():
-            with suppress(RuntimeError):  # that loop is over, and so is whoever waited in it
-                loop.call_soon_threadsafe(arrive)
+        def notify():
+            with suppress(RuntimeError):  # that loop has ended, and so have its waiting tasks
+                loop.call_soon_threadsafe(resolve)
 
         with self._lock:
             if self._event.is_set():
                 return
-            self._waiting.append(tell)
-        alarm = loop.call_later(seconds, arrive)
+            self._callbacks.append(notify)
+        timer = loop.call_later(seconds, resolve)
         try:
-            await arrived
+            await future
         finally:
-            alarm.cancel()
+            timer.cancel()
 
 
-class Pulse:
-    """How late this machine itself was while a test ran: a limit in real time holds only beyond that."""
+class WakeupDelayMeter:
+    """Measures how late this machine wakes a thread during a test: limits in real time are extended by that."""
 
     def __init__(self):
         self.late = 0.0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._measure, daemon=True)
 
-    def _beat(self):
+    def _measure(self):
         due = time.monotonic() + 0.005
-        while not self._over.wait(max(0.0, due - time.monotonic())):
+        while not self._stopped.wait(max(0.0, due - time.monotonic())):
             now = time.monotonic()
             self.late = max(self.late, now - due)
             due = now + 0.005
@@ -91,31 +91,31 @@ class Pulse:
         return self
 
     def __exit__(self, *_):
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
 
 
 @dataclass(frozen=True)
 class Stubborn:
-    """A pause that goes on although it was cancelled, as a thread's does."""
+    """A pause that continues although it was cancelled, as a thread does."""
 
     pause: Any
 
 
 @dataclass
 class Call:
-    """One call of user code, from its first to its last moment."""
+    """One call of user code, from its start to its end."""
 
     step: str
     transaction: Transaction
-    given: Any
+    argument: Any
     number: int
     scope: scope.Scope | None
     thread: threading.Thread = field(default_factory=threading.current_thread)
     began: float = field(default_factory=time.monotonic)
     ended: float | None = None
-    #: When the body saw that nobody waits for it any more.
-    told: float | None = None
+    #: When the body saw that its call was abandoned.
+    abandoned_at: float | None = None
     result: Any = None
     error: BaseException | None = None
 
@@ -126,7 +126,7 @@ class Call:
 
 @dataclass
 class Fetch:
-    """One fetch; ``running`` is how many transactions had a body when it began."""
+    """One fetch; ``running`` is the number of transactions with a running call at its start."""
 
     queue: Queue
     number: int
@@ -135,12 +135,12 @@ class Fetch:
     running: int
     began: float = field(default_factory=time.monotonic)
     ended: float | None = None
-    brought: tuple = ()
+    transaction_ids: tuple = ()
 
 
 @dataclass
-class Settled:
-    """One settlement as it was sent, and what was answered."""
+class SentSettlement:
+    """One settlement as it was sent, and its answer."""
 
     id: str
     settlement: Any
@@ -149,7 +149,7 @@ class Settled:
 
 
 class Queue(MemoryConnector):
-    """A queue in memory that remembers what was asked of it, and first does what a test tells it to."""
+    """A queue in memory that records its calls and first runs the script of the test."""
 
     def __init__(self, world, fetches, settles, **options):
         super().__init__("queue", **options)
@@ -162,14 +162,14 @@ class Queue(MemoryConnector):
         self.listeners = []
 
     def claim(self, count):
-        """What an honest fetch of *count* would have brought."""
+        """Return what an ordinary fetch of *count* would have returned."""
         return super().fetch_transactions(count)
 
     def listen(self, listener):
         self.listeners.append(listener)
         return super().listen(listener)
 
-    def _began(self, batch_size, extra):
+    def _start_fetch(self, batch_size, extra):
         world = self._world
         with world.changed:
             fetch = Fetch(self, len(self.fetches), batch_size, extra, len(+world.running))
@@ -180,40 +180,40 @@ class Queue(MemoryConnector):
             body = body[fetch.number] if fetch.number < len(body) else None
         return fetch, body
 
-    def _ended(self, fetch, brought):
-        brought = self.claim(fetch.batch_size) if brought is None else brought
+    def _end_fetch(self, fetch, deliveries):
+        deliveries = self.claim(fetch.batch_size) if deliveries is None else deliveries
         with self._world.changed:
-            transactions = [getattr(delivery, "transaction", None) for delivery in brought]
-            fetch.brought = tuple(getattr(transaction, "id", None) for transaction in transactions)
+            transactions = [getattr(delivery, "transaction", None) for delivery in deliveries]
+            fetch.transaction_ids = tuple(getattr(transaction, "id", None) for transaction in transactions)
             fetch.ended = time.monotonic()
             self._world.changed.notify_all()
-        return brought
+        return deliveries
 
     def fetch_transactions(self, batch_size, **extra):
-        fetch, body = self._began(batch_size, extra)
-        return self._ended(fetch, None if body is None else self._world.perform(body, fetch))
+        fetch, body = self._start_fetch(batch_size, extra)
+        return self._end_fetch(fetch, None if body is None else self._world.perform(body, fetch))
 
     async def fetch_transactions_async(self, batch_size, **extra):
-        fetch, body = self._began(batch_size, extra)
-        return self._ended(fetch, None if body is None else await self._world.perform_async(body, fetch))
+        fetch, body = self._start_fetch(batch_size, extra)
+        return self._end_fetch(fetch, None if body is None else await self._world.perform_async(body, fetch))
 
-    def answer(self, settlings):
-        """What an honest settle would have answered."""
+    def answer_settlements(self, settlings):
+        """Return what an ordinary settle would have answered."""
         return super().settle(settlings)
 
-    def settle(self, settlings):
-        body = self._answers or gives(None)
-        return self._answered(settlings, self._world.perform(body, settlings))
+    def settle(self, requests):
+        body = self._answers or return_value(None)
+        return self._record_answers(requests, self._world.perform(body, requests))
 
-    async def settle_async(self, settlings):
-        body = self._answers or gives(None)
-        return self._answered(settlings, await self._world.perform_async(body, settlings))
+    async def settle_async(self, requests):
+        body = self._answers or return_value(None)
+        return self._record_answers(requests, await self._world.perform_async(body, requests))
 
-    def _answered(self, settlings, answers):
-        answers = self.answer(settlings) if answers is None else answers
+    def _record_answers(self, settlings, answers):
+        answers = self.answer_settlements(settlings) if answers is None else answers
         with self._world.changed:
             for (delivery, settlement), answer in zip(settlings, answers, strict=True):
-                self.settled.append(Settled(delivery.transaction.id, settlement, answer))
+                self.settled.append(SentSettlement(delivery.transaction.id, settlement, answer))
             self._world.changed.notify_all()
         return answers
 
@@ -230,13 +230,13 @@ class ThreadsTask(ConsumerMixin):
         self.connector = world.queue
 
     def process_transaction(self, transaction):
-        return self.world.called("process", transaction)
+        return self.world.call_handler("process", transaction)
 
     def handle_transaction_success(self, transaction, result):
-        return self.world.called("success", transaction, result)
+        return self.world.call_handler("success", transaction, result)
 
     def handle_transaction_exception(self, transaction, exc):
-        return self.world.called("exception", transaction, exc)
+        return self.world.call_handler("exception", transaction, exc)
 
 
 class AsyncioTask(AsyncConsumerMixin):
@@ -247,32 +247,34 @@ class AsyncioTask(AsyncConsumerMixin):
         self.connector = world.queue
 
     async def process_transaction(self, transaction):
-        return await self.world.called_async("process", transaction)
+        return await self.world.call_handler_async("process", transaction)
 
     async def handle_transaction_success(self, transaction, result):
-        return await self.world.called_async("success", transaction, result)
+        return await self.world.call_handler_async("success", transaction, result)
 
     async def handle_transaction_exception(self, transaction, exc):
-        return await self.world.called_async("exception", transaction, exc)
+        return await self.world.call_handler_async("exception", transaction, exc)
 
 
 class World:
-    """A task, its queue and one run of the loop, with all that happened in it."""
+    """A task, its queue and one run of the loop, with all its recorded events."""
 
-    def __init__(self, flavour, *, process=None, success=None, exception=None, fetches=None, settles=None, **queue):
-        self.flavour = flavour
+    def __init__(
+        self, variant, *, process=None, success=None, exception=None, fetches=None, settles=None, **queue_options
+    ):
+        self.variant = variant
         self.bodies = {"process": process, "success": success, "exception": exception}
         self.changed = threading.Condition()
         self.calls = []
         self.outcomes = []
         self.running = Counter()
-        #: The most transactions that had a running body at once, and the most bodies of one transaction.
+        #: The most transactions with a running call at once, and the most concurrent calls of one transaction.
         self.peak = 0
         self.overlap = 0
-        self.over = Signal()
+        self.closing = Signal()
         self.signals = []
-        self.queue = Queue(self, fetches, settles, **queue)
-        self.task = ThreadsTask(self) if flavour == "threads" else AsyncioTask(self)
+        self.queue = Queue(self, fetches, settles, **queue_options)
+        self.task = ThreadsTask(self) if variant == "threads" else AsyncioTask(self)
         self.report = None
         self.error = None
         self.began = self.ended = None
@@ -283,7 +285,7 @@ class World:
     # -- before and while it runs ---------------------------------------------------------------
 
     def signal(self):
-        """A signal that is set at the latest when the test is over."""
+        """Return a signal that is set at the latest at the end of the test."""
         self.signals.append(Signal())
         return self.signals[-1]
 
@@ -292,7 +294,7 @@ class World:
         return self
 
     def start(self, policy, **options):
-        run = self._run_threads if self.flavour == "threads" else self._run_asyncio
+        run = self._run_threads if self.variant == "threads" else self._run_asyncio
         self._thread = threading.Thread(target=run, args=(policy, options), daemon=True)
         self.began = time.monotonic()
         self._thread.start()
@@ -301,25 +303,25 @@ class World:
     def run(self, policy, **options):
         return self.start(policy, **options).finish()
 
-    def finish(self, seconds=PATIENCE):
-        """Wait for the loop's end; what it returned or raised is in report and error."""
+    def finish(self, seconds=WAIT_TIMEOUT_SECONDS):
+        """Wait for the end of the loop; its return value or exception is in report and error."""
         assert self._finished.wait(seconds), f"the loop has not ended after {seconds} s; calls: {self.calls}"
         return self
 
-    def until(self, predicate, seconds=PATIENCE):
-        """Wait until *predicate* holds; it is asked at every call, fetch, settlement and outcome, and in between."""
-        end = time.monotonic() + seconds
+    def until(self, predicate, seconds=WAIT_TIMEOUT_SECONDS):
+        """Wait until *predicate* holds; evaluate it at every call, fetch, settlement and outcome, and in between."""
+        deadline = time.monotonic() + seconds
         with self.changed:
             while not predicate():
-                assert time.monotonic() < end, f"it never came: {inspect.getsource(predicate).strip()}"
+                assert time.monotonic() < deadline, f"it never came: {inspect.getsource(predicate).strip()}"
                 self.changed.wait(0.005)
         return self
 
     def never(self, predicate, seconds=0.15):
-        """Watch for *seconds* that *predicate* does not come true."""
-        end = time.monotonic() + seconds
+        """Check for *seconds* that *predicate* does not become true."""
+        deadline = time.monotonic() + seconds
         with self.changed:
-            while time.monotonic() < end:
+            while time.monotonic() < deadline:
                 assert not predicate(), f"it came: {inspect.getsource(predicate).strip()}"
                 self.changed.wait(0.005)
         return self
@@ -329,14 +331,14 @@ class World:
         return self
 
     def close(self):
-        self.over.set()
+        self.closing.set()
         for signal in self.signals:
             signal.set()
         if self._thread is not None:
             if not self._finished.is_set():
                 self.task.stop()
                 self.task.stop()
-            self._thread.join(PATIENCE)
+            self._thread.join(WAIT_TIMEOUT_SECONDS)
             assert not self._thread.is_alive(), "the loop's thread did not end"
 
     # -- what was seen --------------------------------------------------------------------------
@@ -359,56 +361,56 @@ class World:
         return {outcome.transaction.id: outcome.kind.value for outcome in self.outcomes}
 
     def settlements(self, transaction_id=None):
-        return [sent.settlement for sent in self.queue.settled if transaction_id in (None, sent.id)]
+        return [settlement.settlement for settlement in self.queue.settled if transaction_id in (None, settlement.id)]
 
     @property
     def fetches(self):
         return self.queue.fetches
 
     @property
-    def took(self):
+    def duration_seconds(self):
         return self.ended - self.began
 
     # -- the run itself -------------------------------------------------------------------------
 
-    def _outcome(self, outcome):
+    def _record_outcome(self, outcome):
         with self.changed:
             self.outcomes.append(outcome)
             self.changed.notify_all()
 
-    def _ended(self):
+    def _record_end(self):
         self.ended = time.monotonic()
         self.report = self.report or getattr(self.error, "report", None)
         self._finished.set()
 
     def _run_threads(self, policy, options):
         try:
-            self.report = self.task.consume_transactions(policy, on_outcome=self._outcome, **options)
+            self.report = self.task.consume_transactions(policy, on_outcome=self._record_outcome, **options)
         except BaseException as error:
             self.error = error
         finally:
-            self._ended()
+            self._record_end()
 
     def _run_asyncio(self, policy, options):
         async def main():
             self.loop, self.main = asyncio.get_running_loop(), asyncio.current_task()
             try:
-                self.report = await self.task.consume_transactions(policy, on_outcome=self._outcome, **options)
+                self.report = await self.task.consume_transactions(policy, on_outcome=self._record_outcome, **options)
             except BaseException as error:
                 self.error = error
             finally:
-                self._ended()
-            # The program goes on after its loop: leaving at once would cancel the bodies that stayed.
-            await self.over.wait_async(2 * PATIENCE)
+                self._record_end()
+            # The program continues after its loop: exiting immediately would cancel abandoned calls.
+            await self.closing.wait_async(2 * WAIT_TIMEOUT_SECONDS)
 
         asyncio.run(main())
 
     # -- bodies ---------------------------------------------------------------------------------
 
-    def _enter(self, step, transaction, given):
+    def _enter(self, step, transaction, argument):
         with self.changed:
             number = sum(call.step == step and call.id == transaction.id for call in self.calls)
-            call = Call(step, transaction, given, number, scope.current())
+            call = Call(step, transaction, argument, number, scope.current())
             self.calls.append(call)
             self.running[call.id] += 1
             self.peak = max(self.peak, len(+self.running))
@@ -419,7 +421,7 @@ class World:
             body = body.get(call.id)
         if isinstance(body, list):
             body = body[min(number, len(body) - 1)]
-        return call, body or gives(None)
+        return call, body or return_value(None)
 
     def _leave(self, call):
         with self.changed:
@@ -427,8 +429,8 @@ class World:
             self.running[call.id] -= 1
             self.changed.notify_all()
 
-    def called(self, step, transaction, given=None):
-        call, body = self._enter(step, transaction, given)
+    def call_handler(self, step, transaction, argument=None):
+        call, body = self._enter(step, transaction, argument)
         try:
             call.result = self.perform(body, call)
         except BaseException as error:
@@ -438,8 +440,8 @@ class World:
             self._leave(call)
         return call.result
 
-    async def called_async(self, step, transaction, given=None):
-        call, body = self._enter(step, transaction, given)
+    async def call_handler_async(self, step, transaction, argument=None):
+        call, body = self._enter(step, transaction, argument)
         try:
             call.result = await self.perform_async(body, call)
         except BaseException as error:
@@ -482,36 +484,36 @@ class World:
         if isinstance(pause, Signal):
             pause.wait()
         else:
-            self.over.wait(pause)
+            self.closing.wait(pause)
 
     async def _pause_async(self, pause):
         if isinstance(pause, Stubborn):
-            staying = asyncio.ensure_future(self._pause_async(pause.pause))
-            while not staying.done():
+            pause_task = asyncio.ensure_future(self._pause_async(pause.pause))
+            while not pause_task.done():
                 with suppress(asyncio.CancelledError):
-                    await asyncio.wait([staying])
+                    await asyncio.wait([pause_task])
         elif isinstance(pause, Signal):
             await pause.wait_async()
         else:
-            await self.over.wait_async(pause)
+            await self.closing.wait_async(pause)
 
 
 # -- the usual bodies ---------------------------------------------------------------------------
 
 
-def gives(value):
+def return_value(value):
     return lambda call: value
 
 
-def fails(error):
+def raise_error(error):
     def body(call):
         raise error
 
     return body
 
 
-def takes(pause, value=None):
-    """A body that stays for some seconds, or until a signal, and then returns *value*."""
+def wait_then_return(pause, value=None):
+    """Return a body that waits for some seconds or for a signal, and then returns *value*."""
 
     def body(call):
         yield pause
@@ -520,15 +522,15 @@ def takes(pause, value=None):
     return body
 
 
-def stays(seconds, value=None):
-    """A body that stays for *seconds* whatever it is told, and notes when it is told that nobody waits."""
+def ignore_cancellation(seconds, value=None):
+    """Return a body that runs for *seconds* regardless of cancellation, and notes when its call is abandoned."""
 
     def body(call):
-        end = call.began + seconds
-        while time.monotonic() < end:
-            if call.told is None and call.scope.cancelled:
-                call.told = time.monotonic()
-            yield Stubborn(0.002 if call.told is None else max(0.0, end - time.monotonic()))
+        deadline = call.began + seconds
+        while time.monotonic() < deadline:
+            if call.abandoned_at is None and call.scope.cancelled:
+                call.abandoned_at = time.monotonic()
+            yield Stubborn(0.002 if call.abandoned_at is None else max(0.0, deadline - time.monotonic()))
         return value
 
     return body
@@ -537,17 +539,17 @@ def stays(seconds, value=None):
 # -- policies -----------------------------------------------------------------------------------
 
 
-def policy(
+def make_policy(
     *, concurrency=10, batch=10, process=None, success=None, exception=None, fetch=None, settle=None, extra=None, **loop
 ):
-    """A policy whose waits are short unless a test says otherwise."""
-    quick = {"backoff": 0.002, "multiplier": 1.0}
+    """Return a policy with short waits; arguments override its parts."""
+    short_retry = {"backoff": 0.002, "multiplier": 1.0}
     steps = {
-        "process": {"retry": quick | (process or {})},
-        "success": {"retry": quick | (success or {})},
-        "exception": {"retry": quick | (exception or {})},
-        "fetch": {"retry": quick | (fetch or {}), "extra": extra or {}},
-        "settle": {"retry": quick} | (settle or {}),
+        "process": {"retry": short_retry | (process or {})},
+        "success": {"retry": short_retry | (success or {})},
+        "exception": {"retry": short_retry | (exception or {})},
+        "fetch": {"retry": short_retry | (fetch or {}), "extra": extra or {}},
+        "settle": {"retry": short_retry} | (settle or {}),
     }
-    around = {"concurrency": {"value": concurrency}, "batch": {"size": batch}, "drain_timeout": 5.0}
-    return ConsumerPolicy.load({"loop": around | loop, "steps": steps})
+    loop_defaults = {"concurrency": {"value": concurrency}, "batch": {"size": batch}, "drain_timeout": 5.0}
+    return ConsumerPolicy.load({"loop": loop_defaults | loop, "steps": steps})

@@ -9,35 +9,35 @@ import typer
 
 from ergon_framework.cli.app import app
 
-REPLACED = {"--because": "--reason", "--why": "--reason", "--by": "--actor"}
+REPLACED_OPTIONS = {"--because": "--reason", "--why": "--reason", "--by": "--actor"}
 
 
-def commands(group, path=()):
+def iter_commands(group, path=()):
     context = typer.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         if hasattr(command, "list_commands"):
-            yield from commands(command, (*path, name))
+            yield from iter_commands(command, (*path, name))
         else:
             yield (*path, name), command
 
 
 @pytest.fixture(scope="module")
 def options():
-    """Option names with the commands that have them, and whether they are flags."""
-    found = defaultdict(dict)
-    for path, command in commands(typer.main.get_command(app)):
+    """Return option names with their commands and whether they are flags."""
+    commands_by_option = defaultdict(dict)
+    for path, command in iter_commands(typer.main.get_command(app)):
         for parameter in command.params:
             for name in parameter.opts:
-                found[name][path] = getattr(parameter, "is_flag", False)
-    assert len(found["--json"]) > 10
-    return found
+                commands_by_option[name][path] = getattr(parameter, "is_flag", False)
+    assert len(commands_by_option["--json"]) > 10
+    return commands_by_option
 
 
 @pytest.mark.spec("DX-45")
-@pytest.mark.parametrize("name", REPLACED)
-def test_who_and_why_have_one_name(options, name):
-    assert not options[name], f"use {REPLACED[name]}"
+@pytest.mark.parametrize("name", REPLACED_OPTIONS)
+def test_actor_and_reason_have_one_option_name(options, name):
+    assert not options[name], f"use {REPLACED_OPTIONS[name]}"
 
 
 @pytest.mark.spec("DX-45")

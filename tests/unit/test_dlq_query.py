@@ -1,15 +1,15 @@
-"""Which dead letters a query means."""
+"""Matching of dead letters by a query."""
 
 from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
 
-from ergon_framework.connectors.deadletters import DeadLetterQuery, number
+from ergon_framework.connectors.deadletters import DeadLetterQuery, parse_handle
 from ergon_framework.errors import Category, ConfigurationError
-from tests.unit.connectors.test_deadletters import record
+from tests.unit.connectors.test_deadletters import make_record
 
-FITS = {
+MATCHING_FIELDS = {
     "id": "order-7",
     "reason": "declined",
     "type": "order.placed",
@@ -22,31 +22,31 @@ FITS = {
 }
 
 
-def test_a_query_that_says_nothing_means_everything():
-    assert DeadLetterQuery().matches(record())
-    assert DeadLetterQuery().everything
+def test_an_empty_query_matches_everything():
+    assert DeadLetterQuery().matches(make_record())
+    assert DeadLetterQuery().is_unfiltered
 
 
-@pytest.mark.parametrize("name, value", FITS.items())
+@pytest.mark.parametrize("name, value", MATCHING_FIELDS.items())
 def test_each_field_is_compared_with_its_own(name, value):
-    assert DeadLetterQuery(**{name: value}).matches(record())
+    assert DeadLetterQuery(**{name: value}).matches(make_record())
     other = Category.TIMEOUT if name == "category" else f"{value}-2"
-    query = DeadLetterQuery(**FITS | {name: other})
-    assert not query.matches(record())
-    assert not query.everything
+    query = DeadLetterQuery(**MATCHING_FIELDS | {name: other})
+    assert not query.matches(make_record())
+    assert not query.is_unfiltered
 
 
-def test_all_that_is_given_must_fit():
-    assert DeadLetterQuery(**FITS).matches(record())
+def test_all_given_fields_must_match():
+    assert DeadLetterQuery(**MATCHING_FIELDS).matches(make_record())
 
 
 @pytest.mark.parametrize("name", ["task", "error_type", "category"])
-def test_without_a_failure_no_filter_on_one_fits(name):
-    assert not DeadLetterQuery(**{name: FITS[name]}).matches(record(failure=None))
+def test_without_a_failure_no_failure_filter_matches(name):
+    assert not DeadLetterQuery(**{name: MATCHING_FIELDS[name]}).matches(make_record(failure=None))
 
 
 @pytest.mark.parametrize(
-    "window, fits",
+    "window, expected",
     [
         ({"since": 9.0}, True),
         ({"since": 9.1}, False),
@@ -55,16 +55,16 @@ def test_without_a_failure_no_filter_on_one_fits(name):
         ({"since": 8.0, "until": 10.0}, True),
     ],
 )
-def test_a_window_has_its_start_and_not_its_end(window, fits):
-    assert DeadLetterQuery(**window).matches(record()) is fits
+def test_a_window_includes_its_start_and_excludes_its_end(window, expected):
+    assert DeadLetterQuery(**window).matches(make_record()) is expected
 
 
 def test_an_empty_text_is_a_filter_too():
-    assert not DeadLetterQuery(key="").matches(record())
+    assert not DeadLetterQuery(key="").matches(make_record())
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "fields, message",
     [
         ({"id": "x" * 1001}, "id: "),
         ({"key": "a\0b"}, "key: .* no store keeps"),
@@ -75,15 +75,15 @@ def test_an_empty_text_is_a_filter_too():
         ({"resaon": "x"}, "resaon: "),
     ],
 )
-def test_what_is_too_long_odd_or_unknown_is_refused(given, said):
-    with pytest.raises(ConfigurationError, match=said):
-        DeadLetterQuery.load(**given)
+def test_a_too_long_invalid_or_unknown_field_is_rejected(fields, message):
+    with pytest.raises(ConfigurationError, match=message):
+        DeadLetterQuery.load(**fields)
     with pytest.raises(ValidationError):
-        DeadLetterQuery(**given)
+        DeadLetterQuery(**fields)
 
 
-def test_a_place_may_be_the_last_number_there_is():
-    assert number(str(2**63 - 1)) == 2**63 - 1
+def test_a_handle_may_be_the_largest_number():
+    assert parse_handle(str(2**63 - 1)) == 2**63 - 1
 
 
 def test_a_query_is_frozen():

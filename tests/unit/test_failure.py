@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from ergon_framework.errors import Category
-from ergon_framework.failure import MESSAGE, Attempt, Failure, describe
+from ergon_framework.failure import MAX_MESSAGE_CHARS, Attempt, Failure, describe_error
 
 
 class Mute(Exception):
@@ -14,7 +14,7 @@ class Mute(Exception):
         raise RuntimeError("no words")
 
 
-LEAST = {
+REQUIRED_FIELDS = {
     "task_name": "charge",
     "reason_code": "declined",
     "error_type": "BusinessError",
@@ -23,7 +23,7 @@ LEAST = {
     "transaction_id": "order-7",
     "category": Category.BUSINESS,
 }
-THIRTEEN = {
+PROVIDER_FIELDS = {
     "tenant_id",
     "campaign_id",
     "task_name",
@@ -41,41 +41,41 @@ THIRTEEN = {
 
 
 def test_the_record_holds_the_thirteen_fields_of_a_provider_and_more():
-    assert set(Failure.model_fields) > THIRTEEN
-    assert len(THIRTEEN) == 13
+    assert set(Failure.model_fields) > PROVIDER_FIELDS
+    assert len(PROVIDER_FIELDS) == 13
 
 
 def test_a_record_survives_being_written_and_read():
     attempt = Attempt(attempt=0, category=Category.SYSTEM, code="busy", error="busy", at=0.5, delay=1.0)
-    failure = Failure(**LEAST, history=(attempt,), succeeded_steps=("process",), detail={"queue": "orders"})
+    failure = Failure(**REQUIRED_FIELDS, history=(attempt,), succeeded_steps=("process",), detail={"queue": "orders"})
     assert Failure.model_validate_json(failure.model_dump_json()) == failure
 
 
-def test_a_reader_ignores_what_a_newer_writer_added():
-    assert Failure.model_validate(LEAST | {"invented_later": 1}) == Failure(**LEAST)
+def test_a_reader_ignores_fields_of_a_newer_writer():
+    assert Failure.model_validate(REQUIRED_FIELDS | {"invented_later": 1}) == Failure(**REQUIRED_FIELDS)
     assert Attempt.model_validate({"attempt": 0, "category": "SYSTEM", "invented_later": 1}).attempt == 0
 
 
-@pytest.mark.parametrize("missing", LEAST)
-def test_what_every_failure_has_must_be_told(missing):
+@pytest.mark.parametrize("missing", REQUIRED_FIELDS)
+def test_every_required_field_must_be_given(missing):
     with pytest.raises(ValidationError, match=missing):
-        Failure(**{name: value for name, value in LEAST.items() if name != missing})
+        Failure(**{name: value for name, value in REQUIRED_FIELDS.items() if name != missing})
 
 
 def test_a_record_cannot_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
-        Failure(**LEAST).attempts = 2
+        Failure(**REQUIRED_FIELDS).attempts = 2
     with pytest.raises(ValidationError, match="frozen"):
         Attempt(attempt=0, category=Category.SYSTEM).attempt = 2
 
 
-def test_attempts_below_zero_are_refused():
+def test_attempts_below_zero_are_rejected():
     with pytest.raises(ValidationError, match="attempts"):
-        Failure(**LEAST | {"attempts": -1})
+        Failure(**REQUIRED_FIELDS | {"attempts": -1})
 
 
 def test_records_do_not_share_their_details():
-    one, other = Failure(**LEAST), Failure(**LEAST)
+    one, other = Failure(**REQUIRED_FIELDS), Failure(**REQUIRED_FIELDS)
     one.detail["x"] = 1
     assert other.detail == {}
 
@@ -84,29 +84,36 @@ def test_records_do_not_share_their_details():
 
 
 def test_an_error_is_described_by_its_message():
-    assert describe(ValueError("card declined")) == "card declined"
+    assert describe_error(ValueError("card declined")) == "card declined"
 
 
 def test_an_error_without_a_message_is_described_by_its_class():
-    assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert describe_error(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 
-def test_an_error_that_cannot_speak_is_still_described():
-    assert describe(Mute()) == "Mute without a readable message"
+def test_an_error_without_a_readable_message_is_still_described():
+    assert describe_error(Mute()) == "Mute without a readable message"
 
 
-@pytest.mark.parametrize("length, kept", [(MESSAGE - 1, MESSAGE - 1), (MESSAGE, MESSAGE), (MESSAGE + 1, MESSAGE)])
-def test_a_description_has_at_most_five_hundred_characters(length, kept):
-    described = describe(ValueError("x" * length))
-    assert len(described) == kept <= 500
-    assert described.endswith("…") == (length > MESSAGE)
+@pytest.mark.parametrize(
+    "length, expected",
+    [
+        (MAX_MESSAGE_CHARS - 1, MAX_MESSAGE_CHARS - 1),
+        (MAX_MESSAGE_CHARS, MAX_MESSAGE_CHARS),
+        (MAX_MESSAGE_CHARS + 1, MAX_MESSAGE_CHARS),
+    ],
+)
+def test_a_description_has_at_most_five_hundred_characters(length, expected):
+    description = describe_error(ValueError("x" * length))
+    assert len(description) == expected <= 500
+    assert description.endswith("…") == (length > MAX_MESSAGE_CHARS)
 
 
-@pytest.mark.parametrize("odd", ["\udce9", "\0", "\ud800" * MESSAGE, "\0" * MESSAGE])
-def test_every_description_can_be_kept_in_a_record(odd):
-    # File names that are not UTF-8 bring lone surrogates; some stores refuse NUL.
-    described = describe(OSError(f"no such file: {odd}"))
-    failure = Failure(**LEAST, error_message=described)
-    assert Failure.model_validate_json(failure.model_dump_json()).error_message == described
-    assert "\0" not in described
-    assert described.startswith("no such file: \\")
+@pytest.mark.parametrize("characters", ["\udce9", "\0", "\ud800" * MAX_MESSAGE_CHARS, "\0" * MAX_MESSAGE_CHARS])
+def test_every_description_can_be_stored_in_a_record(characters):
+    # File names that are not UTF-8 contain lone surrogates; some stores reject NUL.
+    description = describe_error(OSError(f"no such file: {characters}"))
+    failure = Failure(**REQUIRED_FIELDS, error_message=description)
+    assert Failure.model_validate_json(failure.model_dump_json()).error_message == description
+    assert "\0" not in description
+    assert description.startswith("no such file: \\")

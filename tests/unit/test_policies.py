@@ -1,4 +1,4 @@
-"""Policies: what they accept, what they refuse and what they say about it."""
+"""Policies: accepted values, rejected values and the error messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ergon_framework.task.mixins.policies import (
     EmptyQueuePolicy,
     ExceptionPolicy,
     FetchPolicy,
-    Frozen,
+    FrozenMapping,
     Policy,
     ProducerLoopPolicy,
     ProducerPolicy,
@@ -34,7 +34,7 @@ from ergon_framework.task.mixins.policies import (
 SECRET = "correct horse battery staple"
 
 
-def every_policy():
+def list_policy_types():
     kinds = [kind for kind in vars(policies).values() if isinstance(kind, type) and issubclass(kind, Policy)]
     return sorted(set(kinds) - {Policy}, key=lambda kind: kind.__name__)
 
@@ -42,19 +42,19 @@ def every_policy():
 # -- defaults -------------------------------------------------------------------------------------
 
 
-def places_with_defaults_of_their_own():
-    """Every field whose default is a policy that differs from the default of its type."""
+def list_fields_with_custom_defaults():
+    """Return every field whose default is a policy that differs from the default of its type."""
     return [
         (kind, name)
-        for kind in [*every_policy(), PoolPolicy]
+        for kind in [*list_policy_types(), PoolPolicy]
         for name, field in kind.model_fields.items()
         if isinstance(field.default, Policy) and field.default != type(field.default)()
     ]
 
 
 @pytest.mark.spec("DX-17")
-@pytest.mark.parametrize("kind, name", places_with_defaults_of_their_own())
-def test_the_defaults_of_a_place_survive_a_partial_policy_in_both_forms(kind, name):
+@pytest.mark.parametrize("kind, name", list_fields_with_custom_defaults())
+def test_the_defaults_of_a_field_survive_a_partial_policy_in_both_forms(kind, name):
     default = kind.model_fields[name].default
     part = {"max_attempts": 7}
 
@@ -62,22 +62,22 @@ def test_the_defaults_of_a_place_survive_a_partial_policy_in_both_forms(kind, na
 
     assert built == getattr(kind.load({name: part}), name) == default.model_copy(update=part)
     assert getattr(kind(**{name: RetryPolicy()}), name) == default
-    every = RetryPolicy().model_dump()
-    assert getattr(kind(**{name: RetryPolicy(**every)}), name) == RetryPolicy()
+    all_settings = RetryPolicy().model_dump()
+    assert getattr(kind(**{name: RetryPolicy(**all_settings)}), name) == RetryPolicy()
 
 
 @pytest.mark.spec("DX-17")
 def test_more_attempts_of_the_fetch_step_keep_its_timeout():
-    assert {(kind.__name__, name) for kind, name in places_with_defaults_of_their_own()} == {
+    assert {(kind.__name__, name) for kind, name in list_fields_with_custom_defaults()} == {
         ("FetchPolicy", "retry"),
         ("SettlePolicy", "retry"),
         ("PoolPolicy", "restart"),
     }
-    given = RetryPolicy(max_attempts=5)
-    policy = ConsumerPolicy(steps=ConsumerSteps(fetch=FetchPolicy(retry=given)))
+    retry = RetryPolicy(max_attempts=5)
+    policy = ConsumerPolicy(steps=ConsumerSteps(fetch=FetchPolicy(retry=retry)))
 
     assert (policy.steps.fetch.retry.max_attempts, policy.steps.fetch.retry.timeout) == (5, 30.0)
-    assert given.timeout == 60.0
+    assert retry.timeout == 60.0
 
 
 @pytest.mark.spec("DX-17")
@@ -132,12 +132,12 @@ def test_the_defaults_are_the_documented_ones():
     }
 
 
-@pytest.mark.parametrize("kind", every_policy())
+@pytest.mark.parametrize("kind", list_policy_types())
 def test_a_policy_without_settings_is_its_defaults(kind):
     assert kind.load({}) == kind()
 
 
-@pytest.mark.parametrize("kind", every_policy())
+@pytest.mark.parametrize("kind", list_policy_types())
 def test_every_field_is_described_in_one_line(kind):
     assert kind.model_json_schema()["properties"].keys() == kind.model_fields.keys()
     for name, field in kind.model_fields.items():
@@ -146,14 +146,14 @@ def test_every_field_is_described_in_one_line(kind):
         assert "\n" not in field.description, name
 
 
-@pytest.mark.parametrize("kind", every_policy())
-def test_the_schema_refuses_unknown_keys_too(kind):
+@pytest.mark.parametrize("kind", list_policy_types())
+def test_the_schema_rejects_unknown_keys_too(kind):
     assert kind.model_json_schema()["additionalProperties"] is False
 
 
 # -- bounds ---------------------------------------------------------------------------------------
 
-REFUSED = [
+REJECTED_VALUES = [
     (RetryPolicy, "max_attempts", [0, -1, 1.5, "3", True, None]),
     (RetryPolicy, "timeout", [0, -1, "60", True]),
     (RetryPolicy, "backoff", [-0.1, "1", None, True]),
@@ -191,30 +191,32 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("kind, field, value", [(kind, field, v) for kind, field, values in REFUSED for v in values])
-def test_a_value_out_of_bounds_is_refused_and_named(kind, field, value):
+@pytest.mark.parametrize(
+    "kind, field, value", [(kind, field, v) for kind, field, values in REJECTED_VALUES for v in values]
+)
+def test_a_value_out_of_bounds_is_rejected_and_named(kind, field, value):
     with pytest.raises(ConfigurationError, match=field):
         kind.load({field: value})
     with pytest.raises(ValidationError, match=field):
         kind(**{field: value})
 
 
-FLOATS = [
+NUMBER_FIELDS = [
     (kind, name)
-    for kind in every_policy()
+    for kind in list_policy_types()
     for name, field in kind.model_json_schema()["properties"].items()
     if "number" in {field.get("type"), *(choice.get("type") for choice in field.get("anyOf", ()))}
 ]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("kind, field", FLOATS)
-def test_no_number_may_be_infinite_or_none_at_all(kind, field, value):
+@pytest.mark.parametrize("kind, field", NUMBER_FIELDS)
+def test_no_number_may_be_infinite_or_not_a_number(kind, field, value):
     with pytest.raises(ConfigurationError, match=field):
         kind.load({field: value})
 
 
-ACCEPTED = [
+ACCEPTED_SETTINGS = [
     (RetryPolicy, {"max_attempts": 1, "timeout": None, "backoff": 0, "multiplier": 1, "cap": 0, "jitter": 1}),
     (RetryPolicy, {"hold": 0, "abandon_grace": 0, "jitter": 0, "timeout": 0.001}),
     (EmptyQueuePolicy, {"backoff": 0, "multiplier": 1, "cap": 0}),
@@ -227,22 +229,22 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize("kind, settings", ACCEPTED)
+@pytest.mark.parametrize("kind, settings", ACCEPTED_SETTINGS)
 def test_the_bounds_themselves_are_allowed(kind, settings):
     assert kind.load(settings).model_dump(include=set(settings)) == settings
 
 
-def test_whole_numbers_are_good_seconds():
+def test_whole_numbers_are_accepted_as_seconds():
     timeout = RetryPolicy(timeout=5).timeout
     assert (timeout, type(timeout)) == (5.0, float)
 
 
 @pytest.mark.parametrize("kind", [ConsumerPolicy, ProducerPolicy])
 def test_the_exception_step_needs_a_time_limit_and_says_why(kind):
-    why = "nothing else would end a handler that hangs"
-    with pytest.raises(ConfigurationError, match=why):
+    reason = "nothing else would end a handler that hangs"
+    with pytest.raises(ConfigurationError, match=reason):
         kind.load({"steps": {"exception": {"retry": {"timeout": None}}}})
-    with pytest.raises(ValidationError, match=why):
+    with pytest.raises(ValidationError, match=reason):
         ExceptionPolicy(retry=RetryPolicy(timeout=None))
 
 
@@ -260,17 +262,17 @@ def test_a_settle_group_must_fit_into_what_may_be_pending():
 # -- unknown keys ---------------------------------------------------------------------------------
 
 
-def test_a_misspelt_key_is_answered_with_the_nearest_known_one():
+def test_the_error_for_a_misspelt_key_names_the_nearest_known_one():
     with pytest.raises(ConfigurationError, match="unknown key 'max_atempts' in RetryPolicy; did you mean 'max_att"):
         RetryPolicy.load({"max_atempts": 3})
 
 
-def test_a_misspelt_argument_is_answered_with_the_nearest_known_one():
+def test_the_error_for_a_misspelt_argument_names_the_nearest_known_one():
     with pytest.raises(ValidationError, match=r"did you mean 'max_attempts'\?"):
         RetryPolicy(max_atempts=3)
 
 
-def test_a_key_like_no_other_is_answered_with_all_known_ones():
+def test_the_error_for_an_unknown_key_names_all_known_ones():
     with pytest.raises(ConfigurationError, match="unknown key 'zzz' in EmptyQueuePolicy; known are backoff, mul"):
         EmptyQueuePolicy.load({"zzz": 3})
 
@@ -280,7 +282,7 @@ def test_a_key_that_is_no_text_is_an_unknown_key():
         RetryPolicy.load({1: 3})
 
 
-def test_every_fault_is_told_with_its_place():
+def test_every_fault_is_reported_with_its_path():
     settings = {"loop": {"concurency": {}}, "steps": {"process": {"retry": {"max_attempts": 0}}}}
     with pytest.raises(ConfigurationError) as caught:
         ConsumerPolicy.load(settings)
@@ -293,7 +295,7 @@ def test_every_fault_is_told_with_its_place():
     assert caught.value.final
 
 
-def test_what_is_no_mapping_is_refused():
+def test_a_value_that_is_no_mapping_is_rejected():
     with pytest.raises(ConfigurationError, match=r"RetryPolicy: Input should be a valid dictionary .*, not 3"):
         RetryPolicy.load(3)
 
@@ -312,7 +314,7 @@ def test_mappings_and_policies_may_be_mixed():
     assert loaded.loop.batch.size == 7
 
 
-def test_a_part_that_names_one_key_keeps_the_other_defaults_of_its_place():
+def test_a_partial_policy_keeps_the_other_defaults_of_its_field():
     steps = ConsumerPolicy.load(
         {"steps": {"fetch": {"retry": {"max_attempts": 9}}, "settle": {"retry": {"multiplier": 4}}}}
     ).steps
@@ -344,7 +346,7 @@ def test_a_policy_can_travel_to_another_process():
 
 
 @pytest.mark.spec("CON-25", "PRO-16")
-@pytest.mark.parametrize("kind", every_policy())
+@pytest.mark.parametrize("kind", list_policy_types())
 def test_no_field_of_a_policy_can_be_changed(kind):
     policy = kind()
     for name in kind.model_fields:
@@ -356,9 +358,9 @@ def test_no_field_of_a_policy_can_be_changed(kind):
 
 @pytest.mark.spec("CON-25", "PRO-16")
 def test_the_extra_arguments_of_a_fetch_are_a_copy_that_cannot_be_changed():
-    given = {"wait": 1}
-    extra = FetchPolicy(extra=given).extra
-    given["wait"] = 2
+    arguments = {"wait": 1}
+    extra = FetchPolicy(extra=arguments).extra
+    arguments["wait"] = 2
     assert extra == {"wait": 1}
     assert dict(**extra) == {"wait": 1}
     assert (len(extra), list(extra)) == (1, ["wait"])
@@ -371,10 +373,10 @@ def test_the_extra_arguments_of_a_fetch_are_a_copy_that_cannot_be_changed():
 
 def test_the_extra_arguments_of_a_fetch_are_never_shown():
     policy = ConsumerPolicy.load({"steps": {"fetch": {"extra": {"token": SECRET}}}})
-    shown = f"{policy!r} {policy} {policy.steps.fetch!r} {policy.steps.fetch.extra!r} {Frozen({'token': SECRET})}"
-    assert SECRET not in shown
+    text = f"{policy!r} {policy} {policy.steps.fetch!r} {policy.steps.fetch.extra!r} {FrozenMapping({'token': SECRET})}"
+    assert SECRET not in text
     assert "extra" not in repr(policy.steps.fetch)
-    assert repr(policy.steps.fetch.extra) == "Frozen(1 hidden)"
+    assert repr(policy.steps.fetch.extra) == "FrozenMapping(1 hidden)"
 
 
 @pytest.mark.parametrize(
@@ -413,5 +415,5 @@ def test_jitter_comes_after_the_cap():
     assert policy.delay(9, lambda: 0.0) == 5
 
 
-def test_dice_change_nothing_where_no_jitter_is_asked_for():
+def test_random_numbers_change_nothing_without_jitter():
     assert RetryPolicy().delay(1, lambda: 0.9) == RetryPolicy().delay(1)

@@ -1,4 +1,4 @@
-"""``ergon policy``: what it shows, and when it refuses."""
+"""``ergon policy``: its output, and when it rejects a policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ergon_framework.cli.app import app
-from ergon_framework.cli.policy_view import seconds
+from ergon_framework.cli.policy_view import format_duration
 from ergon_framework.cli.policy_work import PolicyExit
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 
@@ -62,27 +62,27 @@ def _program(monkeypatch, tmp_path):
     sys.modules.pop("tills", None)
 
 
-def run(*words):
-    return CliRunner().invoke(app, ["policy", *words])
+def run_policy(*arguments):
+    return CliRunner().invoke(app, ["policy", *arguments])
 
 
-def told(*words):
-    done = run("explain", *words, "--json")
-    return done.exit_code, json.loads(done.stdout)
+def explain(*arguments):
+    result = run_policy("explain", *arguments, "--json")
+    return result.exit_code, json.loads(result.stdout)
 
 
 def test_delays_and_the_worst_case_in_seconds_and_calls():
-    code, said = told("tills:charge")
+    code, explanation = explain("tills:charge")
     assert code == PolicyExit.OK
-    assert [wait["planned"] for wait in said["worst"]["process"]["waits"]] == [10.0, 20.0, 30.0, 30.0]
-    assert (said["worst"]["calls"], said["worst"]["calls_with_crashes"]) == (5, 50)
-    assert said["worst"]["held"] == 2 * said["worst"]["busy"]
-    assert (said["queue"], said["refused"]) == ("orders", None)
+    assert [wait["planned"] for wait in explanation["worst"]["process"]["waits"]] == [10.0, 20.0, 30.0, 30.0]
+    assert (explanation["worst"]["calls"], explanation["worst"]["calls_with_crashes"]) == (5, 50)
+    assert explanation["worst"]["held"] == 2 * explanation["worst"]["busy"]
+    assert (explanation["queue"], explanation["refused"]) == ("orders", None)
 
 
-def test_a_provider_is_stacked_once_and_multiplies():
-    _, said = told("tills:charge")
-    (bank,) = said["stacked"]
+def test_retries_of_a_provider_are_counted_once_and_multiply():
+    _, explanation = explain("tills:charge")
+    (bank,) = explanation["stacked"]
     assert bank == {
         "name": "bank charge",
         "attempts": 4,
@@ -92,14 +92,15 @@ def test_a_provider_is_stacked_once_and_multiplies():
         "calls_with_crashes": 804,
     }
     assert any(
-        "bank charge may take 1 min 30 s, but an attempt of process ends after 1 min" in x for x in said["advice"]
+        "bank charge may take 1 min 30 s, but an attempt of process ends after 1 min" in x
+        for x in explanation["advice"]
     )
 
 
-def test_the_same_in_words():
-    done = run("explain", "tills:charge")
-    assert done.exit_code == PolicyExit.OK
-    for said in (
+def test_the_text_output_has_the_same_figures():
+    result = run_policy("explain", "tills:charge")
+    assert result.exit_code == PolicyExit.OK
+    for text in (
         "charge on orders",
         "10 s, 20 s",
         "±20%",
@@ -108,78 +109,78 @@ def test_the_same_in_words():
         "stacked: bank charge tries 4 times within 1 min 30 s: 624 calls of it for one transaction, 804 with crashes",
         "lasts 30 s and is renewed for as long as the transaction takes",
     ):
-        assert said in done.stdout
+        assert text in result.stdout
 
 
 @pytest.mark.spec("DX-27")
 def test_deferrals_and_the_timeout_of_one_attempt_are_shown(tmp_path):
-    _, said = told("tills:charge")
-    assert (said["worst"]["max_deferral"], said["worst"]["deferrals"]) == (3600.0, 151)
-    assert any("a bank charge that hangs gets one attempt of 4" in advice for advice in said["advice"])
+    _, explanation = explain("tills:charge")
+    assert (explanation["worst"]["max_deferral"], explanation["worst"]["deferrals"]) == (3600.0, 151)
+    assert any("a bank charge that hangs gets one attempt of 4" in advice for advice in explanation["advice"])
     changed = PROGRAM.replace('"timeout": 90.0,', '"timeout": 90.0, "attempt_timeout": 20.0,')
     (tmp_path / "tills.py").write_text(changed, encoding="utf-8")
     sys.modules.pop("tills")
     (tmp_path / "off.toml").write_text("[loop]\nmax_deferral = 0\n")
-    done = run("explain", "tills:charge", "--policy", "off.toml")
-    assert "no deferral (loop.max_deferral is 0)" in done.stdout
-    assert "tries 4 times within 1 min 30 s, each at most 20 s: 12 calls of it" in done.stdout
-    assert "hangs gets one attempt" not in done.stdout
+    result = run_policy("explain", "tills:charge", "--policy", "off.toml")
+    assert "no deferral (loop.max_deferral is 0)" in result.stdout
+    assert "tries 4 times within 1 min 30 s, each at most 20 s: 12 calls of it" in result.stdout
+    assert "hangs gets one attempt" not in result.stdout
     (tmp_path / "any.toml").write_text("[steps.process.retry]\nbackoff = 0\n")
-    assert "at most any number of times" in run("explain", "tills:charge", "--policy", "any.toml").stdout
+    assert "at most any number of times" in run_policy("explain", "tills:charge", "--policy", "any.toml").stdout
 
 
-def test_a_policy_that_the_broker_cannot_hold_is_refused():
-    done = run("explain", "tills:refused")
-    assert done.exit_code == PolicyExit.REFUSED
-    assert "ends after 1 min, and cannot be renewed" in done.stdout
-    assert "'slow' takes a delivery back after 60 s" in done.stderr
-    code, said = told("tills:refused")
-    assert code == PolicyExit.REFUSED
-    assert "set loop.transaction_timeout" in said["refused"]
+def test_a_policy_that_the_broker_cannot_support_is_rejected():
+    result = run_policy("explain", "tills:refused")
+    assert result.exit_code == PolicyExit.REJECTED
+    assert "ends after 1 min, and cannot be renewed" in result.stdout
+    assert "'slow' takes a delivery back after 60 s" in result.stderr
+    code, explanation = explain("tills:refused")
+    assert code == PolicyExit.REJECTED
+    assert "set loop.transaction_timeout" in explanation["refused"]
 
 
-def test_a_body_that_nothing_ends_is_said_and_is_null_for_machines():
-    code, said = told("tills:endless")
+def test_a_handler_call_without_a_time_limit_is_reported_and_is_null_in_json():
+    code, explanation = explain("tills:endless")
     assert code == PolicyExit.OK
-    assert said["worst"]["busy"] is None
-    assert any("nothing ends a body that hangs" in advice for advice in said["advice"])
-    assert "no limit" in run("explain", "tills:endless").stdout
+    assert explanation["worst"]["busy"] is None
+    assert any("nothing ends a body that hangs" in advice for advice in explanation["advice"])
+    assert "no limit" in run_policy("explain", "tills:endless").stdout
 
 
-def test_a_timeout_that_never_counts_is_said():
-    _, said = told("tills:hasty")
-    assert any("steps.process.retry.timeout never counts" in advice for advice in said["advice"])
+def test_a_timeout_without_an_effect_is_reported():
+    _, explanation = explain("tills:hasty")
+    assert any("steps.process.retry.timeout never counts" in advice for advice in explanation["advice"])
 
 
 def test_the_settings_change_the_policy(tmp_path):
     (tmp_path / "ergon.toml").write_text("[tasks.charge.policy.steps.process.retry]\nmax_attempts = 2\n")
-    assert told("tills:charge")[1]["worst"]["calls"] == 2
+    assert explain("tills:charge")[1]["worst"]["calls"] == 2
 
 
-def test_a_file_takes_its_place(tmp_path):
+def test_a_policy_file_replaces_the_policy(tmp_path):
     (tmp_path / "other.toml").write_text("[steps.process.retry]\nmax_attempts = 7\n")
-    assert told("tills:charge", "--policy", "other.toml")[1]["worst"]["calls"] == 7
+    assert explain("tills:charge", "--policy", "other.toml")[1]["worst"]["calls"] == 7
 
 
 @pytest.mark.parametrize("name", ["nowhere:charge", "tills:chrage", "tills"])
-def test_a_task_that_is_not_there_is_a_mistake_of_the_command_line(name):
-    done = run("explain", name)
-    assert done.exit_code == PolicyExit.USAGE
-    assert done.stderr.startswith("ergon: ")
+def test_an_unknown_task_is_a_usage_error(name):
+    result = run_policy("explain", name)
+    assert result.exit_code == PolicyExit.USAGE
+    assert result.stderr.startswith("ergon: ")
 
 
 @pytest.mark.parametrize("kind", ["consumer", "producer", "provider"])
 def test_the_schema_is_that_of_the_policy(kind):
-    schema = json.loads(run("schema", kind).stdout)
+    schema = json.loads(run_policy("schema", kind).stdout)
     assert schema["additionalProperties"] is False
     assert schema["title"].lower().startswith(kind)
 
 
 def test_the_consumers_schema_is_the_default():
-    assert json.loads(run("schema").stdout) == ConsumerPolicy.model_json_schema()
+    assert json.loads(run_policy("schema").stdout) == ConsumerPolicy.model_json_schema()
 
 
-def test_lengths_of_time_as_people_say_them():
+def test_durations_are_formatted_for_people():
     lengths = (0, 0.002, 1.5, 59.99, 60, 90, 7200, 7260, 200_000, float("inf"))
-    said = ["0 s", "2 ms", "1.5 s", "60 s", "1 min", "1 min 30 s", "2 h", "2 h 1 min", "2 d 7 h", "no limit"]
-    assert [seconds(length) for length in lengths] == said
+    expected = ["0 s", "2 ms", "1.5 s", "60 s", "1 min", "1 min 30 s", "2 h", "2 h 1 min", "2 d 7 h", "no limit"]
+    assert [format_duration(length) for length in lengths] == expected

@@ -1,4 +1,4 @@
-"""The rules of redaction: secrets by name and by form are hidden, other text stays, and no text takes long."""
+"""The redaction rules: secrets are hidden by name and by form, other text stays, and no text takes long."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import time
 import pytest
 
 from ergon_framework import redaction
-from ergon_framework.errors import text, to_one_line
-from ergon_framework.failure import describe
-from ergon_framework.redaction import HIDDEN, hide_known, is_secret_name, redact_address, redact_text
-from ergon_framework.telemetry.redaction import masked, redact, secret, shown
-from tests.secret_forms import FORMS, UNKNOWN
+from ergon_framework.errors import error_message, to_one_line
+from ergon_framework.failure import describe_error
+from ergon_framework.redaction import HIDDEN, hide_known_password, is_secret_name, redact_address, redact_text
+from ergon_framework.telemetry.redaction import is_secret_name as is_secret_field
+from ergon_framework.telemetry.redaction import mask_credentials, redact, redacted_repr
+from tests.secret_forms import FORMS, UNDETECTABLE
 
 
 @pytest.fixture
 def rules(monkeypatch):
     """Leave the rules of the process as they are."""
-    monkeypatch.setattr(redaction, "_added", None)
-    monkeypatch.setattr(redaction, "_known", {})
-    monkeypatch.setattr(redaction, "_known_pattern", None)
+    monkeypatch.setattr(redaction, "_configured_rules", None)
+    monkeypatch.setattr(redaction, "_known_passwords", {})
+    monkeypatch.setattr(redaction, "_known_passwords_pattern", None)
     redaction._is_secret.cache_clear()
     yield monkeypatch
     redaction._is_secret.cache_clear()
@@ -32,9 +33,9 @@ def test_a_secret_of_a_known_form_is_hidden(form):
     hidden = redact_text(message)
     assert value not in hidden
     assert redact_text(hidden) == hidden
-    assert value not in describe(RuntimeError(message))
-    assert value not in text(RuntimeError(message))
-    assert value not in shown(redact, "value", {"note": message})
+    assert value not in describe_error(RuntimeError(message))
+    assert value not in error_message(RuntimeError(message))
+    assert value not in redacted_repr(redact, "value", {"note": message})
 
 
 def test_there_are_enough_forms():
@@ -42,9 +43,9 @@ def test_there_are_enough_forms():
 
 
 @pytest.mark.spec("SEC-02")
-@pytest.mark.parametrize("form", UNKNOWN)
-def test_what_no_rule_can_know_is_listed_with_its_reason(form):
-    message, value, reason = UNKNOWN[form]
+@pytest.mark.parametrize("form", UNDETECTABLE)
+def test_an_undetectable_form_is_listed_with_its_reason(form):
+    message, value, reason = UNDETECTABLE[form]
     assert value in redact_text(message)
     assert reason
 
@@ -62,7 +63,7 @@ def test_what_no_rule_can_know_is_listed_with_its_reason(form):
 )  # fmt: skip
 def test_the_name_of_a_secret_is_known_in_every_style(name):
     assert is_secret_name(name)
-    assert secret(name)
+    assert is_secret_field(name)
 
 
 @pytest.mark.spec("SEC-02")
@@ -74,13 +75,13 @@ def test_the_name_of_a_secret_is_known_in_every_style(name):
         "random_seed", "oauth", "customerPin", "cookbook", "assignature",
     ],
 )  # fmt: skip
-def test_an_ordinary_name_is_none_of_a_secret(name):
+def test_an_ordinary_name_is_not_a_secret_name(name):
     assert not is_secret_name(name)
 
 
 @pytest.mark.spec("SEC-02")
 @pytest.mark.parametrize(
-    "words",
+    "message",
     [
         "compass: north, author: Bob, keyboard: de",
         "the tokenizer failed on keyboard input",
@@ -107,12 +108,12 @@ def test_an_ordinary_name_is_none_of_a_secret(name):
         "a - b -- c --verbose yes",
     ],
 )
-def test_ordinary_text_stays(words):
-    assert redact_text(words) == words
+def test_ordinary_text_is_unchanged(message):
+    assert redact_text(message) == message
 
 
-#: Each is repeated to a megabyte: beginnings of what a rule looks for, without its end.
-HOSTILE = [
+#: Each is repeated to a megabyte: beginnings of what a rule matches, without the end.
+HOSTILE_PARTS = [
     "aaaa", "a.", "a:", "://", "a://,", "(a://", '"', "'", "\\", "password=", "password='", "password={", "[{(",
     "-----BEGIN A-----", "-----BEGIN ", "eyJ", "eyJaaaaaaaa.", "<a", "<password>", "--a ", "%3D", "a%41", "%41", "a%",
     "a@", "a:a@", ",a", "x=,", "token ", "bearer ", "password is ", 'name="a"\n', "api key ", "AKIA", " ", "\n",
@@ -123,15 +124,15 @@ HOSTILE = [
 
 def _measure(part, length):
     hostile = (part * (length // len(part) + 1))[:length] + " password bearer identified"
-    began = time.process_time()
+    start = time.process_time()
     redact_text(hostile)
-    return time.process_time() - began
+    return time.process_time() - start
 
 
 @pytest.mark.spec("SEC-02")
 def test_hostile_text_takes_time_in_proportion_to_its_length():
     slow = {}
-    for part in HOSTILE:
+    for part in HOSTILE_PARTS:
         times = [min(_measure(part, length) for _ in range(3)) for length in (4_000, 32_000)]
         # Eight times the text; a quadratic rule takes 64 times as long.
         if times[1] > 30 * max(times[0], 0.005):
@@ -141,16 +142,16 @@ def test_hostile_text_takes_time_in_proportion_to_its_length():
 
 @pytest.mark.spec("SEC-02")
 def test_a_megabyte_is_redacted_in_seconds():
-    began = time.process_time()
+    start = time.process_time()
     redact_text('failed: https://host/path?a=1 {\'id\': 7, "name": "Bob"} order=17 --flag x ' * 13_000 + "password=x")
-    assert time.process_time() - began < 10
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.spec("SEC-01")
 def test_a_message_is_redacted_before_it_is_cut():
-    half = "x" * 480 + " postgresql://app:S3cr3tZq7vXwK9mPb2Ld-and-more@db/shop"
-    assert "S3cr3t" not in describe(RuntimeError(half))
-    assert len(describe(RuntimeError("x" * 2_000_000))) == 500
+    message = "x" * 480 + " postgresql://app:S3cr3tZq7vXwK9mPb2Ld-and-more@db/shop"
+    assert "S3cr3t" not in describe_error(RuntimeError(message))
+    assert len(describe_error(RuntimeError("x" * 2_000_000))) == 500
 
 
 # -- addresses ------------------------------------------------------------------------------------
@@ -175,24 +176,24 @@ def test_an_address_shows_no_credential(scheme, password):
         ("postgresql://h/db?user=a@b", "postgresql://h/db?user=a@b"),
     ],
 )
-def test_an_address_keeps_what_is_no_credential(address, shown_as):
+def test_an_address_keeps_parts_without_credentials(address, shown_as):
     assert redact_address(address) == shown_as
 
 
 @pytest.mark.spec("SEC-03")
 def test_parts_of_a_password_that_a_client_misreads_are_hidden():
-    told = "failed to resolve host 'ret99@h': Port could not be cast to integer value as 'Sec'"
-    assert hide_known(told, "postgresql://postgres:Sec@ret99@h/q") == (
+    message = "failed to resolve host 'ret99@h': Port could not be cast to integer value as 'Sec'"
+    assert hide_known_password(message, "postgresql://postgres:Sec@ret99@h/q") == (
         f"failed to resolve host '{HIDDEN}@h': Port could not be cast to integer value as '{HIDDEN}'"
     )
-    assert hide_known("wrong pa55 x", "host=h password='pa55'") == f"wrong {HIDDEN} x"
+    assert hide_known_password("wrong pa55 x", "host=h password='pa55'") == f"wrong {HIDDEN} x"
 
 
 def test_a_user_without_a_password_is_named_where_it_cannot_be_a_token():
-    assert hide_known('grant usage to "clerk_of_orders"', "postgresql://clerk_of_orders@h/q").endswith(
+    assert hide_known_password('grant usage to "clerk_of_orders"', "postgresql://clerk_of_orders@h/q").endswith(
         '"clerk_of_orders"'
     )
-    assert hide_known("wrong s3cr3t-token", "nats://s3cr3t-token@h") == f"wrong {HIDDEN}"
+    assert hide_known_password("wrong s3cr3t-token", "nats://s3cr3t-token@h") == f"wrong {HIDDEN}"
 
 
 @pytest.mark.spec("SEC-03")
@@ -202,7 +203,7 @@ def test_a_password_that_the_process_uses_is_hidden_everywhere(rules):
     redaction.learn_address("amqp://app:nobody@mq")
     assert redact_text("Tr0ub4dor was refused") == f"{HIDDEN} was refused"
     assert redact_text("nobody is a guest") == "nobody is a guest"
-    rules.setattr(redaction, "_MAX_KNOWN", 2)
+    rules.setattr(redaction, "_MAX_KNOWN_PASSWORDS", 2)
     for number in range(4):
         redaction.learn_address(f"amqp://app:Tr0ub4dor{number}@mq")
     assert redact_text("Tr0ub4dor3 Tr0ub4dor") == f"{HIDDEN} Tr0ub4dor"
@@ -221,13 +222,13 @@ def test_the_environment_adds_names_and_patterns(rules):
 
 @pytest.mark.spec("SEC-02")
 @pytest.mark.parametrize(
-    "names, patterns, named",
+    "names, patterns, expected",
     [([], ["("], "'('"), ([], ["x*"], "'x*'"), (["42"], [], "'42'")],
 )
-def test_an_invalid_rule_is_named(rules, names, patterns, named):
-    with pytest.raises(ValueError, match=r"name|pattern") as refused:
+def test_an_invalid_rule_is_named(rules, names, patterns, expected):
+    with pytest.raises(ValueError, match=r"name|pattern") as caught:
         redaction.configure(names, patterns)
-    assert named in str(refused.value)
+    assert expected in str(caught.value)
 
 
 @pytest.mark.spec("SEC-02")
@@ -242,5 +243,5 @@ def test_text_on_one_line_has_no_control_characters():
     assert to_one_line("plain") == "plain"
 
 
-def test_the_names_of_telemetry_stay():
-    assert masked("password=x") == f"password={HIDDEN}"
+def test_the_old_names_in_telemetry_still_work():
+    assert mask_credentials("password=x") == f"password={HIDDEN}"

@@ -1,4 +1,4 @@
-"""The execution scope: readable anywhere below a handler, and only ever shortened."""
+"""The execution scope: readable anywhere inside a handler, and only ever shortened."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ class Clock:
         return self.now
 
 
-def attempt(transaction=ORDER, *, deadline=None, clock=None, number=2):
+def make_scope(transaction=ORDER, *, deadline=None, clock=None, number=2):
     return Scope(transaction, step="process", attempt=number, deadline=deadline, clock=clock or Clock())
 
 
-def below(entered, function):
-    """Run *function* as if below the handler of *entered*, leaving this test's context alone."""
+def run_in_handler(handler_scope, function):
+    """Run *function* as if inside the handler of *entered*, without changing this test's context."""
 
-    def body():
-        scope.enter(entered)
+    def call():
+        scope.set_scope(handler_scope)
         return function()
 
-    return contextvars.copy_context().run(body)
+    return contextvars.copy_context().run(call)
 
 
 @pytest.mark.spec("CON-43")
-def test_everything_below_a_handler_can_read_the_scope():
-    entered = attempt(deadline=130.0)
-    read = below(entered, scope.current)
-    assert read is entered
-    assert (read.transaction_id, read.correlation, read.tenant) == ("order-7", "basket-3", "acme")
-    assert (read.attempt, read.step, read.deadline, read.cancelled) == (2, "process", 130.0, False)
+def test_code_inside_a_handler_can_read_the_scope():
+    handler_scope = make_scope(deadline=130.0)
+    current = run_in_handler(handler_scope, scope.current)
+    assert current is handler_scope
+    assert (current.transaction_id, current.correlation, current.tenant) == ("order-7", "basket-3", "acme")
+    assert (current.attempt, current.step, current.deadline, current.cancelled) == (2, "process", 130.0, False)
 
 
 @pytest.mark.spec("CON-43")
-def test_tasks_and_carried_threads_below_a_handler_read_the_same_scope():
-    entered = attempt()
+def test_tasks_and_threads_inside_a_handler_read_the_same_scope():
+    handler_scope = make_scope()
     seen = []
 
     def handler():
@@ -59,12 +59,12 @@ def test_tasks_and_carried_threads_below_a_handler_read_the_same_scope():
             return await asyncio.create_task(asyncio.to_thread(scope.current))
 
         seen.append(asyncio.run(inner()))
-        carried = threading.Thread(target=contextvars.copy_context().run, args=(lambda: seen.append(scope.current()),))
-        carried.start()
-        carried.join()
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(lambda: seen.append(scope.current()),))
+        thread.start()
+        thread.join()
 
-    below(entered, handler)
-    assert seen == [entered, entered]
+    run_in_handler(handler_scope, handler)
+    assert seen == [handler_scope, handler_scope]
 
 
 def test_there_is_no_scope_outside_of_a_handler():
@@ -72,12 +72,12 @@ def test_there_is_no_scope_outside_of_a_handler():
 
 
 def test_a_scope_can_be_left():
-    assert below(attempt(), lambda: (scope.enter(None), scope.current())[1]) is None
+    assert run_in_handler(make_scope(), lambda: (scope.set_scope(None), scope.current())[1]) is None
 
 
 def test_a_transaction_without_a_correlation_correlates_by_its_id():
-    assert attempt(Transaction("order-7")).correlation == "order-7"
-    assert attempt(Transaction("order-7")).tenant is None
+    assert make_scope(Transaction("order-7")).correlation == "order-7"
+    assert make_scope(Transaction("order-7")).tenant is None
 
 
 # -- the deadline ---------------------------------------------------------------------------------
@@ -96,115 +96,115 @@ def test_a_transaction_without_a_correlation_correlates_by_its_id():
     ],
 )
 def test_a_deadline_can_only_be_shortened(deadline, seconds, expected):
-    def shortened():
-        with scope.shorten(seconds) as inner:
+    def shorten():
+        with scope.deadline_within(seconds) as inner:
             assert scope.current() is inner
             return inner.deadline
 
-    assert below(attempt(deadline=deadline), shortened) == expected
+    assert run_in_handler(make_scope(deadline=deadline), shorten) == expected
 
 
 @pytest.mark.spec("CON-43")
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=5), st.none() | st.floats(0, 1e6))
-def test_no_layer_gives_the_layers_below_it_more_time_than_it_has(layers, deadline):
-    def nested(rest):
+def test_no_layer_gives_inner_layers_more_time_than_it_has(layers, deadline):
+    def shorten_each(rest):
         outer = scope.current()
         if not rest:
             return
-        with scope.shorten(rest[0]) as inner:
+        with scope.deadline_within(rest[0]) as inner:
             assert outer.deadline is None or inner.deadline <= outer.deadline
-            nested(rest[1:])
+            shorten_each(rest[1:])
 
-    below(attempt(deadline=deadline), lambda: nested(layers))
+    run_in_handler(make_scope(deadline=deadline), lambda: shorten_each(layers))
 
 
 @pytest.mark.spec("CON-43")
-def test_an_infinite_wish_changes_nothing():
-    def shortened():
-        with scope.shorten(float("inf")) as inner:
+def test_an_infinite_limit_changes_nothing():
+    def shorten():
+        with scope.deadline_within(float("inf")) as inner:
             return inner.deadline
 
-    assert below(attempt(deadline=130.0), shortened) == 130.0
+    assert run_in_handler(make_scope(deadline=130.0), shorten) == 130.0
 
 
 @pytest.mark.parametrize("seconds", [-1, float("nan")])
-def test_a_time_that_no_clock_reaches_is_refused(seconds):
-    def shortened():
-        with scope.shorten(seconds):
+def test_an_invalid_time_is_rejected(seconds):
+    def shorten():
+        with scope.deadline_within(seconds):
             pytest.fail("entered")
 
     with pytest.raises(ValueError, match="a scope can be shortened to a number of seconds >= 0"):
-        below(attempt(), shortened)
+        run_in_handler(make_scope(), shorten)
 
 
-def test_a_shortened_scope_is_the_same_work():
-    def shortened():
-        with scope.shorten(1) as inner:
+def test_a_shortened_scope_belongs_to_the_same_attempt():
+    def shorten():
+        with scope.deadline_within(1) as inner:
             return inner
 
-    outer = attempt(deadline=130.0)
-    inner = below(outer, shortened)
+    outer = make_scope(deadline=130.0)
+    inner = run_in_handler(outer, shorten)
     assert (inner.transaction, inner.step, inner.attempt, inner.clock) == (ORDER, "process", 2, outer.clock)
 
 
 @pytest.mark.parametrize("leave", [lambda: None, lambda: 1 / 0], ids=["normally", "by an error"])
 def test_the_outer_scope_is_back_after_the_shortened_one(leave):
-    def shortened():
+    def shorten():
         outer = scope.current()
         try:
-            with scope.shorten(1):
+            with scope.deadline_within(1):
                 leave()
         except ZeroDivisionError:
             pass
         return scope.current() is outer
 
-    assert below(attempt(), shortened)
+    assert run_in_handler(make_scope(), shorten)
 
 
 def test_nothing_can_be_shortened_outside_of_a_handler():
-    with pytest.raises(ConfigurationError, match="no scope to shorten"), scope.shorten(1):
+    with pytest.raises(ConfigurationError, match="no scope to shorten"), scope.deadline_within(1):
         pytest.fail("entered")
 
 
 def test_the_time_left_runs_down_to_zero_and_no_further():
     clock = Clock(100.0)
-    running = attempt(deadline=130.0, clock=clock)
-    left = []
+    attempt_scope = make_scope(deadline=130.0, clock=clock)
+    remaining = []
     for clock.now in (100.0, 129.5, 130.0, 200.0):
-        left.append(running.remaining())
-    assert left == [30.0, 0.5, 0.0, 0.0]
+        remaining.append(attempt_scope.remaining())
+    assert remaining == [30.0, 0.5, 0.0, 0.0]
 
 
 def test_without_a_deadline_no_time_runs_down():
-    assert attempt().remaining() is None
+    assert make_scope().remaining() is None
 
 
 # -- cancellation ---------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("CON-43")
-def test_a_cancelled_attempt_is_cancelled_for_every_layer_below():
-    outer = attempt()
+def test_a_cancelled_attempt_is_cancelled_for_every_inner_layer():
+    outer = make_scope()
 
-    def shortened():
-        with scope.shorten(10), scope.shorten(5) as inner:
+    def cancel_outer():
+        with scope.deadline_within(10), scope.deadline_within(5) as inner:
             before = inner.cancelled
             outer.cancel()
             return before, inner.cancelled
 
-    assert below(outer, shortened) == (False, True)
+    assert run_in_handler(outer, cancel_outer) == (False, True)
     assert outer.cancelled
 
 
-def test_a_cancelled_layer_does_not_cancel_the_attempt_above_it():
-    outer = attempt()
+def test_a_cancelled_layer_does_not_cancel_its_attempt():
+    outer = make_scope()
 
-    def shortened():
-        with scope.shorten(10) as inner:
+    def cancel_inner():
+        with scope.deadline_within(10) as inner:
             inner.cancel()
             return inner.cancelled
 
-    assert below(outer, shortened)
+    assert run_in_handler(outer, cancel_inner)
     assert not outer.cancelled
 
 
@@ -213,34 +213,34 @@ def test_a_cancelled_layer_does_not_cancel_the_attempt_above_it():
 
 @pytest.mark.spec("CON-48")
 def test_an_effect_has_the_id_that_its_transaction_derives():
-    assert attempt().derive("payments.charge") == ORDER.derive("payments.charge")
+    assert make_scope().derive("payments.charge") == ORDER.derive("payments.charge")
 
 
 @pytest.mark.spec("CON-48")
 def test_a_second_effect_of_one_name_in_one_attempt_is_an_error():
-    running = attempt()
-    running.derive("payments.charge")
+    attempt_scope = make_scope()
+    attempt_scope.derive("payments.charge")
     with pytest.raises(ConfigurationError, match=r"second effect named 'payments.charge'.*'order-7'.*its own name="):
-        running.derive("payments.charge")
-    assert running.derive("payments.charge/tip") != ORDER.derive("payments.charge")
+        attempt_scope.derive("payments.charge")
+    assert attempt_scope.derive("payments.charge/tip") != ORDER.derive("payments.charge")
 
 
 @pytest.mark.spec("CON-48")
-def test_a_shortened_scope_is_no_way_around_the_names_of_its_attempt():
-    running = attempt()
+def test_a_shortened_scope_shares_the_effect_names_of_its_attempt():
+    attempt_scope = make_scope()
 
-    def twice():
-        with scope.shorten(10) as first:
+    def derive_twice():
+        with scope.deadline_within(10) as first:
             first.derive("payments.charge")
-        with scope.shorten(10) as second:
+        with scope.deadline_within(10) as second:
             second.derive("payments.charge")
 
     with pytest.raises(ConfigurationError, match="second effect"):
-        below(running, twice)
+        run_in_handler(attempt_scope, derive_twice)
     with pytest.raises(ConfigurationError, match="second effect"):
-        running.derive("payments.charge")
+        attempt_scope.derive("payments.charge")
 
 
 @pytest.mark.spec("CON-48")
 def test_the_next_attempt_may_use_the_name_again_and_gets_the_same_id():
-    assert attempt(number=0).derive("payments.charge") == attempt(number=1).derive("payments.charge")
+    assert make_scope(number=0).derive("payments.charge") == make_scope(number=1).derive("payments.charge")

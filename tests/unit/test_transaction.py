@@ -1,4 +1,4 @@
-"""Transaction: frozen, cheap, and the source of every id made while handling it."""
+"""Transaction: frozen, low overhead, and the source of every id created while handling it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ergon_framework.errors import Category, ConfigurationError
 from ergon_framework.failure import Attempt, Deferral
 from ergon_framework.transaction import Transaction
 
-FULL = Transaction(
+FULL_TRANSACTION = Transaction(
     "order-7",
     {"total": 12},
     source="shop",
@@ -38,17 +38,19 @@ FULL = Transaction(
     history=(Attempt(attempt=3, category=Category.SYSTEM, error="busy"),),
     trace={"traceparent": "00-1-2-01"},
 )
-FIELDS = [name for name in dir(FULL) if not name.startswith("_") and not callable(getattr(FULL, name))]
+FIELDS = [
+    name for name in dir(FULL_TRANSACTION) if not name.startswith("_") and not callable(getattr(FULL_TRANSACTION, name))
+]
 
 
-def below_handler(function, handled=FULL):
-    """Run *function* as if below the handler of *handled*, leaving this test's context alone."""
+def run_in_handler(function, handled=FULL_TRANSACTION):
+    """Run *function* as if inside the handler of *handled*, without changing this test's context."""
 
-    def body():
-        scope.enter(scope.Scope(handled, step="process", attempt=0))
+    def call():
+        scope.set_scope(scope.Scope(handled, step="process", attempt=0))
         return function()
 
-    return contextvars.copy_context().run(body)
+    return contextvars.copy_context().run(call)
 
 
 # -- the envelope ---------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ def test_only_the_id_is_needed():
     }
 
 
-def test_a_transaction_without_an_id_is_refused():
+def test_a_transaction_without_an_id_is_rejected():
     with pytest.raises(ValueError, match="needs an id that stays the same"):
         Transaction("")
 
@@ -87,15 +89,15 @@ def test_a_transaction_without_an_id_is_refused():
 @pytest.mark.parametrize("name", FIELDS)
 def test_no_field_can_be_changed_or_deleted(name):
     with pytest.raises(AttributeError, match=rf"frozen; use replace\({name}="):
-        setattr(FULL, name, None)
+        setattr(FULL_TRANSACTION, name, None)
     with pytest.raises(AttributeError, match=f"frozen; '{name}' cannot be deleted"):
-        delattr(FULL, name)
+        delattr(FULL_TRANSACTION, name)
 
 
 def test_no_field_can_be_added():
     with pytest.raises(AttributeError, match="frozen"):
-        FULL.note = "x"
-    assert not hasattr(FULL, "__dict__")
+        FULL_TRANSACTION.note = "x"
+    assert not hasattr(FULL_TRANSACTION, "__dict__")
 
 
 def test_the_empty_trace_carrier_that_transactions_share_cannot_be_written():
@@ -104,34 +106,36 @@ def test_the_empty_trace_carrier_that_transactions_share_cannot_be_written():
     assert Transaction("b").trace == {}
 
 
-def other(name):
-    """Another value for a field."""
+def make_other_value(name):
+    """Return another value for a field."""
     return 99.0 if name.endswith("_at") else "other"
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_copy_differs_in_what_was_named_only(name):
-    changed = FULL.replace(**{name: other(name)})
-    assert getattr(changed, name) == other(name)
-    assert {n: getattr(changed, n) for n in FIELDS if n != name} == {n: getattr(FULL, n) for n in FIELDS if n != name}
-    assert changed != FULL
-    assert getattr(FULL, name) != other(name)
+def test_a_copy_differs_only_in_the_named_field(name):
+    changed = FULL_TRANSACTION.replace(**{name: make_other_value(name)})
+    assert getattr(changed, name) == make_other_value(name)
+    assert {n: getattr(changed, n) for n in FIELDS if n != name} == {
+        n: getattr(FULL_TRANSACTION, n) for n in FIELDS if n != name
+    }
+    assert changed != FULL_TRANSACTION
+    assert getattr(FULL_TRANSACTION, name) != make_other_value(name)
 
 
 def test_a_copy_is_checked_like_a_new_one():
     with pytest.raises(ValueError, match="needs an id"):
-        FULL.replace(id="")
+        FULL_TRANSACTION.replace(id="")
     with pytest.raises(TypeError, match="colour"):
-        FULL.replace(colour="red")
+        FULL_TRANSACTION.replace(colour="red")
 
 
 def test_equal_transactions_are_equal_and_hash_alike():
-    again = FULL.replace()
-    assert again == FULL
-    assert again is not FULL
-    assert hash(again) == hash(FULL)
-    assert FULL != "order-7"
-    assert len({FULL, again, FULL.replace(source="other")}) == 2
+    copied = FULL_TRANSACTION.replace()
+    assert copied == FULL_TRANSACTION
+    assert copied is not FULL_TRANSACTION
+    assert hash(copied) == hash(FULL_TRANSACTION)
+    assert FULL_TRANSACTION != "order-7"
+    assert len({FULL_TRANSACTION, copied, FULL_TRANSACTION.replace(source="other")}) == 2
 
 
 def test_a_payload_that_cannot_be_hashed_does_not_matter():
@@ -139,17 +143,17 @@ def test_a_payload_that_cannot_be_hashed_does_not_matter():
 
 
 def test_the_payload_is_not_shown():
-    shown = f"{Transaction('a', 'card 4242')!r} {Transaction('a', 'card 4242')}"
-    assert "4242" not in shown
-    assert "id='a'" in shown
+    text = f"{Transaction('a', 'card 4242')!r} {Transaction('a', 'card 4242')}"
+    assert "4242" not in text
+    assert "id='a'" in text
 
 
-@pytest.mark.parametrize("original", [FULL, Transaction("a")], ids=["full", "bare"])
+@pytest.mark.parametrize("original", [FULL_TRANSACTION, Transaction("a")], ids=["full", "bare"])
 @pytest.mark.parametrize("move", [lambda t: pickle.loads(pickle.dumps(t)), copy.copy, copy.deepcopy])
-def test_a_transaction_can_travel_and_be_copied(original, move):
-    arrived = move(original)
-    assert arrived == original
-    assert type(arrived) is Transaction
+def test_a_transaction_can_be_pickled_and_copied(original, move):
+    restored = move(original)
+    assert restored == original
+    assert type(restored) is Transaction
 
 
 # -- derived ids ----------------------------------------------------------------------------------
@@ -164,20 +168,20 @@ def test_a_derived_id_is_known_beforehand():
 @pytest.mark.spec("CON-48")
 @pytest.mark.parametrize("name", [name for name in FIELDS if name not in {"id", "source"}])
 def test_a_derived_id_depends_on_nothing_but_source_id_and_name(name):
-    assert FULL.replace(**{name: other(name)}).derive("x") == FULL.derive("x")
+    assert FULL_TRANSACTION.replace(**{name: make_other_value(name)}).derive("x") == FULL_TRANSACTION.derive("x")
 
 
 @pytest.mark.spec("CON-48")
 def test_a_derived_id_is_the_same_in_another_process():
     program = "from ergon_framework.transaction import Transaction as T; print(T('ü', source='s').derive('n'))"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         check=True,
         env={"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)},
     )
-    assert done.stdout.strip() == Transaction("ü", source="s").derive("n")
+    assert process.stdout.strip() == Transaction("ü", source="s").derive("n")
 
 
 parts = st.tuples(st.text(max_size=3), st.text(min_size=1, max_size=3), st.text(max_size=3))
@@ -186,18 +190,18 @@ parts = st.tuples(st.text(max_size=3), st.text(min_size=1, max_size=3), st.text(
 @pytest.mark.spec("CON-48")
 @given(parts, parts)
 def test_different_sources_ids_or_names_never_share_an_id(one, other):
-    ids = [Transaction(own, source=source).derive(name) for source, own, name in (one, other)]
+    ids = [Transaction(own_id, source=source).derive(name) for source, own_id, name in (one, other)]
     assert (ids[0] == ids[1]) == (one == other)
 
 
 @pytest.mark.spec("CON-48")
 def test_the_border_between_the_parts_counts():
     spellings = [("a", "bc", "d"), ("ab", "c", "d"), ("a", "b", "cd"), ("", "abc", "d")]
-    assert len({Transaction(own, source=source).derive(name) for source, own, name in spellings}) == 4
+    assert len({Transaction(own_id, source=source).derive(name) for source, own_id, name in spellings}) == 4
 
 
-def test_a_transaction_derives_the_same_name_as_often_as_it_is_asked():
-    assert FULL.derive("x") == FULL.derive("x")
+def test_deriving_one_name_twice_gives_the_same_id():
+    assert FULL_TRANSACTION.derive("x") == FULL_TRANSACTION.derive("x")
 
 
 # -- new transactions -----------------------------------------------------------------------------
@@ -210,39 +214,39 @@ def test_outside_of_a_handler_a_new_transaction_has_a_random_id():
     assert one.created_at > 1.6e9
 
 
-def test_a_new_transaction_keeps_what_it_is_given():
-    made = Transaction.new(id="mine", created_at=5.0, tenant="acme")
-    assert (made.id, made.created_at, made.tenant) == ("mine", 5.0, "acme")
+def test_a_new_transaction_keeps_the_given_fields():
+    created = Transaction.new(id="mine", created_at=5.0, tenant="acme")
+    assert (created.id, created.created_at, created.tenant) == ("mine", 5.0, "acme")
 
 
 @pytest.mark.spec("CON-48")
-def test_below_a_handler_a_new_transaction_has_an_id_derived_from_the_handled_one():
-    def dispatched():
+def test_inside_a_handler_a_new_transaction_has_an_id_derived_from_the_handled_one():
+    def create():
         return Transaction.new(source="mail", type="receipt")
 
-    first, second = below_handler(dispatched), below_handler(dispatched)
-    assert first.id == second.id == FULL.derive("mail/receipt")
+    first, second = run_in_handler(create), run_in_handler(create)
+    assert first.id == second.id == FULL_TRANSACTION.derive("mail/receipt")
     assert (first.tenant, first.correlation, first.causation) == ("acme", "basket-3", "order-7")
 
 
 @pytest.mark.spec("CON-48")
 def test_a_second_new_transaction_of_one_name_needs_a_name_of_its_own():
-    def twice():
+    def create_twice():
         Transaction.new(source="mail", type="receipt")
         return Transaction.new(source="mail", type="receipt")
 
-    def named():
+    def create_named():
         Transaction.new(source="mail", type="receipt")
         return Transaction.new(source="mail", type="receipt", name="mail/receipt/2")
 
     with pytest.raises(ConfigurationError, match="second effect named 'mail/receipt'"):
-        below_handler(twice)
-    assert below_handler(named).id == FULL.derive("mail/receipt/2")
+        run_in_handler(create_twice)
+    assert run_in_handler(create_named).id == FULL_TRANSACTION.derive("mail/receipt/2")
 
 
-def test_below_a_handler_what_is_given_wins_over_what_is_inherited():
-    made = below_handler(lambda: Transaction.new(id="mine", tenant="other", correlation="c", causation="d"))
-    assert (made.id, made.tenant, made.correlation, made.causation) == ("mine", "other", "c", "d")
+def test_inside_a_handler_given_fields_override_inherited_ones():
+    created = run_in_handler(lambda: Transaction.new(id="mine", tenant="other", correlation="c", causation="d"))
+    assert (created.id, created.tenant, created.correlation, created.causation) == ("mine", "other", "c", "d")
 
 
 def test_the_examples_are_true():
@@ -252,7 +256,7 @@ def test_the_examples_are_true():
 @pytest.mark.parametrize(
     "fields", [{"id": 42}, {"id": "a", "key": 7}, {"id": "a", "expires_at": "tomorrow"}, {"id": "a", "created_at": []}]
 )
-def test_what_would_break_a_loop_later_is_refused_when_it_is_made(fields):
+def test_a_field_of_the_wrong_type_is_rejected_at_creation(fields):
     with pytest.raises(TypeError):
         Transaction(**fields)
 
@@ -287,19 +291,19 @@ class Uncopyable(dict):
 @pytest.mark.spec("DX-10")
 def test_an_isolated_transaction_differs_in_nothing_but_the_identity_of_its_payload():
     deferral = Deferral(count=1, since=1.0, at=2.0, until=3.0)
-    original = FULL.replace(payload={"a": [1, {"b": [2]}], "c": "text"}, deferral=deferral)
-    own = original.isolate()
-    assert own == original
-    assert type(own) is Transaction
-    own.payload["a"][1]["b"].append(3)
-    own.payload["a"].append(4)
-    own.payload["d"] = 5
+    original = FULL_TRANSACTION.replace(payload={"a": [1, {"b": [2]}], "c": "text"}, deferral=deferral)
+    isolated = original.isolate()
+    assert isolated == original
+    assert type(isolated) is Transaction
+    isolated.payload["a"][1]["b"].append(3)
+    isolated.payload["a"].append(4)
+    isolated.payload["d"] = 5
     assert original.payload == {"a": [1, {"b": [2]}], "c": "text"}
 
 
 @pytest.mark.spec("DX-10")
 @pytest.mark.parametrize("payload", [None, "text", 7, 1.5, True, b"bytes"])
-def test_a_payload_that_cannot_change_costs_no_copy(payload):
+def test_an_immutable_payload_is_not_copied(payload):
     original = Transaction("a", payload)
     assert original.isolate() is original
 
@@ -322,17 +326,17 @@ def test_a_payload_that_cannot_change_costs_no_copy(payload):
 def test_containers_dataclasses_and_models_are_copied(payload, change):
     original = Transaction("a", payload)
     before = copy.deepcopy(payload)
-    own = original.isolate()
-    assert type(own.payload) is type(payload)
-    change(own.payload)
-    assert original.payload == before != own.payload
+    isolated = original.isolate()
+    assert type(isolated.payload) is type(payload)
+    change(isolated.payload)
+    assert original.payload == before != isolated.payload
 
 
 @pytest.mark.spec("DX-10")
 @pytest.mark.parametrize(
     "payload", [FrozenLine([]), FrozenOrder(), object(), Uncopyable(), Line, Decimal(1)], ids=lambda p: type(p).__name__
 )
-def test_frozen_and_foreign_objects_and_what_cannot_be_copied_are_shared(payload):
+def test_frozen_third_party_and_uncopyable_objects_are_shared(payload):
     original = Transaction("a", payload)
     assert original.isolate() is original
     assert Transaction("a", [payload]).isolate().payload[0] is payload or isinstance(payload, Uncopyable)

@@ -1,7 +1,7 @@
-"""Runner: collects the tests once, and asks them about each mutant in a process forked for it.
+"""Runner: collects the tests once, and runs them against each mutant in a process forked for it.
 
-A mutant in a function's body gives the live function other code, which takes no time at all. What
-runs when a module is imported needs the modules and the tests anew; that is done only for those.
+A mutant in a function's body replaces the code of the live function, which takes no time. Code that runs when a module
+is imported requires a fresh import of the modules and the tests; only such mutants get one.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from hypothesis import Phase, settings
 
 from tools.mutation.operators import Mutant
 
-#: What a run needs of the project's own options, and nothing that makes it slow or random.
+#: The options of the project that a run needs, and nothing that makes it slow or random.
 OPTIONS = ["-o", "addopts=", "--import-mode=importlib", "--strict-markers", "--assert=plain", "-s"]
 OPTIONS += [f"-pno:{name}" for name in ("terminal", "cacheprovider", "randomly", "xdist", "looptime_plugin")]
 OPTIONS += ["--hypothesis-profile=mutants"]
 #: How often a test may hang on one mutant before it counts as noticed by a time limit only.
-HANGS = 3
+MAX_HANGS = 3
 COLD, FAILED, PASSED = 3, 1, 0
 #: The share of the patience that is spent on a mutant which is listed as equivalent.
-KNOWN = 0.2
-#: With fewer tests of its own than this, those who only run a module are asked about what it does on import.
-FEW = 30
-#: Bytes of address space after which a mutant that grows for ever is ended.
-SPACE = 8 << 30
+EQUIVALENT_SHARE = 0.2
+#: With fewer own tests than this, tests that only run a module also check its import.
+MIN_OWN_TESTS = 30
+#: Bytes of address space after which a mutant that grows without limit is ended.
+MAX_ADDRESS_BYTES = 8 << 30
 
-# A failure is all that is asked for: no smaller example, no memory of it.
+# Only the failure matters: no smaller example, no stored examples.
 settings.register_profile(
     "mutants", deadline=None, database=None, derandomize=True, max_examples=50, phases=(Phase.explicit, Phase.generate)
 )
@@ -54,7 +54,7 @@ settings.register_profile(
 
 @dataclass
 class Baseline:
-    """The tests without any mutant: how long each takes, which fail, who runs which line."""
+    """The tests without any mutant: how long each takes, which fail, which lines each runs."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     failing: set[str] = field(default_factory=set)
@@ -65,7 +65,7 @@ class Baseline:
 
 @dataclass
 class Verdict:
-    """What became of one mutant: killed, timeout or survived; and by which test, or why not."""
+    """The result of one mutant: killed, timeout or survived; and by which test, or why not."""
 
     mutant: Mutant
     word: str
@@ -73,8 +73,8 @@ class Verdict:
     seconds: float = 0.0
 
 
-class Watch:
-    """Tells through a pipe which test runs, and ends the process at the first failure."""
+class FailFastReporter:
+    """Reports the running test through a pipe, and ends the process at the first failure."""
 
     def __init__(self, pipe: int, order: Iterable[str] = ()) -> None:
         self._pipe = pipe
@@ -94,27 +94,27 @@ class Watch:
             os._exit(FAILED)
 
 
-class Measure:
-    """Notes for each test how long it takes, whether it fails and, if asked, which lines it runs."""
+class BaselineRecorder:
+    """Records for each test its duration, whether it fails and, optionally, the lines it runs."""
 
     def __init__(self, traced: list[str]) -> None:
         self.baseline = Baseline()
-        self._coverage = _tracer(traced) if traced else None
+        self._coverage = _create_tracer(traced) if traced else None
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         if self._coverage is not None:
             self._coverage.switch_context(nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        known = self.baseline.seconds.get(report.nodeid, 0.0)
-        self.baseline.seconds[report.nodeid] = known + report.duration
+        seconds = self.baseline.seconds.get(report.nodeid, 0.0)
+        self.baseline.seconds[report.nodeid] = seconds + report.duration
         if not report.passed:
             self.baseline.failing.add(report.nodeid)
 
     def run(self, items: list[pytest.Item]) -> Baseline:
         if self._coverage is not None:
             self._coverage.start()
-        _perform(items)
+        _run_items(items)
         if self._coverage is not None:
             self._coverage.stop()
             data = self._coverage.get_data()
@@ -124,19 +124,19 @@ class Measure:
         return self.baseline
 
 
-def _tracer(paths: list[str]) -> coverage.Coverage:
-    os.environ["COVERAGE_CORE"] = "ctrace"  # the other ways of tracing know nothing of contexts
+def _create_tracer(paths: list[str]) -> coverage.Coverage:
+    os.environ["COVERAGE_CORE"] = "ctrace"  # the other ways of tracing do not support contexts
     return coverage.Coverage(data_file=None, config_file=False, include=paths, concurrency="thread")
 
 
-def _perform(items: list[pytest.Item]) -> None:
+def _run_items(items: list[pytest.Item]) -> None:
     for item, after in zip(items, [*items[1:], None], strict=True):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
 
 
 @dataclass
-class Job:
-    """One mutant that is being asked about."""
+class MutantJob:
+    """One mutant that is being tested."""
 
     mutant: Mutant
     order: list[str]
@@ -145,9 +145,9 @@ class Job:
     began: float = 0.0
     pid: int = 0
     pipe: int = -1
-    heard: bytes = b""
+    output: bytes = b""
     running: str = ""
-    doubted: str | None = None
+    suspect: str | None = None
     limit: float = 0.0
     hung: list[str] = field(default_factory=list)
 
@@ -164,7 +164,7 @@ class Runner:
         self._workers = workers
         self._patience = patience
         self._items: dict[str, pytest.Item] = {}
-        self._importing = _tracer(self._paths)
+        self._importing = _create_tracer(self._paths)
         self._work: Callable[[Runner], None] = lambda _: None
         self._kills: dict[object, Counter[str]] = defaultdict(Counter)
         self._functions: dict[tuple[str, str, int], list[FunctionType]] = defaultdict(list)
@@ -172,7 +172,7 @@ class Runner:
         self.manager: Any = None
 
     def run(self, work: Callable[[Runner], None]) -> int:
-        """Collect, measure, then let *work* do what it wants with this runner."""
+        """Collect, measure, then call *work* with this runner."""
         self._work = work
         self._importing.start()
         return pytest.main([*OPTIONS, *self._tests], [self])
@@ -193,53 +193,56 @@ class Runner:
         gc.collect()
         for one in gc.get_objects():
             if isinstance(one, FunctionType) and one.__code__.co_filename in self._paths:
-                self._functions[_key(one.__code__)].append(one)
+                self._functions[_to_code_key(one.__code__)].append(one)
         gc.freeze()
-        self.baseline = self._measured()
+        self.baseline = self._measure_baseline()
         self.baseline.imported = imported
         self._work(self)
         return True
 
-    def _measured(self) -> Baseline:
-        """As many runs at once as there will be: one says who runs which line, the others how long it takes.
+    def _measure_baseline(self) -> Baseline:
+        """Measure in as many parallel runs as later: one records which test runs which line, the others durations.
 
-        What fails in any of them would fail for no reason later, so nothing is asked of it.
+        A test that fails in any of them is not used, because it would fail later without a reason.
         """
-        answers = [self._measuring(self._paths), *(self._measuring([]) for _ in range(max(1, self._workers - 1)))]
-        traced, *timed = (pickle.loads(answer()) for answer in answers)  # noqa: S301 - written by our own child
+        readers = [
+            self._start_measurement(self._paths),
+            *(self._start_measurement([]) for _ in range(max(1, self._workers - 1))),
+        ]
+        traced, *timed = (pickle.loads(read_result()) for read_result in readers)  # noqa: S301 - written by our own child
         failing = traced.failing.union(*(one.failing for one in timed))
         return Baseline(timed[0].seconds, failing, traced.lines)
 
-    def _measuring(self, traced: list[str]) -> Callable[[], bytes]:
+    def _start_measurement(self, traced: list[str]) -> Callable[[], bytes]:
         file = tempfile.TemporaryFile()  # noqa: SIM115 - closed when it is read
         pid = os.fork()
         if pid == 0:
-            with _last_words(complains=True):
-                measure = Measure(traced)
+            with _contain_child(print_errors=True):
+                measure = BaselineRecorder(traced)
                 self.manager.register(measure)
                 pickle.dump(measure.run(list(self._items.values())), file)
                 file.flush()
                 os._exit(PASSED)
 
-        def answer() -> bytes:
+        def read_result() -> bytes:
             os.waitpid(pid, 0)
             with file:
                 file.seek(0)
                 return file.read() or sys.exit("the tests without a mutant ended their own process")
 
-        return answer
+        return read_result
 
-    # -- which tests ------------------------------------------------------------------------------
+    # -- choice of tests --------------------------------------------------------------------------
 
-    def _order(self, mutant: Mutant, names: Iterable[str]) -> list[str]:
-        """Who killed most neighbours in the least time, then the fastest; as many as the patience allows."""
-        kills, near, seconds = self._kills[mutant.path], self._kills[mutant.function], self.baseline.seconds
+    def _choose_tests(self, mutant: Mutant, names: Iterable[str]) -> list[str]:
+        """Order by most kills of nearby mutants per time, then by speed; return as many as the patience allows."""
+        kills, nearby_kills, seconds = self._kills[mutant.path], self._kills[mutant.function], self.baseline.seconds
         usable = [name for name in set(names) if name in seconds and name not in self.baseline.failing]
-        patience = self._patience * (KNOWN if mutant.known else 1)
+        patience = self._patience * (EQUIVALENT_SHARE if mutant.is_equivalent else 1)
         chosen, spent = [], 0.0
 
         def rank(name: str) -> tuple[float, ...]:
-            return -near[name], -kills[name] / (seconds[name] + 0.05), seconds[name]
+            return -nearby_kills[name], -kills[name] / (seconds[name] + 0.05), seconds[name]
 
         for name in sorted(usable, key=rank):
             spent += seconds[name]
@@ -248,79 +251,81 @@ class Runner:
             chosen.append(name)
         return chosen
 
-    def _asked(self, mutant: Mutant) -> set[str]:
+    def _find_tests(self, mutant: Mutant) -> set[str]:
         lines = self.baseline.lines.get(str(mutant.path), {})
         return {name for line in mutant.lines for name in lines.get(line, ())}
 
-    def _near(self, mutant: Mutant) -> list[str]:
-        """The tests for a mutant of what is imported: those whose files name its module, and who run its file."""
-        module = _module(mutant.path)
-        own = {name for name, item in self._items.items() if _names(item, module)}
+    def _find_import_tests(self, mutant: Mutant) -> list[str]:
+        """Return tests for a mutant of imported code: those that name its module, then those that run its file."""
+        module = _module_name(mutant.path)
+        own = {name for name, item in self._items.items() if _mentions_module(item, module)}
         lines = self.baseline.lines.get(str(mutant.path), {})
         others = {name for names in lines.values() for name in names} - own
-        chosen = self._order(mutant, own)
-        if len(chosen) < FEW:
-            chosen += self._order(mutant, others)
-        return chosen or self._order(mutant, self._items)
+        chosen = self._choose_tests(mutant, own)
+        if len(chosen) < MIN_OWN_TESTS:
+            chosen += self._choose_tests(mutant, others)
+        return chosen or self._choose_tests(mutant, self._items)
 
-    # -- asking -----------------------------------------------------------------------------------
+    # -- running ----------------------------------------------------------------------------------
 
     def ask(self, mutants: Iterable[Mutant], done: Callable[[Verdict], None]) -> None:
-        """Tell *done* what became of each mutant."""
-        waiting = iter(mutants)
-        jobs: dict[int, Job] = {}
-        more = True
-        while more or jobs:
-            while more and len(jobs) < self._workers:
-                mutant = next(waiting, None)
-                more = mutant is not None
+        """Call *done* with the result of each mutant."""
+        remaining = iter(mutants)
+        jobs: dict[int, MutantJob] = {}
+        has_more = True
+        while has_more or jobs:
+            while has_more and len(jobs) < self._workers:
+                mutant = next(remaining, None)
+                has_more = mutant is not None
                 if mutant is not None:
-                    self._begin(mutant, jobs, done)
-            self._listen(jobs)
+                    self._start_job(mutant, jobs, done)
+            self._poll_jobs(jobs)
 
-    def _begin(self, mutant: Mutant, jobs: dict[int, Job], done: Callable[[Verdict], None]) -> None:
-        order = self._order(mutant, self._asked(mutant)) if mutant.inside else []
+    def _start_job(self, mutant: Mutant, jobs: dict[int, MutantJob], done: Callable[[Verdict], None]) -> None:
+        order = self._choose_tests(mutant, self._find_tests(mutant)) if mutant.inside else []
         imported = bool(self.baseline.imported.get(str(mutant.path), set()) & set(mutant.lines))
         if order or imported or not mutant.inside:
-            job = Job(mutant, order or self._near(mutant), done, cold=not order, began=time.monotonic())
+            job = MutantJob(
+                mutant, order or self._find_import_tests(mutant), done, cold=not order, began=time.monotonic()
+            )
             self._fork(job, jobs)
         else:
             done(Verdict(mutant, "survived", "no test runs this line"))
 
-    def _fork(self, job: Job, jobs: dict[int, Job]) -> None:
-        job.pipe, theirs = os.pipe()
-        job.heard, job.running, job.limit = b"", "", time.monotonic() + 60
+    def _fork(self, job: MutantJob, jobs: dict[int, MutantJob]) -> None:
+        job.pipe, write_end = os.pipe()
+        job.output, job.running, job.limit = b"", "", time.monotonic() + 60
         job.pid = os.fork()
         if job.pid == 0:
-            with _last_words():
+            with _contain_child():
                 os.close(job.pipe)
                 os.setsid()
-                resource.setrlimit(resource.RLIMIT_AS, (SPACE, SPACE))
-                (self._ask_anew if job.cold else self._ask_here)(job, Watch(theirs, job.order))
-        os.close(theirs)
+                resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_BYTES, MAX_ADDRESS_BYTES))
+                (self._run_cold if job.cold else self._run_warm)(job, FailFastReporter(write_end, job.order))
+        os.close(write_end)
         jobs[job.pipe] = job
 
-    def _ask_here(self, job: Job, watch: Watch) -> None:
-        if not self._put_in(job.mutant):
+    def _run_warm(self, job: MutantJob, watch: FailFastReporter) -> None:
+        if not self._install_mutant(job.mutant):
             os._exit(COLD)
         self.manager.register(watch)
-        _perform([self._items[name] for name in job.order])
+        _run_items([self._items[name] for name in job.order])
         os._exit(PASSED)
 
-    def _put_in(self, mutant: Mutant) -> bool:
-        """Give the live functions the mutant's code; False where their closures do not fit."""
-        put = False
-        for code in _codes(mutant.code()):
+    def _install_mutant(self, mutant: Mutant) -> bool:
+        """Give the live functions the mutant's code; return False where their closures do not fit."""
+        installed = False
+        for code in _iter_codes(mutant.code()):
             if mutant.function == code.co_qualname or mutant.function.startswith(f"{code.co_qualname}.<locals>"):
-                for function in self._functions.get(_key(code), ()):
+                for function in self._functions.get(_to_code_key(code), ()):
                     if function.__code__.co_freevars != code.co_freevars:
                         return False
                     function.__code__ = code
-                    put = True
-        return put
+                    installed = True
+        return installed
 
-    def _ask_anew(self, job: Job, watch: Watch) -> None:
-        sys.meta_path.insert(0, Finder(_module(job.mutant.path), job.mutant.code()))
+    def _run_cold(self, job: MutantJob, watch: FailFastReporter) -> None:
+        sys.meta_path.insert(0, MutantFinder(_module_name(job.mutant.path), job.mutant.code()))
         for name in list(sys.modules):
             if name.partition(".")[0] in {"ergon_framework", "tests", "conftest"}:
                 del sys.modules[name]
@@ -328,82 +333,82 @@ class Runner:
         code = pytest.main([*OPTIONS, *files], [watch])
         os._exit(PASSED if code == pytest.ExitCode.OK else FAILED)
 
-    def _listen(self, jobs: dict[int, Job]) -> None:
+    def _poll_jobs(self, jobs: dict[int, MutantJob]) -> None:
         if not jobs:
             return
         wait = max(0.0, min(job.limit for job in jobs.values()) - time.monotonic())
         ready, _, _ = select.select(list(jobs), [], [], wait)
         for pipe in ready:
-            self._hear(jobs[pipe], jobs)
+            self._read_output(jobs[pipe], jobs)
         for job in list(jobs.values()):
             if time.monotonic() >= job.limit and job.pipe in jobs:
-                self._left(job, jobs)
+                self._reap(job, jobs)
                 job.hung.append(job.running)
-                self._go_on(job, jobs)
+                self._continue_after_hang(job, jobs)
 
-    def _hear(self, job: Job, jobs: dict[int, Job]) -> None:
-        piece = os.read(job.pipe, 65536)
-        if piece:
-            job.heard += piece
-            job.running = job.heard.split(b"\0")[-2].decode() if b"\0" in job.heard else ""
+    def _read_output(self, job: MutantJob, jobs: dict[int, MutantJob]) -> None:
+        data = os.read(job.pipe, 65536)
+        if data:
+            job.output += data
+            job.running = job.output.split(b"\0")[-2].decode() if b"\0" in job.output else ""
             job.limit = time.monotonic() + max(3.0, 8 * self.baseline.seconds.get(job.running, 0.0))
             return
-        status = self._left(job, jobs)
+        status = self._reap(job, jobs)
         if status == COLD and not job.cold:
-            job.cold, job.order = True, self._near(job.mutant)
+            job.cold, job.order = True, self._find_import_tests(job.mutant)
             self._fork(job, jobs)
         elif status == PASSED:
-            self._passed(job, jobs)
+            self._handle_pass(job, jobs)
         else:
-            self._failed(job, jobs)
+            self._handle_failure(job, jobs)
 
-    def _failed(self, job: Job, jobs: dict[int, Job]) -> None:
-        """A failure counts when the same test fails again: on a busy machine one may be nobody's fault."""
-        if job.cold or job.running == job.doubted:
+    def _handle_failure(self, job: MutantJob, jobs: dict[int, MutantJob]) -> None:
+        """Count a failure when the same test fails again: on a busy machine a single one may have another cause."""
+        if job.cold or job.running == job.suspect:
             self._kills[job.mutant.path][job.running] += 1
             self._kills[job.mutant.function][job.running] += 1
-            self._tell(job, "killed", job.running or "it cannot be imported")
+            self._report(job, "killed", job.running or "it cannot be imported")
         else:
-            job.doubted = job.running
-            job.order = [job.running, *self._unasked(job)]
+            job.suspect = job.running
+            job.order = [job.running, *self._list_remaining(job)]
             self._fork(job, jobs)
 
-    def _left(self, job: Job, jobs: dict[int, Job]) -> int:
-        """End whatever is left of a job's processes; the code with which it ended by itself."""
+    def _reap(self, job: MutantJob, jobs: dict[int, MutantJob]) -> int:
+        """End the remaining processes of a job; return the code with which it exited."""
         del jobs[job.pipe]
         os.close(job.pipe)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(job.pid, signal.SIGKILL) if job.limit <= time.monotonic() else None
         return os.waitstatus_to_exitcode(os.waitpid(job.pid, 0)[1])
 
-    def _go_on(self, job: Job, jobs: dict[int, Job]) -> None:
-        """After a hang: ask those who have not been asked, unless too many hang."""
-        # Where one waits in vain its neighbours will too; a world of its own time cannot wait for long.
-        job.order = sorted(self._unasked(job), key=lambda name: not name.startswith(self._timeless))
-        if job.order and len(job.hung) < HANGS:
+    def _continue_after_hang(self, job: MutantJob, jobs: dict[int, MutantJob]) -> None:
+        """After a hang: run the tests that have not run yet, unless too many hang."""
+        # Where one test hangs its neighbours hang too; tests with virtual time cannot wait for long.
+        job.order = sorted(self._list_remaining(job), key=lambda name: not name.startswith(self._timeless))
+        if job.order and len(job.hung) < MAX_HANGS:
             self._fork(job, jobs)
         else:
-            self._tell(job, "timeout", job.hung[0])
+            self._report(job, "timeout", job.hung[0])
 
-    def _unasked(self, job: Job) -> list[str]:
-        asked = {name.decode() for name in job.heard.split(b"\0")}
-        return [name for name in job.order if name not in asked]
+    def _list_remaining(self, job: MutantJob) -> list[str]:
+        started = {name.decode() for name in job.output.split(b"\0")}
+        return [name for name in job.order if name not in started]
 
-    def _passed(self, job: Job, jobs: dict[int, Job]) -> None:
+    def _handle_pass(self, job: MutantJob, jobs: dict[int, MutantJob]) -> None:
         imported = self.baseline.imported.get(str(job.mutant.path), set())
         if job.hung:
-            self._tell(job, "timeout", job.hung[0])
+            self._report(job, "timeout", job.hung[0])
         elif not job.cold and imported & set(job.mutant.lines):
-            job.cold, job.order = True, self._near(job.mutant)
+            job.cold, job.order = True, self._find_import_tests(job.mutant)
             self._fork(job, jobs)
         else:
-            self._tell(job, "survived", f"{len(job.order)} tests passed")
+            self._report(job, "survived", f"{len(job.order)} tests passed")
 
-    def _tell(self, job: Job, word: str, by: str) -> None:
+    def _report(self, job: MutantJob, word: str, by: str) -> None:
         job.done(Verdict(job.mutant, word, by, time.monotonic() - job.began))
 
 
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class MutantFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports one module from the code of a mutant."""
 
     def __init__(self, name: str, code: CodeType) -> None:
@@ -420,35 +425,37 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @contextlib.contextmanager
-def _last_words(*, complains: bool = False) -> Any:
-    """A forked child never returns into the code of its parent, and a mutant's way to fall over is nobody's news."""
-    nowhere, complaints = os.open(os.devnull, os.O_RDWR), os.dup(2)
+def _contain_child(*, print_errors: bool = False) -> Any:
+    """Keep a forked child from returning into the code of its parent, and hide how a mutant fails."""
+    null, stderr = os.open(os.devnull, os.O_RDWR), os.dup(2)
     for stream in (0, 1, 2):
-        os.dup2(nowhere, stream)
+        os.dup2(null, stream)
     try:
         yield
     except BaseException:  # noqa: BLE001 - whatever it is, it must not reach the parent's code
-        os.write(complaints if complains else nowhere, traceback.format_exc().encode())
+        os.write(stderr if print_errors else null, traceback.format_exc().encode())
     finally:
         os._exit(FAILED)
 
 
-def _key(code: CodeType) -> tuple[str, str, int]:
+def _to_code_key(code: CodeType) -> tuple[str, str, int]:
     return code.co_filename, code.co_qualname, code.co_firstlineno
 
 
-def _codes(code: CodeType) -> Iterable[CodeType]:
+def _iter_codes(code: CodeType) -> Iterable[CodeType]:
     yield code
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _codes(one)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _iter_codes(constant)
 
 
-def _module(path: Path) -> str:
+def _module_name(path: Path) -> str:
     parts = path.with_suffix("").parts
     return ".".join(parts[len(parts) - parts[::-1].index("ergon_framework") - 1 :])
 
 
-def _names(item: pytest.Item, module: str) -> bool:
-    names = vars(item.module).values() if isinstance(item, pytest.Function) else ()
-    return any(getattr(one, "__module__", None) == module or getattr(one, "__name__", None) == module for one in names)
+def _mentions_module(item: pytest.Item, module: str) -> bool:
+    values = vars(item.module).values() if isinstance(item, pytest.Function) else ()
+    return any(
+        getattr(value, "__module__", None) == module or getattr(value, "__name__", None) == module for value in values
+    )

@@ -1,13 +1,13 @@
-"""Our connectors: one worker that empties a queue, on asyncio or on threads, alone or as one of several.
+"""Ergon's connectors: one worker that empties a queue, on asyncio or on threads, alone or as one of several.
 
 python bench/brokers/contest/ours.py rate URL COUNT CONCURRENCY async|threads
 python bench/brokers/contest/ours.py fill URL COUNT
-python bench/brokers/contest/ours.py share URL CONCURRENCY        begins when a line comes on stdin
-python bench/brokers/contest/ours.py left URL                     what is still in the queue
+python bench/brokers/contest/ours.py share URL CONCURRENCY        starts when a line arrives on stdin
+python bench/brokers/contest/ours.py left URL                     prints the depth of the queue
 
-Default policies, which have timeouts and retries for each step, the timeouts shorter: RabbitMQ takes back what is held
-for half an hour, so a policy that may hold it longer is refused. 100 are fetched and prefetched at a time, as peers and
-the bare client are let.
+Default policies, which have timeouts and retries for each step, with shorter timeouts: RabbitMQ redelivers messages
+unacknowledged for half an hour, so a policy that may hold one longer is rejected. 100 messages are fetched and
+prefetched at a time, the same as for peers and the bare client.
 """
 
 from __future__ import annotations
@@ -18,62 +18,64 @@ import sys
 import time
 
 import uvloop
-from stopwatch import NAME, PAYLOAD, Stopwatch
+from stopwatch import PAYLOAD, QUEUE_NAME, Stopwatch
 
 from ergon_framework import AsyncConsumerMixin, ConsumerMixin, ConsumerPolicy
 from ergon_framework.connectors import schemes
 from ergon_framework.connectors.bridge import as_async, as_sync
 
-AT_ONCE = 500
+DISPATCH_BATCH = 500
 #: Seconds of each step.
-TIMEOUT = 4.0
+STEP_TIMEOUT_SECONDS = 4.0
 
 
-class Async(AsyncConsumerMixin):
+class AsyncTask(AsyncConsumerMixin):
     async def process_transaction(self, transaction):
         self.tick()
 
 
-class Threaded(ConsumerMixin):
+class ThreadedTask(ConsumerMixin):
     def process_transaction(self, transaction):
         self.tick()
 
 
-def policy(concurrency, **loop):
-    told = {"concurrency": {"value": concurrency}, "batch": {"size": 100}, "prefetch": 100}
-    steps = {name: {"retry": {"timeout": TIMEOUT}} for name in ("process", "success", "exception", "settle")}
-    return ConsumerPolicy.load({"loop": told | loop, "steps": steps})
+def build_policy(concurrency, **loop):
+    loop_defaults = {"concurrency": {"value": concurrency}, "batch": {"size": 100}, "prefetch": 100}
+    steps = {
+        name: {"retry": {"timeout": STEP_TIMEOUT_SECONDS}} for name in ("process", "success", "exception", "settle")
+    }
+    return ConsumerPolicy.load({"loop": loop_defaults | loop, "steps": steps})
 
 
-def queue(url, name=NAME):
-    return schemes.connect(name, url, {})
+def connect_queue(url, name=QUEUE_NAME):
+    return schemes.create_connector(name, url, {})
 
 
 def fill(url, count):
-    sender = as_sync(queue(url))
-    for start in range(0, count, AT_ONCE):
-        sender.dispatch([sender.transaction(PAYLOAD) for _ in range(min(AT_ONCE, count - start))])
+    sender = as_sync(connect_queue(url))
+    for start in range(0, count, DISPATCH_BATCH):
+        sender.dispatch([sender.transaction(PAYLOAD) for _ in range(min(DISPATCH_BATCH, count - start))])
     sender.close()
 
 
-def rate(url, count, concurrency, flavour):
+def measure_rate(url, count, concurrency, variant):
     fill(url, count)
-    task = Async() if flavour == "async" else Threaded()
-    task.connector, task.tick = queue(url), Stopwatch(count).tick
-    # Streaming: what is in hand of a broker at the end must not be waited for, and the stopwatch ends it.
-    if flavour == "threads":
+    task = AsyncTask() if variant == "async" else ThreadedTask()
+    task.connector, task.tick = connect_queue(url), Stopwatch(count).tick
+    # Streaming: the stopwatch ends the process, so claimed messages at the end are not waited for.
+    if variant == "threads":
         as_sync(task.connector).open()
-        task.consume_transactions(policy(concurrency, streaming=True))
+        task.consume_transactions(build_policy(concurrency, streaming=True))
         return
 
     async def run():
         await as_async(task.connector).open_async()
-        await task.consume_transactions(policy(concurrency, streaming=True))
+        await task.consume_transactions(build_policy(concurrency, streaming=True))
 
     uvloop.run(run())
 
 
-class Shared(Async):
+class RecordingTask(AsyncTask):
     def __init__(self):
         self.times = []
 
@@ -81,36 +83,36 @@ class Shared(Async):
         self.times.append(time.time())
 
 
-async def share(url, concurrency):
-    task = Shared()
-    task.connector = queue(url)
+async def consume_shared(url, concurrency):
+    task = RecordingTask()
+    task.connector = connect_queue(url)
     await as_async(task.connector).open_async()
     print("ready", flush=True)
     sys.stdin.readline()
-    await task.consume_transactions(policy(concurrency, prefetch=0))
+    await task.consume_transactions(build_policy(concurrency, prefetch=0))
     await as_async(task.connector).close_async()
     times = task.times or [0.0]
     print(json.dumps({"count": len(task.times), "began": times[0], "ended": times[-1]}), flush=True)
 
 
-def left(url):
-    connector = as_sync(queue(url))
+def print_depth(url):
+    connector = as_sync(connect_queue(url))
     connector.open()
-    found = connector.depth()
+    depth = connector.depth()
     connector.close()
-    print(json.dumps(dataclasses.asdict(found)), flush=True)
+    print(json.dumps(dataclasses.asdict(depth)), flush=True)
 
 
 def main():
-    what, url, *words = sys.argv[1:]
-    if what == "fill":
-        fill(url, int(words[0]))
-    elif what == "left":
-        left(url)
-    elif what == "share":
-        uvloop.run(share(url, int(words[0])))
+    command, url, *arguments = sys.argv[1:]
+    if command == "fill":
+        fill(url, int(arguments[0]))
+    elif command == "left":
+        print_depth(url)
+    elif command == "share":
+        uvloop.run(consume_shared(url, int(arguments[0])))
     else:
-        rate(url, int(words[0]), int(words[1]), words[2])
+        measure_rate(url, int(arguments[0]), int(arguments[1]), arguments[2])
 
 
 if __name__ == "__main__":

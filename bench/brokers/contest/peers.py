@@ -1,10 +1,10 @@
-"""One peer: its queue is filled by its own client, then one worker process handles all of it.
+"""One peer: its own client fills its queue, then one worker process handles all of it.
 
 python bench/brokers/contest/peers.py PEER BROKER URL COUNT CONCURRENCY
 
 Run with the environment that `make broker-peers` builds. Acks after processing, no results kept, a handler that does
-nothing, JSON of 200 bytes. A peer on asyncio has uvloop. What each may hold beside what runs: RabbitMQ twice the
-concurrency, others as many as they ask for by themselves, or 100 at a time where they let one say it.
+nothing, JSON of 200 bytes. A peer on asyncio has uvloop. Prefetch: with RabbitMQ twice the concurrency, with other
+brokers the default of the peer, or 100 at a time where it can be configured.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ import sys
 import threading
 
 import uvloop
-from stopwatch import NAME, PAYLOAD, Stopwatch
+from stopwatch import PAYLOAD, QUEUE_NAME, Stopwatch
 
-#: How many are sent at once where the client lets one.
-AT_ONCE = 100
+#: Messages sent concurrently where the client supports it.
+BATCH_SIZE = 100
 
 
-async def gathered(count, send):
-    for start in range(0, count, AT_ONCE):
-        await asyncio.gather(*(send() for _ in range(min(AT_ONCE, count - start))))
+async def send_all(count, send):
+    for start in range(0, count, BATCH_SIZE):
+        await asyncio.gather(*(send() for _ in range(min(BATCH_SIZE, count - start))))
 
 
 # -- dramatiq: threads -----------------------------------------------------------------------------
 
 
-def dramatiq(broker, url, watch, count, concurrency):
+def run_dramatiq(broker, url, watch, count, concurrency):
     import dramatiq as library
     from dramatiq.brokers.rabbitmq import RabbitmqBroker
     from dramatiq.brokers.redis import RedisBroker
 
-    made = RabbitmqBroker(url=url) if broker == "rabbitmq" else RedisBroker(url=url)
-    library.set_broker(made)
+    connection = RabbitmqBroker(url=url) if broker == "rabbitmq" else RedisBroker(url=url)
+    library.set_broker(connection)
 
-    @library.actor(queue_name=NAME)
+    @library.actor(queue_name=QUEUE_NAME)
     def handle(payload):
         watch.tick()
 
     for _ in range(count):
         handle.send(PAYLOAD)
-    worker = library.Worker(made, worker_threads=concurrency, queues={NAME})
+    worker = library.Worker(connection, worker_threads=concurrency, queues={QUEUE_NAME})
     worker.start()
     threading.Event().wait()
 
@@ -51,88 +51,103 @@ def dramatiq(broker, url, watch, count, concurrency):
 # -- FastStream: asyncio ---------------------------------------------------------------------------
 
 
-def faststream(broker, url, watch, count, concurrency):
-    uvloop.run(_faststream(broker, url, watch, count, concurrency))
+def run_faststream(broker, url, watch, count, concurrency):
+    uvloop.run(_run_faststream(broker, url, watch, count, concurrency))
 
 
-async def _faststream(broker, url, watch, count, concurrency):
-    made, subscriber, send = {"rabbitmq": _rabbit, "nats": _nats, "redis": _redis}[broker](url, concurrency)
+async def _run_faststream(broker, url, watch, count, concurrency):
+    client, subscriber, send = {"rabbitmq": _build_rabbitmq, "nats": _build_nats, "redis": _build_redis}[broker](
+        url, concurrency
+    )
 
     @subscriber
     async def handle(payload: dict):
         watch.tick()
 
-    await made.connect()
+    await client.connect()
     if broker == "redis":
         from redis.asyncio import Redis
 
-        await Redis.from_url(url).xgroup_create(NAME, NAME, id="0", mkstream=True)
+        await Redis.from_url(url).xgroup_create(QUEUE_NAME, QUEUE_NAME, id="0", mkstream=True)
     if broker == "rabbitmq":
-        # Declared before it is filled; whoever consumes declares it the same.
-        await made.declare_queue(_queue())
+        # Declared before it is filled; the consumer declares it with the same options.
+        await client.declare_queue(_build_queue())
     if broker == "nats":
-        await made.config.broker_config.connection_state.stream.add_stream(name=NAME, subjects=[NAME])
-    await gathered(count, send)
-    await made.start()
+        await client.config.broker_config.connection_state.stream.add_stream(name=QUEUE_NAME, subjects=[QUEUE_NAME])
+    await send_all(count, send)
+    await client.start()
     await asyncio.Event().wait()
 
 
-def _queue():
+def _build_queue():
     from faststream.rabbit import QueueType, RabbitQueue
 
-    return RabbitQueue(NAME, queue_type=QueueType.QUORUM, durable=True)
+    return RabbitQueue(QUEUE_NAME, queue_type=QueueType.QUORUM, durable=True)
 
 
-def _rabbit(url, concurrency):
+def _build_rabbitmq(url, concurrency):
     from faststream.rabbit import Channel, RabbitBroker
 
-    made = RabbitBroker(url, default_channel=Channel(prefetch_count=2 * concurrency), logger=None)
-    return made, made.subscriber(_queue()), lambda: made.publish(PAYLOAD, NAME, persist=True)
+    client = RabbitBroker(url, default_channel=Channel(prefetch_count=2 * concurrency), logger=None)
+    return client, client.subscriber(_build_queue()), lambda: client.publish(PAYLOAD, QUEUE_NAME, persist=True)
 
 
-def _nats(url, concurrency):
+def _build_nats(url, concurrency):
     from faststream.nats import JStream, NatsBroker, PullSub
 
-    made = NatsBroker(url, logger=None)
-    pull = PullSub(batch_size=AT_ONCE, timeout=1.0)
-    told = {"stream": JStream(NAME, declare=False), "durable": NAME, "pull_sub": pull, "max_workers": concurrency}
-    return made, made.subscriber(NAME, **told), lambda: made.publish(PAYLOAD, NAME, stream=NAME)
+    client = NatsBroker(url, logger=None)
+    pull = PullSub(batch_size=BATCH_SIZE, timeout=1.0)
+    options = {
+        "stream": JStream(QUEUE_NAME, declare=False),
+        "durable": QUEUE_NAME,
+        "pull_sub": pull,
+        "max_workers": concurrency,
+    }
+    return (
+        client,
+        client.subscriber(QUEUE_NAME, **options),
+        lambda: client.publish(PAYLOAD, QUEUE_NAME, stream=QUEUE_NAME),
+    )
 
 
-def _redis(url, concurrency):
+def _build_redis(url, concurrency):
     from faststream.redis import RedisBroker, StreamSub
 
-    made = RedisBroker(url, logger=None)
-    stream = StreamSub(NAME, group=NAME, consumer=NAME, max_records=AT_ONCE)
-    return made, made.subscriber(stream=stream, max_workers=concurrency), lambda: made.publish(PAYLOAD, stream=NAME)
+    client = RedisBroker(url, logger=None)
+    stream = StreamSub(QUEUE_NAME, group=QUEUE_NAME, consumer=QUEUE_NAME, max_records=BATCH_SIZE)
+    return (
+        client,
+        client.subscriber(stream=stream, max_workers=concurrency),
+        lambda: client.publish(PAYLOAD, stream=QUEUE_NAME),
+    )
 
 
 # -- taskiq: asyncio -------------------------------------------------------------------------------
 
 
-def taskiq(broker, url, watch, count, concurrency):
-    uvloop.run(_taskiq(broker, url, watch, count, concurrency))
+def run_taskiq(broker, url, watch, count, concurrency):
+    uvloop.run(_run_taskiq(broker, url, watch, count, concurrency))
 
 
-async def _taskiq(broker, url, watch, count, concurrency):
+async def _run_taskiq(broker, url, watch, count, concurrency):
     from taskiq.acks import AcknowledgeType
     from taskiq.receiver import Receiver
 
-    made = _taskiq_broker(broker, url, concurrency)
+    client = _build_taskiq_broker(broker, url, concurrency)
 
-    @made.task
+    @client.task
     async def handle(payload):
         watch.tick()
 
-    made.is_worker_process = True
-    await made.startup()
-    await gathered(count, lambda: handle.kiq(PAYLOAD))
-    told = {"max_async_tasks": concurrency, "max_prefetch": concurrency, "validate_params": False}
-    receiver = Receiver(made, run_startup=False, ack_type=AcknowledgeType.WHEN_EXECUTED, **told)
+    client.is_worker_process = True
+    await client.startup()
+    await send_all(count, lambda: handle.kiq(PAYLOAD))
+    options = {"max_async_tasks": concurrency, "max_prefetch": concurrency, "validate_params": False}
+    receiver = Receiver(client, run_startup=False, ack_type=AcknowledgeType.WHEN_EXECUTED, **options)
     await receiver.listen(asyncio.Event())
 
 
-def _taskiq_broker(broker, url, concurrency):
+def _build_taskiq_broker(broker, url, concurrency):
     if broker == "rabbitmq":
         from taskiq_aio_pika import AioPikaBroker
 
@@ -141,27 +156,34 @@ def _taskiq_broker(broker, url, concurrency):
         from taskiq_nats import PullBasedJetStreamBroker
 
         return PullBasedJetStreamBroker(
-            [url], subject=NAME, stream_name=NAME, durable=NAME, pull_consume_batch=AT_ONCE, pull_consume_timeout=1
+            [url],
+            subject=QUEUE_NAME,
+            stream_name=QUEUE_NAME,
+            durable=QUEUE_NAME,
+            pull_consume_batch=BATCH_SIZE,
+            pull_consume_timeout=1,
         )
     from taskiq_redis import RedisStreamBroker
 
-    return RedisStreamBroker(url, queue_name=NAME, consumer_group_name=NAME, consumer_id="0", xread_count=AT_ONCE)
+    return RedisStreamBroker(
+        url, queue_name=QUEUE_NAME, consumer_group_name=QUEUE_NAME, consumer_id="0", xread_count=BATCH_SIZE
+    )
 
 
 # -- Celery: threads -------------------------------------------------------------------------------
 
 
-def celery(broker, url, watch, count, concurrency):
+def run_celery(broker, url, watch, count, concurrency):
     from celery import Celery
 
-    app = Celery(NAME, broker=url)
+    app = Celery(QUEUE_NAME, broker=url)
     app.conf.update(
         task_acks_late=True,
         task_ignore_result=True,
         worker_prefetch_multiplier=2,
         worker_hijack_root_logger=False,
         broker_connection_retry_on_startup=True,
-        task_default_queue=NAME,
+        task_default_queue=QUEUE_NAME,
     )
 
     @app.task(name="handle")
@@ -171,36 +193,36 @@ def celery(broker, url, watch, count, concurrency):
     with app.producer_pool.acquire() as producer:
         for _ in range(count):
             handle.apply_async((PAYLOAD,), producer=producer)
-    words = ["worker", "--pool=threads", f"--concurrency={concurrency}", "--loglevel=ERROR", "--without-mingle"]
-    app.worker_main([*words, "--without-gossip", "--without-heartbeat"])
+    arguments = ["worker", "--pool=threads", f"--concurrency={concurrency}", "--loglevel=ERROR", "--without-mingle"]
+    app.worker_main([*arguments, "--without-gossip", "--without-heartbeat"])
 
 
 # -- repid: asyncio --------------------------------------------------------------------------------
 
 
-def repid(broker, url, watch, count, concurrency):
-    uvloop.run(_repid(url, watch, count, concurrency))
+def run_repid(broker, url, watch, count, concurrency):
+    uvloop.run(_run_repid(url, watch, count, concurrency))
 
 
-async def _repid(url, watch, count, concurrency):
+async def _run_repid(url, watch, count, concurrency):
     from repid import RedisServer, Repid, Router
 
     app, router = Repid(), Router()
-    server = RedisServer(url, batch_size=AT_ONCE)
+    server = RedisServer(url, batch_size=BATCH_SIZE)
     app.servers.register_server("default", server, is_default=True)
 
-    @router.actor(channel=NAME)
+    @router.actor(channel=QUEUE_NAME)
     async def handle(order: int, text: str):
         watch.tick()
 
     app.include_router(router)
     async with server.connection():
         headers = {"topic": "handle"}
-        await gathered(count, lambda: app.send_message_json(channel=NAME, payload=PAYLOAD, headers=headers))
+        await send_all(count, lambda: app.send_message_json(channel=QUEUE_NAME, payload=PAYLOAD, headers=headers))
         await app.run_worker(tasks_limit=concurrency, register_signals=[])
 
 
-# Not arq, which holds redis-py below the release that others need. repid speaks AMQP 1.0, which RabbitMQ 3 does not.
+# Not arq, which requires an older redis-py than the others. repid speaks AMQP 1.0, which RabbitMQ 3 does not.
 PEERS = {
     "rabbitmq": ("dramatiq", "faststream", "taskiq", "celery"),
     "nats": ("faststream", "taskiq"),
@@ -211,7 +233,13 @@ PEERS = {
 def main():
     peer, broker, url, count, concurrency = sys.argv[1:]
     logging.disable(logging.ERROR)
-    run = {"dramatiq": dramatiq, "faststream": faststream, "taskiq": taskiq, "celery": celery, "repid": repid}
+    run = {
+        "dramatiq": run_dramatiq,
+        "faststream": run_faststream,
+        "taskiq": run_taskiq,
+        "celery": run_celery,
+        "repid": run_repid,
+    }
     run[peer](broker, url, Stopwatch(int(count)), int(count), int(concurrency))
 
 

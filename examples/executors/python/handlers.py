@@ -1,4 +1,4 @@
-"""The handlers of the exam on the Python runtime: ergon executor run --handlers handlers:registry"""
+"""The handlers of the conformance suite on the Python runtime: ergon executor run --handlers handlers:registry"""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import subprocess
 from typing import Any
 
 from ergon_framework.executor.job import current_job
-from ergon_framework.executor.registry import Registry, Retry
+from ergon_framework.executor.registry import HandlerRegistry, Retry
 
-registry = Registry()
+registry = HandlerRegistry()
 
 
 @registry.handler("exam.echo")
@@ -29,7 +29,7 @@ def retry(seconds: float) -> Retry:
 
 
 @registry.handler("exam.context")
-def context() -> Any:
+def read_context() -> Any:
     return current_job()
 
 
@@ -44,7 +44,7 @@ def write(text: str) -> None:
 
 
 @registry.handler("exam.child")
-def child(text: str) -> None:
+def run_child(text: str) -> None:
     subprocess.run(["/bin/echo", text], check=True)  # noqa: S603 - the point
 
 

@@ -1,4 +1,4 @@
-"""Faults: what is done to processes, servers and lines while orders come in, each written down with its time."""
+"""Faults: applied to processes, servers and connections while orders arrive, each recorded with its time."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from stage.parts import Part, family, named, started
+from stage.parts import Part, describe_process, iter_processes, read_start_time
 from stage.sites import Sites
 
-#: Of ten faults so many are of each kind.
-SHARES = {"kill": 4, "stop": 2, "crash": 2, "cut": 2}
-#: Seconds that a process stands still or a line is cut; the long ones outlast every lease.
-SHORT, LONG = (0.5, 12.0), (32.0, 38.0)
-#: One of so many stops is a long one.
-RARE = 6
+#: Of ten faults, the number of each kind.
+FAULT_WEIGHTS = {"kill": 4, "stop": 2, "crash": 2, "cut": 2}
+#: Seconds that a process stands still or a connection is cut; the long ones outlast every lease.
+SHORT_SECONDS, LONG_SECONDS = (0.5, 12.0), (32.0, 38.0)
+#: One in this many stops is a long one.
+LONG_STOP_ONE_IN = 6
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that was done to *who*, with its times."""
+    """A fault of *who*, with its times."""
 
     kind: str
-    who: str
+    target: str
     began: float
     ended: float
 
 
-class Line(Protocol):
-    def cut(self) -> None: ...
-    def mend(self) -> None: ...
+class NetworkLink(Protocol):
+    def partition_network(self) -> None: ...
+    def heal_network(self) -> None: ...
 
 
-class Server(Line, Protocol):
+class Server(NetworkLink, Protocol):
     def kill(self) -> None: ...
     def start(self) -> None: ...
 
 
 class Faults:
-    """Carries out so many faults, at moments that are drawn, and stops when it is told to."""
+    """Applies a number of faults at random times, and stops on request."""
 
     def __init__(self, sites: Sites, *, seed: int, say: Callable[[str], None]) -> None:
         self._sites = sites
-        self._dice = random.Random(seed)  # noqa: S311 - the same plan again for the same seed
+        self._rng = random.Random(seed)  # noqa: S311 - the same plan again for the same seed
         self._say = say
         self._path = sites.folder / "faults.jsonl"
-        self._note = threading.Lock()
-        self._over = threading.Event()
-        #: Everybody has his turn, so that a short run leaves nobody out.
+        self._log_lock = threading.Lock()
+        self._stopped = threading.Event()
+        #: Targets take turns, so that a short run covers all of them.
         self._turns = {kind: itertools.count() for kind in ("part", "crash", "cut")}
         self.done: list[Fault] = []
         self.errors: list[str] = []
@@ -66,102 +66,102 @@ class Faults:
             "headquarters-postgres": sites.headquarters,
             "rabbitmq": sites.rabbitmq,
         }
-        # A server that starts must be heard, so whoever cuts its line waits, and the other way round.
+        # A starting server must be reachable, so cutting its connection waits for the start, and the other way round.
         self._servers = {name: (server, threading.Lock()) for name, server in servers.items()}
-        self._lines: dict[str, tuple[Line, threading.Lock]] = {
+        self._links: dict[str, tuple[NetworkLink, threading.Lock]] = {
             **{name: (server, lock) for name, (server, lock) in self._servers.items()},
-            "bank": (sites.bank_line, threading.Lock()),
-            "serve": (sites.facts_line, threading.Lock()),
+            "bank": (sites.bank_link, threading.Lock()),
+            "serve": (sites.facts_link, threading.Lock()),
         }
 
     @property
     def counts(self) -> Counter[str]:
-        return Counter(f"{fault.kind} {fault.who}" for fault in self.done)
+        return Counter(f"{fault.kind} {fault.target}" for fault in self.done)
 
     def run(self, seconds: float, count: int) -> None:
-        """Return when all were done and are over."""
-        kinds = [kind for kind, share in SHARES.items() for _ in range(share)]
+        """Return when all faults were applied and have ended."""
+        kinds = [kind for kind, share in FAULT_WEIGHTS.items() for _ in range(share)]
         plan = [kinds[number % len(kinds)] for number in range(count)]
-        self._dice.shuffle(plan)
-        moments = sorted(self._dice.uniform(0.02 * seconds, 0.95 * seconds) for _ in plan)
+        self._rng.shuffle(plan)
+        moments = sorted(self._rng.uniform(0.02 * seconds, 0.95 * seconds) for _ in plan)
         began, threads = time.monotonic(), []
         for moment, kind in zip(moments, plan, strict=True):
-            if self._over.wait(max(0.0, began + moment - time.monotonic())):
+            if self._stopped.wait(max(0.0, began + moment - time.monotonic())):
                 break
-            # Each has dice of its own: threads would draw from one in an order of their own.
-            act, dice = getattr(self, f"_{kind}"), random.Random(self._dice.random())  # noqa: S311
-            threads.append(threading.Thread(target=self._act, args=(kind, act, dice), daemon=True))
+            # Each fault has its own random source: threads would draw from a shared one in varying order.
+            act, rng = getattr(self, f"_{kind}"), random.Random(self._rng.random())  # noqa: S311
+            threads.append(threading.Thread(target=self._apply, args=(kind, act, rng), daemon=True))
             threads[-1].start()
         for thread in threads:
             thread.join()
 
     def stop(self) -> None:
-        self._over.set()
+        self._stopped.set()
 
-    def _act(self, kind: str, act: Callable[[random.Random], None], dice: random.Random) -> None:
+    def _apply(self, kind: str, act: Callable[[random.Random], None], rng: random.Random) -> None:
         try:
-            act(dice)
-        except Exception as error:  # noqa: BLE001 - a fault that cannot be made spoils the run, and is told at its end
+            act(rng)
+        except Exception as error:  # noqa: BLE001 - a fault that cannot be made spoils the run, and is reported
             self.errors.append(f"{kind}: {type(error).__name__}: {error}")
 
-    def _done(self, kind: str, who: str, began: float, **told: Any) -> None:
-        at = datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds")
-        fault = {"at": at, "fault": kind, "who": who, "seconds": round(time.time() - began, 2), **told}
-        with self._note:
-            self.done.append(Fault(kind, who, began, time.time()))
+    def _record(self, kind: str, target: str, began: float, **details: Any) -> None:
+        timestamp = datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds")
+        fault = {"at": timestamp, "fault": kind, "who": target, "seconds": round(time.time() - began, 2), **details}
+        with self._log_lock:
+            self.done.append(Fault(kind, target, began, time.time()))
             with self._path.open("a", encoding="utf-8") as log:
                 log.write(json.dumps(fault) + "\n")
-        self._say(f"{at[11:19]}  {kind} {who} {told.get('what', '')} for {fault['seconds']} s")
+        self._say(f"{timestamp[11:19]}  {kind} {target} {details.get('what', '')} for {fault['seconds']} s")
 
-    def _next(self, kind: str, names: list[str]) -> str:
+    def _next_target(self, kind: str, names: list[str]) -> str:
         return names[next(self._turns[kind]) % len(names)]
 
-    def _victim(self, dice: random.Random) -> tuple[Part, int] | None:
-        """Somebody who lives: a part, or a process below it; the part's lock is held."""
+    def _pick_process(self, rng: random.Random) -> tuple[Part, int] | None:
+        """Return a running part or a process below it; the part's lock is held."""
         parts, first = self._sites.parts.all, next(self._turns["part"])
         for part in parts[first % len(parts) :] + parts[: first % len(parts)]:
             if part.lock.acquire(blocking=False):
-                if part.process is not None and part.running:
-                    return part, dice.choice(list(family(part.process.pid)))
+                if part.process is not None and part.is_running:
+                    return part, rng.choice(list(iter_processes(part.process.pid)))
                 part.lock.release()
         return None
 
-    def _found(self, dice: random.Random) -> tuple[Part, int]:
+    def _wait_for_process(self, rng: random.Random) -> tuple[Part, int]:
         while True:
-            if (found := self._victim(dice)) is not None:
-                return found
+            if (picked := self._pick_process(rng)) is not None:
+                return picked
             time.sleep(0.2)
 
-    def _kill(self, dice: random.Random) -> None:
-        """SIGKILL of one process of a part; it, or what is above it, is started again."""
-        part, pid = self._found(dice)
+    def _kill(self, rng: random.Random) -> None:
+        """SIGKILL one process of a part; it, or its ancestor, is restarted."""
+        part, pid = self._wait_for_process(rng)
         try:
-            began, what = time.time(), named(pid)
-            self._sites.parts.look()
+            began, process_name = time.time(), describe_process(pid)
+            self._sites.parts.record_processes()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            self._done("kill", part.name, began, what=what, pid=pid)
+            self._record("kill", part.name, began, what=process_name, pid=pid)
         finally:
             part.lock.release()
 
-    def _stop(self, dice: random.Random) -> None:
-        """SIGSTOP, and SIGCONT later."""
-        part, pid = self._found(dice)
+    def _stop(self, rng: random.Random) -> None:
+        """SIGSTOP one process, and SIGCONT it later."""
+        part, pid = self._wait_for_process(rng)
         try:
-            began, what, when = time.time(), named(pid), started(pid)
+            began, process_name, start_time = time.time(), describe_process(pid), read_start_time(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
-            self._over.wait(dice.uniform(*(LONG if dice.randrange(RARE) == 0 else SHORT)))
-            if started(pid) == when:
+            self._stopped.wait(rng.uniform(*(LONG_SECONDS if rng.randrange(LONG_STOP_ONE_IN) == 0 else SHORT_SECONDS)))
+            if read_start_time(pid) == start_time:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
-            self._done("stop", part.name, began, what=what, pid=pid)
+            self._record("stop", part.name, began, what=process_name, pid=pid)
         finally:
             part.lock.release()
 
-    def _crash(self, dice: random.Random) -> None:
-        """SIGKILL of a server with all its children, and a start with what it has kept."""
-        name = self._next("crash", [*self._servers, "bank"])
+    def _crash(self, rng: random.Random) -> None:
+        """SIGKILL a server with all its children, and start it with the data that it kept."""
+        name = self._next_target("crash", [*self._servers, "bank"])
         if name == "bank":
             bank = next(part for part in self._sites.parts.all if part.name == "bank")
             with bank.lock:
@@ -169,26 +169,26 @@ class Faults:
                 if bank.process is not None:
                     bank.process.kill()
                     bank.process.wait()
-                self._over.wait(dice.uniform(0.0, 3.0))
-            self._done("crash", name, began)
+                self._stopped.wait(rng.uniform(0.0, 3.0))
+            self._record("crash", name, began)
             return
         server, lock = self._servers[name]
         with lock:
             began = time.time()
             server.kill()
-            self._over.wait(dice.uniform(0.0, 3.0))
+            self._stopped.wait(rng.uniform(0.0, 3.0))
             server.start()
-            self._done("crash", name, began)
+            self._record("crash", name, began)
 
-    def _cut(self, dice: random.Random) -> None:
-        """Every packet from and to a port vanishes for a while; connections stay open and hear nothing."""
-        name = self._next("cut", list(self._lines))
-        line, lock = self._lines[name]
+    def _cut(self, rng: random.Random) -> None:
+        """Drop every packet from and to a port for a while; connections stay open and receive nothing."""
+        name = self._next_target("cut", list(self._links))
+        link, lock = self._links[name]
         with lock:
             began = time.time()
-            line.cut()
+            link.partition_network()
             try:
-                self._over.wait(dice.uniform(*SHORT) + 3.0)
+                self._stopped.wait(rng.uniform(*SHORT_SECONDS) + 3.0)
             finally:
-                line.mend()
-            self._done("cut", name, began)
+                link.heal_network()
+            self._record("cut", name, began)

@@ -1,4 +1,4 @@
-"""Screen: one line that is written again and again, and others above it."""
+"""Screen: a status line that is rewritten, and permanent lines above it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 import threading
 import time
 
-#: Seconds between two lines where there is no terminal to write over.
-SELDOM = 5.0
+#: Seconds between two lines where no terminal allows rewriting.
+STATUS_INTERVAL_SECONDS = 5.0
 
 
 class Screen:
-    """On a terminal the last line is how it stands; elsewhere it is printed now and then."""
+    """On a terminal the last line is the status; elsewhere the status is printed at intervals."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,7 +22,7 @@ class Screen:
         with self._lock:
             if self._terminal:
                 sys.stderr.write(f"\r\x1b[K{line}")
-            elif time.monotonic() - self._last >= SELDOM:
+            elif time.monotonic() - self._last >= STATUS_INTERVAL_SECONDS:
                 self._last = time.monotonic()
                 sys.stderr.write(f"{line}\n")
             sys.stderr.flush()

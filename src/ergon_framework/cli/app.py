@@ -1,4 +1,4 @@
-"""The app: every command with its options, and nothing that does the work."""
+"""The app: all commands with their options; the work is in other modules."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from ergon_framework.cli.run import LogLevel, Options, run_task
-from ergon_framework.runner.settings import PROCESSES
+from ergon_framework.runner.settings import MAX_PROCESSES
 
-#: Groups of commands, each in the module of its name.
-GROUPS: Final = ("policy", "dlq", "audit", "db", "provider", "executor", "job", "facts")
-#: Commands that are in modules of their names.
-SINGLE: Final = ("new", "why", "top", "doctor", "pause", "resume", "paused")
-LATER: Final = (*SINGLE, *GROUPS)
-#: Longer than any first sentence.
-_WHOLE: Final = 1_000
+#: Command groups; each is in the module of its name.
+COMMAND_GROUPS: Final = ("policy", "dlq", "audit", "db", "provider", "executor", "job", "facts")
+#: Single commands; each is in the module of its name.
+SINGLE_COMMANDS: Final = ("new", "why", "top", "doctor", "pause", "resume", "paused")
+LAZY_COMMANDS: Final = (*SINGLE_COMMANDS, *COMMAND_GROUPS)
+#: Longer than any first sentence of a help text.
+_MAX_SUMMARY_CHARS: Final = 1_000
 
 
-class Commands(TyperGroup):
-    """All commands; most are imported when they are asked for, because a worker starts without any of them."""
+class LazyCommandGroup(TyperGroup):
+    """All commands; most are imported on first use, because a worker starts without any of them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*(name for name in super().list_commands(ctx) if name not in LATER), *LATER]
+        return [*(name for name in super().list_commands(ctx) if name not in LAZY_COMMANDS), *LAZY_COMMANDS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in LATER and cmd_name not in self.commands:
-            made = getattr(import_module(f"ergon_framework.cli.{cmd_name}"), cmd_name)
-            self.add_command(get_group(made) if cmd_name in GROUPS else get_command(made), cmd_name)
+        if cmd_name in LAZY_COMMANDS and cmd_name not in self.commands:
+            typer_app = getattr(import_module(f"ergon_framework.cli.{cmd_name}"), cmd_name)
+            self.add_command(get_group(typer_app) if cmd_name in COMMAND_GROUPS else get_command(typer_app), cmd_name)
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Each with its whole first sentence: one that is cut off does not say what the command is for."""
+        """List each command with its whole first sentence instead of a truncated one."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, command.get_short_help_str(_WHOLE)) for name, command in commands])
+            formatter.write_dl([(name, command.get_short_help_str(_MAX_SUMMARY_CHARS)) for name, command in commands])
 
 
 app = typer.Typer(
     name="ergon",
-    cls=Commands,
+    cls=LazyCommandGroup,
     help="Runs business transactions between systems.",
     no_args_is_help=True,
     add_completion=False,
@@ -54,8 +54,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the flag
-    if wanted:
+def _print_version(value: bool) -> None:  # noqa: FBT001 - typer calls it with the flag
+    if value:
         typer.echo(f"ergon {version('ergon-framework')}")
         raise typer.Exit
 
@@ -64,10 +64,10 @@ def _version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the fl
 def ergon(
     *,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Runs business transactions between systems."""
+    """Run business transactions between systems."""
 
 
 @app.command()
@@ -75,7 +75,7 @@ def run(
     task: Annotated[str, typer.Argument(metavar="MODULE:TASK", help="Where the task is, for example app:charge.")],
     *,
     processes: Annotated[
-        int | None, typer.Option(min=1, max=PROCESSES, help="How many processes run the task. Default: 1.")
+        int | None, typer.Option(min=1, max=MAX_PROCESSES, help="How many processes run the task. Default: 1.")
     ] = None,
     streaming: Annotated[bool, typer.Option("--streaming", help="Go on when the queue is empty.")] = False,
     once: Annotated[
@@ -104,9 +104,10 @@ def run(
     log_level: Annotated[LogLevel | None, typer.Option(help="The least that is logged. Default: info.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as one line of JSON at the end.")] = False,
 ) -> None:
-    """Run a task until its queue or input is empty, its limit is reached, or a signal comes.
+    """Run a task until its queue or input is empty, its limit is reached, or a signal arrives.
 
-    SIGTERM and Ctrl-C let running work finish, up to the policy's loop.drain_timeout; a second one ends at once.
+    After SIGTERM or Ctrl-C running work may finish within the policy's loop.drain_timeout; a second signal stops it
+    immediately.
 
     Example: ergon run app:charge --streaming
     """
@@ -116,16 +117,16 @@ def run(
         task=task,
         streaming=True if streaming else False if once else None,
         limit=limit,
-        policy=_text(policy),
+        policy=_to_str(policy),
         log_level=log_level,
-        config=_text(config),
+        config=_to_str(config),
         processes=processes,
         probe_port=probe_port,
-        probe_file=_text(probe_file),
+        probe_file=_to_str(probe_file),
         input=source,
     )
     raise typer.Exit(run_task(options, as_json=json))
 
 
-def _text(path: Path | None) -> str | None:
+def _to_str(path: Path | None) -> str | None:
     return None if path is None else str(path)

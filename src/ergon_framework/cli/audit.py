@@ -1,4 +1,4 @@
-"""``ergon audit``: what operators have done."""
+"""``ergon audit``: list recorded operator actions."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Annotated, Any
 
 import typer
 
-from ergon_framework.cli.dlq_filters import moment
-from ergon_framework.cli.dlq_view import clean, told
-from ergon_framework.cli.telling import explained
-from ergon_framework.errors import ErgonError, text
+from ergon_framework.cli.dlq_filters import parse_time
+from ergon_framework.cli.dlq_view import format_time, sanitize
+from ergon_framework.cli.telling import explain_error
+from ergon_framework.errors import ErgonError, error_message
 from ergon_framework.runner.exits import ExitCode
-from ergon_framework.runner.settings import database
+from ergon_framework.runner.settings import database_dsn
 from ergon_framework.schema import libraries
 
-#: The longest text in a cell, and in all of a line of JSON.
-CELL = 60
+#: Maximum length of the text in a cell; JSON has the whole text.
+MAX_CELL_CHARS = 60
 
 
 class AuditExit(ExitCode):
-    """Every exit code of ``ergon audit`` with what it means."""
+    """Exit codes of ``ergon audit`` and their meanings."""
 
     OK = 0, "listed"
     FAILED = 2, "the database is out of reach or refuses, or the command line or the configuration is wrong"
@@ -39,7 +39,7 @@ audit = typer.Typer(
 
 @audit.callback()
 def audit_() -> None:
-    """List what operators have done."""
+    """List operator actions."""
 
 
 @audit.command("list")
@@ -51,7 +51,7 @@ def list_(
     since: Annotated[
         float | None,
         typer.Option(
-            parser=moment,
+            parser=parse_time,
             metavar="TIME",
             help="Since then; an ISO time, UTC unless it says otherwise, or an age such as 90s, 15m, 2h, 7d.",
         ),
@@ -62,9 +62,9 @@ def list_(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
-    """List replays, discards, edits, pauses, resumes, kills, overrides and more, the newest first.
+    """List replays, discards, edits, pauses, resumes, kills, overrides and other actions, newest first.
 
-    Exit codes: 0 listed, 2 out of reach, refused, or wrong.
+    Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
 
     Example: ergon audit list --name orders --since 7d
     """
@@ -73,39 +73,39 @@ def list_(
 
 
 def list_rows(filters: dict[str, Any], *, config: Path | None, as_json: bool) -> AuditExit:
-    """Print the rows that *filters* mean, the newest first."""
+    """Print the rows that match *filters*, newest first."""
     try:
-        dsn = database(config)
-        # Loaded when it is needed: not everybody has its libraries.
-        libraries.needed()
+        dsn = database_dsn(config)
+        # Imported on demand: the libraries are an optional extra.
+        libraries.require_psycopg()
         rows = importlib.import_module("ergon_framework.connectors.postgres.audit").list_rows(dsn, **filters)
     except ErgonError as error:
         if as_json:
-            typer.echo(jsons.dumps({"error": text(error), "exit_code": int(AuditExit.FAILED)}))
+            typer.echo(jsons.dumps({"error": error_message(error), "exit_code": int(AuditExit.FAILED)}))
         else:
-            typer.echo(f"ergon: {explained(error)}", err=True)
+            typer.echo(f"ergon: {explain_error(error)}", err=True)
         return AuditExit.FAILED
     if as_json:
         for row in rows:
             typer.echo(jsons.dumps(asdict(row)))
     elif rows:
-        _show(rows)
+        _print_table(rows)
     else:
         typer.echo("no such action is recorded")
     return AuditExit.OK
 
 
-def _show(rows: list[Any]) -> None:
-    heads = ("at", "actor", "action", "name", "targets", "count", "outcome", "reason")
-    cells = [[clean(cell, CELL) for cell in _cells(row)] for row in rows]
-    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    for line in (heads, *cells):
+def _print_table(rows: list[Any]) -> None:
+    headings = ("at", "actor", "action", "name", "targets", "count", "outcome", "reason")
+    cells = [[sanitize(cell, MAX_CELL_CHARS) for cell in _format_cells(row)] for row in rows]
+    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+    for line in (headings, *cells):
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-def _cells(row: Any) -> tuple[str, ...]:
+def _format_cells(row: Any) -> tuple[str, ...]:
     filters = " ".join(f"{name}={value}" for name, value in row.selection.items())
     targets = ", ".join(row.targets) if len(row.targets) == 1 or not filters else filters
     outcome = row.outcome or "not known"
     count = "" if row.count is None else str(row.count)
-    return (told(row.at), row.actor, row.action, row.name, targets, count, outcome, row.reason)
+    return (format_time(row.at), row.actor, row.action, row.name, targets, count, outcome, row.reason)

@@ -1,4 +1,4 @@
-"""One of several processes: the same run, with a parent on the line instead of a summary at the end."""
+"""One worker process of several: the same run, which reports to its parent instead of printing a summary."""
 
 from __future__ import annotations
 
@@ -13,128 +13,136 @@ from typing import Any
 
 import typer
 
-from ergon_framework.cli.run import Options, enter, load, log_worker_start, look, prepare, tell
-from ergon_framework.cli.summary import told
-from ergon_framework.errors import ConfigurationError, text
-from ergon_framework.runner.exits import Exit
-from ergon_framework.runner.journalling import journalled
-from ergon_framework.runner.leaving import flush, guard, leave
-from ergon_framework.runner.lifeline import Lifeline
-from ergon_framework.runner.pausing import pausable
-from ergon_framework.runner.process import Order, Process
+from ergon_framework.cli.run import (
+    Options,
+    configure_process,
+    configure_telemetry,
+    load_task_and_policy,
+    log_stage,
+    log_worker_start,
+    print_error,
+)
+from ergon_framework.cli.summary import report_data
+from ergon_framework.errors import ConfigurationError, error_message
+from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.journalling import journal_for
+from ergon_framework.runner.leaving import exit_process, flush_telemetry, force_exit_at_deadline
+from ergon_framework.runner.lifeline import ParentPipe
+from ergon_framework.runner.pausing import pause_gates
+from ergon_framework.runner.process import ParentCommand, Process
 from ergon_framework.runner.provider_state import close_provider_state, open_provider_state
-from ergon_framework.runner.signals import STOPPING
+from ergon_framework.runner.signals import STOP_SIGNALS
 from ergon_framework.telemetry import sums
 from ergon_framework.telemetry.metrics import snapshot
 
 
-class Orders:
-    """Hands the parent's orders to the process; before there is one, nothing was fetched and it may just go."""
+class ParentCommands:
+    """Passes the parent's commands to the process; before the process exists nothing was fetched, so it just exits."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._process: Process | None = None
 
-    def __call__(self, order: Order) -> None:
+    def __call__(self, command: ParentCommand) -> None:
         with self._lock:
             if self._process is None:
-                os._exit(Exit.OK)
-            self._process.order(order)
+                os._exit(RunExit.OK)
+            self._process.handle_command(command)
 
-    def go_to(self, process: Process) -> None:
+    def attach(self, process: Process) -> None:
         with self._lock:
             self._process = process
 
 
-def main(given: str) -> int:
-    """Run the task that *given*, the parent's words, describes; the exit code."""
-    words = json.loads(given)
-    orders, line = Orders(), Lifeline(words["orders"], words["reports"])
-    line.listen(orders)
-    for number in STOPPING:
-        signal.signal(number, lambda *_: os._exit(Exit.OK))
-    options = Options(**words["options"])
+def main(arguments_json: str) -> int:
+    """Run the task described by *arguments_json* from the parent; return the exit code."""
+    arguments = json.loads(arguments_json)
+    commands, pipe = ParentCommands(), ParentPipe(arguments["orders"], arguments["reports"])
+    pipe.listen(commands)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, lambda *_: os._exit(RunExit.OK))
+    options = Options(**arguments["options"])
     try:
-        found = options.settings()
-        prepare(options, found)
-        task, rules = load(options, found)
-        open_provider_state(task, found)
-        log_worker_start(task, rules, number=words["number"])
-        depth = look(task, found, number=words["number"])
+        settings = options.resolve_settings()
+        configure_process(options, settings)
+        task, policy = load_task_and_policy(options, settings)
+        open_provider_state(task, settings)
+        log_worker_start(task, policy, number=arguments["number"])
+        depth_interval = configure_telemetry(task, settings, number=arguments["number"])
     except ConfigurationError as error:
-        typer.echo(f"ergon: {text(error)}", err=True)
-        return Exit.USAGE
-    with pausable(task, found) as gates, journalled(task, found) as journal:
+        typer.echo(f"ergon: {error_message(error)}", err=True)
+        return RunExit.USAGE
+    with pause_gates(task, settings) as gates, journal_for(task, settings) as journal:
         process = Process(
             task,
-            rules,
-            on_stage=partial(enter, number=words["number"]),
+            policy,
+            on_stage=partial(log_stage, number=arguments["number"]),
             supervised=True,
-            blocked=found.run.probes.blocked,
-            depth=depth,
+            blocked=settings.run.probes.blocked,
+            depth=depth_interval,
             gates=gates,
             on_outcome=journal.on_outcome,
-            on_first_fetch=partial(_report_fetch, line),
+            on_first_fetch=partial(_report_fetch, pipe),
         )
-        orders.go_to(process)
-        line.report("loaded", {"drain": rules.loop.drain_timeout, "task": task.name})
-        # Nobody else hears what a process has counted, and without a port nobody asks.
-        counting = Counting(line, on=found.run.probes.port is not None)
-        beating = (line, process, counting, found.run.probes.interval)
-        Thread(target=_beat, args=beating, name="ergon-beat", daemon=True).start()
-        ended = process.run()
-        journal.finish(ended.deadline)
-        close_provider_state(ended.deadline)
-    guard(ended)
-    tell(ended)
-    counting.tell(last=True)
-    line.report("ended", told(task.name, ended))
-    flush(ended)
-    return leave(ended)
+        commands.attach(process)
+        pipe.report("loaded", {"drain": policy.loop.drain_timeout, "task": task.name})
+        # Only the parent publishes the metrics of a process, and without a probe port it is never scraped.
+        metrics_reporter = MetricsReporter(pipe, enabled=settings.run.probes.port is not None)
+        health_arguments = (pipe, process, metrics_reporter, settings.run.probes.interval)
+        Thread(target=_report_health, args=health_arguments, name="ergon-beat", daemon=True).start()
+        result = process.run()
+        journal.finish(result.deadline)
+        close_provider_state(result.deadline)
+    force_exit_at_deadline(result)
+    print_error(result)
+    metrics_reporter.report(last=True)
+    pipe.report("ended", report_data(task.name, result))
+    flush_telemetry(result)
+    return exit_process(result)
 
 
-def _report_fetch(line: Lifeline) -> None:
-    """Tell the parent that this process has work, before the work can end the process."""
-    # On a thread: a parent that is stopped reads nothing, and the loop must not wait for it.
-    telling = Thread(target=line.report, args=("fetched", {}), name="ergon-fetched", daemon=True)
-    telling.start()
-    telling.join(_FETCH_REPORT_SECONDS)
+def _report_fetch(pipe: ParentPipe) -> None:
+    """Report to the parent that this process has work, before the work can end the process."""
+    # On a thread: a stopped parent does not read the pipe, and the loop must not wait for it.
+    thread = Thread(target=pipe.report, args=("fetched", {}), name="ergon-fetched", daemon=True)
+    thread.start()
+    thread.join(_FETCH_REPORT_SECONDS)
 
 
-class Counting:
-    """Tells the parent all that was counted so far: whole, and nothing after the last word."""
+class MetricsReporter:
+    """Reports all metrics so far to the parent: complete, and nothing after the last report."""
 
-    def __init__(self, line: Lifeline, *, on: bool) -> None:
-        self._line = line
+    def __init__(self, pipe: ParentPipe, *, enabled: bool) -> None:
+        self._pipe = pipe
         self._lock = Lock()
-        self._on = on
+        self._enabled = enabled
 
-    def tell(self, *, last: bool = False) -> None:
+    def report(self, *, last: bool = False) -> None:
         with self._lock:
-            for part in sums.told(snapshot()) if self._on else ():
-                self._line.report("metrics", part)
-            self._on = self._on and not last
+            for part in sums.serialize_numbers(snapshot()) if self._enabled else ():
+                self._pipe.report("metrics", part)
+            self._enabled = self._enabled and not last
 
 
-def _beat(line: Lifeline, process: Process, counting: Counting, interval: float) -> None:
-    """Tell the parent how it is, at once when that changes and again and again while it does not."""
-    last: dict[str, Any] = {}
-    since = counted = 0.0
+def _report_health(pipe: ParentPipe, process: Process, metrics_reporter: MetricsReporter, interval: float) -> None:
+    """Report the health to the parent: immediately when it changes, and periodically while it does not."""
+    last_health: dict[str, Any] = {}
+    reported_at = metrics_reported_at = 0.0
     while True:
-        health = process.health().told()
+        health = process.health().to_dict()
         now = time.monotonic()
-        if health != last or now - since >= interval:
-            line.report("health", health)
-            last, since = health, now
-        if now - counted >= interval:
-            counting.tell()
-            counted = now
-        time.sleep(min(interval, LOOK))
+        if health != last_health or now - reported_at >= interval:
+            pipe.report("health", health)
+            last_health, reported_at = health, now
+        if now - metrics_reported_at >= interval:
+            metrics_reporter.report()
+            metrics_reported_at = now
+        time.sleep(min(interval, HEALTH_POLL_SECONDS))
 
 
-#: How often a process looks at itself.
-LOOK = 0.1
-#: How long the first work of a process waits at most for the parent to be told of it.
+#: Seconds between two checks of the process's own health.
+HEALTH_POLL_SECONDS = 0.1
+#: Maximum seconds that the first transaction of a process waits for the report to the parent.
 _FETCH_REPORT_SECONDS = 1.0
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``ergon db``: brings the database to the schema of this release, says how far it is, prints the statements."""
+"""``ergon db``: upgrade the database to the schema of this release, check its revision, or print the statements."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ergon_framework.cli.telling import explained
-from ergon_framework.errors import ErgonError, extra, text
+from ergon_framework.cli.telling import explain_error
+from ergon_framework.errors import ErgonError, error_message, require_extra
 from ergon_framework.runner.exits import ExitCode
-from ergon_framework.runner.settings import database, settings
-from ergon_framework.schema.revisions import CHAIN, NEEDED
+from ergon_framework.runner.settings import database_dsn, load_settings
+from ergon_framework.schema.revisions import REQUIRED_REVISION, REVISIONS
 
 db = typer.Typer(
     help="Upgrades, checks and prints the schema of the database.",
@@ -30,37 +30,37 @@ Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
 class DbExit(ExitCode):
-    """Every exit code of ``ergon db`` with what it means."""
+    """Exit codes of ``ergon db`` and their meanings."""
 
     OK = 0, "the database is up to date, or the statements were printed"
-    BEHIND = 1, "`ergon db check`: the database needs an upgrade"
+    OUTDATED = 1, "`ergon db check`: the database needs an upgrade"
     FAILED = 2, "the database is out of reach or refuses, or the command line or the configuration is wrong"
 
 
 @db.command()
 def upgrade(*, config: Config = None, json: Json = False) -> None:
-    """Bring the database to the schema of this release, all of it or nothing.
+    """Upgrade the database to the schema of this release, completely or not at all.
 
-    The address is ERGON_POSTGRES__DSN of the environment, or postgres.dsn of ergon.toml. Running it again changes
-    nothing, and of two who run it at once the second waits. Workers of the release before go on meanwhile. If
-    providers.task_table is set, attempts of providers refer to that table afterwards.
+    The address is read from ERGON_POSTGRES__DSN or from postgres.dsn of ergon.toml. A second run changes nothing; a
+    concurrent run waits for the first. Workers of the previous release continue meanwhile. If providers.task_table
+    is set, provider attempts refer to that table afterwards.
 
-    Exit codes: 0 up to date, 2 out of reach, refused, or wrongly configured; then nothing was changed.
+    Exit codes: 0 up to date, 2 database unavailable, request rejected, or configuration invalid; nothing was changed.
 
     Example: ERGON_POSTGRES__DSN=postgresql://owner@db.example/shop ergon db upgrade
     """
-    raise typer.Exit(_done(partial(_upgraded, config=config), config=config, as_json=json))
+    raise typer.Exit(_run_command(partial(_upgrade, config=config), config=config, as_json=json))
 
 
 @db.command()
 def check(*, config: Config = None, json: Json = False) -> None:
-    """Say how far the database is, and change nothing.
+    """Show the schema revision of the database without changing it.
 
-    Exit codes: 0 up to date, 1 an upgrade is needed, 2 out of reach, refused, or wrongly configured.
+    Exit codes: 0 up to date, 1 upgrade needed, 2 database unavailable, request rejected, or configuration invalid.
 
     Example: ergon db check || ergon db upgrade
     """
-    raise typer.Exit(_done(_checked, config=config, as_json=json))
+    raise typer.Exit(_run_command(_check, config=config, as_json=json))
 
 
 @db.command()
@@ -70,91 +70,95 @@ def sql(
         str | None, typer.Option(metavar="REVISION", help="Where the database is. Default: it has nothing yet.")
     ] = None,
 ) -> None:
-    """Print the statements of an upgrade, for those who run them by hand; no database is asked.
+    """Print the statements of an upgrade, for manual execution; no database is queried.
 
-    Exit codes: 0 printed, 2 there is no such revision.
+    Exit codes: 0 printed, 2 unknown revision.
 
     Example: ergon db sql | psql --set ON_ERROR_STOP=1 postgresql://owner@db.example/shop
     """
     try:
-        typer.echo(_migrate().sql(since), nl=False)
+        typer.echo(_import_migrate().sql(since), nl=False)
     except ErgonError as error:
-        raise typer.Exit(_failed(error, as_json=False)) from None
+        raise typer.Exit(_report_error(error, as_json=False)) from None
 
 
-# -- what they do -----------------------------------------------------------------------------------
+# -- work of the commands ---------------------------------------------------------------------------
 
 
-def _upgraded(dsn: str, *, config: Path | None) -> tuple[DbExit, str, dict[str, Any]]:
-    before = _migrate().upgrade(dsn)
-    if task_table := settings(config).providers.task_table:
-        from ergon_framework.providers.sql.task_table import use_task_table  # noqa: PLC0415 - as in _migrate
+def _upgrade(dsn: str, *, config: Path | None) -> tuple[DbExit, str, dict[str, Any]]:
+    state = _import_migrate().upgrade(dsn)
+    if task_table := load_settings(config).providers.task_table:
+        from ergon_framework.providers.sql.task_table import use_task_table  # noqa: PLC0415 - as in _import_migrate
 
         use_task_table(dsn, task_table)
-    told = {"found": before.found, "applied": list(before.missing), "newer": before.newer}
-    if before.newer:
-        return DbExit.OK, f"{_newer(before.found)}; nothing was changed", told
-    if not before.missing:
-        return DbExit.OK, f"the database is up to date, at revision {before.found}", told
-    origin = "from nothing" if before.found is None else f"from revision {before.found}"
-    return DbExit.OK, f"upgraded {origin} to {before.missing[-1]}", told
-
-
-def _checked(dsn: str) -> tuple[DbExit, str, dict[str, Any]]:
-    state = _migrate().check(dsn)
-    told = {
-        "found": state.found,
-        "missing": list(state.missing),
-        "needed": NEEDED,
-        "newest": CHAIN[-1],
-        "suffices": state.suffices,
-        "newer": state.newer,
-    }
-    if state.newer:
-        return DbExit.OK, f"{_newer(state.found)}; this release works on it", told
+    payload = {"found": state.revision, "applied": list(state.missing), "newer": state.is_newer}
+    if state.is_newer:
+        return DbExit.OK, f"{_describe_newer_revision(state.revision)}; nothing was changed", payload
     if not state.missing:
-        return DbExit.OK, f"the database is up to date, at revision {state.found}", told
-    found = "has no tables of Ergon yet" if state.found is None else f"is at revision {state.found}"
-    works = "this release works on it, but " if state.suffices else ""
-    words = f"the database {found}; {works}missing: {', '.join(state.missing)}; run: ergon db upgrade"
-    return DbExit.BEHIND, words, told
+        return DbExit.OK, f"the database is up to date, at revision {state.revision}", payload
+    origin = "from nothing" if state.revision is None else f"from revision {state.revision}"
+    return DbExit.OK, f"upgraded {origin} to {state.missing[-1]}", payload
 
 
-def _newer(found: str | None) -> str:
-    return f"the database is at revision {found}, which a later release has made"
+def _check(dsn: str) -> tuple[DbExit, str, dict[str, Any]]:
+    state = _import_migrate().check(dsn)
+    payload = {
+        "found": state.revision,
+        "missing": list(state.missing),
+        "needed": REQUIRED_REVISION,
+        "newest": REVISIONS[-1],
+        "suffices": state.is_compatible,
+        "newer": state.is_newer,
+    }
+    if state.is_newer:
+        return DbExit.OK, f"{_describe_newer_revision(state.revision)}; this release works on it", payload
+    if not state.missing:
+        return DbExit.OK, f"the database is up to date, at revision {state.revision}", payload
+    revision_text = "has no tables of Ergon yet" if state.revision is None else f"is at revision {state.revision}"
+    compatibility_text = "this release works on it, but " if state.is_compatible else ""
+    message = (
+        f"the database {revision_text}; {compatibility_text}missing: {', '.join(state.missing)}; run: ergon db upgrade"
+    )
+    return DbExit.OUTDATED, message, payload
 
 
-# -- around it --------------------------------------------------------------------------------------
+def _describe_newer_revision(revision: str | None) -> str:
+    return f"the database is at revision {revision}, which a later release has made"
 
 
-def _done(work: Callable[[str], tuple[DbExit, str, dict[str, Any]]], *, config: Path | None, as_json: bool) -> DbExit:
+# -- helpers ----------------------------------------------------------------------------------------
+
+
+def _run_command(
+    work: Callable[[str], tuple[DbExit, str, dict[str, Any]]], *, config: Path | None, as_json: bool
+) -> DbExit:
     try:
-        code, words, told = work(database(config))
+        code, message, payload = work(database_dsn(config))
     except ErgonError as error:
-        return _failed(error, as_json=as_json)
+        return _report_error(error, as_json=as_json)
     if as_json:
-        _print(told, code)
+        _print_json(payload, code)
     else:
-        typer.echo(words)
+        typer.echo(message)
     return code
 
 
-def _migrate() -> Any:
-    # Loaded when it is needed: no other command needs these libraries, and not everybody has them.
+def _import_migrate() -> Any:
+    # Imported on demand: only this command needs these libraries, and they are an optional extra.
     for library in ("psycopg", "sqlalchemy", "alembic"):
-        extra("postgres", library)
+        require_extra("postgres", library)
     from ergon_framework.schema import migrate  # noqa: PLC0415 - as above
 
     return migrate
 
 
-def _failed(error: ErgonError, *, as_json: bool) -> DbExit:
+def _report_error(error: ErgonError, *, as_json: bool) -> DbExit:
     if as_json:
-        _print({"error": text(error)}, DbExit.FAILED)
+        _print_json({"error": error_message(error)}, DbExit.FAILED)
     else:
-        typer.echo(f"ergon: {explained(error)}", err=True)
+        typer.echo(f"ergon: {explain_error(error)}", err=True)
     return DbExit.FAILED
 
 
-def _print(told: Mapping[str, Any], code: DbExit) -> None:
-    typer.echo(jsons.dumps({**told, "exit_code": int(code)}))
+def _print_json(payload: Mapping[str, Any], code: DbExit) -> None:
+    typer.echo(jsons.dumps({**payload, "exit_code": int(code)}))

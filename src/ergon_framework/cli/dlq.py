@@ -1,4 +1,4 @@
-"""``ergon dlq``: its commands with their options."""
+"""Commands of ``ergon dlq`` and their options."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from ergon_framework.cli.dlq_change import Change
-from ergon_framework.cli.dlq_edit import Edit, edited
+from ergon_framework.cli.dlq_change import PayloadEdit
+from ergon_framework.cli.dlq_edit import EditRequest, edit_dead_letter
 from ergon_framework.cli.dlq_exits import DlqExit
-from ergon_framework.cli.dlq_filters import filtered, per_second
-from ergon_framework.cli.dlq_work import Order, listed, moved, showed
-from ergon_framework.cli.options import Actor, AuditReason, Reason, actor_name
+from ergon_framework.cli.dlq_filters import add_filter_options, parse_rate
+from ergon_framework.cli.dlq_work import MoveRequest, list_dead, move_dead, show_dead
+from ergon_framework.cli.options import Actor, AuditReason, Reason, resolve_actor_name
 from ergon_framework.connectors.deadletters import DeadLetterQuery
-from ergon_framework.errors import ConfigurationError, text
+from ergon_framework.errors import ConfigurationError, error_message
 
 dlq = typer.Typer(
     help="Lists, shows, replays, corrects and discards dead letters.",
@@ -23,7 +23,7 @@ dlq = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Where = Annotated[
+TargetName = Annotated[
     str,
     typer.Argument(
         metavar="MODULE:NAME",
@@ -32,58 +32,58 @@ Where = Annotated[
 ]
 Payload = Annotated[bool, typer.Option("--payload", help="Show payloads and headers too; they may be confidential.")]
 All = Annotated[bool, typer.Option("--all", help="Every dead letter there is, in place of filters.")]
-Most = Annotated[int | None, typer.Option(min=1, help="The oldest so many of them, not all.")]
+MaxLetters = Annotated[int | None, typer.Option(min=1, help="The oldest so many of them, not all.")]
 Batch = Annotated[int, typer.Option(min=1, max=1000, help="How many are moved at once.")]
 Rate = Annotated[
-    float | None, typer.Option(parser=per_second, metavar="N/s", help="At most so many; also 300/m or 1000/h.")
+    float | None, typer.Option(parser=parse_rate, metavar="N/s", help="At most so many; also 300/m or 1000/h.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say how many there are, by reason.")]
 
 
 @dlq.command("list")
-@filtered
+@add_filter_options
 def list_(
-    where: Where,
+    where: TargetName,
     *,
     query: DeadLetterQuery,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="The most that are shown.")] = 50,
     payload: Payload = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
-    """List dead letters, the oldest first; with filters those that fit all of them.
+    """List dead letters, oldest first; with filters, those that match all filters.
 
-    Exit codes: 0 listed, 1 the broker did not answer, 2 the command line is wrong.
+    Exit codes: 0 listed, 1 the broker did not answer, 2 the command line is invalid.
 
     Example: ergon dlq list app:orders --reason declined --since 2h
     """
-    raise typer.Exit(listed(where, query, limit=limit, payload=payload, as_json=json))
+    raise typer.Exit(list_dead(where, query, limit=limit, payload=payload, as_json=json))
 
 
 @dlq.command()
 def show(
-    where: Where,
+    where: TargetName,
     transaction: Annotated[str, typer.Argument(metavar="ID", help="The transaction's id.")],
     *,
     payload: Payload = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
-    """Show everything about the dead letters of one transaction.
+    """Show all details of the dead letters of one transaction.
 
-    Exit codes: 0 shown, 1 there is none or the broker did not answer, 2 the command line is wrong.
+    Exit codes: 0 shown, 1 not found or the broker did not answer, 2 the command line is invalid.
 
     Example: ergon dlq show app:orders order-3 --payload
     """
-    raise typer.Exit(showed(where, transaction, payload=payload, as_json=json))
+    raise typer.Exit(show_dead(where, transaction, payload=payload, as_json=json))
 
 
 @dlq.command()
-@filtered
+@add_filter_options
 def replay(
-    where: Where,
+    where: TargetName,
     *,
     query: DeadLetterQuery,
     all_: All = False,
-    limit: Most = None,
+    limit: MaxLetters = None,
     batch: Batch = 100,
     rate: Rate = None,
     canary: Annotated[
@@ -98,37 +98,37 @@ def replay(
     dry_run: DryRun = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
 ) -> None:
-    """Put dead letters back into their queue: the same id and correlation, attempts counted anew.
+    """Replay dead letters into their queue with the same id and correlation and a new attempt count.
 
-    What is dead when it starts is replayed, the oldest first; what dies again meanwhile is not. Ctrl-C or a crash
-    leaves each dead letter in one place, here or in the queue: run it again to go on.
+    Selects the dead letters that exist at the start, oldest first, and ignores letters dead-lettered later. After
+    Ctrl-C or a crash each transaction is in one place, dead-letter queue or queue: run the command again to continue.
 
-    Exit codes: 0 all replayed, 1 some could not be or the broker did not answer, 2 the command line is wrong, 3 stopped
+    Exit codes: 0 all replayed, 1 some failed or the broker did not answer, 2 the command line is invalid, 3 stopped
     by the canary, 130 stopped by a signal.
 
     Example: ergon dlq replay app:orders --reason step_timeout --canary 5 --rate 50/s
     """
-    order = Order(
+    request = MoveRequest(
         verb="replay",
         query=query,
-        everything=all_,
+        select_all=all_,
         limit=limit,
         batch=batch,
         rate=rate,
         canary=canary,
         max_failed=max_failed,
         canary_wait=canary_wait,
-        actor=actor_name(actor),
+        actor=resolve_actor_name(actor),
         audit_reason=audit_reason,
         dry_run=dry_run,
         as_json=json,
     )
-    raise typer.Exit(moved(where, order))
+    raise typer.Exit(move_dead(where, request))
 
 
 @dlq.command()
 def edit(
-    where: Where,
+    where: TargetName,
     transaction: Annotated[str, typer.Argument(metavar="ID", help="The transaction's id.")],
     *,
     file: Annotated[
@@ -153,44 +153,44 @@ def edit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
-    """Correct the payload of a dead letter and replay it: the same id and correlation, attempts counted anew.
+    """Correct the payload of a dead letter and replay it with the same id and correlation and a new attempt count.
 
-    Who corrected what, and when, travels with it and is seen in its history. Effects that were made with the old
-    values are not undone: a provider call or a fact whose payload is another now is a conflict that names it. A crash
-    may leave the old dead letter beside the corrected one, never none of the two.
+    The transaction carries who corrected what and when, and its history shows it. Effects of the old values are not
+    undone: a provider call or a fact with a changed payload raises a conflict that names it. After a crash the old
+    dead letter may exist next to the corrected transaction; at least one of the two always exists.
 
-    Exit codes: 0 replayed, 1 there is none or the broker did not answer, 2 the command line is wrong, nothing was
-    changed, or the payload does not fit.
+    Exit codes: 0 replayed, 1 not found or the broker did not answer, 2 the command line is invalid, nothing was
+    changed, or the payload does not match the task.
 
     Example: ergon dlq edit app:charge order-3 --set customer.zip=10115
     """
     try:
-        change = Change(file, set_ or (), new_keys=new_keys)
+        payload_edit = PayloadEdit(file, set_ or (), new_keys=new_keys)
     except ConfigurationError as error:
-        typer.echo(f"ergon: {text(error)}", err=True)
+        typer.echo(f"ergon: {error_message(error)}", err=True)
         raise typer.Exit(DlqExit.USAGE) from None
-    order = Edit(
+    request = EditRequest(
         id=transaction,
-        place=place,
-        change=change,
-        actor=actor_name(actor),
+        handle=place,
+        payload_edit=payload_edit,
+        actor=resolve_actor_name(actor),
         reason=reason,
         task=task,
-        values=values,
+        show_values=values,
         dry_run=dry_run,
         as_json=json,
     )
-    raise typer.Exit(edited(where, order))
+    raise typer.Exit(edit_dead_letter(where, request))
 
 
 @dlq.command()
-@filtered
+@add_filter_options
 def discard(
-    where: Where,
+    where: TargetName,
     *,
     query: DeadLetterQuery,
     all_: All = False,
-    limit: Most = None,
+    limit: MaxLetters = None,
     batch: Batch = 100,
     rate: Rate = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
@@ -199,24 +199,24 @@ def discard(
     dry_run: DryRun = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
 ) -> None:
-    """Throw dead letters away, for good.
+    """Delete dead letters permanently.
 
-    Exit codes: 0 all discarded, 1 some could not be or the broker did not answer, 2 the command line is wrong or the
-    question was answered with no, 130 stopped by a signal.
+    Exit codes: 0 all discarded, 1 some failed or the broker did not answer, 2 the command line is invalid or the
+    confirmation was declined, 130 stopped by a signal.
 
     Example: ergon dlq discard app:orders --type newsletter --until 30d --yes
     """
-    order = Order(
+    request = MoveRequest(
         verb="discard",
         query=query,
-        everything=all_,
+        select_all=all_,
         limit=limit,
         batch=batch,
         rate=rate,
         yes=yes,
-        actor=actor_name(actor),
+        actor=resolve_actor_name(actor),
         audit_reason=audit_reason,
         dry_run=dry_run,
         as_json=json,
     )
-    raise typer.Exit(moved(where, order))
+    raise typer.Exit(move_dead(where, request))

@@ -1,4 +1,4 @@
-"""The canary: a few are replayed first, and watched until they have ended."""
+"""The canary: replay a few dead letters first, and wait until their transactions have ended."""
 
 from __future__ import annotations
 
@@ -6,57 +6,66 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ergon_framework.cli.dlq_moving import Letter, Stop, Trial, found
+from ergon_framework.cli.dlq_moving import CanaryResult, SelectedLetter, StopFlag, iter_dead
 from ergon_framework.connectors.base import Connector
 from ergon_framework.connectors.deadletters import DeadLetterQuery
 
-#: Seconds between two looks.
-LOOK = 0.25
+#: Seconds between two polls.
+POLL_INTERVAL_SECONDS = 0.25
 
 
 class Canary:
-    """Watches transactions by their ids: one that is dead at a place that is new has failed again."""
+    """Watches transactions by their ids: a dead letter with a new handle means that the transaction failed again."""
 
-    def __init__(self, connector: Connector, letters: Sequence[Letter]) -> None:
-        """Remember where the ids are dead now, before any of them is replayed."""
+    def __init__(self, connector: Connector, letters: Sequence[SelectedLetter]) -> None:
+        """Store the current dead-letter handles of the ids before any of them is replayed."""
         self._connector = connector
-        self._known = {letter.id: self._places(letter.id) for letter in letters}
+        self._known_handles = {letter.id: self._list_handles(letter.id) for letter in letters}
 
-    def watch(
-        self, letters: Sequence[Letter], *, wait: float, stop: Stop, clock: Callable[[], float] = time.monotonic
-    ) -> Trial:
-        """How *letters*, which were replayed, end within *wait* seconds.
+    def wait(
+        self,
+        letters: Sequence[SelectedLetter],
+        *,
+        wait: float,
+        stop: StopFlag,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> CanaryResult:
+        """Return the outcome of the replayed *letters* within *wait* seconds.
 
-        Where the broker cannot say what is in the queue, one that is not dead again when the time
-        is over counts as succeeded.
+        If the broker cannot report queued transactions, a transaction that has no new dead letter when the wait
+        expires counts as succeeded.
         """
-        trial, end = Trial(), clock() + wait
+        result, deadline = CanaryResult(), clock() + wait
         pending = Counter(letter.id for letter in letters)
         while pending:
-            queued = self._queued(list(pending))
-            over = stop.asked or clock() >= end
-            for name, count in list(pending.items()):
-                failed = min(count, len(self._places(name) - self._known[name]))
-                ended = name not in queued if queued is not None else failed == count or (over and not stop.asked)
-                if ended:
-                    trial.failed += failed
-                    trial.succeeded += count - failed
-                    del pending[name]
-            if over:
+            queued_ids = self._list_queued_ids(list(pending))
+            is_over = stop.is_set or clock() >= deadline
+            for transaction_id, count in list(pending.items()):
+                failed = min(count, len(self._list_handles(transaction_id) - self._known_handles[transaction_id]))
+                has_ended = (
+                    transaction_id not in queued_ids
+                    if queued_ids is not None
+                    else failed == count or (is_over and not stop.is_set)
+                )
+                if has_ended:
+                    result.failed += failed
+                    result.succeeded += count - failed
+                    del pending[transaction_id]
+            if is_over:
                 break
             if pending:
-                stop.wait(min(LOOK, max(0.0, end - clock())))
-        trial.waiting = pending.total()
-        return trial
+                stop.wait(min(POLL_INTERVAL_SECONDS, max(0.0, deadline - clock())))
+        result.waiting = pending.total()
+        return result
 
-    def _queued(self, ids: Sequence[str]) -> set[str] | None:
-        """Asked before the dead letters are looked at: whoever has left the queue by then is seen there."""
-        queued = self._connector.queued(ids)
-        if queued is not None:
-            return set(queued)
-        # Asking a log that was not opened for its depth would take its partitions over.
+    def _list_queued_ids(self, ids: Sequence[str]) -> set[str] | None:
+        """Return the queued ids; called before the dead letters are listed, so that moved transactions are found."""
+        queued_ids = self._connector.find_queued(ids)
+        if queued_ids is not None:
+            return set(queued_ids)
+        # Reading the depth of an unopened log connector would take its partitions over.
         depth = self._connector.depth() if self._connector.capabilities.mode == "queue" else None
         return set() if depth is not None and not depth.ready + depth.delayed + depth.in_flight else None
 
-    def _places(self, transaction_id: str) -> set[str]:
-        return {record.place for record in found(self._connector, DeadLetterQuery.load(id=transaction_id))}
+    def _list_handles(self, transaction_id: str) -> set[str]:
+        return {record.handle for record in iter_dead(self._connector, DeadLetterQuery.load(id=transaction_id))}

@@ -1,4 +1,4 @@
-"""A change of a payload: made by an editor, a file or single values, and told as the paths that differ."""
+"""Edit a payload with an editor, a file or single values, and describe the edit as the paths that differ."""
 
 from __future__ import annotations
 
@@ -16,121 +16,121 @@ from typing import Any, Final, NamedTuple
 
 from ergon_framework.connectors.deadletters import DeadLetterRecord
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.failure import MESSAGE
-from ergon_framework.telemetry.redaction import HIDDEN, secret
+from ergon_framework.failure import MAX_MESSAGE_CHARS
+from ergon_framework.telemetry.redaction import HIDDEN, is_secret_name
 
-#: The longest value that is told of a difference.
-_VALUE: Final = 60
+#: Maximum length of a value in the description of a difference.
+_MAX_VALUE_CHARS: Final = 60
 _ABSENT: Final = object()
-_EDITORS: Final = ("VISUAL", "EDITOR")
+_EDITOR_VARIABLES: Final = ("VISUAL", "EDITOR")
 
 
 class Difference(NamedTuple):
-    """One place of a payload that is another now; *path* is empty for the whole of it."""
+    """A value of a payload that changed; *path* is empty for the whole payload."""
 
     path: str
     before: Any
     after: Any
 
-    def told(self, *, values: bool) -> str:
-        """The path, and with *values* what was and is there; what is named like a secret is hidden in any case."""
+    def format(self, *, values: bool) -> str:
+        """Return the path, with *values* also the old and new value; values named like a secret are always hidden."""
         name = self.path or "the payload"
         if not values:
             return name
-        return f"{name}: {self._shown(self.before)} -> {self._shown(self.after)}"
+        return f"{name}: {self._format_value(self.before)} -> {self._format_value(self.after)}"
 
-    def _shown(self, value: Any) -> str:
+    def _format_value(self, value: Any) -> str:
         if value is _ABSENT:
             return "nothing"
-        if any(secret(part) for part in self.path.split(".")):
+        if any(is_secret_name(part) for part in self.path.split(".")):
             return HIDDEN
         text = json.dumps(value, ensure_ascii=False, default=repr)
-        return text if len(text) <= _VALUE else text[: _VALUE - 1] + "…"
+        return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 1] + "…"
 
 
-def differences(before: Any, after: Any, above: str = "") -> Iterator[Difference]:
-    """Where *after* differs from *before*, as deep as both have the same shape.
+def differences(before: Any, after: Any, prefix: str = "") -> Iterator[Difference]:
+    """Yield where *after* differs from *before*, as deep as both have the same shape.
 
     >>> [each.path for each in differences({"a": 1, "b": [1, 2]}, {"a": 1, "b": [1, 3], "c": 0})]
     ['b.1', 'c']
     """
     if isinstance(before, dict) and isinstance(after, dict):
         for key in (*before, *(key for key in after if key not in before)):
-            yield from differences(before.get(key, _ABSENT), after.get(key, _ABSENT), _below(above, key))
+            yield from differences(before.get(key, _ABSENT), after.get(key, _ABSENT), _join_path(prefix, key))
     elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        for number, (one, other) in enumerate(zip(before, after, strict=True)):
-            yield from differences(one, other, _below(above, number))
-    # A number and a truth value are equal in Python, and not in JSON.
+        for index, (old_item, new_item) in enumerate(zip(before, after, strict=True)):
+            yield from differences(old_item, new_item, _join_path(prefix, index))
+    # Python treats a number and a boolean as equal, JSON does not.
     elif type(before) is not type(after) or before != after:
-        yield Difference(above, before, after)
+        yield Difference(prefix, before, after)
 
 
-def told(found: Sequence[Difference], *, values: bool) -> str:
-    """All of them in one text that fits into a history."""
-    text = "; ".join(each.told(values=values) for each in found)
-    return text if len(text) <= MESSAGE // 2 else f"{text[: MESSAGE // 2]}… ({len(found)} places)"
+def format_differences(changes: Sequence[Difference], *, values: bool) -> str:
+    """Format all differences as one text that fits into a history."""
+    text = "; ".join(each.format(values=values) for each in changes)
+    return text if len(text) <= MAX_MESSAGE_CHARS // 2 else f"{text[: MAX_MESSAGE_CHARS // 2]}… ({len(changes)} places)"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """How the corrected payload is come by: from *file*, by *settings* of single values, or by an editor."""
+class PayloadEdit:
+    """The source of the corrected payload: *file*, *assignments* of single values, or an editor."""
 
     file: Path | None = None
-    settings: Sequence[str] = ()
-    #: Whether a setting may add a key that is not there.
+    assignments: Sequence[str] = ()
+    #: Whether an assignment may add a missing key.
     new_keys: bool = False
 
     def __post_init__(self) -> None:
-        if self.file is not None and self.settings:
+        if self.file is not None and self.assignments:
             raise ConfigurationError("--file and --set exclude each other; give one of the two")
 
-    def made(self, record: DeadLetterRecord) -> Any:
-        """The payload that *record* is to have; ConfigurationError where there is none."""
+    def apply(self, record: DeadLetterRecord) -> Any:
+        """Return the corrected payload of *record*; raise ConfigurationError if there is none."""
         if self.file is not None:
-            return _parsed(_read(self.file), str(self.file))
+            return _parse_json(_read(self.file), str(self.file))
         if record.size is not None:
             raise ConfigurationError(
                 f"its payload of {record.size} bytes is too large to be loaded here; give --file FILE, or raise "
                 "max_bytes of the codec and max_fetch_bytes of the queue"
             )
-        if self.settings:
+        if self.assignments:
             if record.raw is not None:
                 raise ConfigurationError(
                     "its payload could not be read, so no value of it can be set; give --file FILE"
                 )
             payload = json.loads(json.dumps(record.payload))
-            for setting in self.settings:
-                payload = _set(payload, setting, new_keys=self.new_keys)
+            for assignment in self.assignments:
+                payload = _assign(payload, assignment, new_keys=self.new_keys)
             return payload
-        return _parsed(_by_hand(record), "what the editor left")
+        return _parse_json(_edit_interactively(record), "what the editor left")
 
 
 # -- single values ------------------------------------------------------------------------------------
 
 
-def _set(payload: Any, setting: str, *, new_keys: bool) -> Any:
-    path, equals, text = setting.partition("=")
-    if not (path and equals):
+def _assign(payload: Any, assignment: str, *, new_keys: bool) -> Any:
+    path, separator, text = assignment.partition("=")
+    if not (path and separator):
         raise ConfigurationError(
-            f"{setting[:60]!r} sets nothing; write PATH=VALUE, for example customer.address.zip=10115 or "
+            f"{assignment[:60]!r} sets nothing; write PATH=VALUE, for example customer.address.zip=10115 or "
             "/customer/address/zip=10115"
         )
     try:
-        value = json.loads(text, parse_constant=_refused)
+        value = json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         value = text
-    *parents, last = _split(path)
+    *parents, last = _split_path(path)
     container = payload
     for key in parents:
-        container = container[_key(container, key, path, new_keys=False)]
-    container[_key(container, last, path, new_keys=new_keys)] = value
+        container = container[_resolve_key(container, key, path, new_keys=False)]
+    container[_resolve_key(container, last, path, new_keys=new_keys)] = value
     return payload
 
 
-def _split(path: str) -> list[str]:
+def _split_path(path: str) -> list[str]:
     """Return the keys of *path*, a JSON pointer (RFC 6901) if it begins with a slash, else separated by dots.
 
-    >>> _split("/a~1b/0"), _split("a.b.0")
+    >>> _split_path("/a~1b/0"), _split_path("a.b.0")
     (['a/b', '0'], ['a', 'b', '0'])
     """
     if not path.startswith("/"):
@@ -138,22 +138,24 @@ def _split(path: str) -> list[str]:
     return [key.replace("~1", "/").replace("~0", "~") for key in path[1:].split("/")]
 
 
-def _key(container: Any, key: str, path: str, *, new_keys: bool) -> Any:
+def _resolve_key(container: Any, key: str, path: str, *, new_keys: bool) -> Any:
     """Return *key* as the key or index of *container*; with *new_keys* an object may get a new key."""
     if isinstance(container, dict) and (new_keys or key in container):
         return key
     if isinstance(container, list) and key.isascii() and key.isdigit() and int(key) < len(container):
         return int(key)
     if isinstance(container, dict):
-        near = get_close_matches(key, container, n=1)
-        has = (
-            f"the nearest is {near[0]!r}" if near else f"there are {', '.join(map(repr, container))[:200] or 'no keys'}"
+        close_matches = get_close_matches(key, container, n=1)
+        available = (
+            f"the nearest is {close_matches[0]!r}"
+            if close_matches
+            else f"there are {', '.join(map(repr, container))[:200] or 'no keys'}"
         )
         remedy = "to add a key use --new-keys"
     else:
-        has = f"there is {f'a list of {len(container)}' if isinstance(container, list) else 'a plain value'}"
+        available = f"there is {f'a list of {len(container)}' if isinstance(container, list) else 'a plain value'}"
         remedy = "to change the shape of the payload give --file FILE"
-    raise ConfigurationError(f"the payload has no {key!r} at {path!r}: {has}; {remedy}")
+    raise ConfigurationError(f"the payload has no {key!r} at {path!r}: {available}; {remedy}")
 
 
 # -- whole payloads -----------------------------------------------------------------------------------
@@ -166,19 +168,19 @@ def _read(file: Path) -> str:
         raise ConfigurationError(f"the payload {file} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_json(text: str, source: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refused)
+        return json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{where} is no JSON: {error}; nothing was changed") from error
+        raise ConfigurationError(f"{source} is no JSON: {error}; nothing was changed") from error
 
 
-def _refused(constant: str) -> Any:
+def _reject_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is no value of JSON")
 
 
-def _by_hand(record: DeadLetterRecord) -> str:
-    editor = next((os.environ[name] for name in _EDITORS if os.environ.get(name, "").strip()), None)
+def _edit_interactively(record: DeadLetterRecord) -> str:
+    editor = next((os.environ[name] for name in _EDITOR_VARIABLES if os.environ.get(name, "").strip()), None)
     if editor is None:
         raise ConfigurationError("no editor is named; set EDITOR, or give --file FILE or --set PATH=VALUE")
     text = (
@@ -186,22 +188,22 @@ def _by_hand(record: DeadLetterRecord) -> str:
         if record.raw is not None
         else json.dumps(record.payload, indent=2, ensure_ascii=False)
     )
-    # Readable by nobody else: payloads may be confidential.
-    handle, name = tempfile.mkstemp(prefix="ergon-payload-", suffix=".json")
+    # mkstemp makes the file readable only by its owner: payloads may be confidential.
+    descriptor, name = tempfile.mkstemp(prefix="ergon-payload-", suffix=".json")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(f"{text}\n")
         try:
-            done = subprocess.run([*shlex.split(editor), name], check=False)  # noqa: S603 - the user's own choice
+            process = subprocess.run([*shlex.split(editor), name], check=False)  # noqa: S603 - the user's own choice
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"the editor {editor!r} cannot be started: {error}") from error
-        if done.returncode != 0:
-            raise ConfigurationError(f"the editor ended with {done.returncode}; nothing was changed")
+        if process.returncode != 0:
+            raise ConfigurationError(f"the editor ended with {process.returncode}; nothing was changed")
         return _read(Path(name))
     finally:
         with suppress(OSError):
             Path(name).unlink()
 
 
-def _below(above: str, key: Any) -> str:
-    return f"{above}.{key}" if above else str(key)
+def _join_path(prefix: str, key: Any) -> str:
+    return f"{prefix}.{key}" if prefix else str(key)

@@ -6,7 +6,7 @@ from ergon_framework.runner.exits import ExitCode
 
 
 class DlqExit(ExitCode):
-    """Every exit code with what it means."""
+    """Exit codes of ``ergon dlq`` and their meanings."""
 
     OK = 0, "done; what somebody else had moved already counts as done"
     FAILED = 1, "some could not be moved, the one to show is not there, or the broker did not answer"

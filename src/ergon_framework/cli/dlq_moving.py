@@ -1,4 +1,4 @@
-"""Moving dead letters: the choice first, then part by part, so that a stop in between leaves nothing half done."""
+"""Move dead letters: select them first, then move them in batches, so that a stop leaves no batch half moved."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from ergon_framework.connectors.base import Connector
-from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult
-from ergon_framework.errors import ErgonError, text
+from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, DeadLetterResult, ReplayResult
+from ergon_framework.errors import ErgonError, error_message
 
-#: How many are asked for at once; each comes with its payload.
-PAGE = 200
-#: How many of those that failed are named.
-NAMED = 20
-#: A rate is kept in parts of a second.
-_PARTS = 5
+#: Records per page; each record includes its payload.
+PAGE_SIZE = 200
+#: Maximum number of failures that are named.
+MAX_NAMED_FAILURES = 20
+#: Number of batches per second that a rate limit is divided into.
+_BATCHES_PER_SECOND = 5
 
 
-class Stopped(StrEnum):
-    """Why not all that was chosen was moved."""
+class StopReason(StrEnum):
+    """Why some of the selected letters were not moved."""
 
     SIGNAL = "signal"
     CANARY = "canary"
     ERROR = "error"
 
 
-class Letter(NamedTuple):
-    """What has to be remembered of a dead letter that was chosen."""
+class SelectedLetter(NamedTuple):
+    """The fields of a selected dead letter that moving it requires."""
 
-    place: str
+    handle: str
     id: str
-    at: float
+    dead_at: float
     reason: str
 
 
 @dataclass(slots=True)
-class Trial:
-    """How the canary ended; ``waiting`` are those that had not ended when the time was over."""
+class CanaryResult:
+    """The outcome of the canary; ``waiting`` counts transactions that had not ended when the wait expired."""
 
     succeeded: int = 0
     failed: int = 0
@@ -50,123 +50,125 @@ class Trial:
 
 
 @dataclass(slots=True)
-class Tally:
-    """How far it got."""
+class MoveProgress:
+    """The progress of a move."""
 
-    chosen: int
-    counts: Counter[Became] = field(default_factory=Counter)
-    #: The first that failed, with their words.
-    failures: list[tuple[Letter, str]] = field(default_factory=list)
-    stopped: Stopped | None = None
+    selected: int
+    counts: Counter[DeadLetterResult] = field(default_factory=Counter)
+    #: The first failures with their messages.
+    failures: list[tuple[SelectedLetter, str]] = field(default_factory=list)
+    stop_reason: StopReason | None = None
     error: str = ""
-    trial: Trial | None = None
-    #: Those that were replayed or discarded.
-    moved: list[Letter] = field(default_factory=list)
+    canary_result: CanaryResult | None = None
+    #: Letters that were replayed or discarded.
+    moved: list[SelectedLetter] = field(default_factory=list)
 
     @property
-    def left(self) -> int:
-        """How many of the chosen were not tried."""
-        return self.chosen - self.counts.total()
+    def remaining(self) -> int:
+        """The number of selected letters that were not tried."""
+        return self.selected - self.counts.total()
 
-    def add(self, letters: Sequence[Letter], results: Sequence[ReplayResult]) -> None:
+    def add(self, letters: Sequence[SelectedLetter], results: Sequence[ReplayResult]) -> None:
         for letter, result in zip(letters, results, strict=True):
-            self.counts[result.became] += 1
-            if result.became in (Became.REPLAYED, Became.DISCARDED):
+            self.counts[result.outcome] += 1
+            if result.outcome in (DeadLetterResult.REPLAYED, DeadLetterResult.DISCARDED):
                 self.moved.append(letter)
-            if result.became is Became.FAILED and len(self.failures) < NAMED:
-                self.failures.append((letter, result.words))
+            if result.outcome is DeadLetterResult.FAILED and len(self.failures) < MAX_NAMED_FAILURES:
+                self.failures.append((letter, result.message))
 
 
-class Pace:
-    """Keeps to so many in a second."""
+class RateLimit:
+    """Limits moves to a number per second."""
 
     def __init__(self, rate: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate = rate
         self._clock = clock
         self._due = clock()
 
-    def part(self, batch: int) -> int:
-        """How many to move at once."""
-        return batch if self._rate is None else max(1, min(batch, int(self._rate / _PARTS)))
+    def batch_size(self, batch: int) -> int:
+        """Return the number of letters to move in one batch."""
+        return batch if self._rate is None else max(1, min(batch, int(self._rate / _BATCHES_PER_SECOND)))
 
-    def delay(self, count: int) -> float:
-        """Seconds to wait before the next *count*."""
+    def reserve_delay(self, count: int) -> float:
+        """Return the seconds to wait before the next *count* letters."""
         if self._rate is None:
             return 0.0
         now = self._clock()
-        # Time that the broker took is not made up for: a rate is a promise to whoever is behind it.
+        # Time spent in the broker is not caught up: the rate must protect the systems after the queue.
         due = max(self._due, now)
         self._due = due + count / self._rate
         return due - now
 
 
-class Stop:
-    """Whether a signal came. A plain flag: a handler may interrupt whoever holds a lock."""
+class StopFlag:
+    """Whether a signal arrived; a plain flag without a lock, because a signal handler may interrupt a lock holder."""
 
     def __init__(
         self, *, sleep: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.asked = False
+        self.is_set = False
         self._sleep = sleep
         self._clock = clock
 
     def wait(self, seconds: float) -> None:
-        """Sleep that long, or until a signal comes."""
-        end = self._clock() + seconds
-        while not self.asked and (left := end - self._clock()) > 0:
-            self._sleep(min(left, 0.1))
+        """Sleep for *seconds*, or until a signal arrives."""
+        deadline = self._clock() + seconds
+        while not self.is_set and (remaining := deadline - self._clock()) > 0:
+            self._sleep(min(remaining, 0.1))
 
 
-def found(connector: Connector, query: DeadLetterQuery, *, limit: int | None = None) -> Iterator[DeadLetterRecord]:
-    """What *query* means, the oldest first, asked for page by page."""
+def iter_dead(connector: Connector, query: DeadLetterQuery, *, limit: int | None = None) -> Iterator[DeadLetterRecord]:
+    """Yield the records that match *query*, oldest first, page by page."""
     after: str | None = None
-    left = sys.maxsize if limit is None else limit
-    while left > 0:
-        wanted = min(PAGE, left)
-        records = connector.list_dead(query, after=after, limit=wanted)
+    remaining = sys.maxsize if limit is None else limit
+    while remaining > 0:
+        page_limit = min(PAGE_SIZE, remaining)
+        records = connector.list_dead(query, after=after, limit=page_limit)
         yield from records
-        if len(records) < wanted:
+        if len(records) < page_limit:
             return
-        after, left = records[-1].place, left - len(records)
+        after, remaining = records[-1].handle, remaining - len(records)
 
 
-def choose(connector: Connector, query: DeadLetterQuery, *, limit: int | None, stop: Stop) -> list[Letter]:
-    """All that *query* means now, the oldest first.
+def select_letters(
+    connector: Connector, query: DeadLetterQuery, *, limit: int | None, stop: StopFlag
+) -> list[SelectedLetter]:
+    """Return all letters that match *query* now, oldest first.
 
-    The choice is made before anything moves: what is replayed and dies again would otherwise be
-    found again, without end.
+    The selection ends before anything moves: otherwise a replayed transaction that is dead-lettered again would be
+    selected again without end.
     """
-    records = takewhile(lambda _: not stop.asked, found(connector, query, limit=limit))
-    return [Letter(record.place, record.id, record.at, record.reason) for record in records]
+    records = takewhile(lambda _: not stop.is_set, iter_dead(connector, query, limit=limit))
+    return [SelectedLetter(record.handle, record.id, record.at, record.reason) for record in records]
 
 
-Move = Callable[[Sequence[str]], Sequence[ReplayResult]]
+MoveBatch = Callable[[Sequence[str]], Sequence[ReplayResult]]
 
 
-def move(
-    letters: Sequence[Letter],
-    moving: Move,
+def move_letters(
+    letters: Sequence[SelectedLetter],
+    move_batch: MoveBatch,
     *,
-    tally: Tally,
-    batch: int,
-    pace: Pace,
-    stop: Stop,
-    moved: Callable[[Tally], None],
+    move_progress: MoveProgress,
+    batch_size: int,
+    rate_limit: RateLimit,
+    stop: StopFlag,
+    on_batch_end: Callable[[MoveProgress], None],
 ) -> None:
-    """Move *letters* part by part; *moved* is told after each."""
-    for part in _parts(letters, pace.part(batch)):
-        stop.wait(pace.delay(len(part)))
-        if stop.asked:
-            tally.stopped = Stopped.SIGNAL
+    """Move *letters* in batches; call *on_batch_end* after each."""
+    for chunk in _split_batches(letters, rate_limit.batch_size(batch_size)):
+        stop.wait(rate_limit.reserve_delay(len(chunk)))
+        if stop.is_set:
+            move_progress.stop_reason = StopReason.SIGNAL
             return
         try:
-            results = moving([letter.place for letter in part])
+            results = move_batch([letter.handle for letter in chunk])
         except ErgonError as error:
-            tally.stopped, tally.error = Stopped.ERROR, text(error)
+            move_progress.stop_reason, move_progress.error = StopReason.ERROR, error_message(error)
             return
-        tally.add(part, results)
-        moved(tally)
+        move_progress.add(chunk, results)
+        on_batch_end(move_progress)
 
 
-def _parts(letters: Sequence[Letter], size: int) -> Iterator[Sequence[Letter]]:
+def _split_batches(letters: Sequence[SelectedLetter], size: int) -> Iterator[Sequence[SelectedLetter]]:
     return (letters[start : start + size] for start in range(0, len(letters), size))

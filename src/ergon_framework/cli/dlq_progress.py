@@ -1,4 +1,4 @@
-"""Progress of a long move on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a long move on stderr: a bar on a terminal, periodic lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ergon_framework.cli.dlq_moving import Tally
+from ergon_framework.cli.dlq_moving import MoveProgress
 
 #: Seconds between two lines.
-EVERY = 5.0
+LINE_INTERVAL_SECONDS = 5.0
 
 
 @contextmanager
-def shown(what: str, total: int, *, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[Tally], None]]:
-    """Call what it yields after each part."""
+def progress(
+    label: str, total: int, *, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[MoveProgress], None]]:
+    """Yield a function to call after each batch."""
     if not sys.stderr.isatty():
-        yield _lines(what, total, clock=clock)
+        yield _make_line_printer(label, total, clock=clock)
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task(what, total=total)
-        yield lambda tally: progress.update(bar, completed=tally.counts.total())
+    with Progress(*columns, console=Console(stderr=True)) as display:
+        bar = display.add_task(label, total=total)
+        yield lambda state: display.update(bar, completed=state.counts.total())
 
 
-def _lines(what: str, total: int, *, clock: Callable[[], float]) -> Callable[[Tally], None]:
-    last = clock()
+def _make_line_printer(label: str, total: int, *, clock: Callable[[], float]) -> Callable[[MoveProgress], None]:
+    last_printed_at = clock()
 
-    def moved(tally: Tally) -> None:
-        nonlocal last
-        if clock() - last >= EVERY:
-            last = clock()
-            typer.echo(f"ergon: {what} {tally.counts.total()} of {total}", err=True)
+    def print_line(state: MoveProgress) -> None:
+        nonlocal last_printed_at
+        if clock() - last_printed_at >= LINE_INTERVAL_SECONDS:
+            last_printed_at = clock()
+            typer.echo(f"ergon: {label} {state.counts.total()} of {total}", err=True)
 
-    return moved
+    return print_line

@@ -1,4 +1,4 @@
-"""Dead letters as a person or a program reads them; the payload only for whoever asks for it."""
+"""Output of dead letters for people and programs; payloads only on request."""
 
 from __future__ import annotations
 
@@ -13,55 +13,59 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ergon_framework.cli.summary import tell
+from ergon_framework.cli.summary import print_rows
 from ergon_framework.connectors.deadletters import DeadLetterRecord
-from ergon_framework.connectors.encryption import hidden, missing_key
+from ergon_framework.connectors.encryption import find_missing_key, format_placeholder
 from ergon_framework.errors import to_one_line
-from ergon_framework.failure import EDITED, Failure
+from ergon_framework.failure import EDITED_CODE, Failure
 
-#: The longest text in a cell of a list; `show` has the whole one.
-CELL = 60
-#: The longest payload that is shown; JSON has the whole one.
-LONGEST = 10_000
-_CONTENT = {"payload", "raw", "headers"}
+#: Maximum length of the text in a cell of a list; `show` prints the whole text.
+MAX_CELL_CHARS = 60
+#: Maximum length of a payload in the output; JSON has the whole payload.
+MAX_TEXT_CHARS = 10_000
+_CONTENT_FIELDS = {"payload", "raw", "headers"}
 
 
-def as_line(record: DeadLetterRecord, *, payload: bool) -> str:
-    """*record* as one line of JSON; bytes are written in base64."""
-    line = record.model_dump(mode="json", exclude=_CONTENT)
+def to_json_line(record: DeadLetterRecord, *, payload: bool) -> str:
+    """Return *record* as one line of JSON; bytes are base64-encoded."""
+    data = record.model_dump(mode="json", exclude=_CONTENT_FIELDS)
     if payload:
-        line["headers"] = record.headers
+        data["headers"] = record.headers
         try:
-            content = record.model_dump(mode="json", include=_CONTENT, fallback=repr)
-            return json.dumps(line | content, allow_nan=False)
-        except ValueError:  # what JSON has no words for, in an object that never crossed a wire
-            line["payload"] = repr(record.payload)
-    return json.dumps(line)
+            content = record.model_dump(mode="json", include=_CONTENT_FIELDS, fallback=repr)
+            return json.dumps(data | content, allow_nan=False)
+        except ValueError:  # not JSON-serializable: the object never went through a broker
+            data["payload"] = repr(record.payload)
+    return json.dumps(data)
 
 
 def show_list(records: Sequence[DeadLetterRecord], *, payload: bool) -> None:
-    """Print one line each."""
-    heads = ["place", "died", "id", "reason", "type", "attempts", "error", *(["payload"] if payload else [])]
-    rows = [list(_cells(record, payload=payload)) for record in records]
+    """Print one line per record."""
+    headings = ["place", "died", "id", "reason", "type", "attempts", "error", *(["payload"] if payload else [])]
+    rows = [list(_format_cells(record, payload=payload)) for record in records]
     if sys.stdout.isatty():
-        table = Table(*heads)
+        table = Table(*headings)
         for row in rows:
-            # Text, because what a message carries is no markup.
+            # Text, because message content may contain characters that rich reads as markup.
             table.add_row(*(Text(cell) for cell in row))
         Console().print(table)
         return
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in (heads, *rows):
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    for row in (headings, *rows):
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def show_one(record: DeadLetterRecord, *, payload: bool) -> None:
-    """Print everything about *record*."""
-    rows = [(what, clean(str(how), LONGEST)) for what, how in _facts(record) if how not in (None, "", ())]
+    """Print all details of *record*."""
+    rows = [
+        (label, sanitize(str(detail), MAX_TEXT_CHARS))
+        for label, detail in _list_details(record)
+        if detail not in (None, "", ())
+    ]
     if payload:
-        rows += [("header", clean(f"{name}: {value}", LONGEST)) for name, value in record.headers.items()]
-        rows.append(("payload", clean(_payload(record), LONGEST)))
-    tell(clean(record.id, LONGEST), rows)
+        rows += [("header", sanitize(f"{name}: {value}", MAX_TEXT_CHARS)) for name, value in record.headers.items()]
+        rows.append(("payload", sanitize(_format_payload(record), MAX_TEXT_CHARS)))
+    print_rows(sanitize(record.id, MAX_TEXT_CHARS), rows)
     if record.failure is not None:
         show_traceback("traceback", record.failure.traceback)
         handler_error = record.failure.handler_error
@@ -69,84 +73,96 @@ def show_one(record: DeadLetterRecord, *, payload: bool) -> None:
 
 
 def show_traceback(title: str, trace: str | None) -> None:
-    """Print *trace* below its title, if there is one."""
+    """Print *trace* below its title, if there is a trace."""
     if trace:
         typer.echo(f"  {title}:")
-        typer.echo("\n".join(f"    {clean(line, LONGEST)}" for line in trace.splitlines()))
+        typer.echo("\n".join(f"    {sanitize(line, MAX_TEXT_CHARS)}" for line in trace.splitlines()))
 
 
-def clean(text: str, longest: int) -> str:
-    """*text* on one line, no longer than that, and with nothing in it that a terminal would obey."""
-    short = text if len(text) <= longest else text[: longest - 1] + "…"
-    return to_one_line(short)
+def sanitize(text: str, max_chars: int) -> str:
+    """Return *text* on one line of at most *max_chars* characters, without terminal control characters."""
+    truncated = text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+    return to_one_line(truncated)
 
 
-def told(at: float, timespec: str = "seconds") -> str:
-    """A moment as people read it, in UTC."""
+def format_time(timestamp: float, timespec: str = "seconds") -> str:
+    """Format a timestamp as an ISO time in UTC."""
     try:
-        return datetime.fromtimestamp(at, UTC).isoformat(timespec=timespec).replace("+00:00", "Z")
-    except (ValueError, OverflowError, OSError):  # some other program wrote it
-        return str(at)
+        return datetime.fromtimestamp(timestamp, UTC).isoformat(timespec=timespec).replace("+00:00", "Z")
+    except (ValueError, OverflowError, OSError):  # another program wrote an invalid timestamp
+        return str(timestamp)
 
 
-def _cells(record: DeadLetterRecord, *, payload: bool) -> Iterator[str]:
+def _format_cells(record: DeadLetterRecord, *, payload: bool) -> Iterator[str]:
     failure = record.failure
-    # Whole where it may be wanted for a filter, short where it is only to be read.
-    yield from (record.place, told(record.at), *(clean(cell, LONGEST) for cell in (record.id, record.reason)))
-    yield clean(record.envelope.type, LONGEST)
+    # Ids and reasons are not shortened, because they are copied into filters.
+    yield from (
+        record.handle,
+        format_time(record.at),
+        *(sanitize(cell, MAX_TEXT_CHARS) for cell in (record.id, record.reason)),
+    )
+    yield sanitize(record.envelope.type, MAX_TEXT_CHARS)
     yield str(record.envelope.attempts if failure is None else failure.attempts)
-    yield "" if failure is None else clean(_error(failure), CELL)
+    yield "" if failure is None else sanitize(_format_error(failure), MAX_CELL_CHARS)
     if payload:
-        yield clean(_payload(record), CELL)
+        yield sanitize(_format_payload(record), MAX_CELL_CHARS)
 
 
-def _facts(record: DeadLetterRecord) -> Iterator[tuple[str, Any]]:
+def _list_details(record: DeadLetterRecord) -> Iterator[tuple[str, Any]]:
     envelope, failure = record.envelope, record.failure
-    yield from (("queue", record.queue), ("place", record.place), ("died", told(record.at)), ("reason", record.reason))
+    yield from (
+        ("queue", record.queue),
+        ("place", record.handle),
+        ("died", format_time(record.at)),
+        ("reason", record.reason),
+    )
     if failure is not None:
         yield from (("task", failure.task_name), ("step", failure.step), ("category", failure.category))
-        yield "error", _error(failure)
+        yield "error", _format_error(failure)
         if failure.handler_error is not None:
             yield "handler error", failure.handler_error.error_message
         yield "attempts", failure.attempts
     yield "deliveries", record.deliveries
-    yield "body", None if record.size is None else _unread(record.size)
+    yield "body", None if record.size is None else _describe_unread(record.size)
     yield from ((name, getattr(envelope, name)) for name in ("source", "type", "key", "tenant", "correlation"))
     yield "causation", envelope.causation
-    yield "created", None if envelope.created_at is None else told(envelope.created_at)
-    yield "expires", None if envelope.expires_at is None else told(envelope.expires_at)
+    yield "created", None if envelope.created_at is None else format_time(envelope.created_at)
+    yield "expires", None if envelope.expires_at is None else format_time(envelope.expires_at)
     yield "trace", record.trace_id
-    for past in envelope.history if failure is None else failure.history:
-        if past.code == EDITED:
-            yield "edited", f"{told(past.at)} {past.error}"
+    for entry in envelope.history if failure is None else failure.history:
+        if entry.code == EDITED_CODE:
+            yield "edited", f"{format_time(entry.at)} {entry.error}"
             continue
-        # As people count, and as the row above and ergon why do: the first is 1.
-        yield f"attempt {past.attempt + 1}", f"{told(past.at)} {past.category} {past.code or ''} {past.error}"
+        # Counted from 1, as in the attempts row and in ergon why.
+        yield (
+            f"attempt {entry.attempt + 1}",
+            f"{format_time(entry.at)} {entry.category} {entry.code or ''} {entry.error}",
+        )
 
 
-def _error(failure: Failure) -> str:
-    """Type and message; what was raised by others has its type in its message already."""
-    kind, message = failure.error_type, failure.error_message
-    return message if message.startswith(f"{kind}: ") else f"{kind}: {message}"
+def _format_error(failure: Failure) -> str:
+    """Return type and message; the message of a third-party error already begins with its type."""
+    type_name, message = failure.error_type, failure.error_message
+    return message if message.startswith(f"{type_name}: ") else f"{type_name}: {message}"
 
 
-def _unread(size: int) -> str:
+def _describe_unread(size: int) -> str:
     return f"{size} bytes, not loaded"
 
 
-def _payload(record: DeadLetterRecord) -> str:
-    key_id = missing_key(record)
+def _format_payload(record: DeadLetterRecord) -> str:
+    key_id = find_missing_key(record)
     if key_id is not None:
-        return hidden(key_id)
+        return format_placeholder(key_id)
     if record.size is not None:
-        return _unread(record.size)
+        return _describe_unread(record.size)
     if record.raw is not None:
-        return repr(record.raw[:LONGEST])
-    return record.payload if isinstance(record.payload, str) else _dumped(record.payload)
+        return repr(record.raw[:MAX_TEXT_CHARS])
+    return record.payload if isinstance(record.payload, str) else _dump_json(record.payload)
 
 
-def _dumped(payload: Any) -> str:
+def _dump_json(payload: Any) -> str:
     try:
         return json.dumps(payload, default=repr, ensure_ascii=False)
-    except (TypeError, ValueError):  # keys that are no text, or a circle
+    except (TypeError, ValueError):  # non-text keys, or a circular reference
         return repr(payload)

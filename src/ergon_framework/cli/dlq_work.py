@@ -1,4 +1,4 @@
-"""What ``ergon dlq`` does: find the connector, list, show, replay and discard, and say how it ended."""
+"""Work of the ``ergon dlq`` commands: load the connector, list, show, replay or discard, and report the result."""
 
 from __future__ import annotations
 
@@ -14,304 +14,360 @@ from typing import Any, Literal
 
 import typer
 
-from ergon_framework.audit import acting
+from ergon_framework.audit import act_as
 from ergon_framework.cli.dlq_canary import Canary
 from ergon_framework.cli.dlq_exits import DlqExit
-from ergon_framework.cli.dlq_moving import Letter, Pace, Stop, Stopped, Tally, choose, found, move
-from ergon_framework.cli.dlq_progress import shown
-from ergon_framework.cli.dlq_view import as_line, clean, show_list, show_one, told
-from ergon_framework.cli.logs import configure
-from ergon_framework.cli.summary import tell
-from ergon_framework.cli.telling import explained
+from ergon_framework.cli.dlq_moving import (
+    MoveProgress,
+    RateLimit,
+    SelectedLetter,
+    StopFlag,
+    StopReason,
+    iter_dead,
+    move_letters,
+    select_letters,
+)
+from ergon_framework.cli.dlq_progress import progress
+from ergon_framework.cli.dlq_view import format_time, sanitize, show_list, show_one, to_json_line
+from ergon_framework.cli.logs import configure_logging
+from ergon_framework.cli.summary import print_rows
+from ergon_framework.cli.telling import explain_error
 from ergon_framework.connectors.audit import use_database
 from ergon_framework.connectors.base import Connector
 from ergon_framework.connectors.bridge import as_sync
-from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
-from ergon_framework.errors import ConfigurationError, ErgonError, text
+from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult
+from ergon_framework.errors import ConfigurationError, ErgonError, error_message
 from ergon_framework.runner.loading import load_connector
-from ergon_framework.runner.settings import settings
+from ergon_framework.runner.settings import load_settings
 
-#: The most of one id that are shown.
-SAME = 100
-#: The least by which times are told apart, with room for rounding.
-MOMENT = 2e-6
-#: The longest id or message of a failure that is repeated.
-LONGEST = 500
+#: Maximum number of dead letters shown for one id.
+MAX_LETTERS_PER_ID = 100
+#: Smallest difference between two times, with a margin for rounding.
+TIME_TOLERANCE_SECONDS = 2e-6
+#: Maximum length of an id or failure message in the output.
+MAX_MESSAGE_CHARS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """What is to be done with which dead letters, and how carefully."""
+class MoveRequest:
+    """A replay or discard command: selection of dead letters, pace and safety limits."""
 
     verb: Literal["replay", "discard"]
     query: DeadLetterQuery
-    everything: bool
+    select_all: bool
     limit: int | None
     batch: int
     rate: float | None
     dry_run: bool
     as_json: bool
-    #: Who asks for it, and why.
+    #: The requesting operator and the reason.
     actor: str = ""
     audit_reason: str = ""
     yes: bool = True
     canary: int = 0
     max_failed: int = 0
     canary_wait: float = 60.0
-    stop: Stop = field(default_factory=Stop)
+    stop: StopFlag = field(default_factory=StopFlag)
 
     @property
-    def done(self) -> Became:
-        return Became.REPLAYED if self.verb == "replay" else Became.DISCARDED
+    def success_result(self) -> DeadLetterResult:
+        return DeadLetterResult.REPLAYED if self.verb == "replay" else DeadLetterResult.DISCARDED
 
 
-def listed(where: str, query: DeadLetterQuery, *, limit: int, payload: bool, as_json: bool) -> DlqExit:
-    """Print the dead letters that *query* means, the oldest first."""
+def list_dead(target: str, query: DeadLetterQuery, *, limit: int, payload: bool, as_json: bool) -> DlqExit:
+    """Print the dead letters that match *query*, oldest first."""
 
     def work(connector: Connector) -> DlqExit:
-        # One more than is shown tells whether there are more.
-        records = list(found(connector, query, limit=limit + 1))
+        # Fetch one extra record to detect whether there are more.
+        records = list(iter_dead(connector, query, limit=limit + 1))
         if as_json:
-            _lines(as_line(record, payload=payload) for record in records[:limit])
+            _print_lines(to_json_line(record, payload=payload) for record in records[:limit])
         elif records:
             show_list(records[:limit], payload=payload)
         else:
-            typer.echo(f"{connector.name} has no dead letters{'' if query.everything else ' of that kind'}")
+            typer.echo(f"{connector.name} has no dead letters{'' if query.is_unfiltered else ' of that kind'}")
         if len(records) > limit:
-            _say(f"there are more; --limit {limit * 10} shows up to ten times as many")
+            _print_stderr(f"there are more; --limit {limit * 10} shows up to ten times as many")
         return DlqExit.OK
 
-    return with_connector(where, work)
+    return with_connector(target, work)
 
 
-def showed(where: str, transaction_id: str, *, payload: bool, as_json: bool) -> DlqExit:
-    """Print everything about the dead letters of one transaction."""
+def show_dead(target: str, transaction_id: str, *, payload: bool, as_json: bool) -> DlqExit:
+    """Print all details of the dead letters of one transaction."""
 
     def work(connector: Connector) -> DlqExit:
-        records = connector.list_dead(DeadLetterQuery.load(id=transaction_id), limit=SAME)
+        records = connector.list_dead(DeadLetterQuery.load(id=transaction_id), limit=MAX_LETTERS_PER_ID)
         if not records:
-            _say(
-                f"{connector.name} has no dead letter of transaction {clean(transaction_id, LONGEST)!r}, or no longer; "
-                f"to see those it has, run: ergon dlq list {where}"
+            _print_stderr(
+                f"{connector.name} has no dead letter of transaction {sanitize(transaction_id, MAX_MESSAGE_CHARS)!r}, "
+                f"or no longer; to see those it has, run: ergon dlq list {target}"
             )
             return DlqExit.FAILED
         if as_json:
-            _lines(as_line(record, payload=payload) for record in records)
+            _print_lines(to_json_line(record, payload=payload) for record in records)
         else:
             for record in records:
                 show_one(record, payload=payload)
         return DlqExit.OK
 
-    return with_connector(where, work)
+    return with_connector(target, work)
 
 
-def moved(where: str, order: Order) -> DlqExit:
-    """Replay or discard what *order* means."""
-    if order.query.everything != order.everything:
-        problem = "--all and a filter exclude each other" if order.everything else f"this would {order.verb} everything"
-        _say(f"{problem}; give a filter such as --reason, or --all")
+def move_dead(target: str, request: MoveRequest) -> DlqExit:
+    """Replay or discard the dead letters that *request* selects."""
+    if request.query.is_unfiltered != request.select_all:
+        problem = (
+            "--all and a filter exclude each other" if request.select_all else f"this would {request.verb} everything"
+        )
+        _print_stderr(f"{problem}; give a filter such as --reason, or --all")
         return DlqExit.USAGE
-    return with_connector(where, lambda connector: _move(connector, order))
+    return with_connector(target, lambda connector: _move(connector, request))
 
 
-def _move(connector: Connector, order: Order) -> DlqExit:
-    with _heard(order.stop):
-        letters = choose(connector, order.query, limit=order.limit, stop=order.stop)
-        tally = Tally(len(letters))
-        if order.stop.asked:
-            tally.stopped = Stopped.SIGNAL
-        elif not order.dry_run and letters:
-            if not _sure(connector, order, count=len(letters)):
+def _move(connector: Connector, request: MoveRequest) -> DlqExit:
+    with _handle_signals(request.stop):
+        letters = select_letters(connector, request.query, limit=request.limit, stop=request.stop)
+        move_progress = MoveProgress(len(letters))
+        if request.stop.is_set:
+            move_progress.stop_reason = StopReason.SIGNAL
+        elif not request.dry_run and letters:
+            if not _confirm(connector, request, count=len(letters)):
                 return DlqExit.USAGE
-            selection = order.query.model_dump(mode="json", exclude_none=True)
-            ids = {letter.place: letter.id for letter in letters}
+            selection = request.query.model_dump(mode="json", exclude_none=True)
+            ids = {letter.handle: letter.id for letter in letters}
             with (
-                acting(order.actor, reason=order.audit_reason, selection=selection, ids=ids),
-                shown(f"{order.verb}ing" if order.verb == "discard" else "replaying", len(letters)) as progress,
+                act_as(request.actor, reason=request.audit_reason, selection=selection, ids=ids),
+                progress(
+                    f"{request.verb}ing" if request.verb == "discard" else "replaying", len(letters)
+                ) as on_batch_end,
             ):
-                _carry_out(connector, order, letters=letters, tally=tally, progress=progress)
-    code = _code(tally)
-    _report(connector, order, letters=letters, tally=tally, code=code)
-    return code
+                _move_all(connector, request, letters=letters, move_progress=move_progress, on_batch_end=on_batch_end)
+    exit_code = _to_exit_code(move_progress)
+    _report(connector, request, letters=letters, move_progress=move_progress, exit_code=exit_code)
+    return exit_code
 
 
-def _carry_out(
+def _move_all(
     connector: Connector,
-    order: Order,
+    request: MoveRequest,
     *,
-    letters: Sequence[Letter],
-    tally: Tally,
-    progress: Callable[[Tally], None],
+    letters: Sequence[SelectedLetter],
+    move_progress: MoveProgress,
+    on_batch_end: Callable[[MoveProgress], None],
 ) -> None:
-    moving = connector.replay_dead if order.verb == "replay" else connector.discard_dead
-    pace, first = Pace(order.rate), letters[: order.canary]
+    move_batch = connector.replay_dead if request.verb == "replay" else connector.discard_dead
+    rate_limit, canary_letters = RateLimit(request.rate), letters[: request.canary]
 
-    def part(some: Sequence[Letter]) -> None:
-        move(some, moving, tally=tally, batch=order.batch, pace=pace, stop=order.stop, moved=progress)
+    def move_chunk(chunk: Sequence[SelectedLetter]) -> None:
+        move_letters(
+            chunk,
+            move_batch,
+            move_progress=move_progress,
+            batch_size=request.batch,
+            rate_limit=rate_limit,
+            stop=request.stop,
+            on_batch_end=on_batch_end,
+        )
 
-    if first:
+    if canary_letters:
         try:
-            _try_out(connector, order, first=first, tally=tally, part=part)
+            _run_canary(
+                connector, request, canary_letters=canary_letters, move_progress=move_progress, move_chunk=move_chunk
+            )
         except ErgonError as error:
-            tally.stopped, tally.error = Stopped.ERROR, text(error)
-    if tally.stopped is None:
-        part(letters[len(first) :])
+            move_progress.stop_reason, move_progress.error = StopReason.ERROR, error_message(error)
+    if move_progress.stop_reason is None:
+        move_chunk(letters[len(canary_letters) :])
 
 
-def _try_out(
+def _run_canary(
     connector: Connector,
-    order: Order,
+    request: MoveRequest,
     *,
-    first: Sequence[Letter],
-    tally: Tally,
-    part: Callable[[Sequence[Letter]], None],
+    canary_letters: Sequence[SelectedLetter],
+    move_progress: MoveProgress,
+    move_chunk: Callable[[Sequence[SelectedLetter]], None],
 ) -> None:
-    """Replay the first few and wait for their end; too many failures stop everything."""
-    canary = Canary(connector, first)
-    part(first)
-    if tally.stopped is not None:
+    """Replay the canary letters and wait for their outcome; too many failures stop the command."""
+    canary = Canary(connector, canary_letters)
+    move_chunk(canary_letters)
+    if move_progress.stop_reason is not None:
         return
-    # Only those that were moved: who was gone is somebody else's, and who failed has not left.
-    _say(f"waiting for the canary to end, {order.canary_wait:g} s at most")
-    tally.trial = canary.watch(tally.moved, wait=order.canary_wait, stop=order.stop)
-    failed = tally.trial.failed + tally.counts[Became.FAILED]
-    if order.stop.asked:
-        tally.stopped = Stopped.SIGNAL
-    elif failed > order.max_failed or tally.trial.waiting:
-        tally.stopped = Stopped.CANARY
+    # Watch only moved letters: another operator moved the missing ones, and failed ones are still dead letters.
+    _print_stderr(f"waiting for the canary to end, {request.canary_wait:g} s at most")
+    move_progress.canary_result = canary.wait(move_progress.moved, wait=request.canary_wait, stop=request.stop)
+    failed = move_progress.canary_result.failed + move_progress.counts[DeadLetterResult.FAILED]
+    if request.stop.is_set:
+        move_progress.stop_reason = StopReason.SIGNAL
+    elif failed > request.max_failed or move_progress.canary_result.waiting:
+        move_progress.stop_reason = StopReason.CANARY
 
 
-def _code(tally: Tally) -> DlqExit:
-    if tally.stopped is Stopped.SIGNAL:
+def _to_exit_code(move_progress: MoveProgress) -> DlqExit:
+    if move_progress.stop_reason is StopReason.SIGNAL:
         return DlqExit.STOPPED
-    if tally.stopped is Stopped.CANARY:
+    if move_progress.stop_reason is StopReason.CANARY:
         return DlqExit.CANARY
-    return DlqExit.FAILED if tally.stopped or tally.counts[Became.FAILED] else DlqExit.OK
+    return DlqExit.FAILED if move_progress.stop_reason or move_progress.counts[DeadLetterResult.FAILED] else DlqExit.OK
 
 
-def _sure(connector: Connector, order: Order, *, count: int) -> bool:
-    if order.yes:
+def _confirm(connector: Connector, request: MoveRequest, *, count: int) -> bool:
+    if request.yes:
         return True
-    if terminal():
+    if is_interactive():
         return typer.confirm(f"Discard {count} dead letters of {connector.name} for good?", err=True)
-    _say(f"{count} dead letters would be gone for good; look at them with --dry-run, then give --yes")
+    _print_stderr(f"{count} dead letters would be gone for good; look at them with --dry-run, then give --yes")
     return False
 
 
-def terminal() -> bool:
-    """Whether somebody is there to answer."""
+def is_interactive() -> bool:
+    """Return whether stdin is a terminal, so that an operator can answer a prompt."""
     return sys.stdin.isatty()
 
 
-# -- what is said -----------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------
 
 
-def _report(connector: Connector, order: Order, *, letters: Sequence[Letter], tally: Tally, code: DlqExit) -> None:
-    if order.as_json:
-        typer.echo(json.dumps(_summary(connector, order, letters=letters, tally=tally, code=code)))
+def _report(
+    connector: Connector,
+    request: MoveRequest,
+    *,
+    letters: Sequence[SelectedLetter],
+    move_progress: MoveProgress,
+    exit_code: DlqExit,
+) -> None:
+    if request.as_json:
+        typer.echo(
+            json.dumps(
+                _build_summary(connector, request, letters=letters, move_progress=move_progress, exit_code=exit_code)
+            )
+        )
     else:
-        tell(connector.name, list(_rows(order, letters=letters, tally=tally)))
-    if tally.stopped is not None:
-        _say(_why(order, letters=letters, tally=tally))
-    elif not letters and not order.as_json:
-        fits = "" if order.everything else " that fits all filters"
-        _say(f"{connector.name} has no dead letter{fits}; those it has are listed by ergon dlq list")
+        print_rows(connector.name, list(_build_rows(request, letters=letters, move_progress=move_progress)))
+    if move_progress.stop_reason is not None:
+        _print_stderr(_describe_stop(request, letters=letters, move_progress=move_progress))
+    elif not letters and not request.as_json:
+        fits = "" if request.select_all else " that fits all filters"
+        _print_stderr(f"{connector.name} has no dead letter{fits}; those it has are listed by ergon dlq list")
 
 
-def _summary(
-    connector: Connector, order: Order, *, letters: Sequence[Letter], tally: Tally, code: DlqExit
+def _build_summary(
+    connector: Connector,
+    request: MoveRequest,
+    *,
+    letters: Sequence[SelectedLetter],
+    move_progress: MoveProgress,
+    exit_code: DlqExit,
 ) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "queue": connector.name,
-        "command": order.verb,
-        "dry_run": order.dry_run,
-        "exit_code": int(code),
-        "chosen": tally.chosen,
+        "command": request.verb,
+        "dry_run": request.dry_run,
+        "exit_code": int(exit_code),
+        "chosen": move_progress.selected,
         "reasons": Counter(letter.reason for letter in letters),
-        **{became.value: tally.counts[became] for became in (order.done, Became.GONE, Became.FAILED)},
-        "left": tally.left,
-        "stopped": tally.stopped,
-        "failures": [{"place": letter.place, "id": letter.id, "words": words} for letter, words in tally.failures],
+        **{
+            result.value: move_progress.counts[result]
+            for result in (request.success_result, DeadLetterResult.GONE, DeadLetterResult.FAILED)
+        },
+        "left": move_progress.remaining,
+        "stopped": move_progress.stop_reason,
+        "failures": [
+            {"place": letter.handle, "id": letter.id, "words": message} for letter, message in move_progress.failures
+        ],
     }
-    if tally.error:
-        summary["error"] = tally.error
-    if tally.trial is not None:
-        trial = tally.trial
-        summary["canary"] = {"succeeded": trial.succeeded, "failed": trial.failed, "waiting": trial.waiting}
+    if move_progress.error:
+        summary["error"] = move_progress.error
+    if move_progress.canary_result is not None:
+        canary_result = move_progress.canary_result
+        summary["canary"] = {
+            "succeeded": canary_result.succeeded,
+            "failed": canary_result.failed,
+            "waiting": canary_result.waiting,
+        }
     return summary
 
 
-def _rows(order: Order, *, letters: Sequence[Letter], tally: Tally) -> Iterator[tuple[str, str]]:
-    if order.dry_run:
-        yield f"would {order.verb}", str(tally.chosen)
+def _build_rows(
+    request: MoveRequest, *, letters: Sequence[SelectedLetter], move_progress: MoveProgress
+) -> Iterator[tuple[str, str]]:
+    if request.dry_run:
+        yield f"would {request.verb}", str(move_progress.selected)
         reasons = Counter(letter.reason for letter in letters).most_common()
-        yield from ((clean(reason, LONGEST), str(count)) for reason, count in reasons)
+        yield from ((sanitize(reason, MAX_MESSAGE_CHARS), str(count)) for reason, count in reasons)
         return
-    yield order.done.value, str(tally.counts[order.done])
-    if tally.counts[Became.GONE]:
-        yield "gone", f"{tally.counts[Became.GONE]}, moved by somebody else"
-    if tally.counts[Became.FAILED]:
-        yield "failed", f"{tally.counts[Became.FAILED]}, still dead letters"
-    if tally.left:
-        yield "not touched", str(tally.left)
-    if tally.trial is not None:
-        trial = tally.trial
-        yield "canary", f"{trial.succeeded} succeeded, {trial.failed} failed, {trial.waiting} have not ended"
-    yield from ((clean(letter.id, LONGEST), clean(words, LONGEST)) for letter, words in tally.failures)
+    yield request.success_result.value, str(move_progress.counts[request.success_result])
+    if move_progress.counts[DeadLetterResult.GONE]:
+        yield "gone", f"{move_progress.counts[DeadLetterResult.GONE]}, moved by somebody else"
+    if move_progress.counts[DeadLetterResult.FAILED]:
+        yield "failed", f"{move_progress.counts[DeadLetterResult.FAILED]}, still dead letters"
+    if move_progress.remaining:
+        yield "not touched", str(move_progress.remaining)
+    if move_progress.canary_result is not None:
+        canary_result = move_progress.canary_result
+        succeeded, failed, waiting = canary_result.succeeded, canary_result.failed, canary_result.waiting
+        yield "canary", f"{succeeded} succeeded, {failed} failed, {waiting} have not ended"
+    yield from (
+        (sanitize(letter.id, MAX_MESSAGE_CHARS), sanitize(message, MAX_MESSAGE_CHARS))
+        for letter, message in move_progress.failures
+    )
 
 
-def _why(order: Order, *, letters: Sequence[Letter], tally: Tally) -> str:
-    done = tally.counts[order.done]
-    far = f"{done} of {tally.chosen} {order.done}, {tally.left} not touched"
-    if tally.stopped is Stopped.CANARY:
-        return f"stopped by the canary: {far}. {_verdict(order, tally)}"
-    again = "run the same command again to go on"
-    if order.verb == "replay" and done and order.query.until is None:
-        # By the letters' own clock, and a moment later: the last of them is to be among the chosen again.
-        until = told(max(letter.at for letter in letters) + MOMENT, "microseconds")
-        again += f"; with --until {until} it leaves alone what has died again since"
-    if tally.stopped is Stopped.ERROR:
+def _describe_stop(request: MoveRequest, *, letters: Sequence[SelectedLetter], move_progress: MoveProgress) -> str:
+    done_count = move_progress.counts[request.success_result]
+    progress_text = (
+        f"{done_count} of {move_progress.selected} {request.success_result}, {move_progress.remaining} not touched"
+    )
+    if move_progress.stop_reason is StopReason.CANARY:
+        return f"stopped by the canary: {progress_text}. {_describe_canary(request, move_progress)}"
+    retry_hint = "run the same command again to go on"
+    if request.verb == "replay" and done_count and request.query.until is None:
+        # Use the letters' own clock plus a tolerance, so that a second run selects the newest of them again.
+        until = format_time(max(letter.dead_at for letter in letters) + TIME_TOLERANCE_SECONDS, "microseconds")
+        retry_hint += f"; with --until {until} it leaves alone what has died again since"
+    if move_progress.stop_reason is StopReason.ERROR:
         return (
-            f"stopped: {clean(tally.error, LONGEST)}. {far}; the part that was under way was moved or was not, and "
-            f"none of it twice: {again}"
+            f"stopped: {sanitize(move_progress.error, MAX_MESSAGE_CHARS)}. {progress_text}; the part that was under "
+            f"way was moved or was not, and none of it twice: {retry_hint}"
         )
-    return f"stopped by a signal: {far}; {again}"
+    return f"stopped by a signal: {progress_text}; {retry_hint}"
 
 
-def _verdict(order: Order, tally: Tally) -> str:
-    trial = tally.trial
-    if trial is not None and trial.waiting and trial.failed <= order.max_failed:
+def _describe_canary(request: MoveRequest, move_progress: MoveProgress) -> str:
+    canary_result = move_progress.canary_result
+    if canary_result is not None and canary_result.waiting and canary_result.failed <= request.max_failed:
         return (
-            f"{trial.waiting} of the canary have not ended in {order.canary_wait:g} s; is a worker running? "
+            f"{canary_result.waiting} of the canary have not ended in {request.canary_wait:g} s; is a worker running? "
             "Look at the queue, or give --canary-wait more seconds"
         )
     return "Look at what is dead again with ergon dlq list, mend the cause, then run it again"
 
 
-# -- around it --------------------------------------------------------------------------------
+# -- helpers ----------------------------------------------------------------------------------
 
 
-def with_connector(where: str, work: Callable[[Connector], DlqExit]) -> DlqExit:
-    """Do *work* with the connector that *where* names; errors of ours explain themselves."""
-    configure("WARNING")
-    with suppress(ConfigurationError):  # said below, if the connector needs it
-        use_database(settings().postgres.dsn)
+def with_connector(target: str, work: Callable[[Connector], DlqExit]) -> DlqExit:
+    """Call *work* with the connector that *target* names; print the framework's errors with their explanation."""
+    configure_logging("WARNING")
+    with suppress(ConfigurationError):  # reported below if the connector needs the database
+        use_database(load_settings().postgres.dsn)
     try:
-        with opened(where) as connector:
+        with open_connector(target) as connector:
             return work(connector)
     except ConfigurationError as error:
-        _say(text(error))
+        _print_stderr(error_message(error))
         return DlqExit.USAGE
     except ErgonError as error:
-        _say(explained(error))
+        _print_stderr(explain_error(error))
         return DlqExit.FAILED
 
 
 @contextmanager
-def opened(where: str) -> Iterator[Connector]:
-    """The connector that *where* names, to be asked and not to be consumed from."""
-    connector = as_sync(load_connector(where))
-    # Opening a log takes its partitions over from the consumers that run.
+def open_connector(target: str) -> Iterator[Connector]:
+    """Yield the connector that *target* names, for queries only, not for consuming."""
+    connector = as_sync(load_connector(target))
+    # Opening a log connector takes its partitions over from running consumers.
     if connector.capabilities.mode == "queue":
         connector.open()
     try:
@@ -321,30 +377,30 @@ def opened(where: str) -> Iterator[Connector]:
 
 
 @contextmanager
-def _heard(stop: Stop) -> Iterator[None]:
-    """The first signal lets the part under way finish; a second one is Python's own business."""
+def _handle_signals(stop: StopFlag) -> Iterator[None]:
+    """Stop after the current part on the first signal; a second signal has Python's default effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def handler(number: int, _frame: object) -> None:
-        stop.asked = True
-        signal.signal(number, before[number])
+    def handler(signum: int, _frame: object) -> None:
+        stop.is_set = True
+        signal.signal(signum, previous_handlers[signum])
 
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, handler)
+    previous_handlers: dict[int, Any] = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    for signum in previous_handlers:
+        signal.signal(signum, handler)
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for signum, previous in previous_handlers.items():
+            signal.signal(signum, previous)
 
 
-def _say(words: str) -> None:
-    typer.echo(f"ergon: {words}", err=True)
+def _print_stderr(message: str) -> None:
+    typer.echo(f"ergon: {message}", err=True)
 
 
-def _lines(lines: Iterator[str]) -> None:
+def _print_lines(lines: Iterator[str]) -> None:
     for line in lines:
         typer.echo(line)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ergon_framework.cli.doctor_work import diagnosed
+from ergon_framework.cli.doctor_work import run_doctor
 
 doctor = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -30,13 +30,13 @@ def doctor_(
     ] = 15.0,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
-    """Look at everything that ergon.toml and the environment name, and say what is wrong and what to do.
+    """Check everything that ergon.toml and the environment name, and print problems with their remedies.
 
     Connections, versions, settings, topology, clocks and permissions: the database, the queues, the servers of
-    RabbitMQ, NATS and Redis. Nothing is made, moved or changed, and no credential is shown.
+    RabbitMQ, NATS and Redis. Nothing is created, moved or changed, and no credential is shown.
 
-    Exit codes: 0 all is well, 1 something is broken, 2 the command line is wrong, 3 there are warnings only.
+    Exit codes: 0 no problem, 1 something is broken, 2 the command line is invalid, 3 warnings only.
 
     Example: ergon doctor app:charge --timeout 5
     """
-    raise typer.Exit(diagnosed(names or (), config=config, timeout=timeout, as_json=json))
+    raise typer.Exit(run_doctor(names or (), config=config, timeout=timeout, as_json=json))

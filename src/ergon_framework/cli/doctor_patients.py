@@ -1,4 +1,4 @@
-"""Whom ``ergon doctor`` looks at: what the settings name, what the command line names, and this program itself."""
+"""Targets of ``ergon doctor``: those in the settings, those on the command line, and this program itself."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Final
 from ergon_framework.connectors import schemes
 from ergon_framework.connectors.base import AsyncConnector, Connector, ConnectorError
 from ergon_framework.connectors.bridge import as_sync
-from ergon_framework.errors import ConfigurationError, MissingExtraError, text
+from ergon_framework.errors import ConfigurationError, MissingExtraError, error_message
 from ergon_framework.executor.pool import ExecutorPool, PoolPolicy
-from ergon_framework.executor.process import Command
+from ergon_framework.executor.process import ExecutorCommand
 from ergon_framework.executor.start import ExecutorNotStarted
 from ergon_framework.facts.boundary import Boundary
-from ergon_framework.finding import Examinable, Finding, Page, Wall, Weight, of_durability
+from ergon_framework.finding import Diagnosable, Diagnostic, DocPage, Severity, WallClock, check_durability
 from ergon_framework.runner import sources
-from ergon_framework.runner.loading import load_anything
+from ergon_framework.runner.loading import load_target
 from ergon_framework.runner.queues import NamedQueue
 from ergon_framework.runner.settings import Settings
 from ergon_framework.schema import libraries
@@ -30,207 +30,229 @@ from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import ConsumerPolicy
-from ergon_framework.task.worst import refuse_too_long
+from ergon_framework.task.worst import check_fits_broker_deadline
 
-#: What stands for a queue where only a server is named; it is never made.
-_NOBODY: Final = "ergon-doctor"
+#: Queue name used when only a server is configured; the queue is never created.
+_PLACEHOLDER_QUEUE: Final = "ergon-doctor"
 _BROKERS: Final = ("rabbitmq", "nats", "redis")
-#: Held while something is imported. All are looked at at once, and of two threads that import a package and a part of
-#: it at the same moment one may be given what is only half made.
-_IMPORTS: Final = Lock()
+#: Held during imports. Targets are checked concurrently, and of two threads that import a package and its submodule
+#: at the same time one may see a partially initialized module.
+_IMPORT_LOCK: Final = Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class Patient:
-    """One thing to look at: what it is called, which setting names it, and how it is looked at."""
+class Target:
+    """One target: its name, the setting that names it, and the function that checks it."""
 
     name: str
     setting: str
-    examine: Callable[[Wall], Sequence[Finding]]
-    #: Its server's address, by which two queues of one server are known; it is never shown as it is.
+    diagnose: Callable[[WallClock], Sequence[Diagnostic]]
+    #: Server address that identifies queues of one server; it is never shown unredacted.
     address: str = ""
-    #: Whether only what is the server's is of interest.
+    #: Whether only diagnostics about the server matter.
     server_only: bool = False
 
 
-def program(found: Settings, config: Path | None) -> Patient:
-    """The program that looks: what runs it, and what it was told."""
-    file = config or Path(sources.NAME)
+def program_target(settings: Settings, config: Path | None) -> Target:
+    """Return the target for this program: its version, its Python, and its settings."""
+    file = config or Path(sources.FILE_NAME)
 
-    def examine(_wall: Wall) -> Sequence[Finding]:
-        read = f"{file} and the environment" if file.exists() else f"the environment; there is no {file}"
-        names = [*(f"the queue {name!r}" for name in found.queues), *(f"the task {name!r}" for name in found.tasks)]
+    def diagnose(_wall: WallClock) -> Sequence[Diagnostic]:
+        source_text = f"{file} and the environment" if file.exists() else f"the environment; there is no {file}"
+        names = [
+            *(f"the queue {name!r}" for name in settings.queues),
+            *(f"the task {name!r}" for name in settings.tasks),
+        ]
         return [
-            Finding("version", Weight.FINE, f"ergon {version('ergon-framework')}, Python {platform.python_version()}"),
-            Finding(
-                "settings", Weight.FINE, f"read from {read}; they name {', '.join(names) or 'no queue and no task'}"
+            Diagnostic(
+                "version", Severity.OK, f"ergon {version('ergon-framework')}, Python {platform.python_version()}"
+            ),
+            Diagnostic(
+                "settings",
+                Severity.OK,
+                f"read from {source_text}; they name {', '.join(names) or 'no queue and no task'}",
             ),
         ]
 
-    return Patient("this program", sources.NAME, examine)
+    return Target("this program", sources.FILE_NAME, diagnose)
 
 
-def named_by(found: Settings, timeout: float) -> Iterator[Patient]:
-    """The database, the queues, and the servers without a queue that the settings name."""
-    dsn = found.postgres.dsn
+def targets_from_settings(settings: Settings, timeout: float) -> Iterator[Target]:
+    """Yield the database, the queues, and the servers without a queue that the settings name."""
+    dsn = settings.postgres.dsn
     if dsn:
-        yield Patient("database", _setting("postgres", "dsn"), lambda wall: _database(dsn, timeout, wall), dsn)
-    known = {said.url for said in found.queues.values()}
-    for name, said in found.queues.items():
-        if said.url:
-            yield Patient(
+        yield Target(
+            "database", _describe_setting("postgres", "dsn"), lambda wall: _diagnose_database(dsn, timeout, wall), dsn
+        )
+    known_urls = {queue_settings.url for queue_settings in settings.queues.values()}
+    for name, queue_settings in settings.queues.items():
+        if queue_settings.url:
+            yield Target(
                 f"queue {name}",
-                _setting("queues", name, "url"),
-                lambda wall, name=name: _queue(name, found, wall),  # type: ignore[misc] # bound while it loops
-                said.url,
+                _describe_setting("queues", name, "url"),
+                lambda wall, name=name: _diagnose_queue(name, settings, wall),  # type: ignore[misc] # bound per iteration
+                queue_settings.url,
             )
     for broker in _BROKERS:
-        url = getattr(found, broker).url
-        if url and url not in known:
-            yield Patient(
+        url = getattr(settings, broker).url
+        if url and url not in known_urls:
+            yield Target(
                 broker,
-                _setting(broker, "url"),
-                lambda wall, url=url: _server(url, wall),  # type: ignore[misc] # as above
+                _describe_setting(broker, "url"),
+                lambda wall, url=url: _diagnose_server(url, wall),  # type: ignore[misc] # as above
                 url,
                 server_only=True,
             )
 
 
-def named(name: str, found: Settings, timeout: float) -> Iterator[Patient]:
-    """What *name* on the command line stands for; ConfigurationError where it stands for nothing."""
-    thing = load_anything(name)
-    if isinstance(thing, Boundary):
-        yield Patient(f"facts {name}", name, lambda _: _boundary(thing))
+def target_from_name(name: str, settings: Settings, timeout: float) -> Iterator[Target]:
+    """Yield the targets for *name* on the command line; raise ConfigurationError if it names nothing."""
+    target = load_target(name)
+    if isinstance(target, Boundary):
+        yield Target(f"facts {name}", name, lambda _: _diagnose_boundary(target))
         return
-    if isinstance(thing, Connector | AsyncConnector):
-        yield Patient(f"queue {thing.name}", name, lambda wall: _connector(thing, wall))
+    if isinstance(target, Connector | AsyncConnector):
+        yield Target(f"queue {target.name}", name, lambda wall: _diagnose_connector(target, wall))
         return
-    yield Patient(f"task {thing.name}", name, lambda _: _policy(thing, found))
-    yield Patient(f"queue {thing.connector.name}", name, lambda wall: _connector(thing.connector, wall))
-    for kind, command in _commands(thing):
-        yield Patient(
+    yield Target(f"task {target.name}", name, lambda _: _diagnose_policy(target, settings))
+    yield Target(f"queue {target.connector.name}", name, lambda wall: _diagnose_connector(target.connector, wall))
+    for kind, command in _iter_commands(target):
+        yield Target(
             f"executor {kind}",
             name,
-            lambda _, command=command: _executor(command, timeout),  # type: ignore[misc] # as above
+            lambda _, command=command: _diagnose_executor(command, timeout),  # type: ignore[misc] # as above
         )
 
 
-# -- how each is looked at ------------------------------------------------------------------------------
+# -- checks of each kind of target ----------------------------------------------------------------------
 
 
-def _database(dsn: str, timeout: float, wall: Wall) -> Sequence[Finding]:
-    # Loaded when it is needed: not everybody has its libraries.
-    with _IMPORTS:
-        libraries.needed()
-        examining = importlib.import_module("ergon_framework.connectors.postgres.examining")
-        lines = importlib.import_module("ergon_framework.schema.lines").Lines(dsn, other=ConnectorError)
+def _diagnose_database(dsn: str, timeout: float, wall: WallClock) -> Sequence[Diagnostic]:
+    # Imported on demand: the libraries are an optional extra.
+    with _IMPORT_LOCK:
+        libraries.require_psycopg()
+        diagnostics_module = importlib.import_module("ergon_framework.connectors.postgres.examining")
+        pool = importlib.import_module("ergon_framework.schema.lines").ConnectionPool(dsn, error_type=ConnectorError)
     try:
-        found: Sequence[Finding] = lines.run(examining.examined(lines, None, wall), within=timeout)
+        diagnostics: Sequence[Diagnostic] = pool.run(
+            diagnostics_module.diagnose(pool, None, wall), timeout_seconds=timeout
+        )
     finally:
-        lines.close()
-    return found
+        pool.close()
+    return diagnostics
 
 
-def _queue(name: str, found: Settings, wall: Wall) -> Sequence[Finding]:
-    url, options = found.queue(name)
-    with _IMPORTS:
-        connector = schemes.connect(name, url, options)
-    return _connector(connector, wall)
+def _diagnose_queue(name: str, settings: Settings, wall: WallClock) -> Sequence[Diagnostic]:
+    url, options = settings.queue(name)
+    with _IMPORT_LOCK:
+        connector = schemes.create_connector(name, url, options)
+    return _diagnose_connector(connector, wall)
 
 
-def _server(url: str, wall: Wall) -> Sequence[Finding]:
-    with _IMPORTS:
-        connector = schemes.connect(_NOBODY, url, {})
-    return _connector(connector, wall)
+def _diagnose_server(url: str, wall: WallClock) -> Sequence[Diagnostic]:
+    with _IMPORT_LOCK:
+        connector = schemes.create_connector(_PLACEHOLDER_QUEUE, url, {})
+    return _diagnose_connector(connector, wall)
 
 
-def _connector(connector: Connector | AsyncConnector, wall: Wall) -> Sequence[Finding]:
-    with _IMPORTS:
-        behind = connector.connector if isinstance(connector, NamedQueue) else connector
-    can = behind.capabilities
-    if isinstance(behind, Examinable):
+def _diagnose_connector(connector: Connector | AsyncConnector, wall: WallClock) -> Sequence[Diagnostic]:
+    with _IMPORT_LOCK:
+        inner = connector.connector if isinstance(connector, NamedQueue) else connector
+    capabilities = inner.capabilities
+    if isinstance(inner, Diagnosable):
         try:
-            return behind.examine(wall)
+            return inner.diagnose(wall)
         finally:
-            as_sync(behind).close()
-    if can.mode == "log":
-        # Opening one takes its partitions over from the consumers that run.
-        return [Finding("connection", Weight.FINE, f"{behind.name!r} is a log, which is not opened here", shared=False)]
-    reached = as_sync(behind)
-    reached.open()
+            as_sync(inner).close()
+    if capabilities.mode == "log":
+        # Opening a log connector takes its partitions over from running consumers.
+        return [
+            Diagnostic("connection", Severity.OK, f"{inner.name!r} is a log, which is not opened here", shared=False)
+        ]
+    sync_connector = as_sync(inner)
+    sync_connector.open()
     try:
-        depth = reached.depth()
-        words = "" if depth is None else f": {depth.ready} ready, {depth.dead} dead"
-        durable = behind.capabilities.durable
+        depth = sync_connector.depth()
+        depth_text = "" if depth is None else f": {depth.ready} ready, {depth.dead} dead"
+        durable = inner.capabilities.durable
     finally:
-        reached.close()
+        sync_connector.close()
     return [
-        Finding("connection", Weight.FINE, f"{behind.name!r} opened{words}", shared=False),
-        of_durability(
-            f"its connector says durable={durable}", durable=durable, do="see what its broker's documentation says"
+        Diagnostic("connection", Severity.OK, f"{inner.name!r} opened{depth_text}", shared=False),
+        check_durability(
+            f"its connector says durable={durable}", durable=durable, remedy="see what its broker's documentation says"
         ),
     ]
 
 
-def _policy(task: Task | AsyncTask, found: Settings) -> Sequence[Finding]:
-    """Whether the broker would take a delivery back before the policy is through with it."""
-    consumes = isinstance(task, ConsumerMixin | AsyncConsumerMixin)
-    if not consumes:
-        return [Finding("policy", Weight.FINE, "it only produces; no broker waits for it", shared=False)]
-    policy = found.policy(task.name, choose_policy(task, None, ConsumerPolicy))
-    with _IMPORTS:
-        can = task.connector.capabilities
+def _diagnose_policy(task: Task | AsyncTask, settings: Settings) -> Sequence[Diagnostic]:
+    """Check whether the broker would redeliver a delivery before the policy's lifecycle has ended."""
+    is_consumer = isinstance(task, ConsumerMixin | AsyncConsumerMixin)
+    if not is_consumer:
+        return [Diagnostic("policy", Severity.OK, "it only produces; no broker waits for it", shared=False)]
+    policy = settings.policy(task.name, choose_policy(task, None, ConsumerPolicy))
+    with _IMPORT_LOCK:
+        capabilities = task.connector.capabilities
     try:
-        refuse_too_long(policy, can, queue=task.connector.name)
+        check_fits_broker_deadline(policy, capabilities, queue=task.connector.name)
     except ConfigurationError as error:
-        words, _, do = text(error).partition("; ")
-        return [Finding("policy", Weight.BROKEN, words, do or "run: ergon policy explain", shared=False)]
-    return [Finding("policy", Weight.FINE, "it fits the deadline of its broker", shared=False)]
+        message, _, remedy = error_message(error).partition("; ")
+        return [Diagnostic("policy", Severity.ERROR, message, remedy or "run: ergon policy explain", shared=False)]
+    return [Diagnostic("policy", Severity.OK, "it fits the deadline of its broker", shared=False)]
 
 
-def _boundary(boundary: Boundary) -> Sequence[Finding]:
-    epoch, can = boundary.epoch, boundary.capabilities
-    words = "what it confirmed survives a loss of power" if can.durable else f"its store says durable={can.durable}"
+def _diagnose_boundary(boundary: Boundary) -> Sequence[Diagnostic]:
+    epoch, capabilities = boundary.epoch, boundary.capabilities
+    durability_text = (
+        "what it confirmed survives a loss of power"
+        if capabilities.durable
+        else f"its store says durable={capabilities.durable}"
+    )
     return [
-        Finding("connection", Weight.FINE, f"the boundary answers, in epoch {epoch}", shared=False),
-        of_durability(words, durable=can.durable, do=f"see {Page.SERVE_FACTS.named} on what its store must be"),
+        Diagnostic("connection", Severity.OK, f"the boundary answers, in epoch {epoch}", shared=False),
+        check_durability(
+            durability_text,
+            durable=capabilities.durable,
+            remedy=f"see {DocPage.SERVE_FACTS.label} on what its store must be",
+        ),
     ]
 
 
-def _executor(command: Command, timeout: float) -> Sequence[Finding]:
-    """Whether an executor starts and answers the question that a pool asks each."""
+def _diagnose_executor(command: ExecutorCommand, timeout: float) -> Sequence[Diagnostic]:
+    """Check whether an executor starts and answers the readiness probe of the pool."""
 
-    async def answers() -> None:
-        # The first start that fails is told. One that has to be killed ends before whoever looks has lost his patience.
+    async def start_executor() -> None:
+        # The pool reports the first failed start. The grace is short, so that a kill ends before the doctor's timeout.
         policy = PoolPolicy(size=1, start_timeout=timeout, grace=min(1.0, 0.1 * timeout))
         async with ExecutorPool(command, policy=policy, name="doctor") as pool:
             with await pool.reserve():
                 pass
 
     try:
-        asyncio.run(answers())
+        asyncio.run(start_executor())
     except ExecutorNotStarted as error:
-        return [Finding("start", Weight.BROKEN, error.seen, error.do, shared=False)]
-    return [Finding("start", Weight.FINE, f"{command.words[0]!r} starts and answers", shared=False)]
+        return [Diagnostic("start", Severity.ERROR, error.problem, error.remedy, shared=False)]
+    return [Diagnostic("start", Severity.OK, f"{command.words[0]!r} starts and answers", shared=False)]
 
 
-def _commands(task: Task | AsyncTask) -> Iterator[tuple[str, Command]]:
-    """The executors that *task* starts, by kind."""
+def _iter_commands(task: Task | AsyncTask) -> Iterator[tuple[str, ExecutorCommand]]:
+    """Yield the executor commands that *task* starts, by kind."""
     isolation = getattr(task, "isolation", None)
     command = getattr(isolation, "command", None)
-    if isinstance(command, Command):
+    if isinstance(command, ExecutorCommand):
         yield task.name, command
-    for kind, part in getattr(task, "tasks", {}).items():
-        command = getattr(part, "command", None)
-        if isinstance(command, Command):
+    for kind, subtask in getattr(task, "tasks", {}).items():
+        command = getattr(subtask, "command", None)
+        if isinstance(command, ExecutorCommand):
             yield str(kind), command
 
 
-def _setting(*keys: str) -> str:
-    return f"{'.'.join(keys)} of {sources.NAME}, or {sources.variable(tuple(key.replace('-', '_') for key in keys))}"
+def _describe_setting(*keys: str) -> str:
+    variable = sources.env_variable_name(tuple(key.replace("-", "_") for key in keys))
+    return f"{'.'.join(keys)} of {sources.FILE_NAME}, or {variable}"
 
 
-def unavailable(error: MissingExtraError) -> Finding:
-    """What is missing of this program itself."""
-    words, _, do = text(error).partition("; ")
-    return Finding("library", Weight.BROKEN, words, do or "install the extra that it names", shared=False)
+def missing_extra_diagnostic(error: MissingExtraError) -> Diagnostic:
+    """Return the diagnostic for a library that this program lacks."""
+    message, _, remedy = error_message(error).partition("; ")
+    return Diagnostic("library", Severity.ERROR, message, remedy or "install the extra that it names", shared=False)

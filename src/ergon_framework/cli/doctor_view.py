@@ -1,4 +1,4 @@
-"""Findings as a person reads them: what is broken first, each with what to do."""
+"""Output of diagnostics: the most severe first, each with its remedy."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ergon_framework.cli.dlq_view import clean
-from ergon_framework.finding import Finding, Weight
+from ergon_framework.cli.dlq_view import sanitize
+from ergon_framework.finding import Diagnostic, Severity
 
-#: The longest text that is repeated.
-_LONGEST: Final = 1_000
-_COLOURS: Final = {Weight.FINE: "green", Weight.WARNING: "yellow", Weight.BROKEN: "bold red"}
+#: Maximum length of a text in the output.
+_MAX_TEXT_CHARS: Final = 1_000
+_COLOURS: Final = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
 
 
-def show(reports: Sequence[tuple[str, str, Sequence[Finding]]], counts: Counter[Weight]) -> None:
-    """Print what was found of each, and how many of each weight there are."""
-    lines = Lines()
+def show(reports: Sequence[tuple[str, str, Sequence[Diagnostic]]], counts: Counter[Severity]) -> None:
+    """Print the diagnostics of each target, and the number of diagnostics per severity."""
+    printer = Printer()
     for name, address, findings in reports:
-        lines.say(f"{name} ({address})" if address else name, "bold")
+        printer.print_line(f"{name} ({address})" if address else name, "bold")
         width = max((len(each.what) for each in findings), default=0)
         for each in findings:
-            lines.say(
-                f"  {each.weight.value:<7}  {each.what:<{width}}  {clean(each.seen, _LONGEST)}", _COLOURS[each.weight]
+            printer.print_line(
+                f"  {each.weight.value:<7}  {each.what:<{width}}  {sanitize(each.observed, _MAX_TEXT_CHARS)}",
+                _COLOURS[each.weight],
             )
-            if each.do:
-                lines.say(f"           {'':<{width}}  do: {clean(each.do, _LONGEST)}")
-    lines.say(", ".join(f"{counts[weight]} {weight.value}" for weight in Weight))
+            if each.remedy:
+                printer.print_line(f"           {'':<{width}}  do: {sanitize(each.remedy, _MAX_TEXT_CHARS)}")
+    printer.print_line(", ".join(f"{counts[weight]} {weight.value}" for weight in Severity))
 
 
-class Lines:
-    """Lines in colours on a terminal, plain ones elsewhere."""
+class Printer:
+    """Prints coloured lines on a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
         self._console = Console() if sys.stdout.isatty() else None
 
-    def say(self, line: str, style: str = "") -> None:
+    def print_line(self, line: str, style: str = "") -> None:
         if self._console is None:
             typer.echo(line)
         else:
-            # Text, because what a server says is no markup.
+            # Text, because a server's message may contain characters that rich reads as markup.
             self._console.print(Text(line, style=style), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``ergon executor``: its commands with their options."""
+"""Commands of ``ergon executor`` and their options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ergon_framework.cli.executor_exam import examine
+from ergon_framework.cli.executor_exam import check_executor
 from ergon_framework.cli.executor_work import run_handlers
 from ergon_framework.cli.run import LogLevel
 
@@ -29,10 +29,10 @@ def run(
     ] = 5.0,
     log_level: Annotated[LogLevel | None, typer.Option(help="The least that is logged. Default: info.")] = None,
 ) -> None:
-    """Read requests from stdin, one a line, and write an outcome for each to stdout.
+    """Read requests from stdin, one per line, and write an outcome for each to stdout.
 
-    It ends when stdin is closed, after the last answer; at once when its parent is gone; and after SIGTERM, which
-    cancels the running handler. What handlers print goes to stderr.
+    Exits after the last answer when stdin is closed, immediately when the parent process has ended, and after SIGTERM,
+    which cancels the running handler. Output of handlers goes to stderr.
 
     Example: ergon executor run --handlers app:registry
     """
@@ -49,11 +49,11 @@ def check(
     only: Annotated[list[str] | None, typer.Option(metavar="QUESTION", help="Ask only this; may be repeated.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the marks as one line of JSON.")] = False,
 ) -> None:
-    """Start an executor of any language, again and again, and see whether it keeps the protocol.
+    """Start an executor of any language repeatedly, and check whether it implements the protocol.
 
     It needs the eight handlers exam.echo, exam.fail and so on, which the page "Executors in your language" of the
-    documentation describes. The exit code is 0 if it passed, 1 if it failed something, and 2 if it cannot be started.
+    documentation describes. Exit codes: 0 passed, 1 at least one check failed, 2 the executor cannot be started.
 
     Example: ergon executor check -- node executor.mjs
     """
-    raise typer.Exit(examine(command, patience=patience, only=only, as_json=json))
+    raise typer.Exit(check_executor(command, timeout=patience, only=only, as_json=json))

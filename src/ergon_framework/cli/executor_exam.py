@@ -1,4 +1,4 @@
-"""What ``ergon executor check`` does: have an executor take the exam, and tell the marks."""
+"""Work of ``ergon executor check``: run the conformance suite against an executor, and print the results."""
 
 from __future__ import annotations
 
@@ -7,42 +7,44 @@ from collections.abc import Sequence
 
 import typer
 
-from ergon_framework.errors import ConfigurationError, text
-from ergon_framework.finding import Page
+from ergon_framework.errors import ConfigurationError, error_message
+from ergon_framework.finding import DocPage
 from ergon_framework.runner.exits import ExitCode
 from ergon_framework.testing.conformance.check import Result
-from ergon_framework.testing.conformance.executor import QUESTIONS, Mark, report, take
+from ergon_framework.testing.conformance.executor import QUESTIONS, ExecutorCheckResult, report, take
 
 
-class Exit(ExitCode):
-    """Every exit code of ``ergon executor check`` with what it means."""
+class ExecutorExit(ExitCode):
+    """Exit codes of ``ergon executor check`` and their meanings."""
 
     PASSED = 0, "it passed every question"
     FAILED = 1, "it failed at least one question"
     USAGE = 2, "it cannot be started, or there is no such question"
 
 
-def examine(command: Sequence[str], *, patience: float, only: Sequence[str] | None, as_json: bool) -> Exit:
-    """Have the executor that *command* starts take the exam; the exit code."""
+def check_executor(
+    command: Sequence[str], *, timeout: float, only: Sequence[str] | None, as_json: bool
+) -> ExecutorExit:
+    """Run the conformance suite against the executor that *command* starts; return the exit code."""
     try:
-        marks = take(command, patience=patience, only=only, on_mark=None if as_json else _tell)
+        results = take(command, patience=timeout, only=only, on_mark=None if as_json else _print_result)
     except (ConfigurationError, ValueError) as error:
-        typer.echo(f"ergon: {text(error)}", err=True)
-        return Exit.USAGE
-    found = report(command, marks)
+        typer.echo(f"ergon: {error_message(error)}", err=True)
+        return ExecutorExit.USAGE
+    summary = report(command, results)
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(summary))
     else:
-        typer.echo(f"{found['passed']} passed, {found['failed']} failed, of {len(QUESTIONS)} questions")
-        if any("handler_not_found: " in mark.reason for mark in marks):
-            needs = "the exam needs handlers of its own, exam.echo and so on"
-            typer.echo(f"ergon: {needs}; see {Page.EXECUTORS.named}", err=True)
-    return Exit.FAILED if found["failed"] else Exit.PASSED
+        typer.echo(f"{summary['passed']} passed, {summary['failed']} failed, of {len(QUESTIONS)} questions")
+        if any("handler_not_found: " in result.reason for result in results):
+            hint = "the exam needs handlers of its own, exam.echo and so on"
+            typer.echo(f"ergon: {hint}; see {DocPage.EXECUTORS.label}", err=True)
+    return ExecutorExit.FAILED if summary["failed"] else ExecutorExit.PASSED
 
 
-def _tell(mark: Mark) -> None:
-    words = mark.question.replace("_", " ")
-    if mark.result is Result.PASSED:
-        typer.echo(f"passed  {words}")
+def _print_result(result: ExecutorCheckResult) -> None:
+    check_name = result.question.replace("_", " ")
+    if result.result is Result.PASSED:
+        typer.echo(f"passed  {check_name}")
     else:
-        typer.echo(f"FAILED  {words}: {mark.reason}  [{', '.join(mark.ids)}]")
+        typer.echo(f"FAILED  {check_name}: {result.reason}  [{', '.join(result.ids)}]")

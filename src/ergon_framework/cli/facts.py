@@ -1,4 +1,4 @@
-"""``ergon facts``: its commands with their options."""
+"""Commands of ``ergon facts`` and their options."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ergon_framework.cli import facts_serve as serving
 from ergon_framework.cli import facts_work as work
 from ergon_framework.cli.facts_epoch import epoch
 from ergon_framework.cli.facts_replicate import replicate
-from ergon_framework.cli.job import moment
+from ergon_framework.cli.job import parse_time
 from ergon_framework.cli.options import Actor
-from ergon_framework.cli.provider import lasting
-from ergon_framework.cli.sizes import size
-from ergon_framework.facts.model import ObjectName, Pair, Side
+from ergon_framework.cli.provider import parse_duration
+from ergon_framework.cli.sizes import parse_size
+from ergon_framework.facts.model import BoundarySide, ObjectName, ZonePair
 from ergon_framework.facts.policy import RetentionPolicy
 
 facts = typer.Typer(
@@ -43,15 +43,17 @@ ServerName = Annotated[
     str | None,
     typer.Option(envvar="ERGON_FACTS_SERVER_NAME", help="The name in its certificate, if that is not HOST."),
 ]
-Timeout = Annotated[float, typer.Option(parser=lasting, metavar="TIME", help="How long one call may take: 10s, 2m.")]
+Timeout = Annotated[
+    float, typer.Option(parser=parse_duration, metavar="TIME", help="How long one call may take: 10s, 2m.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
-Lines = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
-From = Annotated[str, typer.Option("--from", metavar="ZONE", help="The zone that facts come from.")]
-To = Annotated[str, typer.Option("--to", metavar="ZONE", help="The zone that they are for.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+FromZone = Annotated[str, typer.Option("--from", metavar="ZONE", help="The zone that facts come from.")]
+ToZone = Annotated[str, typer.Option("--to", metavar="ZONE", help="The zone that they are for.")]
 Reader = Annotated[str, typer.Option(help="The name whose durable cursor is used; whoever reads is registered.")]
 Bucket = Annotated[str, typer.Argument(metavar="BUCKET", help="The bucket of the artifact.")]
-Name = Annotated[str, typer.Argument(metavar="KEY", help="Its key in there.")]
-Owner = Annotated[
+ArtifactKey = Annotated[str, typer.Argument(metavar="KEY", help="Its key in there.")]
+OwnerZone = Annotated[
     str, typer.Option("--zone", metavar="ZONE", help="The zone that owns it. Default: the zone of the service.")
 ]
 FromOffset = Annotated[
@@ -59,7 +61,9 @@ FromOffset = Annotated[
 ]
 Since = Annotated[
     datetime | None,
-    typer.Option(parser=moment, metavar="TIME", help="Read again what was stored since; an ISO time, UTC by default."),
+    typer.Option(
+        parser=parse_time, metavar="TIME", help="Read again what was stored since; an ISO time, UTC by default."
+    ),
 ]
 Confirm = Annotated[
     bool, typer.Option("--confirm", help="Move the cursor behind what was printed; without it the same comes again.")
@@ -79,7 +83,7 @@ def serve(
     store: Annotated[
         serving.StoreKind, typer.Option(help="Where facts are kept; memory forgets them when it ends.")
     ] = serving.StoreKind.POSTGRES,
-    side: Annotated[Side, typer.Option(help="On which side of the boundary it is.")] = Side.INNER,
+    side: Annotated[BoundarySide, typer.Option(help="On which side of the boundary it is.")] = BoundarySide.INNER,
     contents: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where artifacts are kept, with --store postgres.")
     ] = None,
@@ -90,7 +94,8 @@ def serve(
         int | None, typer.Option(min=1, metavar="N", help="Facts that are retained at most; then it is full.")
     ] = None,
     max_bytes: Annotated[
-        int | None, typer.Option(parser=size, metavar="SIZE", help="Bytes of facts and artifacts at most: 500MB, 2GiB.")
+        int | None,
+        typer.Option(parser=parse_size, metavar="SIZE", help="Bytes of facts and artifacts at most: 500MB, 2GiB."),
     ] = None,
     max_readers: Annotated[
         int, typer.Option(min=1, metavar="N", help="Readers that each other zone may have here at most.")
@@ -100,17 +105,21 @@ def serve(
     ] = 16,
     keep_uploads: Annotated[
         float,
-        typer.Option(parser=lasting, metavar="TIME", help="How long an upload that broke off can be gone on with."),
-    ] = "1h",  # type: ignore[assignment]  # the parser is given it as it is written
+        typer.Option(
+            parser=parse_duration, metavar="TIME", help="How long an upload that broke off can be gone on with."
+        ),
+    ] = "1h",  # type: ignore[assignment]  # typer parses the default too
     keep: Annotated[
         float | None,
         typer.Option(
-            parser=lasting,
+            parser=parse_duration,
             metavar="TIME",
             help="Let go of what is older and confirmed by all readers: 30d. Default: no.",
         ),
     ] = None,
-    prune_every: Annotated[float, typer.Option(parser=lasting, metavar="TIME", help="How often, with --keep.")] = "1h",  # type: ignore[assignment]  # the parser is given it as it is written
+    prune_every: Annotated[
+        float, typer.Option(parser=parse_duration, metavar="TIME", help="How often, with --keep.")
+    ] = "1h",  # type: ignore[assignment]  # typer parses the default too
     revoked: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Certificates (PEM) and public-key=SHA256 that are not let in."),
@@ -129,7 +138,8 @@ def serve(
         typer.Option(min=1, metavar="N", help="Connections of one address without an identity. Default: 500."),
     ] = None,
     handshake_timeout: Annotated[
-        float | None, typer.Option(parser=lasting, metavar="TIME", help="How long a handshake may take. Default: 5s.")
+        float | None,
+        typer.Option(parser=parse_duration, metavar="TIME", help="How long a handshake may take. Default: 5s."),
     ] = None,
     max_calls: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Calls at once, of all callers. Default: 1000.")
@@ -142,12 +152,14 @@ def serve(
     ] = None,
     max_caller_bytes: Annotated[
         int | None,
-        typer.Option(parser=size, metavar="SIZE", help="Bytes of requests in flight of one identity. Default: 64MiB."),
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="Bytes of requests in flight of one identity. Default: 64MiB."
+        ),
     ] = None,
     compression: Annotated[bool, typer.Option("--compression", help="Accept compressed messages of callers.")] = False,
     grace: Annotated[
-        float, typer.Option(parser=lasting, metavar="TIME", help="How long calls may go on after SIGTERM.")
-    ] = "10s",  # type: ignore[assignment]  # the parser is given it as it is written
+        float, typer.Option(parser=parse_duration, metavar="TIME", help="How long calls may go on after SIGTERM.")
+    ] = "10s",  # type: ignore[assignment]  # typer parses the default too
     probe_port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="Answer /live, /ready and /metrics on this port; 0 takes any free one."),
@@ -156,17 +168,17 @@ def serve(
         Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
     ] = None,
 ) -> None:
-    """Serve a boundary over mutual TLS, until SIGTERM or Ctrl-C.
+    """Serve a boundary over mutual TLS until SIGTERM or Ctrl-C.
 
-    Who may do what follows from the names in a caller's certificate: ergon://zone/NAME and ergon://operator/NAME.
-    Certificates, keys and the list of revoked ones are read again when they change. The address of the database is
-    ERGON_POSTGRES__DSN of the environment, or postgres.dsn of ergon.toml. The first line says where it listens.
+    The names in a caller's certificate define its permissions: ergon://zone/NAME and ergon://operator/NAME.
+    Certificates, keys and the revocation list are reloaded when they change. The database address is read from
+    ERGON_POSTGRES__DSN or from postgres.dsn of ergon.toml. The first line of output is the listen address.
 
-    A store that has --max-facts or --max-bytes refuses what is beyond, and loses nothing; bytes of uploads that are not
-    complete count, and a larger artifact is refused before its first byte is sent. With --keep it lets go of
-    facts that are older, once every registered reader has confirmed them, and of artifacts that no fact names any more.
+    A store with --max-facts or --max-bytes rejects what exceeds the limit and loses nothing. Bytes of incomplete
+    uploads count; an artifact that is too large is rejected before its first byte is sent. With --keep the store
+    deletes older facts after every registered reader has confirmed them, and artifacts that no fact references.
 
-    Exit codes: 0 ended in order, 2 it could not begin: something is wrong, taken, or not durable.
+    Exit codes: 0 stopped cleanly, 2 startup failed: invalid option, address in use, or store not durable.
 
     Example: ergon facts serve --zone "Plant A" --listen 0.0.0.0:7443 --contents /var/lib/ergon
     """
@@ -181,7 +193,7 @@ def serve(
         "bytes_per_identity": max_caller_bytes,
         "compression": compression,
     }
-    order = serving.Order(
+    options = serving.ServeOptions(
         zones=tuple(zone),
         listen=listen,
         certificate=tls_cert,
@@ -204,7 +216,7 @@ def serve(
         probe_port=probe_port,
         limits={name: value for name, value in limits.items() if value is not None},
     )
-    raise typer.Exit(serving.served(order))
+    raise typer.Exit(serving.serve(options))
 
 
 @facts.command()
@@ -213,8 +225,8 @@ def append(
     predicate: Annotated[str, typer.Argument(metavar="PREDICATE", help="What is said of it, such as paid.")],
     object_json: Annotated[str, typer.Argument(metavar="OBJECT", help="The object, as JSON; - reads it from stdin.")],
     *,
-    from_zone: From,
-    to_zone: To,
+    from_zone: FromZone,
+    to_zone: ToZone,
     message_id: Annotated[
         str, typer.Option("--id", help="Made of what names the event; with the same id it is appended once.")
     ],
@@ -223,26 +235,26 @@ def append(
     tls_key: Key,
     tls_ca: Authorities,
     server_name: ServerName = None,
-    timeout: Timeout = "10s",  # type: ignore[assignment]  # the parser is given it as it is written
+    timeout: Timeout = "10s",  # type: ignore[assignment]  # typer parses the default too
     json: Json = False,
 ) -> None:
-    """Append a fact, and print its offset. Appending it again is answered with the same offset.
+    """Append a fact and print its offset; appending it again returns the same offset.
 
-    Exit codes: 0 confirmed, 1 refused, for instance because the id is taken by another payload, 2 out of reach or
-    wrong, 3 nobody knows whether it was appended: run it again.
+    Exit codes: 0 confirmed, 1 rejected, for example because the id belongs to another payload, 2 invalid option or
+    configuration, 3 service unavailable, outcome unknown: run the command again.
 
     Example: ergon facts append order:17 paid '{"total": 12.5}' --from "Plant A" --to HQ --id order-17-paid
     """
-    where = work.Where(server, tls_cert, tls_key, tls_ca, server_name, timeout)
-    stated = work.Stated(message_id, Pair(from_zone, to_zone), subject, predicate, object_json)
-    raise typer.Exit(work.appended(where, stated, as_json=json))
+    service = work.ServiceOptions(server, tls_cert, tls_key, tls_ca, server_name, timeout)
+    fact_options = work.FactOptions(message_id, ZonePair(from_zone, to_zone), subject, predicate, object_json)
+    raise typer.Exit(work.append(service, fact_options, as_json=json))
 
 
 @facts.command()
 def get(
     message_id: Annotated[str, typer.Argument(metavar="ID", help="The message_id.")],
     *,
-    from_zone: From,
+    from_zone: FromZone,
     server: Server,
     tls_cert: Cert,
     tls_key: Key,
@@ -251,21 +263,21 @@ def get(
     timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
     json: Json = False,
 ) -> None:
-    """Say what was confirmed for an id.
+    """Show the confirmation stored for a message id.
 
-    Exit codes: 0 it is there, 1 it is not, or refused, 2 wrong, 3 out of reach.
+    Exit codes: 0 found, 1 not found or rejected, 2 invalid option or configuration, 3 service unavailable.
 
     Example: ergon facts get order-17-paid --from "Plant A"
     """
-    where = work.Where(server, tls_cert, tls_key, tls_ca, server_name, timeout)
-    raise typer.Exit(work.got(where, from_zone, message_id, as_json=json))
+    service = work.ServiceOptions(server, tls_cert, tls_key, tls_ca, server_name, timeout)
+    raise typer.Exit(work.get(service, from_zone, message_id, as_json=json))
 
 
 @facts.command()
 def fetch(
     *,
-    from_zone: From,
-    to_zone: To,
+    from_zone: FromZone,
+    to_zone: ToZone,
     reader: Reader,
     limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="The most that are read.")] = 100,
     from_offset: FromOffset = None,
@@ -277,24 +289,25 @@ def fetch(
     tls_ca: Authorities,
     server_name: ServerName = None,
     timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
-    json: Lines = False,
+    json: JsonLines = False,
 ) -> None:
-    """Read facts behind the reader's cursor, or again from an offset or a time.
+    """Read facts after the reader's cursor, or again from an offset or a time.
 
-    Exit codes: 0 read, 1 refused, 2 wrong, 3 out of reach; what was printed has come, and was not confirmed.
+    Exit codes: 0 read, 1 rejected, 2 invalid option or configuration, 3 service unavailable: the printed facts were
+    received but not confirmed.
 
     Example: ergon facts fetch --from "Plant A" --to HQ --reader ledger --confirm --json
     """
-    where = work.Where(server, tls_cert, tls_key, tls_ca, server_name, timeout)
-    wanted = work.Wanted(Pair(from_zone, to_zone), reader, from_offset, since, confirm=confirm)
-    raise typer.Exit(work.fetched(where, wanted, limit=limit, as_json=json))
+    service = work.ServiceOptions(server, tls_cert, tls_key, tls_ca, server_name, timeout)
+    options = work.FetchOptions(ZonePair(from_zone, to_zone), reader, from_offset, since, confirm=confirm)
+    raise typer.Exit(work.fetch(service, options, limit=limit, as_json=json))
 
 
 @facts.command()
 def tail(
     *,
-    from_zone: From,
-    to_zone: To,
+    from_zone: FromZone,
+    to_zone: ToZone,
     reader: Reader,
     from_offset: FromOffset = None,
     since: Since = None,
@@ -305,25 +318,25 @@ def tail(
     tls_ca: Authorities,
     server_name: ServerName = None,
     timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
-    json: Lines = False,
+    json: JsonLines = False,
 ) -> None:
-    """Print facts as they come, until Ctrl-C; a line that is down is waited for.
+    """Print facts as they arrive until Ctrl-C; wait while the connection is lost.
 
-    While it catches up, stderr shows how far it is.
+    Progress is shown on stderr while the reader catches up.
 
-    Exit codes: 0 stopped by Ctrl-C or SIGTERM, 1 refused, 2 wrong.
+    Exit codes: 0 stopped by Ctrl-C or SIGTERM, 1 rejected, 2 invalid option or configuration.
 
     Example: ergon facts tail --from "Plant A" --to HQ --reader watch
     """
-    where = work.Where(server, tls_cert, tls_key, tls_ca, server_name, timeout)
-    wanted = work.Wanted(Pair(from_zone, to_zone), reader, from_offset, since, confirm=confirm)
-    raise typer.Exit(work.tailed(where, wanted, as_json=json))
+    service = work.ServiceOptions(server, tls_cert, tls_key, tls_ca, server_name, timeout)
+    options = work.FetchOptions(ZonePair(from_zone, to_zone), reader, from_offset, since, confirm=confirm)
+    raise typer.Exit(work.tail(service, options, as_json=json))
 
 
 @facts.command()
 def put(
     bucket: Bucket,
-    key: Name,
+    key: ArtifactKey,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What is stored.")],
     *,
     server: Server,
@@ -332,24 +345,24 @@ def put(
     tls_ca: Authorities,
     server_name: ServerName = None,
     timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
-    zone: Owner = "",
+    zone: OwnerZone = "",
     json: Json = False,
 ) -> None:
-    """Store a file as an artifact, for ever, and print its digest and size; run again, it goes on where it broke off.
+    """Store a file permanently as an artifact and print its digest and size; resume an interrupted upload.
 
-    Exit codes: 0 stored, 1 refused: other bytes have that name, or it changed meanwhile, 2 wrong, 3 broken off: run it
-    again.
+    Exit codes: 0 stored, 1 rejected: the name belongs to other bytes, or the file changed during the upload, 2 invalid
+    option or configuration, 3 interrupted: run the command again.
 
     Example: ergon facts put invoices 2026/17.pdf invoice.pdf
     """
-    where = work.Where(server, tls_cert, tls_key, tls_ca, server_name, timeout)
-    raise typer.Exit(work.put(where, ObjectName(zone, bucket, key), file, as_json=json))
+    service = work.ServiceOptions(server, tls_cert, tls_key, tls_ca, server_name, timeout)
+    raise typer.Exit(work.put(service, ObjectName(zone, bucket, key), file, as_json=json))
 
 
 @facts.command()
 def cat(
     bucket: Bucket,
-    key: Name,
+    key: ArtifactKey,
     *,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there. Default: stdout.")
@@ -360,18 +373,19 @@ def cat(
     tls_ca: Authorities,
     server_name: ServerName = None,
     timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
-    zone: Owner = "",
+    zone: OwnerZone = "",
 ) -> None:
-    """Print an artifact, or write it to a file, which is there only if all of it is right.
+    """Print an artifact, or write it to a file that appears only when it is complete and verified.
 
-    Exit codes: 0 all of it came, and its digest is right, 1 it is not there, lost, or damaged, 2 wrong, 3 broken off.
+    Exit codes: 0 complete and digest verified, 1 not found, lost or damaged, 2 invalid option or configuration,
+    3 interrupted.
 
-    An artifact that a fact of another zone names belongs to that zone: give --zone.
+    An artifact that a fact of another zone references belongs to that zone: pass --zone.
 
     Example: ergon facts cat invoices 2026/17.pdf -o invoice.pdf
     """
-    where = work.Where(server, tls_cert, tls_key, tls_ca, server_name, timeout)
-    raise typer.Exit(work.written(where, ObjectName(zone, bucket, key), output))
+    service = work.ServiceOptions(server, tls_cert, tls_key, tls_ca, server_name, timeout)
+    raise typer.Exit(work.cat(service, ObjectName(zone, bucket, key), output))
 
 
 @facts.command()
@@ -383,26 +397,26 @@ def lag(
     tls_ca: Authorities,
     server_name: ServerName = None,
     timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
-    json: Lines = False,
+    json: JsonLines = False,
 ) -> None:
-    """Show for each pair of zones what is retained, and what each reader has not confirmed yet.
+    """Show the retained facts of each pair of zones and the unconfirmed facts of each reader.
 
-    A zone sees its own pairs, an operator all.
+    A zone sees its own pairs, an operator sees all.
 
-    Exit codes: 0 shown, 1 refused, 2 wrong, 3 out of reach.
+    Exit codes: 0 shown, 1 rejected, 2 invalid option or configuration, 3 service unavailable.
 
     Example: ergon facts lag
     """
-    where = work.Where(server, tls_cert, tls_key, tls_ca, server_name, timeout)
-    raise typer.Exit(work.lagging(where, as_json=json))
+    service = work.ServiceOptions(server, tls_cert, tls_key, tls_ca, server_name, timeout)
+    raise typer.Exit(work.show_lag(service, as_json=json))
 
 
 @facts.command()
 def retire(
     reader: Annotated[str, typer.Argument(metavar="READER", help="Who will never read again.")],
     *,
-    from_zone: From,
-    to_zone: To,
+    from_zone: FromZone,
+    to_zone: ToZone,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     actor: Actor = "",
     server: Server,
@@ -413,16 +427,19 @@ def retire(
     timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
     json: Json = False,
 ) -> None:
-    """Forget a reader, so that he holds up retention no more; what he has not read may then be removed.
+    """Remove a reader so that it no longer delays retention; its unread facts may then be deleted.
 
-    It takes an operator's certificate. The store keeps who did it, by the name in the certificate, and when.
+    Requires an operator's certificate. The store records the time and the operator's name in the certificate.
 
-    Exit codes: 0 retired, 1 there was none, you said no, or refused, 2 wrong, 3 out of reach.
+    Exit codes: 0 retired, 1 unknown reader, declined or rejected, 2 invalid option or configuration, 3 service
+    unavailable.
 
     Example: ergon facts retire old-ledger --from "Plant A" --to HQ
     """
-    where = work.Where(server, tls_cert, tls_key, tls_ca, server_name, timeout)
-    raise typer.Exit(work.retired(where, reader, Pair(from_zone, to_zone), by=actor, sure=yes, as_json=json))
+    service = work.ServiceOptions(server, tls_cert, tls_key, tls_ca, server_name, timeout)
+    raise typer.Exit(
+        work.retire(service, reader, ZonePair(from_zone, to_zone), actor=actor, confirmed=yes, as_json=json)
+    )
 
 
 facts.command()(replicate)

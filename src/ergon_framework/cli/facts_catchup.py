@@ -1,4 +1,4 @@
-"""Progress of catching up, on stderr: a bar for each pair on a terminal, a line now and then elsewhere."""
+"""Catch-up progress on stderr: a bar for each pair on a terminal, periodic lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from ergon_framework.facts.replica import ReplicaState
 
-#: Seconds between two lines, and between two looks of a bar.
-EVERY, OFTEN = 5.0, 0.5
-#: Seconds within which the last look is over: it may be writing to a slow terminal.
-LEAVE = 5.0
-#: Facts from which on it is worth telling: the everyday lag is none.
-BACKLOG = 1_000
+#: Seconds between two lines, and between two updates of a bar.
+CATCHUP_LINE_SECONDS, CATCHUP_BAR_SECONDS = 5.0, 0.5
+#: Maximum seconds to wait for the last update, which may be writing to a slow terminal.
+CATCHUP_JOIN_SECONDS = 5.0
+#: Lag in facts from which progress is shown; the common case is no lag.
+MIN_CATCHUP_FACTS = 1_000
 
 States = Callable[[], Sequence[ReplicaState]]
 
 
 @contextmanager
-def shown(states: States) -> Iterator[None]:
-    """Tell how far each pair is for as long as it is far behind."""
-    over = threading.Event()
-    watch = _bars if sys.stderr.isatty() else _lines
-    thread = threading.Thread(target=watch, args=(states, over), name="ergon-catchup", daemon=True)
+def catchup_progress(states: States) -> Iterator[None]:
+    """Show the progress of each pair while its lag is large."""
+    stopped = threading.Event()
+    render = _draw_catchup_bars if sys.stderr.isatty() else _print_catchup_lines
+    thread = threading.Thread(target=render, args=(states, stopped), name="ergon-catchup", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
-        thread.join(LEAVE)
+        stopped.set()
+        thread.join(CATCHUP_JOIN_SECONDS)
 
 
-def behind(state: ReplicaState) -> tuple[int, int] | None:
-    """How many facts of how many are here; None if it is not worth telling."""
-    if state.lag is None or state.lag.facts < BACKLOG:
+def progress_of(state: ReplicaState) -> tuple[int, int] | None:
+    """Return the number of copied facts and the total; return None if the lag is small."""
+    if state.lag is None or state.lag.facts < MIN_CATCHUP_FACTS:
         return None
     return state.offset, state.offset + state.lag.facts
 
 
-def _lines(states: States, over: threading.Event) -> None:
-    while not over.wait(EVERY):
+def _print_catchup_lines(states: States, stopped: threading.Event) -> None:
+    while not stopped.wait(CATCHUP_LINE_SECONDS):
         for state in states():
-            if (far := behind(state)) is not None:
-                typer.echo(f"ergon: {_name(state)}: {far[0]:,} of {far[1]:,} facts", err=True)
+            if (counts := progress_of(state)) is not None:
+                typer.echo(f"ergon: {_format_pair(state)}: {counts[0]:,} of {counts[1]:,} facts", err=True)
 
 
-def _bars(states: States, over: threading.Event) -> None:
+def _draw_catchup_bars(states: States, stopped: threading.Event) -> None:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bars: dict[str, TaskID] = {}
-        while not over.wait(OFTEN):
+        while not stopped.wait(CATCHUP_BAR_SECONDS):
             for state in states():
-                name, far = _name(state), behind(state)
-                if far is None:
+                name, counts = _format_pair(state), progress_of(state)
+                if counts is None:
                     if name in bars:
                         progress.remove_task(bars.pop(name))
                     continue
                 if name not in bars:
                     bars[name] = progress.add_task(name)
-                progress.update(bars[name], completed=far[0], total=far[1])
+                progress.update(bars[name], completed=counts[0], total=counts[1])
 
 
-def _name(state: ReplicaState) -> str:
+def _format_pair(state: ReplicaState) -> str:
     return f"{state.pair.from_zone} to {state.pair.to_zone}"

@@ -1,4 +1,4 @@
-"""``ergon facts epoch``: what an operator does after a store was put back from a backup, at its own database."""
+"""``ergon facts epoch``: operator commands for a store restored from a backup, run against its own database."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import typer
 
 from ergon_framework.cli.facts_work import FactsExit
 from ergon_framework.cli.options import Actor, Reason
-from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError, text
+from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError, error_message
 from ergon_framework.facts.errors import FactError
-from ergon_framework.facts.model import Cursor, Pair, Side
-from ergon_framework.runner.settings import database
+from ergon_framework.facts.model import BoundarySide, Cursor, ZonePair
+from ergon_framework.runner.settings import database_dsn
 
 epoch: Final = typer.Typer(
     help="Shows the epochs of a store, begins one, and takes one over; for operators, at the database of the store.",
@@ -24,7 +24,7 @@ epoch: Final = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-SideOption = Annotated[Side, typer.Option("--side", help="On which side of the boundary the store is.")]
+SideOption = Annotated[BoundarySide, typer.Option("--side", help="On which side of the boundary the store is.")]
 AcceptLoss = Annotated[
     bool, typer.Option("--accept-loss", help="Also if the database may lose what it has committed with the power.")
 ]
@@ -33,34 +33,44 @@ Config = Annotated[
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
-Lines = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
 
 
 @epoch.command("list")
 def list_(
-    *, side: SideOption = Side.INNER, accept_loss: AcceptLoss = False, config: Config = None, json: Lines = False
+    *,
+    side: SideOption = BoundarySide.INNER,
+    accept_loss: AcceptLoss = False,
+    config: Config = None,
+    json: JsonLines = False,
 ) -> None:
-    """Show the epochs that the store knows, the newest first, with who began them, when and why.
+    """Show the epochs known to the store, newest first, with operator, time and reason.
 
-    Those of other zones are among them: facts that were forwarded keep the epoch of their origin.
+    Epochs of other zones are included: forwarded facts keep the epoch of their origin.
 
-    Exit codes: 0 shown, 2 wrong, 3 out of reach.
+    Exit codes: 0 shown, 2 invalid option or configuration, 3 database unavailable.
 
     Example: ergon facts epoch list
     """
 
     def work(store: Any) -> FactsExit:
         for each in store.epochs():
-            began = each.began_at.isoformat(timespec="seconds")
+            began_at = each.began_at.isoformat(timespec="seconds")
             if json:
-                told = {"epoch": each.epoch, "began_at": began, "why": each.why, "by": each.by, "present": each.present}
-                typer.echo(jsons.dumps(told))
+                payload = {
+                    "epoch": each.epoch,
+                    "began_at": began_at,
+                    "why": each.why,
+                    "by": each.by,
+                    "present": each.present,
+                }
+                typer.echo(jsons.dumps(payload))
             else:
-                who = f", by {each.by}" if each.by else ""
-                typer.echo(f"{'*' if each.present else ' '} {each.epoch}  {began}  {each.why}{who}")
+                actor_text = f", by {each.by}" if each.by else ""
+                typer.echo(f"{'*' if each.present else ' '} {each.epoch}  {began_at}  {each.why}{actor_text}")
         return FactsExit.OK
 
-    raise typer.Exit(_done(work, side=side, accept_loss=accept_loss, config=config, as_json=json))
+    raise typer.Exit(_run_with_store(work, side=side, accept_loss=accept_loss, config=config, as_json=json))
 
 
 @epoch.command()
@@ -69,35 +79,39 @@ def new(
     reason: Reason,
     actor: Actor = "",
     yes: Yes = False,
-    side: SideOption = Side.INNER,
+    side: SideOption = BoundarySide.INNER,
     accept_loss: AcceptLoss = False,
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Begin a new epoch: for a store that was put back as a snapshot of its disk, which it cannot notice by itself.
+    """Begin a new epoch after the store was restored from a disk snapshot, which it cannot detect automatically.
 
-    Do it before anything is appended. Whoever reads from this store stands still until an operator of his zone has
-    compared both and taken the epoch over. Who began it, when and why is kept in ergon.fact_epochs.
+    Run it before anything is appended. Every reader of this store stops until an operator of its zone has compared
+    both stores and adopted the epoch. Operator, time and reason are stored in ergon.fact_epochs.
 
-    Exit codes: 0 begun, 1 you said no, or refused, 2 wrong, 3 out of reach.
+    Exit codes: 0 begun, 1 declined or rejected, 2 invalid option or configuration, 3 database unavailable.
 
     Example: ergon facts epoch new --reason "disk of Tuesday put back" --actor ada
     """
 
     def work(store: Any) -> FactsExit:
-        _named(actor)
-        present = store.epoch
-        words = (
-            f"the store is in epoch {present}. After this, all who read from it stand still until they have been told "
-            "to go on. Begin a new one?"
+        _require_actor(actor)
+        current_epoch = store.epoch
+        prompt = (
+            f"the store is in epoch {current_epoch}. After this, all who read from it stand still until they have been "
+            "told to go on. Begin a new one?"
         )
-        if not yes and not typer.confirm(words, err=True):
-            return _no()
-        begun = store.new_epoch(by=actor, why=reason)
-        typer.echo(jsons.dumps({"epoch": begun, "was": present}) if json else f"the store is in epoch {begun} now")
+        if not yes and not typer.confirm(prompt, err=True):
+            return _report_unchanged()
+        new_epoch = store.new_epoch(by=actor, why=reason)
+        typer.echo(
+            jsons.dumps({"epoch": new_epoch, "was": current_epoch})
+            if json
+            else f"the store is in epoch {new_epoch} now"
+        )
         return FactsExit.OK
 
-    raise typer.Exit(_done(work, side=side, accept_loss=accept_loss, config=config, as_json=json))
+    raise typer.Exit(_run_with_store(work, side=side, accept_loss=accept_loss, config=config, as_json=json))
 
 
 @epoch.command()
@@ -111,38 +125,38 @@ def adopt(
     ],
     actor: Actor = "",
     yes: Yes = False,
-    side: SideOption = Side.INNER,
+    side: SideOption = BoundarySide.INNER,
     accept_loss: AcceptLoss = False,
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Have facts of another zone go on in a new epoch of that zone, after you have seen that both have the same.
+    """Continue the facts of another zone in its new epoch, after checking that both zones have the same facts.
 
-    It is done where the forward buffer is. An offset that is not the last one here is refused. Restart the replicator
-    afterwards: it has the origin show its last fact before it goes on. Who did it is kept in ergon.fact_epochs.
+    Run it where the forward buffer is. An offset other than the last one here is rejected. Restart the replicator
+    afterwards: it compares the last fact of the origin before it continues. ergon.fact_epochs stores the operator.
 
-    Exit codes: 0 adopted, 1 you said no, or refused, 2 wrong, 3 out of reach.
+    Exit codes: 0 adopted, 1 declined or rejected, 2 invalid option or configuration, 3 database unavailable.
 
     Example: ergon facts epoch adopt 5f0c2d --from "Plant A" --to HQ --offset 4711 --side outer --actor ada
     """
 
     def work(store: Any) -> FactsExit:
-        _named(actor)
-        pair = Pair(from_zone, to_zone)
-        end = store.end_of(pair)
-        here = "there are no facts" if end is None else f"the last fact here is {end.offset}, of epoch {end.epoch}"
-        words = (
-            f"from {from_zone!r} to {to_zone!r} {here}. Do both zones have the same facts up to {offset}, and is it to "
-            f"go on in epoch {name}?"
+        _require_actor(actor)
+        pair = ZonePair(from_zone, to_zone)
+        end = store.last_offset(pair)
+        end_text = "there are no facts" if end is None else f"the last fact here is {end.offset}, of epoch {end.epoch}"
+        prompt = (
+            f"from {from_zone!r} to {to_zone!r} {end_text}. Do both zones have the same facts up to {offset}, and is "
+            f"it to go on in epoch {name}?"
         )
-        if not yes and not typer.confirm(words, err=True):
-            return _no()
+        if not yes and not typer.confirm(prompt, err=True):
+            return _report_unchanged()
         store.adopt_epoch(pair, Cursor(name, offset), by=actor)
-        told = {"epoch": name, "was": None if end is None else end.epoch, "offset": offset}
-        typer.echo(jsons.dumps(told) if json else f"facts from {from_zone} go on in epoch {name} behind {offset}")
+        payload = {"epoch": name, "was": None if end is None else end.epoch, "offset": offset}
+        typer.echo(jsons.dumps(payload) if json else f"facts from {from_zone} go on in epoch {name} behind {offset}")
         return FactsExit.OK
 
-    raise typer.Exit(_done(work, side=side, accept_loss=accept_loss, config=config, as_json=json))
+    raise typer.Exit(_run_with_store(work, side=side, accept_loss=accept_loss, config=config, as_json=json))
 
 
 @epoch.command()
@@ -152,64 +166,64 @@ def accept(
     to_zone: Annotated[str, typer.Option("--to", metavar="ZONE", help="The zone that they are for.")],
     reader: Annotated[str, typer.Option(help="The consumer that stands still.")] = "default",
     yes: Yes = False,
-    side: SideOption = Side.INNER,
+    side: SideOption = BoundarySide.INNER,
     accept_loss: AcceptLoss = False,
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Let a consumer go on in a new epoch of this store, after you have seen what it has already handled.
+    """Let a consumer continue in a new epoch of this store, after checking what it has already handled.
 
-    Its cursor stays where it is. What it had put off becomes dead letters with the reason epoch_changed, because
-    offsets may mean other facts now; of what it had handled some may come again. Start the consumer afterwards.
+    Its cursor does not move. Its deferred facts become dead letters with the reason epoch_changed, because offsets
+    may refer to other facts now; some handled facts may be delivered again. Start the consumer afterwards.
 
-    Exit codes: 0 accepted, 1 you said no, or refused, 2 wrong, 3 out of reach.
+    Exit codes: 0 accepted, 1 declined or rejected, 2 invalid option or configuration, 3 database unavailable.
 
     Example: ergon facts epoch accept --from "Plant A" --to HQ --reader ledger
     """
 
     def work(store: Any) -> FactsExit:
-        words = f"is {reader!r} to go on with facts from {from_zone!r} to {to_zone!r} in epoch {store.epoch}?"
-        if not yes and not typer.confirm(words, err=True):
-            return _no()
-        buried = store.fact_side().forget_epoch(Pair(from_zone, to_zone), reader)
-        told = {"reader": reader, "epoch": store.epoch, "dead_letters": buried}
-        plain = f"{reader} may go on in epoch {store.epoch}; dead letters of what it had put off: {buried}"
-        typer.echo(jsons.dumps(told) if json else plain)
+        prompt = f"is {reader!r} to go on with facts from {from_zone!r} to {to_zone!r} in epoch {store.epoch}?"
+        if not yes and not typer.confirm(prompt, err=True):
+            return _report_unchanged()
+        dead_letters = store.consumer_store().forget_epoch(ZonePair(from_zone, to_zone), reader)
+        payload = {"reader": reader, "epoch": store.epoch, "dead_letters": dead_letters}
+        message = f"{reader} may go on in epoch {store.epoch}; dead letters of what it had put off: {dead_letters}"
+        typer.echo(jsons.dumps(payload) if json else message)
         return FactsExit.OK
 
-    raise typer.Exit(_done(work, side=side, accept_loss=accept_loss, config=config, as_json=json))
+    raise typer.Exit(_run_with_store(work, side=side, accept_loss=accept_loss, config=config, as_json=json))
 
 
-def _named(actor: str) -> None:
+def _require_actor(actor: str) -> None:
     if not actor.strip():
         raise ConfigurationError("an epoch is kept with who began it or took it over; say --actor, or set ERGON_ACTOR")
 
 
-def _no() -> FactsExit:
+def _report_unchanged() -> FactsExit:
     typer.echo("ergon: nothing was changed", err=True)
-    return FactsExit.NOT
+    return FactsExit.REJECTED
 
 
-def _done(
-    work: Callable[[Any], FactsExit], *, side: Side, accept_loss: bool, config: Path | None, as_json: bool
+def _run_with_store(
+    work: Callable[[Any], FactsExit], *, side: BoundarySide, accept_loss: bool, config: Path | None, as_json: bool
 ) -> FactsExit:
     try:
-        dsn = database(config)
-        # Loaded when it is needed: not everybody has its libraries.
+        dsn = database_dsn(config)
+        # Imported on demand: the libraries are an optional extra.
         postgres = importlib.import_module("ergon_framework.facts.stores.postgres")
         with postgres.PostgresBoundary(dsn, side=side, accept_loss=accept_loss) as store:
             return work(store)
     except FactError as error:
-        return _failed(error, FactsExit.NOT, as_json=as_json)
-    except ConnectionLost as error:
-        return _failed(error, FactsExit.UNREACHED, as_json=as_json)
+        return _report_error(error, FactsExit.REJECTED, as_json=as_json)
+    except ConnectionLostError as error:
+        return _report_error(error, FactsExit.UNAVAILABLE, as_json=as_json)
     except ErgonError as error:
-        return _failed(error, FactsExit.FAILED, as_json=as_json)
+        return _report_error(error, FactsExit.FAILED, as_json=as_json)
 
 
-def _failed(error: ErgonError, code: FactsExit, *, as_json: bool) -> FactsExit:
+def _report_error(error: ErgonError, code: FactsExit, *, as_json: bool) -> FactsExit:
     if as_json:
-        typer.echo(jsons.dumps({"error": text(error), "code": error.code, "exit_code": int(code)}))
+        typer.echo(jsons.dumps({"error": error_message(error), "code": error.code, "exit_code": int(code)}))
     else:
-        typer.echo(f"ergon: {text(error)}", err=True)
+        typer.echo(f"ergon: {error_message(error)}", err=True)
     return code

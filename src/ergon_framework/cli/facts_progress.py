@@ -1,4 +1,4 @@
-"""Progress of uploads, downloads and catching up, on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of uploads, downloads and catch-up on stderr: a bar on a terminal, periodic lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ from rich.progress import (
 )
 
 #: Seconds between two lines.
-EVERY = 5.0
+PROGRESS_LINE_SECONDS = 5.0
 
 
 @contextmanager
-def shown(
-    what: str, total: int | None, *, unit: str = "bytes", clock: Callable[[], float] = time.monotonic
+def byte_progress(
+    label: str, total: int | None, *, unit: str = "bytes", clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int], None]]:
-    """Call what it yields with how far it is."""
+    """Yield a function to call with the completed amount."""
     if not sys.stderr.isatty():
-        yield _lines(what, total, unit, clock=clock)
+        yield _make_line_printer(label, total, unit, clock=clock)
         return
-    counted = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
-    columns = TextColumn("{task.description}"), BarColumn(), *counted, TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task(what, total=total)
-        yield lambda done: progress.update(bar, completed=done)
+    count_columns = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
+    columns = TextColumn("{task.description}"), BarColumn(), *count_columns, TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+        bar = display.add_task(label, total=total)
+        yield lambda completed: display.update(bar, completed=completed)
 
 
-def _lines(what: str, total: int | None, unit: str, *, clock: Callable[[], float]) -> Callable[[int], None]:
-    last = clock()
+def _make_line_printer(
+    label: str, total: int | None, unit: str, *, clock: Callable[[], float]
+) -> Callable[[int], None]:
+    last_printed_at = clock()
 
-    def moved(done: int) -> None:
-        nonlocal last
-        if clock() - last >= EVERY:
-            last = clock()
-            of = "" if total is None else f" of {total:,}"
-            typer.echo(f"ergon: {what} {done:,}{of} {unit}", err=True)
+    def print_line(completed: int) -> None:
+        nonlocal last_printed_at
+        if clock() - last_printed_at >= PROGRESS_LINE_SECONDS:
+            last_printed_at = clock()
+            total_text = "" if total is None else f" of {total:,}"
+            typer.echo(f"ergon: {label} {completed:,}{total_text} {unit}", err=True)
 
-    return moved
+    return print_line

@@ -1,4 +1,4 @@
-"""``ergon facts replicate``: load the replicators, run them, say how each of them is."""
+"""``ergon facts replicate``: load the replicators, run them, and print the final state of each."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-from ergon_framework.cli.facts_catchup import shown
-from ergon_framework.cli.logs import configure
+from ergon_framework.cli.facts_catchup import catchup_progress
+from ergon_framework.cli.logs import configure_logging
 from ergon_framework.cli.run import LogLevel
-from ergon_framework.errors import ConfigurationError, ErgonError, text
+from ergon_framework.errors import ConfigurationError, ErgonError, error_message
 from ergon_framework.facts.replica import ReplicaState
-from ergon_framework.runner.exits import Exit
-from ergon_framework.runner.health import STARTING, Health
+from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.health import STARTING, ProcessHealth
 from ergon_framework.runner.loading import load_replicators
-from ergon_framework.runner.probes import probed
-from ergon_framework.runner.replicating import Replicating
-from ergon_framework.runner.settings import Settings, settings
-from ergon_framework.telemetry.redaction import masked
-from ergon_framework.telemetry.sums import Sums
+from ergon_framework.runner.probes import serve_probes
+from ergon_framework.runner.replicating import ReplicationRunner
+from ergon_framework.runner.settings import Settings, load_settings
+from ergon_framework.telemetry.redaction import mask_credentials
+from ergon_framework.telemetry.sums import MultiprocessMetrics
 
 
 def replicate(
@@ -43,67 +43,69 @@ def replicate(
     log_level: Annotated[LogLevel | None, typer.Option(help="The least that is logged. Default: info.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print how each was at the end, one line of JSON each.")] = False,
 ) -> None:
-    """Copy the facts of other zones into this one, until a signal comes.
+    """Copy the facts of other zones into this zone until a signal arrives.
 
-    SIGTERM and Ctrl-C let calls under way finish; a second one ends at once. What is missing is copied after the next
-    start: nothing is kept here that the stores do not have.
+    After SIGTERM or Ctrl-C running calls may finish; a second signal stops them immediately. Missing facts are copied
+    after the next start: the replicator keeps no state outside the stores.
 
     Example: ergon facts replicate app:replicators
     """
-    raise typer.Exit(_run(replicators, _settings(config, probe_port, probe_file), log_level, as_json=json))
+    raise typer.Exit(_run(replicators, _resolve_settings(config, probe_port, probe_file), log_level, as_json=json))
 
 
-def _settings(config: Path | None, port: int | None, file: Path | None) -> Settings:
+def _resolve_settings(config: Path | None, port: int | None, file: Path | None) -> Settings:
     try:
-        found = settings(config)
+        settings = load_settings(config)
     except ConfigurationError as error:
-        typer.echo(f"ergon: {text(error)}", err=True)
-        raise typer.Exit(Exit.USAGE) from error
-    given: dict[str, Any] = {"port": port, "file": None if file is None else str(file)}
-    probes = found.run.probes.model_copy(update={key: value for key, value in given.items() if value is not None})
-    return found.model_copy(update={"run": found.run.model_copy(update={"probes": probes})})
+        typer.echo(f"ergon: {error_message(error)}", err=True)
+        raise typer.Exit(RunExit.USAGE) from error
+    overrides: dict[str, Any] = {"port": port, "file": None if file is None else str(file)}
+    probes = settings.run.probes.model_copy(
+        update={key: value for key, value in overrides.items() if value is not None}
+    )
+    return settings.model_copy(update={"run": settings.run.model_copy(update={"probes": probes})})
 
 
-def _run(name: str, found: Settings, log_level: LogLevel | None, *, as_json: bool) -> int:
-    running: list[Replicating] = []
+def _run(name: str, settings: Settings, log_level: LogLevel | None, *, as_json: bool) -> int:
+    runners: list[ReplicationRunner] = []
 
-    def check() -> Health:
-        return running[0].health() if running else STARTING
+    def check_health() -> ProcessHealth:
+        return runners[0].health() if runners else STARTING
 
     try:
-        configure((log_level or LogLevel.INFO).upper(), found.logging.format)
-        with probed(found.run.probes, check, Sums().read) as port:
-            if port is not None and found.run.probes.port == 0:
-                typer.echo(f"ergon: probes on http://{found.run.probes.host}:{port}", err=True)
-            running.append(Replicating(load_replicators(name), on_signal=_heard))
-            with shown(running[0].states):
-                code = running[0].run()
+        configure_logging((log_level or LogLevel.INFO).upper(), settings.logging.format)
+        with serve_probes(settings.run.probes, check_health, MultiprocessMetrics().read) as port:
+            if port is not None and settings.run.probes.port == 0:
+                typer.echo(f"ergon: probes on http://{settings.run.probes.host}:{port}", err=True)
+            runners.append(ReplicationRunner(load_replicators(name), on_signal=_print_signal))
+            with catchup_progress(runners[0].states):
+                code = runners[0].run()
     except ConfigurationError as error:
-        typer.echo(f"ergon: {text(error)}", err=True)
-        return Exit.USAGE
-    _tell(running[0].error, code)
-    for state in running[0].states():
-        typer.echo(json.dumps(as_data(state)) if as_json else _line(state))
+        typer.echo(f"ergon: {error_message(error)}", err=True)
+        return RunExit.USAGE
+    _print_error(runners[0].error, code)
+    for state in runners[0].states():
+        typer.echo(json.dumps(state_to_dict(state)) if as_json else _format_state(state))
     return code
 
 
-def _heard(signal: Signals, times: int) -> None:
-    said = "calls under way may finish; a second signal ends them" if times == 1 else "ending now"
-    typer.echo(f"ergon: {signal.name}: {said}", err=True)
+def _print_signal(signal: Signals, times: int) -> None:
+    message = "calls under way may finish; a second signal ends them" if times == 1 else "ending now"
+    typer.echo(f"ergon: {signal.name}: {message}", err=True)
 
 
-def _tell(error: BaseException | None, code: Exit) -> None:
+def _print_error(error: BaseException | None, code: RunExit) -> None:
     if isinstance(error, ErgonError):
-        typer.echo(f"ergon: {text(error)}", err=True)
+        typer.echo(f"ergon: {error_message(error)}", err=True)
     elif error is not None:
         typer.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
-    elif code is Exit.FORCED:
+    elif code is RunExit.FORCED:
         typer.echo("ergon: a call did not end within the drain; the process left without it, nothing is lost", err=True)
 
 
-def as_data(state: ReplicaState) -> dict[str, Any]:
-    """How a replicator is, as plain data."""
-    lag, trouble = state.lag, state.trouble
+def state_to_dict(state: ReplicaState) -> dict[str, Any]:
+    """Return the state of a replicator as plain data."""
+    lag, problem = state.lag, state.problem
     return {
         "replica": state.name,
         "from_zone": state.pair.from_zone,
@@ -112,12 +114,12 @@ def as_data(state: ReplicaState) -> dict[str, Any]:
         "offset": state.offset,
         "confirmed": state.confirmed,
         "lag": None if lag is None else {"facts": lag.facts, "bytes": lag.bytes, "seconds": round(lag.seconds, 3)},
-        "reason": None if trouble is None else masked(trouble.reason),
-        "action": None if trouble is None else trouble.action,
+        "reason": None if problem is None else mask_credentials(problem.reason),
+        "action": None if problem is None else problem.action,
     }
 
 
-def _line(state: ReplicaState) -> str:
+def _format_state(state: ReplicaState) -> str:
     lag = "unknown" if state.lag is None else f"{state.lag.facts} facts, {state.lag.seconds:.0f} s"
-    why = "" if state.trouble is None else f"; {masked(state.trouble.reason)}"
-    return f"{state.pair.from_zone} to {state.pair.to_zone}: at offset {state.offset}, behind by {lag}{why}"
+    reason_text = "" if state.problem is None else f"; {mask_credentials(state.problem.reason)}"
+    return f"{state.pair.from_zone} to {state.pair.to_zone}: at offset {state.offset}, behind by {lag}{reason_text}"

@@ -1,4 +1,4 @@
-"""Facts, confirmations and lag as a person or a program reads them."""
+"""Output of facts, confirmations and lag for people and programs."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ergon_framework.cli.dlq_view import clean
+from ergon_framework.cli.dlq_view import sanitize
 from ergon_framework.facts.boundary import LogState
 from ergon_framework.facts.model import FactConfirmation, StoredFact
 
-#: The longest object that is shown; JSON has the whole one.
-_LONGEST = 200
-_HEADS = ("from", "to", "buffer", "retained", "last", "reader", "confirmed", "behind", "bytes", "oldest")
+#: Maximum length of an object in the output; JSON has the whole object.
+_MAX_OBJECT_CHARS = 200
+_HEADINGS = ("from", "to", "buffer", "retained", "last", "reader", "confirmed", "behind", "bytes", "oldest")
 
 
-def confirmation(found: FactConfirmation) -> dict[str, Any]:
-    """As plain data."""
-    return {**asdict(found), "buffer": found.buffer.value}
+def confirmation_data(confirmation: FactConfirmation) -> dict[str, Any]:
+    """Return a confirmation as plain data."""
+    return {**asdict(confirmation), "buffer": confirmation.buffer.value}
 
 
-def fact_line(stored: StoredFact) -> str:
-    """All of a fact as one line of JSON."""
+def fact_to_json(stored: StoredFact) -> str:
+    """Return all fields of a fact as one line of JSON."""
     envelope, fact = stored.envelope, stored.fact
-    told = {
+    payload = {
         "offset": stored.offset,
         "epoch": stored.epoch,
         "digest": stored.digest,
-        "stored_at": at(stored.stored_at_unix_ms),
+        "stored_at": format_time(stored.stored_at_unix_ms),
         "message_id": envelope.message_id,
         "from_zone": envelope.from_zone,
         "to_zone": envelope.to_zone,
-        "produced_at": at(envelope.produced_at_unix_ms),
+        "produced_at": format_time(envelope.produced_at_unix_ms),
         "correlation_id": envelope.correlation_id,
         "causation_id": envelope.causation_id,
         "labels": dict(envelope.labels),
@@ -48,60 +48,68 @@ def fact_line(stored: StoredFact) -> str:
         "predicate": fact.predicate,
         "object_json": fact.object_json,
     }
-    return json.dumps(told, ensure_ascii=False)
+    return json.dumps(payload, ensure_ascii=False)
 
 
-def fact_words(stored: StoredFact) -> str:
-    """A fact as a line that a person reads."""
+def format_fact(stored: StoredFact) -> str:
+    """Format a fact as one readable line."""
     fact = stored.fact
-    words = clean(f"{fact.subject} {fact.predicate} {fact.object_json}", _LONGEST)
-    return f"{stored.offset}  {at(stored.stored_at_unix_ms)}  {clean(stored.envelope.message_id, _LONGEST)}  {words}"
+    content = sanitize(f"{fact.subject} {fact.predicate} {fact.object_json}", _MAX_OBJECT_CHARS)
+    message_id = sanitize(stored.envelope.message_id, _MAX_OBJECT_CHARS)
+    return f"{stored.offset}  {format_time(stored.stored_at_unix_ms)}  {message_id}  {content}"
 
 
-def log_lines(logs: Sequence[LogState]) -> Iterator[str]:
-    """A line of JSON for each pair of zones."""
+def logs_to_json_lines(logs: Sequence[LogState]) -> Iterator[str]:
+    """Yield a line of JSON for each pair of zones."""
     for log in logs:
-        told = asdict(log) | {"buffer": log.buffer.value, "pair": log.pair._asdict()}
-        told["readers"] = {reader: behind._asdict() for reader, behind in log.readers.items()}
-        yield json.dumps(told, ensure_ascii=False)
+        payload = asdict(log) | {"buffer": log.buffer.value, "pair": log.pair._asdict()}
+        payload["readers"] = {reader: reader_lag._asdict() for reader, reader_lag in log.readers.items()}
+        yield json.dumps(payload, ensure_ascii=False)
 
 
-def show_lag(logs: Sequence[LogState], *, now: float | None = None) -> None:
+def print_lag(logs: Sequence[LogState], *, now: float | None = None) -> None:
     """Print a line for each reader of each pair."""
-    moment = time.time() if now is None else now
-    rows = [row for log in logs for row in _rows(log, moment)]
+    current_time = time.time() if now is None else now
+    rows = [row for log in logs for row in _build_rows(log, current_time)]
     if sys.stdout.isatty():
-        table = Table(*_HEADS)
+        table = Table(*_HEADINGS)
         for row in rows:
-            # Text, because names are no markup.
+            # Text, because names may contain characters that rich reads as markup.
             table.add_row(*(Text(cell) for cell in row))
         Console().print(table)
         return
-    widths = [max(map(len, column)) for column in zip(_HEADS, *rows, strict=True)]
-    for row in (_HEADS, *rows):
+    widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
+    for row in (_HEADINGS, *rows):
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _rows(log: LogState, now: float) -> Iterator[tuple[str, ...]]:
+def _build_rows(log: LogState, now: float) -> Iterator[tuple[str, ...]]:
     retained = max(0, log.last - log.first + 1)
-    head = (
-        clean(log.pair.from_zone, 64),
-        clean(log.pair.to_zone, 64),
+    prefix = (
+        sanitize(log.pair.from_zone, 64),
+        sanitize(log.pair.to_zone, 64),
         log.buffer.value,
         f"{retained:,}",
         f"{log.last:,}",
     )
     if not log.readers:
-        yield (*head, "nobody yet", "", "", "", "")
-    for reader, behind in sorted(log.readers.items()):
-        oldest = "" if behind.since_unix_ms is None else f"{max(0.0, now - behind.since_unix_ms / 1000):,.0f} s"
-        yield (*head, clean(reader, 64), f"{behind.offset:,}", f"{behind.facts:,}", f"{behind.bytes:,}", oldest)
+        yield (*prefix, "nobody yet", "", "", "", "")
+    for reader, reader_lag in sorted(log.readers.items()):
+        oldest = "" if reader_lag.since_unix_ms is None else f"{max(0.0, now - reader_lag.since_unix_ms / 1000):,.0f} s"
+        yield (
+            *prefix,
+            sanitize(reader, 64),
+            f"{reader_lag.offset:,}",
+            f"{reader_lag.facts:,}",
+            f"{reader_lag.bytes:,}",
+            oldest,
+        )
 
 
-def at(unix_ms: int) -> str:
-    """A moment in UTC."""
+def format_time(unix_ms: int) -> str:
+    """Format a timestamp in milliseconds as an ISO time in UTC."""
     try:
-        moment = datetime.fromtimestamp(unix_ms / 1000, UTC)
+        timestamp = datetime.fromtimestamp(unix_ms / 1000, UTC)
     except (OverflowError, ValueError, OSError):
         return f"{unix_ms} ms"
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return timestamp.isoformat(timespec="milliseconds").replace("+00:00", "Z")

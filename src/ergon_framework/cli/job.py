@@ -1,4 +1,4 @@
-"""``ergon job``: its commands with their options."""
+"""Commands of ``ergon job`` and their options."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import typer
 from ergon_framework.cli import job_work as work
 from ergon_framework.cli.job_cron import cron
 from ergon_framework.cli.options import Actor, Reason
-from ergon_framework.cli.provider import lasting
+from ergon_framework.cli.provider import parse_duration
 
 
-def moment(text: str) -> datetime:
-    """A moment, from an ISO time; UTC unless it says otherwise."""
+def parse_time(text: str) -> datetime:
+    """Parse an ISO time; UTC unless it has an offset."""
     try:
-        at = datetime.fromisoformat(text)
+        parsed = datetime.fromisoformat(text)
     except ValueError:
         raise typer.BadParameter(f"{text[:50]!r} is no time; write 2026-01-31T08:00, or that with an offset") from None
-    return at if at.tzinfo else at.replace(tzinfo=UTC)
+    return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
 
 
 job = typer.Typer(
@@ -49,11 +49,12 @@ def submit(
     kwargs: Annotated[str, typer.Option(metavar="OBJECT", help="Keyword arguments, as a JSON object.")] = "{}",
     key: Annotated[str | None, typer.Option(help="A unique key: the same job under it is the one that exists.")] = None,
     delay: Annotated[
-        float | None, typer.Option(parser=lasting, metavar="TIME", help="When it is due: after 90s, 15m, 2h or 7d.")
+        float | None,
+        typer.Option(parser=parse_duration, metavar="TIME", help="When it is due: after 90s, 15m, 2h or 7d."),
     ] = None,
     at: Annotated[
         datetime | None,
-        typer.Option(parser=moment, metavar="MOMENT", help="When it is due: an ISO time, UTC by default."),
+        typer.Option(parser=parse_time, metavar="MOMENT", help="When it is due: an ISO time, UTC by default."),
     ] = None,
     priority: Annotated[int, typer.Option(min=-100, max=100, help="The larger the sooner.")] = 0,
     max_attempts: Annotated[int | None, typer.Option(min=1, help="Attempts in all. Default: by policy.")] = None,
@@ -63,21 +64,22 @@ def submit(
     tenant: Annotated[str | None, typer.Option(help="Whose it is.")] = None,
     correlation: Annotated[str | None, typer.Option(help="The business process that it belongs to.")] = None,
     keep: Annotated[
-        float, typer.Option(parser=lasting, metavar="TIME", help="How long it is kept after its end.")
-    ] = "7d",  # type: ignore[assignment]  # the parser is given it as it is written
+        float, typer.Option(parser=parse_duration, metavar="TIME", help="How long it is kept after its end.")
+    ] = "7d",  # type: ignore[assignment]  # typer parses the default too
     default: Annotated[str, typer.Option(help="The executors of a function without a prefix.")] = "python",
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Submit a job, and print its id.
+    """Submit a job and print its id.
 
-    The address of the database is ERGON_POSTGRES__DSN of the environment, or postgres.dsn of ergon.toml.
+    The database address is read from ERGON_POSTGRES__DSN or from postgres.dsn of ergon.toml.
 
-    Exit codes: 0 submitted, or it was there; 1 the key is taken by another job; 2 out of reach, refused, or wrong.
+    Exit codes: 0 submitted or existing, 1 the key belongs to another job, 2 database unavailable, request rejected,
+    or invalid option or configuration.
 
     Example: ergon job submit python#charge '{"id": "o-1", "total": 5}' --key order-1 --delay 15m
     """
-    told = {
+    job_options = {
         "unique_key": key,
         "delay": delay or 0.0,
         "priority": priority,
@@ -87,19 +89,19 @@ def submit(
         "correlation": correlation,
         "retention": keep,
     }
-    order = work.Order(function, arguments or [], kwargs, told=told, at=at, default=default)
-    raise typer.Exit(work.submitted(order, config=config, as_json=json))
+    options = work.SubmitOptions(function, arguments or [], kwargs, job_options=job_options, due_at=at, default=default)
+    raise typer.Exit(work.submit(options, config=config, as_json=json))
 
 
 @job.command()
 def show(job_id: Id, *, config: Config = None, json: Json = False) -> None:
-    """Show where a job is, its result, and what went wrong.
+    """Show the state, the result and the errors of a job.
 
-    Exit codes: 0 shown, 1 there is none, 2 out of reach, refused, or wrong.
+    Exit codes: 0 shown, 1 not found, 2 database unavailable, request rejected, or invalid option or configuration.
 
     Example: ergon job show 4f0c2a
     """
-    raise typer.Exit(work.shown(job_id, config=config, as_json=json))
+    raise typer.Exit(work.show(job_id, config=config, as_json=json))
 
 
 @job.command()
@@ -107,43 +109,46 @@ def wait(
     job_id: Id,
     *,
     timeout: Annotated[
-        float | None, typer.Option(parser=lasting, metavar="TIME", help="For how long: 90s, 15m. Default: for ever.")
+        float | None,
+        typer.Option(parser=parse_duration, metavar="TIME", help="For how long: 90s, 15m. Default: for ever."),
     ] = None,
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Wait until a job is over, and show it.
+    """Wait until a job has ended, and show it.
 
-    Exit codes: 0 it succeeded, 1 it failed, was cancelled or killed, or is not there, 2 out of reach, refused, or
-    wrong, 3 it was not over in time, 130 stopped by Ctrl-C; the job goes on.
+    Exit codes: 0 succeeded, 1 failed, cancelled, killed or not found, 2 database unavailable, request rejected, or
+    invalid option or configuration, 3 not ended within the timeout, 130 stopped by Ctrl-C; the job continues.
 
     Example: ergon job wait 4f0c2a --timeout 5m
     """
-    raise typer.Exit(work.waited(job_id, timeout=timeout, config=config, as_json=json))
+    raise typer.Exit(work.wait(job_id, timeout=timeout, config=config, as_json=json))
 
 
 @job.command()
 def cancel(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Cancel a job that waits: for its turn, its time, or its next attempt.
+    """Cancel a job that waits for an executor, its start time, or its next attempt.
 
-    Exit codes: 0 cancelled, 1 it has begun, is over, or is not there, 2 out of reach, refused, or wrong.
+    Exit codes: 0 cancelled, 1 started, ended or not found, 2 database unavailable, request rejected, or invalid option
+    or configuration.
 
     Example: ergon job cancel 4f0c2a
     """
-    raise typer.Exit(work.cancelled(job_id, operator=work.Operator(actor, reason), config=config, as_json=json))
+    raise typer.Exit(work.cancel(job_id, operator=work.Operator(actor, reason), config=config, as_json=json))
 
 
 @job.command()
 def kill(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Cancel a job that waits, or have the executor killed that runs it; it is not tried again.
+    """Cancel a waiting job, or kill the executor that runs it; the job is not retried.
 
-    The orchestrator does it within a second or so: ergon job wait shows when.
+    The orchestrator kills it within about a second; ergon job wait shows when.
 
-    Exit codes: 0 cancelled, or its kill is asked for, 1 it is over or not there, 2 out of reach, refused, or wrong.
+    Exit codes: 0 cancelled or kill requested, 1 ended or not found, 2 database unavailable, request rejected, or
+    invalid option or configuration.
 
     Example: ergon job kill 4f0c2a
     """
-    raise typer.Exit(work.killed(job_id, operator=work.Operator(actor, reason), config=config, as_json=json))
+    raise typer.Exit(work.kill(job_id, operator=work.Operator(actor, reason), config=config, as_json=json))
 
 
 @job.command("list")
@@ -161,23 +166,23 @@ def list_(
     config: Config = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
-    """List jobs, the newest first; with filters those that fit all of them.
+    """List jobs, newest first; with filters, those that match all filters.
 
-    Exit codes: 0 listed, 2 out of reach, refused, or wrong.
+    Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
 
     Example: ergon job list --state failed --kind python
     """
     filters = {"states": state, "kind": kind, "function": function, "tenant": tenant, "before": before}
-    raise typer.Exit(work.listed(filters, limit=limit, config=config, as_json=json))
+    raise typer.Exit(work.list_jobs(filters, limit=limit, config=config, as_json=json))
 
 
 @job.command()
 def replay(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Have a job that has failed run anew, its attempts counted from the beginning; many at once: ergon dlq replay.
+    """Run a failed job again with a new attempt count; for many jobs use ergon dlq replay.
 
-    Exit codes: 0 replayed, 1 it has not failed, its dead letter is gone, or it is not there, 2 out of reach, refused,
-    or wrong.
+    Exit codes: 0 replayed, 1 not failed, dead letter missing, or job not found, 2 database unavailable, request
+    rejected, or invalid option or configuration.
 
     Example: ergon job replay 4f0c2a
     """
-    raise typer.Exit(work.replayed(job_id, operator=work.Operator(actor, reason), config=config, as_json=json))
+    raise typer.Exit(work.replay(job_id, operator=work.Operator(actor, reason), config=config, as_json=json))

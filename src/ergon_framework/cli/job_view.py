@@ -1,4 +1,4 @@
-"""Jobs and cron entries as a person or a program reads them."""
+"""Output of jobs and cron entries for people and programs."""
 
 from __future__ import annotations
 
@@ -15,106 +15,106 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ergon_framework.cli.dlq_view import clean
-from ergon_framework.cli.summary import tell
+from ergon_framework.cli.dlq_view import sanitize
+from ergon_framework.cli.summary import print_rows
 
-#: The longest text in a cell of a list, and the longest result that is shown; JSON has the whole one.
-_CELL = 60
-_LONGEST = 10_000
+#: Maximum length of the text in a cell of a list, and of a result; JSON has the whole text.
+_MAX_CELL_CHARS = 60
+_MAX_TEXT_CHARS = 10_000
 _COLOURS = {"succeeded": "green", "failed": "red", "killed": "red", "running": "cyan", "cancelled": "dim"}
-_HEADS = ("number", "id", "kind", "function", "state", "attempts", "submitted", "ended", "error")
-_CRON_HEADS = ("name", "expression", "zone", "kind", "function", "misfire", "next", "last")
+_JOB_HEADINGS = ("number", "id", "kind", "function", "state", "attempts", "submitted", "ended", "error")
+_CRON_HEADINGS = ("name", "expression", "zone", "kind", "function", "misfire", "next", "last")
 
 
-def as_line(found: Any) -> str:
-    """One line of JSON; times are in UTC."""
+def to_json_line(item: Any) -> str:
+    """Return one line of JSON; times are in UTC."""
     return json.dumps(
-        asdict(found), default=lambda moment: _at(moment) if isinstance(moment, datetime) else str(moment)
+        asdict(item), default=lambda value: _format_time(value) if isinstance(value, datetime) else str(value)
     )
 
 
-def show_list(found: Sequence[Any]) -> None:
+def show_list(jobs: Sequence[Any]) -> None:
     """Print one line for each job."""
-    _show(_HEADS, [_cells(one) for one in found])
+    _print_table(_JOB_HEADINGS, [_format_job_cells(job) for job in jobs])
 
 
-def show_crons(found: Sequence[Any]) -> None:
+def show_crons(entries: Sequence[Any]) -> None:
     """Print one line for each cron entry."""
-    _show(_CRON_HEADS, [_cron_cells(one) for one in found])
+    _print_table(_CRON_HEADINGS, [_format_cron_cells(entry) for entry in entries])
 
 
-def _show(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+def _print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     if sys.stdout.isatty():
-        table = Table(*heads)
+        table = Table(*headings)
         for row in rows:
-            # Text, because what a job carries is no markup.
+            # Text, because job data may contain characters that rich reads as markup.
             table.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
         Console().print(table)
         return
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in (heads, *rows):
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    for row in (headings, *rows):
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _cells(one: Any) -> tuple[str, ...]:
-    error = "" if one.error is None else f"{one.error.code}: {one.error.message}"
+def _format_job_cells(job: Any) -> tuple[str, ...]:
+    error = "" if job.error is None else f"{job.error.code}: {job.error.message}"
     return (
-        str(one.number),
-        clean(one.id, _CELL),
-        clean(one.kind, _CELL),
-        clean(one.function_name, _CELL),
-        one.state.value,
-        str(one.attempts),
-        _at(one.created_at),
-        "" if one.ended_at is None else _at(one.ended_at),
-        clean(error, _CELL),
+        str(job.number),
+        sanitize(job.id, _MAX_CELL_CHARS),
+        sanitize(job.kind, _MAX_CELL_CHARS),
+        sanitize(job.function_name, _MAX_CELL_CHARS),
+        job.state.value,
+        str(job.attempts),
+        _format_time(job.created_at),
+        "" if job.ended_at is None else _format_time(job.ended_at),
+        sanitize(error, _MAX_CELL_CHARS),
     )
 
 
-def _cron_cells(one: Any) -> tuple[str, ...]:
-    coming = "never" if one.next_at is None else _at(one.next_at)
+def _format_cron_cells(entry: Any) -> tuple[str, ...]:
+    next_text = "never" if entry.next_at is None else _format_time(entry.next_at)
     return (
-        clean(one.name, _CELL),
-        clean(one.expression, _CELL),
-        clean(one.zone, _CELL),
-        clean(one.kind, _CELL),
-        clean(one.function_name, _CELL),
-        one.misfire.value,
-        coming if one.enabled else "paused",
-        "" if one.last_at is None else _at(one.last_at),
+        sanitize(entry.name, _MAX_CELL_CHARS),
+        sanitize(entry.expression, _MAX_CELL_CHARS),
+        sanitize(entry.zone, _MAX_CELL_CHARS),
+        sanitize(entry.kind, _MAX_CELL_CHARS),
+        sanitize(entry.function_name, _MAX_CELL_CHARS),
+        entry.misfire.value,
+        next_text if entry.enabled else "paused",
+        "" if entry.last_at is None else _format_time(entry.last_at),
     )
 
 
-def show_one(found: Any, waits: str | None = None) -> None:
-    """Print everything about one job; *waits* describes its wait for an orchestrator."""
-    tell(clean(found.id, _CELL), list(_rows(found, waits)))
-    if found.error is not None and found.error.traceback:
-        typer.echo("\n".join(clean(line, _LONGEST) for line in found.error.traceback.splitlines()))
+def show_one(job: Any, wait_text: str | None = None) -> None:
+    """Print all details of one job; *wait_text* describes its wait for an orchestrator."""
+    print_rows(sanitize(job.id, _MAX_CELL_CHARS), list(_build_rows(job, wait_text)))
+    if job.error is not None and job.error.traceback:
+        typer.echo("\n".join(sanitize(line, _MAX_TEXT_CHARS) for line in job.error.traceback.splitlines()))
 
 
-def _rows(found: Any, waits: str | None) -> Iterator[tuple[str, str]]:
-    yield "state", f"{found.state.value}{', to be killed' if found.kill_asked and not found.state.over else ''}"
-    yield "function", clean(f"{found.kind}#{found.function_name}", _LONGEST)
-    most = "" if found.max_attempts is None else f" of {found.max_attempts}"
-    yield "attempts", f"{found.attempts}{most}"
+def _build_rows(job: Any, wait_text: str | None) -> Iterator[tuple[str, str]]:
+    yield "state", f"{job.state.value}{', to be killed' if job.kill_asked and not job.state.is_final else ''}"
+    yield "function", sanitize(f"{job.kind}#{job.function_name}", _MAX_TEXT_CHARS)
+    limit_text = "" if job.max_attempts is None else f" of {job.max_attempts}"
+    yield "attempts", f"{job.attempts}{limit_text}"
     for name in ("tenant", "correlation", "unique_key"):
-        if getattr(found, name) is not None:
-            yield name.replace("_", " "), clean(getattr(found, name), _LONGEST)
-    for name, words in _TIMES.items():
-        if getattr(found, name) is not None:
-            yield words, _at(getattr(found, name))
-    if waits is not None:
-        yield "waits for an orchestrator", clean(waits, _LONGEST)
-    if found.state == "pending":
-        yield "what it waits for", f"ergon why {shlex.quote(clean(found.id, _LONGEST))}"
-    if found.state == "succeeded":
-        yield "result", clean(json.dumps(found.result), _LONGEST)
-    if found.error is not None:
-        kind = f" ({found.error.type})" if found.error.type not in {None, found.error.code} else ""
-        yield "error", clean(f"{found.error.code}{kind}: {found.error.message}", _LONGEST)
+        if getattr(job, name) is not None:
+            yield name.replace("_", " "), sanitize(getattr(job, name), _MAX_TEXT_CHARS)
+    for name, label in _TIME_LABELS.items():
+        if getattr(job, name) is not None:
+            yield label, _format_time(getattr(job, name))
+    if wait_text is not None:
+        yield "waits for an orchestrator", sanitize(wait_text, _MAX_TEXT_CHARS)
+    if job.state == "pending":
+        yield "what it waits for", f"ergon why {shlex.quote(sanitize(job.id, _MAX_TEXT_CHARS))}"
+    if job.state == "succeeded":
+        yield "result", sanitize(json.dumps(job.result), _MAX_TEXT_CHARS)
+    if job.error is not None:
+        type_text = f" ({job.error.type})" if job.error.type not in {None, job.error.code} else ""
+        yield "error", sanitize(f"{job.error.code}{type_text}: {job.error.message}", _MAX_TEXT_CHARS)
 
 
-_TIMES = {
+_TIME_LABELS = {
     "created_at": "submitted",
     "due_at": "due",
     "started_at": "started",
@@ -123,5 +123,5 @@ _TIMES = {
 }
 
 
-def _at(moment: datetime) -> str:
-    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def _format_time(timestamp: datetime) -> str:
+    return timestamp.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,4 +1,4 @@
-"""What ``ergon job`` does: ask the database, and say what it answered."""
+"""Work of the ``ergon job`` commands: query the database and print the result."""
 
 from __future__ import annotations
 
@@ -15,124 +15,133 @@ from typing import Any, Self
 import typer
 from rich.console import Console
 
-from ergon_framework.audit import acting
+from ergon_framework.audit import act_as
 from ergon_framework.cli import job_view as view
-from ergon_framework.cli.telling import explained
-from ergon_framework.errors import ConfigurationError, ErgonError, text
+from ergon_framework.cli.telling import explain_error
+from ergon_framework.errors import ConfigurationError, ErgonError, error_message
 from ergon_framework.runner.exits import ExitCode
-from ergon_framework.runner.settings import database
+from ergon_framework.runner.settings import database_dsn
 
-#: Seconds between two words about a job that is waited for.
-LOOK = 0.5
+#: Seconds between two status updates of a job that is waited for.
+STATUS_INTERVAL_SECONDS = 0.5
 
 
 class JobExit(ExitCode):
-    """Every exit code of ``ergon job`` with what it means."""
+    """Exit codes of ``ergon job`` and their meanings."""
 
     OK = 0, "done; what `wait` waited for has succeeded"
-    NOT = 1, "it is not there, is taken, or is not where it had to be; what `wait` waited for has not succeeded"
+    UNSUCCESSFUL = (
+        1,
+        "it is not there, is taken, or is not where it had to be; what `wait` waited for has not succeeded",
+    )
     FAILED = 2, "the database is out of reach or refuses, or the command line or the configuration is wrong"
-    LATE = 3, "`wait`: it was not over in time"
+    TIMED_OUT = 3, "`wait`: it was not over in time"
     STOPPED = 130, "`wait`: Ctrl-C; the job goes on"
 
 
-#: Codes of errors that say something about the job, and not about the command or the database.
-_ABOUT_THE_JOB = {"job_conflict", "job_not_found", "not_replayable", "cron_not_found"}
+#: Codes of errors about the job itself, not about the command or the database.
+_JOB_ERROR_CODES = {"job_conflict", "job_not_found", "not_replayable", "cron_not_found"}
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """A job that is to be submitted, as the command line has it."""
+class SubmitOptions:
+    """A job to submit, from the command line."""
 
     function: str
     arguments: Sequence[str]
     kwargs: str
-    told: dict[str, Any]
-    at: datetime | None
+    job_options: dict[str, Any]
+    due_at: datetime | None
     default: str
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Who asks for an action, and why."""
+    """The operator who requests an action, and the reason."""
 
     actor: str = ""
     reason: str = ""
 
 
-def submitted(order: Order, *, config: Path | None, as_json: bool) -> JobExit:
-    """Submit, and print the id."""
+def submit(options: SubmitOptions, *, config: Path | None, as_json: bool) -> JobExit:
+    """Submit a job and print its id."""
 
     def work(client: Any) -> JobExit:
-        args = [_read(argument, "an argument") for argument in order.arguments]
-        kwargs = _read(order.kwargs, "--kwargs")
+        args = [_parse_json(argument, "an argument") for argument in options.arguments]
+        kwargs = _parse_json(options.kwargs, "--kwargs")
         if not isinstance(kwargs, dict):
             raise ConfigurationError('--kwargs is a JSON object, such as \'{"currency": "EUR"}\'')
-        made = client.submit(order.function, *args, kwargs=kwargs, at=order.at, **order.told)
+        submitted_job = client.submit(options.function, *args, kwargs=kwargs, at=options.due_at, **options.job_options)
         if as_json:
-            typer.echo(jsons.dumps({"id": made.id, "created": made.created, "state": made.state}))
+            typer.echo(
+                jsons.dumps({"id": submitted_job.id, "created": submitted_job.created, "state": submitted_job.state})
+            )
         else:
-            typer.echo(made.id)
-            if not made.created:
-                _say(f"it was there before, and is {made.state}")
-            elif waits := _describe_wait(client, client.show(made.id)):
-                _say(f"the job waits for an orchestrator: {waits}")
+            typer.echo(submitted_job.id)
+            if not submitted_job.created:
+                _print_stderr(f"it was there before, and is {submitted_job.state}")
+            elif wait_text := _describe_wait(client, client.show(submitted_job.id)):
+                _print_stderr(f"the job waits for an orchestrator: {wait_text}")
         return JobExit.OK
 
-    return done(work, config=config, as_json=as_json, default=order.default)
+    return run_with_client(work, config=config, as_json=as_json, default=options.default)
 
 
-def shown(job_id: str, *, config: Path | None, as_json: bool) -> JobExit:
+def show(job_id: str, *, config: Path | None, as_json: bool) -> JobExit:
     """Print one job."""
 
     def work(client: Any) -> JobExit:
-        found = client.show(job_id)
+        job = client.show(job_id)
         if as_json:
-            typer.echo(view.as_line(found))
+            typer.echo(view.to_json_line(job))
         else:
-            view.show_one(found, _describe_wait(client, found))
+            view.show_one(job, _describe_wait(client, job))
         return JobExit.OK
 
-    return done(work, config=config, as_json=as_json)
+    return run_with_client(work, config=config, as_json=as_json)
 
 
-def waited(job_id: str, *, timeout: float | None, config: Path | None, as_json: bool) -> JobExit:
-    """Print the job once it is over."""
+def wait(job_id: str, *, timeout: float | None, config: Path | None, as_json: bool) -> JobExit:
+    """Print the job after it has ended."""
 
     def work(client: Any) -> JobExit:
         try:
-            found = _ended(client, job_id, timeout=timeout)
+            job = _wait_for_end(client, job_id, timeout=timeout)
         except KeyboardInterrupt:
-            _say("stopped waiting; the job goes on")
+            _print_stderr("stopped waiting; the job goes on")
             return JobExit.STOPPED
-        _tell(found, as_json=as_json)
-        if not found.state.over:
-            _say(f"it was not over after {timeout:g} s")
-            return JobExit.LATE
-        return JobExit.OK if found.state == "succeeded" else JobExit.NOT
+        _print_job(job, as_json=as_json)
+        if not job.state.is_final:
+            _print_stderr(f"it was not over after {timeout:g} s")
+            return JobExit.TIMED_OUT
+        return JobExit.OK if job.state == "succeeded" else JobExit.UNSUCCESSFUL
 
-    return done(work, config=config, as_json=as_json)
+    return run_with_client(work, config=config, as_json=as_json)
 
 
-def _ended(client: Any, job_id: str, *, timeout: float | None) -> Any:
-    """The job once it is over, or once the time is; on a terminal one sees where it is."""
-    began = time.monotonic()
-    found = client.show(job_id)
-    with Console(stderr=True).status("", spinner="dots") if sys.stderr.isatty() else _Silent() as status:
-        while not found.state.over:
-            left = LOOK if timeout is None else min(LOOK, began + timeout - time.monotonic())
-            if left <= 0:
+def _wait_for_end(client: Any, job_id: str, *, timeout: float | None) -> Any:
+    """Return the job when it is final or the timeout has passed; a terminal shows its state meanwhile."""
+    started_at = time.monotonic()
+    job = client.show(job_id)
+    with Console(stderr=True).status("", spinner="dots") if sys.stderr.isatty() else _NullStatus() as status:
+        while not job.state.is_final:
+            wait_seconds = (
+                STATUS_INTERVAL_SECONDS
+                if timeout is None
+                else min(STATUS_INTERVAL_SECONDS, started_at + timeout - time.monotonic())
+            )
+            if wait_seconds <= 0:
                 break
-            status.update(f"{found.state.value}, attempt {found.attempts}, {time.monotonic() - began:.0f} s")
+            status.update(f"{job.state.value}, attempt {job.attempts}, {time.monotonic() - started_at:.0f} s")
             try:
-                found = client.wait(job_id, timeout=left)
+                job = client.wait(job_id, timeout=wait_seconds)
             except TimeoutError:
-                found = client.show(job_id)
-    return found
+                job = client.show(job_id)
+    return job
 
 
-class _Silent:
-    """A status that nobody looks at."""
+class _NullStatus:
+    """A status that is not shown."""
 
     def __enter__(self) -> Self:
         return self
@@ -142,120 +151,128 @@ class _Silent:
     def update(self, _: str) -> None: ...
 
 
-def cancelled(job_id: str, *, operator: Operator, config: Path | None, as_json: bool) -> JobExit:
-    """Cancel, and say where the job is."""
+def cancel(job_id: str, *, operator: Operator, config: Path | None, as_json: bool) -> JobExit:
+    """Cancel a job and print its state."""
 
     def work(client: Any) -> JobExit:
-        gone = client.cancel(job_id)
-        return _steered(client, job_id, done=gone, words="is {state} and cannot be cancelled", as_json=as_json)
+        is_cancelled = client.cancel(job_id)
+        return _report_action(
+            client, job_id, succeeded=is_cancelled, failure_text="is {state} and cannot be cancelled", as_json=as_json
+        )
 
-    return done(work, config=config, as_json=as_json, operator=operator)
+    return run_with_client(work, config=config, as_json=as_json, operator=operator)
 
 
-def killed(job_id: str, *, operator: Operator, config: Path | None, as_json: bool) -> JobExit:
-    """Ask for the kill, and say where the job is."""
+def kill(job_id: str, *, operator: Operator, config: Path | None, as_json: bool) -> JobExit:
+    """Request the kill of a job and print its state."""
 
     def work(client: Any) -> JobExit:
-        over = client.show(job_id).state.over
+        was_final = client.show(job_id).state.is_final
         state = client.kill(job_id)
-        return _steered(client, job_id, done=not over or not state.over, words="was {state} already", as_json=as_json)
+        return _report_action(
+            client,
+            job_id,
+            succeeded=not was_final or not state.is_final,
+            failure_text="was {state} already",
+            as_json=as_json,
+        )
 
-    return done(work, config=config, as_json=as_json, operator=operator)
+    return run_with_client(work, config=config, as_json=as_json, operator=operator)
 
 
-def replayed(job_id: str, *, operator: Operator, config: Path | None, as_json: bool) -> JobExit:
-    """Replay, and say where the job is."""
+def replay(job_id: str, *, operator: Operator, config: Path | None, as_json: bool) -> JobExit:
+    """Replay a job and print its state."""
 
     def work(client: Any) -> JobExit:
         client.replay(job_id)
-        return _steered(client, job_id, done=True, words="", as_json=as_json)
+        return _report_action(client, job_id, succeeded=True, failure_text="", as_json=as_json)
 
-    return done(work, config=config, as_json=as_json, operator=operator)
+    return run_with_client(work, config=config, as_json=as_json, operator=operator)
 
 
-def listed(filters: dict[str, Any], *, limit: int, config: Path | None, as_json: bool) -> JobExit:
-    """Print jobs, the newest first."""
+def list_jobs(filters: dict[str, Any], *, limit: int, config: Path | None, as_json: bool) -> JobExit:
+    """Print jobs, newest first."""
 
     def work(client: Any) -> JobExit:
-        # One more than is shown tells whether there are more.
-        found = client.list(**filters, limit=min(limit + 1, 10_000))
+        # Fetch one extra job to detect whether there are more.
+        jobs = client.list(**filters, limit=min(limit + 1, 10_000))
         if as_json:
-            for one in found[:limit]:
-                typer.echo(view.as_line(one))
-        elif found:
-            view.show_list(found[:limit])
+            for job in jobs[:limit]:
+                typer.echo(view.to_json_line(job))
+        elif jobs:
+            view.show_list(jobs[:limit])
         else:
             typer.echo("there are no jobs of that kind")
-        if len(found) > limit:
-            _say(f"there are more; --before {found[limit - 1].number} goes on from here")
+        if len(jobs) > limit:
+            _print_stderr(f"there are more; --before {jobs[limit - 1].number} goes on from here")
         return JobExit.OK
 
-    return done(work, config=config, as_json=as_json)
+    return run_with_client(work, config=config, as_json=as_json)
 
 
-def _describe_wait(client: Any, found: Any) -> str | None:
-    """Describe the wait of a pending job for an orchestrator; None if an orchestrator runs."""
-    if found.state != "pending":
+def _describe_wait(client: Any, job: Any) -> str | None:
+    """Describe the wait of a pending job for an orchestrator; return None if an orchestrator runs."""
+    if job.state != "pending":
         return None
     registrations = importlib.import_module("ergon_framework.executor.jobs.registrations")
-    waits: str | None = registrations.describe_wait(found, client.executors(), datetime.now(UTC))
-    return waits
+    wait_text: str | None = registrations.describe_wait(job, client.executors(), datetime.now(UTC))
+    return wait_text
 
 
-# -- around it --------------------------------------------------------------------------------------
+# -- helpers ----------------------------------------------------------------------------------------
 
 
-def _steered(client: Any, job_id: str, *, done: bool, words: str, as_json: bool) -> JobExit:
-    found = client.show(job_id)
+def _report_action(client: Any, job_id: str, *, succeeded: bool, failure_text: str, as_json: bool) -> JobExit:
+    job = client.show(job_id)
     if as_json:
-        typer.echo(view.as_line(found))
-    elif done:
-        typer.echo(f"{found.state.value}{', and its kill is asked for' if found.kill_asked else ''}")
+        typer.echo(view.to_json_line(job))
+    elif succeeded:
+        typer.echo(f"{job.state.value}{', and its kill is asked for' if job.kill_asked else ''}")
     else:
-        _say(f"the job {words.format(state=found.state.value)}")
-    return JobExit.OK if done else JobExit.NOT
+        _print_stderr(f"the job {failure_text.format(state=job.state.value)}")
+    return JobExit.OK if succeeded else JobExit.UNSUCCESSFUL
 
 
-def done(
+def run_with_client(
     work: Callable[[Any], JobExit],
     *,
     config: Path | None,
     as_json: bool,
     default: str | None = None,
-    operator: Operator = Operator(),  # noqa: B008 - it cannot change
+    operator: Operator = Operator(),  # noqa: B008 - it is immutable
 ) -> JobExit:
-    """Do *work* with a client as *operator*, and say what went wrong."""
+    """Call *work* with a client as *operator*; print errors and return the exit code."""
     try:
-        dsn = database(config)
-        # Loaded when it is needed: not everybody has its libraries, and it says which are missing.
+        dsn = database_dsn(config)
+        # Imported on demand: the libraries are an optional extra, and the error names the missing ones.
         module = importlib.import_module("ergon_framework.executor.jobs.client")
-        given = {} if default is None else {"default": default}
-        with module.JobClient(dsn, **given) as client, acting(operator.actor, reason=operator.reason):
+        client_options = {} if default is None else {"default": default}
+        with module.JobClient(dsn, **client_options) as client, act_as(operator.actor, reason=operator.reason):
             return work(client)
     except ErgonError as error:
-        code = JobExit.NOT if error.code in _ABOUT_THE_JOB else JobExit.FAILED
+        code = JobExit.UNSUCCESSFUL if error.code in _JOB_ERROR_CODES else JobExit.FAILED
         if as_json:
-            typer.echo(jsons.dumps({"error": text(error), "exit_code": int(code)}))
+            typer.echo(jsons.dumps({"error": error_message(error), "exit_code": int(code)}))
         else:
-            _say(explained(error))
+            _print_stderr(explain_error(error))
         return code
 
 
-def _read(words: str, what: str) -> Any:
+def _parse_json(source: str, label: str) -> Any:
     try:
-        return jsons.loads(words)
+        return jsons.loads(source)
     except ValueError:
         raise ConfigurationError(
-            f"{what} is no JSON: {words[:50]!r}; texts have quotes of their own, as '\"so\"'"
+            f"{label} is no JSON: {source[:50]!r}; texts have quotes of their own, as '\"so\"'"
         ) from None
 
 
-def _tell(found: Any, *, as_json: bool) -> None:
+def _print_job(job: Any, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(view.as_line(found))
+        typer.echo(view.to_json_line(job))
     else:
-        view.show_one(found)
+        view.show_one(job)
 
 
-def _say(words: str) -> None:
-    typer.echo(f"ergon: {words}", err=True)
+def _print_stderr(message: str) -> None:
+    typer.echo(f"ergon: {message}", err=True)

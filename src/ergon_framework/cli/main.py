@@ -1,20 +1,20 @@
-"""The command ``ergon``: it says what is missing where its libraries are not installed."""
+"""The command ``ergon``; it reports the missing extra if its libraries are not installed."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-from ergon_framework.errors import MissingExtraError, extra
-from ergon_framework.runner.exits import Exit
+from ergon_framework.errors import MissingExtraError, require_extra
+from ergon_framework.runner.exits import RunExit
 
 
 def main() -> None:
-    """Run the command line; what the command needs is imported here, so that its absence can be told."""
+    """Run the command line; the app is imported here, so that missing libraries are reported."""
     try:
         for library in ("typer", "rich"):
-            extra("cli", library)
+            require_extra("cli", library)
     except MissingExtraError as error:
         sys.stderr.write(f"ergon: {error}\n")
-        sys.exit(Exit.USAGE)
+        sys.exit(RunExit.USAGE)
     importlib.import_module("ergon_framework.cli.app").app()

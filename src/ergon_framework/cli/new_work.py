@@ -1,4 +1,4 @@
-"""What ``ergon new`` does: templates of the package become the files of a project, all of them or none."""
+"""Work of ``ergon new``: create the files of a project from the package's templates, all of them or none."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from typing import Final
 
 import typer
 
-from ergon_framework.errors import ConfigurationError, text
+from ergon_framework.errors import ConfigurationError, error_message
 from ergon_framework.runner.exits import ExitCode
 
-#: Names of databases, images and pods are made of it, and the shortest limit among theirs is 63.
-LONGEST: Final = 40
-_NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
-#: What a package of that name would hide, besides the standard library and what is installed: folders of the project,
-#: and what it or its tests import.
-_TAKEN: Final = frozenset(
+#: The name is part of database, image and pod names, whose shortest limit is 63 characters.
+MAX_NAME_CHARS: Final = 40
+_NAME_PATTERN: Final = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
+#: Reserved besides the standard library and installed packages: names of project folders, and of packages that the
+#: project or its tests import. A package of that name would hide them.
+_RESERVED_NAMES: Final = frozenset(
     {
         *("ergon", "ergon_framework", "ergon_pytest", "tests", "deploy", "build", "dist"),
         *("pytest", "ruff", "typer", "rich", "pydantic", "opentelemetry", "prometheus_client"),
@@ -36,13 +36,13 @@ _TAKEN: Final = frozenset(
 )
 
 _SUFFIX: Final = ".tmpl"
-_WORD: Final = re.compile(r"\{\{(\w+)\}\}")
-#: Names that would mean something to those who build and lint this package, and so are other ones here.
-_HIDDEN: Final = {"gitignore": ".gitignore", "dockerignore": ".dockerignore"}
+_PLACEHOLDER: Final = re.compile(r"\{\{(\w+)\}\}")
+#: Files renamed in the templates because tools that build and lint this package would read them.
+_RENAMED_FILES: Final = {"gitignore": ".gitignore", "dockerignore": ".dockerignore"}
 
 
 class Broker(StrEnum):
-    """The brokers that a project can begin with; each has a folder of templates."""
+    """Brokers that a project can start with; each has a folder of templates."""
 
     POSTGRES = "postgres"
     RABBITMQ = "rabbitmq"
@@ -51,51 +51,51 @@ class Broker(StrEnum):
 
 
 class NewExit(ExitCode):
-    """Every exit code of ``ergon new`` with what it means."""
+    """Exit codes of ``ergon new`` and their meanings."""
 
     OK = 0, "the project is written"
     FAILED = 1, "it could not be written; nothing is left of it"
     USAGE = 2, "the name cannot be used, or the folder is not empty"
 
 
-def created(name: str, broker: Broker) -> NewExit:
-    """Write the project *name* into a folder of that name here; how it went."""
+def create_project(name: str, broker: Broker) -> NewExit:
+    """Write the project *name* into a new folder of that name; return the exit code."""
     try:
         check_name(name)
         _check_folder(Path(name))
-        write(Path(name), rendered(name, broker))
+        write(Path(name), render_files(name, broker))
     except ConfigurationError as error:
-        typer.echo(f"ergon: {text(error)}", err=True)
+        typer.echo(f"ergon: {error_message(error)}", err=True)
         return NewExit.USAGE
     except OSError as error:
         typer.echo(f"ergon: {name} cannot be written here: {error.strerror}; nothing is left of it", err=True)
         return NewExit.FAILED
-    typer.echo(f"{name} is written, with its queue in {_words(broker)['server']}")
+    typer.echo(f"{name} is written, with its queue in {_load_broker_values(broker)['server']}")
     typer.echo(f"next: cd {name}, and read README.md")
     return NewExit.OK
 
 
 def check_name(name: str) -> None:
-    """Refuse what cannot be the name of a package, a database, an image and a pod at once."""
-    if len(name) > LONGEST:
-        raise ConfigurationError(f"a name of {len(name)} characters is too long; take one of at most {LONGEST}")
-    if not _NAME.fullmatch(name):
-        made = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-        hint = f", as {made!r}" if _NAME.fullmatch(made) else ""
+    """Reject a name that is invalid for a package, a database, an image or a pod."""
+    if len(name) > MAX_NAME_CHARS:
+        raise ConfigurationError(f"a name of {len(name)} characters is too long; take one of at most {MAX_NAME_CHARS}")
+    if not _NAME_PATTERN.fullmatch(name):
+        suggestion = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+        hint = f", as {suggestion!r}" if _NAME_PATTERN.fullmatch(suggestion) else ""
         raise ConfigurationError(
             f"{name!r} cannot be a name; take small letters, digits and single underscores, beginning with a "
             f"letter{hint}. It is written into the current folder: go to another one first if it belongs there"
         )
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
         raise ConfigurationError(f"{name!r} is a word of Python's; take another name, as '{name}_worker'")
-    if name in sys.stdlib_module_names or name in _TAKEN or _installed(name):
+    if name in sys.stdlib_module_names or name in _RESERVED_NAMES or _is_installed(name):
         raise ConfigurationError(
             f"a package called {name!r} would hide another one of that name; take another, as '{name}_worker'"
         )
 
 
-def _installed(name: str) -> bool:
-    """Whether a package of somebody else's has that name; one of a project that was called so before has not."""
+def _is_installed(name: str) -> bool:
+    """Return whether a third-party package has that name; an earlier project of the same name does not count."""
     slug = name.replace("_", "-")
     owners = packages_distributions().get(name, ())
     return any(re.sub(r"[-_.]+", "-", owner).lower() != slug for owner in owners)
@@ -106,101 +106,110 @@ def _check_folder(folder: Path) -> None:
         return
     if folder.is_symlink() or not folder.is_dir():
         raise ConfigurationError(f"{str(folder)!r} is there and is no folder; take another name, or move it away")
-    there = next(folder.iterdir(), None)
-    if there is not None:
+    existing = next(folder.iterdir(), None)
+    if existing is not None:
         raise ConfigurationError(
-            f"the folder {str(folder)!r} is not empty, it has {there.name!r} in it; take another name, or move it away"
+            f"the folder {str(folder)!r} is not empty, it has {existing.name!r} in it; "
+            "take another name, or move it away"
         )
 
 
 # -- templates ------------------------------------------------------------------------------------
 
 
-def rendered(name: str, broker: Broker) -> dict[PurePosixPath, str]:
-    """Every file of the project with its text."""
-    words = _all_words(name, broker)
-    made = {}
+def render_files(name: str, broker: Broker) -> dict[PurePosixPath, str]:
+    """Return the text of every file of the project."""
+    values = _build_values(name, broker)
+    contents = {}
     for part in ("common", broker.value):
-        for path, template in _templates(_root() / part, PurePosixPath()):
-            made[_place(path, name)] = _filled(template, words, str(path))
-    return made
+        for path, template in _iter_templates(_get_template_root() / part, PurePosixPath()):
+            contents[_to_project_path(path, name)] = _fill_template(template, values, str(path))
+    return contents
 
 
-def _root() -> Traversable:
+def _get_template_root() -> Traversable:
     return files("ergon_framework.cli") / "templates"
 
 
-def _templates(folder: Traversable, at: PurePosixPath) -> Iterator[tuple[PurePosixPath, str]]:
+def _iter_templates(folder: Traversable, base: PurePosixPath) -> Iterator[tuple[PurePosixPath, str]]:
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if entry.is_dir():
-            yield from _templates(entry, at / entry.name)
+            yield from _iter_templates(entry, base / entry.name)
         elif entry.name.endswith(_SUFFIX):
-            yield at / entry.name.removesuffix(_SUFFIX), entry.read_text(encoding="utf-8")
+            yield base / entry.name.removesuffix(_SUFFIX), entry.read_text(encoding="utf-8")
 
 
-def _place(path: PurePosixPath, name: str) -> PurePosixPath:
-    parts = [_HIDDEN.get(part, part) for part in path.parts]
+def _to_project_path(path: PurePosixPath, name: str) -> PurePosixPath:
+    parts = [_RENAMED_FILES.get(part, part) for part in path.parts]
     return PurePosixPath(*([name, *parts[1:]] if parts[0] == "package" else parts))
 
 
-def _words(broker: Broker) -> dict[str, str]:
-    found: dict[str, str] = tomllib.loads((_root() / broker.value / "words.toml").read_text(encoding="utf-8"))
-    return found
+def _load_broker_values(broker: Broker) -> dict[str, str]:
+    values: dict[str, str] = tomllib.loads(
+        (_get_template_root() / broker.value / "words.toml").read_text(encoding="utf-8")
+    )
+    return values
 
 
-def _all_words(name: str, broker: Broker) -> Mapping[str, str]:
+def _build_values(name: str, broker: Broker) -> Mapping[str, str]:
     queue = f"{name}_orders"
-    own = {
+    project_values = {
         "name": name,
         "slug": name.replace("_", "-"),
         "queue": queue,
         "variable": f"ERGON_QUEUES__{queue.upper()}__URL",
         "version": version("ergon-framework"),
     }
-    # Fragments have words of their own in them.
-    return own | {key: _filled(text, own, key).strip("\n") for key, text in _words(broker).items()}
+    # Fragments contain placeholders too.
+    return project_values | {
+        key: _fill_template(text, project_values, key).strip("\n") for key, text in _load_broker_values(broker).items()
+    }
 
 
-def _filled(text: str, words: Mapping[str, str], where: str) -> str:
-    """*text* with its words in; an empty one that stands alone takes its line, and a blank one below, with it."""
+def _fill_template(text: str, values: Mapping[str, str], source: str) -> str:
+    """Fill the placeholders of *text*; a line with only an empty placeholder is removed with a following blank line."""
     lines: list[str] = []
-    dropped = False
+    skip_blank = False
     for line in text.splitlines():
-        alone = _WORD.fullmatch(line)
-        said = _word(alone, words, where) if alone else _WORD.sub(lambda found: _word(found, words, where), line)
-        if (alone and not said) or (dropped and not line and lines and not lines[-1]):
-            dropped = True
+        placeholder = _PLACEHOLDER.fullmatch(line)
+        filled = (
+            _lookup_value(placeholder, values, source)
+            if placeholder
+            else _PLACEHOLDER.sub(lambda match: _lookup_value(match, values, source), line)
+        )
+        if (placeholder and not filled) or (skip_blank and not line and lines and not lines[-1]):
+            skip_blank = True
             continue
-        dropped = False
-        lines.append(said)
+        skip_blank = False
+        lines.append(filled)
     return "\n".join(lines) + "\n"
 
 
-def _word(found: re.Match[str], words: Mapping[str, str], where: str) -> str:
+def _lookup_value(match: re.Match[str], values: Mapping[str, str], source: str) -> str:
     try:
-        return words[found[1]]
+        return values[match[1]]
     except KeyError:
-        raise AssertionError(f"the template {where} names {found[1]!r}, which nobody says") from None
+        raise AssertionError(f"the template {source} names {match[1]!r}, which nobody says") from None
 
 
 # -- files ----------------------------------------------------------------------------------------
 
 
-def write(folder: Path, made: Mapping[PurePosixPath, str]) -> None:
-    """Put the files into *folder*, which is not there or empty: all of them, or none."""
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+def write(folder: Path, contents: Mapping[PurePosixPath, str]) -> None:
+    """Write all files into *folder*, which is missing or empty, or write none of them."""
+    staging_folder = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        inside = beside / folder.name
-        for path, text in made.items():
-            target = inside / path
+        staged_project = staging_folder / folder.name
+        for path, text in contents.items():
+            target = staged_project / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
         try:
-            # In one step, and the system refuses it if somebody has put something there meanwhile.
-            inside.rename(folder)
+            # The rename is atomic, and the system rejects it if the folder was filled in the meantime.
+            staged_project.rename(folder)
         except OSError as error:
             raise ConfigurationError(
                 f"the folder {str(folder)!r} cannot be made: {error.strerror}; take another name, or move it away"
             ) from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(staging_folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Options that several commands share: who acts, and why."""
+"""Options shared by several commands: actor and reason."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Actor = Annotated[
 ]
 Reason = Annotated[str, typer.Option(metavar="TEXT", help="Reason to record.")]
 
-#: Where --reason is a filter.
+#: For commands where --reason is a filter.
 AuditReason = Annotated[str, typer.Option("--audit-reason", metavar="TEXT", help="Reason to record.")]
 
 
-def actor_name(actor: str) -> str:
-    """Return *actor*, or the name of the system's user where none is given."""
+def resolve_actor_name(actor: str) -> str:
+    """Return *actor*, or the name of the system's user if it is empty."""
     return actor or current_user()

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ergon_framework.cli.options import Actor, Reason, actor_name
-from ergon_framework.cli.pause_work import Pause, paused_now
+from ergon_framework.cli.options import Actor, Reason, resolve_actor_name
+from ergon_framework.cli.pause_work import PauseRequest, pause_loops
 
 pause = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -30,17 +30,17 @@ def pause_(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
-    """Have the whole fleet fetch nothing more for a task or a queue, until ergon resume.
+    """Stop the whole fleet from fetching for a task or a queue until ergon resume.
 
-    Every worker that ergon run has started with the same database hears it within a second or two, finishes what it
-    has in hand, and is not ready meanwhile. It holds for workers that start later too.
+    Every worker that ergon run started with the same database sees the pause within one or two seconds, finishes its
+    claimed work, and is not ready meanwhile. The pause also applies to workers started later.
 
-    Exit codes: 0 paused, 1 the database did not answer, 2 the command line or the configuration is wrong, 3 not all had
-    finished when the time of --wait was over.
+    Exit codes: 0 paused, 1 the database did not answer, 2 the command line or the configuration is invalid, 3 some
+    workers had not finished when --wait expired.
 
-    A name that no running worker has is refused with the nearest ones, unless --force is given.
+    A name that no running worker has is rejected with similar names, unless --force is given.
 
     Example: ergon pause charge --reason "the bank doubles amounts" --wait 30
     """
-    order = Pause(name=name, reason=reason, actor=actor_name(actor), force=force, wait=wait)
-    raise typer.Exit(paused_now(order, config=config, as_json=json))
+    request = PauseRequest(name=name, reason=reason, actor=resolve_actor_name(actor), force=force, wait=wait)
+    raise typer.Exit(pause_loops(request, config=config, as_json=json))

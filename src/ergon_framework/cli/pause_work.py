@@ -1,4 +1,4 @@
-"""What ``ergon pause``, ``resume`` and ``paused`` do: write an operator's word down, and show who has heard it."""
+"""Work of ``ergon pause``, ``resume`` and ``paused``: store an operator's pause, and show which workers obey it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from ergon_framework.cli.dlq_view import clean, told
-from ergon_framework.cli.logs import configure
-from ergon_framework.cli.summary import tell
-from ergon_framework.cli.telling import explained
-from ergon_framework.errors import ConfigurationError, ErgonError, text
+from ergon_framework.cli.dlq_view import format_time, sanitize
+from ergon_framework.cli.logs import configure_logging
+from ergon_framework.cli.summary import print_rows
+from ergon_framework.cli.telling import explain_error
+from ergon_framework.errors import ConfigurationError, ErgonError, error_message
 from ergon_framework.runner.exits import ExitCode
 from ergon_framework.runner.loading import load_task
-from ergon_framework.runner.settings import database
+from ergon_framework.runner.settings import database_dsn
 from ergon_framework.schema import libraries
 
 if TYPE_CHECKING:
-    from ergon_framework.connectors.postgres.pauses import Fetching, Paused
+    from ergon_framework.connectors.postgres.pauses import PauseRecord, WorkerLoopState
 
-#: Seconds that one question may take, and between two looks at the fleet.
-_WITHIN: Final = 15.0
-_LOOK: Final = 0.2
-#: The longest name, as the table says, and the longest text of a person's.
-_NAME: Final = 200
-_WORDS: Final = 500
+#: Timeout of one query, and time between two polls of the fleet, in seconds.
+_QUERY_TIMEOUT_SECONDS: Final = 15.0
+_POLL_INTERVAL_SECONDS: Final = 0.2
+#: Maximum length of a name, as in the table, and of a text entered by a person.
+_MAX_NAME_CHARS: Final = 200
+_MAX_TEXT_CHARS: Final = 500
 
 
 class PauseExit(ExitCode):
-    """Every exit code of ``ergon pause``, ``resume`` and ``paused`` with what it means."""
+    """Exit codes of ``ergon pause``, ``resume`` and ``paused`` and their meanings."""
 
     OK = 0, "done"
     FAILED = 1, "the database did not answer, or what was to be resumed was not paused"
@@ -44,32 +44,36 @@ class PauseExit(ExitCode):
     WAITING = 3, "it is paused, and not all had finished in time"
 
 
-class _Desk:
+class _PauseStore:
     """The pauses of one database."""
 
     def __init__(self, dsn: str) -> None:
-        # Loaded when it is needed: not everybody has its libraries.
-        libraries.needed()
+        # Imported on demand: the libraries are an optional extra.
+        libraries.require_psycopg()
         self._pauses = importlib.import_module("ergon_framework.connectors.postgres.pauses")
-        self._lines = importlib.import_module("ergon_framework.schema.lines").Lines(dsn)
+        self._pool = importlib.import_module("ergon_framework.schema.lines").ConnectionPool(dsn)
 
-    def pause(self, name: str, *, by: str, because: str) -> None:
-        self._lines.run(self._pauses.pause(name, by=by, because=because), within=_WITHIN)
+    def pause(self, name: str, *, actor: str, reason: str) -> None:
+        self._pool.run(self._pauses.pause(name, by=actor, because=reason), timeout_seconds=_QUERY_TIMEOUT_SECONDS)
 
-    def resume(self, name: str, *, by: str, because: str) -> bool:
-        done: bool = self._lines.run(self._pauses.resume(name, by=by, because=because), within=_WITHIN)
-        return done
+    def resume(self, name: str, *, actor: str, reason: str) -> bool:
+        was_paused: bool = self._pool.run(
+            self._pauses.resume(name, by=actor, because=reason), timeout_seconds=_QUERY_TIMEOUT_SECONDS
+        )
+        return was_paused
 
-    def survey(self) -> tuple[Sequence[Paused], Sequence[Fetching]]:
-        found: tuple[Sequence[Paused], Sequence[Fetching]] = self._lines.run(self._pauses.survey(), within=_WITHIN)
-        return found
+    def list_pauses(self) -> tuple[Sequence[PauseRecord], Sequence[WorkerLoopState]]:
+        pauses_and_loops: tuple[Sequence[PauseRecord], Sequence[WorkerLoopState]] = self._pool.run(
+            self._pauses.list_pauses(), timeout_seconds=_QUERY_TIMEOUT_SECONDS
+        )
+        return pauses_and_loops
 
     def close(self) -> None:
-        self._lines.close()
+        self._pool.close()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pause:
+class PauseRequest:
     """A pause: its name, reason and actor, and how long to wait for the workers."""
 
     name: str
@@ -79,135 +83,146 @@ class Pause:
     wait: float
 
 
-def paused_now(order: Pause, *, config: Path | None, as_json: bool) -> PauseExit:
-    """Pause as *order* says; with a wait, return when all workers have finished or the wait is over."""
+def pause_loops(request: PauseRequest, *, config: Path | None, as_json: bool) -> PauseExit:
+    """Pause as *request* says; with a wait, return when all workers have finished or the wait has expired."""
 
-    def work(desk: _Desk) -> PauseExit:
-        meant, wait = _meant(order.name), order.wait
-        if not (order.force or ":" in order.name):
-            _refuse_unknown(meant, desk)
-        desk.pause(meant, by=order.actor[:_WORDS], because=order.reason[:_WORDS])
-        until = time.monotonic() + wait
+    def work(store: _PauseStore) -> PauseExit:
+        target, wait = _resolve_name(request.name), request.wait
+        if not (request.force or ":" in request.name):
+            _reject_unknown(target, store)
+        store.pause(target, actor=request.actor[:_MAX_TEXT_CHARS], reason=request.reason[:_MAX_TEXT_CHARS])
+        deadline = time.monotonic() + wait
         while True:
-            _, fleet = desk.survey()
-            mine = [each for each in fleet if each.is_called(meant)]
-            done = all(each.obeys is not None and each.in_hand == 0 for each in mine)
-            if done or time.monotonic() >= until:
+            _, fleet = store.list_pauses()
+            matching = [each for each in fleet if each.matches(target)]
+            all_finished = all(each.obeys is not None and each.in_hand == 0 for each in matching)
+            if all_finished or time.monotonic() >= deadline:
                 break
-            time.sleep(_LOOK)
-        code = PauseExit.WAITING if wait and not done else PauseExit.OK
+            time.sleep(_POLL_INTERVAL_SECONDS)
+        code = PauseExit.WAITING if wait and not all_finished else PauseExit.OK
         if as_json:
-            workers = [asdict(each) for each in mine]
-            _print({"name": meant, "finished": done, "workers": workers, "exit_code": int(code)})
+            worker_rows = [asdict(each) for each in matching]
+            _print_json({"name": target, "finished": all_finished, "workers": worker_rows, "exit_code": int(code)})
         else:
-            tell(f"{clean(meant, _WORDS)} is paused", list(_rows(mine)))
+            print_rows(f"{sanitize(target, _MAX_TEXT_CHARS)} is paused", list(_build_rows(matching)))
         return code
 
-    return _with(work, config=config, as_json=as_json)
+    return _run_with_store(work, config=config, as_json=as_json)
 
 
-def resumed(name: str, *, actor: str, reason: str, config: Path | None, as_json: bool) -> PauseExit:
-    """Resume what is called *name*."""
+def resume_loops(name: str, *, actor: str, reason: str, config: Path | None, as_json: bool) -> PauseExit:
+    """Resume the task or queue called *name*."""
 
-    def work(desk: _Desk) -> PauseExit:
-        meant = _meant(name)
-        done = desk.resume(meant, by=actor[:_WORDS], because=reason[:_WORDS])
-        code = PauseExit.OK if done else PauseExit.FAILED
+    def work(store: _PauseStore) -> PauseExit:
+        target = _resolve_name(name)
+        was_paused = store.resume(target, actor=actor[:_MAX_TEXT_CHARS], reason=reason[:_MAX_TEXT_CHARS])
+        code = PauseExit.OK if was_paused else PauseExit.FAILED
         if as_json:
-            _print({"name": meant, "resumed": done, "exit_code": int(code)})
-        elif done:
-            typer.echo(f"{clean(meant, _WORDS)} is resumed; its workers fetch again within a second or two")
+            _print_json({"name": target, "resumed": was_paused, "exit_code": int(code)})
+        elif was_paused:
+            typer.echo(
+                f"{sanitize(target, _MAX_TEXT_CHARS)} is resumed; its workers fetch again within a second or two"
+            )
         else:
-            known = ", ".join(clean(one.name, _WORDS) for one in desk.survey()[0]) or "nothing"
-            _say(f"{clean(meant, _WORDS)!r} is not paused; paused is: {known}")
+            paused_names = ", ".join(sanitize(one.name, _MAX_TEXT_CHARS) for one in store.list_pauses()[0]) or "nothing"
+            _print_stderr(f"{sanitize(target, _MAX_TEXT_CHARS)!r} is not paused; paused is: {paused_names}")
         return code
 
-    return _with(work, config=config, as_json=as_json)
+    return _run_with_store(work, config=config, as_json=as_json)
 
 
-def listed(*, config: Path | None, as_json: bool) -> PauseExit:
-    """Show what is paused and who has heard it."""
+def list_paused(*, config: Path | None, as_json: bool) -> PauseExit:
+    """Show the pauses and the workers that obey them."""
 
-    def work(desk: _Desk) -> PauseExit:
-        pauses, fleet = desk.survey()
+    def work(store: _PauseStore) -> PauseExit:
+        pauses, fleet = store.list_pauses()
         if as_json:
-            _print({"paused": [asdict(one) for one in pauses], "workers": [asdict(each) for each in fleet]})
+            _print_json({"paused": [asdict(record) for record in pauses], "workers": [asdict(each) for each in fleet]})
             return PauseExit.OK
         if not pauses:
             typer.echo("nothing is paused")
-        for one in pauses:
-            rows = [("since", told(one.at)), ("by", clean(one.by, _WORDS))]
-            rows += [("reason", clean(one.because, _WORDS))] if one.because else []
-            tell(clean(one.name, _WORDS), [*rows, *_rows([each for each in fleet if each.is_called(one.name)])])
+        for record in pauses:
+            rows = [("since", format_time(record.at)), ("by", sanitize(record.by, _MAX_TEXT_CHARS))]
+            rows += [("reason", sanitize(record.because, _MAX_TEXT_CHARS))] if record.because else []
+            print_rows(
+                sanitize(record.name, _MAX_TEXT_CHARS),
+                [*rows, *_build_rows([each for each in fleet if each.matches(record.name)])],
+            )
         return PauseExit.OK
 
-    return _with(work, config=config, as_json=as_json)
+    return _run_with_store(work, config=config, as_json=as_json)
 
 
-def _meant(name: str) -> str:
-    """The name of the task that MODULE:TASK stands for; any other name as it is."""
-    meant = load_task(name).name if ":" in name else name
-    if not 0 < len(meant) <= _NAME or not meant.isprintable():
-        raise ConfigurationError(f"a name has 1 to {_NAME} characters that can be printed, not {len(meant)}")
-    return meant
+def _resolve_name(name: str) -> str:
+    """Return the name of the task that MODULE:TASK refers to; return any other name unchanged."""
+    resolved = load_task(name).name if ":" in name else name
+    if not 0 < len(resolved) <= _MAX_NAME_CHARS or not resolved.isprintable():
+        raise ConfigurationError(
+            f"a name has 1 to {_MAX_NAME_CHARS} characters that can be printed, not {len(resolved)}"
+        )
+    return resolved
 
 
-def _refuse_unknown(name: str, desk: _Desk) -> None:
-    """Refuse a name that neither a running worker nor an earlier pause has: it is probably mistyped."""
-    pauses, fleet = desk.survey()
-    known = {part for each in fleet for part in (each.task, each.queue)} | {one.name for one in pauses}
-    if name in known:
+def _reject_unknown(name: str, store: _PauseStore) -> None:
+    """Reject a name that neither a running worker nor an earlier pause has: it is probably mistyped."""
+    pauses, fleet = store.list_pauses()
+    known_names = {part for each in fleet for part in (each.task, each.queue)} | {one.name for one in pauses}
+    if name in known_names:
         return
-    near = [repr(clean(one, _WORDS)) for one in get_close_matches(name, sorted(known), n=3)]
-    others = [repr(clean(one, _WORDS)) for one in sorted(known)]
-    if near:
-        hint = f"the nearest is {' or '.join(near)}"
+    suggestions = [repr(sanitize(one, _MAX_TEXT_CHARS)) for one in get_close_matches(name, sorted(known_names), n=3)]
+    others = [repr(sanitize(one, _MAX_TEXT_CHARS)) for one in sorted(known_names)]
+    if suggestions:
+        hint = f"the nearest is {' or '.join(suggestions)}"
     else:
         hint = f"the running ones are {', '.join(others)}" if others else "no worker is running"
     raise ConfigurationError(
-        f"no running task or queue is called {clean(name, _WORDS)!r}: {hint}; to pause a name before its first worker "
-        "starts, add --force"
+        f"no running task or queue is called {sanitize(name, _MAX_TEXT_CHARS)!r}: {hint}; to pause a name before its "
+        "first worker starts, add --force"
     )
 
 
-# -- what is said ---------------------------------------------------------------------------------------
+# -- output ---------------------------------------------------------------------------------------------
 
 
-def _rows(workers: Sequence[Fetching]) -> Iterator[tuple[str, str]]:
+def _build_rows(workers: Sequence[WorkerLoopState]) -> Iterator[tuple[str, str]]:
     if not workers:
         yield "workers", "none that is running"
-    for each in workers:
-        held = f"has {each.in_hand} in hand" if each.in_hand else "has nothing in hand"
-        state = f"does not fetch, {held}" if each.obeys is not None else f"has not stopped yet, {held}"
-        yield clean(f"{each.task} at {each.host}:{each.pid}", _WORDS), state
+    for worker in workers:
+        in_flight_text = f"has {worker.in_hand} in hand" if worker.in_hand else "has nothing in hand"
+        state = (
+            f"does not fetch, {in_flight_text}"
+            if worker.obeys is not None
+            else f"has not stopped yet, {in_flight_text}"
+        )
+        yield sanitize(f"{worker.task} at {worker.host}:{worker.pid}", _MAX_TEXT_CHARS), state
 
 
-def _with(work: Callable[[_Desk], PauseExit], *, config: Path | None, as_json: bool) -> PauseExit:
-    configure("WARNING")
+def _run_with_store(work: Callable[[_PauseStore], PauseExit], *, config: Path | None, as_json: bool) -> PauseExit:
+    configure_logging("WARNING")
     try:
-        with _opened(database(config)) as desk:
-            return work(desk)
+        with _open_store(database_dsn(config)) as store:
+            return work(store)
     except ErgonError as error:
         code = PauseExit.USAGE if isinstance(error, ConfigurationError) else PauseExit.FAILED
         if as_json:
-            _print({"error": text(error), "exit_code": int(code)})
+            _print_json({"error": error_message(error), "exit_code": int(code)})
         else:
-            _say(explained(error))
+            _print_stderr(explain_error(error))
         return code
 
 
 @contextmanager
-def _opened(dsn: str) -> Iterator[_Desk]:
-    desk = _Desk(dsn)
+def _open_store(dsn: str) -> Iterator[_PauseStore]:
+    store = _PauseStore(dsn)
     try:
-        yield desk
+        yield store
     finally:
-        desk.close()
+        store.close()
 
 
-def _print(line: dict[str, Any]) -> None:
-    typer.echo(json.dumps(line))
+def _print_json(payload: dict[str, Any]) -> None:
+    typer.echo(json.dumps(payload))
 
 
-def _say(words: str) -> None:
-    typer.echo(f"ergon: {words}", err=True)
+def _print_stderr(message: str) -> None:
+    typer.echo(f"ergon: {message}", err=True)

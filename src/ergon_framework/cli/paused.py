@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ergon_framework.cli.pause_work import listed
+from ergon_framework.cli.pause_work import list_paused
 
 paused = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -20,10 +20,10 @@ def paused_(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
-    """Show what is paused, by whom and why, and which workers have heard it and what they still have in hand.
+    """Show the pauses with operator and reason, and which workers obey them and their work in flight.
 
-    Exit codes: 0 shown, 1 the database did not answer, 2 the command line or the configuration is wrong.
+    Exit codes: 0 shown, 1 the database did not answer, 2 the command line or the configuration is invalid.
 
     Example: ergon paused
     """
-    raise typer.Exit(listed(config=config, as_json=json))
+    raise typer.Exit(list_paused(config=config, as_json=json))

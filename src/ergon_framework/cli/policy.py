@@ -1,4 +1,4 @@
-"""``ergon policy``: its commands with their options."""
+"""Commands of ``ergon policy`` and their options."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ policy = typer.Typer(
 )
 
 
-class Kind(StrEnum):
-    """Whose policy."""
+class PolicyKind(StrEnum):
+    """Kinds of policies."""
 
     CONSUMER = "consumer"
     PRODUCER = "producer"
@@ -38,23 +38,23 @@ def explain(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
-    """Show what a task's policy allows at worst: waits, seconds that a claim is held, calls of the body.
+    """Show the worst case that a task's policy allows: waits, claim seconds, handler calls.
 
-    Providers that the task's module holds are stacked on top: their attempts multiply the task's own.
-    Exits with 1 where the broker would take a delivery back before the policy is through with it.
-    Nothing is fetched and no server is asked.
+    Retries of providers in the task's module multiply the task's own retries.
+    Exits with 1 if the broker would redeliver a delivery before the policy's lifecycle has ended.
+    Nothing is fetched and no server is queried.
 
     Example: ergon policy explain app:charge
     """
-    raise typer.Exit(work.explain(task, policy=policy, config=config, as_json=json))
+    raise typer.Exit(work.print_explanation(task, policy=policy, config=config, as_json=json))
 
 
 @policy.command()
 def schema(
-    kind: Annotated[Kind, typer.Argument(help="Whose policy.")] = Kind.CONSUMER,
+    kind: Annotated[PolicyKind, typer.Argument(help="Whose policy.")] = PolicyKind.CONSUMER,
 ) -> None:
-    """Print the JSON Schema of a policy, for an editor or a check of your own.
+    """Print the JSON Schema of a policy, for an editor or a validation step.
 
     Example: ergon policy schema consumer > consumer-policy.schema.json
     """
-    work.schema(kind.value)
+    work.print_schema(kind.value)

@@ -1,4 +1,4 @@
-"""``ergon provider``: its commands with their options."""
+"""Commands of ``ergon provider`` and their options."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ breaker = typer.Typer(help="Shows and overrules breakers.", no_args_is_help=True
 provider.add_typer(quota, name="quota")
 provider.add_typer(breaker, name="breaker")
 
-_LASTS = re.compile(r"(\d{1,9})([smhd])")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_DURATION_PATTERN = re.compile(r"(\d{1,9})([smhd])")
+_UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
-def lasting(text: str) -> float:
-    """Seconds, from 90s, 15m, 2h or 7d."""
-    found = _LASTS.fullmatch(text)
-    if found is None or not int(found[1]):
+def parse_duration(text: str) -> float:
+    """Parse a duration such as 90s, 15m, 2h or 7d into seconds."""
+    match = _DURATION_PATTERN.fullmatch(text)
+    if match is None or not int(match[1]):
         raise typer.BadParameter(f"{text[:50]!r} is no length of time; write 90s, 15m, 2h or 7d")
-    return int(found[1]) * _SECONDS[found[2]]
+    return int(match[1]) * _UNIT_SECONDS[match[2]]
 
 
 Config = Annotated[
@@ -44,10 +44,10 @@ Tenant = Annotated[
     str | None, typer.Option(help="Whose: a tenant's own; '*' is the one that all tenants share. Default: all.")
 ]
 OneTenant = Annotated[str, typer.Option(help="Whose: a tenant's own; '*' is the one that all tenants share.")]
-Only = Annotated[str | None, typer.Option("--provider", metavar="PROVIDER", help="Only of this provider.")]
+ProviderFilter = Annotated[str | None, typer.Option("--provider", metavar="PROVIDER", help="Only of this provider.")]
 Limit = Annotated[int, typer.Option(min=1, max=10_000, help="The most that are shown.")]
-Lasts = Annotated[
-    float, typer.Option("--for", parser=lasting, metavar="TIME", help="How long it holds: 90s, 15m, 2h, 7d.")
+OverrideDuration = Annotated[
+    float, typer.Option("--for", parser=parse_duration, metavar="TIME", help="How long it holds: 90s, 15m, 2h, 7d.")
 ]
 
 
@@ -61,28 +61,34 @@ def health(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Show how the providers of a tenant are: breaker, last hour, quota, last error.
+    """Show the availability of a tenant's providers: breaker, last hour, quota, last error.
 
-    The address of the database is ERGON_POSTGRES__DSN of the environment, or postgres.dsn of ergon.toml.
+    The database address is read from ERGON_POSTGRES__DSN or from postgres.dsn of ergon.toml.
 
-    Exit codes: 0 shown, 1 with --check: something is held back, 2 out of reach, refused, or wrongly configured.
+    Exit codes: 0 shown, 1 with --check: calls are blocked, 2 database unavailable, request rejected, or configuration
+    invalid.
 
     Example: ergon provider health --tenant acme
     """
-    raise typer.Exit(work.health(tenant, check=check, config=config, as_json=json))
+    raise typer.Exit(work.print_health(tenant, check=check, config=config, as_json=json))
 
 
 @quota.command("list")
 def list_quota(
-    *, tenant: Tenant = None, provider: Only = None, limit: Limit = 1000, config: Config = None, json: Json = False
+    *,
+    tenant: Tenant = None,
+    provider: ProviderFilter = None,
+    limit: Limit = 1000,
+    config: Config = None,
+    json: Json = False,
 ) -> None:
-    """List the windows that last, with what is left of them.
+    """List the current quota windows with their remaining calls.
 
-    Exit codes: 0 listed, 2 out of reach, refused, or wrongly configured.
+    Exit codes: 0 listed, 2 database unavailable, request rejected, or configuration invalid.
 
     Example: ergon provider quota list --tenant acme
     """
-    raise typer.Exit(work.listed("quotas", tenant, provider, limit=limit, config=config, as_json=json))
+    raise typer.Exit(work.list_rows("quotas", tenant, provider, limit=limit, config=config, as_json=json))
 
 
 @quota.command()
@@ -92,44 +98,51 @@ def extend(
     *,
     calls: Annotated[int, typer.Option(min=0, help="So many calls more in each window; 0 ends it.")],
     tenant: OneTenant,
-    lasts: Lasts,
+    lasts: OverrideDuration,
     reason: Reason,
     actor: Actor,
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Allow more calls in each window of a provider, for some time.
+    """Allow more calls in each quota window of a provider for a limited time.
 
-    Exit codes: 0 done, 2 out of reach, refused, or wrongly configured; then nothing was changed.
+    Exit codes: 0 done, 2 database unavailable, request rejected, or configuration invalid; nothing was changed.
 
     Example: ergon provider quota extend payments charging --tenant acme --calls 500 --for 2h --reason "sale, INC-7"
     """
-    done = work.Word("extend_quota", tenant, name, capability, actor=actor, reason=reason, seconds=lasts, calls=calls)
-    raise typer.Exit(work.said(done, config=config, as_json=json))
+    action = work.OperatorAction(
+        "extend_quota", tenant, name, capability, actor=actor, reason=reason, seconds=lasts, calls=calls
+    )
+    raise typer.Exit(work.apply_action(action, config=config, as_json=json))
 
 
 @quota.command()
 def lost(*, tenant: Tenant = None, limit: Limit = 100, config: Config = None, json: Json = False) -> None:
-    """List reservations whose owners died, the newest first; they are booked as used.
+    """List quota reservations whose owners were killed, newest first; they count as used.
 
-    Exit codes: 0 listed, 2 out of reach, refused, or wrongly configured.
+    Exit codes: 0 listed, 2 database unavailable, request rejected, or configuration invalid.
 
     Example: ergon provider quota lost
     """
-    raise typer.Exit(work.listed("lost", tenant, limit=limit, config=config, as_json=json))
+    raise typer.Exit(work.list_rows("lost", tenant, limit=limit, config=config, as_json=json))
 
 
 @breaker.command("list")
 def list_breakers(
-    *, tenant: Tenant = None, provider: Only = None, limit: Limit = 1000, config: Config = None, json: Json = False
+    *,
+    tenant: Tenant = None,
+    provider: ProviderFilter = None,
+    limit: Limit = 1000,
+    config: Config = None,
+    json: Json = False,
 ) -> None:
-    """List breakers; one that is closed and has seen no fault is not there.
+    """List breakers; a closed breaker without faults is not listed.
 
-    Exit codes: 0 listed, 2 out of reach, refused, or wrongly configured.
+    Exit codes: 0 listed, 2 database unavailable, request rejected, or configuration invalid.
 
     Example: ergon provider breaker list --provider payments
     """
-    raise typer.Exit(work.listed("breakers", tenant, provider, limit=limit, config=config, as_json=json))
+    raise typer.Exit(work.list_rows("breakers", tenant, provider, limit=limit, config=config, as_json=json))
 
 
 @breaker.command("force-open")
@@ -138,20 +151,20 @@ def force_open(
     capability: Capability,
     *,
     tenant: OneTenant,
-    lasts: Lasts,
+    lasts: OverrideDuration,
     reason: Reason,
     actor: Actor,
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Let nothing through to a provider, for some time.
+    """Block all calls to a provider for a limited time.
 
-    Exit codes: 0 done, 2 out of reach, refused, or wrongly configured; then nothing was changed.
+    Exit codes: 0 done, 2 database unavailable, request rejected, or configuration invalid; nothing was changed.
 
     Example: ergon provider breaker force-open payments charging --tenant '*' --for 30m --reason "their maintenance"
     """
-    done = work.Word("force_open", tenant, name, capability, actor=actor, reason=reason, seconds=lasts)
-    raise typer.Exit(work.said(done, config=config, as_json=json))
+    action = work.OperatorAction("force_open", tenant, name, capability, actor=actor, reason=reason, seconds=lasts)
+    raise typer.Exit(work.apply_action(action, config=config, as_json=json))
 
 
 @breaker.command()
@@ -160,20 +173,20 @@ def disable(
     capability: Capability,
     *,
     tenant: OneTenant,
-    lasts: Lasts,
+    lasts: OverrideDuration,
     reason: Reason,
     actor: Actor,
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Let everything through to a provider, whatever its breaker says, for some time.
+    """Allow all calls to a provider for a limited time, whatever the state of its breaker.
 
-    Exit codes: 0 done, 2 out of reach, refused, or wrongly configured; then nothing was changed.
+    Exit codes: 0 done, 2 database unavailable, request rejected, or configuration invalid; nothing was changed.
 
     Example: ergon provider breaker disable payments charging --tenant acme --for 10m --reason "they say it is up"
     """
-    done = work.Word("disable", tenant, name, capability, actor=actor, reason=reason, seconds=lasts)
-    raise typer.Exit(work.said(done, config=config, as_json=json))
+    action = work.OperatorAction("disable", tenant, name, capability, actor=actor, reason=reason, seconds=lasts)
+    raise typer.Exit(work.apply_action(action, config=config, as_json=json))
 
 
 @breaker.command()
@@ -187,25 +200,25 @@ def lift(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Let the breaker decide again.
+    """Clear the override of a breaker, so that the breaker decides again.
 
-    Exit codes: 0 done, 2 out of reach, refused, or wrongly configured; then nothing was changed.
+    Exit codes: 0 done, 2 database unavailable, request rejected, or configuration invalid; nothing was changed.
 
     Example: ergon provider breaker lift payments charging --tenant acme --reason "over"
     """
-    done = work.Word("lift", tenant, name, capability, actor=actor, reason=reason)
-    raise typer.Exit(work.said(done, config=config, as_json=json))
+    action = work.OperatorAction("lift", tenant, name, capability, actor=actor, reason=reason)
+    raise typer.Exit(work.apply_action(action, config=config, as_json=json))
 
 
 @provider.command()
 def overrides(*, tenant: Tenant = None, limit: Limit = 100, config: Config = None, json: Json = False) -> None:
-    """List what operators have said, the newest first.
+    """List operator overrides, newest first.
 
-    Exit codes: 0 listed, 2 out of reach, refused, or wrongly configured.
+    Exit codes: 0 listed, 2 database unavailable, request rejected, or configuration invalid.
 
     Example: ergon provider overrides --tenant acme
     """
-    raise typer.Exit(work.listed("overrides", tenant, limit=limit, config=config, as_json=json))
+    raise typer.Exit(work.list_rows("overrides", tenant, limit=limit, config=config, as_json=json))
 
 
 @provider.command()
@@ -218,12 +231,12 @@ def retention(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Make the partitions of the next days and remove what is old; writers do it too, where their role may.
+    """Create the partitions of the next days and delete old data; writers do it too if their role permits.
 
-    Exit codes: 0 done, 1 somebody else was at it or used a table, so that something is left for the next time, 2 out of
-    reach, refused, or wrongly configured.
+    Exit codes: 0 done, 1 another process ran retention or used a table, so some work remains for the next run,
+    2 database unavailable, request rejected, or configuration invalid.
 
     Example: ergon provider retention --rows 90
     """
-    keep = {"ahead": ahead, "rows": rows, "minutes": minutes, "quotas": quotas}
-    raise typer.Exit(work.tidied(keep, config=config, as_json=json))
+    options = {"ahead": ahead, "rows": rows, "minutes": minutes, "quotas": quotas}
+    raise typer.Exit(work.run_retention(options, config=config, as_json=json))

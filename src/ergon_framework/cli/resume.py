@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ergon_framework.cli.options import Actor, Reason, actor_name
-from ergon_framework.cli.pause_work import resumed
+from ergon_framework.cli.options import Actor, Reason, resolve_actor_name
+from ergon_framework.cli.pause_work import resume_loops
 
 resume = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -24,11 +24,11 @@ def resume_(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
-    """Have the fleet fetch again for what ergon pause has stopped.
+    """Let the fleet fetch again for a task or queue stopped by ergon pause.
 
-    Exit codes: 0 resumed, 1 it was not paused or the database did not answer, 2 the command line or the configuration
-    is wrong.
+    Exit codes: 0 resumed, 1 not paused or the database did not answer, 2 the command line or the configuration is
+    invalid.
 
     Example: ergon resume charge
     """
-    raise typer.Exit(resumed(name, actor=actor_name(actor), reason=reason, config=config, as_json=json))
+    raise typer.Exit(resume_loops(name, actor=resolve_actor_name(actor), reason=reason, config=config, as_json=json))

@@ -1,4 +1,4 @@
-"""``ergon run``: load the task, run it in this process or in several, say how it ended."""
+"""``ergon run``: load the task, run it in one or several processes, and report the result."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from typing import Any, TypeVar
 
 import typer
 
-from ergon_framework.cli.logs import configure
-from ergon_framework.cli.summary import as_line, show, show_all, summed
-from ergon_framework.cli.telling import explained
-from ergon_framework.errors import ConfigurationError, ErgonError, text
+from ergon_framework.cli.logs import configure_logging
+from ergon_framework.cli.summary import merge_reports, show, show_all, to_json_line
+from ergon_framework.cli.telling import explain_error
+from ergon_framework.errors import ConfigurationError, ErgonError, error_message
 from ergon_framework.runner import exporting, queues
-from ergon_framework.runner.exits import Exit
-from ergon_framework.runner.health import STARTING, Health
-from ergon_framework.runner.journalling import check as check_journal
-from ergon_framework.runner.journalling import journalled
-from ergon_framework.runner.leaving import flush, guard, leave
+from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.health import STARTING, ProcessHealth
+from ergon_framework.runner.journalling import check_journal_settings as check_journal
+from ergon_framework.runner.journalling import journal_for
+from ergon_framework.runner.leaving import exit_process, flush_telemetry, force_exit_at_deadline
 from ergon_framework.runner.loading import is_consumer, is_producer, load_policy, load_runnable, load_task
-from ergon_framework.runner.measuring import looks
-from ergon_framework.runner.pausing import pausable
-from ergon_framework.runner.probes import probed
-from ergon_framework.runner.process import Ended, Process, Runnable
+from ergon_framework.runner.measuring import should_measure
+from ergon_framework.runner.pausing import pause_gates
+from ergon_framework.runner.probes import serve_probes
+from ergon_framework.runner.process import Process, Runnable, RunResult
 from ergon_framework.runner.producing import STDIN, create_input_producer
 from ergon_framework.runner.provider_state import close_provider_state, open_provider_state
-from ergon_framework.runner.settings import Settings, settings
-from ergon_framework.runner.stages import Stage
+from ergon_framework.runner.settings import Settings, load_settings
+from ergon_framework.runner.stages import ShutdownStage
 from ergon_framework.runner.supervisor import Supervisor
 from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
-from ergon_framework.telemetry.options import without_tracebacks
-from ergon_framework.telemetry.sums import Sums
+from ergon_framework.telemetry.options import disable_tracebacks
+from ergon_framework.telemetry.sums import MultiprocessMetrics
 
 log = logging.getLogger(f"{LIBRARY}.runner")
 
@@ -50,7 +50,7 @@ P = TypeVar("P", ConsumerPolicy, ProducerPolicy)
 
 
 class LogLevel(StrEnum):
-    """What the standard library calls its levels."""
+    """Log levels, named as in the standard library."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -60,7 +60,7 @@ class LogLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line says; None leaves it to the environment, the file and the task."""
+    """Options from the command line; None leaves the value to the environment, the file and the task."""
 
     task: str
     streaming: bool | None = None
@@ -73,81 +73,85 @@ class Options:
     probe_file: str | None = None
     input: str | None = None
 
-    def settings(self) -> Settings:
-        """What file and environment say, and over it what the command line says."""
-        found = settings(None if self.config is None else Path(self.config))
-        given = {"port": self.probe_port, "file": self.probe_file}
-        probes = found.run.probes.model_copy(update={key: value for key, value in given.items() if value is not None})
+    def resolve_settings(self) -> Settings:
+        """Return the settings of file and environment, overridden by the command line."""
+        settings = load_settings(None if self.config is None else Path(self.config))
+        probe_options = {"port": self.probe_port, "file": self.probe_file}
+        probes = settings.run.probes.model_copy(
+            update={key: value for key, value in probe_options.items() if value is not None}
+        )
         changes: dict[str, Any] = {"probes": probes}
         if self.processes is not None:
             changes["processes"] = self.processes
-        return found.model_copy(update={"run": found.run.model_copy(update=changes)})
+        return settings.model_copy(update={"run": settings.run.model_copy(update=changes)})
 
 
 def run_task(options: Options, *, as_json: bool) -> int:
-    """Run the task; the exit code. Does not return if a handler is still running at the end."""
+    """Run the task and return the exit code; does not return if a handler call is still running at the end."""
     try:
-        found = options.settings()
-        prepare(options, found)
+        settings = options.resolve_settings()
+        configure_process(options, settings)
         return (
-            _run_many(options, found, as_json=as_json) if found.run.processes > 1 else _run_one(options, found, as_json)
+            _run_many(options, settings, as_json=as_json)
+            if settings.run.processes > 1
+            else _run_one(options, settings, as_json)
         )
     except ConfigurationError as error:
-        typer.echo(f"ergon: {text(error)}", err=True)
-        return Exit.USAGE
+        typer.echo(f"ergon: {error_message(error)}", err=True)
+        return RunExit.USAGE
 
 
-def prepare(options: Options, found: Settings) -> None:
-    """Configure the logs, and let queues be found by the names that the settings give them."""
-    configure((options.log_level or found.logging.level).upper(), found.logging.format)
-    queues.use(found)
+def configure_process(options: Options, settings: Settings) -> None:
+    """Configure logging, and register the queues by their names in the settings."""
+    configure_logging((options.log_level or settings.logging.level).upper(), settings.logging.format)
+    queues.set_settings(settings)
 
 
-def load(options: Options, found: Settings) -> tuple[Runnable, ConsumerPolicy | ProducerPolicy]:
-    """The task, and the policy that it is to obey."""
-    check_journal(found)
+def load_task_and_policy(options: Options, settings: Settings) -> tuple[Runnable, ConsumerPolicy | ProducerPolicy]:
+    """Return the task and its policy."""
+    check_journal(settings)
     task = load_runnable(options.task)
     if options.input is not None or not is_consumer(task):
-        _prepare_task(task, found)
-        return _load_producer(task, options, found)
-    return load_consumer(options, found)
+        _prepare_task(task, settings)
+        return _load_producer(task, options, settings)
+    return load_consumer(options, settings)
 
 
-def load_consumer(options: Options, found: Settings) -> tuple[Runnable, ConsumerPolicy]:
+def load_consumer(options: Options, settings: Settings) -> tuple[Runnable, ConsumerPolicy]:
     """Return the consumer and its policy."""
-    check_journal(found)
+    check_journal(settings)
     task = load_task(options.task)
-    _prepare_task(task, found)
-    rules = _rules(task, ConsumerPolicy, options, found)
+    _prepare_task(task, settings)
+    policy = _resolve_policy(task, ConsumerPolicy, options, settings)
     if options.streaming is not None:
-        loop = rules.loop.model_copy(update={"streaming": options.streaming})
-        rules = rules.model_copy(update={"loop": loop})
-    return task, rules
+        loop = policy.loop.model_copy(update={"streaming": options.streaming})
+        policy = policy.model_copy(update={"loop": loop})
+    return task, policy
 
 
-def _prepare_task(task: Runnable, found: Settings) -> None:
-    if not found.telemetry.tracebacks:
-        without_tracebacks(task)
+def _prepare_task(task: Runnable, settings: Settings) -> None:
+    if not settings.telemetry.tracebacks:
+        disable_tracebacks(task)
     if isinstance(task.connector, queues.NamedQueue):
-        # A queue that nobody can find is a mistake of the settings, told before anything has begun.
+        # Resolve the queue now, so that an unknown queue name is reported before the task starts.
         _ = task.connector.connector
 
 
-def _load_producer(task: Runnable, options: Options, found: Settings) -> tuple[Runnable, ProducerPolicy]:
+def _load_producer(task: Runnable, options: Options, settings: Settings) -> tuple[Runnable, ProducerPolicy]:
     """Return the producer with its input, and its policy; one input belongs to one process."""
     if not is_producer(task):
         raise ConfigurationError(f"{options.task!r} only consumes, from its queue; --input is for producers")
     if options.streaming is not None:
         raise ConfigurationError("--streaming and --once are for consumers; a producer ends with its input")
-    if found.run.processes > 1:
+    if settings.run.processes > 1:
         raise ConfigurationError("a producer runs in one process, which reads the input; leave --processes out")
-    rules = _rules(task, ProducerPolicy, options, found)
-    return create_input_producer(task, options.input or STDIN), rules
+    policy = _resolve_policy(task, ProducerPolicy, options, settings)
+    return create_input_producer(task, options.input or STDIN), policy
 
 
-def _rules(task: Runnable, kind: type[P], options: Options, found: Settings) -> P:
+def _resolve_policy(task: Runnable, kind: type[P], options: Options, settings: Settings) -> P:
     if options.policy is None:
-        policy = found.policy(task.name, choose_policy(task, None, kind))
+        policy = settings.policy(task.name, choose_policy(task, None, kind))
     else:
         policy = load_policy(Path(options.policy), kind)
     if options.limit is None:
@@ -155,21 +159,21 @@ def _rules(task: Runnable, kind: type[P], options: Options, found: Settings) -> 
     return policy.model_copy(update={"loop": policy.loop.model_copy(update={"limit": options.limit})})
 
 
-def look(task: Runnable, found: Settings, *, number: int | None = None) -> float | None:
-    """Have telemetry go where the environment says; how often process *number* is to look at its queue, if at all."""
-    read = found.run.probes.port is not None or "metrics" in exporting.wanted()
-    exporting.export(task.name)
-    return found.run.metrics.depth if read and looks(task, number=number) else None
+def configure_telemetry(task: Runnable, settings: Settings, *, number: int | None = None) -> float | None:
+    """Export telemetry as the environment says; return the queue-depth interval of process *number*, or None."""
+    exports_metrics = settings.run.probes.port is not None or "metrics" in exporting.requested_signals()
+    exporting.configure_otlp(task.name)
+    return settings.run.metrics.depth if exports_metrics and should_measure(task, number=number) else None
 
 
-def tell(ended: Ended) -> None:
-    """Say what went wrong: an error of ours explains itself, any other needs its traceback."""
-    if ended.forced:
-        typer.echo(f"ergon: {Exit.FORCED.meaning}", err=True)
-    elif isinstance(ended.error, ErgonError):
-        typer.echo(f"ergon: {explained(ended.error)}", err=True)
-    elif ended.error is not None:
-        typer.echo("".join(traceback.format_exception(ended.error)).rstrip(), err=True)
+def print_error(result: RunResult) -> None:
+    """Print the error: the framework's errors explain themselves, other errors need their traceback."""
+    if result.forced:
+        typer.echo(f"ergon: {RunExit.FORCED.meaning}", err=True)
+    elif isinstance(result.error, ErgonError):
+        typer.echo(f"ergon: {explain_error(result.error)}", err=True)
+    elif result.error is not None:
+        typer.echo("".join(traceback.format_exception(result.error)).rstrip(), err=True)
 
 
 def log_worker_start(task: Runnable, policy: ConsumerPolicy | ProducerPolicy, *, number: int | None = None) -> None:
@@ -182,95 +186,97 @@ def log_worker_start(task: Runnable, policy: ConsumerPolicy | ProducerPolicy, *,
         Field.NUMBER: number,
         Field.PID: os.getpid(),
     }
-    logs.say(logging.INFO, Event.WORKER_STARTED, fields, to=log)
+    logs.log_event(logging.INFO, Event.WORKER_STARTED, fields, to=log)
 
 
-def enter(stage: Stage, *, number: int | None = None) -> None:
-    """Log that a stage of the stop has begun."""
-    level = logging.ERROR if stage is Stage.KILLED else logging.INFO
+def log_stage(stage: ShutdownStage, *, number: int | None = None) -> None:
+    """Log the start of a shutdown stage."""
+    level = logging.ERROR if stage is ShutdownStage.KILLED else logging.INFO
     fields = {Field.STAGE: stage.value} if number is None else {Field.STAGE: stage.value, Field.NUMBER: number}
-    logs.say(level, Event.PROCESS_STOPPING, fields, to=log)
+    logs.log_event(level, Event.PROCESS_STOPPING, fields, to=log)
 
 
 # -- one process ----------------------------------------------------------------------------------
 
 
-def _run_one(options: Options, found: Settings, as_json: bool) -> int:  # noqa: FBT001 - told by position, once
+def _run_one(options: Options, settings: Settings, as_json: bool) -> int:  # noqa: FBT001 - one caller, by position
     running: list[Process] = []
 
-    def check() -> Health:
+    def check_health() -> ProcessHealth:
         return running[0].health() if running else STARTING
 
-    with probed(found.run.probes, check, Sums().read) as port:
-        _answers(port, found)
-        task, rules = load(options, found)
-        open_provider_state(task, found)
-        log_worker_start(task, rules)
-        with pausable(task, found) as gates, journalled(task, found) as journal:
+    with serve_probes(settings.run.probes, check_health, MultiprocessMetrics().read) as port:
+        _print_probe_address(port, settings)
+        task, policy = load_task_and_policy(options, settings)
+        open_provider_state(task, settings)
+        log_worker_start(task, policy)
+        with pause_gates(task, settings) as gates, journal_for(task, settings) as journal:
             process = Process(
                 task,
-                rules,
-                on_signal=_telling(rules),
-                on_stage=enter,
-                blocked=found.run.probes.blocked,
-                depth=look(task, found),
+                policy,
+                on_signal=_make_signal_handler(policy),
+                on_stage=log_stage,
+                blocked=settings.run.probes.blocked,
+                depth=configure_telemetry(task, settings),
                 gates=gates,
                 on_outcome=journal.on_outcome,
             )
             running.append(process)
-            ended = process.run()
-            journal.finish(ended.deadline)
-            close_provider_state(ended.deadline)
-        guard(ended)
-        tell(ended)
+            result = process.run()
+            journal.finish(result.deadline)
+            close_provider_state(result.deadline)
+        force_exit_at_deadline(result)
+        print_error(result)
         if as_json:
-            typer.echo(as_line(task.name, ended))
+            typer.echo(to_json_line(task.name, result))
         else:
-            show(task.name, ended)
-    flush(ended)
-    return leave(ended)
+            show(task.name, result)
+    flush_telemetry(result)
+    return exit_process(result)
 
 
-def _telling(policy: ConsumerPolicy | ProducerPolicy) -> Callable[[Signals, int], None]:
-    return lambda signal, times: _heard(signal, times, policy.loop.drain_timeout)
+def _make_signal_handler(policy: ConsumerPolicy | ProducerPolicy) -> Callable[[Signals, int], None]:
+    return lambda signal, times: _print_signal(signal, times, policy.loop.drain_timeout)
 
 
-def _heard(signal: Signals, times: int, grace: float) -> None:
+def _print_signal(signal: Signals, times: int, grace: float) -> None:
     if times == 1:
-        said = f"running work has {grace:g} s to finish; a second signal ends it at once"
-        typer.echo(f"ergon: {signal.name}: {said}", err=True)
+        message = f"running work has {grace:g} s to finish; a second signal ends it at once"
+        typer.echo(f"ergon: {signal.name}: {message}", err=True)
     else:
         typer.echo(f"ergon: {signal.name}: ending now", err=True)
 
 
-# -- several --------------------------------------------------------------------------------------
+# -- several processes ----------------------------------------------------------------------------
 
 
-def _run_many(options: Options, found: Settings, *, as_json: bool) -> int:
-    supervisor = Supervisor(_command(options), found.run, on_signal=_heard)
-    with probed(found.run.probes, supervisor.health, supervisor.sums.read) as port:
-        _answers(port, found)
-        ran = supervisor.run()
-    if ran.why is not None:
-        typer.echo(f"ergon: {ran.why}", err=True)
-    name = next((report["task"] for report in ran.reports if "task" in report), options.task)
+def _run_many(options: Options, settings: Settings, *, as_json: bool) -> int:
+    supervisor = Supervisor(_build_command(options), settings.run, on_signal=_print_signal)
+    with serve_probes(settings.run.probes, supervisor.health, supervisor.metrics.read) as port:
+        _print_probe_address(port, settings)
+        result = supervisor.run()
+    if result.reason is not None:
+        typer.echo(f"ergon: {result.reason}", err=True)
+    name = next((report["task"] for report in result.reports if "task" in report), options.task)
     if as_json:
-        typer.echo(json.dumps(summed(name, ran)))
-    elif ran.reports:
-        show_all(name, ran)
-    return ran.exit
+        typer.echo(json.dumps(merge_reports(name, result)))
+    elif result.reports:
+        show_all(name, result)
+    return result.exit
 
 
-def _command(options: Options) -> Callable[[int, int, int], Sequence[str]]:
-    def command(number: int, orders: int, reports: int) -> Sequence[str]:
-        given = json.dumps({"number": number, "orders": orders, "reports": reports, "options": asdict(options)})
-        # -P: python -m would put the current folder in front of the installed packages.
-        return [sys.executable, "-P", "-m", "ergon_framework.cli.child", given]
+def _build_command(options: Options) -> Callable[[int, int, int], Sequence[str]]:
+    def command(number: int, command_fd: int, report_fd: int) -> Sequence[str]:
+        arguments_json = json.dumps(
+            {"number": number, "orders": command_fd, "reports": report_fd, "options": asdict(options)}
+        )
+        # -P: without it, python -m puts the current directory before the installed packages.
+        return [sys.executable, "-P", "-m", "ergon_framework.cli.child", arguments_json]
 
     return command
 
 
-def _answers(port: int | None, found: Settings) -> None:
-    """Say where the probes are answered, if that was left to chance."""
-    if port is not None and found.run.probes.port == 0:
-        typer.echo(f"ergon: probes on http://{found.run.probes.host}:{port}", err=True)
+def _print_probe_address(port: int | None, settings: Settings) -> None:
+    """Print the address of the probes if the system chose the port."""
+    if port is not None and settings.run.probes.port == 0:
+        typer.echo(f"ergon: probes on http://{settings.run.probes.host}:{port}", err=True)

@@ -1,4 +1,4 @@
-"""Summaries: a table for a person, lines for a file, JSON for a program."""
+"""Summaries of a run: a table on a terminal, plain lines in a file, JSON for a program."""
 
 from __future__ import annotations
 
@@ -13,65 +13,65 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ergon_framework.errors import text, to_one_line
-from ergon_framework.runner.process import Ended
-from ergon_framework.runner.supervisor import Ran
-from ergon_framework.task.report import End, Outcome, Report
+from ergon_framework.errors import error_message, to_one_line
+from ergon_framework.runner.process import RunResult
+from ergon_framework.runner.supervisor import SupervisorResult
+from ergon_framework.task.report import Outcome, Report, StopReason
 
-#: The longest message that is repeated; the whole one is in the dead letter.
-LONGEST = 500
+#: Maximum length of a message in the summary; the dead letter has the whole message.
+MAX_MESSAGE_CHARS = 500
 
-WHY = {
-    End.EMPTY: "the queue was empty",
-    End.DONE: "the input was read to its end",
-    End.LIMIT: "the limit was reached",
-    End.STOP: "stopped by a signal",
-    End.TIMEOUT: "the loop's time was over",
-    End.STALLED: "every slot was held by a handler that timed out",
-    End.FETCH: "the connector could not be read",
+END_DESCRIPTIONS = {
+    StopReason.EMPTY: "the queue was empty",
+    StopReason.DONE: "the input was read to its end",
+    StopReason.LIMIT: "the limit was reached",
+    StopReason.STOP: "stopped by a signal",
+    StopReason.TIMEOUT: "the loop's time was over",
+    StopReason.STALLED: "every slot was held by a handler that timed out",
+    StopReason.FETCH: "the connector could not be read",
 }
 
 
-def show(name: str, ended: Ended) -> None:
+def show(name: str, result: RunResult) -> None:
     """Print the summary: as a table on a terminal, as plain lines elsewhere."""
-    tell(name, list(_rows(ended)))
+    print_rows(name, list(_build_rows(result)))
 
 
-def show_all(name: str, ran: Ran) -> None:
+def show_all(name: str, result: SupervisorResult) -> None:
     """Print the summary of several processes as one."""
-    tell(name, list(_rows_of_all(summed(name, ran))))
+    print_rows(name, list(_build_merged_rows(merge_reports(name, result))))
 
 
-def tell(title: str, rows: Sequence[tuple[str, str]]) -> None:
+def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """Print rows of two cells under a title: as a table on a terminal, as plain lines elsewhere.
 
-    Line ends and control characters are escaped, so that a cell starts no line of its own.
+    Line ends and control characters are escaped, so that every cell stays on one line.
     """
-    title, rows = to_one_line(title), [(to_one_line(what), to_one_line(how)) for what, how in rows]
+    title, rows = to_one_line(title), [(to_one_line(label), to_one_line(detail)) for label, detail in rows]
     if sys.stdout.isatty():
         table = Table("what", "how", title=title, title_justify="left", show_header=False)
         for row in rows:
-            # Text, because what an error says is no markup.
+            # Text, because an error message may contain characters that rich reads as markup.
             table.add_row(*(Text(cell) for cell in row))
         Console().print(table)
         return
-    width = max(len(what) for what, _ in rows)
-    typer.echo("\n".join([title, *(f"  {what:<{width}}  {how}" for what, how in rows)]))
+    width = max(len(label) for label, _ in rows)
+    typer.echo("\n".join([title, *(f"  {label:<{width}}  {detail}" for label, detail in rows)]))
 
 
-def as_line(name: str, ended: Ended) -> str:
-    """The report as one line of JSON."""
-    return json.dumps(told(name, ended))
+def to_json_line(name: str, result: RunResult) -> str:
+    """Return the report as one line of JSON."""
+    return json.dumps(report_data(name, result))
 
 
-def told(name: str, ended: Ended) -> dict[str, Any]:
-    """The report as plain data."""
-    report = ended.report
-    line: dict[str, Any] = {"task": name, "exit_code": int(ended.exit)}
-    if ended.error is not None:
-        line["error"] = f"{type(ended.error).__name__}: {_said(ended.error)}"
+def report_data(name: str, result: RunResult) -> dict[str, Any]:
+    """Return the report as plain data."""
+    report = result.report
+    data: dict[str, Any] = {"task": name, "exit_code": int(result.exit)}
+    if result.error is not None:
+        data["error"] = f"{type(result.error).__name__}: {_format_error(result.error)}"
     if report is not None:
-        line |= {
+        data |= {
             "end": report.end,
             "started": report.started,
             "fetches": report.fetches,
@@ -82,59 +82,59 @@ def told(name: str, ended: Ended) -> dict[str, Any]:
             "abandoned": report.abandoned,
             "fenced": report.fenced,
             "released_started": report.released_started,
-            "failures": [_failure(outcome) for outcome in report.failures],
+            "failures": [_failure_to_dict(outcome) for outcome in report.failures],
         }
-    return line
+    return data
 
 
-#: What is added up over processes, and what is added up by name.
-_SUMS = ("started", "fetches", "empty_fetches", "abandoned", "fenced", "released_started")
-_TALLIES = ("counts", "refused", "settled")
-#: How many failures of several processes are repeated.
-FAILURES = 100
+#: Keys summed over processes, and keys whose counters are summed by name.
+_SUMMED_KEYS = ("started", "fetches", "empty_fetches", "abandoned", "fenced", "released_started")
+_COUNTER_KEYS = ("counts", "refused", "settled")
+#: Maximum number of failures in the summary of several processes.
+MAX_FAILURES = 100
 
 
-def summed(name: str, ran: Ran) -> dict[str, Any]:
-    """The reports of several processes as one."""
-    parts = ran.reports
-    line: dict[str, Any] = {"task": name, "exit_code": int(ran.exit)}
-    if ran.why is not None:
-        line["error"] = ran.why
-    line |= {"processes": len(parts), "restarts": ran.restarts}
-    line["ends"] = dict(Counter(str(part.get("end") or "failed") for part in parts))
-    line |= {key: sum(part.get(key, 0) for part in parts) for key in _SUMS}
-    line |= {key: _added(part.get(key, {}) for part in parts) for key in _TALLIES}
-    line["failures"] = [failure for part in parts for failure in part.get("failures", ())][:FAILURES]
-    return line
+def merge_reports(name: str, result: SupervisorResult) -> dict[str, Any]:
+    """Merge the reports of several processes into one."""
+    reports = result.reports
+    data: dict[str, Any] = {"task": name, "exit_code": int(result.exit)}
+    if result.reason is not None:
+        data["error"] = result.reason
+    data |= {"processes": len(reports), "restarts": result.restarts}
+    data["ends"] = dict(Counter(str(report.get("end") or "failed") for report in reports))
+    data |= {key: sum(report.get(key, 0) for report in reports) for key in _SUMMED_KEYS}
+    data |= {key: _sum_counters(report.get(key, {}) for report in reports) for key in _COUNTER_KEYS}
+    data["failures"] = [failure for report in reports for failure in report.get("failures", ())][:MAX_FAILURES]
+    return data
 
 
-def _added(tallies: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def _sum_counters(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
-    for tally in tallies:
-        total.update(tally)
+    for counter in counters:
+        total.update(counter)
     return dict(total)
 
 
-def _rows_of_all(line: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    words = {end.value: why for end, why in WHY.items()}
-    yield "ended", line.get("error") or "; ".join(words.get(end, end) for end in line["ends"])
-    yield "processes", f"{line['processes']}, replaced {line['restarts']}"
-    yield from ((kind, str(count)) for kind, count in line["counts"].items() if count)
-    yield from ((f"refused, {reason}", str(count)) for reason, count in line["refused"].items())
-    if line["released_started"]:
-        yield "released, started", str(line["released_started"])
-    if line["abandoned"]:
-        yield "still running", str(line["abandoned"])
-    for failure in line["failures"]:
-        tries = "1 attempt" if failure["attempts"] == 1 else f"{failure['attempts']} attempts"
-        yield failure["transaction_id"], f"{failure['category']}: {failure['message']} ({tries})"
+def _build_merged_rows(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    descriptions = {end.value: description for end, description in END_DESCRIPTIONS.items()}
+    yield "ended", data.get("error") or "; ".join(descriptions.get(end, end) for end in data["ends"])
+    yield "processes", f"{data['processes']}, replaced {data['restarts']}"
+    yield from ((kind, str(count)) for kind, count in data["counts"].items() if count)
+    yield from ((f"refused, {reason}", str(count)) for reason, count in data["refused"].items())
+    if data["released_started"]:
+        yield "released, started", str(data["released_started"])
+    if data["abandoned"]:
+        yield "still running", str(data["abandoned"])
+    for failure in data["failures"]:
+        attempts_text = "1 attempt" if failure["attempts"] == 1 else f"{failure['attempts']} attempts"
+        yield failure["transaction_id"], f"{failure['category']}: {failure['message']} ({attempts_text})"
         if failure.get("handler_error"):
             yield "", f"its exception handler failed: {failure['handler_error']}"
 
 
-def _rows(ended: Ended) -> Iterator[tuple[str, str]]:
-    report = ended.report
-    yield "ended", _why(ended)
+def _build_rows(result: RunResult) -> Iterator[tuple[str, str]]:
+    report = result.report
+    yield "ended", _describe_end(result)
     if report is None:
         return
     yield from ((kind.value, str(count)) for kind, count in report.counts.items() if count)
@@ -143,36 +143,36 @@ def _rows(ended: Ended) -> Iterator[tuple[str, str]]:
         yield "released, started", str(report.released_started)
     if report.abandoned:
         yield "still running", str(report.abandoned)
-    yield from _failures(report)
+    yield from _build_failure_rows(report)
 
 
-def _why(ended: Ended) -> str:
-    report = ended.report
-    if report is not None and report.end is not None and report.end in WHY:
-        return WHY[report.end]
-    return "left without the task" if ended.forced else "failed"
+def _describe_end(result: RunResult) -> str:
+    report = result.report
+    if report is not None and report.end is not None and report.end in END_DESCRIPTIONS:
+        return END_DESCRIPTIONS[report.end]
+    return "left without the task" if result.forced else "failed"
 
 
-def _failures(report: Report) -> Iterator[tuple[str, str]]:
+def _build_failure_rows(report: Report) -> Iterator[tuple[str, str]]:
     for outcome in report.failures:
-        tries = "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts"
-        yield outcome.transaction.id, f"{outcome.category}: {_said(outcome.error)} ({tries})"
+        attempts_text = "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts"
+        yield outcome.transaction.id, f"{outcome.category}: {_format_error(outcome.error)} ({attempts_text})"
         if outcome.handler_error is not None:
-            yield "", f"its exception handler failed: {_said(outcome.handler_error)}"
+            yield "", f"its exception handler failed: {_format_error(outcome.handler_error)}"
 
 
-def _failure(outcome: Outcome) -> dict[str, Any]:
+def _failure_to_dict(outcome: Outcome) -> dict[str, Any]:
     return {
         "transaction_id": outcome.transaction.id,
         "kind": outcome.kind,
         "category": outcome.category,
         "code": None if outcome.error is None else outcome.error.code,
-        "message": _said(outcome.error),
-        "handler_error": None if outcome.handler_error is None else _said(outcome.handler_error),
+        "message": _format_error(outcome.error),
+        "handler_error": None if outcome.handler_error is None else _format_error(outcome.handler_error),
         "attempts": outcome.attempts,
         "still_running": outcome.still_running,
     }
 
 
-def _said(error: BaseException | None) -> str:
-    return "" if error is None else text(error)[:LONGEST]
+def _format_error(error: BaseException | None) -> str:
+    return "" if error is None else error_message(error)[:MAX_MESSAGE_CHARS]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ergon_framework.cli.top_work import watched
+from ergon_framework.cli.top_work import run_top
 
 top = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -32,13 +32,13 @@ def top_(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one frame as one line of JSON.")] = False,
 ) -> None:
-    """Show what the fleet does: throughput, outcomes, retries, slots, queues, breakers, replicas, processes.
+    """Show the activity of the fleet: throughput, outcomes, retries, slots, queues, breakers, replicas, processes.
 
-    What runs have counted is asked of their /metrics, and how full queues are, who is paused and which breakers are
-    open of the database, if one is named. What does not answer is said. Where stdout is no terminal it is one frame.
+    Counters come from /metrics of the runs; queue depths, pauses and open breakers come from the database, if one is
+    configured. Sources that do not answer are listed. If stdout is not a terminal, one frame is printed.
 
-    Exit codes: 0 shown, 1 nothing answered, 2 the command line or the configuration is wrong.
+    Exit codes: 0 shown, 1 no source answered, 2 the command line or the configuration is invalid.
 
     Example: ergon top --url http://localhost:9100 --url http://localhost:9101
     """
-    raise typer.Exit(watched(url or (), interval=interval, once=once, config=config, as_json=json))
+    raise typer.Exit(run_top(url or (), interval=interval, once=once, config=config, as_json=json))

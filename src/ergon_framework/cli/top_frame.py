@@ -1,4 +1,4 @@
-"""A frame: what the fleet did between two looks, and how it is at the second."""
+"""One frame of ``ergon top``: the fleet's activity between two samples, and its state at the second."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ergon_framework.cli.top_sources import Look
+from ergon_framework.cli.top_sources import Sample
 from ergon_framework.telemetry import names
-from ergon_framework.telemetry.metrics import BY_NAME, Numbers, add
+from ergon_framework.telemetry.metrics import METRICS_BY_NAME, Numbers, merge_numbers
 from ergon_framework.telemetry.names import Metric
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """One task; rates are per second, and *mean* is how long its work took in seconds, waits included."""
+    """One task; rates are per second, *mean* is the mean processing time in seconds, waits included."""
 
     task: str
     processes: int
@@ -29,7 +29,7 @@ class TaskRow:
 
 @dataclass(frozen=True, slots=True)
 class QueueRow:
-    """One queue; where only its task is known, it is called by that."""
+    """One queue; it has the name of its task if only the task is known."""
 
     queue: str
     of_task: bool
@@ -42,7 +42,7 @@ class QueueRow:
 
 @dataclass(frozen=True, slots=True)
 class ProviderRow:
-    """One capability of a provider; *breaker* is what is known of the worst of all tenants."""
+    """One capability of a provider; *breaker* is the worst known state over all tenants."""
 
     provider: str
     calls: float
@@ -64,7 +64,7 @@ class ExecutorRow:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRow:
-    """A replicator, or a reader of the database's facts, and how far it is behind."""
+    """The lag of a replicator, or of a reader of the database's facts."""
 
     replica: str
     from_zone: str
@@ -78,7 +78,7 @@ class ReplicaRow:
 
 @dataclass(frozen=True, slots=True)
 class PauseRow:
-    """What an operator has paused, and how many workers obey."""
+    """A pause set by an operator, and the number of workers that obey it."""
 
     name: str
     by: str
@@ -89,7 +89,7 @@ class PauseRow:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """All that is shown at once."""
+    """Everything that one refresh of ``ergon top`` shows."""
 
     at: float
     seconds: float
@@ -103,106 +103,108 @@ class Frame:
     replicas: list[ReplicaRow] = field(default_factory=list)
     pauses: list[PauseRow] = field(default_factory=list)
 
-    def told(self) -> dict[str, Any]:
-        """As plain data."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the frame as plain data."""
         return asdict(self)
 
 
-def frame(before: Look, now: Look, *, wall: Callable[[], float] = time.time) -> Frame:
-    """What happened from *before* to *now*."""
-    seconds = max(now.at - before.at, 1e-3)
-    read = _Reading(before, now, seconds)
+def build_frame(previous: Sample, current: Sample, *, wall: Callable[[], float] = time.time) -> Frame:
+    """Build the frame for the time from *previous* to *current*."""
+    seconds = max(current.at - previous.at, 1e-3)
+    metrics = _FleetMetrics(previous, current, seconds)
     return Frame(
         at=wall(),
         seconds=round(seconds, 3),
-        asked=now.asked,
-        unreached=now.unreached,
-        unsaid=now.unsaid,
-        tasks=[read.task(name) for name in read.tasks()],
-        queues=list(_queues(read, now)),
-        providers=list(_providers(read, now)),
-        executors=[read.executors(kind) for kind in read.values(names.EXECUTORS)],
-        replicas=list(_replicas(read, now)),
+        asked=current.asked,
+        unreached=current.unreached,
+        unsaid=current.unsaid,
+        tasks=[metrics.build_task_row(name) for name in metrics.list_tasks()],
+        queues=list(_build_queue_rows(metrics, current)),
+        providers=list(_build_provider_rows(metrics, current)),
+        executors=[metrics.build_executor_row(kind) for kind in metrics.list_values(names.EXECUTORS)],
+        replicas=list(_build_replica_rows(metrics, current)),
         pauses=[
             PauseRow(
                 one.name,
                 one.by,
                 one.because,
-                sum(each.obeys is not None for each in now.workers if each.is_called(one.name)),
-                sum(each.is_called(one.name) for each in now.workers),
+                sum(each.obeys is not None for each in current.workers if each.matches(one.name)),
+                sum(each.matches(one.name) for each in current.workers),
             )
-            for one in now.pauses
+            for one in current.pauses
         ],
     )
 
 
-class _Reading:
-    """The numbers of all runs as one: as they are, and what was added to them per second."""
+class _FleetMetrics:
+    """Metrics of all runs, summed: the current values, and the increase of counters per second."""
 
-    def __init__(self, before: Look, now: Look, seconds: float) -> None:
+    def __init__(self, previous: Sample, current: Sample, seconds: float) -> None:
         self.sums: Numbers = {}
         self.rates: Numbers = {}
-        for url, numbers in now.runs.items():
-            add(self.sums, numbers)
-            earlier = before.runs.get(url)
+        for url, numbers in current.runs.items():
+            merge_numbers(self.sums, numbers)
+            earlier = previous.runs.get(url)
             if earlier is None:
-                # Nobody knows since when it has counted.
+                # The start time of its counters is unknown.
                 continue
             for key, value in numbers.items():
-                if BY_NAME[key[0]].kind == "counter":
-                    was = earlier.get(key, 0.0)
-                    # One that went back has begun anew.
-                    risen = value - was if value >= was else value
-                    self.rates[key] = self.rates.get(key, 0.0) + risen / seconds
+                if METRICS_BY_NAME[key[0]].kind == "counter":
+                    previous_value = earlier.get(key, 0.0)
+                    # A counter that decreased was restarted from zero.
+                    increase = value - previous_value if value >= previous_value else value
+                    self.rates[key] = self.rates.get(key, 0.0) + increase / seconds
 
-    def values(self, metric: Metric) -> list[str]:
-        """The values of its first attribute."""
+    def list_values(self, metric: Metric) -> list[str]:
+        """Return the values of the metric's first attribute."""
         return sorted({values[0] for name, values in self.sums if name == metric.name})
 
-    def tasks(self) -> list[str]:
-        """All that run or have a loop."""
-        # An orchestrator runs under one name, and each of its kinds counts under another.
-        return sorted({name for metric in (names.PROCESSES, names.SLOTS) for name in self.values(metric)})
+    def list_tasks(self) -> list[str]:
+        """Return the names of all tasks that have a process or a loop."""
+        # An orchestrator runs under one name, and each of its kinds counts under another name.
+        return sorted({name for metric in (names.PROCESSES, names.SLOTS) for name in self.list_values(metric)})
 
-    def of(self, metric: Metric, *first: str, rate: bool = False) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Its values below these of its first attributes, by those of the rest."""
+    def iter_values(self, metric: Metric, *first: str, rate: bool = False) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Yield the metric's values whose first attributes are *first*, with the remaining attributes."""
         for (name, values), value in (self.rates if rate else self.sums).items():
             if name == metric.name and values[: len(first)] == first:
                 yield values[len(first) :], value
 
-    def total(self, metric: Metric, *first: str, rate: bool = False) -> float:
-        return sum(value for _, value in self.of(metric, *first, rate=rate))
+    def sum_values(self, metric: Metric, *first: str, rate: bool = False) -> float:
+        return sum(value for _, value in self.iter_values(metric, *first, rate=rate))
 
-    def task(self, name: str) -> TaskRow:
+    def build_task_row(self, name: str) -> TaskRow:
         rates: dict[str, float] = {}
-        for (outcome, *_), value in self.of(names.TRANSACTIONS, name, rate=True):
+        for (outcome, *_), value in self.iter_values(names.TRANSACTIONS, name, rate=True):
             rates[outcome] = rates.get(outcome, 0.0) + value
-        steps = sum(self.total(names.STEPS, name, step, rate=True) for step in ("process", "produce"))
-        took = sum(self.total(names.STEP_SECONDS, name, step, rate=True) for step in ("process", "produce"))
-        held = [reason for (reason,), value in self.of(names.PAUSED, name) if value]
+        steps = sum(self.sum_values(names.STEPS, name, step, rate=True) for step in ("process", "produce"))
+        total_seconds = sum(
+            self.sum_values(names.STEP_SECONDS, name, step, rate=True) for step in ("process", "produce")
+        )
+        pause_reasons = [reason for (reason,), value in self.iter_values(names.PAUSED, name) if value]
         return TaskRow(
             task=name,
-            processes=int(self.total(names.PROCESSES, name)),
+            processes=int(self.sum_values(names.PROCESSES, name)),
             rates=rates,
-            retries=self.total(names.RETRIES, name, rate=True),
-            slots={state: int(value) for (state,), value in self.of(names.SLOTS, name)},
-            mean=took / steps if steps else None,
-            died=int(self.total(names.PROCESSES_DIED, name)),
-            paused=held[0] if held else None,
+            retries=self.sum_values(names.RETRIES, name, rate=True),
+            slots={state: int(value) for (state,), value in self.iter_values(names.SLOTS, name)},
+            mean=total_seconds / steps if steps else None,
+            died=int(self.sum_values(names.PROCESSES_DIED, name)),
+            paused=pause_reasons[0] if pause_reasons else None,
         )
 
-    def executors(self, kind: str) -> ExecutorRow:
+    def build_executor_row(self, kind: str) -> ExecutorRow:
         return ExecutorRow(
             kind=kind,
-            executors=int(self.total(names.EXECUTORS, kind)),
-            jobs=int(self.total(names.EXECUTOR_JOBS, kind)),
-            waiting=int(self.total(names.EXECUTOR_QUEUE, kind)),
-            died=self.total(names.EXECUTORS_DIED, kind, rate=True),
+            executors=int(self.sum_values(names.EXECUTORS, kind)),
+            jobs=int(self.sum_values(names.EXECUTOR_JOBS, kind)),
+            waiting=int(self.sum_values(names.EXECUTOR_QUEUE, kind)),
+            died=self.sum_values(names.EXECUTORS_DIED, kind, rate=True),
         )
 
 
-def _queues(read: _Reading, now: Look) -> Iterator[QueueRow]:
-    for name, depth in sorted(now.queues.items()):
+def _build_queue_rows(metrics: _FleetMetrics, current: Sample) -> Iterator[QueueRow]:
+    for name, depth in sorted(current.queues.items()):
         yield QueueRow(
             queue=name,
             of_task=False,
@@ -212,54 +214,56 @@ def _queues(read: _Reading, now: Look) -> Iterator[QueueRow]:
             dead=depth.dead,
             oldest=depth.oldest_age,
         )
-    # The database has said it already of those whose workers have told which queue is theirs.
-    known = {each.task for each in now.workers if each.queue in now.queues}
-    for task in read.values(names.QUEUE_DEPTH):
-        if task not in known:
-            depth_of = {state: int(value) for (state,), value in read.of(names.QUEUE_DEPTH, task)}
+    # The database already reported the queues of workers that registered their queue.
+    reported_tasks = {each.task for each in current.workers if each.queue in current.queues}
+    for task in metrics.list_values(names.QUEUE_DEPTH):
+        if task not in reported_tasks:
+            counts = {state: int(value) for (state,), value in metrics.iter_values(names.QUEUE_DEPTH, task)}
             yield QueueRow(
                 queue=task,
                 of_task=True,
-                ready=depth_of.get("ready", 0),
-                delayed=depth_of.get("delayed", 0),
-                in_flight=depth_of.get("in_flight", 0),
-                dead=depth_of.get("dead", 0),
-                oldest=read.total(names.QUEUE_LAG, task) if depth_of.get("ready") else None,
+                ready=counts.get("ready", 0),
+                delayed=counts.get("delayed", 0),
+                in_flight=counts.get("in_flight", 0),
+                dead=counts.get("dead", 0),
+                oldest=metrics.sum_values(names.QUEUE_LAG, task) if counts.get("ready") else None,
             )
 
 
-def _providers(read: _Reading, now: Look) -> Iterator[ProviderRow]:
-    # In the order of their states: of several tenants' breakers an open one is the last.
-    told = {(one.provider, one.capability): one for one in now.breakers}
-    seen = {values[:2] for name, values in read.sums if name == names.PROVIDER_CALLS.name}
-    for provider, capability in sorted(seen | set(told)):
-        state = "open" if read.total(names.PROVIDER_OPEN, provider, capability) else "closed"
-        if (found := told.get((provider, capability))) is not None:
-            state = found.state
-        rates = list(read.of(names.PROVIDER_CALLS, provider, capability, rate=True))
+def _build_provider_rows(metrics: _FleetMetrics, current: Sample) -> Iterator[ProviderRow]:
+    # The breakers are sorted by state: among those of several tenants an open one is the last.
+    breakers = {(one.provider, one.capability): one for one in current.breakers}
+    called = {values[:2] for name, values in metrics.sums if name == names.PROVIDER_CALLS.name}
+    for provider, capability in sorted(called | set(breakers)):
+        state = "open" if metrics.sum_values(names.PROVIDER_OPEN, provider, capability) else "closed"
+        if (breaker := breakers.get((provider, capability))) is not None:
+            state = breaker.state
+        rates = list(metrics.iter_values(names.PROVIDER_CALLS, provider, capability, rate=True))
         yield ProviderRow(
             provider=f"{provider}/{capability}",
             calls=sum(value for _, value in rates),
             failures=sum(value for (outcome, *_), value in rates if outcome == "failed"),
             breaker=state,
-            exhausted=bool(read.total(names.PROVIDER_EXHAUSTED, provider, capability)),
+            exhausted=bool(metrics.sum_values(names.PROVIDER_EXHAUSTED, provider, capability)),
         )
 
 
-def _replicas(read: _Reading, now: Look) -> Iterator[ReplicaRow]:
-    for replica, source, to in sorted({v[:3] for name, v in read.sums if name == names.REPLICA_STATUS.name}):
-        states = [state for (state,), value in read.of(names.REPLICA_STATUS, replica, source, to) if value]
+def _build_replica_rows(metrics: _FleetMetrics, current: Sample) -> Iterator[ReplicaRow]:
+    for replica, source, target in sorted({v[:3] for name, v in metrics.sums if name == names.REPLICA_STATUS.name}):
+        states = [
+            state for (state,), value in metrics.iter_values(names.REPLICA_STATUS, replica, source, target) if value
+        ]
         yield ReplicaRow(
             replica=replica,
             from_zone=source,
-            to_zone=to,
+            to_zone=target,
             status=states[0] if states else "unknown",
-            facts=int(read.total(names.REPLICA_LAG, replica, source, to)),
-            bytes=int(read.total(names.REPLICA_LAG_BYTES, replica, source, to)),
-            seconds=read.total(names.REPLICA_LAG_SECONDS, replica, source, to),
-            rate=read.total(names.REPLICA_FACTS, replica, source, to, rate=True),
+            facts=int(metrics.sum_values(names.REPLICA_LAG, replica, source, target)),
+            bytes=int(metrics.sum_values(names.REPLICA_LAG_BYTES, replica, source, target)),
+            seconds=metrics.sum_values(names.REPLICA_LAG_SECONDS, replica, source, target),
+            rate=metrics.sum_values(names.REPLICA_FACTS, replica, source, target, rate=True),
         )
-    for one in now.readers:
+    for one in current.readers:
         yield ReplicaRow(
             replica=one.reader,
             from_zone=one.from_zone,

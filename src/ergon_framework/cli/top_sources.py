@@ -1,4 +1,4 @@
-"""Whom ``ergon top`` asks: the metrics of runs, and the tables of the database."""
+"""Sources of ``ergon top``: the metrics of runs, and the tables of the database."""
 
 from __future__ import annotations
 
@@ -15,80 +15,80 @@ from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from ergon_framework.connectors.base import ConnectorError, Depth
-from ergon_framework.errors import ConfigurationError, ErgonError, text
+from ergon_framework.errors import ConfigurationError, ErgonError, error_message
 from ergon_framework.redaction import redact_address
 from ergon_framework.telemetry.metrics import Numbers
-from ergon_framework.telemetry.redaction import masked
-from ergon_framework.telemetry.scraped import scraped
+from ergon_framework.telemetry.redaction import mask_credentials
+from ergon_framework.telemetry.scraped import parse_prometheus
 
 R = TypeVar("R")
 
-#: Seconds that a source may take, and the longest answer that is read.
-_WITHIN: Final = 5.0
-_LONGEST: Final = 32 * 1024 * 1024
+#: Timeout of a source in seconds, and the maximum size of a response in bytes.
+_SOURCE_TIMEOUT_SECONDS: Final = 5.0
+_MAX_RESPONSE_BYTES: Final = 32 * 1024 * 1024
 
 
 @dataclass(slots=True)
-class Look:
-    """What all sources said at one moment; what one did not say is in ``unreached``, by the name of the source."""
+class Sample:
+    """The answers of all sources at one time; ``unreached`` has the error of each source that did not answer."""
 
     at: float
-    #: By the address of the run.
+    #: Metrics by the address of the run.
     runs: dict[str, Numbers] = field(default_factory=dict)
     queues: Mapping[str, Depth] = field(default_factory=dict)
-    #: As their modules have them.
+    #: Rows in the types of their modules.
     breakers: Sequence[Any] = ()
     readers: Sequence[Any] = ()
     pauses: Sequence[Any] = ()
     workers: Sequence[Any] = ()
     unreached: dict[str, str] = field(default_factory=dict)
-    #: What a source that has answered could not say, by what it is about.
+    #: Errors of a source that answered in part, by subject.
     unsaid: dict[str, str] = field(default_factory=dict)
-    #: How many were asked.
+    #: Number of sources queried.
     asked: int = 0
 
 
 class Sources:
-    """Runs at *urls*, and the database at *dsn*, if there is one; to be closed."""
+    """The runs at *urls*, and the database at *dsn* if it is set; must be closed."""
 
     def __init__(self, urls: Sequence[str], dsn: str | None) -> None:
-        self._urls = [_address(url) for url in urls]
-        # Nothing on the way: a proxy of the machine knows nothing of its neighbours.
+        self._urls = [_parse_address(url) for url in urls]
+        # No proxy: a proxy configured on this machine may not reach its neighbours.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._tables = None if dsn is None else _Tables(dsn)
-        if not self._urls and self._tables is None:
+        self._database = None if dsn is None else _DatabaseQueries(dsn)
+        if not self._urls and self._database is None:
             raise ConfigurationError(
                 "nobody says what to look at; give --url with the address of a run's probes, set run.probes.port, or "
                 "name a database with ERGON_POSTGRES__DSN"
             )
 
-    def look(self) -> Look:
-        """Ask all of them at once."""
-        found = Look(time.monotonic(), asked=len(self._urls) + (self._tables is not None))
-        asked = {url: _begun(partial(self._scrape, url)) for url in self._urls}
-        if self._tables is not None:
-            self._tables.tell(found)
-        for url, answer in asked.items():
+    def sample(self) -> Sample:
+        """Query all sources concurrently."""
+        sample = Sample(time.monotonic(), asked=len(self._urls) + (self._database is not None))
+        futures = {url: _run_in_thread(partial(self._scrape, url)) for url in self._urls}
+        if self._database is not None:
+            self._database.fill(sample)
+        for url, future in futures.items():
             try:
-                found.runs[url] = answer.result(_WITHIN + 1.0)
+                sample.runs[url] = future.result(_SOURCE_TIMEOUT_SECONDS + 1.0)
             except (OSError, ValueError, TimeoutError) as error:
-                found.unreached[redact_address(url)] = _words(error)
-        return found
+                sample.unreached[redact_address(url)] = _describe_error(error)
+        return sample
 
     def close(self) -> None:
-        if self._tables is not None:
-            self._tables.close()
+        if self._database is not None:
+            self._database.close()
 
     def _scrape(self, url: str) -> Numbers:
-        with self._opener.open(f"{url}/metrics", timeout=_WITHIN) as answer:
-            return scraped(answer.read(_LONGEST).decode("utf-8", "replace"))
+        with self._opener.open(f"{url}/metrics", timeout=_SOURCE_TIMEOUT_SECONDS) as response:
+            return parse_prometheus(response.read(_MAX_RESPONSE_BYTES).decode("utf-8", "replace"))
 
 
-class _Tables:
-    """What the database has; each question is asked by itself, because an old schema lacks a table or two."""
+class _DatabaseQueries:
+    """Queries to the database; they run separately, because an older schema may lack some tables."""
 
     def __init__(self, dsn: str) -> None:
-        # Loaded when it is needed: not everybody has its libraries, and the first of them says which extra brings them.
+        # Imported on demand: the libraries are an optional extra, and the first import error names the extra.
         pauses, queues, breakers, facts = (
             importlib.import_module(f"ergon_framework.{name}")
             for name in (
@@ -98,71 +98,72 @@ class _Tables:
                 "facts.stores.postgres_overview",
             )
         )
-        self._questions: dict[str, Callable[[], Any]] = {
-            "queues": queues.depths,
-            "breakers": breakers.held_back,
-            "readers": facts.readings,
-            "pauses": pauses.survey,
+        self._queries: dict[str, Callable[[], Any]] = {
+            "queues": queues.queue_depths,
+            "breakers": breakers.open_breakers,
+            "readers": facts.reader_lags,
+            "pauses": pauses.list_pauses,
         }
-        self._lines = importlib.import_module("ergon_framework.schema.lines").Lines(dsn, most=1, other=ConnectorError)
+        lines = importlib.import_module("ergon_framework.schema.lines")
+        self._pool = lines.ConnectionPool(dsn, max_size=1, error_type=ConnectorError)
 
-    def tell(self, look: Look) -> None:
-        """Put into *look* what the database says."""
-        until, failed = time.monotonic() + _WITHIN, {}
-        for name, script in self._questions.items():
+    def fill(self, sample: Sample) -> None:
+        """Fill *sample* with the results of the queries."""
+        deadline, failures = time.monotonic() + _SOURCE_TIMEOUT_SECONDS, {}
+        for name, script in self._queries.items():
             try:
-                found = self._lines.run(script(), within=max(0.1, until - time.monotonic()))
+                result = self._pool.run(script(), timeout_seconds=max(0.1, deadline - time.monotonic()))
             except ErgonError as error:
-                failed[name] = masked(text(error))
+                failures[name] = mask_credentials(error_message(error))
                 continue
             if name == "pauses":
-                look.pauses, look.workers = found
+                sample.pauses, sample.workers = result
             else:
-                setattr(look, name, found)
-        if len(failed) == len(self._questions):
-            look.unreached["the database"] = next(iter(failed.values()))
+                setattr(sample, name, result)
+        if len(failures) == len(self._queries):
+            sample.unreached["the database"] = next(iter(failures.values()))
         else:
-            look.unsaid = {f"{name} of the database": why for name, why in failed.items()}
+            sample.unsaid = {f"{name} of the database": reason for name, reason in failures.items()}
 
     def close(self) -> None:
-        self._lines.close()
+        self._pool.close()
 
 
-def _address(url: str) -> str:
-    """*url* as that of a run's probes; a host and a port are enough."""
-    given = url if "://" in url else f"http://{url}"
-    parts = urlsplit(given)
+def _parse_address(url: str) -> str:
+    """Return *url* as the address of a run's probes; a host and a port are enough."""
+    address = url if "://" in url else f"http://{url}"
+    parts = urlsplit(address)
     try:
-        fits = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        is_valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:
-        fits = False
-    if not fits or parts.username is not None:
+        is_valid = False
+    if not is_valid or parts.username is not None:
         raise ConfigurationError(f"{redact_address(url)!r} is no address of a run's probes; write http://HOST:PORT")
-    return given.rstrip("/").removesuffix("/metrics")
+    return address.rstrip("/").removesuffix("/metrics")
 
 
-def _begun(work: Callable[[], R]) -> Future[R]:
-    """*work* in a thread that nobody waits for at the end."""
-    done: Future[R] = Future()
+def _run_in_thread(work: Callable[[], R]) -> Future[R]:
+    """Run *work* in a daemon thread, which does not delay the exit of the process."""
+    future: Future[R] = Future()
 
     def perform() -> None:
         try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - whoever asks for the result raises it
-            done.set_exception(error)
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is read
+            future.set_exception(error)
 
     Thread(target=perform, name="ergon-top", daemon=True).start()
-    return done
+    return future
 
 
-def _words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
-        said = f"it answers {error.code}"
-        return f"{said}; is the extra prometheus installed there?" if error.code >= 500 else said  # noqa: PLR2004
+        message = f"it answers {error.code}"
+        return f"{message}; is the extra prometheus installed there?" if error.code >= 500 else message  # noqa: PLR2004
     if isinstance(error, TimeoutError):
-        return f"no answer within {_WITHIN:g} s"
+        return f"no answer within {_SOURCE_TIMEOUT_SECONDS:g} s"
     reason = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(reason, TimeoutError):
-        return f"no answer within {_WITHIN:g} s"
-    words = getattr(reason, "strerror", None) or str(reason)
-    return masked(f"{words}; see that it runs, with --probe-port")
+        return f"no answer within {_SOURCE_TIMEOUT_SECONDS:g} s"
+    reason_text = getattr(reason, "strerror", None) or str(reason)
+    return mask_credentials(f"{reason_text}; see that it runs, with --probe-port")

@@ -1,4 +1,4 @@
-"""What ``ergon top`` does: look again and again, and show each frame in the place of the one before."""
+"""Work of ``ergon top``: sample the fleet periodically, and draw each frame over the previous one."""
 
 from __future__ import annotations
 
@@ -15,109 +15,109 @@ from typing import Any, Final
 import typer
 
 from ergon_framework.cli import top_view as view
-from ergon_framework.cli.logs import configure
-from ergon_framework.cli.top_frame import Frame, frame
+from ergon_framework.cli.logs import configure_logging
+from ergon_framework.cli.top_frame import Frame, build_frame
 from ergon_framework.cli.top_sources import Sources
-from ergon_framework.errors import ConfigurationError, text
+from ergon_framework.errors import ConfigurationError, error_message
 from ergon_framework.runner.exits import ExitCode
-from ergon_framework.runner.settings import Settings, settings
+from ergon_framework.runner.settings import Settings, load_settings
 
-#: A page of its own, without a cursor; the end of a line and of a page that are not written over; and back.
-_ENTER: Final = "\x1b[?1049h\x1b[?25l"
-_HOME: Final = "\x1b[H"
-_REST_OF_LINE: Final = "\x1b[K"
-_REST: Final = "\x1b[J"
-_LEAVE: Final = "\x1b[?25h\x1b[?1049l"
-#: What is shown of it where nobody says how wide the place is.
-_WIDTH: Final = 100
+#: Escape sequences: alternate screen without a cursor, cursor to the top, clear line and rest of screen, and back.
+_ENTER_SCREEN: Final = "\x1b[?1049h\x1b[?25l"
+_CURSOR_HOME: Final = "\x1b[H"
+_CLEAR_LINE: Final = "\x1b[K"
+_CLEAR_SCREEN: Final = "\x1b[J"
+_LEAVE_SCREEN: Final = "\x1b[?25h\x1b[?1049l"
+#: Width used when the width of the output is unknown.
+_DEFAULT_COLUMNS: Final = 100
 
 
 class TopExit(ExitCode):
-    """Every exit code of ``ergon top`` with what it means."""
+    """Exit codes of ``ergon top`` and their meanings."""
 
     OK = 0, "shown"
     FAILED = 1, "nothing that was asked has answered"
     USAGE = 2, "the command line or the configuration is wrong"
 
 
-def watched(urls: Sequence[str], *, interval: float, once: bool, config: Path | None, as_json: bool) -> TopExit:
-    """Show the fleet, until somebody has seen enough of it."""
-    configure("ERROR")
+def run_top(urls: Sequence[str], *, interval: float, once: bool, config: Path | None, as_json: bool) -> TopExit:
+    """Show the fleet until the operator stops the command."""
+    configure_logging("ERROR")
     try:
-        found = settings(config)
-        sources = Sources(urls or _probes(found), found.postgres.dsn)
+        settings = load_settings(config)
+        sources = Sources(urls or _list_probe_urls(settings), settings.postgres.dsn)
     except ConfigurationError as error:
         if as_json:
-            typer.echo(json.dumps({"error": text(error), "exit_code": int(TopExit.USAGE)}))
+            typer.echo(json.dumps({"error": error_message(error), "exit_code": int(TopExit.USAGE)}))
         else:
-            typer.echo(f"ergon: {text(error)}", err=True)
+            typer.echo(f"ergon: {error_message(error)}", err=True)
         return TopExit.USAGE
     with closing(sources):
-        frames = _frames(sources, interval)
+        frames = _iter_frames(sources, interval)
         if once or as_json or not sys.stdout.isatty():
-            shown = next(frames)
-            _print(shown, as_json=as_json)
-            return TopExit.FAILED if len(shown.unreached) == shown.asked else TopExit.OK
-        with _page() as place:
-            for each in frames:
-                place(each)
+            first_frame = next(frames)
+            _print_frame(first_frame, as_json=as_json)
+            return TopExit.FAILED if len(first_frame.unreached) == first_frame.asked else TopExit.OK
+        with _open_screen() as draw:
+            for frame in frames:
+                draw(frame)
     return TopExit.OK
 
 
-def _probes(found: Settings) -> Sequence[str]:
-    probes = found.run.probes
+def _list_probe_urls(settings: Settings) -> Sequence[str]:
+    probes = settings.run.probes
     host = f"[{probes.host}]" if ":" in probes.host else probes.host
     return [f"http://{host}:{probes.port}"] if probes.port else []
 
 
-def _frames(sources: Sources, interval: float) -> Iterator[Frame]:
-    before = sources.look()
+def _iter_frames(sources: Sources, interval: float) -> Iterator[Frame]:
+    previous = sources.sample()
     while True:
         time.sleep(interval)
-        now = sources.look()
-        yield frame(before, now)
-        before = now
+        current = sources.sample()
+        yield build_frame(previous, current)
+        previous = current
 
 
-def _print(shown: Frame, *, as_json: bool) -> None:
+def _print_frame(frame: Frame, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(shown.told()))
+        typer.echo(json.dumps(frame.to_dict()))
         return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _width()
-    for line in view.lines(shown, width=width):
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _get_width()
+    for line in view.render_lines(frame, width=width):
         typer.echo(line)
 
 
-def _width() -> int:
-    """As wide as COLUMNS says: what goes into a file has no width of its own."""
-    return shutil.get_terminal_size((_WIDTH, 0)).columns
+def _get_width() -> int:
+    """Return the width from COLUMNS: output to a file has no width of its own."""
+    return shutil.get_terminal_size((_DEFAULT_COLUMNS, 0)).columns
 
 
 @contextmanager
-def _page() -> Iterator[Any]:
-    """Shows frames on a page of the terminal's own, which is as it was afterwards; Ctrl-C and SIGTERM end it."""
+def _open_screen() -> Iterator[Any]:
+    """Yield a function that draws frames on the alternate screen; Ctrl-C and SIGTERM end it and restore the screen."""
 
-    def place(each: Frame) -> None:
+    def draw(frame: Frame) -> None:
         size = shutil.get_terminal_size()
-        # One line less: what is written into the last corner would move all the others.
-        shown = view.lines(each, width=size.columns, height=max(2, size.lines - 1))
-        written = "".join(f"{line}{_REST_OF_LINE}\n" for line in shown)
-        sys.stdout.write(f"{_HOME}{written}{_REST}")
+        # One line less than the screen: writing into the last corner would scroll it.
+        rendered = view.render_lines(frame, width=size.columns, height=max(2, size.lines - 1))
+        output = "".join(f"{line}{_CLEAR_LINE}\n" for line in rendered)
+        sys.stdout.write(f"{_CURSOR_HOME}{output}{_CLEAR_SCREEN}")
         sys.stdout.flush()
 
-    def left(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    # Of both: whoever was started in the background of a script has been told to ignore the first.
-    before = {number: signal.signal(number, left) for number in (signal.SIGINT, signal.SIGTERM)}
-    sys.stdout.write(f"{_ENTER}{_HOME}looking …{_REST}")
+    # Both signals: a process started in the background of a script ignores SIGINT.
+    previous_handlers = {signum: signal.signal(signum, interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
+    sys.stdout.write(f"{_ENTER_SCREEN}{_CURSOR_HOME}looking …{_CLEAR_SCREEN}")
     sys.stdout.flush()
     try:
-        yield place
+        yield draw
     except KeyboardInterrupt:
         pass
     finally:
-        sys.stdout.write(_LEAVE)
+        sys.stdout.write(_LEAVE_SCREEN)
         sys.stdout.flush()
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+        for signum, handler in previous_handlers.items():
+            signal.signal(signum, handler or signal.SIG_DFL)

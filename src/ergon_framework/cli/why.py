@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ergon_framework.cli.why_work import explained
+from ergon_framework.cli.why_work import explain
 
 why = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -30,14 +30,14 @@ def why_(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
-    """Show what happened to a piece of work, where it is now, and what to do next.
+    """Show what happened to a piece of work, its current state, and what to do next.
 
-    The database is asked if its address is known: ERGON_POSTGRES__DSN, or postgres.dsn of ergon.toml. Payloads are
+    The database is queried if its address is set by ERGON_POSTGRES__DSN or by postgres.dsn of ergon.toml. Payloads are
     never shown.
 
-    Exit codes: 0 something is known of it, 1 nobody who was asked knows it, 2 the command line or the configuration is
-    wrong, 3 nothing was found and somebody did not answer.
+    Exit codes: 0 found, 1 no source knows the id, 2 the command line or the configuration is invalid, 3 not found, and
+    at least one source did not answer.
 
     Example: ergon why order-3 --task app:charge
     """
-    raise typer.Exit(explained(id_, tasks=task or (), queues=queue or (), config=config, as_json=json))
+    raise typer.Exit(explain(id_, tasks=task or (), queues=queue or (), config=config, as_json=json))

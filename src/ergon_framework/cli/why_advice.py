@@ -1,4 +1,4 @@
-"""Where a piece of work is now, in a sentence, and what somebody may do about it."""
+"""Describe the current state of a piece of work in one sentence, and suggest what an operator can do."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from ergon_framework.cli.dlq_view import told
-from ergon_framework.executor.jobs.model import PREFIX
-from ergon_framework.history import History, Kind, Place, State
+from ergon_framework.cli.dlq_view import format_time
+from ergon_framework.executor.jobs.model import QUEUE_PREFIX
+from ergon_framework.history import History, Location, WorkKind, WorkState
 
 
-def now_of(history: History, *, now: float) -> str:
-    """One sentence on where it is."""
-    sentence = _SENTENCES.get((history.kind, history.place.state), _plain)
+def describe_state(history: History, *, now: float) -> str:
+    """Return one sentence about the current state."""
+    sentence = _SENTENCES.get((history.kind, history.place.state), _describe_default)
     return sentence(history, history.place, now)
 
 
-def next_of(history: History, names: Mapping[str, str]) -> str:
-    """A command, or what to look at; empty where nothing is to be done.
+def suggest_action(history: History, names: Mapping[str, str]) -> str:
+    """Return a command or what to check; empty if there is nothing to do.
 
-    *names* says how the connector of a queue is called on the command line.
+    *names* maps each queue to the name of its connector on the command line.
     """
     advice = _ADVICE.get((history.kind, history.place.state))
     return "" if advice is None else advice(history, names.get(history.where))
@@ -29,149 +29,150 @@ def next_of(history: History, names: Mapping[str, str]) -> str:
 # -- sentences --------------------------------------------------------------------------------------
 
 
-def _plain(_history: History, place: Place, _now: float) -> str:
-    verb = "has" if place.state in (State.SUCCEEDED, State.FAILED) else "is"
-    words = f"it {verb} {place.state.value}{_since(place)}"
-    return f"{words}: {place.words}" if place.words else words
+def _describe_default(_history: History, location: Location, _now: float) -> str:
+    verb = "has" if location.state in (WorkState.SUCCEEDED, WorkState.FAILED) else "is"
+    sentence = f"it {verb} {location.state.value}{_format_since(location)}"
+    return f"{sentence}: {location.words}" if location.words else sentence
 
 
-def _ready(history: History, place: Place, now: float) -> str:
-    waited = "" if place.since is None else f", for {lasting(now - place.since)} now"
+def _describe_ready(history: History, location: Location, now: float) -> str:
+    waited = "" if location.since is None else f", for {format_duration(now - location.since)} now"
     return f"it is ready in {history.where} and waits for a worker{waited}"
 
 
-def _delayed(history: History, place: Place, now: float) -> str:
-    return f"it waits in {history.where} until {_moment(place.until)}{_ahead(place.until, now)}"
+def _describe_delayed(history: History, location: Location, now: float) -> str:
+    return f"it waits in {history.where} until {_format_moment(location.until)}{_format_remaining(location.until, now)}"
 
 
-def _behind(history: History, _place: Place, _now: float) -> str:
+def _describe_blocked(history: History, _location: Location, _now: float) -> str:
     return f"it waits in {history.where} behind an older one of its key {history.about.get('key', '')!r}"
 
 
-def _held(history: History, place: Place, now: float) -> str:
-    if place.until is None or place.until <= now:
-        return f"{place.holder} had it and is gone; it comes back when another worker of {history.where} looks"
-    return f"{place.holder} has it, until {_moment(place.until)} unless it is renewed"
+def _describe_claimed(history: History, location: Location, now: float) -> str:
+    if location.until is None or location.until <= now:
+        return f"{location.holder} had it and is gone; it comes back when another worker of {history.where} looks"
+    return f"{location.holder} has it, until {_format_moment(location.until)} unless it is renewed"
 
 
-def _queued(history: History, _place: Place, _now: float) -> str:
+def _describe_queued(history: History, _location: Location, _now: float) -> str:
     return f"it is in {history.where}: ready, delayed or in a worker's hands"
 
 
-def _dead(history: History, place: Place, _now: float) -> str:
-    return f"it is a dead letter of {history.where}{_since(place)}: {place.words}"
+def _describe_dead(history: History, location: Location, _now: float) -> str:
+    return f"it is a dead letter of {history.where}{_format_since(location)}: {location.words}"
 
 
-def _done(history: History, place: Place, _now: float) -> str:
-    return f"it has succeeded in {history.where}{_since(place)}, and is not run again"
+def _describe_done(history: History, location: Location, _now: float) -> str:
+    return f"it has succeeded in {history.where}{_format_since(location)}, and is not run again"
 
 
-def _pending(history: History, place: Place, now: float) -> str:
+def _describe_pending(history: History, location: Location, now: float) -> str:
     if orchestrator := history.about.get("orchestrator"):
         return f"it waits for an orchestrator: {orchestrator}"
-    if place.until is None or place.until <= now:
-        before = history.about.get("due before it")
-        others = f" behind {before} of its kind" if before else ""
-        return f"it waits for its turn{others}; it has been due since {_moment(place.until)}"
-    return f"it waits until {_moment(place.until)}{_ahead(place.until, now)}"
+    if location.until is None or location.until <= now:
+        earlier_count = history.about.get("due before it")
+        ahead_text = f" behind {earlier_count} of its kind" if earlier_count else ""
+        return f"it waits for its turn{ahead_text}; it has been due since {_format_moment(location.until)}"
+    return f"it waits until {_format_moment(location.until)}{_format_remaining(location.until, now)}"
 
 
-def _retrying(_history: History, place: Place, _now: float) -> str:
-    return f"the last attempt, at {_moment(place.since)}, was to be made again ({place.words}), and none is written yet"
+def _describe_retrying(_history: History, location: Location, _now: float) -> str:
+    moment = _format_moment(location.since)
+    return f"the last attempt, at {moment}, was to be made again ({location.words}), and none is written yet"
 
 
-def _dropped(_history: History, place: Place, _now: float) -> str:
-    return f"its id is known since {_moment(place.since)}; retention has dropped the fact itself"
+def _describe_dropped(_history: History, location: Location, _now: float) -> str:
+    return f"its id is known since {_format_moment(location.since)}; retention has dropped the fact itself"
 
 
-_SENTENCES: Final[dict[tuple[Kind, State], Callable[[History, Place, float], str]]] = {
-    (Kind.TRANSACTION, State.READY): _ready,
-    (Kind.TRANSACTION, State.DELAYED): _delayed,
-    (Kind.TRANSACTION, State.BEHIND): _behind,
-    (Kind.TRANSACTION, State.HELD): _held,
-    (Kind.TRANSACTION, State.QUEUED): _queued,
-    (Kind.TRANSACTION, State.DEAD): _dead,
-    (Kind.TRANSACTION, State.DONE): _done,
-    (Kind.JOB, State.PENDING): _pending,
-    (Kind.CALL, State.RETRYING): _retrying,
-    (Kind.FACT, State.DROPPED): _dropped,
+_SENTENCES: Final[dict[tuple[WorkKind, WorkState], Callable[[History, Location, float], str]]] = {
+    (WorkKind.TRANSACTION, WorkState.READY): _describe_ready,
+    (WorkKind.TRANSACTION, WorkState.DELAYED): _describe_delayed,
+    (WorkKind.TRANSACTION, WorkState.BLOCKED_BY_KEY): _describe_blocked,
+    (WorkKind.TRANSACTION, WorkState.HELD): _describe_claimed,
+    (WorkKind.TRANSACTION, WorkState.QUEUED): _describe_queued,
+    (WorkKind.TRANSACTION, WorkState.DEAD): _describe_dead,
+    (WorkKind.TRANSACTION, WorkState.DONE): _describe_done,
+    (WorkKind.JOB, WorkState.PENDING): _describe_pending,
+    (WorkKind.CALL, WorkState.RETRYING): _describe_retrying,
+    (WorkKind.FACT, WorkState.DROPPED): _describe_dropped,
 }
 
 
 # -- advice -----------------------------------------------------------------------------------------
 
 
-def _replay(history: History, name: str | None) -> str:
-    if history.where.startswith(PREFIX):
-        return f"ergon job replay {_quoted(history)}"
-    # Written together with its option: an id may begin with a dash.
-    return f"mend the cause, then run: ergon dlq replay {name or 'MODULE:NAME'} --id={_quoted(history)}"
+def _suggest_replay(history: History, name: str | None) -> str:
+    if history.where.startswith(QUEUE_PREFIX):
+        return f"ergon job replay {_quote_id(history)}"
+    # The option and its value are one argument, because an id may begin with a dash.
+    return f"mend the cause, then run: ergon dlq replay {name or 'MODULE:NAME'} --id={_quote_id(history)}"
 
 
-def _replay_job(history: History, _name: str | None) -> str:
-    return f"mend the cause, then run: ergon job replay {_quoted(history)}"
+def _suggest_job_replay(history: History, _name: str | None) -> str:
+    return f"mend the cause, then run: ergon job replay {_quote_id(history)}"
 
 
-def _show_job(history: History, _name: str | None) -> str:
-    return f"its result: ergon job show {_quoted(history)}"
+def _suggest_job_result(history: History, _name: str | None) -> str:
+    return f"its result: ergon job show {_quote_id(history)}"
 
 
-def _worker(_history: History, name: str | None) -> str:
-    # The name of a queue alone is no task.
+def _suggest_worker(_history: History, name: str | None) -> str:
+    # The name of a queue alone is not a task.
     task = name if name is not None and ":" in name else "MODULE:TASK"
     return f"nothing, if a worker runs; else: ergon run {task}"
 
 
-def _executors(history: History, _name: str | None) -> str:
+def _suggest_orchestrator(history: History, _name: str | None) -> str:
     if "orchestrator" in history.about:
-        return f"start an orchestrator that serves {history.where!r}, or run: ergon job cancel {_quoted(history)}"
+        return f"start an orchestrator that serves {history.where!r}, or run: ergon job cancel {_quote_id(history)}"
     if running := history.about.get("running of its kind"):
         return f"nothing; jobs of its kind are being run, {running} at this moment"
     return "nothing, if an orchestrator runs and its executors start (see ergon doctor); else start one with ergon run"
 
 
-def _doubt(history: History, _name: str | None) -> str:
+def _suggest_outcome_check(history: History, _name: str | None) -> str:
     return f"ask the provider whether {history.where} was carried out, before anything else is done"
 
 
-def _failed_call(history: History, _name: str | None) -> str:
+def _suggest_provider_check(history: History, _name: str | None) -> str:
     tenant = shlex.quote(str(history.about.get("tenant", "")))
     return f"look at the provider: ergon provider health --tenant {tenant}"
 
 
-_ADVICE: Final[dict[tuple[Kind, State], Callable[[History, str | None], str]]] = {
-    (Kind.TRANSACTION, State.DEAD): _replay,
-    (Kind.TRANSACTION, State.READY): _worker,
-    (Kind.JOB, State.FAILED): _replay_job,
-    (Kind.JOB, State.SUCCEEDED): _show_job,
-    (Kind.JOB, State.PENDING): _executors,
-    (Kind.CALL, State.DOUBTFUL): _doubt,
-    (Kind.CALL, State.FAILED): _failed_call,
-    (Kind.CALL, State.DEAD): _failed_call,
+_ADVICE: Final[dict[tuple[WorkKind, WorkState], Callable[[History, str | None], str]]] = {
+    (WorkKind.TRANSACTION, WorkState.DEAD): _suggest_replay,
+    (WorkKind.TRANSACTION, WorkState.READY): _suggest_worker,
+    (WorkKind.JOB, WorkState.FAILED): _suggest_job_replay,
+    (WorkKind.JOB, WorkState.SUCCEEDED): _suggest_job_result,
+    (WorkKind.JOB, WorkState.PENDING): _suggest_orchestrator,
+    (WorkKind.CALL, WorkState.UNKNOWN): _suggest_outcome_check,
+    (WorkKind.CALL, WorkState.FAILED): _suggest_provider_check,
+    (WorkKind.CALL, WorkState.DEAD): _suggest_provider_check,
 }
 
 
-# -- words ------------------------------------------------------------------------------------------
+# -- formatting -------------------------------------------------------------------------------------
 
 
-def _quoted(history: History) -> str:
+def _quote_id(history: History) -> str:
     return shlex.quote(history.id)
 
 
-def _since(place: Place) -> str:
-    return "" if place.since is None else f" since {_moment(place.since)}"
+def _format_since(location: Location) -> str:
+    return "" if location.since is None else f" since {_format_moment(location.since)}"
 
 
-def _moment(at: float | None) -> str:
-    return "an unknown moment" if at is None else told(at)
+def _format_moment(timestamp: float | None) -> str:
+    return "an unknown moment" if timestamp is None else format_time(timestamp)
 
 
-def _ahead(until: float | None, now: float) -> str:
-    return "" if until is None or until <= now else f", {lasting(until - now)} from now"
+def _format_remaining(until: float | None, now: float) -> str:
+    return "" if until is None or until <= now else f", {format_duration(until - now)} from now"
 
 
-def lasting(seconds: float) -> str:
-    """About how long, in its largest unit."""
+def format_duration(seconds: float) -> str:
+    """Format an approximate duration in its largest unit."""
     for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

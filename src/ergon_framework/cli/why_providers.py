@@ -1,4 +1,4 @@
-"""Which providers a transaction waits for or failed by, how they are now, and what somebody may do about it."""
+"""Find the providers that block or failed a transaction, their availability, and the advice for the operator."""
 
 from __future__ import annotations
 
@@ -7,282 +7,304 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ergon_framework.cli.dlq_view import told
-from ergon_framework.cli.provider_work import ALL
-from ergon_framework.history import History, Kind, State
+from ergon_framework.cli.dlq_view import format_time
+from ergon_framework.cli.provider_work import ALL_TENANTS
+from ergon_framework.history import History, WorkKind, WorkState
 from ergon_framework.providers.base import Provider
-from ergon_framework.providers.execution import NO_TENANT
-from ergon_framework.providers.health import NOT_CALLED
-from ergon_framework.providers.standing import Cause, Hold, Standing
+from ergon_framework.providers.execution import DEFAULT_TENANT
+from ergon_framework.providers.health import NOT_CALLED_REASONS
+from ergon_framework.providers.standing import BlockCause, BlockReason, ProviderAvailability
 
-#: Seconds by which the end of a hold and the moment a transaction comes back may differ: clocks, and the way between.
-_NEAR: Final = 5.0
-_WAITING: Final = frozenset({State.DELAYED, State.READY, State.QUEUED})
-_ENDED_BADLY: Final = frozenset({State.DEAD, State.FAILED})
+#: Tolerance in seconds between the end of a block and the return of a transaction, for clock skew and latency.
+_TIME_TOLERANCE_SECONDS: Final = 5.0
+_WAITING_STATES: Final = frozenset({WorkState.DELAYED, WorkState.READY, WorkState.QUEUED})
+_FAILED_STATES: Final = frozenset({WorkState.DEAD, WorkState.FAILED})
 
-#: Asks how the providers of a tenant are: those named, or all that hold calls back. None where nobody can say.
-Ask = Callable[[str, Sequence[tuple[str, str]]], Sequence[Standing] | None]
+#: Returns the availability of the named providers of a tenant, or of all that block calls; None when it is unknown.
+AvailabilityLookup = Callable[[str, Sequence[tuple[str, str]]], Sequence[ProviderAvailability] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Involved:
-    """A provider that has to do with a transaction, and how it is now.
+class InvolvedProvider:
+    """A provider that affects a transaction, and its current availability.
 
-    *known* says by what: "failure", the record of the dead letter; "call", an attempt that was written down; "uses",
-    what the task says; "moment", nothing but that it ends its hold when the transaction comes back.
+    *evidence* says how the provider was found: "failure", from the dead-letter record; "call", from a recorded
+    attempt; "uses", from the task definition; "moment", only because its block ends when the transaction returns.
     """
 
     tenant: str
     provider: str
     capability: str
-    known: str
+    evidence: str
     operation: str | None = None
-    #: Why the call was not made, or failed.
+    #: Why the call was not made, or why it failed.
     reason: str | None = None
-    #: None where nobody can say.
-    standing: Standing | None = None
+    #: None when the availability is unknown.
+    availability: ProviderAvailability | None = None
 
     @property
-    def account(self) -> tuple[str, str]:
+    def scope(self) -> tuple[str, str]:
         return self.provider, self.capability
 
     @property
-    def hold(self) -> Hold | None:
-        """What keeps calls back the longest."""
-        return self.standing.holds[0] if self.standing is not None and self.standing.holds else None
+    def block(self) -> BlockReason | None:
+        """The block that lasts longest."""
+        return (
+            self.availability.block_reasons[0]
+            if self.availability is not None and self.availability.block_reasons
+            else None
+        )
 
 
-def used_by(gates: Iterable[Any]) -> list[tuple[str, str]]:
-    """The providers that a task ``uses``: it knows them by their gates."""
+def task_providers(gates: Iterable[Any]) -> list[tuple[str, str]]:
+    """Return the providers that a task ``uses``, found by their gates."""
     owners = (getattr(gate, "__self__", None) for gate in gates)
     return [(owner.provider_name, owner.capability) for owner in owners if isinstance(owner, Provider)]
 
 
-def involved_in(
-    history: History, others: Sequence[History], used: Sequence[tuple[str, str]], ask: Ask
-) -> list[Involved]:
-    """The providers that *history* waits for or failed by; *others* are what was found besides it."""
-    if history.kind is not Kind.TRANSACTION or history.place.state not in _WAITING | _ENDED_BADLY:
+def find_involved_providers(
+    history: History, others: Sequence[History], used_providers: Sequence[tuple[str, str]], lookup: AvailabilityLookup
+) -> list[InvolvedProvider]:
+    """Return the providers that block or failed *history*; *others* are the other histories found."""
+    if history.kind is not WorkKind.TRANSACTION or history.place.state not in _WAITING_STATES | _FAILED_STATES:
         return []
-    tenant = str(history.about.get("tenant", NO_TENANT))
-    if history.place.state in _ENDED_BADLY:
-        return _standing(_by_failure(history, tenant), ask)
-    if history.place.state is State.QUEUED and any(_same(history, other) for other in others):
-        return []  # its queue itself has told more
-    found = _standing(_by_calls(history, others), ask)
-    if found or _explained(history):
-        return found
-    return _by_use(history, tenant, used, ask) if used else _by_moment(history, tenant, ask)
+    tenant = str(history.about.get("tenant", DEFAULT_TENANT))
+    if history.place.state in _FAILED_STATES:
+        return _add_availability(_find_by_failure(history, tenant), lookup)
+    if history.place.state is WorkState.QUEUED and any(_is_same_work(history, other) for other in others):
+        return []  # the queue itself reported more
+    providers = _add_availability(_find_by_calls(history, others), lookup)
+    if providers or _is_explained(history):
+        return providers
+    return (
+        _find_by_use(history, tenant, used_providers, lookup)
+        if used_providers
+        else _find_by_moment(history, tenant, lookup)
+    )
 
 
-def _same(history: History, other: History) -> bool:
-    known = other.kind is history.kind and other.place.state in _WAITING - {State.QUEUED}
-    return known and (other.id, other.where) == (history.id, history.where)
+def _is_same_work(history: History, other: History) -> bool:
+    is_waiting = other.kind is history.kind and other.place.state in _WAITING_STATES - {WorkState.QUEUED}
+    return is_waiting and (other.id, other.where) == (history.id, history.where)
 
 
-def _explained(history: History) -> bool:
-    """Whether it comes back when its last attempt has said."""
+def _is_explained(history: History) -> bool:
+    """Return whether the delay of the last attempt explains the return time."""
     until, last = history.place.until, history.events[-1] if history.events else None
     if until is None or last is None or last.at is None or "delay" not in last.values:
         return False
-    return abs(last.at + float(last.values["delay"]) - until) <= _NEAR
+    return abs(last.at + float(last.values["delay"]) - until) <= _TIME_TOLERANCE_SECONDS
 
 
-def _by_failure(history: History, tenant: str) -> list[Involved]:
+def _find_by_failure(history: History, tenant: str) -> list[InvolvedProvider]:
     about = history.about
     if "provider" not in about or "capability" not in about:
         return []
     return [
-        Involved(
+        InvolvedProvider(
             tenant=tenant,
             provider=str(about["provider"]),
             capability=str(about["capability"]),
             operation=str(about["operation"]) if "operation" in about else None,
             reason=history.place.words or None,
-            known="failure",
+            evidence="failure",
         )
     ]
 
 
-def _by_calls(history: History, others: Sequence[History]) -> list[Involved]:
-    """Of each provider the last call of the same process, unless it succeeded."""
+def _find_by_calls(history: History, others: Sequence[History]) -> list[InvolvedProvider]:
+    """Return the last call of each provider in the same process, unless it succeeded."""
     process = history.about.get("correlation", history.id)
-    mine = history.about.get("tenant")
-    last: dict[tuple[str, str], Involved | None] = {}
+    own_tenant = history.about.get("tenant")
+    last: dict[tuple[str, str], InvolvedProvider | None] = {}
     for call in others:
         about = call.about
-        if call.kind is not Kind.CALL or call.id != process or "provider" not in about or not call.events:
+        if call.kind is not WorkKind.CALL or call.id != process or "provider" not in about or not call.events:
             continue
-        if mine is not None and about["tenant"] != mine:
+        if own_tenant is not None and about["tenant"] != own_tenant:
             continue
-        one = Involved(
+        one = InvolvedProvider(
             tenant=str(about["tenant"]),
             provider=str(about["provider"]),
             capability=str(about["capability"]),
             operation=str(about["operation"]),
             reason=call.events[-1].words or None,
-            known="call",
+            evidence="call",
         )
-        last[one.account] = None if call.place.state is State.SUCCEEDED else one
+        last[one.scope] = None if call.place.state is WorkState.SUCCEEDED else one
     return [one for one in last.values() if one is not None]
 
 
-def _by_use(history: History, tenant: str, used: Sequence[tuple[str, str]], ask: Ask) -> list[Involved]:
-    """Those that hold calls back now: of the others there is nothing to say."""
-    named = [Involved(tenant=tenant, provider=one, capability=what, known="uses") for one, what in dict.fromkeys(used)]
-    held = [one for one in _standing(named, ask) if one.hold is not None]
-    if history.place.state is State.READY:
-        # Whatever else is held back, this one was not taken yet: only a closed gate keeps it where it is.
-        return [one for one in held if _gated(one) is not None]
-    return [one for one in held if _at_moment(one.standing, history)] or held
+def _find_by_use(
+    history: History, tenant: str, used_providers: Sequence[tuple[str, str]], lookup: AvailabilityLookup
+) -> list[InvolvedProvider]:
+    """Return the providers of the task that block calls now; there is nothing to report about the others."""
+    candidates = [
+        InvolvedProvider(tenant=tenant, provider=one, capability=capability, evidence="uses")
+        for one, capability in dict.fromkeys(used_providers)
+    ]
+    blocking = [one for one in _add_availability(candidates, lookup) if one.block is not None]
+    if history.place.state is WorkState.READY:
+        # A ready transaction was not fetched yet, so only a closed gate of the task can keep it in the queue.
+        return [one for one in blocking if _find_shared_block(one) is not None]
+    return [one for one in blocking if _is_at_return_time(one.availability, history)] or blocking
 
 
-def _gated(one: Involved) -> Hold | None:
-    """The breaker of all tenants, if it is open: a task that uses the provider then fetches nothing."""
-    holds = () if one.standing is None else one.standing.holds
-    return next((hold for hold in holds if hold.shared and hold.cause in {Cause.BREAKER, Cause.OPERATOR}), None)
+def _find_shared_block(one: InvolvedProvider) -> BlockReason | None:
+    """Return the shared breaker if it is open: a task that uses the provider then fetches nothing."""
+    blocks = () if one.availability is None else one.availability.block_reasons
+    return next(
+        (block for block in blocks if block.shared and block.cause in {BlockCause.BREAKER, BlockCause.OPERATOR}), None
+    )
 
 
-def _by_moment(history: History, tenant: str, ask: Ask) -> list[Involved]:
-    if history.place.state is not State.DELAYED:
+def _find_by_moment(history: History, tenant: str, lookup: AvailabilityLookup) -> list[InvolvedProvider]:
+    if history.place.state is not WorkState.DELAYED:
         return []
     return [
-        Involved(tenant=tenant, provider=one.provider, capability=one.capability, known="moment", standing=one)
-        for one in ask(tenant, ()) or ()
-        if _at_moment(one, history)
+        InvolvedProvider(
+            tenant=tenant, provider=one.provider, capability=one.capability, evidence="moment", availability=one
+        )
+        for one in lookup(tenant, ()) or ()
+        if _is_at_return_time(one, history)
     ]
 
 
-def _at_moment(standing: Standing | None, history: History) -> bool:
-    until, holds = history.place.until, () if standing is None else standing.holds
-    return until is not None and any(hold.until is not None and abs(hold.until - until) <= _NEAR for hold in holds)
+def _is_at_return_time(availability: ProviderAvailability | None, history: History) -> bool:
+    until, blocks = history.place.until, () if availability is None else availability.block_reasons
+    return until is not None and any(
+        block.until is not None and abs(block.until - until) <= _TIME_TOLERANCE_SECONDS for block in blocks
+    )
 
 
-def _standing(found: Sequence[Involved], ask: Ask) -> list[Involved]:
-    answered: list[Involved] = []
-    for one in found:
-        said = ask(one.tenant, [one.account])
-        answered.append(one if not said else replace(one, standing=said[0]))
-    return answered
+def _add_availability(providers: Sequence[InvolvedProvider], lookup: AvailabilityLookup) -> list[InvolvedProvider]:
+    results: list[InvolvedProvider] = []
+    for one in providers:
+        availability = lookup(one.tenant, [one.scope])
+        results.append(one if not availability else replace(one, availability=availability[0]))
+    return results
 
 
-# -- what is said -----------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------
 
 
-def seen_of(one: Involved) -> str:
-    """A line on one provider: whose, what happened to the call, what holds calls back, and what went wrong lately."""
-    perhaps = "perhaps " if one.known == "moment" else ""
-    words = [f"{perhaps}{one.provider} ({one.capability}) of tenant {one.tenant}: {_called(one)}{_now(one)}"]
-    if one.standing is not None:
-        words += _lately(one.standing)
-    return "; ".join(words)
+def describe_provider(one: InvolvedProvider) -> str:
+    """Return a line about one provider: tenant, outcome of the call, blocks, and recent failures."""
+    prefix = "perhaps " if one.evidence == "moment" else ""
+    account = f"{prefix}{one.provider} ({one.capability}) of tenant {one.tenant}"
+    parts = [f"{account}: {_describe_call(one)}{_describe_availability(one)}"]
+    if one.availability is not None:
+        parts += _describe_failures(one.availability)
+    return "; ".join(parts)
 
 
-def _called(one: Involved) -> str:
+def _describe_call(one: InvolvedProvider) -> str:
     if one.reason is None or one.operation is None:
         return ""
-    if one.reason in NOT_CALLED:
+    if one.reason in NOT_CALLED_REASONS:
         return f"{one.operation} was not called ({one.reason}); "
     return f"{one.operation} failed ({one.reason}); "
 
 
-def _now(one: Involved) -> str:
-    if one.standing is None:
+def _describe_availability(one: InvolvedProvider) -> str:
+    if one.availability is None:
         return "how it is now is not known"
-    if not one.standing.holds:
+    if not one.availability.block_reasons:
         return "nothing holds its calls back now"
-    return "; ".join(_held(hold) for hold in one.standing.holds)
+    return "; ".join(_describe_block(block) for block in one.availability.block_reasons)
 
 
-def _held(hold: Hold) -> str:
-    shared = " of all tenants" if hold.shared else ""
-    until = "" if hold.until is None else f" until {told(hold.until)}"
-    match hold.cause:
-        case Cause.QUOTA:
-            used = "" if hold.used is None else f", {hold.used} of {hold.limit} used"
-            return f"the quota{shared} per {hold.window} is spent{until}{used}"
-        case Cause.OPERATOR:
-            return f"an operator keeps the breaker{shared} open{until}"
-        case Cause.PROBING:
-            return f"the breaker{shared} is half open: only probes go through{_faults(hold)}"
-        case Cause.BREAKER:
-            return f"the breaker{shared} is open{until}{_faults(hold)}"
+def _describe_block(block: BlockReason) -> str:
+    scope_text = " of all tenants" if block.shared else ""
+    until_text = "" if block.until is None else f" until {format_time(block.until)}"
+    match block.cause:
+        case BlockCause.QUOTA:
+            usage_text = "" if block.used is None else f", {block.used} of {block.limit} used"
+            return f"the quota{scope_text} per {block.window} is spent{until_text}{usage_text}"
+        case BlockCause.OPERATOR:
+            return f"an operator keeps the breaker{scope_text} open{until_text}"
+        case BlockCause.PROBING:
+            return f"the breaker{scope_text} is half open: only probes go through{_describe_faults(block)}"
+        case BlockCause.BREAKER:
+            return f"the breaker{scope_text} is open{until_text}{_describe_faults(block)}"
 
 
-def _faults(hold: Hold) -> str:
-    return "" if hold.faults is None else f", {hold.faults} faults in a row"
+def _describe_faults(block: BlockReason) -> str:
+    return "" if block.faults is None else f", {block.faults} faults in a row"
 
 
-def _lately(standing: Standing) -> list[str]:
-    if standing.failures:
-        counts = ", ".join(f"{reason} {count}" for reason, count in standing.failures.items())
+def _describe_failures(availability: ProviderAvailability) -> list[str]:
+    if availability.failures:
+        counts = ", ".join(f"{reason} {count}" for reason, count in availability.failures.items())
         return [f"failed in the last hour: {counts}"]
-    if standing.last_error is not None and standing.last_error_at is not None:
-        return [f"the last error was {standing.last_error} at {told(standing.last_error_at)}"]
+    if availability.last_error is not None and availability.last_error_at is not None:
+        return [f"the last error was {availability.last_error} at {format_time(availability.last_error_at)}"]
     return []
 
 
-def advised(history: History, found: Sequence[Involved], advice: str) -> str:
-    """*advice* with what is to be done about the providers of *history*."""
-    if not found:
+def add_provider_advice(history: History, providers: Sequence[InvolvedProvider], advice: str) -> str:
+    """Return *advice* extended by what to do about the providers of *history*."""
+    if not providers:
         return advice
-    one = next((one for one in found if one.hold is not None), found[0])
-    look = f"look at the provider: {_look(one)}"
-    if history.place.state in _ENDED_BADLY:
-        return f"{look}; {advice}" if advice else look
-    if one.hold is None or (history.place.state is State.READY and one.known != "uses"):
-        return f"{advice}; {look}" if advice else look
-    waits = "it is fetched once calls go through" if history.place.state is State.READY else "it comes back by itself"
-    return f"nothing, {waits}; {look}{_more(one, one.hold)}"
+    one = next((one for one in providers if one.block is not None), providers[0])
+    check_hint = f"look at the provider: {_build_check_command(one)}"
+    if history.place.state in _FAILED_STATES:
+        return f"{check_hint}; {advice}" if advice else check_hint
+    if one.block is None or (history.place.state is WorkState.READY and one.evidence != "uses"):
+        return f"{advice}; {check_hint}" if advice else check_hint
+    wait_text = (
+        "it is fetched once calls go through" if history.place.state is WorkState.READY else "it comes back by itself"
+    )
+    return f"nothing, {wait_text}; {check_hint}{_build_unblock_hint(one, one.block)}"
 
 
-def _look(one: Involved) -> str:
-    hold = one.hold
-    if hold is None:
+def _build_check_command(one: InvolvedProvider) -> str:
+    block = one.block
+    if block is None:
         return f"ergon provider health --tenant {shlex.quote(one.tenant)}"
-    what = "quota" if hold.cause is Cause.QUOTA else "breaker"
-    return f"ergon provider {what} list --tenant {_whose(one, hold)} --provider {shlex.quote(one.provider)}"
+    kind = "quota" if block.cause is BlockCause.QUOTA else "breaker"
+    return f"ergon provider {kind} list --tenant {_quote_tenant(one, block)} --provider {shlex.quote(one.provider)}"
 
 
-def _more(one: Involved, hold: Hold) -> str:
-    """What an operator may say, where it is his to say."""
-    account = f"{shlex.quote(one.provider)} {shlex.quote(one.capability)} --tenant {_whose(one, hold)}"
-    if hold.cause is Cause.QUOTA:
-        return f"; for more calls: ergon provider quota extend {account} --calls N --for 1h --reason WHY"
-    if hold.cause is Cause.OPERATOR:
-        return f"; to end it: ergon provider breaker lift {account} --reason WHY"
+def _build_unblock_hint(one: InvolvedProvider, block: BlockReason) -> str:
+    """Return the operator command that ends the block, or an empty string if there is none."""
+    scope_arguments = f"{shlex.quote(one.provider)} {shlex.quote(one.capability)} --tenant {_quote_tenant(one, block)}"
+    if block.cause is BlockCause.QUOTA:
+        return f"; for more calls: ergon provider quota extend {scope_arguments} --calls N --for 1h --reason WHY"
+    if block.cause is BlockCause.OPERATOR:
+        return f"; to end it: ergon provider breaker lift {scope_arguments} --reason WHY"
     return ""
 
 
-def _whose(one: Involved, hold: Hold) -> str:
-    return shlex.quote(ALL if hold.shared else one.tenant)
+def _quote_tenant(one: InvolvedProvider, block: BlockReason) -> str:
+    return shlex.quote(ALL_TENANTS if block.shared else one.tenant)
 
 
-def because(history: History, found: Sequence[Involved]) -> str:
-    """Why a transaction waits, behind the sentence that says where; empty where that is only a guess."""
-    for one in found:
-        if history.place.state is not State.READY and one.known == "call" and one.reason in NOT_CALLED:
+def waiting_reason(history: History, providers: Sequence[InvolvedProvider]) -> str:
+    """Return why a transaction waits, as a suffix of the sentence about its state; empty if the cause is a guess."""
+    for one in providers:
+        if history.place.state is not WorkState.READY and one.evidence == "call" and one.reason in NOT_CALLED_REASONS:
             return f", because {one.provider}.{one.operation} was not called ({one.reason})"
-        if history.place.state is State.READY and one.known == "uses":
+        if history.place.state is WorkState.READY and one.evidence == "uses":
             return f"; a task that uses {one.provider} fetches nothing while its breaker is open"
     return ""
 
 
-def as_plain(one: Involved) -> Mapping[str, Any]:
-    """*one* for a program."""
-    standing = one.standing
+def to_dict(one: InvolvedProvider) -> Mapping[str, Any]:
+    """Return *one* as JSON-compatible data."""
+    availability = one.availability
     return {
         "tenant": one.tenant,
         "provider": one.provider,
         "capability": one.capability,
         "operation": one.operation,
-        "known": one.known,
+        "known": one.evidence,
         "reason": one.reason,
-        "holds": None if standing is None else [_hold(hold) for hold in standing.holds],
-        "failures": None if standing is None else dict(standing.failures),
-        "words": seen_of(one),
+        "holds": None if availability is None else [_block_to_dict(block) for block in availability.block_reasons],
+        "failures": None if availability is None else dict(availability.failures),
+        "words": describe_provider(one),
     }
 
 
-def _hold(hold: Hold) -> Mapping[str, Any]:
-    return {"cause": hold.cause.value, "shared": hold.shared, "until": hold.until, "words": _held(hold)}
+def _block_to_dict(block: BlockReason) -> Mapping[str, Any]:
+    return {"cause": block.cause.value, "shared": block.shared, "until": block.until, "words": _describe_block(block)}

@@ -1,4 +1,4 @@
-"""Whom ``ergon why`` asks: the tables of the database, each by its own slice, and connectors by their contract."""
+"""Sources of ``ergon why``: groups of database tables, and connectors through their contract."""
 
 from __future__ import annotations
 
@@ -8,84 +8,84 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from ergon_framework.cli.dlq_work import opened
+from ergon_framework.cli.dlq_work import open_connector
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.connectors.tracing import traced, unsearchable
-from ergon_framework.history import History, Question, Traceable
-from ergon_framework.providers.standing import Standing
+from ergon_framework.connectors.tracing import lacks_search, lookup_transaction
+from ergon_framework.history import History, HistoryQuery, SupportsLookup
+from ergon_framework.providers.standing import ProviderAvailability
 from ergon_framework.schema import libraries
 
-#: Seconds for all questions of one source, and for reaching it.
-_WITHIN = 30.0
+#: Timeout in seconds for connecting to one source and for all its queries.
+_SOURCE_TIMEOUT_SECONDS = 30.0
 
 
 @runtime_checkable
-class InDatabase(Protocol):
+class DatabaseConnector(Protocol):
     """A connector whose queue may be in the database."""
 
     def is_in(self, dsn: str) -> bool:
-        """Tell whether the queue is in the database at *dsn*."""
+        """Return whether the queue is in the database at *dsn*."""
 
 
 @dataclass(slots=True)
-class Connected:
-    """One connector, named on the command line."""
+class ConnectorSource:
+    """One connector named on the command line."""
 
-    where: str
-    #: The address of the database whose queues are asked together; a queue in it is not asked a second time.
+    target: str
+    #: Address of the database whose queues are queried together; a queue in it is not queried again.
     database: str | None = None
-    #: The name of its queue, once it was asked.
+    #: Name of its queue, set by the lookup.
     queue: str | None = None
-    #: What it cannot say.
+    #: What this connector cannot look up.
     note: str = ""
 
     @property
     def name(self) -> str:
-        return self.where
+        return self.target
 
-    def ask(self, question: Question) -> Sequence[History]:
-        with opened(self.where) as connector:
+    def lookup(self, query: HistoryQuery) -> Sequence[History]:
+        with open_connector(self.target) as connector:
             self.queue = connector.name
-            if self.database and isinstance(connector, InDatabase) and connector.is_in(self.database):
+            if self.database and isinstance(connector, DatabaseConnector) and connector.is_in(self.database):
                 self.note = "asked with the queues of the database"
                 return ()
-            if isinstance(connector, Traceable):
-                return connector.trace(question.id)
+            if isinstance(connector, SupportsLookup):
+                return connector.lookup(query.id)
             notes = [] if connector.capabilities.dead_letters else ["keeps no dead letters"]
-            notes += ["cannot say whether a transaction is in its queue"] if unsearchable(connector) else []
+            notes += ["cannot say whether a transaction is in its queue"] if lacks_search(connector) else []
             self.note = " and ".join(notes)
-            return traced(connector, question.id)
+            return lookup_transaction(connector, query.id)
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
-    """Some tables of the database."""
+class TableSource:
+    """A group of database tables."""
 
     name: str
-    _lines: Any
-    _script: Callable[[Question], Any]
+    _pool: Any
+    _script: Callable[[HistoryQuery], Any]
 
-    def ask(self, question: Question) -> Sequence[History]:
-        found: Sequence[History] = self._lines.run(self._script(question), within=_WITHIN)
-        return found
+    def lookup(self, query: HistoryQuery) -> Sequence[History]:
+        histories: Sequence[History] = self._pool.run(self._script(query), timeout_seconds=_SOURCE_TIMEOUT_SECONDS)
+        return histories
 
 
-class Database(NamedTuple):
-    """What the database has."""
+class DatabaseSources(NamedTuple):
+    """The sources in the database."""
 
-    #: Where correlations are found, and where they are asked for.
-    first: Sequence[Tables]
-    then: Sequence[Tables]
-    #: How the providers of a tenant are: those named, or all that hold calls back.
-    standings: Callable[[str, Sequence[tuple[str, str]]], Sequence[Standing]]
+    #: Sources queried by id, which also find correlations, and sources queried by correlation.
+    id_sources: Sequence[TableSource]
+    correlation_sources: Sequence[TableSource]
+    #: Returns the availability of the named providers of a tenant, or of all that block calls.
+    lookup_availability: Callable[[str, Sequence[tuple[str, str]]], Sequence[ProviderAvailability]]
 
 
 @contextmanager
-def tables(dsn: str) -> Iterator[Database]:
-    """The tables of the database at *dsn*."""
-    # Loaded when it is needed: not everybody has its libraries, and no other command needs them all.
-    libraries.needed()
-    queues, jobs, journal, calls, facts, books = (
+def table_sources(dsn: str) -> Iterator[DatabaseSources]:
+    """Yield the sources in the database at *dsn*."""
+    # Imported on demand: only this command needs all of these libraries, which are an optional extra.
+    libraries.require_psycopg()
+    queues, jobs, journal, calls, facts, availability = (
         importlib.import_module(f"ergon_framework.{name}")
         for name in (
             "connectors.postgres.tracing",
@@ -96,23 +96,27 @@ def tables(dsn: str) -> Iterator[Database]:
             "providers.sql.standings",
         )
     )
-    lines = importlib.import_module("ergon_framework.schema.lines").Lines(dsn, other=ConnectorError)
+    pool = importlib.import_module("ergon_framework.schema.lines").ConnectionPool(dsn, error_type=ConnectorError)
     try:
-        yield Database(
+        yield DatabaseSources(
             (
-                Tables("queues of the database", lines, lambda question: queues.trace(question.id)),
-                Tables("jobs of the database", lines, lambda question: jobs.trace(question.id)),
-                Tables("journal of the database", lines, lambda question: journal.trace(question.id)),
+                TableSource("queues of the database", pool, lambda question: queues.lookup_transaction(question.id)),
+                TableSource("jobs of the database", pool, lambda question: jobs.lookup_job(question.id)),
+                TableSource("journal of the database", pool, lambda question: journal.lookup_journal(question.id)),
             ),
             (
-                Tables(
+                TableSource(
                     "provider calls of the database",
-                    lines,
-                    lambda question: calls.trace(question.names, question.tenants),
+                    pool,
+                    lambda question: calls.lookup_calls(question.ids, question.tenants),
                 ),
-                Tables("facts of the database", lines, lambda question: facts.trace(question.id, question.names)),
+                TableSource(
+                    "facts of the database", pool, lambda question: facts.lookup_facts(question.id, question.ids)
+                ),
             ),
-            lambda tenant, accounts: lines.run(books.standings(tenant, accounts), within=_WITHIN),
+            lambda tenant, accounts: pool.run(
+                availability.provider_availability(tenant, accounts), timeout_seconds=_SOURCE_TIMEOUT_SECONDS
+            ),
         )
     finally:
-        lines.close()
+        pool.close()

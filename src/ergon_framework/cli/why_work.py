@@ -1,4 +1,4 @@
-"""What ``ergon why`` does: ask everybody who may know, put the answers together, and say how it ended."""
+"""Work of ``ergon why``: query every source, combine the answers, and report the result."""
 
 from __future__ import annotations
 
@@ -13,22 +13,31 @@ from typing import Any
 import typer
 
 from ergon_framework.cli import why_view as view
-from ergon_framework.cli.logs import configure
-from ergon_framework.cli.why_advice import next_of, now_of
-from ergon_framework.cli.why_providers import Ask, Involved, advised, as_plain, because, involved_in, seen_of, used_by
-from ergon_framework.cli.why_sources import Connected, Database, tables
-from ergon_framework.errors import ConfigurationError, ErgonError, text
-from ergon_framework.history import History, Kind, Question, Source, Value
-from ergon_framework.providers.standing import Standing
+from ergon_framework.cli.logs import configure_logging
+from ergon_framework.cli.why_advice import describe_state, suggest_action
+from ergon_framework.cli.why_providers import (
+    AvailabilityLookup,
+    InvolvedProvider,
+    add_provider_advice,
+    describe_provider,
+    find_involved_providers,
+    task_providers,
+    to_dict,
+    waiting_reason,
+)
+from ergon_framework.cli.why_sources import ConnectorSource, DatabaseSources, table_sources
+from ergon_framework.errors import ConfigurationError, ErgonError, error_message
+from ergon_framework.history import History, HistoryQuery, Source, Value, WorkKind
+from ergon_framework.providers.standing import ProviderAvailability
 from ergon_framework.runner.exits import ExitCode
 from ergon_framework.runner.loading import load_connector, load_task
-from ergon_framework.runner.settings import Settings, settings
+from ergon_framework.runner.settings import Settings, load_settings
 from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 
 
 class WhyExit(ExitCode):
-    """Every exit code of ``ergon why`` with what it means."""
+    """Exit codes of ``ergon why`` and their meanings."""
 
     OK = 0, "something is known of it"
     UNKNOWN = 1, "nobody who was asked knows it"
@@ -37,69 +46,69 @@ class WhyExit(ExitCode):
 
 
 @dataclass(slots=True)
-class Answer:
-    """What one source said, or why it did not."""
+class SourceAnswer:
+    """The histories found by one source, or the reason why it did not answer."""
 
     source: str
-    found: Sequence[History] = ()
+    histories: Sequence[History] = ()
     note: str = ""
     error: str | None = None
 
 
 @dataclass(slots=True)
-class Inquiry:
-    """One question on its way through the sources."""
+class HistorySearch:
+    """One query and the answers of the sources."""
 
-    question: Question
-    answers: list[Answer] = field(default_factory=list)
+    query: HistoryQuery
+    answers: list[SourceAnswer] = field(default_factory=list)
 
-    def ask(self, sources: Iterable[Source]) -> None:
-        """Ask each of them; one that fails spoils no other."""
+    def run(self, sources: Iterable[Source]) -> None:
+        """Query each source; a source that fails does not affect the others."""
         for source in sources:
-            answer = Answer(source.name)
+            answer = SourceAnswer(source.name)
             try:
-                answer.found = source.ask(self.question)
+                answer.histories = source.lookup(self.query)
             except ErgonError as error:
-                answer.error = text(error)
-            if isinstance(source, Connected):
+                answer.error = error_message(error)
+            if isinstance(source, ConnectorSource):
                 answer.note = source.note
             self.answers.append(answer)
 
-    def widen(self) -> None:
-        """From now on ask for the correlations too that were found, and of their tenants only."""
-        found = self.histories
-        known = (history.about.get("correlation") for history in found)
-        whose = (history.about.get("tenant") for history in found)
-        self.question = replace(
-            self.question,
-            correlations=tuple(str(name) for name in known if name is not None),
-            tenants=tuple(dict.fromkeys(str(name) for name in whose if name is not None)),
+    def follow_correlations(self) -> None:
+        """Extend the query to the correlations found so far, limited to their tenants."""
+        histories = self.histories
+        correlations = (history.about.get("correlation") for history in histories)
+        tenants = (history.about.get("tenant") for history in histories)
+        self.query = replace(
+            self.query,
+            correlations=tuple(str(name) for name in correlations if name is not None),
+            tenants=tuple(dict.fromkeys(str(name) for name in tenants if name is not None)),
         )
 
-    def standings(self, database: Database | None) -> Ask:
-        """Who says how providers are. Of an outage one question is enough."""
-        lost = False
+    def availability_lookup(self, database: DatabaseSources | None) -> AvailabilityLookup:
+        """Return the lookup of provider availability; after one failed query it does not query the database again."""
+        failed = False
 
-        def ask(tenant: str, accounts: Sequence[tuple[str, str]]) -> Sequence[Standing] | None:
-            nonlocal lost
-            if database is None or lost:
+        def lookup(tenant: str, accounts: Sequence[tuple[str, str]]) -> Sequence[ProviderAvailability] | None:
+            nonlocal failed
+            if database is None or failed:
                 return None
             try:
-                return database.standings(tenant, accounts)
+                return database.lookup_availability(tenant, accounts)
             except ErgonError as error:
-                lost = True
-                self.answers.append(Answer("providers of the database", error=text(error)))
+                failed = True
+                self.answers.append(SourceAnswer("providers of the database", error=error_message(error)))
                 return None
 
-        return ask
+        return lookup
 
     @property
     def histories(self) -> list[History]:
-        """All that was found; what two sources say alike is said once."""
-        found: list[History] = []
+        """All histories found, without duplicates of several sources."""
+        unique: list[History] = []
         for answer in self.answers:
-            found += [history for history in answer.found if history not in found]
-        return found
+            unique += [history for history in answer.histories if history not in unique]
+        return unique
 
     @property
     def code(self) -> WhyExit:
@@ -109,151 +118,161 @@ class Inquiry:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
-    """One history, the providers that it waits for or failed by, where it is in a sentence, and what to do."""
+class HistoryReport:
+    """One history, the providers that block or failed it, a sentence about its state, and the advice."""
 
     history: History
-    providers: Sequence[Involved]
-    now: str
-    next: str
+    providers: Sequence[InvolvedProvider]
+    sentence: str
+    advice: str
 
 
-def explained(
+def explain(
     work_id: str, *, tasks: Sequence[str], queues: Sequence[str], config: Path | None, as_json: bool
 ) -> WhyExit:
-    """Print what is known of *work_id*."""
-    configure("WARNING")
+    """Print what the sources know about *work_id*."""
+    configure_logging("WARNING")
     try:
-        inquiry, accounts = _asked(Question(work_id), tasks=tasks, queues=queues, found=settings(config))
+        search, reports = _search_sources(
+            HistoryQuery(work_id), tasks=tasks, queues=queues, settings=load_settings(config)
+        )
     except ConfigurationError as error:
-        return _refused(text(error), as_json=as_json)
+        return _report_usage_error(error_message(error), as_json=as_json)
     if as_json:
-        typer.echo(json.dumps(_told(inquiry, accounts), allow_nan=False))
-        return inquiry.code
-    for number, account in enumerate(accounts):
-        if number:
+        typer.echo(json.dumps(_to_dict(search, reports), allow_nan=False))
+        return search.code
+    for index, report in enumerate(reports):
+        if index:
             typer.echo()
         view.show(
-            account.history,
-            providers=[seen_of(one) for one in account.providers],
-            sentence=account.now,
-            advice=account.next,
+            report.history,
+            providers=[describe_provider(one) for one in report.providers],
+            sentence=report.sentence,
+            advice=report.advice,
         )
-    for why, sources in _unanswered(inquiry).items():
-        _say(f"{', '.join(sources)} did not answer: {why}")
-    if not accounts:
-        _say(_unknown(inquiry))
-    return inquiry.code
+    for reason, sources in _group_errors(search).items():
+        _print_stderr(f"{', '.join(sources)} did not answer: {reason}")
+    if not reports:
+        _print_stderr(_describe_not_found(search))
+    return search.code
 
 
-def _asked(
-    question: Question, *, tasks: Sequence[str], queues: Sequence[str], found: Settings
-) -> tuple[Inquiry, list[Account]]:
-    """The answers, and what is made of them."""
-    connected = [Connected(where, found.postgres.dsn) for where in dict.fromkeys((*tasks, *queues))]
-    if not connected and not found.postgres.dsn:
+def _search_sources(
+    query: HistoryQuery, *, tasks: Sequence[str], queues: Sequence[str], settings: Settings
+) -> tuple[HistorySearch, list[HistoryReport]]:
+    """Query the sources and build the reports."""
+    connectors = [ConnectorSource(target, settings.postgres.dsn) for target in dict.fromkeys((*tasks, *queues))]
+    if not connectors and not settings.postgres.dsn:
         raise ConfigurationError(
             "there is nobody to ask: set ERGON_POSTGRES__DSN, or name a task or connector with --task or --queue"
         )
-    # Before anybody is asked: a slip of the hand is no source that does not answer.
-    ruled = {load_connector(name).name: _rules(name, found) for name in tasks}
-    used = {load_connector(name).name: used_by(load_task(name).gates) for name in tasks}
+    # Load everything before the first query: a mistyped name is a usage error, not an unavailable source.
+    policies = {load_connector(name).name: _read_policy_values(name, settings) for name in tasks}
+    used_providers = {load_connector(name).name: task_providers(load_task(name).gates) for name in tasks}
     for name in queues:
         load_connector(name)
-    inquiry = Inquiry(question)
+    search = HistorySearch(query)
     with ExitStack() as stack:
-        database = stack.enter_context(tables(found.postgres.dsn)) if found.postgres.dsn else None
-        inquiry.ask((*(database.first if database else ()), *connected))
-        inquiry.widen()
-        inquiry.ask(database.then if database else ())
-        histories = [_ruled(history, ruled) for history in inquiry.histories]
-        ask = inquiry.standings(database)
-        involved = [involved_in(one, histories, used.get(one.where, ()), ask) for one in histories]
-    # Those of the settings that the tables of the database know, too: their names alone are enough.
-    names = {name: name for name, said in found.queues.items() if (said.url or "").startswith("postgres")}
-    names |= {one.queue: one.where for one in connected if one.queue is not None}
+        database = stack.enter_context(table_sources(settings.postgres.dsn)) if settings.postgres.dsn else None
+        search.run((*(database.id_sources if database else ()), *connectors))
+        search.follow_correlations()
+        search.run(database.correlation_sources if database else ())
+        histories = [_add_policy_values(history, policies) for history in search.histories]
+        lookup = search.availability_lookup(database)
+        involved = [
+            find_involved_providers(one, histories, used_providers.get(one.where, ()), lookup) for one in histories
+        ]
+    # Queues of the settings whose tables the database has: their names are enough to address them.
+    names = {
+        name: name
+        for name, queue_settings in settings.queues.items()
+        if (queue_settings.url or "").startswith("postgres")
+    }
+    names |= {one.queue: one.target for one in connectors if one.queue is not None}
     now = time.time()
-    return inquiry, [_account(*one, names, now) for one in zip(histories, involved, strict=True)]
+    return search, [_build_report(*one, names, now) for one in zip(histories, involved, strict=True)]
 
 
-def _account(history: History, providers: Sequence[Involved], names: Mapping[str, str], now: float) -> Account:
-    return Account(
+def _build_report(
+    history: History, providers: Sequence[InvolvedProvider], names: Mapping[str, str], now: float
+) -> HistoryReport:
+    return HistoryReport(
         history,
         providers,
-        now=now_of(history, now=now) + because(history, providers),
-        next=advised(history, providers, next_of(history, names)),
+        sentence=describe_state(history, now=now) + waiting_reason(history, providers),
+        advice=add_provider_advice(history, providers, suggest_action(history, names)),
     )
 
 
-def _rules(name: str, found: Settings) -> dict[str, Value]:
-    """The values of a task's policy by which transactions are tried again and given up, as they are now."""
+def _read_policy_values(name: str, settings: Settings) -> dict[str, Value]:
+    """Return the current policy values of a task that decide about retries and giving up."""
     task = load_task(name)
-    policy = found.policy(task.name, choose_policy(task, None, ConsumerPolicy))
-    retry = policy.steps.process.retry.model_dump(include=set(_SHOWN))
-    rules = {f"policy.process.retry.{key}": retry[key] for key in _SHOWN if retry[key] is not None}
-    return {**rules, "policy.loop.max_deliveries": policy.loop.max_deliveries}
+    policy = settings.policy(task.name, choose_policy(task, None, ConsumerPolicy))
+    retry = policy.steps.process.retry.model_dump(include=set(_SHOWN_RETRY_FIELDS))
+    values = {f"policy.process.retry.{key}": retry[key] for key in _SHOWN_RETRY_FIELDS if retry[key] is not None}
+    return {**values, "policy.loop.max_deliveries": policy.loop.max_deliveries}
 
 
-_SHOWN = ("max_attempts", "timeout", "backoff", "multiplier", "cap", "jitter")
+_SHOWN_RETRY_FIELDS = ("max_attempts", "timeout", "backoff", "multiplier", "cap", "jitter")
 
 
-def _ruled(history: History, rules: Mapping[str, Mapping[str, Value]]) -> History:
-    if history.kind is not Kind.TRANSACTION or history.where not in rules:
+def _add_policy_values(history: History, policies: Mapping[str, Mapping[str, Value]]) -> History:
+    if history.kind is not WorkKind.TRANSACTION or history.where not in policies:
         return history
-    return replace(history, about={**history.about, **rules[history.where]})
+    return replace(history, about={**history.about, **policies[history.where]})
 
 
-# -- what is said -----------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------
 
 
-def _told(inquiry: Inquiry, accounts: Sequence[Account]) -> dict[str, Any]:
+def _to_dict(search: HistorySearch, reports: Sequence[HistoryReport]) -> dict[str, Any]:
     return {
-        "id": inquiry.question.id,
-        "exit_code": int(inquiry.code),
+        "id": search.query.id,
+        "exit_code": int(search.code),
         "histories": [
             {
-                **asdict(one.history),
-                "providers": [as_plain(provider) for provider in one.providers],
-                "now": one.now,
-                "next": one.next,
+                **asdict(report.history),
+                "providers": [to_dict(provider) for provider in report.providers],
+                "now": report.sentence,
+                "next": report.advice,
             }
-            for one in accounts
+            for report in reports
         ],
         "asked": [
-            {"source": one.source, "found": len(one.found), "note": one.note, "error": one.error}
-            for one in inquiry.answers
+            {"source": report.source, "found": len(report.histories), "note": report.note, "error": report.error}
+            for report in search.answers
         ],
     }
 
 
-def _unanswered(inquiry: Inquiry) -> dict[str, list[str]]:
-    """Who did not answer, by why: one outage is told once."""
-    found: dict[str, list[str]] = {}
-    for answer in inquiry.answers:
+def _group_errors(search: HistorySearch) -> dict[str, list[str]]:
+    """Return the sources that did not answer, grouped by error, so that one outage is reported once."""
+    sources_by_error: dict[str, list[str]] = {}
+    for answer in search.answers:
         if answer.error is not None:
-            found.setdefault(answer.error, []).append(answer.source)
-    return found
+            sources_by_error.setdefault(answer.error, []).append(answer.source)
+    return sources_by_error
 
 
-def _unknown(inquiry: Inquiry) -> str:
-    asked = ", ".join(
-        f"{one.source} ({one.note})" if one.note else one.source for one in inquiry.answers if one.error is None
+def _describe_not_found(search: HistorySearch) -> str:
+    source_names = ", ".join(
+        f"{one.source} ({one.note})" if one.note else one.source for one in search.answers if one.error is None
     )
-    doubt = " of those who answered" if inquiry.code is WhyExit.UNANSWERED else ""
+    qualifier = " of those who answered" if search.code is WhyExit.UNANSWERED else ""
     return (
-        f"nobody{doubt} knows {view.short(inquiry.question.id)!r}; asked: {asked or 'nobody else'}. What has succeeded "
-        "leaves a trace only where a queue has an inbox or its workers a journal (run.journal.on); other brokers are "
-        "asked with --queue"
+        f"nobody{qualifier} knows {view.truncate(search.query.id)!r}; asked: {source_names or 'nobody else'}. What has "
+        "succeeded leaves a trace only where a queue has an inbox or its workers a journal (run.journal.on); other "
+        "brokers are asked with --queue"
     )
 
 
-def _refused(words: str, *, as_json: bool) -> WhyExit:
+def _report_usage_error(message: str, *, as_json: bool) -> WhyExit:
     if as_json:
-        typer.echo(json.dumps({"error": words, "exit_code": int(WhyExit.USAGE)}))
+        typer.echo(json.dumps({"error": message, "exit_code": int(WhyExit.USAGE)}))
     else:
-        _say(words)
+        _print_stderr(message)
     return WhyExit.USAGE
 
 
-def _say(words: str) -> None:
-    typer.echo(f"ergon: {words}", err=True)
+def _print_stderr(message: str) -> None:
+    typer.echo(f"ergon: {message}", err=True)

@@ -1,4 +1,4 @@
-"""Arrivals: how those who wait for a transaction in this process learn that one is there."""
+"""Wake up the threads and tasks of this process that wait for a transaction."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from typing import Any, TypeAlias
 
 from ergon_framework.connectors.base import Delivery, Listener, Unlisten
 
-#: Claims what is there now; an empty answer means to wait.
-Take: TypeAlias = Callable[[], Sequence[Delivery]]
-#: Seconds until something becomes due by itself; None when nothing will.
-Due: TypeAlias = Callable[[], float | None]
+#: Claims what is ready now; an empty result means that the caller waits.
+ClaimCallback: TypeAlias = Callable[[], Sequence[Delivery]]
+#: Returns the seconds until something becomes due without a signal; None when nothing will.
+NextDueCallback: TypeAlias = Callable[[], float | None]
 
-#: The least pause between two looks, for something that is due but was taken by another.
-_PAUSE = 0.001
+#: The shortest pause between two polls, for something that is due but was taken by another caller.
+_MIN_PAUSE_SECONDS = 0.001
 
 
-class Arrivals:
-    """Listeners and waiting fetches, of threads and of event loops alike.
+class WakeupHub:
+    """The listeners and waiting fetches of a connector, of threads and of event loops alike.
 
-    It starts no thread: what becomes due by itself rings no bell, but a wait looks again then.
-    How long a wait takes is measured in real time (an event loop's own time in asyncio),
-    whatever clock the connector has.
+    It starts no thread: what becomes due by its time sends no signal, but a wait polls again at that time. The length
+    of a wait is measured in real time (the event loop's own time in asyncio), independent of the connector's clock.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Tuples are replaced and never changed, so that signalling needs no lock.
+        # Tuples are replaced and never changed, so that notifying needs no lock.
         self._listeners: tuple[Listener, ...] = ()
-        self._bells: tuple[Callable[[], object], ...] = ()
+        self._callbacks: tuple[Callable[[], object], ...] = ()
         self._interruptions = 0
 
     def listen(self, listener: Listener) -> Unlisten:
-        """Tell *listener* until the returned function is called."""
+        """Notify *listener* until the returned function is called."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
 
@@ -46,126 +45,126 @@ class Arrivals:
 
         return unlisten
 
-    def arrived(self) -> None:
-        """Something can be had. Not to be called under a connector's lock: listeners may call back."""
+    def notify(self) -> None:
+        """Wake all waiters. Do not call this under a connector's lock: listeners may call back."""
         for listener in self._listeners:
             listener.wake()
-        for ring in self._bells:
-            ring()
+        for callback in self._callbacks:
+            callback()
 
-    def lost(self, receipts: Sequence[Any]) -> None:
-        """These claims are gone. Not to be called under a connector's lock."""
+    def notify_lost(self, receipts: Sequence[Any]) -> None:
+        """Notify listeners that these claims are lost. Do not call this under a connector's lock."""
         for listener in self._listeners:
-            listener.lost(receipts)
+            listener.on_lost(receipts)
 
     def interrupt(self) -> None:
-        """Every wait that has begun ends now."""
+        """End every wait that has begun."""
         with self._lock:
             self._interruptions += 1
-        for ring in self._bells:
-            ring()
+        for callback in self._callbacks:
+            callback()
 
-    def wait(self, take: Take, seconds: float, *, due: Due) -> Sequence[Delivery]:
-        """What *take* finds within *seconds*; empty when they are over, or at an interruption."""
-        with self.bell() as bell:
+    def wait(self, take: ClaimCallback, seconds: float, *, next_due: NextDueCallback) -> Sequence[Delivery]:
+        """Return what *take* claims within *seconds*; empty after that time, or at an interruption."""
+        with self.waiter() as waiter:
             end = time.monotonic() + seconds
             while True:
-                # Cleared before looking: what arrives after the look rings again.
-                bell.clear()
-                if bell.interrupted:
+                # Cleared before polling: what arrives after the poll sets it again.
+                waiter.clear()
+                if waiter.is_interrupted:
                     return ()
-                found = take()
-                left = end - time.monotonic()
-                if found or left <= 0:
-                    return found
-                bell.rung(_pause(left, due()))
+                deliveries = take()
+                remaining = end - time.monotonic()
+                if deliveries or remaining <= 0:
+                    return deliveries
+                waiter.wait(_limit_pause(remaining, next_due()))
 
     @contextmanager
-    def bell(self) -> Iterator[Bell]:
-        """A bell for a thread that looks by itself."""
+    def waiter(self) -> Iterator[Waiter]:
+        """Yield a waiter for a thread that polls on its own."""
         event = threading.Event()
-        with self._hung(event.set) as began:
-            yield Bell(event, lambda: self._interruptions != began)
+        with self._subscribe(event.set) as interruptions:
+            yield Waiter(event, lambda: self._interruptions != interruptions)
 
     @contextmanager
-    def bell_async(self) -> Iterator[AsyncBell]:
-        """A bell on the running event loop, for a connector that has to await what it takes."""
+    def waiter_async(self) -> Iterator[AsyncWaiter]:
+        """Yield a waiter on the running event loop, for a connector that has to await what it takes."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
 
-        def ring() -> None:
-            with suppress(RuntimeError):  # the loop has closed: nobody waits there any more
+        def set_event() -> None:
+            with suppress(RuntimeError):  # the loop has closed: no task waits there any more
                 loop.call_soon_threadsafe(event.set)
 
-        with self._hung(ring) as began:
-            yield AsyncBell(event, lambda: self._interruptions != began)
+        with self._subscribe(set_event) as interruptions:
+            yield AsyncWaiter(event, lambda: self._interruptions != interruptions)
 
-    async def wait_async(self, take: Take, seconds: float, *, due: Due) -> Sequence[Delivery]:
-        """The same without blocking the event loop; cancelled, it has claimed nothing."""
+    async def wait_async(self, take: ClaimCallback, seconds: float, *, next_due: NextDueCallback) -> Sequence[Delivery]:
+        """Wait without blocking the event loop; when it is cancelled, it has claimed nothing."""
         loop = asyncio.get_running_loop()
-        with self.bell_async() as bell:
+        with self.waiter_async() as waiter:
             end = loop.time() + seconds
             while True:
-                bell.clear()
-                if bell.interrupted:
+                waiter.clear()
+                if waiter.is_interrupted:
                     return ()
-                found = take()
-                left = end - loop.time()
-                if found or left <= 0:
-                    return found
-                await bell.rung(_pause(left, due()))
+                deliveries = take()
+                remaining = end - loop.time()
+                if deliveries or remaining <= 0:
+                    return deliveries
+                await waiter.wait(_limit_pause(remaining, next_due()))
 
     @contextmanager
-    def _hung(self, ring: Callable[[], object]) -> Iterator[int]:
-        """Have *ring* called at every signal; yields how many interruptions there were before."""
+    def _subscribe(self, callback: Callable[[], object]) -> Iterator[int]:
+        """Call *callback* at every signal while the context is open; yield the number of earlier interruptions."""
         with self._lock:
-            self._bells = (*self._bells, ring)
-            began = self._interruptions
+            self._callbacks = (*self._callbacks, callback)
+            interruptions = self._interruptions
         try:
-            yield began
+            yield interruptions
         finally:
             with self._lock:
-                self._bells = tuple(other for other in self._bells if other is not ring)
+                self._callbacks = tuple(other for other in self._callbacks if other is not callback)
 
 
-class Bell:
-    """Rings at every arrival; cleared before looking, so that what comes after the look rings again."""
+class Waiter:
+    """A flag that every arrival sets; cleared before polling, so that what arrives after the poll sets it again."""
 
-    def __init__(self, event: threading.Event, interrupted: Callable[[], bool]) -> None:
+    def __init__(self, event: threading.Event, is_interrupted: Callable[[], bool]) -> None:
         self._event = event
-        self._interrupted = interrupted
+        self._is_interrupted = is_interrupted
 
     @property
-    def interrupted(self) -> bool:
-        """Whether waiting is over."""
-        return self._interrupted()
+    def is_interrupted(self) -> bool:
+        """Whether the wait was interrupted."""
+        return self._is_interrupted()
 
     def clear(self) -> None:
         self._event.clear()
 
-    def rung(self, seconds: float) -> None:
-        """Wait until it rings, *seconds* at most."""
+    def wait(self, seconds: float) -> None:
+        """Wait for the next signal, *seconds* at most."""
         self._event.wait(seconds)
 
 
-class AsyncBell:
-    """The same on an event loop."""
+class AsyncWaiter:
+    """The async variant of Waiter, on an event loop."""
 
-    def __init__(self, event: asyncio.Event, interrupted: Callable[[], bool]) -> None:
+    def __init__(self, event: asyncio.Event, is_interrupted: Callable[[], bool]) -> None:
         self._event = event
-        self._interrupted = interrupted
+        self._is_interrupted = is_interrupted
 
     @property
-    def interrupted(self) -> bool:
-        return self._interrupted()
+    def is_interrupted(self) -> bool:
+        return self._is_interrupted()
 
     def clear(self) -> None:
         self._event.clear()
 
-    async def rung(self, seconds: float) -> None:
+    async def wait(self, seconds: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._event.wait()
 
 
-def _pause(left: float, due: float | None) -> float:
-    return left if due is None else min(left, max(due, _PAUSE))
+def _limit_pause(remaining: float, next_due: float | None) -> float:
+    return remaining if next_due is None else min(remaining, max(next_due, _MIN_PAUSE_SECONDS))

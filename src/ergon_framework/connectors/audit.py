@@ -1,7 +1,7 @@
 """Audit rows of actions on brokers that are not a database: the intent before the action, the outcome after it.
 
-They go to the database that the configuration names. Without one, and while it does not take them, the log is the
-record: an event ``audit`` at the level of warnings.
+The rows go to the database that the configuration names. Without a database, and while it does not accept them, the
+log is the record: an event ``audit`` at level WARNING.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Final
 
-from ergon_framework.audit import AuditEntry, new_entry, noted
+from ergon_framework.audit import AuditEntry, create_entry, suppress_entries
 from ergon_framework.errors import ErgonError
-from ergon_framework.failure import describe
+from ergon_framework.failure import describe_error
 from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
-VARIABLE: Final = "ERGON_POSTGRES__DSN"
-#: Imported when there is a database: its driver may not be installed.
-_WRITER: Final = "ergon_framework.connectors.postgres.audit"
-#: By the method of a connector, the action that it is.
-ACTIONS: Final = {"replay_dead": "dlq.replay", "discard_dead": "dlq.discard", "replace_dead": "dlq.edit"}
-_MOVED: Final = ("replayed", "discarded")
+DSN_VARIABLE: Final = "ERGON_POSTGRES__DSN"
+#: Imported only when there is a database: its driver may not be installed.
+_WRITER_MODULE: Final = "ergon_framework.connectors.postgres.audit"
+#: The audit action of each connector method.
+ACTION_BY_METHOD: Final = {"replay_dead": "dlq.replay", "discard_dead": "dlq.discard", "replace_dead": "dlq.edit"}
+_MOVED_OUTCOMES: Final = ("replayed", "discarded")
 
-_database: list[str] = []
+_database_dsn: list[str] = []
 
 
 def use_database(dsn: str | None) -> None:
-    """Have the rows of this process written to *dsn*; None for the database that the environment names."""
-    _database[:] = [dsn] if dsn else []
+    """Write the rows of this process to *dsn*; None selects the database that the environment names."""
+    _database_dsn[:] = [dsn] if dsn else []
 
 
 def log_entry(entry: AuditEntry, *, problem: str = "") -> None:
-    """Write *entry* to the log; *problem* says why it is not in a database that is configured."""
+    """Write *entry* to the log; *problem* says why it is not in the configured database."""
     fields = {
         "action": entry.action,
         "subject": entry.name,
@@ -54,29 +54,29 @@ def log_entry(entry: AuditEntry, *, problem: str = "") -> None:
         "origin": entry.origin,
         "not_in_database": problem or None,
     }
-    logs.say(logging.WARNING, "audit", fields, to=_log)
+    logs.log_event(logging.WARNING, "audit", fields, to=_log)
 
 
-class _Intent:
-    """An action that has begun."""
+class _AuditIntent:
+    """An action that has begun, with the number of its intent row."""
 
     def __init__(self, entry: AuditEntry) -> None:
         self._entry = entry
-        self._dsn = next(iter(_database), None) or os.environ.get(VARIABLE)
+        self._dsn = next(iter(_database_dsn), None) or os.environ.get(DSN_VARIABLE)
         self._number = self._write(entry)
 
     def end(self, *, count: int | None = None, error: str = "") -> None:
         self._write(self._entry.end(count=count, error=error), intent=self._number)
 
     def _write(self, entry: AuditEntry, *, intent: int | None = None) -> int | None:
-        """Write *entry* where rows go; its number, None where that is the log."""
+        """Write *entry* to the database or else to the log; return its row number, None for the log."""
         problem = ""
         if self._dsn:
             try:
-                number: int | None = import_module(_WRITER).write_row(self._dsn, entry, intent=intent)
+                number: int | None = import_module(_WRITER_MODULE).write_row(self._dsn, entry, intent=intent)
             except ErgonError as error:
                 # An outage of the database must not keep an operator from repairing something else.
-                problem = describe(error)
+                problem = describe_error(error)
             else:
                 if number is not None:
                     return number
@@ -85,48 +85,48 @@ class _Intent:
         return None
 
 
-class Counted:
-    """How many things an action has changed."""
+class ChangeCount:
+    """The number of things that an action has changed."""
 
     count: int | None = None
 
 
 @contextmanager
-def audited(entry: AuditEntry | None) -> Iterator[Counted]:
-    """Leave the rows of *entry*, the intent at once and the outcome at the end; nothing if it is None."""
-    counted = Counted()
+def audit_action(entry: AuditEntry | None) -> Iterator[ChangeCount]:
+    """Write the rows of *entry*, the intent immediately and the outcome at the end; nothing if it is None."""
+    changes = ChangeCount()
     if entry is None:
-        yield counted
+        yield changes
         return
-    intent = _Intent(entry)
+    intent = _AuditIntent(entry)
     try:
-        with noted():
-            yield counted
+        with suppress_entries():
+            yield changes
     except BaseException as error:
         intent.end(error=type(error).__name__)
         raise
-    intent.end(count=counted.count)
+    intent.end(count=changes.count)
 
 
-# -- around the methods of connectors ---------------------------------------------------------------
+# -- wrappers for the methods of connectors ---------------------------------------------------------
 
 
-def leave_rows(connector: type) -> None:
-    """Have replays, discards and edits of the class *connector* leave rows, in both flavours."""
-    for name, action in ACTIONS.items():
+def audit_methods(connector: type) -> None:
+    """Wrap replays, discards and edits of the class *connector*, sync and async, so that they write audit rows."""
+    for name, action in ACTION_BY_METHOD.items():
         for method in (name, f"{name}_async"):
             if method in vars(connector):
-                own = vars(connector)[method]
-                wrap = _wrap_async if inspect.iscoroutinefunction(own) else _wrap
-                setattr(connector, method, wrap(own, action))
+                original = vars(connector)[method]
+                wrap = _wrap_async if inspect.iscoroutinefunction(original) else _wrap
+                setattr(connector, method, wrap(original, action))
 
 
 def _wrap(method: Callable[..., Any], action: str) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(self: Any, places: Any, *more: Any) -> Any:
-        with audited(new_entry(action, self.name, _targets(places, more))) as counted:
-            results = method(self, places, *more)
-            counted.count = _count(results)
+    def call(self: Any, handles: Any, *args: Any) -> Any:
+        with audit_action(create_entry(action, self.name, _select_targets(handles, args))) as changes:
+            results = method(self, handles, *args)
+            changes.count = _count_moved(results)
         return results
 
     return call
@@ -134,29 +134,29 @@ def _wrap(method: Callable[..., Any], action: str) -> Callable[..., Any]:
 
 def _wrap_async(method: Callable[..., Any], action: str) -> Callable[..., Any]:
     @functools.wraps(method)
-    async def call(self: Any, places: Any, *more: Any) -> Any:
-        entry = new_entry(action, self.name, _targets(places, more))
+    async def call(self: Any, handles: Any, *args: Any) -> Any:
+        entry = create_entry(action, self.name, _select_targets(handles, args))
         if entry is None:
-            return await method(self, places, *more)
-        intent = await asyncio.to_thread(_Intent, entry)
+            return await method(self, handles, *args)
+        intent = await asyncio.to_thread(_AuditIntent, entry)
         try:
-            with noted():
-                results = await method(self, places, *more)
+            with suppress_entries():
+                results = await method(self, handles, *args)
         except BaseException as error:
-            # Not awaited: a task that was cancelled may not wait any more.
+            # Not awaited: a cancelled task must not wait any longer.
             intent.end(error=type(error).__name__)
             raise
-        await asyncio.to_thread(intent.end, count=_count(results))
+        await asyncio.to_thread(intent.end, count=_count_moved(results))
         return results
 
     return call
 
 
-def _targets(places: Any, more: Sequence[Any]) -> Sequence[str]:
-    """Return the places, or for one that is replaced the id of the transaction that comes instead."""
-    return [more[0].id] if more else places
+def _select_targets(handles: Any, args: Sequence[Any]) -> Sequence[str]:
+    """Return the handles, or for a replacement the id of the transaction that takes its place."""
+    return [args[0].id] if args else handles
 
 
-def _count(results: Any) -> int:
-    many = results if isinstance(results, Sequence) else [results]
-    return sum(result.became in _MOVED for result in many)
+def _count_moved(results: Any) -> int:
+    all_results = results if isinstance(results, Sequence) else [results]
+    return sum(result.outcome in _MOVED_OUTCOMES for result in all_results)

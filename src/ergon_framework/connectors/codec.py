@@ -1,7 +1,6 @@
-"""Codec: how a transaction becomes bytes and headers, and comes back.
+"""Codec: encodes a transaction as bytes and headers, and decodes it.
 
-The wire names are in one table, ``WIRE``; ``docs/spec/wire.md`` is its readable form and a test
-keeps the two equal.
+The wire names are in one table, ``WIRE``; ``docs/spec/wire.md`` is its readable form, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from pydantic import TypeAdapter
 
 from ergon_framework.connectors.base import ConnectorError, MissingKeyError, UndecodableError
 from ergon_framework.failure import Attempt, Deferral
-from ergon_framework.strict_json import RepeatedKeyError, parse_finite, refuse_constant, refuse_repeated_keys
-from ergon_framework.transaction import HISTORY, Transaction
+from ergon_framework.strict_json import RepeatedKeyError, parse_finite, reject_constant, reject_repeated_keys
+from ergon_framework.transaction import MAX_HISTORY, Transaction
 
-#: Largest body that is read or written unless the codec is told otherwise.
+#: Largest body that is read or written unless the codec is configured otherwise.
 MAX_BYTES: Final = 1024 * 1024
 #: Deepest nesting of arrays and objects in a body.
 MAX_DEPTH: Final = 64
 
 
 class UnencodableError(ConnectorError):
-    """A transaction cannot be written to the wire; trying again cannot help."""
+    """A transaction cannot be encoded; a retry cannot help."""
 
     final = True
     code = "unencodable"
@@ -40,10 +39,10 @@ class UnencodableError(ConnectorError):
 # -- the table ----------------------------------------------------------------------------------
 
 
-class Form(StrEnum):
-    """How a header's value is written."""
+class HeaderFormat(StrEnum):
+    """The format of a header's value."""
 
-    #: An enumeration's own takes as long as writing a header.
+    #: The hash function of an enumeration takes as long as writing a header.
     __hash__ = str.__hash__
 
     ID = "id"
@@ -55,53 +54,53 @@ class Form(StrEnum):
     TRACE = "trace"
 
 
-class Wire(NamedTuple):
-    """One header: which field of the transaction it carries, in which form, and how long it may be."""
+class HeaderSpec(NamedTuple):
+    """One header: the transaction's field that it carries, its format, and its largest length."""
 
     field: str
     header: str
-    form: Form
-    longest: int
-    #: What the transaction has when the header is not there; such a value is not written either.
-    absent: Any = None
+    format: HeaderFormat
+    max_chars: int
+    #: The value of the transaction's field when the header is missing; such a value is not written either.
+    default: Any = None
 
 
 WIRE: Final = (
-    Wire("id", "ergon-id", Form.ID, 256),
-    Wire("source", "ergon-source", Form.TEXT, 256, ""),
-    Wire("type", "ergon-type", Form.TEXT, 256, ""),
-    Wire("schema_version", "ergon-schema-version", Form.COUNT, 9, 1),
-    Wire("key", "ergon-key", Form.TEXT, 256),
-    Wire("tenant", "ergon-tenant", Form.TEXT, 256),
-    Wire("correlation", "ergon-correlation", Form.TEXT, 256),
-    Wire("causation", "ergon-causation", Form.ID, 256),
-    Wire("created_at", "ergon-created-at", Form.TIME, 35),
-    Wire("expires_at", "ergon-expires-at", Form.TIME, 35),
-    Wire("attempts", "ergon-attempts", Form.COUNT, 9, 0),
-    Wire("history", "ergon-history", Form.HISTORY, 16384, ()),
-    Wire("deferral", "ergon-deferral", Form.DEFERRAL, 8192),
-    Wire("trace", "traceparent", Form.TRACE, 512),
-    Wire("trace", "tracestate", Form.TRACE, 4096),
-    Wire("trace", "baggage", Form.TRACE, 8192),
+    HeaderSpec("id", "ergon-id", HeaderFormat.ID, 256),
+    HeaderSpec("source", "ergon-source", HeaderFormat.TEXT, 256, ""),
+    HeaderSpec("type", "ergon-type", HeaderFormat.TEXT, 256, ""),
+    HeaderSpec("schema_version", "ergon-schema-version", HeaderFormat.COUNT, 9, 1),
+    HeaderSpec("key", "ergon-key", HeaderFormat.TEXT, 256),
+    HeaderSpec("tenant", "ergon-tenant", HeaderFormat.TEXT, 256),
+    HeaderSpec("correlation", "ergon-correlation", HeaderFormat.TEXT, 256),
+    HeaderSpec("causation", "ergon-causation", HeaderFormat.ID, 256),
+    HeaderSpec("created_at", "ergon-created-at", HeaderFormat.TIME, 35),
+    HeaderSpec("expires_at", "ergon-expires-at", HeaderFormat.TIME, 35),
+    HeaderSpec("attempts", "ergon-attempts", HeaderFormat.COUNT, 9, 0),
+    HeaderSpec("history", "ergon-history", HeaderFormat.HISTORY, 16384, ()),
+    HeaderSpec("deferral", "ergon-deferral", HeaderFormat.DEFERRAL, 8192),
+    HeaderSpec("trace", "traceparent", HeaderFormat.TRACE, 512),
+    HeaderSpec("trace", "tracestate", HeaderFormat.TRACE, 4096),
+    HeaderSpec("trace", "baggage", HeaderFormat.TRACE, 8192),
 )
 
-#: The id of the key that a body is encrypted with, and the encrypted texts of errors in history and deferral.
+#: The id of the key that encrypts the body, and the encrypted error texts of history and deferral.
 ENCRYPTION_KEY: Final = "ergon-encryption-key"
 ENCRYPTED_ERRORS: Final = "ergon-encrypted-errors"
-#: What a transaction carries from one delivery to the next, and loses when its dead letter is replayed.
-PROGRESS: Final = ("ergon-attempts", "ergon-history", "ergon-deferral", ENCRYPTED_ERRORS)
+#: The headers that carry progress from one delivery to the next; a replay of the dead letter removes them.
+PROGRESS_HEADERS: Final = ("ergon-attempts", "ergon-history", "ergon-deferral", ENCRYPTED_ERRORS)
 _KEY_ID = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
-_FIELDS: Final = tuple(row for row in WIRE if row.form is not Form.TRACE)
-_TRACE: Final = tuple(row for row in WIRE if row.form is Form.TRACE)
+_FIELD_HEADERS: Final = tuple(row for row in WIRE if row.format is not HeaderFormat.TRACE)
+_TRACE_HEADERS: Final = tuple(row for row in WIRE if row.format is HeaderFormat.TRACE)
 
 
-# -- the forms: each reads or refuses with ValueError ----------------------------------------------
+# -- the formats: each reader returns a value or raises ValueError ---------------------------------
 
 _VISIBLE = re.compile(r"[!-~]+").fullmatch
-# Line separators are refused with the controls: some brokers' headers end at them.
-_UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]").search
+# Line separators are rejected with the control characters: the headers of some brokers end at them.
+_INVALID_CHARACTER = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]").search
 _DIGITS = re.compile(r"[0-9]+").fullmatch
-_MOMENT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|\+00:00)").fullmatch
+_TIMESTAMP = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|\+00:00)").fullmatch
 _ATTEMPTS: Final = TypeAdapter(tuple[Attempt, ...])
 
 
@@ -112,8 +111,8 @@ def _read_id(text: str) -> str:
 
 
 def _read_text(text: str) -> str:
-    # Blanks at the ends are refused because several brokers strip them on the way.
-    if not text or text != text.strip() or _UNFIT(text):
+    # Leading and trailing blanks are rejected because several brokers strip them in transit.
+    if not text or text != text.strip() or _INVALID_CHARACTER(text):
         raise ValueError
     return text
 
@@ -128,39 +127,39 @@ def _read_time(text: str) -> float:
     second, dot, rest = text.partition(".")
     fraction = rest[:-1] if rest[-1:] == "Z" else ""
     if not (dot and fraction.isdigit() and fraction.isascii() and len(fraction) <= 9):  # noqa: PLR2004 - nanoseconds
-        # As we do not write it: without a fraction, or with an offset.
-        found = _MOMENT(text)
-        if not found:
+        # A format that this codec does not write: without a fraction, or with an offset.
+        match = _TIMESTAMP(text)
+        if not match:
             raise ValueError
-        second, fraction = text[:19], (found[1] or ".0")[1:]
-    # To the microsecond, as a datetime has it.
-    return (_moment(second) * 1_000_000 + int(fraction[:6].ljust(6, "0"))) / 1_000_000
+        second, fraction = text[:19], (match[1] or ".0")[1:]
+    # To the microsecond, the precision of a datetime.
+    return (_parse_second(second) * 1_000_000 + int(fraction[:6].ljust(6, "0"))) / 1_000_000
 
 
 @lru_cache(64)
-def _moment(second: str) -> int:
-    """Remembered, as ``_second`` is."""
-    if not _MOMENT(f"{second}Z"):
+def _parse_second(second: str) -> int:
+    """Return *second* as seconds since the epoch; cached like ``_format_second``."""
+    if not _TIMESTAMP(f"{second}Z"):
         raise ValueError
     return int(datetime.fromisoformat(second).replace(tzinfo=UTC).timestamp())
 
 
 def _read_history(text: str) -> tuple[Attempt, ...]:
-    return _ATTEMPTS.validate_python(_DECODER.decode(text))[-HISTORY:]
+    return _ATTEMPTS.validate_python(_DECODER.decode(text))[-MAX_HISTORY:]
 
 
 def _read_deferral(text: str) -> Deferral:
     return Deferral.model_validate(_DECODER.decode(text))
 
 
-# What is written here can be read above: each writer refuses what its reader would.
+# Each writer rejects what its reader above would reject, so that everything written can be read.
 
 
 def _write_id(text: Any) -> str:
-    written = str(text)
-    if not _VISIBLE(written):
+    encoded = str(text)
+    if not _VISIBLE(encoded):
         raise ValueError
-    return written
+    return encoded
 
 
 def _write_text(text: Any) -> str:
@@ -173,26 +172,26 @@ def _write_count(count: Any) -> str:
     return str(count)
 
 
-def _write_time(moment: float) -> str:
-    whole = math.floor(moment)
-    micros = round((moment - whole) * 1_000_000)
-    if micros == 1_000_000:  # noqa: PLR2004 - as many as a second has
-        whole, micros = whole + 1, 0
-    return f"{_second(whole)}.{micros:06d}Z"
+def _write_time(timestamp: float) -> str:
+    second = math.floor(timestamp)
+    micros = round((timestamp - second) * 1_000_000)
+    if micros == 1_000_000:  # noqa: PLR2004 - microseconds per second
+        second, micros = second + 1, 0
+    return f"{_format_second(second)}.{micros:06d}Z"
 
 
 @lru_cache(64)
-def _second(moment: int) -> str:
-    """Remembered: many are sent in one second, and a calendar is slow."""
-    return datetime.fromtimestamp(moment, UTC).isoformat().removesuffix("+00:00")
+def _format_second(second: int) -> str:
+    """Format a whole second; cached: many messages are sent in one second, and calendar code is slow."""
+    return datetime.fromtimestamp(second, UTC).isoformat().removesuffix("+00:00")
 
 
 def _write_history(history: tuple[Attempt, ...]) -> str:
-    longest = next(row.longest for row in WIRE if row.form is Form.HISTORY)
-    dumped = [attempt.model_dump(mode="json") for attempt in history[-HISTORY:]]
-    while len(text := _ASCII_ENCODER.encode(dumped)) > longest:
-        # The latest attempts explain the most, so the oldest go first.
-        del dumped[0]
+    max_chars = next(row.max_chars for row in WIRE if row.format is HeaderFormat.HISTORY)
+    items = [attempt.model_dump(mode="json") for attempt in history[-MAX_HISTORY:]]
+    while len(text := _ASCII_ENCODER.encode(items)) > max_chars:
+        # The latest attempts explain the most, so the oldest are dropped first.
+        del items[0]
     return text
 
 
@@ -200,86 +199,92 @@ def _write_deferral(deferral: Deferral) -> str:
     return _ASCII_ENCODER.encode(deferral.model_dump(mode="json"))
 
 
-_READ: Final[dict[Form, Callable[[str], Any]]] = {
-    Form.ID: _read_id,
-    Form.TEXT: _read_text,
-    Form.COUNT: _read_count,
-    Form.TIME: _read_time,
-    Form.HISTORY: _read_history,
-    Form.DEFERRAL: _read_deferral,
-    Form.TRACE: _read_text,
+_READER_BY_FORMAT: Final[dict[HeaderFormat, Callable[[str], Any]]] = {
+    HeaderFormat.ID: _read_id,
+    HeaderFormat.TEXT: _read_text,
+    HeaderFormat.COUNT: _read_count,
+    HeaderFormat.TIME: _read_time,
+    HeaderFormat.HISTORY: _read_history,
+    HeaderFormat.DEFERRAL: _read_deferral,
+    HeaderFormat.TRACE: _read_text,
 }
-_WRITE: Final[dict[Form, Callable[[Any], str]]] = {
-    Form.ID: _write_id,
-    Form.TEXT: _write_text,
-    Form.COUNT: _write_count,
-    Form.TIME: _write_time,
-    Form.HISTORY: _write_history,
-    Form.DEFERRAL: _write_deferral,
+_WRITER_BY_FORMAT: Final[dict[HeaderFormat, Callable[[Any], str]]] = {
+    HeaderFormat.ID: _write_id,
+    HeaderFormat.TEXT: _write_text,
+    HeaderFormat.COUNT: _write_count,
+    HeaderFormat.TIME: _write_time,
+    HeaderFormat.HISTORY: _write_history,
+    HeaderFormat.DEFERRAL: _write_deferral,
 }
-#: By header, what is needed to read it, laid out once: it is asked for every header of every message. What belongs to
-#: a trace has no reader, because it is never refused.
-_READERS: Final[dict[str, tuple[str, Callable[[str], Any] | None, int, Wire]]] = {
-    row.header: (row.field, None if row.form is Form.TRACE else _READ[row.form], row.longest, row) for row in WIRE
+#: By header, all that is needed to read it, prepared once because it is used for every header of every message.
+#: Trace headers have no reader, because they are never rejected.
+_READER_BY_HEADER: Final[dict[str, tuple[str, Callable[[str], Any] | None, int, HeaderSpec]]] = {
+    row.header: (
+        row.field,
+        None if row.format is HeaderFormat.TRACE else _READER_BY_FORMAT[row.format],
+        row.max_chars,
+        row,
+    )
+    for row in WIRE
 }
-# The same text in nearly every message of a queue.
-_READERS["ergon-source"] = "source", lru_cache(64)(_read_text), *_READERS["ergon-source"][2:]
-#: What nearly every transaction has, and what few have: of the second, one comparison says that there is nothing.
-_USUAL: Final = tuple(row for row in _FIELDS if row.field in {"id", "source", "created_at"})
-_RARE: Final = tuple(row for row in _FIELDS if row not in _USUAL)
-_usual: Final = attrgetter(*(row.field for row in _USUAL))
-_rare: Final = attrgetter(*(row.field for row in _RARE))
-_NOTHING_RARE: Final = tuple(row.absent for row in _RARE)
+# The same value in nearly every message of a queue.
+_READER_BY_HEADER["ergon-source"] = "source", lru_cache(64)(_read_text), *_READER_BY_HEADER["ergon-source"][2:]
+#: The fields of nearly every transaction, and those of few: one comparison shows that none of the latter is set.
+_COMMON_HEADERS: Final = tuple(row for row in _FIELD_HEADERS if row.field in {"id", "source", "created_at"})
+_RARE_HEADERS: Final = tuple(row for row in _FIELD_HEADERS if row not in _COMMON_HEADERS)
+_get_common: Final = attrgetter(*(row.field for row in _COMMON_HEADERS))
+_get_rare: Final = attrgetter(*(row.field for row in _RARE_HEADERS))
+_RARE_DEFAULTS: Final = tuple(row.default for row in _RARE_HEADERS)
 
 
 # -- JSON, strictly -------------------------------------------------------------------------------
 
 
-def _writer() -> Callable[[Any], str]:
-    """Writes JSON as an encoder does, which for every body makes anew what is made once here."""
+def _create_json_writer() -> Callable[[Any], str]:
+    """Return a JSON writer: JSONEncoder without its setup per body, which is done once here."""
     encoder = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    make = getattr(json.encoder, "c_make_encoder", None)
-    if make is None:  # an interpreter without it
+    make_encoder = getattr(json.encoder, "c_make_encoder", None)
+    if make_encoder is None:  # an interpreter without the C encoder
         return encoder.encode
-    parts = make(None, encoder.default, json.encoder.encode_basestring, None, ":", ",", False, False, False)  # noqa: FBT003
-    return lambda value: "".join(parts(value, 0))
+    encode = make_encoder(None, encoder.default, json.encoder.encode_basestring, None, ":", ",", False, False, False)  # noqa: FBT003
+    return lambda value: "".join(encode(value, 0))
 
 
-#: Strict JSON without blanks, of what JSON knows.
-to_json: Final = _writer()
+#: Write strict JSON without blanks; accepts only the types of JSON.
+to_json: Final = _create_json_writer()
 _ASCII_ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _DECODER: Final = json.JSONDecoder(
-    parse_float=parse_finite, parse_constant=refuse_constant, object_pairs_hook=refuse_repeated_keys
+    parse_float=parse_finite, parse_constant=reject_constant, object_pairs_hook=reject_repeated_keys
 )
-#: Its inner part, which reads one value and says where that ends.
-_scan: Final[Callable[[str, int], tuple[Any, int]]] = _DECODER.scan_once  # type: ignore[attr-defined] # not in its stubs
+#: The inner part of the decoder, which reads one value and returns its end.
+_scan_value: Final[Callable[[str, int], tuple[Any, int]]] = _DECODER.scan_once  # type: ignore[attr-defined] # not in its stubs
 
 
 def _from_json(text: str) -> Any:
-    """What *text* says, by the short way where there is nothing around it, as nearly always."""
+    """Parse *text*, by the short way if nothing surrounds the value, the common case."""
     try:
-        value, end = _scan(text, 0)
+        value, end = _scan_value(text, 0)
     except StopIteration:
         end = -1
     return value if end == len(text) else _DECODER.decode(text)
 
 
-# Every branch is possessive and the closing quote optional: no input makes it look twice.
-_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL).finditer
+# Every branch is possessive and the closing quote optional, so that no input causes backtracking.
+_FIND_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL).finditer
 
 
-def _too_deep(body: bytes) -> bool:
-    """Whether the brackets of *body* nest deeper than MAX_DEPTH; asked before a recursive reader is."""
+def _is_too_deep(body: bytes) -> bool:
+    """Return whether the brackets of *body* nest deeper than MAX_DEPTH; called before the recursive parser."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return False
     depth = 0
-    for match in _BRACKETS(body):
-        first = match[0][:1]
-        if first in b"[{":
+    for match in _FIND_BRACKETS(body):
+        bracket = match[0][:1]
+        if bracket in b"[{":
             depth += 1
             if depth > MAX_DEPTH:
                 return True
-        elif first in b"]}":
+        elif bracket in b"]}":
             depth -= 1
     return False
 
@@ -288,27 +293,27 @@ def _too_deep(body: bytes) -> bool:
 
 
 class Codec(Protocol):
-    """What turns a transaction into a body and headers, and back."""
+    """Encodes a transaction as a body and headers, and decodes it."""
 
     @property
     def max_bytes(self) -> int | None:
-        """The largest body it takes; None where it does not care."""
+        """The largest body that it accepts; None for no limit."""
 
     def encode(self, transaction: Transaction) -> tuple[bytes, dict[str, str]]:
-        """The body and the headers of *transaction*, or UnencodableError."""
+        """Return the body and the headers of *transaction*, or raise UnencodableError."""
 
     def decode(self, body: bytes, headers: Mapping[str, str], *, source: str = "") -> Transaction:
-        """The transaction, or UndecodableError; *source* is its source where no header names one.
+        """Return the transaction; *source* is its source if no header names one.
 
-        MissingKeyError for a message that is encrypted, where the codec does not have its key.
+        Raises UndecodableError, or MissingKeyError for an encrypted message whose key the codec does not have.
         """
 
 
 class JsonCodec:
-    """JSON bodies, strictly: UTF-8, no NaN, no key twice in an object, bounded in size and depth.
+    """JSON bodies, strictly: UTF-8, no NaN, no repeated key in an object, bounded in size and depth.
 
-    What it has decoded it can encode again. Typed payloads are not its business: it reads and
-    writes what JSON knows.
+    It can encode everything that it has decoded. It does not handle typed payloads: it reads and writes the types of
+    JSON.
     """
 
     def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
@@ -321,38 +326,38 @@ class JsonCodec:
         return self._max_bytes
 
     def encode(self, transaction: Transaction) -> tuple[bytes, dict[str, str]]:
-        return self._body(transaction), write_headers(transaction)
+        return self._encode_body(transaction), write_headers(transaction)
 
     def decode(self, body: bytes, headers: Mapping[str, str], *, source: str = "") -> Transaction:
         if ENCRYPTION_KEY in headers:
-            raise MissingKeyError.of(read_key_id(headers))
+            raise MissingKeyError.for_key(read_key_id(headers))
         fields = read_headers(headers)
         fields.setdefault("source", source)
-        return Transaction(payload=self._payload(body), **fields)
+        return Transaction(payload=self._decode_body(body), **fields)
 
-    def _body(self, transaction: Transaction) -> bytes:
+    def _encode_body(self, transaction: Transaction) -> bytes:
         problem = ""
         try:
             body = to_json(transaction.payload).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            # Kept without the error itself, which may quote the payload.
+            # The error itself is not kept, because it may quote the payload.
             problem = type(error).__name__
         if problem:
             raise UnencodableError(
                 f"the payload of transaction {transaction.id!r} (a {type(transaction.payload).__name__}) cannot be "
                 f"written as JSON ({problem}); hand over plain finite JSON values, for a model its dump in JSON mode"
             )
-        if reason := self._unfit(body):
+        if reason := self._find_problem(body):
             raise UnencodableError(f"the payload of transaction {transaction.id!r} {reason}")
         return body
 
-    def _payload(self, body: bytes) -> Any:
-        reason = self._unfit(body)
+    def _decode_body(self, body: bytes) -> Any:
+        reason = self._find_problem(body)
         if not reason:
             try:
                 payload = _from_json(body.decode())
                 if b"\\u" in body:
-                    # Half a surrogate pair can be escaped into JSON but never written again.
+                    # JSON can escape half a surrogate pair, but UTF-8 cannot encode it again.
                     to_json(payload).encode()
             except UnicodeError as error:
                 reason = f"is not UTF-8 or holds half a character (at {error.start})"  # type: ignore[attr-defined]
@@ -367,71 +372,71 @@ class JsonCodec:
             raise UndecodableError(f"a body of {len(body)} bytes {reason}")
         return payload
 
-    def _unfit(self, body: bytes) -> str:
+    def _find_problem(self, body: bytes) -> str:
         if len(body) > self._max_bytes:
             return f"takes {len(body)} bytes; the limit is {self._max_bytes}"
-        if _too_deep(body):
+        if _is_too_deep(body):
             return f"nests deeper than {MAX_DEPTH} levels"
         return ""
 
 
 def write_headers(transaction: Transaction) -> dict[str, str]:
-    """The envelope of *transaction* as headers, for any codec; UnencodableError where it does not fit."""
+    """Return the envelope of *transaction* as headers, for any codec; raise UnencodableError if it does not fit."""
     headers: dict[str, str] = {}
-    _write(_USUAL, _usual(transaction), headers, transaction.id)
-    rare = _rare(transaction)
-    if rare != _NOTHING_RARE:
-        _write(_RARE, rare, headers, transaction.id)
+    _write_fields(_COMMON_HEADERS, _get_common(transaction), headers, transaction.id)
+    rare_values = _get_rare(transaction)
+    if rare_values != _RARE_DEFAULTS:
+        _write_fields(_RARE_HEADERS, rare_values, headers, transaction.id)
     if transaction.trace:
-        for row in _TRACE:
+        for row in _TRACE_HEADERS:
             value = transaction.trace.get(row.header)
-            if value is not None and _trace_fits(row, value):
+            if value is not None and _is_valid_trace(row, value):
                 headers[row.header] = value
     return headers
 
 
-def _write(rows: tuple[Wire, ...], values: tuple[Any, ...], headers: dict[str, str], name: str) -> None:
-    for (field, header, form, longest, absent), value in zip(rows, values, strict=True):
-        if value is None or value == absent:
+def _write_fields(rows: tuple[HeaderSpec, ...], values: tuple[Any, ...], headers: dict[str, str], name: str) -> None:
+    for (field, header, header_format, max_chars, default), value in zip(rows, values, strict=True):
+        if value is None or value == default:
             continue
         try:
-            text = _WRITE[form](value)
+            text = _WRITER_BY_FORMAT[header_format](value)
         except (TypeError, ValueError, OverflowError, OSError):
             text = None
-        if text is None or len(text) > longest:
+        if text is None or len(text) > max_chars:
             raise UnencodableError(
                 f"{field} of transaction {name[:64]!r} does not fit header {header!r}, which holds "
-                f"a {form.value} of at most {longest} characters"
+                f"a {header_format.value} of at most {max_chars} characters"
             )
         headers[header] = text
 
 
 def read_headers(headers: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of an envelope, for any codec; UndecodableError where a header is missing or hostile.
+    """Return the fields of an envelope, for any codec; UndecodableError if a header is missing or invalid.
 
-    Headers that are not in the table are ignored, and so is a trace header that does not fit: a
-    broken trace starts anew, as W3C Trace Context asks, and costs nobody the message.
+    Headers that are not in the table are ignored, and so is an invalid trace header: a broken trace starts from
+    scratch, as W3C Trace Context requires, and the message stays readable.
     """
     fields: dict[str, Any] = {}
     trace: dict[str, str] = {}
-    given: Mapping[str, Any] = headers  # brokers have headers that are no text
-    # Over what is there and not over the table: a message has four headers or five.
-    for name, text in given.items():
-        known = _READERS.get(name)
-        if known is None or text is None:
+    raw_headers: Mapping[str, Any] = headers  # brokers have headers that are not text
+    # Iterates over the message's headers and not the table: a message has four or five headers.
+    for name, text in raw_headers.items():
+        entry = _READER_BY_HEADER.get(name)
+        if entry is None or text is None:
             continue
-        field, read, longest, row = known
-        if read is None:
-            if _trace_fits(row, text):
+        field, reader, max_chars, row = entry
+        if reader is None:
+            if _is_valid_trace(row, text):
                 trace[name] = text
             continue
-        if isinstance(text, str) and len(text) <= longest:
+        if isinstance(text, str) and len(text) <= max_chars:
             try:
-                fields[field] = read(text)
+                fields[field] = reader(text)
                 continue
             except (ValueError, RecursionError):
-                pass  # said below, outside the handler: the cause would quote the value
-        raise _unreadable(row, text)
+                pass  # raised below, outside the handler: the cause would quote the value
+        raise _unreadable_error(row, text)
     if "id" not in fields:
         raise UndecodableError("header 'ergon-id' is missing; without it a redelivery could not be recognised")
     if trace:
@@ -440,16 +445,16 @@ def read_headers(headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def remove_progress(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return *headers* with nothing counted against their message: no attempts, no history, no deferrals."""
-    return {name: text for name, text in headers.items() if name not in PROGRESS}
+    """Return *headers* without progress: no attempts, no history, no deferrals."""
+    return {name: text for name, text in headers.items() if name not in PROGRESS_HEADERS}
 
 
 def read_key_id(headers: Mapping[str, str]) -> str:
-    """Return the id of the key that the body of a message is encrypted with; UndecodableError for what is no id."""
-    given: Any = headers[ENCRYPTION_KEY]
-    if not is_key_id(given):
+    """Return the id of the key that encrypts the body of a message; UndecodableError if it is not a key id."""
+    key_id: Any = headers[ENCRYPTION_KEY]
+    if not is_key_id(key_id):
         raise UndecodableError(f"header {ENCRYPTION_KEY!r} is not the id of a key")
-    return str(given)
+    return str(key_id)
 
 
 def is_key_id(text: object) -> bool:
@@ -457,60 +462,67 @@ def is_key_id(text: object) -> bool:
     return isinstance(text, str) and _KEY_ID(text) is not None
 
 
-def _unreadable(row: Wire, text: Any) -> UndecodableError:
+def _unreadable_error(row: HeaderSpec, text: Any) -> UndecodableError:
     size = f"{len(text)} characters" if isinstance(text, str) else f"a {type(text).__name__}"
     return UndecodableError(
-        f"header {row.header!r} ({size}) is not a {row.form.value} of at most {row.longest} characters"
+        f"header {row.header!r} ({size}) is not a {row.format.value} of at most {row.max_chars} characters"
     )
 
 
-def _trace_fits(row: Wire, text: Any) -> bool:
-    return isinstance(text, str) and 0 < len(text) <= row.longest and text == text.strip() and not _UNFIT(text)
+def _is_valid_trace(row: HeaderSpec, text: Any) -> bool:
+    return (
+        isinstance(text, str)
+        and 0 < len(text) <= row.max_chars
+        and text == text.strip()
+        and not _INVALID_CHARACTER(text)
+    )
 
 
-# -- what could not be read -------------------------------------------------------------------------
+# -- messages that could not be decoded -------------------------------------------------------------
 
 
-class Decoded(NamedTuple):
-    """What came of a message: its transaction, or a stand-in with the bytes and the error."""
+class DecodeResult(NamedTuple):
+    """The result of decoding a message: its transaction, or a stand-in with the bytes and the error."""
 
     transaction: Transaction
     error: UndecodableError | MissingKeyError | None = None
 
 
-def decode(codec: Codec, body: bytes, headers: Mapping[str, str], *, source: str) -> Decoded:
-    """Read a message with *codec*, and never raise: one bad message must not stop a batch.
+def decode(codec: Codec, body: bytes, headers: Mapping[str, str], *, source: str) -> DecodeResult:
+    """Decode a message with *codec*, and never raise: one bad message must not stop a batch.
 
-    The stand-in's id is the header's where that is sound, else made from body and headers, so
-    that it is the same at every delivery. Without the key of a message, its envelope is still read.
+    The stand-in's id is the header's if that is valid, else derived from body and headers, so that it is the same at
+    every delivery. Without the key of a message, its envelope is still read.
     """
     problem: UndecodableError | MissingKeyError
     try:
-        return Decoded(codec.decode(body, headers, source=source))
+        return DecodeResult(codec.decode(body, headers, source=source))
     except (UndecodableError, MissingKeyError) as error:
         problem = error
-    except Exception as error:  # noqa: BLE001 - the boundary to a codec that is not ours
+    except Exception as error:  # noqa: BLE001 - the boundary to a third-party codec
         problem = UndecodableError(f"the codec failed on a body of {len(body)} bytes with {type(error).__name__}")
         if ENCRYPTION_KEY in headers and is_key_id(headers[ENCRYPTION_KEY]):
-            problem = MissingKeyError.of(headers[ENCRYPTION_KEY])
+            problem = MissingKeyError.for_key(headers[ENCRYPTION_KEY])
     if isinstance(problem, MissingKeyError):
         problem.errors = headers.get(ENCRYPTED_ERRORS)
         try:
-            return Decoded(Transaction(payload=body, **{"source": source, **read_headers(headers)}), problem)
+            return DecodeResult(Transaction(payload=body, **{"source": source, **read_headers(headers)}), problem)
         except UndecodableError as error:
-            # No key makes it readable, and without an envelope no broker could keep since when it waits for one.
+            # No key makes it readable, and without an envelope no broker could keep the start of its wait for one.
             problem = error
-    given = headers.get("ergon-id")
-    return Decoded(Transaction(given if _is_sound(given) else _digest(body, headers), body, source=source), problem)
+    header_id = headers.get("ergon-id")
+    return DecodeResult(
+        Transaction(header_id if _is_valid_id(header_id) else _derive_id(body, headers), body, source=source), problem
+    )
 
 
-def _is_sound(given: str | None) -> TypeGuard[str]:
-    """Whether a header can be an id."""
-    return isinstance(given, str) and bool(given) and len(given) <= WIRE[0].longest and bool(_VISIBLE(given))
+def _is_valid_id(text: str | None) -> TypeGuard[str]:
+    """Return whether a header can be an id."""
+    return isinstance(text, str) and bool(text) and len(text) <= WIRE[0].max_chars and bool(_VISIBLE(text))
 
 
-def describe_unread(size: int, headers: Mapping[str, str], *, source: str, limit: int | None) -> Decoded:
-    """Return the envelope of a message whose body of *size* bytes was not loaded, with an error if *limit* is less."""
+def describe_unread(size: int, headers: Mapping[str, str], *, source: str, limit: int | None) -> DecodeResult:
+    """Return the envelope of a message whose body of *size* bytes was not loaded, with an error if over *limit*."""
     problem = None
     if limit is not None and size > limit:
         problem = UndecodableError(
@@ -520,13 +532,13 @@ def describe_unread(size: int, headers: Mapping[str, str], *, source: str, limit
     try:
         fields = read_headers(headers)
     except UndecodableError:
-        given = headers.get("ergon-id")
-        fields = {"id": given if _is_sound(given) else _digest(str(size).encode(), headers)}
+        header_id = headers.get("ergon-id")
+        fields = {"id": header_id if _is_valid_id(header_id) else _derive_id(str(size).encode(), headers)}
     fields.setdefault("source", source)
-    return Decoded(Transaction(payload=None, **fields), problem)
+    return DecodeResult(Transaction(payload=None, **fields), problem)
 
 
-def _digest(body: bytes, headers: Mapping[str, str]) -> str:
+def _derive_id(body: bytes, headers: Mapping[str, str]) -> str:
     digest = hashlib.sha256(repr(sorted((str(name), str(text)) for name, text in headers.items())).encode())
     digest.update(body)
     return f"undecodable-{digest.hexdigest()[:32]}"

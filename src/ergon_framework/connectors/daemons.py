@@ -1,4 +1,4 @@
-"""Daemons: a few threads of our own that never hold up the end of the process."""
+"""A small pool of daemon threads that never delays the exit of the process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable
 
 
-class Daemons:
-    """Runs jobs on at most *size* daemon threads, started when needed.
+class DaemonExecutor:
+    """Run jobs on at most *size* daemon threads, started when needed.
 
-    The standard executors join their threads when the interpreter leaves, and one hung call
-    would hang the process; these are left behind. A job must not raise.
+    The standard executors join their threads when the interpreter exits, so one hung call would hang the process;
+    these threads are abandoned. A job must not raise.
     """
 
     def __init__(self, name: str, *, size: int) -> None:
@@ -21,38 +21,38 @@ class Daemons:
         self._jobs: deque[Callable[[], None]] = deque()
         self._threads = 0
         self._idle = 0
-        self._leaving = False
+        self._closing = False
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Have *job* run soon, in order of submission as far as there are threads."""
+        """Run *job* soon, in order of submission as far as threads are free."""
         with self._changed:
             self._jobs.append(job)
             if self._idle < len(self._jobs) and self._threads < self._size:
                 self._threads += 1
-                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                threading.Thread(target=self._run_jobs, name=self._name, daemon=True).start()
             else:
                 self._changed.notify()
 
     def open(self) -> None:
-        """Threads stay for further jobs, as they do from the beginning."""
+        """Keep threads for further jobs, as they are from the start."""
         with self._changed:
-            self._leaving = False
+            self._closing = False
 
     def close(self) -> None:
-        """Threads leave once all jobs are done; a job submitted later still runs."""
+        """Let threads exit once all jobs are done; a job submitted later still runs."""
         with self._changed:
-            self._leaving = True
+            self._closing = True
             self._changed.notify_all()
 
-    def _work(self) -> None:
-        while (job := self._next()) is not None:
+    def _run_jobs(self) -> None:
+        while (job := self._take_job()) is not None:
             job()
             del job  # an idle thread must not keep the last job's arguments alive
 
-    def _next(self) -> Callable[[], None] | None:
+    def _take_job(self) -> Callable[[], None] | None:
         with self._changed:
             while not self._jobs:
-                if self._leaving:
+                if self._closing:
                     self._threads -= 1
                     return None
                 self._idle += 1

@@ -1,4 +1,4 @@
-"""Dead letters, the same on every broker: what is kept of each, how they are chosen, what became of one."""
+"""Dead letters, the same on every broker: the record of each, the query that selects them, the result of a move."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from enum import StrEnum
 from itertools import dropwhile, islice
 from typing import Annotated, Any, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery
 from ergon_framework.errors import Category, ConfigurationError
-from ergon_framework.failure import EDITED, MESSAGE, Attempt, Deferral, Failure, latest
-from ergon_framework.transaction import HISTORY, Transaction
+from ergon_framework.failure import EDITED_CODE, MAX_MESSAGE_CHARS, Attempt, Deferral, Failure, trim_history
+from ergon_framework.transaction import MAX_HISTORY, Transaction
 
-#: The largest number that can be a place: what stores can count to.
-LAST = 2**63 - 1
+#: The largest number that can be a handle: the largest integer of the stores.
+MAX_HANDLE = 2**63 - 1
 
 
-def _storable(text: str) -> str:
-    # PostgreSQL refuses to be asked for one, with an error of its own.
+def _check_storable(text: str) -> str:
+    # PostgreSQL rejects a query with a NUL character, with its own error.
     if "\0" in text:
         raise ValueError("a NUL is in it, which no store keeps")
     return text
 
 
-#: What a filter may say.
-Word: TypeAlias = Annotated[str, Field(max_length=1000), AfterValidator(_storable)]
-#: From the year 1 to the year 9999: what a date can be.
-Moment: TypeAlias = Annotated[float, Field(ge=-62_135_596_800, le=253_402_300_799, allow_inf_nan=False)]
+#: The text of a filter.
+FilterText: TypeAlias = Annotated[str, Field(max_length=1000), AfterValidator(_check_storable)]
+#: From the year 1 to the year 9999: the range of a date.
+EpochSeconds: TypeAlias = Annotated[float, Field(ge=-62_135_596_800, le=253_402_300_799, allow_inf_nan=False)]
 
 
-class Envelope(BaseModel):
-    """A transaction without its payload, in a shape that JSON can hold."""
+class TransactionEnvelope(BaseModel):
+    """A transaction without its payload, in a form that JSON can represent."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", from_attributes=True)
 
@@ -54,21 +54,23 @@ class Envelope(BaseModel):
 
 
 class DeadLetterRecord(BaseModel):
-    """One dead letter: the original message, why it is here, and since when.
+    """One dead letter: the original message, the reason, and the time.
 
-    ``raw`` holds the payload where it is bytes, which is so for everything that could not be
-    decoded; ``headers`` are then the message's own. Where the body is too large to be loaded, payload
-    and ``raw`` are None and ``size`` has its bytes. ``at`` is in seconds since the epoch.
-    ``place`` is the store's own handle of this one dead letter, empty until it is stored: the
-    same transaction may be dead more than once.
+    ``raw`` holds the payload if it is bytes, which is the case for every message that could not be decoded; ``headers``
+    are then the message's own. If the body is too large to be loaded, payload and ``raw`` are None and ``size`` is its
+    length in bytes. ``at`` is in seconds since the epoch. ``handle`` is the store's own handle of this dead letter,
+    empty until it is stored: the same transaction may be dead-lettered more than once.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_bytes="base64", val_json_bytes="base64")
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", ser_json_bytes="base64", val_json_bytes="base64", serialize_by_alias=True
+    )
 
     queue: str
-    place: str = ""
-    envelope: Envelope
-    # Out of the representation: those end up in logs.
+    # JSON, stored or printed, has it as "place".
+    handle: str = Field(default="", validation_alias=AliasChoices("handle", "place"), serialization_alias="place")
+    envelope: TransactionEnvelope
+    # Not in the representation, because representations appear in logs.
     payload: Any = Field(default=None, repr=False)
     raw: bytes | None = Field(default=None, repr=False)
     headers: dict[str, str] = Field(default_factory=dict, repr=False)
@@ -77,11 +79,11 @@ class DeadLetterRecord(BaseModel):
     deliveries: int
     at: float
     trace_id: str | None = None
-    #: Bytes of a body that was not loaded; None where it was.
+    #: The length of a body that was not loaded; None if it was.
     size: int | None = None
 
     @classmethod
-    def of(
+    def from_delivery(
         cls,
         delivery: Delivery,
         settlement: DeadLetter,
@@ -89,16 +91,16 @@ class DeadLetterRecord(BaseModel):
         queue: str,
         at: float,
         headers: dict[str, str] | None = None,
-        place: str = "",
+        handle: str = "",
         size: int | None = None,
     ) -> Self:
-        """The record of *delivery*, put aside by *settlement*."""
+        """Return the record of *delivery*, dead-lettered by *settlement*."""
         transaction, payload, failure = delivery.transaction, delivery.transaction.payload, settlement.failure
         raw = bytes(payload) if isinstance(payload, (bytes, bytearray)) else None
         return cls(
             queue=queue,
-            place=place,
-            envelope=Envelope.model_validate(transaction),
+            handle=handle,
+            envelope=TransactionEnvelope.model_validate(transaction),
             payload=payload if raw is None else None,
             raw=raw,
             headers=headers or {},
@@ -106,7 +108,7 @@ class DeadLetterRecord(BaseModel):
             failure=failure,
             deliveries=delivery.deliveries,
             at=at,
-            trace_id=failure.trace_id if failure is not None and failure.trace_id else _trace_id(transaction),
+            trace_id=failure.trace_id if failure is not None and failure.trace_id else _parse_trace_id(transaction),
             size=size,
         )
 
@@ -116,71 +118,81 @@ class DeadLetterRecord(BaseModel):
         return self.envelope.id
 
     def transaction(self) -> Transaction:
-        """The transaction as it was put aside."""
-        fields = {name: getattr(self.envelope, name) for name in Envelope.model_fields}
+        """Return the transaction as it was dead-lettered."""
+        fields = {name: getattr(self.envelope, name) for name in TransactionEnvelope.model_fields}
         return Transaction(payload=self.payload if self.raw is None else self.raw, **fields)
 
-    def corrected(self, payload: Any, *, by: str, at: float, words: str) -> Transaction:
-        """The transaction for another try with another payload; *words* say what *by* has changed, and travel with it.
+    def with_payload(self, payload: Any, *, by: str, at: float, summary: str) -> Transaction:
+        """Return the transaction for a retry with another payload; *summary* says what *by* has changed.
 
-        Corrections that were made before stay in its history; attempts do not, as with every replay.
+        The summary travels with the transaction. Earlier corrections stay in its history; attempts do not, as with
+        every replay.
         """
-        past = self.envelope.history if self.failure is None else self.failure.history
-        note = Attempt(
-            attempt=0, category=Category.BUSINESS, code=EDITED, error=f"by {by}: {words}"[:MESSAGE], at=at, delay=None
+        history = self.envelope.history if self.failure is None else self.failure.history
+        correction = Attempt(
+            attempt=0,
+            category=Category.BUSINESS,
+            code=EDITED_CODE,
+            error=f"by {by}: {summary}"[:MAX_MESSAGE_CHARS],
+            at=at,
+            delay=None,
         )
-        edits = tuple(each for each in past if each.code == EDITED)
-        return self.transaction().reset().replace(payload=payload, history=latest((*edits, note), HISTORY))
+        corrections = tuple(each for each in history if each.code == EDITED_CODE)
+        return (
+            self.transaction()
+            .reset()
+            .replace(payload=payload, history=trim_history((*corrections, correction), MAX_HISTORY))
+        )
 
-    def fresh(self) -> Transaction:
-        """The transaction for another try: the same id and correlation, nothing counted against it."""
+    def to_new_transaction(self) -> Transaction:
+        """Return the transaction for a retry: the same id and correlation, with attempts and history reset."""
         return self.transaction().reset()
 
 
-def _trace_id(transaction: Transaction) -> str | None:
+def _parse_trace_id(transaction: Transaction) -> str | None:
     parts = transaction.trace.get("traceparent", "").split("-")
-    return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else None  # noqa: PLR2004 - the form of a traceparent
+    return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else None  # noqa: PLR2004 - the format of a traceparent
 
 
 class DeadLetterQuery(BaseModel):
-    """Which dead letters are meant: those that fit everything that is given, and all if nothing is.
+    """A filter of dead letters: those that match every given field, and all of them if none is given.
 
-    ``since`` and ``until`` are seconds since the epoch; what died at ``until`` is no longer meant.
+    ``since`` and ``until`` are seconds since the epoch; ``until`` is exclusive.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: Word | None = None
-    reason: Word | None = None
-    type: Word | None = None
-    key: Word | None = None
-    tenant: Word | None = None
-    correlation: Word | None = None
-    task: Word | None = None
-    error_type: Word | None = None
+    id: FilterText | None = None
+    reason: FilterText | None = None
+    type: FilterText | None = None
+    key: FilterText | None = None
+    tenant: FilterText | None = None
+    correlation: FilterText | None = None
+    task: FilterText | None = None
+    error_type: FilterText | None = None
     category: Category | None = None
-    since: Moment | None = None
-    until: Moment | None = None
+    since: EpochSeconds | None = None
+    until: EpochSeconds | None = None
 
     @classmethod
-    def load(cls, **given: Any) -> Self:
-        """The query that *given* describes, or a ConfigurationError that names what is wrong."""
+    def load(cls, **fields: Any) -> Self:
+        """Return the query of these fields, or raise a ConfigurationError that names the invalid ones."""
         try:
-            return cls(**given)
+            return cls(**fields)
         except ValidationError as error:
             faults = error.errors(include_input=False, include_url=False)
-            told = "; ".join(f"{fault['loc'][0]}: {fault['msg']}" for fault in faults)
-            raise ConfigurationError(f"dead letters cannot be chosen so: {told}") from error
+            problems = "; ".join(f"{fault['loc'][0]}: {fault['msg']}" for fault in faults)
+            raise ConfigurationError(f"dead letters cannot be chosen so: {problems}") from error
 
     @property
-    def everything(self) -> bool:
-        """Whether nothing is given."""
+    def is_unfiltered(self) -> bool:
+        """Whether no field is given."""
         return self == DeadLetterQuery()
 
     def matches(self, record: DeadLetterRecord) -> bool:
-        """Whether *record* is meant; a record without a failure fits no filter on one."""
+        """Return whether *record* matches; a record without a failure matches no filter on failures."""
         envelope, failure = record.envelope, record.failure
-        has = {
+        values = {
             "id": envelope.id,
             "reason": record.reason,
             "type": envelope.type,
@@ -191,43 +203,43 @@ class DeadLetterQuery(BaseModel):
             "error_type": None if failure is None else failure.error_type,
             "category": None if failure is None else failure.category,
         }
-        if any((wanted := getattr(self, name)) is not None and wanted != value for name, value in has.items()):
+        if any((expected := getattr(self, name)) is not None and expected != value for name, value in values.items()):
             return False
         return (self.since is None or self.since <= record.at) and (self.until is None or record.at < self.until)
 
 
-class Became(StrEnum):
-    """What became of a dead letter that was to be moved."""
+class DeadLetterResult(StrEnum):
+    """The result of moving a dead letter."""
 
     REPLAYED = "replayed"
     DISCARDED = "discarded"
-    #: It was not there: somebody else has replayed or discarded it.
+    #: It was not there: another caller has replayed or discarded it.
     GONE = "gone"
-    #: It could not be moved, and is where it was.
+    #: It could not be moved, and is still in its place.
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What became of the dead letter at *place*; ``words`` say why where it failed."""
+    """The result for the dead letter with *handle*; ``message`` gives the reason of a failure."""
 
-    place: str
-    became: Became
-    words: str = ""
+    handle: str
+    outcome: DeadLetterResult
+    message: str = ""
 
 
-def page(
+def paginate(
     records: Iterable[DeadLetterRecord], query: DeadLetterQuery, *, after: str | None, limit: int
 ) -> Sequence[DeadLetterRecord]:
-    """One page of *records*, whose places are numbers that grow: what ``list_dead`` of a store in memory answers."""
-    last = -1 if after is None else number(after)
-    behind = dropwhile(lambda record: int(record.place) <= last, records)
-    return list(islice((record for record in behind if query.matches(record)), limit))
+    """Return one page of *records*, whose handles are growing numbers: ``list_dead`` of a store in memory."""
+    last_handle = -1 if after is None else parse_handle(after)
+    later_records = dropwhile(lambda record: int(record.handle) <= last_handle, records)
+    return list(islice((record for record in later_records if query.matches(record)), limit))
 
 
-def number(place: str) -> int:
-    """The number that *place* is, for stores whose places are numbers."""
-    # The length first: Python refuses to read a number of thousands of digits.
-    if place.isascii() and place.isdigit() and len(place) <= len(str(LAST)) and int(place) <= LAST:
-        return int(place)
-    raise ConnectorError(f"{place[:20]!r} is no place of a dead letter here; give one that was listed")
+def parse_handle(handle: str) -> int:
+    """Return the number of *handle*, for stores whose handles are numbers."""
+    # The length is checked first: Python rejects numbers of thousands of digits.
+    if handle.isascii() and handle.isdigit() and len(handle) <= len(str(MAX_HANDLE)) and int(handle) <= MAX_HANDLE:
+        return int(handle)
+    raise ConnectorError(f"{handle[:20]!r} is no place of a dead letter here; give one that was listed")

@@ -1,4 +1,4 @@
-"""MemoryConnector: a queue in this process, with everything a broker's queue has but durability."""
+"""MemoryConnector: a queue in this process, with all features of a broker's queue except durability."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import chain
 from threading import Lock
 from typing import Any
 
-from ergon_framework.connectors.arrivals import Arrivals
+from ergon_framework.connectors.arrivals import WakeupHub
 from ergon_framework.connectors.base import (
     Ack,
     AsyncConnector,
@@ -18,25 +18,31 @@ from ergon_framework.connectors.base import (
     Confirmation,
     Connector,
     DeadLetter,
+    Defer,
     Delivery,
     Depth,
-    Later,
     Listener,
     MissingKeyError,
     Release,
     Settlement,
+    SettlementRequest,
     SettleResult,
-    Settling,
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec, UnencodableError, decode, remove_progress
-from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult, page
+from ergon_framework.connectors.deadletters import (
+    DeadLetterQuery,
+    DeadLetterRecord,
+    DeadLetterResult,
+    ReplayResult,
+    paginate,
+)
 from ergon_framework.connectors.encryption import hide_record, reveal_record, select_codec, write_envelope
 from ergon_framework.transaction import Transaction
 
 
-class _Message:
-    """What the queue holds: with a codec a body and headers, without one the transaction itself."""
+class _MemoryMessage:
+    """A message in the queue: with a codec its body and headers, without a codec the transaction itself."""
 
     __slots__ = ("content", "deliveries", "lease_until", "order", "readable", "since")
 
@@ -52,10 +58,10 @@ class _Message:
 class MemoryConnector(Connector, AsyncConnector):
     """A queue for tests, examples and single processes: nothing outlives the process.
 
-    Without a codec a transaction is handed over as the object it is, so a handler that changes
-    its payload changes the queue's; with one it crosses a wire. A delayed transaction wakes
-    nobody when it becomes due: a waiting fetch looks again at that moment, and so does whoever
-    polls. ``clock`` is for leases and delays, ``wall`` for the times in dead letters.
+    Without a codec a transaction is handed over as the same object, so a handler that changes its payload changes the
+    queue's; with a codec it is encoded and decoded. A delayed transaction sends no signal when it becomes due: a
+    waiting fetch polls again at that moment, and so does a polling consumer. ``clock`` is for leases and delays,
+    ``wall`` for the times in dead letters.
     """
 
     def __init__(
@@ -78,7 +84,7 @@ class MemoryConnector(Connector, AsyncConnector):
             mode="queue",
             renewable=True,
             lease=lease,
-            release_is_free=True,
+            release_uncounted=True,
             delays=True,
             dead_letters=True,
             fenced_by="token",
@@ -86,20 +92,20 @@ class MemoryConnector(Connector, AsyncConnector):
             max_payload=None if codec is None else codec.max_bytes,
         )
         self._lock = Lock()
-        self._arrivals = Arrivals()
+        self._arrivals = WakeupHub()
         self._order = 0
         self._token = 0
-        # What was never claimed, in order; and what came back to its old place. Claims are taken
-        # from the front, so whatever came back is older than anything in the first.
-        self._fresh: deque[_Message] = deque()
-        self._returned: list[tuple[int, _Message]] = []
-        self._delayed: list[tuple[float, int, _Message]] = []
-        # All leases have one length, so the order of claiming is the order of expiry. An
-        # OrderedDict because a plain dict walks over all it has forgotten to find its first.
-        self._claims: OrderedDict[Any, _Message] = OrderedDict()
-        self._buried = 0
-        #: By place, the oldest first.
-        self._dead: dict[str, tuple[DeadLetterRecord, _Message]] = {}
+        # Messages that were never claimed, in order, and messages that returned to their old position. Claims are
+        # taken from the front, so every returned message is older than any of the former.
+        self._unclaimed: deque[_MemoryMessage] = deque()
+        self._returned: list[tuple[int, _MemoryMessage]] = []
+        self._delayed: list[tuple[float, int, _MemoryMessage]] = []
+        # All leases have the same length, so the order of claiming is the order of expiry. An OrderedDict because
+        # a plain dict scans its deleted entries to find the first.
+        self._claims: OrderedDict[Any, _MemoryMessage] = OrderedDict()
+        self._last_handle = 0
+        #: By handle, the oldest first.
+        self._dead: dict[str, tuple[DeadLetterRecord, _MemoryMessage]] = {}
 
     @property
     def name(self) -> str:
@@ -113,27 +119,27 @@ class MemoryConnector(Connector, AsyncConnector):
         return self._arrivals.listen(listener)
 
     def interrupt(self) -> None:
-        """Every fetch that is waiting now returns at once."""
+        """End the wait of every fetch that is waiting."""
         self._arrivals.interrupt()
 
     def close(self) -> None:
-        """End every waiting fetch; what is claimed comes back when its lease ends."""
+        """End every waiting fetch; claimed messages are redelivered when their leases end."""
         self.interrupt()
 
     # -- dispatch -----------------------------------------------------------------------------
 
     def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
-        """Append all, or none if one cannot be encoded; the same id twice is two messages.
+        """Append all, or none if one cannot be encoded; the same id twice makes two messages.
 
-        Each gets this queue as its source and the trace that is current here, unless it has its own.
+        Each gets this queue as its source and the current trace, unless it has its own.
         """
-        transactions = [self.stamped(transaction) for transaction in transactions]
+        transactions = [self.prepare(transaction) for transaction in transactions]
         encode = None if self._codec is None else self._codec.encode
         self._append(transactions if encode is None else [encode(transaction) for transaction in transactions])
         return [Confirmation(transaction.id) for transaction in transactions]
 
-    def receive(self, body: bytes, headers: Mapping[str, str]) -> None:
-        """Append what some other producer wrote, readable or not; it takes a codec."""
+    def inject(self, body: bytes, headers: Mapping[str, str]) -> None:
+        """Append a message of another producer, decodable or not; requires a codec."""
         if self._codec is None:
             raise TypeError(f"the queue {self._name!r} has no codec to read bytes with; give it one: codec=JsonCodec()")
         self._append([(body, dict(headers))])
@@ -143,39 +149,39 @@ class MemoryConnector(Connector, AsyncConnector):
             return
         with self._lock:
             self._add(contents)
-        self._arrivals.arrived()
+        self._arrivals.notify()
 
     def _add(self, contents: Sequence[Any]) -> None:
-        now, order, append = self._clock(), self._order, self._fresh.append
+        now, order, append = self._clock(), self._order, self._unclaimed.append
         for content in contents:
             order += 1
-            append(_Message(content, order, now))
+            append(_MemoryMessage(content, order, now))
         self._order = order
 
     # -- fetch --------------------------------------------------------------------------------
 
     def fetch_transactions(self, batch_size: int, *, wait: float = 0.0, **_extra: Any) -> Sequence[Delivery]:
-        """What is ready, the oldest first; a priority means nothing here."""
-        found = self._claim(batch_size)
-        if found or wait <= 0 or batch_size < 1:
-            return found
-        return self._arrivals.wait(lambda: self._claim(batch_size), wait, due=self.next_due)
+        """Return ready transactions, the oldest first; a priority is ignored."""
+        deliveries = self._claim(batch_size)
+        if deliveries or wait <= 0 or batch_size < 1:
+            return deliveries
+        return self._arrivals.wait(lambda: self._claim(batch_size), wait, next_due=self.next_due)
 
     async def fetch_transactions_async(
         self, batch_size: int, *, wait: float = 0.0, **_extra: Any
     ) -> Sequence[Delivery]:
-        found = self._claim(batch_size)
-        if found or wait <= 0 or batch_size < 1:
-            return found
-        return await self._arrivals.wait_async(lambda: self._claim(batch_size), wait, due=self.next_due)
+        deliveries = self._claim(batch_size)
+        if deliveries or wait <= 0 or batch_size < 1:
+            return deliveries
+        return await self._arrivals.wait_async(lambda: self._claim(batch_size), wait, next_due=self.next_due)
 
     def next_due(self) -> float | None:
-        """Seconds until a delay or a lease ends; None when nothing will become ready by itself."""
+        """Return the seconds until a delay or a lease ends; None if nothing becomes ready by time."""
         with self._lock:
-            moments = [self._delayed[0][0]] if self._delayed else []
+            due_times = [self._delayed[0][0]] if self._delayed else []
             if self._claims:
-                moments.append(next(iter(self._claims.values())).lease_until)
-            return max(0.0, min(moments) - self._clock()) if moments else None
+                due_times.append(next(iter(self._claims.values())).lease_until)
+            return max(0.0, min(due_times) - self._clock()) if due_times else None
 
     def _claim(self, batch_size: int) -> list[Delivery]:
         batch: list[Delivery] = []
@@ -183,9 +189,9 @@ class MemoryConnector(Connector, AsyncConnector):
             now = self._clock()
             expired = self._refresh(now)
             until, token, codec = now + self._lease, self._token, self._codec
-            fresh, returned, claims = self._fresh, self._returned, self._claims
-            for _ in range(min(batch_size, len(fresh) + len(returned))):
-                message = heappop(returned)[1] if returned else fresh.popleft()
+            unclaimed, returned, claims = self._unclaimed, self._returned, self._claims
+            for _ in range(min(batch_size, len(unclaimed) + len(returned))):
+                message = heappop(returned)[1] if returned else unclaimed.popleft()
                 token += 1
                 message.deliveries = deliveries = message.deliveries + 1
                 message.lease_until = until
@@ -198,11 +204,11 @@ class MemoryConnector(Connector, AsyncConnector):
                     message.readable = error is None
                     batch.append(Delivery(transaction, token, deliveries, until, error))
             self._token = token
-        self._tell(expired)
+        self._notify_expired(expired)
         return batch
 
     def _refresh(self, now: float) -> list[Any]:
-        """Bring back whose lease has ended and bring up what is due; the receipts that were lost."""
+        """Return expired claims to the queue and move due messages to it; return the lost receipts."""
         expired: list[Any] = []
         claims = self._claims
         while claims and next(iter(claims.values())).lease_until <= now:
@@ -211,40 +217,40 @@ class MemoryConnector(Connector, AsyncConnector):
             heappush(self._returned, (message.order, message))
         while self._delayed and self._delayed[0][0] <= now:
             due, _, message = heappop(self._delayed)
-            self._to_back(message, due)
+            self._move_to_back(message, due)
         return expired
 
-    def _to_back(self, message: _Message, since: float) -> None:
+    def _move_to_back(self, message: _MemoryMessage, since: float) -> None:
         self._order += 1
         message.order, message.since = self._order, since
-        self._fresh.append(message)
+        self._unclaimed.append(message)
 
-    def _tell(self, expired: list[Any]) -> None:
+    def _notify_expired(self, expired: list[Any]) -> None:
         if expired:
-            self._arrivals.lost(expired)
-            self._arrivals.arrived()
+            self._arrivals.notify_lost(expired)
+            self._arrivals.notify()
 
     # -- settle -------------------------------------------------------------------------------
 
-    def settle(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
+    def settle(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
         results: list[SettleResult] = []
         settled, lost = SettleResult.SETTLED, SettleResult.LOST
         with self._lock:
             expired = self._refresh(self._clock())
-            claims, ready = self._claims, len(self._fresh) + len(self._returned)
-            for delivery, settlement in settlings:
+            claims, ready = self._claims, len(self._unclaimed) + len(self._returned)
+            for delivery, settlement in requests:
                 try:
                     if type(settlement) is not Ack:
                         result = self._settle(delivery, settlement)
                     else:
                         result = lost if claims.pop(delivery.receipt, None) is None else settled
-                except Exception:  # noqa: BLE001 - the boundary of one item, which must not spoil its neighbours
+                except Exception:  # noqa: BLE001 - the boundary of one item: its failure must not affect the others
                     result = SettleResult.FAILED
                 results.append(result)
-            arrived = len(self._fresh) + len(self._returned) > ready
-        self._tell(expired)
-        if arrived:
-            self._arrivals.arrived()
+            has_new = len(self._unclaimed) + len(self._returned) > ready
+        self._notify_expired(expired)
+        if has_new:
+            self._arrivals.notify()
         return results
 
     def _settle(self, delivery: Delivery, settlement: Settlement) -> SettleResult:
@@ -252,36 +258,36 @@ class MemoryConnector(Connector, AsyncConnector):
         if message is None:
             return SettleResult.LOST
         match settlement:
-            case Later():
-                if not self._put_later(message, delivery, later=settlement):
+            case Defer():
+                if not self._defer(message, delivery, defer=settlement):
                     return SettleResult.FAILED
             case Release():
                 message.deliveries -= 1
                 heappush(self._returned, (message.order, message))
             case DeadLetter():
-                self._bury(message, delivery, settlement=settlement)
+                self._add_dead_letter(message, delivery, settlement=settlement)
             case _:
                 return SettleResult.FAILED
         del self._claims[delivery.receipt]
         return SettleResult.SETTLED
 
-    def _put_later(self, message: _Message, delivery: Delivery, *, later: Later) -> bool:
+    def _defer(self, message: _MemoryMessage, delivery: Delivery, *, defer: Defer) -> bool:
         try:
             if self._codec is not None and isinstance(delivery.error, MissingKeyError):
                 body, headers = message.content
-                message.content = body, remove_progress(headers) | write_envelope(self._codec, delivery, later)
-            elif message.readable:  # what could not be read goes back as it came
-                transaction = later.apply(delivery.transaction)
+                message.content = body, remove_progress(headers) | write_envelope(self._codec, delivery, defer)
+            elif message.readable:  # an undecodable message is redelivered unchanged
+                transaction = defer.apply(delivery.transaction)
                 message.content = transaction if self._codec is None else self._codec.encode(transaction)
         except UnencodableError:
             return False
         message.deliveries -= 1
         now = self._clock()
-        if later.delay > 0:
+        if defer.delay > 0:
             self._order += 1
-            heappush(self._delayed, (now + later.delay, self._order, message))
+            heappush(self._delayed, (now + defer.delay, self._order, message))
         else:
-            self._to_back(message, now)
+            self._move_to_back(message, now)
         return True
 
     def extend(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
@@ -298,41 +304,41 @@ class MemoryConnector(Connector, AsyncConnector):
                 message.lease_until = until
                 self._claims.move_to_end(delivery.receipt)
                 results.append(until)
-        self._tell(expired)
+        self._notify_expired(expired)
         return results
 
-    # -- what is there ------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------
 
     def depth(self) -> Depth:
         with self._lock:
             now = self._clock()
             expired = self._refresh(now)
-            heads = [self._fresh[0]] if self._fresh else []
+            heads = [self._unclaimed[0]] if self._unclaimed else []
             if self._returned:
                 heads.append(self._returned[0][1])
             depth = Depth(
-                ready=len(self._fresh) + len(self._returned),
+                ready=len(self._unclaimed) + len(self._returned),
                 delayed=len(self._delayed),
                 in_flight=len(self._claims),
                 dead=len(self._dead),
                 oldest_age=max((now - message.since for message in heads), default=None),
             )
-        self._tell(expired)
+        self._notify_expired(expired)
         return depth
 
-    def queued(self, ids: Collection[str]) -> Collection[str]:
+    def find_queued(self, ids: Collection[str]) -> Collection[str]:
         with self._lock:
             expired = self._refresh(self._clock())
-            there = {self._id(message) for message in self._alive()}
-        self._tell(expired)
-        return there.intersection(ids)
+            known_ids = {self._read_id(message) for message in self._iter_messages()}
+        self._notify_expired(expired)
+        return known_ids.intersection(ids)
 
-    def _alive(self) -> Iterator[_Message]:
-        yield from chain(self._fresh, self._claims.values())
+    def _iter_messages(self) -> Iterator[_MemoryMessage]:
+        yield from chain(self._unclaimed, self._claims.values())
         yield from (message for _, message in self._returned)
         yield from (message for _, _, message in self._delayed)
 
-    def _id(self, message: _Message) -> str:
+    def _read_id(self, message: _MemoryMessage) -> str:
         if self._codec is None:
             return str(message.content.id)
         body, headers = message.content
@@ -350,63 +356,63 @@ class MemoryConnector(Connector, AsyncConnector):
     def list_dead(
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
     ) -> Sequence[DeadLetterRecord]:
-        return page(self.dead_letters, query, after=after, limit=limit)
+        return paginate(self.dead_letters, query, after=after, limit=limit)
 
-    def replay_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+    def replay_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
         with self._lock:
-            results = [self._replay(place) for place in places]
-        if any(result.became is Became.REPLAYED for result in results):
-            self._arrivals.arrived()
+            results = [self._replay(handle) for handle in handles]
+        if any(result.outcome is DeadLetterResult.REPLAYED for result in results):
+            self._arrivals.notify()
         return results
 
-    def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+    def discard_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
         with self._lock:
-            gone = [self._dead.pop(place, None) is None for place in places]
+            gone = [self._dead.pop(handle, None) is None for handle in handles]
         return [
-            ReplayResult(place, Became.GONE if missing else Became.DISCARDED)
-            for place, missing in zip(places, gone, strict=True)
+            ReplayResult(handle, DeadLetterResult.GONE if missing else DeadLetterResult.DISCARDED)
+            for handle, missing in zip(handles, gone, strict=True)
         ]
 
-    def replace_dead(self, place: str, transaction: Transaction) -> ReplayResult:
-        stamped = self.stamped(transaction)
-        content = stamped if self._codec is None else self._codec.encode(stamped)
+    def replace_dead(self, handle: str, transaction: Transaction) -> ReplayResult:
+        prepared = self.prepare(transaction)
+        content = prepared if self._codec is None else self._codec.encode(prepared)
         with self._lock:
-            if self._dead.pop(place, None) is None:
-                return ReplayResult(place, Became.GONE)
+            if self._dead.pop(handle, None) is None:
+                return ReplayResult(handle, DeadLetterResult.GONE)
             self._add([content])
-        self._arrivals.arrived()
-        return ReplayResult(place, Became.REPLAYED)
+        self._arrivals.notify()
+        return ReplayResult(handle, DeadLetterResult.REPLAYED)
 
-    def _bury(self, message: _Message, delivery: Delivery, *, settlement: DeadLetter) -> None:
-        self._buried += 1
-        place, headers = str(self._buried), None if message.readable else message.content[1]
-        record = DeadLetterRecord.of(
-            delivery, settlement, queue=self._name, at=self._wall(), headers=headers, place=place
+    def _add_dead_letter(self, message: _MemoryMessage, delivery: Delivery, *, settlement: DeadLetter) -> None:
+        self._last_handle += 1
+        handle, headers = str(self._last_handle), None if message.readable else message.content[1]
+        record = DeadLetterRecord.from_delivery(
+            delivery, settlement, queue=self._name, at=self._wall(), headers=headers, handle=handle
         )
-        self._dead[place] = hide_record(self._codec, record), message
+        self._dead[handle] = hide_record(self._codec, record), message
 
-    def _replay(self, place: str) -> ReplayResult:
-        if place not in self._dead:
-            return ReplayResult(place, Became.GONE)
-        record, message = self._dead[place]
+    def _replay(self, handle: str) -> ReplayResult:
+        if handle not in self._dead:
+            return ReplayResult(handle, DeadLetterResult.GONE)
+        record, message = self._dead[handle]
         if message.readable:
-            fresh = reveal_record(self._codec, record).fresh()
+            transaction = reveal_record(self._codec, record).to_new_transaction()
             try:
-                message.content = fresh if self._codec is None else self._codec.encode(fresh)
+                message.content = transaction if self._codec is None else self._codec.encode(transaction)
             except UnencodableError as error:
-                return ReplayResult(place, Became.FAILED, str(error))
-        else:  # what could not be read goes back as it came
+                return ReplayResult(handle, DeadLetterResult.FAILED, str(error))
+        else:  # an undecodable message is replayed unchanged
             body, headers = message.content
             message.content = body, remove_progress(headers)
-        del self._dead[place]
+        del self._dead[handle]
         message.deliveries = 0
-        self._to_back(message, self._clock())
-        return ReplayResult(place, Became.REPLAYED)
+        self._move_to_back(message, self._clock())
+        return ReplayResult(handle, DeadLetterResult.REPLAYED)
 
-    # -- the async flavour: nothing below waits, so it is the same code ------------------------------
+    # -- the async variant: none of these calls waits, so it is the same code ------------------------
 
-    async def settle_async(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        return self.settle(settlings)
+    async def settle_async(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        return self.settle(requests)
 
     async def extend_async(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
         return self.extend(deliveries)
@@ -417,22 +423,22 @@ class MemoryConnector(Connector, AsyncConnector):
     async def depth_async(self) -> Depth:
         return self.depth()
 
-    async def queued_async(self, ids: Collection[str]) -> Collection[str]:
-        return self.queued(ids)
+    async def find_queued_async(self, ids: Collection[str]) -> Collection[str]:
+        return self.find_queued(ids)
 
     async def list_dead_async(
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
     ) -> Sequence[DeadLetterRecord]:
         return self.list_dead(query, after=after, limit=limit)
 
-    async def replay_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return self.replay_dead(places)
+    async def replay_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return self.replay_dead(handles)
 
-    async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return self.discard_dead(places)
+    async def discard_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return self.discard_dead(handles)
 
-    async def replace_dead_async(self, place: str, transaction: Transaction) -> ReplayResult:
-        return self.replace_dead(place, transaction)
+    async def replace_dead_async(self, handle: str, transaction: Transaction) -> ReplayResult:
+        return self.replace_dead(handle, transaction)
 
     async def close_async(self) -> None:
         self.close()

@@ -1,4 +1,4 @@
-"""Outages: log once that the server of a queue is out of reach, and once that it answers again."""
+"""Outage log: one event when the server of a queue becomes unavailable, and one when it answers again."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from math import inf
 from typing import Final
 from urllib.parse import urlsplit
 
-from ergon_framework.errors import ConnectionLost
-from ergon_framework.failure import describe
+from ergon_framework.errors import ConnectionLostError
+from ergon_framework.failure import describe_error
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
-from ergon_framework.telemetry.redaction import masked
+from ergon_framework.telemetry.redaction import mask_credentials
 
 log: Final = logging.getLogger(f"{LIBRARY}.connectors")
 _lock = threading.Lock()
@@ -27,42 +27,44 @@ class OutageLog:
     """
 
     def __init__(self, queue: str, address: str | None) -> None:
-        self._where = {Field.QUEUE: queue, Field.ADDRESS: address}
+        self._fields = {Field.QUEUE: queue, Field.ADDRESS: address}
         self._lost = False
         self._changed = -inf
 
-    def note_failure(self, error: ConnectionLost, *, began: float) -> None:
-        """Note that a call that began at *began*, a time of the monotonic clock, has lost its connection."""
+    def note_failure(self, error: ConnectionLostError, *, began: float) -> None:
+        """Record that a call that began at *began*, a time of the monotonic clock, has lost its connection."""
         with _lock:
             if self._lost or began < self._changed:
                 return
             self._lost, self._changed = True, time.monotonic()
-        cause = {Field.ERROR: masked(describe(error)), Field.ERROR_TYPE: type(error).__name__}
-        logs.say(logging.WARNING, Event.CONNECTION_LOST, self._where | cause, to=log)
+        cause = {Field.ERROR: mask_credentials(describe_error(error)), Field.ERROR_TYPE: type(error).__name__}
+        logs.log_event(logging.WARNING, Event.CONNECTION_LOST, self._fields | cause, to=log)
 
     def note_answer(self, *, began: float) -> None:
-        """Note that the server has answered a call that began at *began*."""
+        """Record that the server has answered a call that began at *began*."""
         with _lock:
             if not self._lost or began < self._changed:
                 return
             now = time.monotonic()
             seconds, self._lost, self._changed = now - self._changed, False, now
-        logs.say(logging.INFO, Event.CONNECTION_RESTORED, self._where | {Field.SECONDS: round(seconds, 3)}, to=log)
+        logs.log_event(
+            logging.INFO, Event.CONNECTION_RESTORED, self._fields | {Field.SECONDS: round(seconds, 3)}, to=log
+        )
 
 
 _outages: Final[dict[tuple[str, str | None], OutageLog]] = {}
 
 
 def outage_log(queue: str, address: str | None) -> OutageLog:
-    """Return the log of *queue* at *address*: one for each queue of this process."""
+    """Return the log of *queue* at *address*: one per queue in this process."""
     with _lock:
         return _outages.setdefault((queue, address), OutageLog(queue, address))
 
 
 def public_address(url: str | None, *, scheme: str = "") -> str | None:
-    """Return *url* without credentials and options; None if there is none, or it cannot be read.
+    """Return *url* without credentials and options; None if it is missing or cannot be parsed.
 
-    *scheme* is that of an address that names none.
+    *scheme* is the default for an address without one.
     """
     if not url:
         return None
@@ -72,13 +74,13 @@ def public_address(url: str | None, *, scheme: str = "") -> str | None:
     except ValueError:
         return None
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
-    # A password with a slash that is not escaped ends up in the path.
+    # A password with an unescaped slash ends up in the path.
     path = "" if "@" in parts.path else parts.path
     return f"{parts.scheme}://{host}{port}{path}"
 
 
 def _reset_after_fork() -> None:
-    """Forget outages in a forked child, which opens its own connections; the parent may have held the lock."""
+    """Clear outages in a forked child, which opens its own connections; the parent may have held the lock."""
     global _lock  # noqa: PLW0603 - a lock that another process holds cannot be released
     _lock = threading.Lock()
     _outages.clear()

@@ -1,4 +1,4 @@
-"""Partition: one consumer's view of one partition of a log, from its watermark on."""
+"""Partition: one consumer's state of one partition of a log, from its watermark on."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from ergon_framework.connectors.side_store import Kept, Place
+from ergon_framework.connectors.side_store import DeferredRecord, LogPosition
 from ergon_framework.transaction import Transaction
 
 
 class Commit(NamedTuple):
-    """What a group has told the log: all below *watermark* is settled, and so are those *beyond* it.
+    """A group's committed progress: all below *watermark* is settled, and so are the offsets in *settled_above*.
 
-    ``beyond`` is told only at an orderly handover; after a crash it is empty or out of date, and
-    what was settled out of order comes again.
+    ``settled_above`` is committed only at a clean handover; after a crash it is empty or out of date, and records that
+    were settled out of order are redelivered.
     """
 
     watermark: int = 0
-    beyond: frozenset[int] = frozenset()
+    settled_above: frozenset[int] = frozenset()
 
 
-class Receipt(NamedTuple):
-    """The claim on one record, good for one generation of its partition and for one turn of being handed out."""
+class LogReceipt(NamedTuple):
+    """The claim on one record, valid for one generation of its partition and one delivery of the record."""
 
     partition: int
     offset: int
@@ -31,111 +31,111 @@ class Receipt(NamedTuple):
 
 
 class Partition:
-    """Which record is next, which are held, and up to where all is settled; it touches no store."""
+    """Tracks the next record, the claimed records and the watermark of a partition; it does no I/O."""
 
-    def __init__(self, number: int, *, generation: int, commit: Commit, kept: Iterable[Kept]) -> None:
+    def __init__(self, number: int, *, generation: int, commit: Commit, deferred: Iterable[DeferredRecord]) -> None:
         self.number = number
         self.generation = generation
         self.watermark = commit.watermark
         self.position = commit.watermark
-        self.held: dict[int, Kept | None] = {}
+        self.held: dict[int, DeferredRecord | None] = {}
         self._turn = 0
         self._turns: dict[int, int] = {}
-        self._done = set(commit.beyond)
+        self._settled = set(commit.settled_above)
         self._returned: list[int] = []
-        self._kept = list(kept)
-        heapify(self._kept)
-        # A record that is kept for later counts as settled, also where a crash came between the two.
-        self._aside = {kept.place.offset for kept in self._kept}
+        self._deferred = list(deferred)
+        heapify(self._deferred)
+        # A deferred record counts as settled, also if a crash came between the two steps.
+        self._deferred_offsets = {deferred.position.offset for deferred in self._deferred}
 
     def take(self, now: float, records: Sequence[tuple[Transaction, float]]) -> tuple[int, Transaction] | None:
-        """Hold the next record and say which it is: what is due first, then what came back, then what is new."""
-        if self._kept and self._kept[0].due <= now:
-            kept = heappop(self._kept)
-            self._hold(kept.place.offset, kept)
-            return kept.place.offset, kept.transaction
+        """Claim the next record and return its offset: deferred and due first, then returned, then new records."""
+        if self._deferred and self._deferred[0].due <= now:
+            deferred = heappop(self._deferred)
+            self._claim(deferred.position.offset, deferred)
+            return deferred.position.offset, deferred.transaction
         if self._returned:
             offset = heappop(self._returned)
         else:
-            self.skip(len(records))
+            self.skip_settled(len(records))
             if self.position >= len(records):
                 return None
             offset = self.position
             self.position += 1
-        self._hold(offset, None)
+        self._claim(offset, None)
         return offset, records[offset][0]
 
-    def _hold(self, offset: int, kept: Kept | None) -> None:
-        self.held[offset] = kept
+    def _claim(self, offset: int, deferred: DeferredRecord | None) -> None:
+        self.held[offset] = deferred
         self._turn += 1
         self._turns[offset] = self._turn
 
-    def receipt(self, offset: int) -> Receipt:
-        """The claim on a record that is held."""
-        return Receipt(self.number, offset, self.generation, self._turns[offset])
+    def get_receipt(self, offset: int) -> LogReceipt:
+        """Return the claim on a record that is in flight."""
+        return LogReceipt(self.number, offset, self.generation, self._turns[offset])
 
-    def holds(self, receipt: Receipt) -> bool:
-        """Whether that very claim is still held: one of an earlier turn is not."""
-        return receipt.offset in self.held and receipt == self.receipt(receipt.offset)
+    def has_claim(self, receipt: LogReceipt) -> bool:
+        """Return whether this claim is still valid; a claim of an earlier delivery is not."""
+        return receipt.offset in self.held and receipt == self.get_receipt(receipt.offset)
 
-    def skip(self, end: int) -> None:
-        """Move the position beyond records that need not be handed out."""
-        while self.position < end and (self.position in self._done or self.position in self._aside):
-            if self.position in self._aside:
-                # Whoever has what is kept for it in hand goes on having it.
-                self._pass(self.position)
+    def skip_settled(self, end: int) -> None:
+        """Move the position past records that are settled or deferred."""
+        while self.position < end and (self.position in self._settled or self.position in self._deferred_offsets):
+            if self.position in self._deferred_offsets:
+                # A consumer that has claimed the deferred copy keeps its claim.
+                self._advance(self.position)
             self.position += 1
 
-    def settled(self, offset: int) -> None:
-        """The record is done with; the watermark moves as far as there is no gap."""
+    def mark_settled(self, offset: int) -> None:
+        """Mark the record as settled; the watermark advances up to the first gap."""
         self.held.pop(offset, None)
         self._turns.pop(offset, None)
-        self._pass(offset)
+        self._advance(offset)
 
-    def _pass(self, offset: int) -> None:
+    def _advance(self, offset: int) -> None:
         if offset < self.watermark:
             return
-        self._done.add(offset)
-        while self.watermark in self._done:
-            self._done.remove(self.watermark)
+        self._settled.add(offset)
+        while self.watermark in self._settled:
+            self._settled.remove(self.watermark)
             self.watermark += 1
         self.position = max(self.position, self.watermark)
 
-    def keep(self, kept: Kept) -> None:
-        """The record comes again later, from beside the log: in the log it is settled."""
-        self.settled(kept.place.offset)
-        heappush(self._kept, kept)
+    def defer(self, deferred: DeferredRecord) -> None:
+        """Defer the record in the consumer state store; in the log it counts as settled."""
+        self.mark_settled(deferred.position.offset)
+        heappush(self._deferred, deferred)
 
-    def back(self, offset: int) -> None:
-        """The record goes back to its place."""
-        kept = self.held.pop(offset)
-        if kept is None:
+    def return_record(self, offset: int) -> None:
+        """Return the record to its position."""
+        deferred = self.held.pop(offset)
+        if deferred is None:
             heappush(self._returned, offset)
         else:
-            heappush(self._kept, kept)
+            heappush(self._deferred, deferred)
 
     def commit(self, *, orderly: bool) -> Commit:
-        """What to tell the log."""
-        return Commit(self.watermark, frozenset(self._done) if orderly else frozenset())
+        """Return the progress to commit to the log; with *orderly* also the offsets settled above the watermark."""
+        return Commit(self.watermark, frozenset(self._settled) if orderly else frozenset())
 
-    def receipts(self) -> list[Receipt]:
-        """The claims that are held."""
-        return [self.receipt(offset) for offset in self.held]
+    def list_receipts(self) -> list[LogReceipt]:
+        """Return the claims that are in flight."""
+        return [self.get_receipt(offset) for offset in self.held]
 
-    def place(self, offset: int) -> Place:
-        return Place(self.number, offset)
+    def to_position(self, offset: int) -> LogPosition:
+        return LogPosition(self.number, offset)
 
-    # -- what is there ------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------
 
-    def ready(self, now: float, end: int) -> list[int]:
-        """The offsets that could be taken now."""
-        due = [kept.place.offset for kept in self._kept if kept.due <= now]
-        passed = self._done | self._aside
-        new = [offset for offset in range(self.position, end) if offset not in passed]
+    def list_ready(self, now: float, end: int) -> list[int]:
+        """Return the offsets that could be claimed now."""
+        due = [deferred.position.offset for deferred in self._deferred if deferred.due <= now]
+        settled = self._settled | self._deferred_offsets
+        new = [offset for offset in range(self.position, end) if offset not in settled]
         return due + self._returned + new
 
-    def delayed(self, now: float) -> int:
-        return sum(kept.due > now for kept in self._kept)
+    def deferred_count(self, now: float) -> int:
+        return sum(deferred.due > now for deferred in self._deferred)
 
     def next_due(self) -> float | None:
-        return self._kept[0].due if self._kept else None
+        return self._deferred[0].due if self._deferred else None

@@ -1,4 +1,4 @@
-"""Schemes: which connector the address of a broker stands for, ours and those that others have installed."""
+"""Registry of URL schemes: the connector of a broker's address, built-in or from an installed package."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from typing import Any, Final, Protocol
 
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.memory import MemoryConnector
-from ergon_framework.errors import ConfigurationError, MissingExtraError, text
-from ergon_framework.redaction import hide_known
+from ergon_framework.errors import ConfigurationError, MissingExtraError, error_message
+from ergon_framework.redaction import hide_known_password
 
-#: Where a package of somebody else's registers its schemes: the name is the scheme, the object a Maker.
-GROUP: Final = "ergon.connectors"
+#: The entry point group of third-party connectors: the name is the scheme, the object a ConnectorFactory.
+ENTRY_POINT_GROUP: Final = "ergon.connectors"
 
 
-class Maker(Protocol):
-    """Makes the connector of one queue: a class or a function; *options* are what the settings say besides."""
+class ConnectorFactory(Protocol):
+    """A class or function that creates the connector of one queue; *options* come from the settings."""
 
     def __call__(self, name: str, /, *, url: str, **options: Any) -> Connector | AsyncConnector: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
-    """A connector of ours, imported when it is asked for: its client may not be installed."""
+class _BuiltinConnector:
+    """A built-in connector, imported on first use: its client may not be installed."""
 
     module: str
     attribute: str
     extra: str
-    #: What it calls its address.
-    address: str = "url"
+    #: The name of its address parameter.
+    address_parameter: str = "url"
 
 
-_POSTGRES: Final = _Own("ergon_framework.connectors.postgres", "PostgresQueue", "postgres", "dsn")
-_RABBITMQ: Final = _Own("ergon_framework.connectors.rabbitmq", "RabbitMQQueue", "rabbitmq")
-_NATS: Final = _Own("ergon_framework.connectors.nats", "NatsQueue", "nats")
-_REDIS: Final = _Own("ergon_framework.connectors.redis", "RedisQueue", "redis")
-_OWN: Final[Mapping[str, _Own]] = {
+_POSTGRES: Final = _BuiltinConnector("ergon_framework.connectors.postgres", "PostgresQueue", "postgres", "dsn")
+_RABBITMQ: Final = _BuiltinConnector("ergon_framework.connectors.rabbitmq", "RabbitMQQueue", "rabbitmq")
+_NATS: Final = _BuiltinConnector("ergon_framework.connectors.nats", "NatsQueue", "nats")
+_REDIS: Final = _BuiltinConnector("ergon_framework.connectors.redis", "RedisQueue", "redis")
+_BUILTIN: Final[Mapping[str, _BuiltinConnector]] = {
     "postgresql": _POSTGRES,
     "postgres": _POSTGRES,
     "amqp": _RABBITMQ,
@@ -53,110 +53,115 @@ _OWN: Final[Mapping[str, _Own]] = {
 }
 _MEMORY: Final = "memory"
 
-_in_memory: dict[tuple[str, str], tuple[MemoryConnector, dict[str, Any]]] = {}
-_making = Lock()
+_memory_queues: dict[tuple[str, str], tuple[MemoryConnector, dict[str, Any]]] = {}
+_create_lock = Lock()
 
 
-def scheme_of(url: str) -> str:
-    """What stands before the colon, in small letters; empty where there is none."""
+def url_scheme(url: str) -> str:
+    """Return the scheme of *url* in lower case; empty if there is none."""
     scheme, colon, _ = url.partition("://")
     return scheme.strip().lower() if colon else ""
 
 
-def connect(name: str, url: str, options: Mapping[str, Any]) -> Connector | AsyncConnector:
-    """The connector of the queue *name* at *url*; nothing is opened yet.
+def create_connector(name: str, url: str, options: Mapping[str, Any]) -> Connector | AsyncConnector:
+    """Return the connector of the queue *name* at *url*, not yet opened.
 
-    Errors name the scheme and never the address: it may hold a password.
+    Errors name the scheme and never the address, which may contain a password.
     """
-    scheme = scheme_of(url)
+    scheme = url_scheme(url)
     if scheme == _MEMORY:
-        return _remembered(name, url, options)
-    if scheme in _OWN:
-        own = _OWN[scheme]
-        return _made(_imported(own, name=name), name, {own.address: url}, options)
-    foreign = _registered().get(scheme)
-    if foreign is None:
-        raise _unknown(name, scheme)
-    return _made(_loaded(foreign, name=name), name, {"url": url}, options)
+        return _get_memory_queue(name, url, options)
+    if scheme in _BUILTIN:
+        builtin = _BUILTIN[scheme]
+        return _create(_import_builtin(builtin, name=name), name, {builtin.address_parameter: url}, options)
+    entry_point = _list_entry_points().get(scheme)
+    if entry_point is None:
+        raise _unknown_scheme_error(name, scheme)
+    return _create(_load_entry_point(entry_point, name=name), name, {"url": url}, options)
 
 
-def _registered() -> dict[str, EntryPoint]:
-    return {found.name.lower(): found for found in entry_points(group=GROUP)}
+def _list_entry_points() -> dict[str, EntryPoint]:
+    return {entry_point.name.lower(): entry_point for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
-def _imported(own: _Own, *, name: str) -> Any:
+def _import_builtin(builtin: _BuiltinConnector, *, name: str) -> Any:
     try:
-        return getattr(import_module(own.module), own.attribute)
+        return getattr(import_module(builtin.module), builtin.attribute)
     except MissingExtraError as error:
-        raise MissingExtraError(f"the queue {name!r} needs the extra {own.extra!r}: {error}") from error
+        raise MissingExtraError(f"the queue {name!r} needs the extra {builtin.extra!r}: {error}") from error
 
 
-def _loaded(found: EntryPoint, *, name: str) -> Any:
+def _load_entry_point(entry_point: EntryPoint, *, name: str) -> Any:
     try:
-        return found.load()
+        return entry_point.load()
     except Exception as error:
         raise ConfigurationError(
-            f"the connector {found.value!r} of the queue {name!r} cannot be imported: {type(error).__name__}: "
-            f"{text(error)}; it was registered for {found.name}:// under {GROUP!r}"
+            f"the connector {entry_point.value!r} of the queue {name!r} cannot be imported: {type(error).__name__}: "
+            f"{error_message(error)}; it was registered for {entry_point.name}:// under {ENTRY_POINT_GROUP!r}"
         ) from error
 
 
-def _unknown(name: str, scheme: str) -> ConfigurationError:
-    known = sorted({*_OWN, _MEMORY, *_registered()})
-    near = get_close_matches(scheme, known, n=1)
-    hint = f"did you mean {near[0]}://? " if near else ""
-    said = f"begins with {scheme}://, which no connector is known for" if scheme else "is none: it has no scheme"
+def _unknown_scheme_error(name: str, scheme: str) -> ConfigurationError:
+    schemes = sorted({*_BUILTIN, _MEMORY, *_list_entry_points()})
+    matches = get_close_matches(scheme, schemes, n=1)
+    hint = f"did you mean {matches[0]}://? " if matches else ""
+    problem = f"begins with {scheme}://, which no connector is known for" if scheme else "is none: it has no scheme"
     return ConfigurationError(
-        f"the address of the queue {name!r} {said}; {hint}Known are {', '.join(f'{one}://' for one in known)}; "
-        f"others are registered by packages under {GROUP!r}"
+        f"the address of the queue {name!r} {problem}; {hint}Known are {', '.join(f'{one}://' for one in schemes)}; "
+        f"others are registered by packages under {ENTRY_POINT_GROUP!r}"
     )
 
 
-def _made(maker: Any, name: str, address: Mapping[str, str], options: Mapping[str, Any]) -> Connector | AsyncConnector:
-    _check(maker, name, taken={*address}, options=options)
+def _create(
+    factory: Any, name: str, address: Mapping[str, str], options: Mapping[str, Any]
+) -> Connector | AsyncConnector:
+    _check_options(factory, name, reserved={*address}, options=options)
     try:
-        made = maker(name, **address, **options)
+        connector = factory(name, **address, **options)
     except (TypeError, ValueError) as error:
         (url,) = address.values()
-        raise ConfigurationError(f"the queue {name!r} cannot be made: {hide_known(text(error), url)}") from error
-    if isinstance(made, Connector | AsyncConnector):
-        return made
+        raise ConfigurationError(
+            f"the queue {name!r} cannot be made: {hide_known_password(error_message(error), url)}"
+        ) from error
+    if isinstance(connector, Connector | AsyncConnector):
+        return connector
     raise ConfigurationError(
-        f"what is registered for the queue {name!r} made a {type(made).__name__}, which is no connector; it is called "
-        "with the name and url=…, and returns a Connector or an AsyncConnector"
+        f"what is registered for the queue {name!r} made a {type(connector).__name__}, which is no connector; it is "
+        "called with the name and url=…, and returns a Connector or an AsyncConnector"
     )
 
 
-def _check(maker: Any, name: str, *, taken: set[str], options: Mapping[str, Any]) -> None:
-    """Refuse an option that the connector does not have: it was written for another broker, or it is a slip."""
-    parameters = inspect.signature(maker).parameters.values()
+def _check_options(factory: Any, name: str, *, reserved: set[str], options: Mapping[str, Any]) -> None:
+    """Reject an option that the connector does not have: it belongs to another broker, or is misspelled."""
+    parameters = inspect.signature(factory).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
-    known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in taken]
+    allowed = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in reserved]
     for option in options:
-        if option not in known:
-            near = get_close_matches(option, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
+        if option not in allowed:
+            matches = get_close_matches(option, allowed, n=1)
+            hint = f"did you mean {matches[0]!r}?" if matches else f"it has {', '.join(allowed) or 'none'}"
             raise ConfigurationError(
-                f"the connector of the queue {name!r}, {getattr(maker, '__name__', maker)}, has no option {option!r}; "
-                f"{hint}"
+                f"the connector of the queue {name!r}, {getattr(factory, '__name__', factory)}, has no option "
+                f"{option!r}; {hint}"
             )
 
 
-def _remembered(name: str, url: str, options: Mapping[str, Any]) -> MemoryConnector:
-    """One queue for everybody in this process who names the same: whoever sends is seldom who consumes."""
-    with _making:
-        known = _in_memory.get((url, name))
-        if known is None:
-            _check(MemoryConnector, name, taken=set(), options=options)
+def _get_memory_queue(name: str, url: str, options: Mapping[str, Any]) -> MemoryConnector:
+    """Return the shared in-memory queue of this name: producer and consumer are usually created separately."""
+    with _create_lock:
+        entry = _memory_queues.get((url, name))
+        if entry is None:
+            _check_options(MemoryConnector, name, reserved=set(), options=options)
             try:
-                known = MemoryConnector(name, **options), dict(options)
+                entry = MemoryConnector(name, **options), dict(options)
             except (TypeError, ValueError) as error:
-                raise ConfigurationError(f"the queue {name!r} cannot be made: {text(error)}") from error
-            _in_memory[url, name] = known
-        made, given = known
-        if given != dict(options):
+                raise ConfigurationError(f"the queue {name!r} cannot be made: {error_message(error)}") from error
+            _memory_queues[url, name] = entry
+        connector, existing_options = entry
+        if existing_options != dict(options):
             raise ConfigurationError(
-                f"the queue {name!r} in memory is there already, with the options {sorted(given)}; give the same to all"
+                f"the queue {name!r} in memory is there already, with the options "
+                f"{sorted(existing_options)}; give the same to all"
             )
-        return made
+        return connector

@@ -1,7 +1,7 @@
-"""SideStore: what a log cannot keep for its consumers, kept beside it.
+"""LogConsumerStore: the consumer state that a log cannot keep, kept outside the log.
 
-A log remembers one position per partition. How often a record was delivered, which records are
-to come again later and which are dead is kept here, for one consumer group of one log.
+A log stores one position per partition. The delivery counts, the deferred records and the dead letters of one consumer
+group of one log are stored here.
 """
 
 from __future__ import annotations
@@ -9,103 +9,103 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, page
+from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, paginate
 from ergon_framework.transaction import Transaction
 
 
-class Place(NamedTuple):
-    """Where a record is in a log."""
+class LogPosition(NamedTuple):
+    """The position of a record in a log."""
 
     partition: int
     offset: int
 
 
-class Kept(NamedTuple):
-    """A transaction that is to come again at *due*, instead of the record at *place*."""
+class DeferredRecord(NamedTuple):
+    """A transaction that is redelivered at *due*, instead of the record at *position*."""
 
     due: float
-    place: Place
+    position: LogPosition
     transaction: Transaction
 
 
-class SideStore(Protocol):
-    """Counts, delays and dead letters of one consumer group.
+class LogConsumerStore(Protocol):
+    """Delivery counts, deferred records and dead letters of one consumer group.
 
-    Its user calls it under a lock, one partition's calls only from that partition's owner. A
-    durable one has written when it returns.
+    The caller holds a lock; calls for a partition come only from the partition's owner. A durable store has written
+    when the call returns.
     """
 
-    def count(self, place: Place) -> int:
-        """Count one more delivery, and say how many there were with it."""
+    def increment(self, position: LogPosition) -> int:
+        """Count one more delivery, and return the new count."""
 
-    def uncount(self, place: Place) -> None:
-        """Take one delivery back."""
+    def decrement(self, position: LogPosition) -> None:
+        """Take one delivery off the count."""
 
-    def keep(self, kept: Kept) -> None:
-        """Keep a transaction for later, in place of what was kept for its place."""
+    def defer(self, deferred: DeferredRecord) -> None:
+        """Store a deferred transaction, replacing an earlier one of its position."""
 
-    def kept(self, partition: int) -> Sequence[Kept]:
-        """Everything kept for *partition*; asked when a consumer takes the partition over."""
+    def deferred(self, partition: int) -> Sequence[DeferredRecord]:
+        """Return the deferred records of *partition*; called when a consumer takes over the partition."""
 
-    def forget(self, place: Place) -> None:
-        """The record is settled: neither its count nor its delay is needed any more."""
+    def delete(self, position: LogPosition) -> None:
+        """Delete the count and the deferred record of a settled record."""
 
-    def bury(self, record: DeadLetterRecord) -> None:
-        """Keep a dead letter, at a place of its own behind all others."""
+    def add_dead_letter(self, record: DeadLetterRecord) -> None:
+        """Store a dead letter under a new handle, after all others."""
 
-    def dead(self, place: str) -> DeadLetterRecord | None:
-        """The dead letter at *place*, if there still is one."""
+    def get_dead_letter(self, handle: str) -> DeadLetterRecord | None:
+        """Return the dead letter with *handle*; None if it does not exist any more."""
 
-    def exhume(self, place: str) -> bool:
-        """Keep the one at *place* no longer; False if there was none."""
+    def remove_dead_letter(self, handle: str) -> bool:
+        """Remove the dead letter with *handle*; return False if there was none."""
 
     def list_dead(self, query: DeadLetterQuery, *, after: str | None, limit: int) -> Sequence[DeadLetterRecord]:
-        """As the connector's."""
+        """Return one page of dead letters, as the connector's method does."""
 
     @property
     def dead_count(self) -> int:
-        """How many dead letters there are."""
+        """The number of dead letters."""
 
 
-class MemorySideStore:
-    """A side store that lives as long as this process."""
+class MemoryLogConsumerStore:
+    """A consumer state store that lives as long as this process."""
 
     def __init__(self) -> None:
-        self._counts: dict[Place, int] = {}
-        self._kept: dict[Place, Kept] = {}
-        self._buried = 0
+        self._counts: dict[LogPosition, int] = {}
+        self._deferred: dict[LogPosition, DeferredRecord] = {}
+        self._last_handle = 0
         self._dead: dict[str, DeadLetterRecord] = {}
 
-    def count(self, place: Place) -> int:
-        self._counts[place] = count = self._counts.get(place, 0) + 1
+    def increment(self, position: LogPosition) -> int:
+        self._counts[position] = count = self._counts.get(position, 0) + 1
         return count
 
-    def uncount(self, place: Place) -> None:
-        self._counts[place] -= 1
+    def decrement(self, position: LogPosition) -> None:
+        self._counts[position] -= 1
 
-    def keep(self, kept: Kept) -> None:
-        self._kept[kept.place] = kept
+    def defer(self, deferred: DeferredRecord) -> None:
+        self._deferred[deferred.position] = deferred
 
-    def kept(self, partition: int) -> Sequence[Kept]:
-        return [kept for kept in self._kept.values() if kept.place.partition == partition]
+    def deferred(self, partition: int) -> Sequence[DeferredRecord]:
+        return [deferred for deferred in self._deferred.values() if deferred.position.partition == partition]
 
-    def forget(self, place: Place) -> None:
-        self._counts.pop(place, None)
-        self._kept.pop(place, None)
+    def delete(self, position: LogPosition) -> None:
+        self._counts.pop(position, None)
+        self._deferred.pop(position, None)
 
-    def bury(self, record: DeadLetterRecord) -> None:
-        self._buried += 1
-        place = str(self._buried)
-        self._dead[place] = record.model_copy(update={"place": place})
+    def add_dead_letter(self, record: DeadLetterRecord) -> None:
+        self._last_handle += 1
+        handle = str(self._last_handle)
+        self._dead[handle] = record.model_copy(update={"handle": handle})
 
-    def dead(self, place: str) -> DeadLetterRecord | None:
-        return self._dead.get(place)
+    def get_dead_letter(self, handle: str) -> DeadLetterRecord | None:
+        return self._dead.get(handle)
 
-    def exhume(self, place: str) -> bool:
-        return self._dead.pop(place, None) is not None
+    def remove_dead_letter(self, handle: str) -> bool:
+        return self._dead.pop(handle, None) is not None
 
     def list_dead(self, query: DeadLetterQuery, *, after: str | None, limit: int) -> Sequence[DeadLetterRecord]:
-        return page(self._dead.values(), query, after=after, limit=limit)
+        return paginate(self._dead.values(), query, after=after, limit=limit)
 
     @property
     def dead_count(self) -> int:

@@ -1,4 +1,4 @@
-"""SimpleConnector: a working connector of one method, for a source that is only read."""
+"""SimpleConnector: a working connector with one method to implement, for a source that is only read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ergon_framework.connectors.base import (
     Confirmation,
     Connector,
     DeadLetter,
+    Defer,
     Delivery,
-    Later,
     Release,
     Settlement,
+    SettlementRequest,
     SettleResult,
-    Settling,
 )
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.telemetry import logs
@@ -33,7 +33,7 @@ _CAPABILITIES: Final = Capabilities(
     mode="queue",
     renewable=False,
     lease=None,
-    release_is_free=True,
+    release_uncounted=True,
     delays=False,
     dead_letters=False,
     fenced_by="token",
@@ -42,18 +42,18 @@ _CAPABILITIES: Final = Capabilities(
 
 
 class SimpleConnector(Connector):
-    """Make a connector of one method: ``fetch`` returns the next transactions of a source.
+    """A connector that needs only one method: ``fetch`` returns the next transactions of a source.
 
-    The connector does not report success or failure to the source. Released and deferred transactions wait in
-    the memory of the process and are delivered again from there; they are lost if it ends. Dead
-    letters are logged and not kept. ``dispatch`` is refused. Safe to use from several threads.
+    The connector does not report success or failure to the source. Released and deferred transactions wait in the
+    memory of the process and are redelivered from there; they are lost if the process ends. Dead letters are logged
+    and not kept. ``dispatch`` is rejected. Safe to use from several threads.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
         self._receipts = count()
-        self._held: set[int] = set()
+        self._claimed: set[int] = set()
         #: Due time on the monotonic clock, order of arrival, transaction, deliveries.
         self._waiting: list[tuple[float, int, Transaction, int]] = []
 
@@ -61,7 +61,7 @@ class SimpleConnector(Connector):
     def fetch(self, batch_size: int, **extra: Any) -> Iterable[Transaction]:
         """Return at most *batch_size* transactions that were not returned before; nothing if there is none.
 
-        A generator is read up to *batch_size*. Raise ``ConnectionLost`` if the source cannot be reached.
+        A generator is read up to *batch_size*. Raise ``ConnectionLostError`` if the source cannot be reached.
         """
 
     @property
@@ -76,18 +76,18 @@ class SimpleConnector(Connector):
         due = self._take_due(batch_size)
         if due:
             return due
-        fetched: Any = self.fetch(batch_size, **extra)
-        if isinstance(fetched, Iterator):
-            fetched = list(islice(fetched, batch_size))
-        if not isinstance(fetched, Sequence) or isinstance(fetched, str | bytes):
-            return cast("Sequence[Delivery]", fetched)  # the loop reports what it is
-        # Anything but a transaction is passed on for the loop to report; it releases the rest.
-        return [self._deliver(each, 1) if isinstance(each, Transaction) else each for each in fetched]
+        items: Any = self.fetch(batch_size, **extra)
+        if isinstance(items, Iterator):
+            items = list(islice(items, batch_size))
+        if not isinstance(items, Sequence) or isinstance(items, str | bytes):
+            return cast("Sequence[Delivery]", items)  # the loop reports the wrong type
+        # An item that is not a transaction is passed on, so that the loop reports it and releases the rest.
+        return [self._deliver(each, 1) if isinstance(each, Transaction) else each for each in items]
 
-    def settle(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        return [self._settle(delivery, settlement) for delivery, settlement in settlings]
+    def settle(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        return [self._settle(delivery, settlement) for delivery, settlement in requests]
 
-    def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:  # noqa: ARG002 - refused
+    def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:  # noqa: ARG002 - rejected
         raise ConfigurationError(f"connector {self.name!r} only reads: override dispatch() to send to its source")
 
     def _deliver(self, transaction: Transaction, deliveries: int) -> Delivery:
@@ -95,7 +95,7 @@ class SimpleConnector(Connector):
             transaction = transaction.replace(source=self.name)
         with self._lock:
             receipt = next(self._receipts)
-            self._held.add(receipt)
+            self._claimed.add(receipt)
         return Delivery(transaction, receipt, deliveries)
 
     def _take_due(self, batch_size: int) -> list[Delivery]:
@@ -108,17 +108,17 @@ class SimpleConnector(Connector):
     def _settle(self, delivery: Delivery, settlement: Settlement) -> SettleResult:
         transaction, delay = delivery.transaction, 0.0
         with self._lock:
-            if delivery.receipt not in self._held:
+            if delivery.receipt not in self._claimed:
                 return SettleResult.LOST
-            self._held.remove(delivery.receipt)
-            if isinstance(settlement, Later):
+            self._claimed.remove(delivery.receipt)
+            if isinstance(settlement, Defer):
                 delay = settlement.delay
                 transaction = settlement.apply(transaction)
-            if isinstance(settlement, Later | Release):
-                # The delivery is not counted, as the capabilities say.
+            if isinstance(settlement, Defer | Release):
+                # The delivery is not counted, as the capabilities promise.
                 entry = (time.monotonic() + delay, next(self._receipts), transaction, delivery.deliveries)
                 heapq.heappush(self._waiting, entry)
         if isinstance(settlement, DeadLetter):
             fields = {"queue": self.name, "transaction_id": transaction.id, "reason": settlement.reason}
-            logs.say(logging.WARNING, "dead letter not kept", fields, to=_log)
+            logs.log_event(logging.WARNING, "dead letter not kept", fields, to=_log)
         return SettleResult.SETTLED

@@ -1,4 +1,4 @@
-"""Tracing: what a connector knows of one transaction, as a history."""
+"""Lookup: what a connector knows about one transaction, as a history."""
 
 from __future__ import annotations
 
@@ -8,40 +8,53 @@ from typing import Any
 from ergon_framework.connectors.base import Connector
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord
 from ergon_framework.failure import Attempt, Failure
-from ergon_framework.history import Event, History, Kind, Place, State, Value, deferral_events, in_order, tried
+from ergon_framework.history import (
+    History,
+    HistoryEvent,
+    Location,
+    Value,
+    WorkKind,
+    WorkState,
+    attempt_events,
+    deferral_events,
+    sort_events,
+)
 
-#: The most of one id that are told of.
-MOST = 100
-_TOLD = ("type", "tenant", "correlation", "causation", "key")
+#: The largest number of dead letters of one id that are reported.
+MAX_DEAD_LETTERS = 100
+_REPORTED_FIELDS = ("type", "tenant", "correlation", "causation", "key")
 
 
-def traced(connector: Connector, transaction_id: str) -> list[History]:
-    """What any connector can say: its dead letters of that id, and whether it is in the queue."""
-    found = []
+def lookup_transaction(connector: Connector, transaction_id: str) -> list[History]:
+    """Return what every connector can report: its dead letters of that id, and whether it is in the queue."""
+    histories = []
     if connector.capabilities.dead_letters:
-        found = [_buried(record) for record in connector.list_dead(DeadLetterQuery.load(id=transaction_id), limit=MOST)]
-    if transaction_id in (connector.queued([transaction_id]) or ()):
-        place = Place(state=State.QUEUED)
-        found.append(History(kind=Kind.TRANSACTION, id=transaction_id, where=connector.name, place=place))
-    return found
+        histories = [
+            _to_history(record)
+            for record in connector.list_dead(DeadLetterQuery.load(id=transaction_id), limit=MAX_DEAD_LETTERS)
+        ]
+    if transaction_id in (connector.find_queued([transaction_id]) or ()):
+        location = Location(state=WorkState.QUEUED)
+        histories.append(History(kind=WorkKind.TRANSACTION, id=transaction_id, where=connector.name, place=location))
+    return histories
 
 
-def unsearchable(connector: Connector) -> bool:
-    """Whether it cannot say of an id that it is in the queue."""
-    return connector.queued([]) is None
+def lacks_search(connector: Connector) -> bool:
+    """Return whether the connector cannot tell if an id is in the queue."""
+    return connector.find_queued([]) is None
 
 
-def about(fields: Mapping[str, Any]) -> dict[str, Value]:
-    """What of an envelope is told: never a payload."""
-    return {name: fields[name] for name in _TOLD if fields.get(name)}
+def envelope_fields(fields: Mapping[str, Any]) -> dict[str, Value]:
+    """Return the fields of an envelope that are reported: never a payload."""
+    return {name: fields[name] for name in _REPORTED_FIELDS if fields.get(name)}
 
 
-def created(at: float | None) -> tuple[Event, ...]:
-    """The beginning, if somebody has written it down."""
-    return () if at is None else (Event(at=at, what="created"),)
+def created_event(at: float | None) -> tuple[HistoryEvent, ...]:
+    """Return the creation event, if the time of creation is known."""
+    return () if at is None else (HistoryEvent(at=at, what="created"),)
 
 
-def dead(
+def dead_letter_history(
     transaction_id: str,
     queue: str,
     *,
@@ -52,48 +65,48 @@ def dead(
     failure: Failure | None,
     envelope: Mapping[str, Any],
 ) -> History:
-    """A dead letter with the attempts that led to it."""
+    """Return a dead letter with the attempts that led to it."""
     history: Sequence[Attempt] = envelope.get("history", ())
-    told = about(envelope)
-    words = reason
+    fields = envelope_fields(envelope)
+    message = reason
     if failure is not None:
-        # The record has the attempts of its last delivery too; the message itself only those before.
+        # The record includes the attempts of its last delivery; the message itself only those before.
         history = failure.history or history
-        told |= _rules(failure)
-        words = f"{reason} ({_error(failure)})"
-    end = Event(
+        fields |= _failure_fields(failure)
+        message = f"{reason} ({_describe_error(failure)})"
+    last_event = HistoryEvent(
         at=at,
         what="dead letter",
         verdict="" if failure is None else failure.category.value,
-        words=words,
+        words=message,
         values={"deliveries": deliveries},
         traceback=None if failure is None else failure.traceback,
     )
     return History(
-        kind=Kind.TRANSACTION,
+        kind=WorkKind.TRANSACTION,
         id=transaction_id,
         where=queue,
-        about=told,
-        events=in_order(
+        about=fields,
+        events=sort_events(
             (
-                *created(envelope.get("created_at")),
-                *tried(history),
+                *created_event(envelope.get("created_at")),
+                *attempt_events(history),
                 *deferral_events(envelope.get("deferral")),
                 *_handler_error_events(at, failure),
-                end,
+                last_event,
             )
         ),
-        place=Place(state=State.DEAD, since=at, handle=handle, words=reason),
+        place=Location(state=WorkState.DEAD, since=at, handle=handle, words=reason),
     )
 
 
-def _handler_error_events(at: float, failure: Failure | None) -> tuple[Event, ...]:
-    """The failure of the exception handler, if it failed too."""
+def _handler_error_events(at: float, failure: Failure | None) -> tuple[HistoryEvent, ...]:
+    """Return the failure of the exception handler, if it failed too."""
     error = None if failure is None else failure.handler_error
     if error is None:
         return ()
     return (
-        Event(
+        HistoryEvent(
             at=at,
             what="exception handler failed",
             verdict=error.category.value,
@@ -103,34 +116,34 @@ def _handler_error_events(at: float, failure: Failure | None) -> tuple[Event, ..
     )
 
 
-def _rules(failure: Failure) -> dict[str, Value]:
-    told: dict[str, Value | None] = {
+def _failure_fields(failure: Failure) -> dict[str, Value]:
+    fields: dict[str, Value | None] = {
         "task": failure.task_name,
         "step": failure.step,
         "attempts": failure.attempts,
         "trace": failure.trace_id,
     }
     if failure.provider_name is not None:
-        told |= {
+        fields |= {
             "provider": failure.provider_name,
             "capability": failure.capability,
             "operation": failure.operation,
             "idempotency key": failure.idempotency_key,
         }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def _error(failure: Failure) -> str:
-    # Errors that are none of ours say their type in their message.
+def _describe_error(failure: Failure) -> str:
+    # Third-party errors have their type in their message.
     message = failure.error_message
     return message if message.startswith(failure.error_type) else f"{failure.error_type}: {message}"
 
 
-def _buried(record: DeadLetterRecord) -> History:
-    return dead(
+def _to_history(record: DeadLetterRecord) -> History:
+    return dead_letter_history(
         record.id,
         record.queue,
-        handle=record.place,
+        handle=record.handle,
         at=record.at,
         reason=record.reason,
         deliveries=record.deliveries,

@@ -1,4 +1,4 @@
-"""Transports: letting go of a socket that no event loop is left to close."""
+"""Close a socket whose event loop is already closed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from contextlib import suppress
 from typing import Any
 
 
-def drop(transport: Any) -> None:
-    """Close the socket of a transport whose loop is closed; nobody else is left to do it, and no public call can."""
-    below = getattr(transport, "_ssl_protocol", None)
-    transport = transport if below is None else getattr(below, "_transport", None)
-    with suppress(RuntimeError):  # it has noted that it is closing by then
+def close_socket(transport: Any) -> None:
+    """Close the socket of a transport whose loop is closed, which no public call can do."""
+    ssl_protocol = getattr(transport, "_ssl_protocol", None)
+    transport = transport if ssl_protocol is None else getattr(ssl_protocol, "_transport", None)
+    with suppress(RuntimeError):  # the transport has noted that it is closing before this is raised
         transport.abort()
     sock = getattr(transport, "_sock", None)
     if sock is not None:

@@ -1,4 +1,4 @@
-"""One step of a transaction inside its own retry envelope."""
+"""The attempts of one step of a transaction, under its retry policy."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from contextvars import Context
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from ergon_framework.engine.effects import NEVER, Call, Script, gone, sleep
-from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
+from ergon_framework.engine.effects import NEVER, Call, Script, await_exit, sleep
+from ergon_framework.engine.outcome import Err, Expired, Interrupted, Ok
 from ergon_framework.errors import Category, ErgonError
-from ergon_framework.failure import Deferral, describe
+from ergon_framework.failure import Deferral, describe_error
 from ergon_framework.scope import Scope
 from ergon_framework.transaction import Transaction
 
 if TYPE_CHECKING:
-    from ergon_framework.engine.senses import Senses
+    from ergon_framework.engine.senses import Clock
 
 
-class Retry(Protocol):
-    """The part of a retry policy that is read here."""
+class StepRetryRules(Protocol):
+    """The part of a retry policy that ``run_step`` reads."""
 
     @property
     def max_attempts(self) -> int: ...
@@ -29,91 +29,91 @@ class Retry(Protocol):
     def hold(self) -> float: ...
     @property
     def abandon_grace(self) -> float: ...
-    def delay(self, attempt: int, dice: Callable[[], float] | None = None) -> float: ...
+    def delay(self, attempt: int, random: Callable[[], float] | None = None) -> float: ...
 
 
-class StepWatch(Protocol):
-    """Somebody who wants to see every attempt of one step."""
+class StepObserver(Protocol):
+    """An observer of the attempts of one step."""
 
-    def attempt(self, number: int) -> Context | None:
-        """An attempt begins; the context its body is to run in, if it matters."""
+    def on_attempt_start(self, number: int) -> Context | None:
+        """Handle the start of an attempt; return the context to run its call in, or None for the default."""
 
-    def attempted(self, number: int, error: BaseException | None) -> None:
-        """It is over, with *error* or without."""
+    def on_attempt_end(self, number: int, error: BaseException | None) -> None:
+        """Handle the end of an attempt; *error* is None after a success."""
 
 
 class Overrun(Enum):
-    """Which limit is over."""
+    """The time limit that was exceeded."""
 
     #: The timeout of the attempt itself.
     ATTEMPT = "attempt"
-    #: The lifecycle's, while an attempt ran.
+    #: The timeout of the lifecycle, while an attempt ran.
     LIFECYCLE = "lifecycle"
-    #: The lifecycle's, before an attempt could start.
+    #: The timeout of the lifecycle, before an attempt started.
     UNSTARTED = "unstarted"
 
 
 class Step:
-    """One step: what to call, under which policy, and how its failures are to be read.
+    """One step: the function to call, its retry policy, and the classification of its failures.
 
-    *defers* says that a wait beyond ``retry.hold`` goes back to the broker instead of being slept. So does
-    every error that says that nothing was tried, and every temporary one, however short the wait is; the
-    temporary ones for *max_deferral* seconds since the first of them. *on_retry* is called with the note of each failed
-    attempt that another follows, before the wait.
+    If *defers* is true, the step ends as deferred instead of sleeping when a delay exceeds ``retry.hold``.
+    An error that says that nothing was attempted defers too, and so does a temporary error, whatever the delay;
+    temporary errors do so for *max_deferral* seconds after the first one. *on_retry* is called with each failed
+    attempt that another attempt follows, before the delay.
     """
 
-    __slots__ = ("classify", "defers", "expired", "fn", "max_deferral", "name", "on_retry", "retry")
+    __slots__ = ("classify", "defers", "fn", "max_deferral", "name", "on_retry", "retry", "timeout_error")
 
     def __init__(
         self,
         name: str,
         fn: Callable[..., Any],
-        retry: Retry,
+        retry: StepRetryRules,
         *,
         classify: Callable[[BaseException], ErgonError],
-        expired: Callable[[Step, Overrun, float | None], ErgonError],
+        timeout_error: Callable[[Step, Overrun, float | None], ErgonError],
         defers: bool = False,
         max_deferral: float = 0.0,
-        on_retry: Callable[[Transaction, Note], None] | None = None,
+        on_retry: Callable[[Transaction, FailedAttempt], None] | None = None,
     ) -> None:
         self.name = name
         self.fn = fn
         self.retry = retry
         self.classify = classify
-        self.expired = expired
+        self.timeout_error = timeout_error
         self.defers = defers
         self.max_deferral = max_deferral
         self.on_retry = on_retry
 
 
-class Note:
-    """What became of one failed attempt, and how long the wait after it is; None when there is none."""
+class FailedAttempt:
+    """One failed attempt; *delay* is the delay before the next attempt, None if there is none."""
 
-    __slots__ = ("at", "attempt", "delay", "error", "step")
+    __slots__ = ("attempt", "delay", "error", "occurred_at", "step")
 
-    def __init__(self, step: str, attempt: int, error: ErgonError, *, at: float) -> None:
+    def __init__(self, step: str, attempt: int, error: ErgonError, *, occurred_at: float) -> None:
         self.step = step
         self.attempt = attempt
         self.error = error
-        self.at = at
+        self.occurred_at = occurred_at
         self.delay: float | None = None
 
 
 class Failed:
-    """No further attempt will be made; *body* is the call that would not leave, if there is one."""
+    """No further attempt follows; *abandoned_call* is the call that still runs, if there is one."""
 
-    __slots__ = ("attempt", "body", "error")
+    __slots__ = ("abandoned_call", "attempt", "error")
 
-    def __init__(self, error: ErgonError, attempt: int, body: Call | None = None) -> None:
+    def __init__(self, error: ErgonError, attempt: int, abandoned_call: Call | None = None) -> None:
         self.error = error
         self.attempt = attempt
-        self.body = body
+        self.abandoned_call = abandoned_call
 
 
 class Deferred:
-    """The broker holds the transaction for *delay* seconds; *deferral* is what it carries from then on.
+    """The broker redelivers the transaction after *delay* seconds; *deferral* travels with it from then on.
 
-    The wait is too long to be slept through here, nothing could be tried, or a service is unavailable.
+    The delay is too long to sleep inline, nothing could be attempted, or a service is unavailable.
     """
 
     __slots__ = ("attempt", "deferral", "delay", "error")
@@ -125,115 +125,123 @@ class Deferred:
         self.deferral = deferral
 
 
-Ended: TypeAlias = Ok | Failed | Deferred | Stopped
+StepResult: TypeAlias = Ok | Failed | Deferred | Interrupted
 
 
-def attempts(
+def run_step(
     step: Step,
-    more: tuple[Any, ...],
-    notes: list[Note],
+    extra_args: tuple[Any, ...],
+    failed_attempts: list[FailedAttempt],
     transaction: Transaction,
-    senses: Senses,
+    clock: Clock,
     *,
     first: int = 0,
     limit: float = NEVER,
     lifetime: float | None = None,
-    watch: StepWatch | None = None,
-) -> Script[Ended]:
-    """Try *step* until it succeeds, its budget is spent, or *limit* leaves no room.
+    observer: StepObserver | None = None,
+) -> Script[StepResult]:
+    """Call *step* until it succeeds, its attempts are used up, or *limit* leaves no time.
 
-    *limit* is the end of the lifecycle, which has *lifetime* seconds in all. Each attempt is called with the
-    transaction as it was delivered, whatever others did to its payload, and *more*.
+    *limit* is the end of the lifecycle, which has *lifetime* seconds in all. Each attempt is called with *extra_args*
+    and the transaction as delivered, even if an earlier attempt changed its payload.
     """
-    clock, timeout, number = senses.clock, step.retry.timeout, first
+    monotonic, timeout, number = clock.monotonic, step.retry.timeout, first
     while True:
-        now = clock()
+        now = monotonic()
         if now >= limit:
-            return Failed(step.expired(step, Overrun.UNSTARTED, lifetime), number)
+            return Failed(step.timeout_error(step, Overrun.UNSTARTED, lifetime), number)
         until = limit if timeout is None or limit < now + timeout else now + timeout
         isolated = transaction.isolate()
-        scope = Scope(isolated, step.name, number, None if until == NEVER else until, clock)
-        context = None if watch is None else watch.attempt(number)
-        answer = yield Call(step.name, step.fn, (isolated, *more), until, scope, context)
-        if watch is not None:
-            watch.attempted(number, _seen(answer))
-        if type(answer) is Ok or type(answer) is Stopped:
+        scope = Scope(isolated, step.name, number, None if until == NEVER else until, monotonic)
+        context = None if observer is None else observer.on_attempt_start(number)
+        answer = yield Call(step.name, step.fn, (isolated, *extra_args), until, scope, context)
+        if observer is not None:
+            observer.on_attempt_end(number, _to_error(answer))
+        if type(answer) is Ok or type(answer) is Interrupted:
             return answer
         if isinstance(answer, Err):
             error = step.classify(answer.error)
         else:
-            own = timeout is not None and now + timeout <= until
-            error = step.expired(step, Overrun.ATTEMPT if own else Overrun.LIFECYCLE, lifetime)
+            own_timeout = timeout is not None and now + timeout <= until
+            error = step.timeout_error(step, Overrun.ATTEMPT if own_timeout else Overrun.LIFECYCLE, lifetime)
         if step.defers:
-            deferred = _defer(step, error, number, transaction.deferral, senses)
+            deferred = _defer(step, error, number, transaction.deferral, clock)
             if deferred is not None:
                 return deferred
-        note = Note(step.name, number, error, at=senses.wall())
-        notes.append(note)
-        ended = yield from _after(step, answer, note, transaction, senses=senses, limit=limit)
-        if ended is not None:
-            return ended
+        failed_attempt = FailedAttempt(step.name, number, error, occurred_at=clock.wall())
+        failed_attempts.append(failed_attempt)
+        result = yield from _await_next_attempt(step, answer, failed_attempt, transaction, clock=clock, limit=limit)
+        if result is not None:
+            return result
         number += 1
 
 
-def _defer(step: Step, error: ErgonError, number: int, past: Deferral | None, senses: Senses) -> Deferred | None:
+def _defer(step: Step, error: ErgonError, number: int, previous: Deferral | None, clock: Clock) -> Deferred | None:
     """Return a deferral that counts neither as an attempt nor in the history; None if *error* is a failed attempt."""
-    if _untried(error):
-        delay = _delay(step.retry, number, error, senses)
-        return Deferred(error, number, delay, None if past is None else past.add_exempt(delay))
+    if _is_unattempted(error):
+        delay = _compute_delay(step.retry, number, error, clock)
+        return Deferred(error, number, delay, None if previous is None else previous.add_exempt(delay))
     if not error.temporary or error.category is Category.BUSINESS:
         return None
-    deferral = Deferral.following(
-        past, now=senses.wall(), limit=step.max_deferral, code=error.code, error=describe(error)
+    deferral = Deferral.from_previous(
+        previous, now=clock.wall(), limit=step.max_deferral, code=error.code, error=describe_error(error)
     )
     if deferral is None:
         return None
-    return Deferred(error, number, _delay(step.retry, deferral.count - 1, error, senses), deferral)
+    return Deferred(error, number, _compute_delay(step.retry, deferral.count - 1, error, clock), deferral)
 
 
-def _after(
-    step: Step, answer: Err | Expired, note: Note, transaction: Transaction, *, senses: Senses, limit: float
-) -> Script[Ended | None]:
-    """After a failed attempt: wait for the next one and answer None, or say how the step ends."""
-    error, number, retry = note.error, note.attempt, step.retry
+def _await_next_attempt(
+    step: Step,
+    answer: Err | Expired,
+    failed_attempt: FailedAttempt,
+    transaction: Transaction,
+    *,
+    clock: Clock,
+    limit: float,
+) -> Script[StepResult | None]:
+    """Wait for the next attempt and return None, or return the result of the step."""
+    error, number, retry = failed_attempt.error, failed_attempt.attempt, step.retry
     if isinstance(answer, Expired):
-        # Nothing else of this transaction may run while the body is still in there.
-        has_left = yield from gone(answer.body, senses.clock() + retry.abandon_grace)
-        if has_left is not True:
-            return Stopped(answer.body) if isinstance(has_left, Stopped) else Failed(error, number, answer.body)
-    now = senses.clock()
-    if _hopeless(error) or number + 1 >= retry.max_attempts or now >= limit:
+        # Nothing else of this transaction may run while the timed-out call still runs.
+        has_exited = yield from await_exit(answer.call, clock.monotonic() + retry.abandon_grace)
+        if has_exited is not True:
+            return (
+                Interrupted(answer.call) if isinstance(has_exited, Interrupted) else Failed(error, number, answer.call)
+            )
+    now = clock.monotonic()
+    if _is_permanent(error) or number + 1 >= retry.max_attempts or now >= limit:
         return Failed(error, number)
-    delay = _delay(retry, number, error, senses)
+    delay = _compute_delay(retry, number, error, clock)
     defers = step.defers and delay > retry.hold
     if not defers and now + delay >= limit:
         return Failed(error, number)
-    note.delay = delay
+    failed_attempt.delay = delay
     if step.on_retry is not None:
-        step.on_retry(transaction, note)
+        step.on_retry(transaction, failed_attempt)
     if defers:
         return Deferred(error, number, delay, transaction.deferral)
-    stopped = (yield from sleep(now + delay)) if delay > 0 else None
-    if stopped is not None:
-        # A wait that was interrupted is none: no attempt follows it.
-        note.delay = None
-    return stopped
+    interrupted = (yield from sleep(now + delay)) if delay > 0 else None
+    if interrupted is not None:
+        # No attempt follows an interrupted delay.
+        failed_attempt.delay = None
+    return interrupted
 
 
-def _delay(retry: Retry, number: int, error: ErgonError, senses: Senses) -> float:
-    return max(retry.delay(number, senses.dice), error.retry_after or 0.0)
+def _compute_delay(retry: StepRetryRules, number: int, error: ErgonError, clock: Clock) -> float:
+    return max(retry.delay(number, clock.random), error.retry_after or 0.0)
 
 
-def _hopeless(error: ErgonError) -> bool:
+def _is_permanent(error: ErgonError) -> bool:
     return error.category is Category.BUSINESS or error.final
 
 
-def _untried(error: ErgonError) -> bool:
-    # An error that contradicts itself must not come back for ever.
-    return error.later and not _hopeless(error)
+def _is_unattempted(error: ErgonError) -> bool:
+    # An error that is also permanent must not be redelivered without limit.
+    return error.not_attempted and not _is_permanent(error)
 
 
-def _seen(answer: Any) -> BaseException | None:
+def _to_error(answer: Any) -> BaseException | None:
     if isinstance(answer, Err):
         return answer.error
     if isinstance(answer, Expired):

@@ -1,52 +1,52 @@
-"""The arithmetic of waiting, for every policy that waits; dice are handed in."""
+"""Delay arithmetic for every policy with a backoff; the random source is a parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Final
 
-#: A century of seconds. Where no cap ends the growth this does: the sleeps of the operating system
-#: refuse numbers not much larger, and a wait that fails is worse than one that is too short.
-LONGEST: Final = 100 * 365.25 * 86_400
+#: A century in seconds, the limit where a policy has no cap: the sleep functions of operating systems
+#: reject numbers not much larger, and a failed sleep is worse than a short one.
+MAX_DELAY_SECONDS: Final = 100 * 365.25 * 86_400
 
 
-def delay(attempt: int, *, backoff: float, multiplier: float, cap: float) -> float:
-    """Seconds to wait after *attempt*, the first being 0: ``backoff * multiplier**attempt``, at most *cap*.
+def backoff_delay(attempt: int, *, backoff: float, multiplier: float, cap: float) -> float:
+    """Return the seconds to wait after *attempt*, the first being 0: ``backoff * multiplier**attempt``, at most *cap*.
 
-    A cap of 0 means none; then the wait ends growing at ``LONGEST``.
+    A cap of 0 means no cap; the delay then grows up to ``MAX_DELAY_SECONDS``.
 
-    >>> [delay(attempt, backoff=1, multiplier=3, cap=10) for attempt in range(5)]
+    >>> [backoff_delay(attempt, backoff=1, multiplier=3, cap=10) for attempt in range(5)]
     [1.0, 3.0, 9.0, 10.0, 10.0]
-    >>> delay(1_000_000, backoff=1, multiplier=2, cap=0) == LONGEST
+    >>> backoff_delay(1_000_000, backoff=1, multiplier=2, cap=0) == MAX_DELAY_SECONDS
     True
     """
     if attempt < 0:
         raise ValueError(f"attempts count from 0, so {attempt} is none; pass the number of the attempt that failed")
-    limit = float(cap) if cap > 0 else LONGEST
-    if backoff == 0 or multiplier == 1:  # what does not grow must not reach the limit by overflowing
+    limit = float(cap) if cap > 0 else MAX_DELAY_SECONDS
+    if backoff == 0 or multiplier == 1:  # a constant delay must not reach the limit by overflow
         return min(float(backoff), limit)
     try:
-        # As a float: a whole number to a large power is computed digit by digit and takes for ever.
+        # As a float: an integer to a large power is computed exactly, which may take hours.
         return min(backoff * float(multiplier) ** attempt, limit)
     except OverflowError:
         return limit
 
 
-def jittered(seconds: float, ratio: float, dice: Callable[[], float]) -> float:
-    """*seconds*, moved evenly by at most *ratio* of itself to either side; *dice* gives [0, 1).
+def apply_jitter(seconds: float, ratio: float, random: Callable[[], float]) -> float:
+    """Return *seconds* plus or minus at most *ratio* of it, uniformly distributed; *random* returns [0, 1).
 
-    It comes after the cap, so that a fleet at its cap is spread too: the result may exceed the cap.
+    Jitter applies after the cap, which spreads a fleet at its cap too: the result may exceed the cap.
 
-    >>> [jittered(10, 0.2, lambda: rolled) for rolled in (0.0, 0.5, 0.75)]
+    >>> [apply_jitter(10, 0.2, lambda: value) for value in (0.0, 0.5, 0.75)]
     [8.0, 10.0, 11.0]
     """
-    return seconds * (1 + ratio * (2 * dice() - 1))
+    return seconds * (1 + ratio * (2 * random() - 1))
 
 
-def shortest(*limits: float | None) -> float | None:
-    """The smallest of *limits*, where None limits nothing.
+def min_or_none(*limits: float | None) -> float | None:
+    """Return the smallest of *limits*; None means no limit.
 
-    >>> shortest(30.0, None, 5.0), shortest(None), shortest()
+    >>> min_or_none(30.0, None, 5.0), min_or_none(None), min_or_none()
     (5.0, None, None)
     """
     return min((limit for limit in limits if limit is not None), default=None)

@@ -1,11 +1,10 @@
-"""What a script may ask of the world.
+"""The effects that a script can yield.
 
-A script is a generator that yields effects and is sent their answers. Every effect that waits
-has a latest moment (``until``, in seconds of the driver's clock; infinity where there is none)
-and may be answered ``Stopped`` when somebody interrupts its script. Which it is, the script finds
-out from the answer; what follows from it is the script's decision and never the driver's.
+A script is a generator that yields effects and is sent their results. Every effect that waits has a deadline
+(``until``, in seconds of the driver's clock; infinity means none) and may be answered with ``Interrupted``. The
+driver only reports the result; the script decides what follows from it.
 
-The classes are plain and slotted rather than frozen: two of them are made for every transaction.
+The classes are plain and slotted rather than frozen: each transaction creates two of them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from ergon_framework.engine.outcome import Answer, Stopped
+from ergon_framework.engine.outcome import CallResult, Interrupted
 from ergon_framework.scope import Scope
 
 if TYPE_CHECKING:
@@ -26,14 +25,14 @@ NEVER = float("inf")
 
 
 class Call:
-    """Run ``fn(*args)`` once, until *until* at the latest. Answered with an Answer.
+    """Run ``fn(*args)`` once, until *until* at the latest. Answered with a CallResult.
 
-    The call is its own ticket: whoever is found holding it decides what becomes of the result,
-    and a body that comes back without it is fenced. ``left`` turns true when a body that nobody
-    waited for any more has come back. *late* is told what such a body returned.
+    The call is its own pending effect: the thread or task that takes it from the slot decides the result, and a call
+    that returns after that is discarded and counted as late. ``exited`` becomes true when an abandoned call has
+    returned. *on_late_result* receives the value that such a call returned.
     """
 
-    __slots__ = ("args", "cancel", "context", "fn", "late", "left", "scope", "step", "until")
+    __slots__ = ("args", "cancel", "context", "exited", "fn", "on_late_result", "scope", "step", "until")
 
     def __init__(  # noqa: PLR0917 - keywords cost more, and one is made for every attempt
         self,
@@ -43,7 +42,7 @@ class Call:
         until: float = NEVER,
         scope: Scope | None = None,
         context: Context | None = None,
-        late: Callable[[Any], None] | None = None,
+        on_late_result: Callable[[Any], None] | None = None,
     ) -> None:
         self.step = step
         self.fn = fn
@@ -51,26 +50,26 @@ class Call:
         self.until = until
         self.scope = scope
         self.context = context
-        self.late = late
-        self.left = False
-        #: Set by a driver that can ask a running body to leave.
+        self.on_late_result = on_late_result
+        self.exited = False
+        #: Set by a driver that can request a running call to exit.
         self.cancel: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         return f"Call({self.step})"
 
 
-class Visit(Call):
-    """A call that ends in time by itself, so that nobody need be able to leave it. Only a Caller knows it.
+class SelfTimedCall(Call):
+    """A call that keeps its own time limit, so that it is never abandoned. Only an InlineRunner supports it.
 
-    It raises ErgonError and nothing else; whatever else comes out of it has struck the thread.
+    It raises only ErgonError; any other exception from it interrupted the thread.
     """
 
     __slots__ = ()
 
 
 class Sleep:
-    """Wait until *until*. Answered None, or Stopped."""
+    """Wait until *until*. Answered with None or Interrupted."""
 
     __slots__ = ("until",)
 
@@ -78,20 +77,20 @@ class Sleep:
         self.until = until
 
 
-class Gone:
-    """Ask *body* to leave, where that is possible, and wait for it. Answered whether it has left, or Stopped."""
+class AwaitExit:
+    """Request *call* to exit, where possible, and wait for it. Answered with whether it has exited, or Interrupted."""
 
-    __slots__ = ("body", "until")
+    __slots__ = ("call", "until")
 
-    def __init__(self, body: Call, until: float) -> None:
-        self.body = body
+    def __init__(self, call: Call, until: float) -> None:
+        self.call = call
         self.until = until
 
 
 class Wait:
-    """Wait until *count* items are in *mailbox*. Answered with all that are there, or Stopped.
+    """Wait until *mailbox* holds *count* items. Answered with all its items, or Interrupted.
 
-    Urgent items end the wait whatever the count.
+    An urgent item ends the wait whatever the count.
     """
 
     __slots__ = ("count", "mailbox", "until")
@@ -103,19 +102,19 @@ class Wait:
 
 
 class Spawn:
-    """Start *script* beside this one. Answered with its slot; *told* gets Done, and Freed if that comes later."""
+    """Start *script* next to this one. Answered with its slot; *notify* gets ScriptEnded, and SlotFreed if later."""
 
-    __slots__ = ("counted", "script", "told")
+    __slots__ = ("counted", "notify", "script")
 
-    def __init__(self, script: Script[Any], told: Mailbox, *, counted: bool) -> None:
+    def __init__(self, script: Script[Any], notify: Mailbox, *, counted: bool) -> None:
         self.script = script
-        self.told = told
-        #: Whether it is one of the workers that concurrency bounds.
+        self.notify = notify
+        #: Whether it counts towards the concurrency limit.
         self.counted = counted
 
 
 class Interrupt:
-    """Have the present or next effect of *slot*'s script answered Stopped. Answered None."""
+    """Answer the current or next effect of *slot*'s script with Interrupted. Answered with None."""
 
     __slots__ = ("slot",)
 
@@ -123,49 +122,49 @@ class Interrupt:
         self.slot = slot
 
 
-class Afterwards:
-    """Have *then* called once this script has ended and the last of its bodies has left. Answered None."""
+class OnExit:
+    """Call *callback* once this script has ended and its last call has exited. Answered with None."""
 
-    __slots__ = ("then",)
+    __slots__ = ("callback",)
 
-    def __init__(self, then: Callable[[], None]) -> None:
-        self.then = then
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback = callback
 
 
-Effect: TypeAlias = Call | Sleep | Gone | Wait | Spawn | Interrupt | Afterwards
+Effect: TypeAlias = Call | Sleep | AwaitExit | Wait | Spawn | Interrupt | OnExit
 Script: TypeAlias = Generator[Effect, Any, R]
 
 
 # One typed helper per effect keeps `Any` out of the scripts.
 
 
-def call(effect: Call) -> Script[Answer]:
-    """Make *effect*."""
-    answer: Answer = yield effect
+def call(effect: Call) -> Script[CallResult]:
+    """Yield *effect* and return its result."""
+    answer: CallResult = yield effect
     return answer
 
 
-def sleep(until: float) -> Script[Stopped | None]:
+def sleep(until: float) -> Script[Interrupted | None]:
     """Wait until *until*."""
-    answer: Stopped | None = yield Sleep(until)
+    answer: Interrupted | None = yield Sleep(until)
     return answer
 
 
-def gone(body: Call, until: float) -> Script[bool | Stopped]:
-    """Have *body* leave, and wait for it."""
-    answer: bool | Stopped = yield Gone(body, until)
+def await_exit(abandoned_call: Call, until: float) -> Script[bool | Interrupted]:
+    """Request *abandoned_call* to exit, and wait for it until *until*."""
+    answer: bool | Interrupted = yield AwaitExit(abandoned_call, until)
     return answer
 
 
-def wait(mailbox: Mailbox, *, count: int = 1, until: float = NEVER) -> Script[list[Any] | Stopped]:
-    """Wait for what comes into *mailbox*."""
-    answer: list[Any] | Stopped = yield Wait(mailbox, count, until)
+def wait(mailbox: Mailbox, *, count: int = 1, until: float = NEVER) -> Script[list[Any] | Interrupted]:
+    """Wait for *count* items in *mailbox*."""
+    answer: list[Any] | Interrupted = yield Wait(mailbox, count, until)
     return answer
 
 
-def spawn(script: Script[Any], *, told: Mailbox, counted: bool) -> Script[Slot]:
-    """Start *script* beside this one."""
-    slot: Slot = yield Spawn(script, told, counted=counted)
+def spawn(script: Script[Any], *, notify: Mailbox, counted: bool) -> Script[Slot]:
+    """Start *script* next to this one and return its slot."""
+    slot: Slot = yield Spawn(script, notify, counted=counted)
     return slot
 
 
@@ -174,6 +173,6 @@ def interrupt(slot: Slot) -> Script[None]:
     yield Interrupt(slot)
 
 
-def afterwards(then: Callable[[], None]) -> Script[None]:
-    """Have *then* called once nothing of this script is left."""
-    yield Afterwards(then)
+def on_exit(callback: Callable[[], None]) -> Script[None]:
+    """Call *callback* once this script has ended and its last call has exited."""
+    yield OnExit(callback)

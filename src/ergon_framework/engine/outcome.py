@@ -1,4 +1,4 @@
-"""What a call came to, as data."""
+"""The result of a call, as data."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ class Err:
 
 
 class Expired:
-    """The deadline passed first; user code that raises TimeoutError is something else.
+    """The deadline passed first; a TimeoutError that user code raises is an Err.
 
-    *body* is the call that may still be running: a thread cannot be killed.
+    *call* may still be running: a thread cannot be killed.
     """
 
-    __slots__ = ("body",)
-    __match_args__ = ("body",)
+    __slots__ = ("call",)
+    __match_args__ = ("call",)
 
-    def __init__(self, body: Call) -> None:
-        self.body = body
-
-    def __repr__(self) -> str:
-        return f"Expired({self.body!r})"
-
-
-class Stopped:
-    """The wait was interrupted; *body* is the call that was being waited for, if it was one."""
-
-    __slots__ = ("body",)
-    __match_args__ = ("body",)
-
-    def __init__(self, body: Call | None = None) -> None:
-        self.body = body
+    def __init__(self, call: Call) -> None:
+        self.call = call
 
     def __repr__(self) -> str:
-        return f"Stopped({self.body!r})"
+        return f"Expired({self.call!r})"
 
 
-class NotBegunError(ErgonError):
-    """The deadline passed while a call waited for a thread: nothing of its body has run or will run."""
+class Interrupted:
+    """The wait was interrupted; *call* is the call that the script waited for, if there was one."""
+
+    __slots__ = ("call",)
+    __match_args__ = ("call",)
+
+    def __init__(self, call: Call | None = None) -> None:
+        self.call = call
+
+    def __repr__(self) -> str:
+        return f"Interrupted({self.call!r})"
+
+
+class NotStartedError(ErgonError):
+    """The deadline passed while a call waited for a thread: no part of it has run or will run."""
 
     code = "not_begun"
 
 
-#: What a Call is answered with.
-Answer: TypeAlias = Ok | Err | Expired | Stopped
+#: The result of a Call effect.
+CallResult: TypeAlias = Ok | Err | Expired | Interrupted

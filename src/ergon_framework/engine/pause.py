@@ -1,4 +1,4 @@
-"""Pause: the word of whoever holds a loop back."""
+"""Pause: the reason of a gate for not fetching."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Do not fetch now, because …; the gate is asked again after *seconds*, or earlier."""
+    """The reason for not fetching; the loop calls the gate again after *seconds* or earlier."""
 
-    because: str
+    reason: str
     seconds: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.seconds < float("inf"):  # also refuses NaN
+        if not 0 < self.seconds < float("inf"):  # also rejects NaN
             raise ValueError(f"a pause must be a finite number of seconds > 0, not {self.seconds!r}")

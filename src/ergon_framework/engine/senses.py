@@ -1,4 +1,4 @@
-"""Time and chance, handed to those who decide."""
+"""Clock and random source, passed as a parameter to code that decides."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-#: Block the calling thread for so many seconds.
+#: Block the calling thread for a number of seconds.
 block: Final = time.sleep
 
 
 @dataclass(frozen=True, slots=True)
-class Senses:
-    """A monotonic clock, a clock of the day, and dice that give numbers from 0 up to 1."""
+class Clock:
+    """A monotonic clock, a wall clock, and a random source that returns numbers in [0, 1)."""
 
-    clock: Callable[[], float] = time.monotonic
+    monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
-    dice: Callable[[], float] = random.random
+    random: Callable[[], float] = random.random

@@ -1,11 +1,11 @@
-"""Slots: where a script stands, who holds its ticket, and which of its bodies have not left.
+"""The scheduler that all drivers share: slots, pending effects, mailboxes and abandoned calls.
 
-All drivers share this. It knows when a script goes on and with which answer; how (on which
-thread, in which task, in which simulated moment) is the driver's part.
+The scheduler decides when a script continues and with which result; the driver decides how (on which thread, in
+which task, at which simulated moment).
 
-A slot's ticket is the effect that its script waits for. Whoever takes the ticket (the body that
-came back, the watcher at the deadline, a mailbox that filled, an interrupt) answers the script;
-everybody else comes too late and finds that out from the ticket alone.
+The pending effect of a slot is the effect that its script waits for. The first party to take it (the call that
+returned, the timer at the deadline, a mailbox that filled, an interrupt) resumes the script; all others are late
+and see that from the pending effect alone.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Final
 
-from ergon_framework.engine.effects import NEVER, Afterwards, Call, Effect, Gone, Interrupt, Script, Sleep, Spawn, Wait
-from ergon_framework.engine.outcome import Answer, Expired, Ok, Stopped
-from ergon_framework.engine.senses import Senses
-from ergon_framework.engine.watcher import Watcher
+from ergon_framework.engine.effects import NEVER, AwaitExit, Call, Effect, Interrupt, OnExit, Script, Sleep, Spawn, Wait
+from ergon_framework.engine.outcome import CallResult, Expired, Interrupted, Ok
+from ergon_framework.engine.senses import Clock
+from ergon_framework.engine.watcher import DeadlineTimer
 
-#: A script that waits: it goes on when somebody takes its ticket.
-PARKED: Final = object()
+#: The script waits; it continues when its pending effect is taken.
+WAITING: Final = object()
 
 
-class Done:
-    """A spawned script has ended with *value*; *freed* when none of its bodies is left behind."""
+class ScriptEnded:
+    """A spawned script has ended with *value*; *freed* is true if it left no abandoned call."""
 
     __slots__ = ("freed", "slot", "value")
 
@@ -35,8 +35,8 @@ class Done:
         self.freed = freed
 
 
-class Freed:
-    """The last abandoned body of a script that had ended has left."""
+class SlotFreed:
+    """The last abandoned call of an ended script has exited."""
 
     __slots__ = ("slot",)
 
@@ -47,239 +47,249 @@ class Freed:
 class Slot:
     """One script in progress."""
 
-    __slots__ = ("bodies", "counted", "due", "ended", "interrupted", "script", "then", "ticket", "told")
+    __slots__ = (
+        "abandoned_calls",
+        "counted",
+        "due",
+        "ended",
+        "notify",
+        "on_exit",
+        "pending_effect",
+        "pending_interrupts",
+        "script",
+    )
 
-    def __init__(self, script: Script[Any], *, told: Mailbox | None, counted: bool) -> None:
+    def __init__(self, script: Script[Any], *, notify: Mailbox | None, counted: bool) -> None:
         self.script = script
-        self.told = told
+        self.notify = notify
         self.counted = counted
-        self.ticket: Effect | None = None
+        self.pending_effect: Effect | None = None
         self.due = NEVER
-        #: How many bodies were given up on and have not come back.
-        self.bodies = 0
+        #: The number of abandoned calls that have not exited.
+        self.abandoned_calls = 0
         self.ended = False
-        #: How many interrupts its script has not been told of.
-        self.interrupted = 0
-        #: What is to be done once nothing of it is left.
-        self.then: Callable[[], None] | None = None
+        #: The number of interrupts that the script has not received yet.
+        self.pending_interrupts = 0
+        #: Called once the script has ended and its last call has exited.
+        self.on_exit: Callable[[], None] | None = None
 
 
 class Mailbox:
-    """Where a script is told what happened; anybody in the driver's own thread of control may put."""
+    """A queue of events for one script; any code on the driver's own thread or loop may put."""
 
-    __slots__ = ("_items", "_lock", "_needed", "_slots", "_urgent", "_waiting")
+    __slots__ = ("_items", "_lock", "_needed_count", "_scheduler", "_urgent", "_waiter")
 
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-        self._lock = slots.lock
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._lock = scheduler.lock
         self._items: list[Any] = []
         self._urgent = False
-        self._waiting: Slot | None = None
-        #: How many items the waiting script waits for; nobody waits for infinitely many.
-        self._needed: float = NEVER
+        self._waiter: Slot | None = None
+        #: The number of items that the waiting script needs; infinity if no script waits.
+        self._needed_count: float = NEVER
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, item: Any, *, urgent: bool = False) -> None:
-        """Add *item*; the waiting script goes on once it has what it waits for."""
+        """Add *item*; the waiting script continues once it has enough items."""
         with self._lock:
             items = self._items
             items.append(item)
             if urgent:
                 self._urgent = True
-            slot = self._waiting
-            if slot is None or (len(items) < self._needed and not self._urgent):
+            slot = self._waiter
+            if slot is None or (len(items) < self._needed_count and not self._urgent):
                 return
-            self._slots.unpark(slot)
+            self._scheduler.clear_wait(slot)
             answer = self.take()
-        self._slots.resume(slot, answer)
+        self._scheduler.resume(slot, answer)
 
-    # The lock is held by whoever calls these.
+    # The caller holds the lock in the methods below.
 
     def take(self) -> list[Any]:
-        """All that is there."""
+        """Remove and return all items."""
         items, self._items = self._items, []
         self._urgent = False
         return items
 
-    def await_by(self, slot: Slot, count: int) -> bool:
-        """Have *slot* wait for *count* items; False if they are there already."""
+    def register_waiter(self, slot: Slot, count: int) -> bool:
+        """Register *slot* as waiting for *count* items; return False if they are there already."""
         if self._urgent or len(self._items) >= count:
             return False
-        self._waiting, self._needed = slot, count
+        self._waiter, self._needed_count = slot, count
         return True
 
-    def leave(self) -> None:
-        """Nobody waits any more."""
-        self._waiting, self._needed = None, NEVER
+    def clear_waiter(self) -> None:
+        """Forget the waiting slot."""
+        self._waiter, self._needed_count = None, NEVER
 
 
-class Slots(ABC):
-    """The part of a driver that is the same for all: tickets, parking, mailboxes."""
+class Scheduler(ABC):
+    """The part of a driver that all drivers share: pending effects, waiting and mailboxes."""
 
-    def __init__(self, senses: Senses) -> None:
-        self.senses = senses
-        self.clock = senses.clock
+    def __init__(self, clock: Clock) -> None:
+        self.time_source = clock
+        self.clock = clock.monotonic
         self.lock = threading.Lock()
-        self.watcher = Watcher()
-        self.live: set[Slot] = set()
-        self.fenced = 0
+        self.deadline_timer = DeadlineTimer()
+        self.live_slots: set[Slot] = set()
+        self.late_results = 0
         self._closed = False
         self._root: Slot | None = None
-        self._stopped_early = 0
+        self._early_interrupts = 0
 
-    def mailbox(self) -> Mailbox:
+    def create_mailbox(self) -> Mailbox:
         return Mailbox(self)
 
-    def came_late(self) -> int:
-        """How many bodies came back after nobody waited for them any more."""
-        return self.fenced
+    def late_result_count(self) -> int:
+        """Return the number of calls that returned after the script had stopped waiting for them."""
+        return self.late_results
 
-    # -- what a driver supplies ---------------------------------------------------------------
+    # -- implemented by the driver --------------------------------------------------------------
 
     @abstractmethod
     def stop(self) -> None:
-        """Interrupt the first script, from any thread."""
+        """Interrupt the root script, from any thread."""
 
     @abstractmethod
     def signal(self, mailbox: Mailbox, item: Any) -> None:
-        """Put *item* from any thread."""
+        """Put *item* into *mailbox*, from any thread."""
 
     @abstractmethod
     def resume(self, slot: Slot, answer: Any) -> None:
-        """Have *slot*'s script go on with *answer*, soon and elsewhere."""
+        """Continue *slot*'s script with *answer*, soon and outside the current call."""
 
     @abstractmethod
-    def _poke(self, until: float) -> None:
-        """Have the watcher look again by *until*, which is before it meant to."""
+    def _reschedule_timer(self, until: float) -> None:
+        """Make the deadline timer fire by *until*, which is earlier than planned."""
 
     @abstractmethod
     def _finish(self, value: Any, error: BaseException | None) -> None:
-        """The first script has ended, or a script has broken."""
+        """Handle the end of the root script, or a failure inside any script."""
 
-    # -- what the drivers' workers call ---------------------------------------------------------
+    # -- called by the workers of the driver ----------------------------------------------------
 
-    def start(self, script: Script[Any], *, told: Mailbox | None = None, counted: bool = False) -> Slot:
-        """Begin *script*; without anybody to tell it is the first one."""
-        slot = Slot(script, told=told, counted=counted)
+    def start(self, script: Script[Any], *, notify: Mailbox | None = None, counted: bool = False) -> Slot:
+        """Start *script*; without *notify* it is the root script."""
+        slot = Slot(script, notify=notify, counted=counted)
         with self.lock:
-            self.live.add(slot)
-            if told is None:
+            self.live_slots.add(slot)
+            if notify is None:
                 self._root = slot
-                slot.interrupted = self._stopped_early
+                slot.pending_interrupts = self._early_interrupts
         self.resume(slot, None)
         return slot
 
-    def halt(self) -> None:
-        """Interrupt the first script, also when it has not begun."""
+    def interrupt_root(self) -> None:
+        """Interrupt the root script, also if it has not started."""
         with self.lock:
             root = self._root
             if root is None:
-                self._stopped_early += 1
+                self._early_interrupts += 1
         if root is not None:
             self.interrupt(root)
 
-    def advance(self, slot: Slot, answer: Any) -> Call | None:
-        """Feed *answer*; return the next call to make, or None when the script waits or has ended."""
+    def step(self, slot: Slot, answer: Any) -> Call | None:
+        """Send *answer* to the script; return the next call to make, or None if the script waits or has ended."""
         send = slot.script.send
         while True:
             try:
                 effect = send(answer)
             except StopIteration as stop:
-                self._ended(slot, stop.value)
+                self._end_script(slot, stop.value)
                 return None
-            except BaseException as error:  # noqa: BLE001 - a script never fails by itself: this is a defect, and it is handed on
-                self._broken(slot, error)
+            except BaseException as error:  # noqa: BLE001 - scripts never raise; this is a defect, reported to the caller
+                self._fail_script(slot, error)
                 return None
             if type(effect) is Call:
                 with self.lock:
-                    if slot.interrupted:
-                        slot.interrupted -= 1
-                        answer = Stopped()
+                    if slot.pending_interrupts:
+                        slot.pending_interrupts -= 1
+                        answer = Interrupted()
                         continue
-                    slot.ticket = effect
+                    slot.pending_effect = effect
                     slot.due = until = effect.until
-                if until < self.watcher.wakes_at:
-                    self._poke(until)
+                if until < self.deadline_timer.wakes_at:
+                    self._reschedule_timer(until)
                 return effect
             if type(effect) is Spawn:
-                answer = self.start(effect.script, told=effect.told, counted=effect.counted)
+                answer = self.start(effect.script, notify=effect.notify, counted=effect.counted)
                 continue
             answer = self._perform(slot, effect)
-            if answer is PARKED:
+            if answer is WAITING:
                 return None
 
-    def returned(self, slot: Slot, call: Call, answer: Answer) -> Answer | None:
-        """What the script is to be told now that *call* has come back; None if it has been told already.
+    def accept_result(self, slot: Slot, call: Call, answer: CallResult) -> CallResult | None:
+        """Return the result for the script after *call* has returned; None if the script already has a result.
 
-        The deadline decides, not whether the watcher got round to it: a body that comes back too
-        late has timed out, on a busy machine too.
+        The deadline decides, not whether the timer has fired yet: a call that returns after its deadline has timed
+        out, on a busy machine too.
         """
         with self.lock:
-            awaited = slot.ticket is call
-            if awaited:
-                overdue = slot.due <= self.clock()
-                slot.ticket = None
+            is_awaited = slot.pending_effect is call
+            if is_awaited:
+                is_overdue = slot.due <= self.clock()
+                slot.pending_effect = None
                 slot.due = NEVER
-                if not overdue:
+                if not is_overdue:
                     return answer
-                self._abandoned(slot, call)
-        if call.late is not None and type(answer) is Ok:
-            call.late(answer.value)
-        self._left(slot, call)
-        return Expired(call) if awaited else None
+                self._abandon(slot, call)
+        if call.on_late_result is not None and type(answer) is Ok:
+            call.on_late_result(answer.value)
+        self._record_exit(slot, call)
+        return Expired(call) if is_awaited else None
 
-    def _left(self, slot: Slot, call: Call) -> None:
-        """The body of a call that nobody waited for any more has come back."""
+    def _record_exit(self, slot: Slot, call: Call) -> None:
+        """Record that an abandoned call has exited."""
         with self.lock:
-            self.fenced += 1
-            call.left = True
-            slot.bodies -= 1
-            waiting = slot.ticket
-            awaited = isinstance(waiting, Gone) and waiting.body is call
-            if awaited:
-                self.unpark(slot)
-            freed = slot.ended and slot.bodies == 0
-            if freed:
-                self.live.discard(slot)
-        if awaited:
-            self.resume(slot, True)  # noqa: FBT003 - the answer to Gone
-        elif freed:
-            if slot.then is not None:
-                slot.then()
-            if slot.told is not None:
-                slot.told.put(Freed(slot))
+            self.late_results += 1
+            call.exited = True
+            slot.abandoned_calls -= 1
+            effect = slot.pending_effect
+            is_awaited = isinstance(effect, AwaitExit) and effect.call is call
+            if is_awaited:
+                self.clear_wait(slot)
+            is_freed = slot.ended and slot.abandoned_calls == 0
+            if is_freed:
+                self.live_slots.discard(slot)
+        if is_awaited:
+            self.resume(slot, True)  # noqa: FBT003 - the answer to AwaitExit
+        elif is_freed:
+            if slot.on_exit is not None:
+                slot.on_exit()
+            if slot.notify is not None:
+                slot.notify.put(SlotFreed(slot))
 
-    def expire(self) -> None:
-        """Answer everybody whose time is over."""
+    def expire_due(self) -> None:
+        """Answer every pending effect whose deadline has passed."""
         now = self.clock()
         with self.lock:
-            late = [(slot, self._overdue(slot)) for slot in self.live if slot.due <= now]
-        for slot, answer in late:
+            expired = [(slot, self._expire(slot)) for slot in self.live_slots if slot.due <= now]
+        for slot, answer in expired:
             self.resume(slot, answer)
 
     def interrupt(self, slot: Slot) -> None:
-        """Answer the present or the next effect of *slot* with Stopped."""
+        """Answer the current or next effect of *slot* with Interrupted."""
         with self.lock:
-            effect = slot.ticket
+            effect = slot.pending_effect
             if slot.ended:
                 return
             if effect is None:
-                slot.interrupted += 1
+                slot.pending_interrupts += 1
                 return
-            answer = Stopped(self._abandoned(slot, effect) if isinstance(effect, Call) else None)
-            self.unpark(slot)
+            answer = Interrupted(self._abandon(slot, effect) if isinstance(effect, Call) else None)
+            self.clear_wait(slot)
         self.resume(slot, answer)
 
     def close(self) -> None:
-        """Fence whatever is still running: nothing of it counts any more."""
+        """Abandon every running call and drop its result."""
         with self.lock:
             self._closed = True
-            for slot in self.live:
-                if isinstance(slot.ticket, Call):
-                    self._abandoned(slot, slot.ticket)
-                slot.ticket = None
+            for slot in self.live_slots:
+                if isinstance(slot.pending_effect, Call):
+                    self._abandon(slot, slot.pending_effect)
+                slot.pending_effect = None
                 slot.due = NEVER
 
     @property
@@ -288,85 +298,85 @@ class Slots(ABC):
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def unpark(self, slot: Slot) -> None:
-        """Take the ticket; the lock is held."""
-        effect = slot.ticket
+    def clear_wait(self, slot: Slot) -> None:
+        """Clear the pending effect of *slot*; the caller holds the lock."""
+        effect = slot.pending_effect
         if isinstance(effect, Wait):
-            effect.mailbox.leave()
-        slot.ticket = None
+            effect.mailbox.clear_waiter()
+        slot.pending_effect = None
         slot.due = NEVER
 
     def _perform(self, slot: Slot, effect: Effect) -> Any:
         if type(effect) is Interrupt:
             return self.interrupt(effect.slot)
-        if type(effect) is Afterwards:
-            slot.then = effect.then
+        if type(effect) is OnExit:
+            slot.on_exit = effect.callback
             return None
-        return self._park(slot, effect)
+        return self._wait_for(slot, effect)
 
-    def _park(self, slot: Slot, effect: Any) -> Any:
-        """Answer a waiting effect that has its answer already; park the others."""
-        if type(effect) is Gone and not effect.body.left:
-            _ask_to_leave(effect.body)
+    def _wait_for(self, slot: Slot, effect: Any) -> Any:
+        """Return the result of *effect* if it is known already; otherwise make the script wait."""
+        if type(effect) is AwaitExit and not effect.call.exited:
+            _request_exit(effect.call)
         with self.lock:
-            if slot.interrupted:
-                slot.interrupted -= 1
-                return Stopped()
-            answer = self._at_once(slot, effect)
-            if answer is not PARKED:
+            if slot.pending_interrupts:
+                slot.pending_interrupts -= 1
+                return Interrupted()
+            answer = self._answer_immediately(slot, effect)
+            if answer is not WAITING:
                 return answer
-            slot.ticket = effect
+            slot.pending_effect = effect
             slot.due = effect.until
-        if effect.until < self.watcher.wakes_at:
-            self._poke(effect.until)
-        return PARKED
+        if effect.until < self.deadline_timer.wakes_at:
+            self._reschedule_timer(effect.until)
+        return WAITING
 
-    def _at_once(self, slot: Slot, effect: Sleep | Gone | Wait) -> Any:
-        over = effect.until <= self.clock()
+    def _answer_immediately(self, slot: Slot, effect: Sleep | AwaitExit | Wait) -> Any:
+        is_due = effect.until <= self.clock()
         if isinstance(effect, Wait):
-            waits = not over and effect.mailbox.await_by(slot, effect.count)
-            return PARKED if waits else effect.mailbox.take()
-        if isinstance(effect, Gone):
-            return effect.body.left if over or effect.body.left else PARKED
-        return None if over else PARKED
+            must_wait = not is_due and effect.mailbox.register_waiter(slot, effect.count)
+            return WAITING if must_wait else effect.mailbox.take()
+        if isinstance(effect, AwaitExit):
+            return effect.call.exited if is_due or effect.call.exited else WAITING
+        return None if is_due else WAITING
 
-    def _overdue(self, slot: Slot) -> Any:
-        effect = slot.ticket
-        self.unpark(slot)
+    def _expire(self, slot: Slot) -> Any:
+        effect = slot.pending_effect
+        self.clear_wait(slot)
         if isinstance(effect, Call):
-            return Expired(self._abandoned(slot, effect))
+            return Expired(self._abandon(slot, effect))
         if isinstance(effect, Wait):
             return effect.mailbox.take()
-        return False if isinstance(effect, Gone) else None
+        return False if isinstance(effect, AwaitExit) else None
 
-    def _abandoned(self, slot: Slot, call: Call) -> Call:
-        slot.bodies += 1
+    def _abandon(self, slot: Slot, call: Call) -> Call:
+        slot.abandoned_calls += 1
         if call.scope is not None:
             call.scope.cancel()
         return call
 
-    def _ended(self, slot: Slot, value: Any) -> None:
+    def _end_script(self, slot: Slot, value: Any) -> None:
         with self.lock:
             slot.ended = True
-            freed = slot.bodies == 0
-            if freed:
-                self.live.discard(slot)
-        if freed and slot.then is not None:
-            slot.then()
-        if slot.told is None:
+            is_freed = slot.abandoned_calls == 0
+            if is_freed:
+                self.live_slots.discard(slot)
+        if is_freed and slot.on_exit is not None:
+            slot.on_exit()
+        if slot.notify is None:
             self._finish(value, None)
         else:
-            slot.told.put(Done(slot, value, freed=freed))
+            slot.notify.put(ScriptEnded(slot, value, freed=is_freed))
 
-    def _broken(self, slot: Slot, error: BaseException) -> None:
+    def _fail_script(self, slot: Slot, error: BaseException) -> None:
         with self.lock:
             slot.ended = True
-            self.live.discard(slot)
+            self.live_slots.discard(slot)
         self._finish(None, error)
 
 
-def _ask_to_leave(body: Call) -> None:
-    """Once: a body that shrugged off one request has made its choice."""
-    cancel, body.cancel = body.cancel, None
+def _request_exit(abandoned_call: Call) -> None:
+    """Request *abandoned_call* to exit, at most once: a call that ignores one request would ignore the next."""
+    cancel, abandoned_call.cancel = abandoned_call.cancel, None
     if cancel is not None:
         cancel()

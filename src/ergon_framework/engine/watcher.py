@@ -1,4 +1,4 @@
-"""The watcher: one look-out per driver for everything that is due."""
+"""The deadline timer: one per driver, for everything that has a deadline."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from ergon_framework.engine.effects import NEVER
 
 if TYPE_CHECKING:
-    from ergon_framework.engine.slots import Slots
+    from ergon_framework.engine.slots import Scheduler
 
 
-class Watcher:
-    """Sleeps until the nearest due time; whoever is due earlier pokes it.
+class DeadlineTimer:
+    """Tracks the nearest deadline; a script with an earlier deadline reschedules it.
 
-    ``wakes_at`` is what it means to sleep until. While it looks around that is infinity, so that
-    a call which begins in that very moment pokes it rather than being overlooked.
+    ``wakes_at`` is the time of the next wakeup. It is infinity while the timer runs, so that a call that starts
+    at that moment reschedules it instead of being missed.
     """
 
     __slots__ = ("wakes_at",)
@@ -22,11 +22,11 @@ class Watcher:
     def __init__(self) -> None:
         self.wakes_at = NEVER
 
-    def look(self, slots: Slots) -> float:
-        """Answer all that is due, and say when to look again."""
+    def fire_due(self, scheduler: Scheduler) -> float:
+        """Answer every effect that is due, and return the time of the next wakeup."""
         self.wakes_at = NEVER
-        slots.expire()
-        with slots.lock:
-            due = min((slot.due for slot in slots.live), default=NEVER)
+        scheduler.expire_due()
+        with scheduler.lock:
+            due = min((slot.due for slot in scheduler.live_slots), default=NEVER)
         self.wakes_at = due
         return due

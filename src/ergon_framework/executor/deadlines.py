@@ -1,7 +1,7 @@
-"""Deadlines: when each of many must be over, with one timer for all of them.
+"""Deadlines of many keys with one timer.
 
-Nearly everything is over long before its deadline. A timer for each would be made, sorted in and
-thrown away for nothing; this one is set anew only for a deadline before all others.
+Nearly every key is removed long before its deadline, so a timer for each key would be created, sorted and
+discarded for nothing. The one timer is set again only for a deadline before all others.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ from typing import Generic, TypeVar
 K = TypeVar("K")
 
 
-class Deadlines(Generic[K]):
-    """Calls *strike* with each key whose time has passed; it belongs to one event loop."""
+class DeadlineHeap(Generic[K]):
+    """Calls *on_expired* with each key whose deadline has passed; belongs to one event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, strike: Callable[[K], object]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_expired: Callable[[K], object]) -> None:
         self._loop = loop
-        self._strike = strike
-        self._due: dict[K, float] = {}
+        self._on_expired = on_expired
+        self._deadlines: dict[K, float] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._next = 0.0
+        self._next_deadline = 0.0
 
     def add(self, key: K, seconds: float) -> None:
-        """Strike *key* in so many seconds, unless it is removed."""
-        due = self._due[key] = self._loop.time() + seconds
-        if self._timer is None or due < self._next:
-            self._set(due)
+        """Expire *key* after *seconds*, unless it is removed first."""
+        due = self._deadlines[key] = self._loop.time() + seconds
+        if self._timer is None or due < self._next_deadline:
+            self._set_timer(due)
 
     def remove(self, key: K) -> None:
-        self._due.pop(key, None)
+        self._deadlines.pop(key, None)
 
     def clear(self) -> None:
-        self._due.clear()
+        self._deadlines.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _set(self, due: float) -> None:
+    def _set_timer(self, due: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._next = due
-        self._timer = self._loop.call_at(due, self._passed)
+        self._next_deadline = due
+        self._timer = self._loop.call_at(due, self._expire_due)
 
-    def _passed(self) -> None:
+    def _expire_due(self) -> None:
         self._timer = None
         now = self._loop.time()
-        for key in [key for key, due in self._due.items() if due <= now]:
-            # Whoever was struck before it in this round may have removed it.
-            if self._due.pop(key, None) is not None:
-                self._strike(key)
-        if self._due and self._timer is None:
-            self._set(min(self._due.values()))
+        for key in [key for key, due in self._deadlines.items() if due <= now]:
+            # A callback for an earlier key of this batch may have removed it.
+            if self._deadlines.pop(key, None) is not None:
+                self._on_expired(key)
+        if self._deadlines and self._timer is None:
+            self._set_timer(min(self._deadlines.values()))

@@ -1,7 +1,7 @@
-"""Processes that an executor has started: found by their parents and by a variable of their environment.
+"""Processes that an executor has started, found by their parents and by an environment variable.
 
-A process in a session of its own leaves the group of its executor, and one whose parent has ended leaves its tree. The
-environment stays: every child inherits the variable unless it is started without it. Linux only.
+A process in its own session leaves the process group of its executor, and a process whose parent has ended leaves its
+process tree. The environment stays: every child inherits the variable unless it is started without it. Linux only.
 """
 
 from __future__ import annotations
@@ -14,34 +14,38 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-#: Names the executor to all that it starts.
-MARK: Final = "ERGON_EXECUTOR"
-#: How often processes are searched for: one that is found may have started another in the meantime.
-ROUNDS: Final = 20
-#: The fields of /proc/PID/stat behind the name of the program: the parent, and the start in ticks.
-_PARENT, _START = 1, 19
+#: The environment variable that identifies the executor to every process that it starts.
+EXECUTOR_VARIABLE: Final = "ERGON_EXECUTOR"
+#: Maximum number of searches: a process that is found may have started another one in the meantime.
+MAX_KILL_ROUNDS: Final = 20
+#: Fields of /proc/PID/stat after the program name: the parent, and the start time in ticks.
+_STAT_PARENT, _STAT_START = 1, 19
 
 
 class Descendant(NamedTuple):
-    """A process, with its start: the system gives a number away again."""
+    """A process identified by its pid and start time, because the system reuses pids."""
 
     pid: int
     start: str
 
 
 def list_children(root: int) -> list[Descendant]:
-    """Return the processes below *root*, as long as each of their parents lives; it runs in the event loop."""
-    find = _read_children if Path("/proc/thread-self/children").exists() else _index_parents().__getitem__
-    found = [Descendant(pid, _read_stat(pid)[1]) for pid in find(root)]
-    for each in found:
-        found += [Descendant(pid, _read_stat(pid)[1]) for pid in find(each.pid)]
-    return found
+    """Return the processes below *root* whose parents are alive; it runs in the event loop."""
+    read_children = _read_children if Path("/proc/thread-self/children").exists() else _index_parents().__getitem__
+    descendants = [Descendant(pid, _read_stat(pid)[1]) for pid in read_children(root)]
+    for each in descendants:
+        descendants += [Descendant(pid, _read_stat(pid)[1]) for pid in read_children(each.pid)]
+    return descendants
 
 
 def _read_children(pid: int) -> list[int]:
-    """Return the children of all threads of a process; some kernels do not tell them."""
+    """Return the children of all threads of a process; some kernels do not report them."""
     with suppress(OSError):
-        return [int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in _read_words(task / "children")]
+        return [
+            int(pid_text)
+            for thread_path in Path(f"/proc/{pid}/task").iterdir()
+            for pid_text in _read_words(thread_path / "children")
+        ]
     return []
 
 
@@ -52,7 +56,7 @@ def _read_words(path: Path) -> list[str]:
 
 
 def _index_parents() -> dict[int, list[int]]:
-    """Return the children of every process, by looking at all."""
+    """Return the children of every process by reading the parent of each process."""
     children: dict[int, list[int]] = defaultdict(list)
     for pid in _list_pids():
         children[_read_stat(pid)[0]].append(pid)
@@ -60,31 +64,31 @@ def _index_parents() -> dict[int, list[int]]:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill every process whose environment names *mark*, and what it starts in the meantime."""
-    for _ in range(ROUNDS):
+    """Kill every process whose environment contains *mark*, and processes that these start in the meantime."""
+    for _ in range(MAX_KILL_ROUNDS):
         killed = [_kill(each) for each in _list_marked(mark)]
         if not any(killed):
             return
 
 
 def kill_all(descendants: set[Descendant]) -> None:
-    """Kill those of *descendants* that still live."""
+    """Kill those of *descendants* that are still alive."""
     for each in descendants:
         _kill(each)
 
 
 def _list_marked(mark: str) -> Iterator[Descendant]:
-    wanted = f"{MARK}={mark}".encode()
+    assignment = f"{EXECUTOR_VARIABLE}={mark}".encode()
     for pid in _list_pids():
-        # The start first: an environment that is read after it belongs to that process, or the kill below fails.
+        # The start is read first: the environment read after it belongs to that process, or the kill below fails.
         _, start = _read_stat(pid)
         with suppress(OSError):
-            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if assignment in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 yield Descendant(pid, start)
 
 
 def _kill(descendant: Descendant) -> bool:
-    """Kill it; False if it has ended. The descriptor makes sure that no other process has its number by then."""
+    """Kill the process; return False if it has ended. The pidfd ensures that no other process has reused its pid."""
     try:
         descriptor = os.pidfd_open(descendant.pid)
     except OSError:
@@ -105,10 +109,10 @@ def _list_pids() -> Iterator[int]:
 
 
 def _read_stat(pid: int) -> tuple[int, str]:
-    """Return the parent and the start of a process; 0 and an empty text for one that has ended."""
+    """Return the parent and the start time of a process; 0 and an empty string for one that has ended."""
     try:
-        # The name of the program is in brackets, and may hold blanks and brackets itself.
+        # The program name is in brackets, and may itself contain blanks and brackets.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return (int(fields[_PARENT]), fields[_START]) if fields[0] != "Z" else (0, "")
+        return (int(fields[_STAT_PARENT]), fields[_STAT_START]) if fields[0] != "Z" else (0, "")
     except (OSError, ValueError, IndexError):
         return 0, ""

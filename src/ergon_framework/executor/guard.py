@@ -1,8 +1,8 @@
-"""Guard: a process that outlives its orchestrator by a moment, and takes the executors with it.
+"""Reaper process: it outlives its orchestrator briefly and kills the orchestrator's executors.
 
-An orchestrator that is killed by SIGKILL can do nothing any more, and executors of strangers do not
-end when their stdin is closed. The guard waits for its own stdin to end, which the system does for
-the dead too, and then kills every process group that was entrusted to it.
+An orchestrator that is killed by SIGKILL cannot clean up, and third-party executors do not end when their stdin is
+closed. The reaper waits for the end of its own stdin, which the system closes even for a killed process, and then
+kills every registered process group.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from contextlib import suppress
 from threading import RLock, Thread
 from typing import IO, Final, cast
 
-from ergon_framework.errors import ConnectionLost
-from ergon_framework.executor.descendants import MARK
+from ergon_framework.errors import ConnectionLostError
+from ergon_framework.executor.descendants import EXECUTOR_VARIABLE
 
-# The standard library alone, so that it starts in a few milliseconds. A word is +GROUP or -GROUP, and comes back
-# once it has been done.
-_PROGRAM: Final = """
+# Only the standard library, so that it starts in a few milliseconds. A command is +GROUP or -GROUP; the reaper echoes
+# it after execution.
+_REAPER_PROGRAM: Final = """
 import os, signal, sys
 marks = b"ERGON_EXECUTOR=" + sys.argv[1].encode() + b"."
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -59,58 +59,58 @@ for _ in range(20):
 """
 
 
-#: How many executors are started at once.
-THREADS: Final = 4
-#: Seconds in which the guard answers, or is killed and replaced. It answers at once; a machine that swaps takes longer.
-PATIENCE: Final = 5.0
+#: Maximum number of executors that are started concurrently.
+MAX_CONCURRENT_STARTS: Final = 4
+#: Seconds for the reaper's answer before it is killed and replaced. It answers immediately unless the machine swaps.
+ANSWER_TIMEOUT_SECONDS: Final = 5.0
 
 
-class Guard:
-    """One for each orchestrator. Its methods wait for the guard's word, so they belong into threads.
+class ProcessReaper:
+    """The reaper of one orchestrator. Its methods wait for the reaper's answer, so callers use threads.
 
-    A guard that was killed itself is replaced at once, and told of all groups anew. One that does not
-    answer within *patience* seconds is killed.
+    A reaper that was killed is replaced immediately, and all groups are registered again. A reaper that does not
+    answer within *answer_timeout* seconds is killed.
     """
 
-    def __init__(self, *, patience: float = PATIENCE) -> None:
-        self._patience = patience
+    def __init__(self, *, answer_timeout: float = ANSWER_TIMEOUT_SECONDS) -> None:
+        self._answer_timeout = answer_timeout
         self._lock = RLock()
         self._groups: set[int] = set()
         self._closed = False
         self._name = uuid.uuid4().hex
-        self._numbers = itertools.count(1)
-        #: Where its methods are called: not where a program's own calls may take all threads there are.
-        self.threads = ThreadPoolExecutor(THREADS, "ergon-guard")
-        self._process = self._started()
+        self._mark_numbers = itertools.count(1)
+        #: Threads for calls of its methods, separate from pools that the program itself may exhaust.
+        self.threads = ThreadPoolExecutor(MAX_CONCURRENT_STARTS, "ergon-guard")
+        self._process = self._start()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def create_mark(self) -> str:
-        """Return what the environment of another executor names; all of one guard begin alike."""
-        return f"{self._name}.{next(self._numbers)}"
+        """Return the environment value that identifies one more executor; all marks of one reaper share a prefix."""
+        return f"{self._name}.{next(self._mark_numbers)}"
 
     def add(self, group: int) -> None:
-        """Have *group* killed when this process is gone; true as soon as this returns."""
+        """Register *group* to be killed when this process is gone; in effect when this method returns."""
         with self._lock:
             self._groups.add(group)
-            self._tell(f"+{group}\n")
+            self._send(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """*group* is empty and forgotten."""
+        """Remove the empty process group *group* from the reaper."""
         with self._lock:
             self._groups.discard(group)
             if not self._closed:
-                self._tell(f"-{group}\n")
+                self._send(f"-{group}\n")
 
     def close(self) -> None:
-        """End the guard, and whatever is still entrusted to it."""
+        """End the reaper and all process groups that are still registered."""
         with self._lock:
             self._closed = True
             process, groups = self._process, set(self._groups)
         try:
-            process.communicate(timeout=self._patience)
+            process.communicate(timeout=self._answer_timeout)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
@@ -119,34 +119,34 @@ class Guard:
                     os.killpg(group, signal.SIGKILL)
         self.threads.shutdown(wait=False)
 
-    def _tell(self, word: str) -> None:
+    def _send(self, command: str) -> None:
         for _ in range(2):
             with suppress(OSError):
-                self._put(self._process, word)
+                self._exchange(self._process, command)
                 return
             self._replace()
-        raise ConnectionLost("the guard of the executors cannot be reached; no executor can be started")
+        raise ConnectionLostError("the guard of the executors cannot be reached; no executor can be started")
 
     def _replace(self) -> None:
-        """Start another one in the place of one that is gone, and entrust everything to it."""
+        """Start a new reaper in place of one that has ended, and register all groups again."""
         with self._lock:
             if self._closed or self._process.poll() is None:
                 return
-            for end in (self._process.stdin, self._process.stdout):
-                cast("IO[bytes]", end).close()
-            self._process = self._started()
+            for pipe in (self._process.stdin, self._process.stdout):
+                cast("IO[bytes]", pipe).close()
+            self._process = self._start()
             for group in self._groups:
-                self._put(self._process, f"+{group}\n")
+                self._exchange(self._process, f"+{group}\n")
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        # A session of its own: what is meant for the orchestrator's group must not reach it.
-        process = subprocess.Popen(  # noqa: S603 - our own program
-            [sys.executable, "-I", "-S", "-c", _PROGRAM, self._name],
+    def _start(self) -> subprocess.Popen[bytes]:
+        # A separate session: signals to the orchestrator's group must not reach the reaper.
+        process = subprocess.Popen(  # noqa: S603 - the framework's own program
+            [sys.executable, "-I", "-S", "-c", _REAPER_PROGRAM, self._name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            # Not that of an executor that starts executors itself: this guard has to outlive it by a moment.
-            env={name: text for name, text in os.environ.items() if name != MARK},
+            # Without the mark of an executor that itself starts executors: this reaper has to outlive it briefly.
+            env={name: text for name, text in os.environ.items() if name != EXECUTOR_VARIABLE},
         )
         Thread(target=self._watch, args=(process,), name="ergon-guard-watch", daemon=True).start()
         return process
@@ -156,17 +156,17 @@ class Guard:
         with suppress(OSError):
             self._replace()
 
-    def _put(self, process: subprocess.Popen[bytes], word: str) -> None:
-        told, heard = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
-        told.write(word.encode())
-        told.flush()
-        answer = select.poll()
-        answer.register(heard, select.POLLIN)
-        if not answer.poll(self._patience * 1000):
-            # Whoever waits for it holds the lock: no executor would be started or forgotten any more.
+    def _exchange(self, process: subprocess.Popen[bytes], command: str) -> None:
+        commands, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
+        commands.write(command.encode())
+        commands.flush()
+        poller = select.poll()
+        poller.register(answers, select.POLLIN)
+        if not poller.poll(self._answer_timeout * 1000):
+            # The caller holds the lock: without the kill, no executor could be started or removed any more.
             process.kill()
             process.wait()
-            raise TimeoutError(errno.ETIMEDOUT, f"the guard has not answered within {self._patience:g} s")
-        if heard.readline() != word.encode():
+            raise TimeoutError(errno.ETIMEDOUT, f"the guard has not answered within {self._answer_timeout:g} s")
+        if answers.readline() != command.encode():
             process.wait()
             raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""Job: what a handler may know about the job that it runs, beyond its arguments and its scope."""
+"""The job context that a handler can read, in addition to its arguments and its scope."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Final
 
 from ergon_framework.executor.protocol import ExecutionContext
 
-_current: Final[ContextVar[ExecutionContext | None]] = ContextVar("ergon_job", default=None)
+_current_context: Final[ContextVar[ExecutionContext | None]] = ContextVar("ergon_job", default=None)
 
 
 def current_job() -> ExecutionContext | None:
-    """The context of the request that is handled here, if any."""
-    return _current.get()
+    """Return the context of the request that is handled here, if any."""
+    return _current_context.get()
 
 
-#: Makes a context the current one for the rest of these variables.
-enter: Final = _current.set
+#: Sets a context as the current one for the rest of the running context variables.
+set_current_job: Final = _current_context.set

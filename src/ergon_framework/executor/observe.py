@@ -1,4 +1,4 @@
-"""What is seen of an executor: one span for each job, in the trace that the job came with."""
+"""Telemetry of an executor: one span for each job, in the trace of the request."""
 
 from __future__ import annotations
 
@@ -7,55 +7,55 @@ from typing import Any
 
 from ergon_framework.executor.protocol import ExecutionOutcome, ExecutionRequest, Status
 from ergon_framework.telemetry import logs
-from ergon_framework.telemetry.context import inbound, within
+from ergon_framework.telemetry.context import context_with, extract_context
 from ergon_framework.telemetry.names import Attribute, Span
-from ergon_framework.telemetry.options import DEFAULTS
-from ergon_framework.telemetry.spans import Node, tracing
+from ergon_framework.telemetry.options import DEFAULT_OPTIONS
+from ergon_framework.telemetry.spans import SpanNode, create_tracing
 
 
-class Observer:
-    """Looks on the jobs of one runtime; none of it can fail a job, or holds arguments and results."""
+class ExecutorTelemetry:
+    """Records the jobs of one runtime; it cannot fail a job, and records no arguments or results."""
 
     def __init__(self) -> None:
-        # Once: who wants spans has set telemetry up when the handlers were imported.
-        self._tracing = tracing(DEFAULTS)
-        self._node: Node | None = None
+        # Created once: a program that wants spans has set up telemetry when its handlers were imported.
+        self._tracing = create_tracing(DEFAULT_OPTIONS)
+        self._span: SpanNode | None = None
 
     def begin(self, request: ExecutionRequest) -> Context:
-        """Begin the span of *request*; the variables that its handler is to run in."""
+        """Begin the span of *request* and return the context variables for its handler."""
         try:
             context = request.context
             if self._tracing is None:
-                # An executor sees little of the environment, so it often records nothing while all around it do: what
-                # its handlers send belongs to the trace all the same.
-                came_with = inbound(context.carrier)
-                return copy_context() if came_with is None else within(copy_context(), came_with)
-            told: dict[str, Any] = {
+                # An executor sees few environment variables, so it often records nothing while other processes do.
+                # Messages that its handlers send still belong to the trace.
+                inherited = extract_context(context.carrier)
+                return copy_context() if inherited is None else context_with(copy_context(), inherited)
+            attributes: dict[str, Any] = {
                 Attribute.TRANSACTION_ID: request.job_id,
                 Attribute.HANDLER: request.function_name,
                 Attribute.QUEUE: context.queue_name,
                 Attribute.ATTEMPT: context.attempt - 1,
             }
-            self._node = self._tracing.transaction(Span.EXECUTOR, None, context.carrier, told)
-            return self._node.body()
-        except Exception as error:  # noqa: BLE001 - telemetry is foreign code and no part of the job
-            logs.telemetry_failed(error)
+            self._span = self._tracing.start_transaction(Span.EXECUTOR, None, context.carrier, attributes)
+            return self._span.new_context()
+        except Exception as error:  # noqa: BLE001 - telemetry is third-party code and must not fail the job
+            logs.log_telemetry_failure(error)
             return copy_context()
 
     def end(self, outcome: ExecutionOutcome, error: BaseException | None) -> None:
-        """End the span with what became of the job."""
-        node, self._node = self._node, None
-        if node is None:
+        """End the span with the outcome of the job."""
+        span, self._span = self._span, None
+        if span is None:
             return
         try:
-            told = {Attribute.OUTCOME: outcome.status.value}
+            attributes = {Attribute.OUTCOME: outcome.status.value}
             if outcome.error_type is not None:
-                told[Attribute.CODE] = outcome.error_type
+                attributes[Attribute.CODE] = outcome.error_type
             if error is not None:
-                told[Attribute.EXCEPTION_TYPE] = type(error).__name__
-            node.tell(told)
+                attributes[Attribute.EXCEPTION_TYPE] = type(error).__name__
+            span.set_attributes(attributes)
             if outcome.status in {Status.ERROR, Status.TIMEOUT}:
-                node.fail(outcome.error_type or outcome.status.value)
-        except Exception as failure:  # noqa: BLE001 - as above
-            logs.telemetry_failed(failure)
-        node.end()
+                span.set_error(outcome.error_type or outcome.status.value)
+        except Exception as failure:  # noqa: BLE001 - telemetry must not fail the job
+            logs.log_telemetry_failure(failure)
+        span.end()

@@ -1,8 +1,8 @@
-"""Pieces: JSON read value by value, so that other threads can run meanwhile.
+"""Parse JSON incrementally, so that other threads can run meanwhile.
 
-The reader of the standard library holds the interpreter until it is through. For a line of 16 MiB
-from a stranger that is seconds, in which an event loop does nothing else, in whatever thread the
-line is read. This one holds it for one text or number at a time, or for a piece of a long array.
+The parser of the standard library holds the interpreter lock until it ends. For a line of 16 MiB from a third party
+that is seconds in which an event loop does nothing else, in whatever thread the line is parsed. This parser holds the
+lock for one string or number at a time, or for a chunk of a long array.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _BLANK: Final = re.compile(r"[ \t\n\r]*").match
 _NUMBER: Final = re.compile(r"(-?(?:0|[1-9][0-9]*))(\.[0-9]+)?([eE][-+]?[0-9]+)?").match
 _LITERALS: Final = {"n": ("null", None), "t": ("true", True), "f": ("false", False)}
 _CONSTANTS: Final = ("NaN", "Infinity", "-Infinity")
-#: How much of an array is read at once, in characters, and after how many values that is tried.
-_PIECE: Final = 32_768
-_WAIT: Final = 256
+#: Characters of an array that are parsed in one call, and the number of values after which that is tried.
+_CHUNK_CHARS: Final = 32_768
+_CHUNK_INTERVAL: Final = 256
 
 
-class Pieces:
-    """One text of JSON; the hooks are those of ``json.JSONDecoder``, and one that sees every text in it.
+class IncrementalJsonParser:
+    """Parser of one JSON text; the hooks are those of ``json.JSONDecoder``, and one that receives every string.
 
-    *at_once* reads a short text that may nest so deeply, or raises ValueError. RecursionError for what
-    is nested deeper than *deepest*.
+    *parse_short* parses a short text up to a maximum depth, or raises ValueError. Nesting deeper than *max_depth*
+    raises RecursionError.
     """
 
     def __init__(
         self,
         text: str,
         *,
-        at_once: Callable[[str, int], Any],
-        deepest: int,
+        parse_short: Callable[[str, int], Any],
+        max_depth: int,
         parse_int: Callable[[str], Any],
         parse_float: Callable[[str], Any],
         parse_constant: Callable[[str], Any],
@@ -43,127 +43,127 @@ class Pieces:
         check_text: Callable[[str], object] | None = None,
     ) -> None:
         self._text = text
-        self._at_once = at_once
-        self._deepest = deepest
+        self._parse_short = parse_short
+        self._max_depth = max_depth
         self._int = parse_int
         self._float = parse_float
         self._constant = parse_constant
         self._pairs = pairs
         self._check_text = check_text
 
-    def read(self) -> Any:
-        """The value; JSONDecodeError for what is none, or has something behind it."""
-        found, end = self._value(self._blank(0), 0)
-        end = self._blank(end)
+    def parse(self) -> Any:
+        """Return the value; raise JSONDecodeError for invalid JSON, or for data after the value."""
+        value, end = self._parse_value(self._skip_blank(0), 0)
+        end = self._skip_blank(end)
         if end != len(self._text):
             raise JSONDecodeError("Extra data", self._text, end)
-        return found
+        return value
 
-    def _value(self, at: int, depth: int) -> tuple[Any, int]:
-        first = self._text[at : at + 1]
+    def _parse_value(self, position: int, depth: int) -> tuple[Any, int]:
+        first = self._text[position : position + 1]
         if first == '"':
-            return self._string(at + 1)
+            return self._parse_string(position + 1)
         if first == "[":
-            return self._array(at + 1, depth + 1)
+            return self._parse_array(position + 1, depth + 1)
         if first == "{":
-            return self._object(at + 1, depth + 1)
+            return self._parse_object(position + 1, depth + 1)
         literal, value = _LITERALS.get(first, ("", None))
-        if literal and self._text.startswith(literal, at):
-            return value, at + len(literal)
-        return self._number(at)
+        if literal and self._text.startswith(literal, position):
+            return value, position + len(literal)
+        return self._parse_number(position)
 
-    def _string(self, at: int) -> tuple[str, int]:
-        found, end = scanstring(self._text, at, True)  # noqa: FBT003 - its own signature
+    def _parse_string(self, position: int) -> tuple[str, int]:
+        text, end = scanstring(self._text, position, True)  # noqa: FBT003 - the signature of scanstring
         if self._check_text is not None:
-            self._check_text(found)
-        return found, end
+            self._check_text(text)
+        return text, end
 
-    def _number(self, at: int) -> tuple[Any, int]:
-        match = _NUMBER(self._text, at)
+    def _parse_number(self, position: int) -> tuple[Any, int]:
+        match = _NUMBER(self._text, position)
         if match is not None:
             _, fraction, exponent = match.groups()
             parse = self._int if fraction is None and exponent is None else self._float
             return parse(match.group()), match.end()
         for constant in _CONSTANTS:
-            if self._text.startswith(constant, at):
-                return self._constant(constant), at + len(constant)
-        raise JSONDecodeError("Expecting value", self._text, at)
+            if self._text.startswith(constant, position):
+                return self._constant(constant), position + len(constant)
+        raise JSONDecodeError("Expecting value", self._text, position)
 
-    def _array(self, at: int, depth: int) -> tuple[list[Any], int]:
-        self._check(depth)
-        found: list[Any] = []
-        at = self._blank(at)
-        if self._text[at : at + 1] == "]":
-            return found, at + 1
-        wait, since = _WAIT, 0
+    def _parse_array(self, position: int, depth: int) -> tuple[list[Any], int]:
+        self._check_depth(depth)
+        items: list[Any] = []
+        position = self._skip_blank(position)
+        if self._text[position : position + 1] == "]":
+            return items, position + 1
+        interval, since = _CHUNK_INTERVAL, 0
         while True:
-            run = self._run(at, depth) if since >= wait else None
-            if run is not None:
-                values, at = run
-                found += values
+            chunk = self._parse_chunk(position, depth) if since >= interval else None
+            if chunk is not None:
+                values, position = chunk
+                items += values
             else:
-                # What is no run of short values is looked at again, and more seldom each time.
-                wait, since = (wait, since + 1) if since < wait else (2 * wait, 0)
-                value, at = self._value(at, depth)
-                found.append(value)
-            at, last = self._next(at, "]")
+                # After a failed attempt to parse a run of short values, the interval to the next one doubles.
+                interval, since = (interval, since + 1) if since < interval else (2 * interval, 0)
+                value, position = self._parse_value(position, depth)
+                items.append(value)
+            position, last = self._skip_separator(position, "]")
             if last:
-                return found, at
+                return items, position
 
-    def _run(self, at: int, depth: int) -> tuple[list[Any], int] | None:
-        """Values of an array from *at* on, and where the comma behind them is; None if no comma was guessed right.
+    def _parse_chunk(self, position: int, depth: int) -> tuple[list[Any], int] | None:
+        """Return array values from *at* on and the position of the comma after them; None if no guessed comma fits.
 
-        What is a whole array once it is closed at a comma has that comma between its values: up to
-        there both are read alike.
+        If the text up to a comma is a valid array once it is closed there, the comma separates values of the array:
+        up to that position both parse the same.
         """
         if self._check_text is not None:
             return None
         for mark in ("},", "],", ","):
-            comma = self._text.rfind(mark, at, at + _PIECE) + len(mark) - 1
-            if comma > at:
+            comma = self._text.rfind(mark, position, position + _CHUNK_CHARS) + len(mark) - 1
+            if comma > position:
                 with suppress(ValueError):
-                    values = self._at_once(f"[{self._text[at:comma]}]", self._deepest - depth + 1)
+                    values = self._parse_short(f"[{self._text[position:comma]}]", self._max_depth - depth + 1)
                     if values:
                         return values, comma
         return None
 
-    def _object(self, at: int, depth: int) -> tuple[Any, int]:
-        self._check(depth)
-        found: list[tuple[str, Any]] = []
-        at = self._blank(at)
-        if self._text[at : at + 1] == "}":
-            return self._pairs(found), at + 1
+    def _parse_object(self, position: int, depth: int) -> tuple[Any, int]:
+        self._check_depth(depth)
+        pairs: list[tuple[str, Any]] = []
+        position = self._skip_blank(position)
+        if self._text[position : position + 1] == "}":
+            return self._pairs(pairs), position + 1
         while True:
-            if self._text[at : at + 1] != '"':
-                raise JSONDecodeError("Expecting property name enclosed in double quotes", self._text, at)
-            key, at = self._string(at + 1)
-            at = self._blank(at)
-            if self._text[at : at + 1] != ":":
-                raise JSONDecodeError("Expecting ':' delimiter", self._text, at)
-            value, at = self._value(self._blank(at + 1), depth)
-            found.append((key, value))
-            at, last = self._next(at, "}")
+            if self._text[position : position + 1] != '"':
+                raise JSONDecodeError("Expecting property name enclosed in double quotes", self._text, position)
+            key, position = self._parse_string(position + 1)
+            position = self._skip_blank(position)
+            if self._text[position : position + 1] != ":":
+                raise JSONDecodeError("Expecting ':' delimiter", self._text, position)
+            value, position = self._parse_value(self._skip_blank(position + 1), depth)
+            pairs.append((key, value))
+            position, last = self._skip_separator(position, "}")
             if last:
-                return self._pairs(found), at
+                return self._pairs(pairs), position
 
-    def _next(self, at: int, close: str) -> tuple[int, bool]:
-        """Where to go on, and whether *close* was there."""
-        at = self._blank(at)
-        sign = self._text[at : at + 1]
+    def _skip_separator(self, position: int, close: str) -> tuple[int, bool]:
+        """Return the position of the next item, and whether *close* was found."""
+        position = self._skip_blank(position)
+        sign = self._text[position : position + 1]
         if sign == close:
-            return at + 1, True
+            return position + 1, True
         if sign != ",":
-            raise JSONDecodeError("Expecting ',' delimiter", self._text, at)
-        return self._blank(at + 1), False
+            raise JSONDecodeError("Expecting ',' delimiter", self._text, position)
+        return self._skip_blank(position + 1), False
 
-    def _blank(self, at: int) -> int:
+    def _skip_blank(self, position: int) -> int:
         text = self._text
-        # Nearly always there is none, and one look is cheaper than a match.
-        if text[at : at + 1] > " ":
-            return at
-        match = _BLANK(text, at)
-        return at if match is None else match.end()
+        # Nearly always there is no blank, and one comparison is faster than a match.
+        if text[position : position + 1] > " ":
+            return position
+        match = _BLANK(text, position)
+        return position if match is None else match.end()
 
-    def _check(self, depth: int) -> None:
-        if depth > self._deepest:
+    def _check_depth(self, depth: int) -> None:
+        if depth > self._max_depth:
             raise RecursionError

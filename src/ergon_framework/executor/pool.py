@@ -1,4 +1,4 @@
-"""Pool: executors of one kind, kept running, each with a job at a time, and killed when a job takes too long."""
+"""A pool of executors of one kind: it keeps them running, sends them jobs and kills them at a hard timeout."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ from typing import Any, Final, NamedTuple, Self
 
 from pydantic import Field
 
-from ergon_framework.errors import ConnectionLost, ErgonError
+from ergon_framework.errors import ConnectionLostError, ErgonError
 from ergon_framework.executor import start, verdict
-from ergon_framework.executor.deadlines import Deadlines
-from ergon_framework.executor.guard import Guard
-from ergon_framework.executor.process import STRAYS, Command, ExecutorProcess
-from ergon_framework.executor.protocol import ExecutionOutcome, write_call
-from ergon_framework.executor.start import ExecutorNotStarted, FailedStart, LastLines
-from ergon_framework.executor.tally import Figures, PoolTally
+from ergon_framework.executor.deadlines import DeadlineHeap
+from ergon_framework.executor.guard import ProcessReaper
+from ergon_framework.executor.process import STRAY_KINDS, ExecutorCommand, ExecutorProcess
+from ergon_framework.executor.protocol import ExecutionOutcome, format_request_line
+from ergon_framework.executor.start import ExecutorNotStarted, StartupFailure, StderrTail
+from ergon_framework.executor.tally import PoolMetrics, PoolStats
 from ergon_framework.policy import Policy
 from ergon_framework.task.mixins.policies import RetryPolicy
 from ergon_framework.telemetry import logs
-from ergon_framework.telemetry.metrics import registry_of
+from ergon_framework.telemetry.metrics import get_registry
 from ergon_framework.telemetry.names import Event
 from ergon_framework.telemetry.names import Field as Names
 
 log: Final = logging.getLogger("ergon_framework.executor")
-_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
-#: A handler that nobody has: whoever answers that it is not there is ready for those that are.
-PROBE: Final = "ergon.ready"
-#: Seconds before a job comes back, at least, that found no executor up, or none with a place.
-NOBODY: Final = 1.0
+_EMPTY: Final[Mapping[str, Any]] = MappingProxyType({})
+#: A handler that no executor has: an executor that answers "not found" is ready for its handlers.
+READINESS_PROBE_HANDLER: Final = "ergon.ready"
+#: Minimum seconds before the redelivery of a job that found no running executor or no free slot.
+NO_EXECUTOR_RETRY_SECONDS: Final = 1.0
 
 
 class PoolClosed(ErgonError):
-    """The pool takes no job any more; nothing was sent, and it costs no attempt."""
+    """The pool accepts no more jobs; nothing was sent, and no attempt is counted."""
 
     code = "pool_closed"
-    later = True
+    not_attempted = True
     retry_after = 0.0
 
 
 class ExecutorsBusy(ErgonError):
-    """Executors are up, and none has a place; nothing was sent, and it costs no attempt."""
+    """Executors are running, and none has a free slot; nothing was sent, and no attempt is counted."""
 
     code = "executors_busy"
-    later = True
+    not_attempted = True
 
 
-class Patience(NamedTuple):
-    """For how many seconds somebody waits for a place: while executors are up, and while none is."""
+class WaitLimits(NamedTuple):
+    """Maximum seconds that a caller waits for a slot: while executors are running, and while none is."""
 
     busy: float
     start: float
 
 
 class PoolPolicy(Policy):
-    """How many executors there are, how long they live, and how they are ended."""
+    """The number of executors, their lifetime, and how they are stopped."""
 
     size: int = Field(default=2, ge=1, le=1024, description="Executors that are kept running.")
     max_in_flight: int = Field(default=1, ge=1, le=1024, description="Jobs at a time in one executor.")
@@ -76,8 +76,8 @@ class PoolPolicy(Policy):
     )
 
 
-class _Job(NamedTuple):
-    """A job in flight, and how long it may take; 0 where nobody has said."""
+class _InFlightJob(NamedTuple):
+    """A job in flight and its timeout; 0 without a timeout."""
 
     process: ExecutorProcess
     id: str
@@ -85,59 +85,61 @@ class _Job(NamedTuple):
 
 
 class ExecutorPool:
-    """Runs jobs in executors of one kind; it belongs to one event loop.
+    """Runs jobs in executors of one kind; belongs to one event loop.
 
-    Kinds have pools of their own, so that a slow one delays nobody else.
+    Each kind has its own pool, so that a slow kind delays no other.
     """
 
     def __init__(
         self,
-        command: Command,
+        command: ExecutorCommand,
         *,
         policy: PoolPolicy | None = None,
         name: str = "executor",
-        guard: Guard | None = None,
+        reaper: ProcessReaper | None = None,
     ) -> None:
         self.name = name
         self.policy = policy or PoolPolicy()
-        #: What has happened: started, failed_starts, retired, killed, died, and strays by their kind.
+        #: Events by name: started, failed_starts, retired, killed, died, and stray lines by their kind.
         self.counts: Counter[str] = Counter()
         self._command = command
-        #: The guard of several pools; without one the pool has its own.
-        self._shared = guard
-        self._guard: Guard | None = None
+        #: The reaper that several pools share; without one the pool creates its own.
+        self._shared_reaper = reaper
+        self._reaper: ProcessReaper | None = None
         self._loop: asyncio.AbstractEventLoop
-        self._deadlines: Deadlines[_Job]
+        self._deadlines: DeadlineHeap[_InFlightJob]
         self._running: set[ExecutorProcess] = set()
-        #: How many places of each executor are taken, and which of them have one left.
-        self._taken: dict[ExecutorProcess, int] = {}
-        self._free: deque[ExecutorProcess] = deque()
-        self._waiting: deque[asyncio.Future[ExecutorProcess]] = deque()
-        self._keepers: list[asyncio.Task[None]] = []
-        self._closing = False
-        #: The last start, while it has failed and nobody is up, and when the next one is due.
-        self._failed: FailedStart | None = None
-        self._next = 0.0
-        #: How many are being started.
-        self._starting = 0
-        #: One has answered, or could not be started: from here on somebody who waits knows what for.
-        self._tried = asyncio.Event()
-        self._probes = 0
-        #: The last of them that was told to take too long for somebody.
-        self._slow = -1
-        self._served = 0
-        self._waited_for = 0.0
-        self._tally: PoolTally | None = None
-        self._worker = f"{name}-{os.getpid()}"
-        # A thread of each kind's own: the long lines of one delay no other's.
+        #: The number of occupied slots of each executor, and the executors with a free slot.
+        self._used_slots: dict[ExecutorProcess, int] = {}
+        self._free_executors: deque[ExecutorProcess] = deque()
+        self._waiters: deque[asyncio.Future[ExecutorProcess]] = deque()
+        self._keeper_tasks: list[asyncio.Task[None]] = []
+        self._is_closing = False
+        #: The last start, if it failed and no executor is running, and the time of the next one.
+        self._last_failure: StartupFailure | None = None
+        self._next_start = 0.0
+        #: The number of executors that are starting.
+        self._starting_count = 0
+        #: Set when the first executor has answered or could not be started: the cause of further waiting is known.
+        self._first_start_ended = asyncio.Event()
+        self._probe_count = 0
+        #: The last probe whose executor was logged as too slow for a waiting caller.
+        self._slow_probe = -1
+        self._served_count = 0
+        self._wait_seconds = 0.0
+        self._metrics: PoolMetrics | None = None
+        self._worker_id = f"{name}-{os.getpid()}"
+        # A separate thread for each kind: the long lines of one kind delay no other.
         self._readers = ThreadPoolExecutor(1, f"{name}-lines")
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        self._deadlines = Deadlines(self._loop, self._end)
-        self._guard = self._shared or await asyncio.to_thread(Guard)
-        self._tally = registry_of().join(partial(PoolTally, figures=self._figures), self.name)
-        self._keepers = [asyncio.create_task(self._keep(), name=f"{self.name}-{n}") for n in range(self.policy.size)]
+        self._deadlines = DeadlineHeap(self._loop, self._terminate_timed_out)
+        self._reaper = self._shared_reaper or await asyncio.to_thread(ProcessReaper)
+        self._metrics = get_registry().register(partial(PoolMetrics, figures=self._get_stats), self.name)
+        self._keeper_tasks = [
+            asyncio.create_task(self._keep_running(), name=f"{self.name}-{n}") for n in range(self.policy.size)
+        ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -145,55 +147,57 @@ class ExecutorPool:
 
     @property
     def pids(self) -> list[int]:
-        """The executors that run."""
+        """The process ids of the running executors."""
         return sorted(process.pid for process in self._running)
 
     @property
-    def unstarted(self) -> ExecutorNotStarted | None:
-        """Why nobody is up, if that is known."""
-        if self._failed is None or self._up:
+    def startup_error(self) -> ExecutorNotStarted | None:
+        """The reason why no executor is running, if it is known."""
+        if self._last_failure is None or self._is_up:
             return None
-        return self._failed.error(retry_after=max(NOBODY, self._next - self._loop.time()))
+        return self._last_failure.error(
+            retry_after=max(NO_EXECUTOR_RETRY_SECONDS, self._next_start - self._loop.time())
+        )
 
-    async def tried(self) -> None:
-        """Wait until the first start has ended, well or not."""
-        await self._tried.wait()
+    async def wait_first_start(self) -> None:
+        """Wait until the first start has ended, successful or not."""
+        await self._first_start_ended.wait()
 
     async def close(self) -> None:
-        """Take no further job, have every executor end, and leave none behind."""
-        self._closing = True
-        self._tried.set()
-        for waiter in self._waiting:
+        """Accept no more jobs and end every executor."""
+        self._is_closing = True
+        self._first_start_ended.set()
+        for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_exception(PoolClosed("the pool is closed"))
-        for keeper in self._keepers:
+        for keeper in self._keeper_tasks:
             keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*self._keeper_tasks, return_exceptions=True)
         for process in list(self._running):
             process.retire(grace=self.policy.grace)
-        await asyncio.gather(*(asyncio.shield(process.gone) for process in list(self._running)))
-        guard, self._guard = self._guard, None
-        if guard is not None:
+        await asyncio.gather(*(asyncio.shield(process.exited) for process in list(self._running)))
+        reaper, self._reaper = self._reaper, None
+        if reaper is not None:
             self._deadlines.clear()
             self._readers.shutdown(wait=False)
-        if self._tally is not None:
-            registry_of().close(self._tally)
-        if guard is not None and guard is not self._shared:
-            await asyncio.to_thread(guard.close)
+        if self._metrics is not None:
+            get_registry().close(self._metrics)
+        if reaper is not None and reaper is not self._shared_reaper:
+            await asyncio.to_thread(reaper.close)
 
-    def _figures(self) -> Figures:
-        # Asked from other threads: everything that may change meanwhile is copied first.
+    def _get_stats(self) -> PoolStats:
+        # Called from other threads: everything that may change meanwhile is copied first.
         running, counts = list(self._running), dict(self.counts)
-        strays: Counter[str] = Counter({kind: counts.pop(f"stray_{kind}", 0) for kind in STRAYS})
+        strays: Counter[str] = Counter({kind: counts.pop(f"stray_{kind}", 0) for kind in STRAY_KINDS})
         for process in running:
             strays.update(dict(process.counts))
-        return Figures(
+        return PoolStats(
             running=len(running),
-            in_flight=sum(list(self._taken.values())),
-            waiting=len(self._waiting),
-            served=self._served,
-            waited=self._waited_for,
-            ends=counts,
+            in_flight=sum(list(self._used_slots.values())),
+            waiting=len(self._waiters),
+            served=self._served_count,
+            wait_seconds=self._wait_seconds,
+            events=counts,
             strays=strays,
         )
 
@@ -203,124 +207,124 @@ class ExecutorPool:
         self,
         function_name: str,
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] = _NONE,
+        kwargs: Mapping[str, Any] = _EMPTY,
         *,
         job_id: str,
         timeout: float | None,
         attempt_number: int = 1,
         enqueued_at: float | None = None,
         queue_name: str = "default",
-        carrier: Mapping[str, str] = _NONE,
-        place: Reservation | None = None,
+        carrier: Mapping[str, str] = _EMPTY,
+        reservation: Reservation | None = None,
     ) -> ExecutionOutcome:
-        """What an executor makes of the job, once one is free; whatever happens there is an outcome.
+        """Run the job in the next free executor and return its outcome; every event after sending is an outcome.
 
-        The clock of *timeout* starts when the request is sent. At its end the executor is killed,
-        and the outcome is there when it is gone, so that no second attempt overlaps the first.
-        Raises LineError for what cannot be sent, and errors that say ``later`` where nothing ran
-        or it was interrupted for another job's sake. Whoever has a *place* keeps it afterwards.
+        The time of *timeout* starts when the request is sent. At its end the executor is killed, and the outcome is
+        returned after the process has exited, so that no second attempt overlaps the first. Raises LineError if the
+        job cannot be sent, and errors with ``not_attempted`` if nothing ran or the job was interrupted because of
+        another job. A caller with a *reservation* keeps it afterwards.
         """
-        process = await self._acquired() if place is None else place.process
+        process = await self._acquire() if reservation is None else reservation.process
         try:
             now = time.time()
-            line = write_call(
+            line = format_request_line(
                 function_name,
                 args,
                 kwargs,
                 job_id=job_id,
                 attempt_number=attempt_number,
-                enqueue_time=_moment(now if enqueued_at is None else enqueued_at),
+                enqueue_time=_to_utc(now if enqueued_at is None else enqueued_at),
                 queue_name=queue_name,
-                deadline=None if timeout is None else _moment(now + timeout),
+                deadline=None if timeout is None else _to_utc(now + timeout),
                 trace_context=carrier or None,
-                worker_id=self._worker,
+                worker_id=self._worker_id,
             )
-            return await self._sent(process, line, job_id, timeout=timeout, carrier=carrier)
+            return await self._send(process, line, job_id, timeout=timeout, carrier=carrier)
         finally:
-            if place is None:
+            if reservation is None:
                 self._release(process)
 
-    async def reserve(self, patience: Patience | None = None) -> Reservation:
-        """A place in an executor, once there is one, for a job that is to be sent in a moment; it has to be left.
+    async def reserve(self, limits: WaitLimits | None = None) -> Reservation:
+        """Wait for a slot in an executor and reserve it for a job; the caller must release it.
 
-        ExecutorNotStarted where nobody is up and a start has failed, or takes longer than *patience* has;
-        ExecutorsBusy where some are up, and for so long none has had a place.
+        Raises ExecutorNotStarted if no executor is running and a start has failed or takes longer than *limits*
+        allows, and ExecutorsBusy if executors are running but had no free slot for that long.
         """
-        return Reservation(await self._acquired(patience), self._release)
+        return Reservation(await self._acquire(limits), self._release)
 
     def reserve_now(self) -> Reservation | None:
-        """A place that is free at this moment; None if there is none, or somebody else waits for it."""
-        process = None if self._closing or self._waiting else self._picked()
+        """Reserve a slot that is free now; None if no slot is free, or another caller waits for one."""
+        process = None if self._is_closing or self._waiters else self._take_free_slot()
         if process is None:
             return None
-        self._served += 1
+        self._served_count += 1
         return Reservation(process, self._release)
 
     @property
-    def places(self) -> int:
-        """How many jobs run at once when every executor is up."""
+    def slot_count(self) -> int:
+        """The number of jobs that run concurrently when every executor is running."""
         return self.policy.size * self.policy.max_in_flight
 
     def kill(self, job_id: str) -> bool:
-        """End the executor that has *job_id*, as at a hard timeout; False if none has it."""
-        outcome = verdict.killed(job_id)
-        ended = any(process.end(job_id, outcome, grace=self.policy.grace) for process in self._running)
-        self.counts["killed"] += ended
-        return ended
+        """Terminate the executor that runs *job_id*, as at a hard timeout; False if no executor runs it."""
+        outcome = verdict.job_killed(job_id)
+        is_terminated = any(process.terminate(job_id, outcome, grace=self.policy.grace) for process in self._running)
+        self.counts["killed"] += is_terminated
+        return is_terminated
 
-    async def _sent(
+    async def _send(
         self,
         process: ExecutorProcess,
         line: bytes,
         job_id: str,
         *,
         timeout: float | None,
-        carrier: Mapping[str, str] = _NONE,
+        carrier: Mapping[str, str] = _EMPTY,
     ) -> ExecutionOutcome:
-        flight = process.send(line, job_id, trace_id=_trace_id(carrier) if carrier else None)
-        job = _Job(process, job_id, timeout or 0.0)
+        reply = process.send(line, job_id, trace_id=_trace_id(carrier) if carrier else None)
+        job = _InFlightJob(process, job_id, timeout or 0.0)
         if timeout is not None:
             self._deadlines.add(job, timeout)
         try:
-            return await flight
+            return await reply
         except asyncio.CancelledError:
-            # Nobody waits for it any more, but it runs: an executor with such a job takes no other.
-            if self._end(job):
-                # Whoever leaves now may come back with a second attempt, which must not overlap this one.
-                await asyncio.shield(process.gone)
+            # No caller waits for it any more, but it runs: an executor with such a job gets no other.
+            if self._terminate_timed_out(job):
+                # The cancelled caller may retry with a second attempt, which must not overlap this one.
+                await asyncio.shield(process.exited)
             raise
         finally:
             self._deadlines.remove(job)
 
-    def _end(self, job: _Job) -> bool:
-        outcome = verdict.timed_out(job.id, after=job.timeout)
-        ended = job.process.end(job.id, outcome, grace=self.policy.grace)
-        self.counts["killed"] += ended
-        return ended
+    def _terminate_timed_out(self, job: _InFlightJob) -> bool:
+        outcome = verdict.job_timed_out(job.id, after=job.timeout)
+        is_terminated = job.process.terminate(job.id, outcome, grace=self.policy.grace)
+        self.counts["killed"] += is_terminated
+        return is_terminated
 
-    # -- who is free ------------------------------------------------------------------------------
+    # -- free slots -------------------------------------------------------------------------------
 
-    async def _acquired(self, patience: Patience | None = None) -> ExecutorProcess:
-        # Who waits longest is first, also before one who comes when somebody happens to be free.
-        process = None if self._waiting or self._closing else self._picked()
+    async def _acquire(self, limits: WaitLimits | None = None) -> ExecutorProcess:
+        # Waiting callers are served first, even if an executor happens to be free.
+        process = None if self._waiters or self._is_closing else self._take_free_slot()
         if process is None:
-            process = await self._waited(patience)
-        self._served += 1
+            process = await self._wait_for_slot(limits)
+        self._served_count += 1
         return process
 
-    async def _waited(self, patience: Patience | None) -> ExecutorProcess:
-        """The next executor that has a place, and that place taken."""
-        if self._closing or self._guard is None:
+    async def _wait_for_slot(self, limits: WaitLimits | None) -> ExecutorProcess:
+        """Wait for the next executor with a free slot and occupy that slot."""
+        if self._is_closing or self._reaper is None:
             raise PoolClosed("the pool is not open")
-        error = self.unstarted
-        if error is not None and not self._starting:
+        error = self.startup_error
+        if error is not None and not self._starting_count:
             raise error
         waiter: asyncio.Future[ExecutorProcess] = self._loop.create_future()
-        self._waiting.append(waiter)
+        self._waiters.append(waiter)
         began = self._loop.time()
         timers: list[asyncio.TimerHandle] = []
-        if patience is not None:
-            timers = [self._loop.call_later(after, self._give_up, waiter, after, patience) for after in patience]
+        if limits is not None:
+            timers = [self._loop.call_later(after, self._give_up, waiter, after, limits) for after in limits]
         try:
             process = await waiter
         except asyncio.CancelledError:
@@ -330,210 +334,219 @@ class ExecutorPool:
         finally:
             for timer in timers:
                 timer.cancel()
-        self._waited_for += self._loop.time() - began
+        self._wait_seconds += self._loop.time() - began
         return process
 
-    def _give_up(self, waiter: asyncio.Future[ExecutorProcess], after: float, patience: Patience) -> None:
-        # Asked now, because it may have changed: what is waited for decides how much patience there is.
-        if waiter.done() or after < (patience.busy if self._up else patience.start):
+    def _give_up(self, waiter: asyncio.Future[ExecutorProcess], after: float, limits: WaitLimits) -> None:
+        # Checked now, because the state may have changed: it decides which of the two limits applies.
+        if waiter.done() or after < (limits.busy if self._is_up else limits.start):
             return
-        waiter.set_exception(self._busy(after) if self._up else self._slow_start(after))
-        self._waiting.remove(waiter)
+        waiter.set_exception(self._busy_error(after) if self._is_up else self._slow_start_error(after))
+        self._waiters.remove(waiter)
 
-    def _busy(self, after: float) -> ExecutorsBusy:
+    def _busy_error(self, after: float) -> ExecutorsBusy:
         return ExecutorsBusy(
             f"for {after:.3g} s all executors were busy, and this was not begun; have as many places (size times "
-            f"max_in_flight, {self.places} now) as the task's concurrency has slots, or give the step more time",
-            retry_after=NOBODY,
+            f"max_in_flight, {self.slot_count} now) as the task's concurrency has slots, or give the step more time",
+            retry_after=NO_EXECUTOR_RETRY_SECONDS,
         )
 
-    def _slow_start(self, after: float) -> ExecutorNotStarted:
-        error = self.unstarted
+    def _slow_start_error(self, after: float) -> ExecutorNotStarted:
+        error = self.startup_error
         if error is None:
-            said = next((process.last_lines for process in self._running if not process.answered), LastLines())
-            slow = start.starting(self._command.words, after, said)
-            error = slow.error(retry_after=NOBODY)
-            if self._slow != self._probes:  # many may wait for the same start
-                self._slow = self._probes
-                self._unstarted(slow)
+            stderr_tail = next(
+                (process.stderr_tail for process in self._running if not process.answer_count), StderrTail()
+            )
+            slow = start.still_starting(self._command.words, after, stderr_tail)
+            error = slow.error(retry_after=NO_EXECUTOR_RETRY_SECONDS)
+            if self._slow_probe != self._probe_count:  # many may wait for the same start
+                self._slow_probe = self._probe_count
+                self._log_failed_start(slow)
         return error
 
-    def _picked(self) -> ExecutorProcess | None:
-        """An executor with a place left, and that place taken."""
-        while self._free:
-            process = self._free.popleft()
-            if self._usable(process):
-                self._taken[process] += 1
-                if self._taken[process] < self.policy.max_in_flight:
-                    self._free.append(process)
+    def _take_free_slot(self) -> ExecutorProcess | None:
+        """Return an executor with a free slot and occupy that slot; None if there is none."""
+        while self._free_executors:
+            process = self._free_executors.popleft()
+            if self._is_usable(process):
+                self._used_slots[process] += 1
+                if self._used_slots[process] < self.policy.max_in_flight:
+                    self._free_executors.append(process)
                 return process
         return None
 
     @property
-    def _up(self) -> bool:
-        """Whether there is one that has answered, busy or not."""
-        return any(map(self._usable, self._taken))
+    def _is_up(self) -> bool:
+        """Whether an executor has answered and is running, busy or not."""
+        return any(map(self._is_usable, self._used_slots))
 
-    def _usable(self, process: ExecutorProcess) -> bool:
-        return not process.killed and not process.gone.done()
+    def _is_usable(self, process: ExecutorProcess) -> bool:
+        return not process.is_ending and not process.exited.done()
 
     def _release(self, process: ExecutorProcess) -> None:
-        if process not in self._taken:  # it is gone
-            self._serve()
+        if process not in self._used_slots:  # it has exited
+            self._serve_waiters()
             return
-        was_full = self._taken[process] == self.policy.max_in_flight
-        self._taken[process] -= 1
-        if self._usable(process) and self._worn(process):
+        was_full = self._used_slots[process] == self.policy.max_in_flight
+        self._used_slots[process] -= 1
+        if self._is_usable(process) and self._needs_replacement(process):
             self.counts["retired"] += 1
-            # It finishes what it has, and gets nothing further.
+            # It finishes its jobs and gets no more.
             process.retire(grace=self.policy.grace + self.policy.start_timeout)
-        elif was_full and self._usable(process):
-            self._free.append(process)
-        self._serve()
+        elif was_full and self._is_usable(process):
+            self._free_executors.append(process)
+        self._serve_waiters()
 
-    def _serve(self) -> None:
-        while self._waiting:
-            if self._waiting[0].done():  # its caller has gone
-                del self._waiting[0]
+    def _serve_waiters(self) -> None:
+        while self._waiters:
+            if self._waiters[0].done():  # its caller was cancelled
+                del self._waiters[0]
                 continue
-            process = self._picked()
+            process = self._take_free_slot()
             if process is None:
                 return
-            waiter = self._waiting.popleft()
+            waiter = self._waiters.popleft()
             waiter.set_result(process)
 
-    def _worn(self, process: ExecutorProcess) -> bool:
+    def _needs_replacement(self, process: ExecutorProcess) -> bool:
         policy = self.policy
-        if process.suspect:
+        if process.is_suspect:
             return True
-        if policy.max_jobs is not None and process.answered > policy.max_jobs:  # the probe was answered too
+        if policy.max_jobs is not None and process.answer_count > policy.max_jobs:  # the probe was answered too
             return True
-        if policy.max_age is not None and time.monotonic() - process.began > policy.max_age:
+        if policy.max_age is not None and time.monotonic() - process.started_at > policy.max_age:
             return True
         return policy.max_memory is not None and (process.memory() or 0) > policy.max_memory
 
     # -- keeping them running ---------------------------------------------------------------------
 
-    async def _keep(self) -> None:
-        """Have one executor running, and another in its place when it is gone."""
+    async def _keep_running(self) -> None:
+        """Keep one executor running, and replace it after it has exited."""
         failures = 0
         while True:
-            self._starting += 1
+            self._starting_count += 1
             try:
-                process = await self._ready()
+                process = await self._start_executor()
             finally:
-                self._starting -= 1
+                self._starting_count -= 1
             if isinstance(process, ExecutorProcess):
-                self._failed = None
-                self._tried.set()
-                self._taken[process] = 0
-                self._free.append(process)
-                self._serve()
-                await asyncio.shield(process.gone)
-                lived = time.monotonic() - process.began
-                if process.killed or process.asked > 1 or lived > self.policy.start_timeout:
+                self._last_failure = None
+                self._first_start_ended.set()
+                self._used_slots[process] = 0
+                self._free_executors.append(process)
+                self._serve_waiters()
+                await asyncio.shield(process.exited)
+                lifetime = time.monotonic() - process.started_at
+                if process.is_ending or process.request_count > 1 or lifetime > self.policy.start_timeout:
                     failures = 0
                     continue
-                # It answered, and left before anybody could give it a job: the next one may do the same.
+                # It answered and exited before a job could be sent: the next one may do the same.
             else:
                 self.counts["failed_starts"] += 1
-                self._fail(process, self.policy.restart.delay(failures))
+                self._fail_waiters(process, self.policy.restart.delay(failures))
             await asyncio.sleep(self.policy.restart.delay(failures))
             failures += 1
 
-    def _fail(self, failed: FailedStart | None, delay: float) -> None:
-        """Tell whoever waits, if nobody else is up to serve him, and those who come while it is so."""
-        self._tried.set()
+    def _fail_waiters(self, failed: StartupFailure | None, delay: float) -> None:
+        """Fail current and later waiters with the startup error, unless another executor is running."""
+        self._first_start_ended.set()
         if failed is None:
             return
-        self._failed, self._next = failed, self._loop.time() + delay
-        if self._up:
+        self._last_failure, self._next_start = failed, self._loop.time() + delay
+        if self._is_up:
             return
-        waiting = [waiter for waiter in self._waiting if not waiter.done()]
-        self._waiting.clear()
+        waiting = [waiter for waiter in self._waiters if not waiter.done()]
+        self._waiters.clear()
         for waiter in waiting:
-            waiter.set_exception(failed.error(retry_after=max(NOBODY, delay)))
+            waiter.set_exception(failed.error(retry_after=max(NO_EXECUTOR_RETRY_SECONDS, delay)))
 
-    async def _ready(self) -> ExecutorProcess | FailedStart | None:
-        """An executor that has answered, or why there is none to be had now; None if that is told already."""
-        assert self._guard is not None  # noqa: S101 - keepers live between opening and closing
-        starting = asyncio.ensure_future(ExecutorProcess.start(self._command, self._guard, self._readers))
+    async def _start_executor(self) -> ExecutorProcess | StartupFailure | None:
+        """Start an executor and wait for its first answer; the failure otherwise, None if it is reported already."""
+        assert self._reaper is not None  # noqa: S101 - keeper tasks run only while the pool is open
+        starting = asyncio.ensure_future(ExecutorProcess.start(self._command, self._reaper, self._readers))
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # It is being started by a thread, which nothing stops: whoever comes of it is ended.
+            # A thread starts the process and cannot be stopped: the process it starts is ended on close.
             await asyncio.wait([starting])
             if starting.exception() is None:
                 self._running.add(starting.result())
             raise
         except OSError as error:
-            where = "" if error.filename is None else f": {error.filename!r}"
-            return self._unstarted(start.refused(self._command.words, f"{error.strerror}{where}"))
-        except ConnectionLost as error:
-            return self._unstarted(start.refused(self._command.words, str(error)))
+            file_hint = "" if error.filename is None else f": {error.filename!r}"
+            return self._log_failed_start(start.start_rejected(self._command.words, f"{error.strerror}{file_hint}"))
+        except ConnectionLostError as error:
+            return self._log_failed_start(start.start_rejected(self._command.words, str(error)))
         self._running.add(process)
-        process.gone.add_done_callback(lambda gone: self._ended(process, gone.result()))
+        process.exited.add_done_callback(lambda gone: self._on_exit(process, gone.result()))
         self.counts["started"] += 1
-        # A request that waits for an interpreter to start would pay for it with its own time.
-        self._probes += 1
-        job_id = f"{PROBE}-{self._probes}"
+        # A request that waited for an interpreter to start would lose that time of its timeout.
+        self._probe_count += 1
+        job_id = f"{READINESS_PROBE_HANDLER}-{self._probe_count}"
         now = datetime.now(UTC)
-        line = write_call(PROBE, job_id=job_id, attempt_number=1, enqueue_time=now, worker_id=self._worker)
+        line = format_request_line(
+            READINESS_PROBE_HANDLER, job_id=job_id, attempt_number=1, enqueue_time=now, worker_id=self._worker_id
+        )
         try:
-            await self._sent(process, line, job_id, timeout=self.policy.start_timeout)
+            await self._send(process, line, job_id, timeout=self.policy.start_timeout)
         except ErgonError:
-            # Nothing was sent: it is ended with the pool, or had ended before it could be asked.
-            return None if process.killed else self._never_answered(process)
-        return process if self._usable(process) else self._never_answered(process)
+            # Nothing was sent: the executor ends with the pool, or ended before the probe was sent.
+            return None if process.is_ending else self._startup_failure(process)
+        return process if self._is_usable(process) else self._startup_failure(process)
 
-    def _never_answered(self, process: ExecutorProcess) -> FailedStart | None:
-        if process.answered:
+    def _startup_failure(self, process: ExecutorProcess) -> StartupFailure | None:
+        if process.answer_count:
             return None
-        words, said = self._command.words, process.last_lines
-        if process.killed:
+        command, stderr_tail = self._command.words, process.stderr_tail
+        if process.is_ending:
             strays = sum(process.counts.values())
-            failed = start.silent(words, self.policy.start_timeout, said, strays=strays)
+            failed = start.no_answer(command, self.policy.start_timeout, stderr_tail, strays=strays)
         else:
-            failed = start.ended(words, process.gone.result(), said)
-        return self._unstarted(failed, process.pid)
+            failed = start.exited_early(command, process.exited.result(), stderr_tail)
+        return self._log_failed_start(failed, process.pid)
 
-    def _unstarted(self, failed: FailedStart, pid: int | None = None) -> FailedStart:
-        told = {Names.EXECUTOR: self.name, Names.PID: pid, Names.EXIT_CODE: failed.how, Names.LINE: failed.lines}
-        told[Names.ERROR] = str(failed.error(retry_after=0.0))
-        logs.say(logging.ERROR, Event.EXECUTOR_NOT_STARTED, told, to=log)
+    def _log_failed_start(self, failed: StartupFailure, pid: int | None = None) -> StartupFailure:
+        fields = {
+            Names.EXECUTOR: self.name,
+            Names.PID: pid,
+            Names.EXIT_CODE: failed.exit_description,
+            Names.LINE: failed.lines,
+        }
+        fields[Names.ERROR] = str(failed.error(retry_after=0.0))
+        logs.log_event(logging.ERROR, Event.EXECUTOR_NOT_STARTED, fields, to=log)
         return failed
 
-    def _ended(self, process: ExecutorProcess, how: str) -> None:
+    def _on_exit(self, process: ExecutorProcess, exit_description: str) -> None:
         self._running.discard(process)
-        self._taken.pop(process, None)
+        self._used_slots.pop(process, None)
         for kind, count in process.counts.items():
             self.counts[f"stray_{kind}"] += count
-        if process.killed:
+        if process.is_ending:
             return
         self.counts["died"] += 1
-        # Whoever starts it tells of one that never answered.
-        if process.answered:
-            told = {Names.EXECUTOR: self.name, Names.PID: process.pid, Names.EXIT_CODE: how}
-            logs.say(logging.ERROR, Event.EXECUTOR_ENDED, told, to=log)
+        # An executor that never answered is logged as a failed start.
+        if process.answer_count:
+            fields = {Names.EXECUTOR: self.name, Names.PID: process.pid, Names.EXIT_CODE: exit_description}
+            logs.log_event(logging.ERROR, Event.EXECUTOR_ENDED, fields, to=log)
 
 
 class Reservation:
-    """A place in an executor, until the end of its ``with``."""
+    """A slot in an executor, held until the end of its ``with`` block."""
 
-    __slots__ = ("_leave", "process")
+    __slots__ = ("_release", "process")
 
-    def __init__(self, process: ExecutorProcess, leave: Callable[[ExecutorProcess], None]) -> None:
+    def __init__(self, process: ExecutorProcess, release: Callable[[ExecutorProcess], None]) -> None:
         self.process = process
-        self._leave = leave
+        self._release = release
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._leave(self.process)
+        self._release(self.process)
 
 
-def _moment(seconds: float) -> datetime:
+def _to_utc(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 

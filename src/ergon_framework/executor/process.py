@@ -1,4 +1,4 @@
-"""Process: one executor, its pipes, what is in flight in it, and its end."""
+"""One executor process: its pipes, its jobs in flight, and its end."""
 
 from __future__ import annotations
 
@@ -21,167 +21,168 @@ from pydantic import Field
 
 from ergon_framework.errors import ErgonError
 from ergon_framework.executor import verdict
-from ergon_framework.executor.descendants import MARK, Descendant, kill_all, kill_marked, list_children
-from ergon_framework.executor.guard import Guard
-from ergon_framework.executor.lines import Overlong, Reason, Splitter
-from ergon_framework.executor.protocol import BadLine, ExecutionOutcome, Status, read_outcome
-from ergon_framework.executor.start import LastLines
+from ergon_framework.executor.descendants import EXECUTOR_VARIABLE, Descendant, kill_all, kill_marked, list_children
+from ergon_framework.executor.guard import ProcessReaper
+from ergon_framework.executor.lines import LineErrorReason, LineSplitter, OverlongLine
+from ergon_framework.executor.protocol import ExecutionOutcome, InvalidMessage, Status, read_outcome
+from ergon_framework.executor.start import StderrTail
 from ergon_framework.policy import Policy
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event
 from ergon_framework.telemetry.names import Field as Names
-from ergon_framework.telemetry.redaction import masked
+from ergon_framework.telemetry.redaction import mask_credentials
 
 log: Final = logging.getLogger(f"{LIBRARY}.executor")
 
-#: As much as a pipe holds; memory for more would be asked of the system anew for each line.
-CHUNK: Final = 65_536
-#: How many times so much is read of an executor that is gone.
-DRAINED: Final = 1024
-#: A line that is longer is read in a thread: in the loop it would hold all others for too long.
-LONG: Final = 131_072
-#: How many lines are taken before others have their turn.
-TURN: Final = 200
-#: What a line may be that is no outcome of a job in flight.
-STRAYS: Final = ("malformed", "unknown", "late")
-#: How many strays of a kind one executor is blamed for in the logs; all are counted.
-TOLD: Final = 10
-#: Seconds that an executor has to end by itself once it has closed its stdout.
-LAST: Final = 1.0
-#: Longest line of stderr that is logged, and how much of it.
-LONGEST_SAID: Final = 65_536
-SAID: Final = 2_000
-#: How much of stderr is taken at a time.
-SAID_CHUNK: Final = 8_192
-# Waits for one line before it becomes the executor: until its group is entrusted to the guard. An orchestrator that
-# dies in between closes the pipe, and then nothing is ever started. dash and bash read no byte beyond the line.
-_GATE: Final = ("/bin/sh", "-c", 'read -r go && exec "$@"', "gate")
+#: Bytes of one read: the capacity of a pipe. More memory would be allocated from the system again for each line.
+READ_BYTES: Final = 65_536
+#: Maximum number of such reads from an executor that has exited.
+MAX_DRAIN_READS: Final = 1024
+#: Bytes above which a line is parsed in a thread: in the event loop it would block all others for too long.
+LONG_LINE_BYTES: Final = 131_072
+#: Maximum number of lines that are processed before other callbacks of the event loop run.
+MAX_LINES_PER_TURN: Final = 200
+#: Kinds of lines that are not an outcome of a job in flight.
+STRAY_KINDS: Final = ("malformed", "unknown", "late")
+#: Maximum number of stray lines of a kind that are logged for one executor; all are counted.
+MAX_LOGGED_STRAYS: Final = 10
+#: Seconds that an executor has to exit after it has closed its stdout.
+EXIT_TIMEOUT_SECONDS: Final = 1.0
+#: Maximum length in bytes of a stderr line that is logged, and the number of its characters in the log.
+MAX_STDERR_LINE_BYTES: Final = 65_536
+MAX_LOGGED_LINE_CHARS: Final = 2_000
+#: Bytes of one read from stderr.
+STDERR_READ_BYTES: Final = 8_192
+# Waits for one line before it executes the command, until its group is registered with the reaper. If the orchestrator
+# dies in between, the pipe is closed and nothing starts. dash and bash read no byte beyond the line.
+_START_GATE: Final = ("/bin/sh", "-c", 'read -r go && exec "$@"', "gate")
 
 
-class ExecutorReleased(ErgonError):
-    """The executor was ended for another job's sake: this one was interrupted, and costs no attempt."""
+class ExecutorInterrupted(ErgonError):
+    """The executor was ended because of another job: this job was interrupted, and no attempt is counted."""
 
     code = "executor_released"
-    later = True
+    not_attempted = True
 
 
-class Limits(Policy):
-    """What the system allows one executor."""
+class ResourceLimits(Policy):
+    """System resource limits of one executor."""
 
     cpu: int | None = Field(default=None, ge=1, description="Seconds of processor time in all; then SIGKILL.")
     open_files: int | None = Field(default=None, ge=16, description="Descriptors that it may have open.")
 
 
-class Command(Policy):
-    """How an executor is started. It sees no variable of the environment but these and ERGON_EXECUTOR, its mark."""
+class ExecutorCommand(Policy):
+    """How an executor is started. Its environment holds only these variables and ERGON_EXECUTOR, its mark."""
 
     words: tuple[str, ...] = Field(min_length=1, description="The program and its arguments.")
     environment: Mapping[str, str] = Field(default_factory=dict, description="All of its environment.")
     folder: str | None = Field(default=None, description="Where it runs; the orchestrator's folder by default.")
-    limits: Limits = Limits()
+    limits: ResourceLimits = ResourceLimits()
 
 
 class ExecutorProcess:
     """A running executor; everything but ``start`` belongs to one event loop."""
 
-    def __init__(self, process: subprocess.Popen[bytes], guard: Guard, readers: ThreadPoolExecutor, mark: str) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], reaper: ProcessReaper, readers: ThreadPoolExecutor, mark: str
+    ) -> None:
         self.pid = process.pid
-        #: What the environment of each of its children names.
+        #: The value that identifies it in the environment of each of its children.
         self._mark = mark
-        #: Those that were below it when it was told to end.
+        #: Its descendants at the time of each termination signal.
         self._descendants: set[Descendant] = set()
-        self.began = time.monotonic()
-        self.answered = 0
+        self.started_at = time.monotonic()
+        self.answer_count = 0
         self.counts: Counter[str] = Counter()
-        #: Done when the process is gone and reaped, with how it ended in words.
-        self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        #: Whether it was told to end; it gets nothing further.
-        self.killed = False
-        #: Whether it has answered for a job that it did not have: its next answer may be another such one.
-        self.suspect = False
-        #: How many requests it was sent.
-        self.asked = 0
-        #: What it wrote to stderr before its first answer.
-        self.last_lines = LastLines()
-        self._retired = False
-        self._leaving: asyncio.Future[None] | None = None
+        #: Done when the process has exited and is reaped; the result describes how it ended.
+        self.exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        #: Whether it was asked to end; it gets no more jobs.
+        self.is_ending = False
+        #: Whether it has answered for a job that it did not have: its next answer may be another such answer.
+        self.is_suspect = False
+        #: The number of requests that were sent to it.
+        self.request_count = 0
+        #: Lines that it wrote to stderr before its first answer.
+        self.stderr_tail = StderrTail()
+        self._is_retired = False
+        self._cleanup: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._guard = guard
+        self._reaper = reaper
         self._process = process
-        self._in, self._out, self._err = (
-            cast("IO[bytes]", end) for end in (process.stdin, process.stdout, process.stderr)
+        self._stdin, self._stdout, self._stderr = (
+            cast("IO[bytes]", pipe) for pipe in (process.stdin, process.stdout, process.stderr)
         )
-        self._flights: dict[str, asyncio.Future[ExecutionOutcome]] = {}
-        self._verdicts: dict[str, ExecutionOutcome] = {}
-        self._trace: dict[str, str] = {}
+        self._replies: dict[str, asyncio.Future[ExecutionOutcome]] = {}
+        self._decided_outcomes: dict[str, ExecutionOutcome] = {}
+        self._trace_ids: dict[str, str] = {}
         self._unsent = bytearray()
-        self._outcomes, self._said = Splitter(), Splitter(LONGEST_SAID)
+        self._stdout_splitter, self._stderr_splitter = LineSplitter(), LineSplitter(MAX_STDERR_LINE_BYTES)
         self._readers = readers
-        #: Lines that have come and were not taken yet. While some are, nothing further is read.
-        #: Of what was read last; nothing is read before all of them are taken.
-        self._lines: Iterator[bytes | Overlong] = iter(())
-        self._held = False
-        #: Whether its stdout is closed, whether it has ended, and how often it may still be read then.
-        self._silent = self._over = False
-        self._rest = DRAINED
+        #: Lines of the last read that are not processed yet; nothing more is read before all of them are.
+        self._received_lines: Iterator[bytes | OverlongLine] = iter(())
+        self._is_paused = False
+        #: Whether its stdout is closed, whether it has exited, and how many more reads are allowed then.
+        self._stdout_closed = self._has_exited = False
+        self._reads_left = MAX_DRAIN_READS
         self._pidfd = os.pidfd_open(process.pid)
         self._attach()
 
     @classmethod
-    async def start(cls, command: Command, guard: Guard, readers: ThreadPoolExecutor) -> Self:
-        """Start an executor; OSError if that cannot be done, ConnectionLost if no guard would know of it."""
+    async def start(cls, command: ExecutorCommand, reaper: ProcessReaper, readers: ThreadPoolExecutor) -> Self:
+        """Start an executor; raise OSError if it cannot be started, ConnectionLostError if no reaper is reachable."""
         loop = asyncio.get_running_loop()
-        mark = guard.create_mark()
-        process = await loop.run_in_executor(guard.threads, _spawned, command, guard, mark)
-        return cls(process, guard, readers, mark)
+        mark = reaper.create_mark()
+        process = await loop.run_in_executor(reaper.threads, _spawn, command, reaper, mark)
+        return cls(process, reaper, readers, mark)
 
     # -- jobs -------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
-        return len(self._flights)
+        return len(self._replies)
 
     def send(self, line: bytes, job_id: str, *, trace_id: str | None = None) -> asyncio.Future[ExecutionOutcome]:
-        """Send a request; what becomes of it, whatever happens to the process."""
-        flight: asyncio.Future[ExecutionOutcome] = self._loop.create_future()
-        if self.gone.done() or self.killed:
-            flight.set_exception(ExecutorReleased("the executor is ending; nothing was sent", retry_after=0.0))
-            return flight
-        if job_id in self._flights:
-            # Its outcome could not be told from the other's, and one of the two would wait for ever.
-            flight.set_exception(
-                ExecutorReleased("the executor has this job already; nothing was sent", retry_after=1.0)
+        """Send a request and return the future of its outcome, which completes whatever happens to the process."""
+        reply: asyncio.Future[ExecutionOutcome] = self._loop.create_future()
+        if self.exited.done() or self.is_ending:
+            reply.set_exception(ExecutorInterrupted("the executor is ending; nothing was sent", retry_after=0.0))
+            return reply
+        if job_id in self._replies:
+            # The two outcomes could not be told apart, and one caller would wait forever.
+            reply.set_exception(
+                ExecutorInterrupted("the executor has this job already; nothing was sent", retry_after=1.0)
             )
-            return flight
-        self.asked += 1
-        self._flights[job_id] = flight
+            return reply
+        self.request_count += 1
+        self._replies[job_id] = reply
         if trace_id is not None:
-            self._trace[job_id] = trace_id
+            self._trace_ids[job_id] = trace_id
         self._write(line)
-        return flight
+        return reply
 
-    def end(self, job_id: str, outcome: ExecutionOutcome, *, grace: float) -> bool:
-        """End the process because of *job_id*, whose outcome this is once the process is gone; False if it has one."""
-        if job_id not in self._flights:
+    def terminate(self, job_id: str, outcome: ExecutionOutcome, *, grace: float) -> bool:
+        """Kill the process because of *job_id*; *outcome* is its result after the exit. False if not in flight."""
+        if job_id not in self._replies:
             return False
-        self._verdicts[job_id] = outcome
+        self._decided_outcomes[job_id] = outcome
         self.kill(grace=grace)
         return True
 
     def kill(self, *, grace: float) -> None:
-        """SIGTERM to the whole group, and SIGKILL after *grace* seconds."""
-        self.killed = True
+        """Send SIGTERM to the whole group, and SIGKILL after *grace* seconds."""
+        self.is_ending = True
         self._signal(signal.SIGTERM)
         self._loop.call_later(grace, self._signal, signal.SIGKILL)
 
     def retire(self, *, grace: float) -> None:
-        """Close its stdin, so that it ends by itself; it is killed if it has not after *grace* seconds."""
-        self.killed = self._retired = True
+        """Close its stdin so that it exits; kill it if it has not exited after *grace* seconds."""
+        self.is_ending = self._is_retired = True
         self._close_input()
         self._loop.call_later(grace, self._signal, signal.SIGKILL)
 
     def memory(self) -> int | None:
-        """Bytes of memory that the process holds; its children are not counted."""
+        """Return the resident memory of the process in bytes; its children are not counted."""
         try:
             pages = int(Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1])
         except (OSError, ValueError, IndexError):
@@ -191,240 +192,245 @@ class ExecutorProcess:
     # -- pipes ------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        for end in (self._in, self._out, self._err):
-            os.set_blocking(end.fileno(), False)
-        self._loop.add_reader(self._out.fileno(), self._read)
-        self._loop.add_reader(self._err.fileno(), self._hear)
-        self._loop.add_reader(self._pidfd, self._exited)
+        for pipe in (self._stdin, self._stdout, self._stderr):
+            os.set_blocking(pipe.fileno(), False)
+        self._loop.add_reader(self._stdout.fileno(), self._read_stdout)
+        self._loop.add_reader(self._stderr.fileno(), self._read_stderr)
+        self._loop.add_reader(self._pidfd, self._on_exit)
 
     def _write(self, data: bytes) -> None:
         if self._unsent:
             self._unsent += data
             return
-        sent = self._sent(data)
+        sent = self._write_available(data)
         if sent < len(data):
             self._unsent += memoryview(data)[sent:]
-            self._loop.add_writer(self._in.fileno(), self._write_more)
+            self._loop.add_writer(self._stdin.fileno(), self._write_more)
 
     def _write_more(self) -> None:
-        del self._unsent[: self._sent(bytes(self._unsent[:CHUNK]))]
-        if not self._unsent and not self._in.closed:
-            self._loop.remove_writer(self._in.fileno())
+        del self._unsent[: self._write_available(bytes(self._unsent[:READ_BYTES]))]
+        if not self._unsent and not self._stdin.closed:
+            self._loop.remove_writer(self._stdin.fileno())
 
-    def _sent(self, data: bytes) -> int:
+    def _write_available(self, data: bytes) -> int:
         try:
-            return os.write(self._in.fileno(), data)
+            return os.write(self._stdin.fileno(), data)
         except BlockingIOError:
             return 0
         except OSError:
-            # It reads no more; how it ended is told when it has.
+            # It reads no more; its exit is reported separately.
             self._unsent.clear()
             return len(data)
 
     def _close_input(self) -> None:
-        if not self._in.closed:
-            self._loop.remove_writer(self._in.fileno())
-            self._in.close()
+        if not self._stdin.closed:
+            self._loop.remove_writer(self._stdin.fileno())
+            self._stdin.close()
 
-    def _read(self) -> None:
-        data = _available(self._out)
+    def _read_stdout(self) -> None:
+        data = _read_available(self._stdout)
         if data is None:
             return
         if not data:
-            # An executor that closed its stdout can answer nothing any more; most of them are about to end.
-            self._silent = True
-            self._loop.remove_reader(self._out.fileno())
-            self._loop.call_later(LAST, self._signal, signal.SIGKILL)
+            # An executor that closed its stdout can answer nothing any more; most of them are about to exit.
+            self._stdout_closed = True
+            self._loop.remove_reader(self._stdout.fileno())
+            self._loop.call_later(EXIT_TIMEOUT_SECONDS, self._signal, signal.SIGKILL)
             return
-        self._lines = self._outcomes.feed(data)
-        self._take_lines()
+        self._received_lines = self._stdout_splitter.feed(data)
+        self._process_lines()
 
-    def _take_lines(self) -> None:
-        """Take what has come, in its order; what would hold the loop for long later, or in a thread."""
-        for _ in range(TURN):
-            line = next(self._lines, None)
+    def _process_lines(self) -> None:
+        """Process received lines in order; continue later or in a thread if they would block the event loop."""
+        for _ in range(MAX_LINES_PER_TURN):
+            line = next(self._received_lines, None)
             if line is None:
-                if self._over and self._take_rest():
+                if self._has_exited and self._read_rest():
                     continue
-                self._taken()
+                self._resume_reading()
                 return
-            if isinstance(line, bytes) and len(line) > LONG:
-                self._hold()
-                read = partial(read_outcome, line, yielding=True)
-                reading = self._loop.run_in_executor(self._readers, read)
-                reading.add_done_callback(partial(self._was_read, line))
+            if isinstance(line, bytes) and len(line) > LONG_LINE_BYTES:
+                self._pause_reading()
+                parse = partial(read_outcome, line, yielding=True)
+                reading = self._loop.run_in_executor(self._readers, parse)
+                reading.add_done_callback(partial(self._on_parsed, line))
                 return
-            self._take(line, read_outcome(line))
-        self._hold()
-        self._loop.call_soon(self._take_lines)
+            self._process_line(line, read_outcome(line))
+        self._pause_reading()
+        self._loop.call_soon(self._process_lines)
 
-    def _was_read(self, line: bytes, reading: asyncio.Future[ExecutionOutcome | BadLine]) -> None:
+    def _on_parsed(self, line: bytes, reading: asyncio.Future[ExecutionOutcome | InvalidMessage]) -> None:
         error = reading.exception()
         if error is None:
-            self._take(line, reading.result())
+            self._process_line(line, reading.result())
         else:
-            # No memory for what is in it, for one. Whoever waits for more of this executor must not wait for ever.
-            self._take(line, BadLine(Reason.NOT_JSON, f"not to be read: {type(error).__name__}", len(line)))
-        self._take_lines()
+            # For example out of memory. Callers that wait for more lines of this executor must not wait forever.
+            self._process_line(
+                line, InvalidMessage(LineErrorReason.NOT_JSON, f"not to be read: {type(error).__name__}", len(line))
+            )
+        self._process_lines()
 
-    def _hold(self) -> None:
-        if not self._held:
-            self._held = True
-            self._loop.remove_reader(self._out.fileno())
+    def _pause_reading(self) -> None:
+        if not self._is_paused:
+            self._is_paused = True
+            self._loop.remove_reader(self._stdout.fileno())
 
-    def _taken(self) -> None:
-        """All that has come is taken."""
-        if self._over:
-            self._leave()
-        elif self._held:
-            self._held = False
-            if not self._silent:
-                self._loop.add_reader(self._out.fileno(), self._read)
+    def _resume_reading(self) -> None:
+        """Resume reading, or finish after the exit, when all received lines are processed."""
+        if self._has_exited:
+            self._finish_exit()
+        elif self._is_paused:
+            self._is_paused = False
+            if not self._stdout_closed:
+                self._loop.add_reader(self._stdout.fileno(), self._read_stdout)
 
-    def _take(self, line: bytes | Overlong, found: ExecutionOutcome | BadLine) -> None:
-        job_id = found.job_id
-        flight = None if job_id is None else self._flights.get(job_id)
-        if job_id in self._verdicts and (flight is None or not self._succeeded_before_kill(job_id, found)):
-            self._stray("late", line)
-        elif flight is None or job_id is None:
-            self._stray("malformed" if isinstance(found, BadLine) else "unknown", line)
+    def _process_line(self, line: bytes | OverlongLine, message: ExecutionOutcome | InvalidMessage) -> None:
+        job_id = message.job_id
+        reply = None if job_id is None else self._replies.get(job_id)
+        if job_id in self._decided_outcomes and (reply is None or not self._has_succeeded_before_kill(job_id, message)):
+            self._count_stray("late", line)
+        elif reply is None or job_id is None:
+            self._count_stray("malformed" if isinstance(message, InvalidMessage) else "unknown", line)
         else:
-            outcome = verdict.unreadable(job_id, found) if isinstance(found, BadLine) else found
-            self.answered += 1
-            self._landed(job_id, outcome)
+            outcome = verdict.invalid_outcome(job_id, message) if isinstance(message, InvalidMessage) else message
+            self.answer_count += 1
+            self._deliver(job_id, outcome)
 
-    def _succeeded_before_kill(self, job_id: str, found: ExecutionOutcome | BadLine) -> bool:
-        """Whether a job has succeeded after a request to kill it and before its process ended."""
-        succeeded = isinstance(found, ExecutionOutcome) and found.status is Status.SUCCESS
-        return succeeded and self._verdicts[job_id].error_type == verdict.KILLED
+    def _has_succeeded_before_kill(self, job_id: str, message: ExecutionOutcome | InvalidMessage) -> bool:
+        """Return whether a job succeeded after the kill request for it and before its process exited."""
+        succeeded = isinstance(message, ExecutionOutcome) and message.status is Status.SUCCESS
+        return succeeded and self._decided_outcomes[job_id].error_type == verdict.KILLED
 
-    def _stray(self, kind: str, line: bytes | Overlong) -> None:
+    def _count_stray(self, kind: str, line: bytes | OverlongLine) -> None:
         self.counts[kind] += 1
-        self.suspect = self.suspect or kind == "unknown"
-        if self.killed or self.counts[kind] > TOLD:
-            return  # what comes from one that was told to end is no news, nor is the same thing for ever
-        size = line.size if isinstance(line, Overlong) else len(line)
-        told = {Names.REASON: kind, Names.BYTES: size, Names.PID: self.pid}
-        logs.say(logging.WARNING, Event.EXECUTOR_STRAY, told, to=log)
+        self.is_suspect = self.is_suspect or kind == "unknown"
+        if self.is_ending or self.counts[kind] > MAX_LOGGED_STRAYS:
+            return  # stray lines of an ending executor are expected, and the same kind is not logged forever
+        size = line.size if isinstance(line, OverlongLine) else len(line)
+        fields = {Names.REASON: kind, Names.BYTES: size, Names.PID: self.pid}
+        logs.log_event(logging.WARNING, Event.EXECUTOR_STRAY, fields, to=log)
 
-    def _hear(self) -> None:
-        data = _available(self._err, SAID_CHUNK)
+    def _read_stderr(self) -> None:
+        data = _read_available(self._stderr, STDERR_READ_BYTES)
         if data is None:
             return
         if not data:
-            self._loop.remove_reader(self._err.fileno())
+            self._loop.remove_reader(self._stderr.fileno())
             return
-        for line in self._said.feed(data):
-            self._tell(line)
+        for line in self._stderr_splitter.feed(data):
+            self._log_stderr_line(line)
 
-    def _tell(self, line: bytes | Overlong) -> None:
-        if isinstance(line, Overlong):
+    def _log_stderr_line(self, line: bytes | OverlongLine) -> None:
+        if isinstance(line, OverlongLine):
             return
-        if not self.answered:
-            self.last_lines.add(line)
+        if not self.answer_count:
+            self.stderr_tail.add(line)
         if not log.isEnabledFor(logging.INFO):
             return
-        told: dict[str, Any] = {Names.LINE: masked(line.decode(errors="replace")[:SAID]), Names.PID: self.pid}
-        if len(self._flights) == 1:
-            # With several nobody knows whose line it is.
-            (job_id,) = self._flights
-            told |= {Names.TRANSACTION_ID: job_id, Names.TRACE_ID: self._trace.get(job_id)}
-        logs.say(logging.INFO, Event.EXECUTOR_SAID, told, to=log)
+        fields: dict[str, Any] = {
+            Names.LINE: mask_credentials(line.decode(errors="replace")[:MAX_LOGGED_LINE_CHARS]),
+            Names.PID: self.pid,
+        }
+        if len(self._replies) == 1:
+            # With several jobs in flight, the job of the line is unknown.
+            (job_id,) = self._replies
+            fields |= {Names.TRANSACTION_ID: job_id, Names.TRACE_ID: self._trace_ids.get(job_id)}
+        logs.log_event(logging.INFO, Event.EXECUTOR_SAID, fields, to=log)
 
     # -- the end ----------------------------------------------------------------------------------
 
     def _signal(self, number: signal.Signals) -> None:
-        # Until it is reaped its group cannot be anybody else's.
-        if not self.gone.done():
+        # Until the process is reaped, its group id cannot be reused.
+        if not self.exited.done():
             self._descendants.update(list_children(self.pid))
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
-    def _exited(self) -> None:
+    def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
-        self._loop.remove_reader(self._out.fileno())
-        self._signal(signal.SIGKILL)  # whatever it has left behind in its group
-        self._over = True
-        self._deliver_final_verdicts()
-        if not self._held:
-            self._take_lines()
+        self._loop.remove_reader(self._stdout.fileno())
+        self._signal(signal.SIGKILL)  # processes that it has left in its group
+        self._has_exited = True
+        self._deliver_decided_outcomes()
+        if not self._is_paused:
+            self._process_lines()
 
-    def _deliver_final_verdicts(self) -> None:
-        """Deliver the verdicts that no line can change, such as timeouts: reading the rest may take many seconds."""
-        for job_id, outcome in self._verdicts.items():
-            if job_id in self._flights and outcome.error_type != verdict.KILLED:
-                self._landed(job_id, outcome)
+    def _deliver_decided_outcomes(self) -> None:
+        """Deliver decided outcomes that no line can change, such as timeouts: reading the rest may take long."""
+        for job_id, outcome in self._decided_outcomes.items():
+            if job_id in self._replies and outcome.error_type != verdict.KILLED:
+                self._deliver(job_id, outcome)
 
-    def _take_rest(self) -> bool:
-        """Whether there is more of what it said before it ended; a child may be writing for ever."""
-        data = _available(self._out) if self._rest else None
+    def _read_rest(self) -> bool:
+        """Read more of its output from before the exit; return whether there was any. A child may write forever."""
+        data = _read_available(self._stdout) if self._reads_left else None
         if not data:
             return False
-        self._rest -= 1
-        self._lines = self._outcomes.feed(data)
+        self._reads_left -= 1
+        self._received_lines = self._stdout_splitter.feed(data)
         return True
 
-    def _leave(self) -> None:
-        for _ in range(DRAINED):
-            said = _available(self._err)
-            if not said:
+    def _finish_exit(self) -> None:
+        for _ in range(MAX_DRAIN_READS):
+            data = _read_available(self._stderr)
+            if not data:
                 break
-            for line in self._said.feed(said):
-                self._tell(line)
-        how = _worded(self._process.wait())
-        self._loop.remove_reader(self._err.fileno())
+            for line in self._stderr_splitter.feed(data):
+                self._log_stderr_line(line)
+        exit_description = _describe_exit(self._process.wait())
+        self._loop.remove_reader(self._stderr.fileno())
         self._close_input()
-        self._out.close()
-        self._err.close()
+        self._stdout.close()
+        self._stderr.close()
         os.close(self._pidfd)
-        self.gone.set_result(how)
-        self._leaving = self._loop.run_in_executor(self._guard.threads, self._end_descendants)
-        for job_id in list(self._flights):
-            if job_id in self._verdicts:
-                self._landed(job_id, self._verdicts[job_id])
-            elif self._verdicts or self._retired:
-                self._dropped(job_id, "the executor was ended, and not for what this job did")
+        self.exited.set_result(exit_description)
+        self._cleanup = self._loop.run_in_executor(self._reaper.threads, self._end_descendants)
+        for job_id in list(self._replies):
+            if job_id in self._decided_outcomes:
+                self._deliver(job_id, self._decided_outcomes[job_id])
+            elif self._decided_outcomes or self._is_retired:
+                self._interrupt(job_id, "the executor was ended, and not for what this job did")
             else:
-                self._landed(job_id, verdict.died(job_id, how=how))
+                self._deliver(job_id, verdict.executor_died(job_id, exit_description=exit_description))
 
     def _end_descendants(self) -> None:
-        """Kill what it has started in other sessions, then forget its group."""
+        """Kill the processes that it started in other sessions, then remove its group from the reaper."""
         kill_all(self._descendants)
         kill_marked(self._mark)
-        self._guard.remove(self.pid)
+        self._reaper.remove(self.pid)
 
-    def _landed(self, job_id: str, outcome: ExecutionOutcome) -> None:
-        flight = self._flights.pop(job_id)
-        self._trace.pop(job_id, None)
-        if not flight.done():
-            flight.set_result(outcome)
+    def _deliver(self, job_id: str, outcome: ExecutionOutcome) -> None:
+        reply = self._replies.pop(job_id)
+        self._trace_ids.pop(job_id, None)
+        if not reply.done():
+            reply.set_result(outcome)
 
-    def _dropped(self, job_id: str, words: str) -> None:
-        flight = self._flights.pop(job_id)
-        self._trace.pop(job_id, None)
-        if not flight.done():
-            flight.set_exception(ExecutorReleased(words, retry_after=0.0))
+    def _interrupt(self, job_id: str, message: str) -> None:
+        reply = self._replies.pop(job_id)
+        self._trace_ids.pop(job_id, None)
+        if not reply.done():
+            reply.set_exception(ExecutorInterrupted(message, retry_after=0.0))
 
 
-def _spawned(command: Command, guard: Guard, mark: str) -> subprocess.Popen[bytes]:
+def _spawn(command: ExecutorCommand, reaper: ProcessReaper, mark: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(  # noqa: S603 - the operator's own command
-        [*_GATE, *command.words],
+        [*_START_GATE, *command.words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**command.environment, MARK: mark},
+        env={**command.environment, EXECUTOR_VARIABLE: mark},
         cwd=command.folder,
         start_new_session=True,
         bufsize=0,
     )
     try:
-        guard.add(process.pid)
-        for kind, most in (
+        reaper.add(process.pid)
+        for kind, limit in (
             (resource.RLIMIT_CPU, command.limits.cpu),
             (resource.RLIMIT_NOFILE, command.limits.open_files),
         ):
-            if most is not None:
-                resource.prlimit(process.pid, kind, (most, most))
+            if limit is not None:
+                resource.prlimit(process.pid, kind, (limit, limit))
         cast("IO[bytes]", process.stdin).write(b"\n")
     except BaseException:
         process.kill()
@@ -433,15 +439,15 @@ def _spawned(command: Command, guard: Guard, mark: str) -> subprocess.Popen[byte
     return process
 
 
-def _available(end: IO[bytes], most: int = CHUNK) -> bytes | None:
-    """What can be read at once; None if that is nothing yet, and empty if there will be no more."""
+def _read_available(pipe: IO[bytes], max_bytes: int = READ_BYTES) -> bytes | None:
+    """Return the bytes available now; None if there are none yet, and empty at the end of the pipe."""
     try:
-        return os.read(end.fileno(), most)
+        return os.read(pipe.fileno(), max_bytes)
     except BlockingIOError:
         return None
     except OSError:
         return b""
 
 
-def _worded(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

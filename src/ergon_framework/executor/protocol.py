@@ -1,6 +1,6 @@
-"""The two messages of executor protocol 1, as models: what may stand in them, and how they are read and written.
+"""The two messages of executor protocol 1 as models: their fields, and how they are parsed and formatted.
 
-``docs/spec/executor.md`` is their readable form; the JSON Schemas beside it are made of these models.
+``docs/spec/executor.md`` is the readable specification; the JSON Schemas next to it are generated from these models.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from pydantic import (
 )
 
 from ergon_framework.executor import lines
-from ergon_framework.executor.lines import MAX_LINE, LineError, Overlong, Reason
+from ergon_framework.executor.lines import MAX_LINE_BYTES, LineError, LineErrorReason, OverlongLine
 
 VERSION: Final = "1"
-_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
-#: Longest id or name, in characters.
-LONGEST_NAME: Final = 1024
-#: The last attempt that has a number.
-LAST_ATTEMPT: Final = 2**31 - 1
-#: Longest error message that is kept, in characters; the rest is cut.
-LONGEST_MESSAGE: Final = 4096
-#: Longest traceback, in bytes of UTF-8.
-LONGEST_TRACEBACK: Final = 16 * 1024
-#: What of a trace carrier is passed on, and how long each may be; as for a transaction.
-TRACE: Final = {"traceparent": 512, "tracestate": 4096, "baggage": 8192}
+_EMPTY: Final[Mapping[str, Any]] = MappingProxyType({})
+#: Maximum length of an id or a name, in characters.
+MAX_NAME_CHARS: Final = 1024
+#: The highest valid attempt number.
+MAX_ATTEMPT_NUMBER: Final = 2**31 - 1
+#: Maximum length of an error message, in characters; the rest is truncated.
+MAX_MESSAGE_CHARS: Final = 4096
+#: Maximum length of a traceback, in bytes of UTF-8.
+MAX_TRACEBACK_BYTES: Final = 16 * 1024
+#: Fields of a trace carrier that are passed on, with the maximum length of each; as for a transaction.
+CARRIER_FIELD_LIMITS: Final = {"traceparent": 512, "tracestate": 4096, "baggage": 8192}
 
 
 class ErrorType(StrEnum):
-    """Error types with a meaning of their own; any other is the name of what went wrong in a handler."""
+    """Error types that the protocol defines; any other is the name of an error in a handler."""
 
-    #: The only one of the document: fatal.
+    #: The only error type in the source document: fatal.
     HANDLER_NOT_FOUND = "handler_not_found"
     UNSUPPORTED_VERSION = "unsupported_version"
     BAD_REQUEST = "bad_request"
-    #: The arguments do not fit the handler's parameters.
+    #: The arguments do not match the handler's parameters.
     INVALID_ARGUMENT = "invalid_argument"
-    #: What the handler returned cannot be sent.
+    #: The handler's return value cannot be sent.
     INVALID_RESULT = "invalid_result"
-    #: The executor was told to end.
+    #: The executor was stopped.
     TERMINATED = "terminated"
 
 
 class Status(StrEnum):
-    """How an execution ended, in the executor's words."""
+    """How an execution ended, as the executor reports it."""
 
     SUCCESS = "success"
     RETRY = "retry"
@@ -65,73 +65,75 @@ class Status(StrEnum):
     ERROR = "error"
 
 
-# -- the forms of fields --------------------------------------------------------------------------
+# -- field types ----------------------------------------------------------------------------------
 
-_MOMENT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|\+00:00)").fullmatch
+_match_rfc3339_utc = re.compile(
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|\+00:00)"
+).fullmatch
 
 
-def _read_moment(value: Any) -> datetime:
+def _parse_time(value: Any) -> datetime:
     if isinstance(value, datetime):
         if value.tzinfo is None:
             raise ValueError("a time without its zone")
         return value.astimezone(UTC)
-    if not (isinstance(value, str) and _MOMENT(value)):
+    if not (isinstance(value, str) and _match_rfc3339_utc(value)):
         raise ValueError("no RFC 3339 time in UTC, such as 2026-01-31T23:59:59Z")
     return datetime.fromisoformat(value).astimezone(UTC)
 
 
-def _write_moment(moment: datetime) -> str:
+def _format_time(moment: datetime) -> str:
     return moment.isoformat().removesuffix("+00:00") + "Z"
 
 
-def cut(text: str, longest: int) -> str:
-    """The end of *text* in at most *longest* bytes of UTF-8; the end, because there a traceback names its error."""
+def truncate_utf8_tail(text: str, max_bytes: int) -> str:
+    """Return the end of *text* in at most *max_bytes* bytes of UTF-8; a traceback names its error at the end."""
     data = text.encode(errors="backslashreplace")
-    if len(data) <= longest:
+    if len(data) <= max_bytes:
         return data.decode()
-    # A character that was cut in two leaves bytes that decode to nothing.
-    return data[-longest:].decode(errors="ignore")
+    # A character that is split at the cut leaves bytes that decode to nothing.
+    return data[-max_bytes:].decode(errors="ignore")
 
 
-def _read_traceback(value: Any) -> str | None:
-    # An extension field: whatever else somebody puts there is a field that we do not know.
-    return cut(value, LONGEST_TRACEBACK) if isinstance(value, str) else None
+def _parse_traceback(value: Any) -> str | None:
+    # An extension field: a value of another type is an unknown field of another extension.
+    return truncate_utf8_tail(value, MAX_TRACEBACK_BYTES) if isinstance(value, str) else None
 
 
-def _shortened(longest: int) -> BeforeValidator:
-    # Cut and not refused: an error is not to be lost for how much it says.
-    return BeforeValidator(lambda value: value[:longest] if isinstance(value, str) else value)
+def _truncate_to(max_chars: int) -> BeforeValidator:
+    # Truncated instead of rejected: an error must not be lost because it is long.
+    return BeforeValidator(lambda value: value[:max_chars] if isinstance(value, str) else value)
 
 
-Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
-Moment: TypeAlias = Annotated[
+Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+UtcTime: TypeAlias = Annotated[
     datetime,
-    BeforeValidator(_read_moment),
-    PlainSerializer(_write_moment),
+    BeforeValidator(_parse_time),
+    PlainSerializer(_format_time),
     WithJsonSchema({"type": "string", "format": "date-time"}),
 ]
-Message: TypeAlias = Annotated[str | None, _shortened(LONGEST_MESSAGE)]
-Kind: TypeAlias = Annotated[str | None, _shortened(LONGEST_NAME)]
-Traceback: TypeAlias = Annotated[str | None, BeforeValidator(_read_traceback)]
+ErrorText: TypeAlias = Annotated[str | None, _truncate_to(MAX_MESSAGE_CHARS)]
+ErrorTypeName: TypeAlias = Annotated[str | None, _truncate_to(MAX_NAME_CHARS)]
+Traceback: TypeAlias = Annotated[str | None, BeforeValidator(_parse_traceback)]
 
 
 # -- the messages ---------------------------------------------------------------------------------
 
 
-class _Message(BaseModel):
-    """What both share: frozen, ``"1"`` is no number, unknown fields are ignored, and errors repeat no value."""
+class _ProtocolMessage(BaseModel):
+    """The base of both messages: frozen, ``"1"`` is not a number, unknown fields are ignored, errors omit values."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, hide_input_in_errors=True, allow_inf_nan=False)
 
 
-class ExecutionContext(_Message):
-    """What a request says about the job around the call."""
+class ExecutionContext(_ProtocolMessage):
+    """Metadata of the job in a request."""
 
     job_id: Name = Field(description="The same as outside.")
-    attempt: int = Field(ge=1, le=LAST_ATTEMPT, description="The number of this attempt; the first is 1.")
-    enqueue_time: Moment = Field(description="When the job was enqueued.")
+    attempt: int = Field(ge=1, le=MAX_ATTEMPT_NUMBER, description="The number of this attempt; the first is 1.")
+    enqueue_time: UtcTime = Field(description="When the job was enqueued.")
     queue_name: Name = Field(default="default", description="The queue it waited in.")
-    deadline: Moment | None = Field(default=None, description="When the orchestrator stops waiting.")
+    deadline: UtcTime | None = Field(default=None, description="When the orchestrator stops waiting.")
     trace_context: dict[str, Any] | None = Field(
         default=None, description="A propagation carrier: traceparent, tracestate and baggage as W3C defines them."
     )
@@ -139,17 +141,17 @@ class ExecutionContext(_Message):
 
     @property
     def carrier(self) -> dict[str, str]:
-        """What of the trace context can be used; a trace that is broken never costs the job."""
-        given = self.trace_context or {}
+        """The usable fields of the trace context; a broken trace never fails the job."""
+        fields = self.trace_context or {}
         return {
             name: value
-            for name, longest in TRACE.items()
-            if isinstance(value := given.get(name), str) and len(value) <= longest
+            for name, max_chars in CARRIER_FIELD_LIMITS.items()
+            if isinstance(value := fields.get(name), str) and len(value) <= max_chars
         }
 
 
-class ExecutionRequest(_Message):
-    """One job for an executor: which handler, with what, and in which circumstances."""
+class ExecutionRequest(_ProtocolMessage):
+    """One job for an executor: the handler, its arguments and the job's metadata."""
 
     protocol_version: Literal["1"] = Field(description="The version of the protocol.")
     job_id: Name = Field(description="Unique, and named again by the outcome.")
@@ -165,9 +167,9 @@ class ExecutionRequest(_Message):
         *,
         context: ExecutionContext,
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] = _NONE,
+        kwargs: Mapping[str, Any] = _EMPTY,
     ) -> Self:
-        """A request for the job that *context* speaks of."""
+        """Return a request for the job of *context*."""
         return cls(
             protocol_version=VERSION,
             job_id=context.job_id,
@@ -178,105 +180,110 @@ class ExecutionRequest(_Message):
         )
 
     @model_validator(mode="after")
-    def _of_one_job(self) -> ExecutionRequest:
+    def _check_job_id(self) -> ExecutionRequest:
         if self.context.job_id != self.job_id:
             raise ValueError("context.job_id names another job")
         return self
 
 
-class ExecutionOutcome(_Message):
-    """What became of one job."""
+class ExecutionOutcome(_ProtocolMessage):
+    """The outcome of one job."""
 
     job_id: Name = Field(description="The job of the request.")
     status: Status = Field(strict=False, description="How it ended.")
     result: Any = Field(default=None, description="What the handler returned, on success.")
-    error_message: Message = Field(default=None, description="What went wrong, for people.")
-    error_type: Kind = Field(default=None, description="What went wrong, in one word.")
+    error_message: ErrorText = Field(default=None, description="What went wrong, for people.")
+    error_type: ErrorTypeName = Field(default=None, description="What went wrong, in one word.")
     retry_after_seconds: float | None = Field(default=None, description="The delay that a retry asks for.")
     error_traceback: Traceback = Field(
-        default=None, description=f"Extension: the end of the traceback, at most {LONGEST_TRACEBACK} bytes."
+        default=None, description=f"Extension: the end of the traceback, at most {MAX_TRACEBACK_BYTES} bytes."
     )
 
 
 @dataclass(frozen=True, slots=True)
-class BadLine:
-    """A line that is no message: why, in words that repeat nothing of it, and whose it is if that can be told."""
+class InvalidMessage:
+    """A line that is not a valid message: a reason without values of the line, and the job id if it is known."""
 
-    reason: Reason
+    reason: LineErrorReason
     message: str
     size: int
     job_id: str | None = None
 
     @property
     def error_type(self) -> ErrorType:
-        """What a request of this kind is answered with."""
-        unsupported = self.reason is Reason.UNSUPPORTED_VERSION
+        """The error type of the answer to such a request."""
+        unsupported = self.reason is LineErrorReason.UNSUPPORTED_VERSION
         return ErrorType.UNSUPPORTED_VERSION if unsupported else ErrorType.BAD_REQUEST
 
 
 # -- reading --------------------------------------------------------------------------------------
 
 
-def read_request(line: bytes | Overlong) -> ExecutionRequest | BadLine:
-    """The request in *line*; the line feed at its end may be there or not."""
-    if isinstance(line, Overlong):
-        return _overlong(line)
+def read_request(line: bytes | OverlongLine) -> ExecutionRequest | InvalidMessage:
+    """Return the request in *line*; the line feed at its end is optional."""
+    if isinstance(line, OverlongLine):
+        return _too_long_message(line)
     try:
-        found = lines.read(line)
-        _check_version(found)
-        return ExecutionRequest.model_validate(found)
+        fields = lines.parse_line(line)
+        _check_version(fields)
+        return ExecutionRequest.model_validate(fields)
     except (LineError, ValidationError) as error:
-        return _bad(line, error)
+        return _to_invalid_message(line, error)
 
 
-def _check_version(found: dict[str, Any]) -> None:
-    # Before all other fields: of another version nobody knows what they mean.
-    version = found.get("protocol_version")
+def _check_version(fields: dict[str, Any]) -> None:
+    # Checked before all other fields: their meaning in another version is unknown.
+    version = fields.get("protocol_version")
     if isinstance(version, str) and version != VERSION:
         message = f"this executor speaks protocol version {VERSION}, and the request is of another"
-        raise LineError(message, reason=Reason.UNSUPPORTED_VERSION)
+        raise LineError(message, reason=LineErrorReason.UNSUPPORTED_VERSION)
 
 
-def read_outcome(line: bytes | Overlong, *, yielding: bool = False) -> ExecutionOutcome | BadLine:
-    """The outcome in *line*; the line feed at its end may be there or not.
+def read_outcome(line: bytes | OverlongLine, *, yielding: bool = False) -> ExecutionOutcome | InvalidMessage:
+    """Return the outcome in *line*; the line feed at its end is optional.
 
-    *yielding* takes longer, and lets other threads run meanwhile.
+    *yielding* takes longer and lets other threads run meanwhile.
     """
-    if isinstance(line, Overlong):
-        return _overlong(line)
+    if isinstance(line, OverlongLine):
+        return _too_long_message(line)
     try:
-        return ExecutionOutcome.model_validate(lines.read(line, yielding=yielding))
+        return ExecutionOutcome.model_validate(lines.parse_line(line, yielding=yielding))
     except (LineError, ValidationError) as error:
-        return _bad(line, error, yielding=yielding)
+        return _to_invalid_message(line, error, yielding=yielding)
 
 
-def _overlong(line: Overlong) -> BadLine:
-    return BadLine(Reason.TOO_LONG, f"a line of {line.size} bytes, and {MAX_LINE} are allowed", line.size)
+def _too_long_message(line: OverlongLine) -> InvalidMessage:
+    return InvalidMessage(
+        LineErrorReason.TOO_LONG, f"a line of {line.size} bytes, and {MAX_LINE_BYTES} are allowed", line.size
+    )
 
 
-def _bad(line: bytes, error: LineError | ValidationError, *, yielding: bool = False) -> BadLine:
-    # Its frames hold all that was read of the line, and it is about to be read again.
+def _to_invalid_message(line: bytes, error: LineError | ValidationError, *, yielding: bool = False) -> InvalidMessage:
+    # Its frames hold all values of the line, which is about to be parsed again.
     error.__traceback__ = error.__context__ = None
-    job_id = lines.job_id_of(line, yielding=yielding)
-    known = job_id if job_id is not None and 1 <= len(job_id) <= LONGEST_NAME else None
+    job_id = lines.extract_job_id(line, yielding=yielding)
+    valid_job_id = job_id if job_id is not None and 1 <= len(job_id) <= MAX_NAME_CHARS else None
     if isinstance(error, LineError):
-        return BadLine(error.reason, str(error), len(line), known)
-    return BadLine(Reason.BAD_FIELD, _faults(error), len(line), known)
+        return InvalidMessage(error.reason, str(error), len(line), valid_job_id)
+    return InvalidMessage(LineErrorReason.BAD_FIELD, _describe_faults(error), len(line), valid_job_id)
 
 
-#: How many faults of one message are named.
-_NAMED: Final = 5
+#: Maximum number of faults of one message that an error names.
+_MAX_NAMED_FAULTS: Final = 5
 
 
-def _faults(error: ValidationError) -> str:
-    """Each field that is wrong and what is wrong with it, without its value."""
+def _describe_faults(error: ValidationError) -> str:
+    """Return each invalid field and its fault, without its value."""
     faults = error.errors(include_url=False, include_context=False, include_input=False)
-    told = [f"{_place(fault['loc'])}: {fault['msg'].removeprefix('Value error, ')}" for fault in faults[:_NAMED]]
-    more = len(faults) - _NAMED
-    return "; ".join(told) + (f"; and {more} more" if more > 0 else "")
+    descriptions = [
+        f"{_format_location(fault['loc'])}: {fault['msg'].removeprefix('Value error, ')}"
+        for fault in faults[:_MAX_NAMED_FAULTS]
+    ]
+    more = len(faults) - _MAX_NAMED_FAULTS
+    return "; ".join(descriptions) + (f"; and {more} more" if more > 0 else "")
 
 
-def _place(loc: tuple[int | str, ...]) -> str:
+def _format_location(loc: tuple[int | str, ...]) -> str:
     # Unknown fields are ignored, so every name here is one of the protocol's.
     return ".".join(str(part) for part in loc) or "request"
 
@@ -285,9 +292,9 @@ def _place(loc: tuple[int | str, ...]) -> str:
 
 
 def write_request(request: ExecutionRequest) -> bytes:
-    """*request* as a line with its line feed; LineError if it breaks a limit or is not JSON."""
+    """Return *request* as a line with its line feed; raise LineError if it exceeds a limit or is not JSON."""
     context = request.context
-    return write_call(
+    return format_request_line(
         request.function_name,
         request.args,
         request.kwargs,
@@ -301,10 +308,10 @@ def write_request(request: ExecutionRequest) -> bytes:
     )
 
 
-def write_call(
+def format_request_line(
     function_name: str,
     args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] = _NONE,
+    kwargs: Mapping[str, Any] = _EMPTY,
     *,
     job_id: str,
     attempt_number: int,
@@ -314,30 +321,30 @@ def write_call(
     trace_context: Mapping[str, Any] | None = None,
     worker_id: str | None = None,
 ) -> bytes:
-    """The line of a request without its model, which who sends it has no use for; LineError as ``write_request``.
+    """Return the line of a request without building its model; raise LineError as ``write_request`` does.
 
     Times are in UTC.
     """
     context: dict[str, Any] = {
-        "job_id": _named("job_id", job_id),
-        "attempt": _counted(attempt_number),
-        "enqueue_time": _write_moment(enqueue_time),
-        "queue_name": _named("context.queue_name", queue_name),
+        "job_id": _check_name("job_id", job_id),
+        "attempt": _check_attempt_number(attempt_number),
+        "enqueue_time": _format_time(enqueue_time),
+        "queue_name": _check_name("context.queue_name", queue_name),
     }
     if deadline is not None:
-        context["deadline"] = _write_moment(deadline)
+        context["deadline"] = _format_time(deadline)
     if trace_context is not None:
         context["trace_context"] = dict(trace_context)
     if worker_id is not None:
-        context["worker_id"] = _named("context.worker_id", worker_id)
+        context["worker_id"] = _check_name("context.worker_id", worker_id)
     for name in kwargs:
         if not isinstance(name, str):
-            raise LineError("kwargs: a name that is no text", reason=Reason.BAD_FIELD)
-    return lines.write(
+            raise LineError("kwargs: a name that is no text", reason=LineErrorReason.BAD_FIELD)
+    return lines.format_line(
         {
             "protocol_version": VERSION,
             "job_id": job_id,
-            "function_name": _named("function_name", function_name),
+            "function_name": _check_name("function_name", function_name),
             "args": list(args),
             "kwargs": dict(kwargs),
             "context": context,
@@ -345,37 +352,37 @@ def write_call(
     )
 
 
-def _named(field: str, value: Any) -> str:
-    """*value*, if it may be a Name."""
-    if isinstance(value, str) and 1 <= len(value) <= LONGEST_NAME:
+def _check_name(field: str, value: Any) -> str:
+    """Return *value* if it is a valid Name."""
+    if isinstance(value, str) and 1 <= len(value) <= MAX_NAME_CHARS:
         return value
-    raise LineError(f"{field}: not a text of 1 to {LONGEST_NAME} characters", reason=Reason.BAD_FIELD)
+    raise LineError(f"{field}: not a text of 1 to {MAX_NAME_CHARS} characters", reason=LineErrorReason.BAD_FIELD)
 
 
-def _counted(attempt_number: int) -> int:
-    if type(attempt_number) is int and 1 <= attempt_number <= LAST_ATTEMPT:
+def _check_attempt_number(attempt_number: int) -> int:
+    if type(attempt_number) is int and 1 <= attempt_number <= MAX_ATTEMPT_NUMBER:
         return attempt_number
-    raise LineError(f"context.attempt: not a number from 1 to {LAST_ATTEMPT}", reason=Reason.BAD_FIELD)
+    raise LineError(f"context.attempt: not a number from 1 to {MAX_ATTEMPT_NUMBER}", reason=LineErrorReason.BAD_FIELD)
 
 
 def write_outcome(outcome: ExecutionOutcome, *, default: Callable[[Any], Any] | None = None) -> bytes:
-    """*outcome* as a line with its line feed; LineError if its result breaks a limit or is not JSON.
+    """Return *outcome* as a line with its line feed; raise LineError if its result exceeds a limit or is not JSON.
 
-    *default* translates what JSON does not know. Text that is too long is cut; a result never is.
+    *default* converts types that JSON lacks. Text that is too long is truncated; a result never is.
     """
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "job_id": outcome.job_id,
         "status": outcome.status.value,
         "result": outcome.result,
-        "error_message": _sendable(outcome.error_message, LONGEST_MESSAGE),
-        "error_type": _sendable(outcome.error_type, LONGEST_NAME),
+        "error_message": _to_sendable(outcome.error_message, MAX_MESSAGE_CHARS),
+        "error_type": _to_sendable(outcome.error_type, MAX_NAME_CHARS),
         "retry_after_seconds": outcome.retry_after_seconds,
     }
     if outcome.error_traceback is not None:
-        told["error_traceback"] = outcome.error_traceback
-    return lines.write(told, default=default)
+        fields["error_traceback"] = outcome.error_traceback
+    return lines.format_line(fields, default=default)
 
 
-def _sendable(text: str | None, longest: int) -> str | None:
-    """*text* short enough, and in characters that UTF-8 has: an error must not be lost for how it is worded."""
-    return None if text is None else text[:longest].encode(errors="backslashreplace").decode()
+def _to_sendable(text: str | None, max_chars: int) -> str | None:
+    """Return *text*, truncated and with characters that UTF-8 can encode, so that no error is lost for its wording."""
+    return None if text is None else text[:max_chars].encode(errors="backslashreplace").decode()

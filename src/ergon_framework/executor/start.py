@@ -1,4 +1,4 @@
-"""Start: what is said of an executor that was started and never answered, and what to do about it."""
+"""Startup failures: the description of an executor that was started and never answered, and the remedy."""
 
 from __future__ import annotations
 
@@ -8,139 +8,157 @@ from collections.abc import Sequence
 from typing import Final
 
 from ergon_framework.errors import ErgonError
-from ergon_framework.failure import MESSAGE
-from ergon_framework.telemetry.redaction import HIDDEN, masked, secret
+from ergon_framework.failure import MAX_MESSAGE_CHARS
+from ergon_framework.telemetry.redaction import HIDDEN, is_secret_name, mask_credentials
 
-#: How many lines of stderr are kept of one that has not answered, and how much of each.
-LINES: Final = 10
-LINE: Final = 300
-#: How much of a command, and of what it wrote, is told: with the rest of the words it has to fit a failure record.
-_COMMAND: Final = 72
-_SAID: Final = 150
-#: What a shell says of a program that it cannot execute, or not find.
-_NO_PROGRAM: Final = ("exit code 126", "exit code 127")
+#: The number of stderr lines that are kept before the first answer, and the characters of each.
+MAX_STDERR_LINES: Final = 10
+MAX_STDERR_LINE_CHARS: Final = 300
+#: Characters of a command and of its stderr in a message: the whole message has to fit a failure record.
+_MAX_COMMAND_CHARS: Final = 72
+_MAX_STDERR_CHARS: Final = 150
+#: Exit codes of a shell for a program that it cannot execute or not find.
+_NO_PROGRAM_EXITS: Final = ("exit code 126", "exit code 127")
 
 
 class ExecutorNotStarted(ErgonError):
-    """No executor is up, and the last that was started never answered; nothing was sent, and it costs no attempt.
+    """No executor is running, and the last start got no answer; nothing was sent, and no attempt is counted.
 
-    ``seen`` says what happened, and ``do`` what to do about it.
+    ``problem`` describes what happened, and ``remedy`` what to do about it.
     """
 
     code = "executor_not_started"
-    later = True
+    not_attempted = True
 
-    def __init__(self, seen: str, do: str, *, retry_after: float) -> None:
-        super().__init__(f"{seen}; {do}"[:MESSAGE], retry_after=retry_after)
-        self.seen = seen
-        self.do = do
+    def __init__(self, problem: str, remedy: str, *, retry_after: float) -> None:
+        super().__init__(f"{problem}; {remedy}"[:MAX_MESSAGE_CHARS], retry_after=retry_after)
+        self.problem = problem
+        self.remedy = remedy
 
 
-class FailedStart:
-    """One start that failed: what happened, and what to do; without credentials."""
+class StartupFailure:
+    """One failed start: the problem and the remedy, without credentials."""
 
-    __slots__ = ("do", "how", "lines", "seen")
+    __slots__ = ("exit_description", "lines", "problem", "remedy")
 
-    def __init__(self, seen: str, do: str, *, how: str | None = None, said: LastLines | None = None) -> None:
-        self.seen = seen
-        self.do = do
-        #: Its exit code or signal in words, if it has ended by itself.
-        self.how = how
-        #: All that is kept of what it wrote; None if that is nothing.
-        self.lines = None if said is None else said.whole() or None
+    def __init__(
+        self, problem: str, remedy: str, *, exit_description: str | None = None, stderr_tail: StderrTail | None = None
+    ) -> None:
+        self.problem = problem
+        self.remedy = remedy
+        #: The description of its exit code or signal, if it exited without being killed.
+        self.exit_description = exit_description
+        #: The stderr lines that are kept; None if there are none.
+        self.lines = None if stderr_tail is None else stderr_tail.join_lines() or None
 
     def error(self, *, retry_after: float) -> ExecutorNotStarted:
-        """What whoever waits for an executor is told."""
-        return ExecutorNotStarted(self.seen, self.do, retry_after=retry_after)
+        """Return the error for callers that wait for an executor."""
+        return ExecutorNotStarted(self.problem, self.remedy, retry_after=retry_after)
 
 
-class LastLines:
+class StderrTail:
     """The last lines that a process wrote to stderr, without credentials."""
 
     def __init__(self) -> None:
-        self._lines: deque[str] = deque(maxlen=LINES)
-        #: The one that says most: a traceback goes on behind its error in some languages, and ends with it in others.
-        self._telling = ""
+        self._lines: deque[str] = deque(maxlen=MAX_STDERR_LINES)
+        #: The most informative line: some languages print the error before the traceback, others after it.
+        self._key_line = ""
 
     def add(self, line: bytes) -> None:
-        words = masked(line.decode(errors="replace")).strip()[:LINE]
-        if not any(map(str.isalnum, words)):
+        text = mask_credentials(line.decode(errors="replace")).strip()[:MAX_STDERR_LINE_CHARS]
+        if not any(map(str.isalnum, text)):
             return
-        self._lines.append(words)
-        if "rror" in words or "rror" not in self._telling:
-            self._telling = words
+        self._lines.append(text)
+        if "rror" in text or "rror" not in self._key_line:
+            self._key_line = text
 
-    def whole(self) -> str:
-        """All that is kept, the line that says most included."""
-        first = () if not self._telling or self._telling in self._lines else (self._telling, "…")
+    def join_lines(self) -> str:
+        """Return all lines that are kept, including the most informative one."""
+        first = () if not self._key_line or self._key_line in self._lines else (self._key_line, "…")
         return " | ".join((*first, *self._lines))
 
     def __str__(self) -> str:
-        """The line that says most, and then as many of the last ones as there is room for."""
-        told = self._telling[:_SAID]
+        """Return the most informative line, followed by as many of the last lines as fit."""
+        key_line = self._key_line[:_MAX_STDERR_CHARS]
         rest: list[str] = []
-        room = _SAID - len(told)
+        remaining = _MAX_STDERR_CHARS - len(key_line)
         for line in reversed(self._lines):
-            if line == self._telling:
+            if line == self._key_line:
                 continue
-            room -= len(line) + len(" | ")
-            if room < 0:
+            remaining -= len(line) + len(" | ")
+            if remaining < 0:
                 break
             rest.append(line)
-        return " | ".join((told, *reversed(rest)))
+        return " | ".join((key_line, *reversed(rest)))
 
 
-def refused(words: Sequence[str], why: str) -> FailedStart:
-    """The system, or the guard, did not let it start."""
-    return FailedStart(f"{_named(words)} cannot be started: {why}", "see its folder, and what the machine has left")
+def start_rejected(command: Sequence[str], reason: str) -> StartupFailure:
+    """Return the failure of a start that the system or the reaper rejected."""
+    return StartupFailure(
+        f"{_quote_command(command)} cannot be started: {reason}", "see its folder, and what the machine has left"
+    )
 
 
-def ended(words: Sequence[str], how: str, said: LastLines) -> FailedStart:
-    """It ended before it had answered; *how* is its exit code or signal in words."""
-    do = _by_hand(words)
-    if how in _NO_PROGRAM:
-        do = "see that the program is there, and that the environment of its Command has the PATH to it"
-    seen = f"{_named(words)} ended before its first answer, with {how}: {_wrote(said)}"
-    return FailedStart(seen, do, how=how, said=said)
+def exited_early(command: Sequence[str], exit_description: str, stderr_tail: StderrTail) -> StartupFailure:
+    """Return the failure of a start that exited before its first answer; *exit_description* is its code or signal."""
+    remedy = _check_command_hint(command)
+    if exit_description in _NO_PROGRAM_EXITS:
+        remedy = "see that the program is there, and that the environment of its Command has the PATH to it"
+    problem = (
+        f"{_quote_command(command)} ended before its first answer, with {exit_description}: "
+        f"{_describe_stderr(stderr_tail)}"
+    )
+    return StartupFailure(problem, remedy, exit_description=exit_description, stderr_tail=stderr_tail)
 
 
-def silent(words: Sequence[str], within: float, said: LastLines, *, strays: int = 0) -> FailedStart:
-    """It lived, and did not answer what a pool asks first; *strays* are the lines that it wrote instead."""
+def no_answer(command: Sequence[str], timeout: float, stderr_tail: StderrTail, *, strays: int = 0) -> StartupFailure:
+    """Return the failure of a start that did not answer the probe; *strays* counts the other lines that it wrote."""
     instead = f" (it wrote {strays} other lines to stdout)" if strays else ""
-    seen = f"{_named(words)} did not announce itself within {within:g} s{instead} and was killed: {_wrote(said)}"
-    do = f"have it answer each line of stdin with one on stdout, and flush it; {_by_hand(words)}"
-    return FailedStart(seen, do, said=said)
+    problem = (
+        f"{_quote_command(command)} did not announce itself within {timeout:g} s{instead} and was killed: "
+        f"{_describe_stderr(stderr_tail)}"
+    )
+    remedy = f"have it answer each line of stdin with one on stdout, and flush it; {_check_command_hint(command)}"
+    return StartupFailure(problem, remedy, stderr_tail=stderr_tail)
 
 
-def starting(words: Sequence[str], within: float, said: LastLines) -> FailedStart:
-    """It is being started, and whoever waits cannot wait any longer."""
-    seen = f"{_named(words)} has not announced itself within {within:.3g} s: {_wrote(said)}"
-    return FailedStart(seen, f"give the step more time if it starts slowly; {_by_hand(words)}", said=said)
+def still_starting(command: Sequence[str], timeout: float, stderr_tail: StderrTail) -> StartupFailure:
+    """Return the failure of a start that is still running when the waiting caller reaches its limit."""
+    problem = (
+        f"{_quote_command(command)} has not announced itself within {timeout:.3g} s: {_describe_stderr(stderr_tail)}"
+    )
+    return StartupFailure(
+        problem, f"give the step more time if it starts slowly; {_check_command_hint(command)}", stderr_tail=stderr_tail
+    )
 
 
-def shown(words: Sequence[str]) -> str:
-    """The command as it would be typed, without credentials.
+def display_command(command: Sequence[str]) -> str:
+    """Return the command as it would be typed, without credentials.
 
-    >>> shown(("node", "run.mjs", "--token", "abc", "--dsn=postgresql://me:pw@host/db"))
+    >>> display_command(("node", "run.mjs", "--token", "abc", "--dsn=postgresql://me:pw@host/db"))
     'node run.mjs --token [hidden] --dsn=[hidden]'
     """
-    told, hide = [], False
-    for word in words:
-        told.append(HIDDEN if hide else masked(shlex.quote(word)))
-        # What follows the name of a secret is one.
-        hide = word.startswith("-") and "=" not in word and secret(word)
-    return " ".join(told)
+    parts, hide = [], False
+    for word in command:
+        parts.append(HIDDEN if hide else mask_credentials(shlex.quote(word)))
+        # The word after the name of a secret is a secret.
+        hide = word.startswith("-") and "=" not in word and is_secret_name(word)
+    return " ".join(parts)
 
 
-def _named(words: Sequence[str]) -> str:
-    told = shown(words)
-    return f"'{told}'" if len(told) <= _COMMAND else f"'{_cut(told, _COMMAND - 1)}…'"
+def _quote_command(command: Sequence[str]) -> str:
+    display = display_command(command)
+    return (
+        f"'{display}'"
+        if len(display) <= _MAX_COMMAND_CHARS
+        else f"'{_truncate_redacted(display, _MAX_COMMAND_CHARS - 1)}…'"
+    )
 
 
-def _cut(text: str, length: int) -> str:
-    """Cut redacted *text* at *length*, or behind a mark of redaction there: half of one would be redacted once more.
+def _truncate_redacted(text: str, length: int) -> str:
+    """Truncate redacted *text* at *length*, or after a redaction marker there: a partial one would be redacted again.
 
-    >>> _cut("run --token [hidden] --fast", 15)
+    >>> _truncate_redacted("run --token [hidden] --fast", 15)
     'run --token [hidden] '
     """
     begin = text.rfind("[", 0, length)
@@ -148,11 +166,11 @@ def _cut(text: str, length: int) -> str:
     return f"{text[:end]} " if begin >= 0 and end > length and text.startswith(HIDDEN, begin) else text[:length]
 
 
-def _wrote(said: LastLines) -> str:
-    told = str(said)
-    return f"it wrote {told}" if told else "it wrote nothing to stderr"
+def _describe_stderr(stderr_tail: StderrTail) -> str:
+    tail_text = str(stderr_tail)
+    return f"it wrote {tail_text}" if tail_text else "it wrote nothing to stderr"
 
 
-def _by_hand(words: Sequence[str]) -> str:
-    told = shown(words)
-    return f"try it: ergon executor check -- {told if len(told) <= _COMMAND else 'COMMAND'}"
+def _check_command_hint(command: Sequence[str]) -> str:
+    display = display_command(command)
+    return f"try it: ergon executor check -- {display if len(display) <= _MAX_COMMAND_CHARS else 'COMMAND'}"

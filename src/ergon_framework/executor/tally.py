@@ -1,4 +1,4 @@
-"""What is seen of a pool: plain numbers that it counts anyway, read when somebody collects."""
+"""Metrics of a pool: numbers that the pool counts anyway, read when metrics are collected."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ergon_framework.telemetry import names
-from ergon_framework.telemetry.metrics import Bound, Counts, Numbers
+from ergon_framework.telemetry.metrics import LabelLimiter, LoopMetrics, Numbers
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """A pool at one moment: what there is, and what has happened so far."""
+class PoolStats:
+    """The state and the counters of a pool at one moment."""
 
     running: int
     in_flight: int
     waiting: int
     served: int
-    waited: float
+    wait_seconds: float
     #: started, failed_starts, retired, killed and died.
-    ends: Mapping[str, int]
+    events: Mapping[str, int]
     strays: Mapping[str, int]
 
 
-_ENDS = {
+_METRIC_BY_EVENT = {
     "started": names.EXECUTORS_STARTED,
     "failed_starts": names.EXECUTORS_FAILED,
     "retired": names.EXECUTORS_RETIRED,
@@ -32,25 +32,29 @@ _ENDS = {
 }
 
 
-class PoolTally(Counts):
-    """The figures of one pool, for the registry of metrics; any thread may ask."""
+class PoolMetrics(LoopMetrics):
+    """The metrics of one pool for the metrics registry; thread-safe."""
 
-    def __init__(self, name: str, *, bound: Bound, figures: Callable[[], Figures]) -> None:
-        super().__init__(name, steps=(), everyday=("", ""), bound=bound)
-        self._figures = figures
+    def __init__(self, name: str, *, bound: LabelLimiter, figures: Callable[[], PoolStats]) -> None:
+        super().__init__(name, steps=(), success_steps=("", ""), bound=bound)
+        self._get_stats = figures
 
-    def counted(self) -> Numbers:
-        now = self._figures()
-        found: Numbers = {(_ENDS[end].name, ()): count for end, count in now.ends.items() if end in _ENDS}
-        found |= {(names.EXECUTOR_STRAYS.name, (kind,)): count for kind, count in now.strays.items()}
-        found[names.EXECUTOR_WAITS.name, ()] = now.served
-        found[names.EXECUTOR_WAITED.name, ()] = now.waited
-        return found
+    def counters(self) -> Numbers:
+        stats = self._get_stats()
+        numbers: Numbers = {
+            (_METRIC_BY_EVENT[event].name, ()): count
+            for event, count in stats.events.items()
+            if event in _METRIC_BY_EVENT
+        }
+        numbers |= {(names.EXECUTOR_STRAYS.name, (kind,)): count for kind, count in stats.strays.items()}
+        numbers[names.EXECUTOR_WAITS.name, ()] = stats.served
+        numbers[names.EXECUTOR_WAITED.name, ()] = stats.wait_seconds
+        return numbers
 
-    def gauged(self) -> Numbers:
-        now = self._figures()
+    def gauges(self) -> Numbers:
+        stats = self._get_stats()
         return {
-            (names.EXECUTORS.name, ()): now.running,
-            (names.EXECUTOR_JOBS.name, ()): now.in_flight,
-            (names.EXECUTOR_QUEUE.name, ()): now.waiting,
+            (names.EXECUTORS.name, ()): stats.running,
+            (names.EXECUTOR_JOBS.name, ()): stats.in_flight,
+            (names.EXECUTOR_QUEUE.name, ()): stats.waiting,
         }

@@ -1,6 +1,6 @@
-"""Isolation: any consumer's process step in an executor, where it can be killed.
+"""Isolation: run the process step of any consumer in an executor, where it can be killed.
 
-The rest of the task stays where it is: connector, policy, success and exception handlers, lifespan.
+The rest of the task is unchanged: connector, policy, success and exception handlers, lifespan.
 """
 
 from __future__ import annotations
@@ -20,49 +20,51 @@ from typing import Any, Final, TypeVar
 
 from ergon_framework import scope
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.executor.pool import ExecutorPool, Patience, PoolClosed, PoolPolicy
-from ergon_framework.executor.process import Command
+from ergon_framework.executor.pool import ExecutorPool, PoolClosed, PoolPolicy, WaitLimits
+from ergon_framework.executor.process import ExecutorCommand
 from ergon_framework.executor.protocol import ExecutionOutcome, Status
-from ergon_framework.executor.verdict import asked_delay, blamed
+from ergon_framework.executor.verdict import cause_of, requested_delay
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
-from ergon_framework.telemetry.context import outbound
+from ergon_framework.telemetry.context import inject_carrier
 from ergon_framework.transaction import Transaction
 
 T = TypeVar("T", bound=Task | AsyncTask)
-#: Seconds that a task waits for its first executor before it takes work.
-_FIRST: Final = 5.0
-#: The share of the step's time that goes by at most while all executors are busy, and while nobody is up.
-_BUSY: Final = 0.25
-_START: Final = 0.75
+#: Seconds that a task waits for its first executor before it fetches work.
+_FIRST_START_TIMEOUT_SECONDS: Final = 5.0
+#: Maximum share of the step's time that is spent waiting while all executors are busy, and while none is running.
+_MAX_BUSY_WAIT_SHARE: Final = 0.25
+_MAX_START_WAIT_SHARE: Final = 0.75
 
 
-def isolated(task: T, command: Command, *, handler: str | None = None, pool: PoolPolicy | None = None) -> T:
-    """*task* with its process step in executors that *command* starts.
+def run_in_executor(
+    task: T, command: ExecutorCommand, *, handler: str | None = None, pool: PoolPolicy | None = None
+) -> T:
+    """Return *task* with its process step in executors that *command* starts.
 
-    The executor's handler is called *handler*, by default as the task is, and is given the payload.
-    At the step's timeout its process is killed, so a body that hangs neither stays nor holds a slot
-    for longer than the pool's grace. Keep that grace below ``retry.abandon_grace``.
+    The executor's handler has the name *handler*, by default the task's name, and gets the payload. At the step's
+    timeout its process is killed, so a handler call that hangs ends, and occupies a slot for no longer than the
+    pool's grace. Keep that grace below ``retry.abandon_grace``.
     """
-    twin: type[Any]
+    mixin: type[Any]
     if isinstance(task, AsyncTask) and isinstance(task, AsyncConsumerMixin):
-        twin = _AsyncIsolated
+        mixin = _AsyncIsolatedOverrides
     elif isinstance(task, Task) and isinstance(task, ConsumerMixin):
-        twin = _Isolated
+        mixin = _IsolatedOverrides
     else:
         raise ConfigurationError(f"{task.name} is no consumer; only a process step can be isolated")
-    made: Any = copy.copy(task)
-    made.__class__ = type(type(task).__name__, (twin, type(task)), {})
-    made.isolation = _Isolation(command, handler=handler or task.name, policy=pool, name=task.name)
-    isolated_task: T = made
+    copied: Any = copy.copy(task)
+    copied.__class__ = type(type(task).__name__, (mixin, type(task)), {})
+    copied.isolation = _TaskIsolation(command, handler=handler or task.name, policy=pool, name=task.name)
+    isolated_task: T = copied
     return isolated_task
 
 
-class _Isolation:
-    """The pool of one task, while the task runs, and how a transaction becomes a job of it."""
+class _TaskIsolation:
+    """The pool of one task while the task runs, and the conversion of a transaction to a job."""
 
-    def __init__(self, command: Command, *, handler: str, policy: PoolPolicy | None, name: str) -> None:
+    def __init__(self, command: ExecutorCommand, *, handler: str, policy: PoolPolicy | None, name: str) -> None:
         self.command = command
         self._handler = handler
         self._policy = policy
@@ -71,26 +73,26 @@ class _Isolation:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[None]:
-        """The pool, on the loop that is running."""
+    async def open(self) -> AsyncIterator[None]:
+        """Open the pool on the running event loop."""
         async with ExecutorPool(self.command, policy=self._policy, name=self._name) as pool:
             self._pool = pool
-            # The clock of a step runs while its body waits for a start; the first one is nobody's time.
+            # A step's timeout runs while its call waits for a start; the first start should not reduce it.
             with suppress(TimeoutError):
-                async with asyncio.timeout(_FIRST):
-                    await pool.tried()
+                async with asyncio.timeout(_FIRST_START_TIMEOUT_SECONDS):
+                    await pool.wait_first_start()
             try:
                 yield
             finally:
                 self._pool = None
 
     @contextmanager
-    def opened_aside(self) -> Iterator[None]:
-        """The pool, on a loop of its own in a thread of its own, for tasks that run on threads."""
+    def open_in_thread(self) -> Iterator[None]:
+        """Open the pool on a separate event loop in a separate thread, for tasks that run on threads."""
         loop = self._loop = asyncio.new_event_loop()
         thread = Thread(target=loop.run_forever, name=f"{self._name}-pool", daemon=True)
         thread.start()
-        pool = self.opened()
+        pool = self.open()
         try:
             asyncio.run_coroutine_threadsafe(pool.__aenter__(), loop).result()
             try:
@@ -105,76 +107,82 @@ class _Isolation:
             self._loop = None
 
     async def process(self, transaction: Transaction) -> Any:
-        """What the executor makes of *transaction*: its result, or the error that it stands for."""
-        return await self._run(transaction, scope.current(), outbound())
+        """Run *transaction* in an executor; return the result, or raise the error of the outcome."""
+        return await self._run(transaction, scope.current(), inject_carrier())
 
-    def process_aside(self, transaction: Transaction) -> Any:
-        """As ``process``, from a thread."""
+    def process_in_thread(self, transaction: Transaction) -> Any:
+        """Run *transaction* as ``process`` does, from a thread."""
         if self._loop is None:
-            raise PoolClosed("the executors are not open; run the task with run(), or within opened()")
-        job = self._run(transaction, scope.current(), outbound())
+            raise PoolClosed("the executors are not open; run the task with run(), or within open()")
+        job = self._run(transaction, scope.current(), inject_carrier())
         return asyncio.run_coroutine_threadsafe(job, self._loop).result()
 
-    async def _run(self, transaction: Transaction, below: scope.Scope | None, carrier: Mapping[str, str]) -> Any:
+    async def _run(
+        self, transaction: Transaction, current_scope: scope.Scope | None, carrier: Mapping[str, str]
+    ) -> Any:
         if self._pool is None:
-            raise PoolClosed("the executors are not open; run the task with run(), or within opened()")
-        left = None if below is None else below.remaining()
-        # The step's time runs meanwhile. Whoever has lost so much of it comes back later, at no cost.
-        patience = None if left is None else Patience(_BUSY * left, _START * left)
-        with await self._pool.reserve(patience) as place:
+            raise PoolClosed("the executors are not open; run the task with run(), or within open()")
+        remaining = None if current_scope is None else current_scope.remaining()
+        # The step's time runs meanwhile. A transaction that has lost this share is redelivered without an attempt.
+        limits = (
+            None
+            if remaining is None
+            else WaitLimits(_MAX_BUSY_WAIT_SHARE * remaining, _MAX_START_WAIT_SHARE * remaining)
+        )
+        with await self._pool.reserve(limits) as reservation:
             outcome = await self._pool.run(
                 self._handler,
                 [transaction.payload],
                 job_id=transaction.id,
-                timeout=None if below is None else below.remaining(),
-                attempt_number=1 if below is None else below.attempt + 1,
+                timeout=None if current_scope is None else current_scope.remaining(),
+                attempt_number=1 if current_scope is None else current_scope.attempt + 1,
                 enqueued_at=transaction.created_at,
                 queue_name=transaction.source or "default",
                 carrier=carrier or transaction.trace,
-                place=place,
+                reservation=reservation,
             )
-        return _value(outcome)
+        return _to_result(outcome)
 
 
-def _value(outcome: ExecutionOutcome) -> Any:
-    """The result, or the error that a task's policy understands."""
+def _to_result(outcome: ExecutionOutcome) -> Any:
+    """Return the result, or raise the error that a task's policy understands."""
     if outcome.status is Status.SUCCESS:
         return outcome.result
-    blame = blamed(outcome)
+    cause = cause_of(outcome)
     raise TransactionException(
-        blame.message,
-        blame.category,
-        retry_after=asked_delay(outcome),
-        final=blame.final or None,
-        code=blame.code,
+        cause.message,
+        cause.category,
+        retry_after=requested_delay(outcome),
+        final=cause.final or None,
+        code=cause.code,
     )
 
 
-class _Isolated:
-    """What is different in a task that runs on threads."""
+class _IsolatedOverrides:
+    """The overrides of a task that runs on threads."""
 
-    isolation: _Isolation
+    isolation: _TaskIsolation
 
     @contextmanager
     def lifespan(self) -> Iterator[Mapping[str, Any] | None]:
         outer: AbstractContextManager[Mapping[str, Any] | None] = super().lifespan()  # type: ignore[misc]
-        with outer as given, self.isolation.opened_aside():
-            yield given
+        with outer as services, self.isolation.open_in_thread():
+            yield services
 
     def process_transaction(self, transaction: Transaction) -> Any:
-        return self.isolation.process_aside(transaction)
+        return self.isolation.process_in_thread(transaction)
 
 
-class _AsyncIsolated:
-    """What is different in a task that runs on an event loop."""
+class _AsyncIsolatedOverrides:
+    """The overrides of a task that runs on an event loop."""
 
-    isolation: _Isolation
+    isolation: _TaskIsolation
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[Mapping[str, Any] | None]:
         outer: AbstractAsyncContextManager[Mapping[str, Any] | None] = super().lifespan()  # type: ignore[misc]
-        async with outer as given, self.isolation.opened():
-            yield given
+        async with outer as services, self.isolation.open():
+            yield services
 
     async def process_transaction(self, transaction: Transaction) -> Any:
         return await self.isolation.process(transaction)

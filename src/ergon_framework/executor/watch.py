@@ -1,4 +1,4 @@
-"""Watch: a thread that hears what the main thread cannot, because a handler runs there: signals and orphanhood."""
+"""A thread that watches signals and the parent process, because a handler may occupy the main thread."""
 
 from __future__ import annotations
 
@@ -11,68 +11,70 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any, Final
 
-#: How often the parent is looked for where the system cannot tell that it is gone.
-LOOK: Final = 0.5
-#: A process that had to leave its handler behind.
-FORCED: Final = 70
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+#: Seconds between two checks of the parent where the system cannot report its end.
+PARENT_POLL_SECONDS: Final = 0.5
+#: The exit code of a process that exited while its handler was running.
+FORCED_EXIT_CODE: Final = 70
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-class Watch:
-    """Calls *stop* at the first signal, and ends the process *grace* seconds later, at a second one, or as an orphan.
+class SignalWatcher:
+    """Calls *stop* at the first signal, and exits *grace* seconds later, at a second signal, or as an orphan.
 
-    A process whose parent is gone ends at once: nobody would read its outcome, and its job is
-    somebody else's by then.
+    A process whose parent has ended exits immediately: its outcome would have no reader, and another worker has its
+    job by then.
     """
 
-    def __init__(self, stop: Callable[[str], None], *, grace: float, leave: Callable[[int], Any] = os._exit) -> None:
+    def __init__(
+        self, stop: Callable[[str], None], *, grace: float, exit_process: Callable[[int], Any] = os._exit
+    ) -> None:
         self._stop = stop
         self._grace = grace
-        self._leave = leave
-        self._heard, self._tell = os.pipe()
-        os.set_blocking(self._tell, False)
+        self._exit_process = exit_process
+        self._signal_read_fd, self._signal_write_fd = os.pipe()
+        os.set_blocking(self._signal_write_fd, False)
         self._parent = os.getppid()
-        self._pidfd = _opened(self._parent)
-        self._before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
+        self._pidfd = _open_pidfd(self._parent)
+        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
         Thread(target=self._watch, name="ergon-executor-watch", daemon=True).start()
 
-    def _signalled(self, number: int, _frame: object) -> None:
+    def _on_signal(self, number: int, _frame: object) -> None:
         with suppress(BlockingIOError):
-            os.write(self._tell, bytes([number]))
+            os.write(self._signal_write_fd, bytes([number]))
 
-    def over(self) -> None:
-        """Signals are again what they were; the process is about to end by itself."""
-        for number, before in self._before.items():
-            signal.signal(number, signal.SIG_DFL if before is None else before)
+    def stop(self) -> None:
+        """Restore the previous signal handlers; the process is about to exit."""
+        for number, previous in self._previous_handlers.items():
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def _watch(self) -> None:
-        until: float | None = None
+        deadline: float | None = None
         while True:
-            told, orphaned = self._wait(until)
-            late = until is not None and time.monotonic() >= until
-            if orphaned or late or (told and until is not None):
-                self._leave(FORCED)
+            received, orphaned = self._wait(deadline)
+            is_late = deadline is not None and time.monotonic() >= deadline
+            if orphaned or is_late or (received and deadline is not None):
+                self._exit_process(FORCED_EXIT_CODE)
                 return
-            if told:
-                until = time.monotonic() + self._grace
-                # Whatever goes wrong there, the grace ends.
+            if received:
+                deadline = time.monotonic() + self._grace
+                # The grace ends even if the call fails.
                 with suppress(Exception):
-                    self._stop(signal.Signals(told[0]).name)
+                    self._stop(signal.Signals(received[0]).name)
 
-    def _wait(self, until: float | None) -> tuple[bytes, bool]:
-        """The signal that came, if one did, and whether the parent is gone."""
-        waits = [] if until is None else [max(0.0, until - time.monotonic())]
+    def _wait(self, deadline: float | None) -> tuple[bytes, bool]:
+        """Return the received signal, if any, and whether the parent has ended."""
+        waits = [] if deadline is None else [max(0.0, deadline - time.monotonic())]
         if self._pidfd is None:
-            waits.append(LOOK)
-        watched = [self._heard] if self._pidfd is None else [self._heard, self._pidfd]
+            waits.append(PARENT_POLL_SECONDS)
+        watched = [self._signal_read_fd] if self._pidfd is None else [self._signal_read_fd, self._pidfd]
         ready, _, _ = select.select(watched, [], [], min(waits, default=None))
-        # Another process may have adopted this one, also before its parent could be watched.
+        # Another process may have adopted this one, even before its parent could be watched.
         orphaned = self._pidfd in ready or os.getppid() != self._parent
-        return os.read(self._heard, 1) if self._heard in ready else b"", orphaned
+        return os.read(self._signal_read_fd, 1) if self._signal_read_fd in ready else b"", orphaned
 
 
-def _opened(parent: int) -> int | None:
-    """A descriptor that becomes readable when *parent* ends; None where the system has none."""
+def _open_pidfd(parent: int) -> int | None:
+    """Return a descriptor that becomes readable when *parent* ends; None where the system has none."""
     try:
         return os.pidfd_open(parent)
     except (AttributeError, OSError):

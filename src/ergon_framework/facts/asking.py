@@ -1,6 +1,6 @@
-"""Asking: calls side by side, at most one of each kind, none of them waited for for ever. It never acts.
+"""ConcurrentCalls: calls next to one script, at most one of each kind, each with a timeout. It does no I/O itself.
 
-Whoever decides what is asked, and what follows from the answers, builds on it.
+Subclasses decide which calls to make and what follows from the results.
 """
 
 from __future__ import annotations
@@ -9,135 +9,137 @@ from collections.abc import Callable, Collection
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from ergon_framework.engine.effects import Call, Script, call, gone, spawn
-from ergon_framework.engine.outcome import Answer, Err, Expired, Stopped
-from ergon_framework.engine.slots import Done
+from ergon_framework.engine.effects import Call, Script, await_exit, call, spawn
+from ergon_framework.engine.outcome import CallResult, Err, Expired, Interrupted
+from ergon_framework.engine.slots import ScriptEnded
 from ergon_framework.facts.policy import ReplicationPolicy
-from ergon_framework.facts.replica import SilenceError, Status, Trouble
+from ergon_framework.facts.replica import CallTimeoutError, ReplicaProblem, ReplicaStatus
 
 if TYPE_CHECKING:
-    from ergon_framework.engine.slots import Slot, Slots
+    from ergon_framework.engine.slots import Scheduler, Slot
 
-#: Calls that were given up and have not come back; from so many on, nothing is begun before one of them has.
-HELD: Final = 16
+#: Abandoned calls that have not exited; at this number no call starts before one of them has exited.
+MAX_ABANDONED_CALLS: Final = 16
 
 
-class Step(StrEnum):
-    """What is asked of the two stores."""
+class CallKind(StrEnum):
+    """The kinds of calls to the two stores."""
 
-    END = "end_of"
+    LAST_OFFSET = "end_of"
     FETCH = "fetch_facts"
-    KNOWN = "get_fact"
+    GET_FACT = "get_fact"
     COPY = "copy"
     FORWARD = "forward_facts"
     CONFIRM = "confirm_receipt"
-    SURVEY = "survey"
+    LIST_LOGS = "survey"
 
     @property
-    def at_source(self) -> bool:
-        """Whether it goes over the line."""
-        return self in _AT_SOURCE
+    def is_at_source(self) -> bool:
+        """Whether the call goes to the source, over the network."""
+        return self in _SOURCE_KINDS
 
 
-_AT_SOURCE: Final = frozenset((Step.FETCH, Step.COPY, Step.CONFIRM, Step.SURVEY))
+_SOURCE_KINDS: Final = frozenset((CallKind.FETCH, CallKind.COPY, CallKind.CONFIRM, CallKind.LIST_LOGS))
 
 
-class Course:
-    """How one kind of call goes: failures in a row, when it may be made again, and what is in the way."""
+class CallState:
+    """The state of one kind of call: consecutive failures, the time of the next attempt, and the current problem."""
 
-    __slots__ = ("attempts", "trouble", "until")
+    __slots__ = ("attempts", "problem", "retry_at")
 
     def __init__(self) -> None:
         self.attempts = 0
-        self.until = 0.0
-        self.trouble: Trouble | None = None
+        self.retry_at = 0.0
+        self.problem: ReplicaProblem | None = None
 
     @property
-    def halted(self) -> bool:
-        return self.trouble is not None and self.trouble.status.halted
+    def is_blocked(self) -> bool:
+        return self.problem is not None and self.problem.status.needs_operator
 
-    def well(self) -> None:
-        # What stands still does so until it is started again.
-        if not self.halted:
-            self.attempts, self.until, self.trouble = 0, 0.0, None
+    def reset(self) -> None:
+        # A blocked call stays blocked until the replicator is restarted.
+        if not self.is_blocked:
+            self.attempts, self.retry_at, self.problem = 0, 0.0, None
 
 
-class Asking:
-    """Makes calls beside one script, whose mailbox is told what came of them."""
+class ConcurrentCalls:
+    """Makes calls next to one script and notifies its mailbox of the results."""
 
-    def __init__(self, *, policy: ReplicationPolicy, slots: Slots) -> None:
+    def __init__(self, *, policy: ReplicationPolicy, scheduler: Scheduler) -> None:
         self._policy = policy
-        self._slots = slots
-        self._clock = slots.clock
-        self._mailbox = slots.mailbox()
-        self._courses = {step: Course() for step in Step}
-        self._busy: dict[Step, Slot] = {}
-        #: Calls that were given up and have not come back.
-        self._held = 0
-        #: How often something failed, by what it means.
-        self.troubles: dict[Status, int] = {}
+        self._scheduler = scheduler
+        self._clock = scheduler.clock
+        self._mailbox = scheduler.create_mailbox()
+        self._states = {kind: CallState() for kind in CallKind}
+        self._running: dict[CallKind, Slot] = {}
+        #: Abandoned calls that have not exited.
+        self._abandoned_count = 0
+        #: Number of failures by status.
+        self.failure_counts: dict[ReplicaStatus, int] = {}
 
-    def _ask(
-        self, step: Step, fn: Callable[..., Any], args: tuple[Any, ...], told: Callable[[Any], None]
+    def _start_call(
+        self, kind: CallKind, fn: Callable[..., Any], args: tuple[Any, ...], on_result: Callable[[Any], None]
     ) -> Script[None]:
-        """Make one call beside this script, unless one of its kind is under way or has just failed."""
-        if self._may(step):
-            made = Call(step.value, fn, args, self._clock() + self._policy.timeout)
-            yield from self._beside(step, self._asked(step, made, told))
+        """Start a call next to this script, unless one of its kind is running or waits after a failure."""
+        if self._can_start(kind):
+            effect = Call(kind.value, fn, args, self._clock() + self._policy.timeout)
+            yield from self._spawn(kind, self._await_call(kind, effect, on_result))
 
-    def _may(self, step: Step) -> bool:
-        return step not in self._busy and self._clock() >= self._courses[step].until
+    def _can_start(self, kind: CallKind) -> bool:
+        return kind not in self._running and self._clock() >= self._states[kind].retry_at
 
-    def _beside(self, step: Step, script: Script[tuple[Step, Callable[[Any], None], Answer]]) -> Script[None]:
-        self._busy[step] = yield from spawn(script, told=self._mailbox, counted=False)
+    def _spawn(
+        self, kind: CallKind, script: Script[tuple[CallKind, Callable[[Any], None], CallResult]]
+    ) -> Script[None]:
+        self._running[kind] = yield from spawn(script, notify=self._mailbox, counted=False)
 
-    def _asked(
-        self, step: Step, made: Call, told: Callable[[Any], None]
-    ) -> Script[tuple[Step, Callable[[Any], None], Answer]]:
-        answer = yield from call(made)
-        if isinstance(answer, Stopped | Expired) and answer.body is not None:
-            # Asked to leave, where that is possible; nobody waits for it.
-            yield from gone(answer.body, self._clock())
-        return step, told, answer
+    def _await_call(
+        self, kind: CallKind, effect: Call, on_result: Callable[[Any], None]
+    ) -> Script[tuple[CallKind, Callable[[Any], None], CallResult]]:
+        answer = yield from call(effect)
+        if isinstance(answer, Interrupted | Expired) and answer.call is not None:
+            # Ask the abandoned call to exit, where that is possible; the script does not wait for it.
+            yield from await_exit(answer.call, self._clock())
+        return kind, on_result, answer
 
-    def _returned(self, item: Any) -> tuple[Step, Callable[[Any], None], Answer] | None:
-        """What came of a call; None if it is one that was given up before, and has left now."""
-        if not isinstance(item, Done):
-            self._held -= 1
+    def _accept_result(self, item: Any) -> tuple[CallKind, Callable[[Any], None], CallResult] | None:
+        """Return the result of a call; None if the call was abandoned before and has exited now."""
+        if not isinstance(item, ScriptEnded):
+            self._abandoned_count -= 1
             return None
-        self._held += not item.freed
-        step, told, answer = item.value
-        if self._busy.get(step) is item.slot:
-            del self._busy[step]
-        return step, told, answer
+        self._abandoned_count += not item.freed
+        kind, on_result, answer = item.value
+        if self._running.get(kind) is item.slot:
+            del self._running[kind]
+        return kind, on_result, answer
 
-    def _any(self, *steps: Step) -> bool:
-        """Whether a call of one of these kinds is under way."""
-        return not self._busy.keys().isdisjoint(steps)
+    def _is_any_running(self, *kinds: CallKind) -> bool:
+        """Return whether a call of one of these kinds is running."""
+        return not self._running.keys().isdisjoint(kinds)
 
-    def _slots_of(self, steps: Collection[Step]) -> list[Slot]:
-        return [slot for step, slot in self._busy.items() if step in steps]
+    def _list_running_slots(self, kinds: Collection[CallKind]) -> list[Slot]:
+        return [slot for kind, slot in self._running.items() if kind in kinds]
 
-    def _error(self, step: Step, answer: Answer) -> BaseException:
+    def _to_error(self, kind: CallKind, answer: CallResult) -> BaseException:
         if isinstance(answer, Err):
             return answer.error
-        return SilenceError(
-            f"{step.value} has not answered for {self._policy.timeout:g} s, and nobody waits for it any more"
+        return CallTimeoutError(
+            f"{kind.value} has not answered for {self._policy.timeout:g} s, and nobody waits for it any more"
         )
 
-    def _failed(self, step: Step, trouble: Trouble) -> None:
-        course = self._courses[step]
-        delay = self._policy.delay(course.attempts, self._slots.senses.dice)
-        course.until = self._clock() + max(delay, trouble.retry_after)
-        course.attempts += 1
-        course.trouble = trouble
-        self.troubles[trouble.status] = self.troubles.get(trouble.status, 0) + 1
+    def _record_failure(self, kind: CallKind, problem: ReplicaProblem) -> None:
+        state = self._states[kind]
+        delay = self._policy.delay(state.attempts, self._scheduler.time_source.random)
+        state.retry_at = self._clock() + max(delay, problem.retry_after)
+        state.attempts += 1
+        state.problem = problem
+        self.failure_counts[problem.status] = self.failure_counts.get(problem.status, 0) + 1
 
-    def _trouble(self) -> Trouble | None:
-        found = [course.trouble for course in self._courses.values() if course.trouble is not None]
-        # What stands still for ever is said before what may pass.
-        return min(found, key=lambda trouble: not trouble.status.halted, default=None)
+    def _current_problem(self) -> ReplicaProblem | None:
+        problems = [state.problem for state in self._states.values() if state.problem is not None]
+        # Problems that need an operator come before those that may pass.
+        return min(problems, key=lambda problem: not problem.status.needs_operator, default=None)
 
     @property
-    def _halted(self) -> bool:
-        return any(course.halted for course in self._courses.values())
+    def _is_blocked(self) -> bool:
+        return any(state.is_blocked for state in self._states.values())

@@ -1,4 +1,4 @@
-"""Blob: the bytes of an artifact, which can be read once more when storing them has failed."""
+"""Blob: the bytes of an artifact, which can be read again when storing them has failed."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
-from ergon_framework.facts.boundary import CHUNK, BlobSource
+from ergon_framework.facts.boundary import CHUNK_BYTES, BlobSource
 
 
-def to_pieces(source: BlobSource) -> Iterable[bytes]:
-    """Return *source* as an iterable of pieces; bytes are cut into pieces."""
-    return Blob.of(bytes(source)) if isinstance(source, bytes | bytearray | memoryview) else source
+def to_chunks(source: BlobSource) -> Iterable[bytes]:
+    """Return *source* as an iterable of chunks; bytes are split into chunks."""
+    return Blob.from_bytes(bytes(source)) if isinstance(source, bytes | bytearray | memoryview) else source
 
 
 class Blob:
-    """Bytes that are read in pieces, from the beginning each time: what is tried again must be the same.
+    """Bytes that are read in chunks, from the beginning each time, so that a retry sends the same bytes.
 
-    Reading a file blocks for one piece at a time, also on an event loop.
+    Reading a file blocks for one chunk at a time, also on an event loop.
     """
 
     __slots__ = ("_open",)
 
-    def __init__(self, open: Callable[[], Iterable[bytes]]) -> None:  # noqa: A002 - what it does
+    def __init__(self, open: Callable[[], Iterable[bytes]]) -> None:  # noqa: A002 - the name says what it does
         self._open = open
 
     @classmethod
-    def of(cls, data: bytes) -> Self:
-        """Bytes that are in memory already."""
-        return cls(lambda: (data[start : start + CHUNK] for start in range(0, len(data), CHUNK)))
+    def from_bytes(cls, data: bytes) -> Self:
+        """Create a blob of bytes in memory."""
+        return cls(lambda: (data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)))
 
     @classmethod
-    def file(cls, path: str | Path) -> Self:
-        """A file, which is opened when it is read."""
+    def from_file(cls, path: str | Path) -> Self:
+        """Create a blob of a file, which is opened each time it is read."""
 
-        def pieces() -> Iterator[bytes]:
+        def read_chunks() -> Iterator[bytes]:
             with Path(path).open("rb") as file:
-                while piece := file.read(CHUNK):
-                    yield piece
+                while chunk := file.read(CHUNK_BYTES):
+                    yield chunk
 
-        return cls(pieces)
+        return cls(read_chunks)
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._open())

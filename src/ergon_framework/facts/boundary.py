@@ -1,8 +1,8 @@
-"""The contract of a boundary store: what keeps facts and artifacts for a zone, and what it promises.
+"""The contract of a boundary store, which keeps the facts and artifacts of a zone, and its guarantees.
 
-A store is written in one flavour or in both. The sync flavour has the plain names, the async flavour
-the same names with ``_async``. Every method may raise ``ConnectionLost`` when the line is down; then
-nobody knows whether it was done, and the same call may be made again.
+A store implements the sync variant, the async variant or both. Sync methods have plain names, async methods the same
+names with ``_async``. Every method may raise ``ConnectionLostError`` when the connection is lost; the outcome is then
+unknown, and the same call may be made again.
 """
 
 from __future__ import annotations
@@ -12,198 +12,199 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, It
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from ergon_framework.facts.errors import FactError, NotOffered
+from ergon_framework.facts.errors import FactError, NotSupportedRemotely
 from ergon_framework.facts.model import (
+    BoundarySide,
     Buffer,
     Cursor,
     Envelope,
     Fact,
     FactConfirmation,
-    Pair,
-    Side,
-    Stored,
+    StoredArtifact,
     StoredFact,
+    ZonePair,
 )
 
 if TYPE_CHECKING:
-    from ergon_framework.facts.side import FactSide
+    from ergon_framework.facts.side import FactConsumerStore
 
-#: Bytes that an artifact is read and written in, at a time.
-CHUNK: Final = 256 * 1024
+#: Chunk size, in bytes, for reading and writing artifacts.
+CHUNK_BYTES: Final = 256 * 1024
 
-#: What can be stored as an artifact: bytes, or pieces of them.
+#: Content that can be stored as an artifact: bytes, or an iterable of chunks.
 BlobSource = bytes | bytearray | memoryview | Iterable[bytes]
 AsyncBlobSource = BlobSource | AsyncIterable[bytes]
 
-Appending: TypeAlias = tuple[Envelope, Fact]
-#: What came of one of many; an error is that fact's alone.
-Appended: TypeAlias = FactConfirmation | FactError
+NewFact: TypeAlias = tuple[Envelope, Fact]
+#: The result for one fact of a batch; an error concerns that fact only.
+AppendResult: TypeAlias = FactConfirmation | FactError
 Unlisten: TypeAlias = Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryCapabilities:
-    """What a store is; the exam reads it."""
+    """The properties of a store; the conformance suite reads them."""
 
-    #: What was confirmed survives a loss of power; None means that nobody knows.
+    #: Whether confirmed data survives a power loss; None if unknown.
     durable: bool | None
-    #: On which side of the boundary it is, and so which buffers it holds.
-    side: Side = Side.INNER
-    #: Whether it keeps artifacts.
+    #: The side of the boundary that the store is on, which decides the buffers it holds.
+    side: BoundarySide = BoundarySide.INNER
+    #: Whether the store keeps artifacts.
     artifacts: bool = True
 
     @property
-    def strict(self) -> bool:
-        """Whether it may be called strict: what nobody knows is not."""
+    def is_strict(self) -> bool:
+        """Whether the store may be called strict; unknown durability does not count."""
         return self.durable is True
 
 
-class Pruned(NamedTuple):
-    """What retention has removed."""
+class PruneResult(NamedTuple):
+    """The numbers of facts and artifacts that retention has removed."""
 
     facts: int
     artifacts: int
 
 
-class Behind(NamedTuple):
-    """What a reader has not confirmed yet."""
+class ReaderLag(NamedTuple):
+    """The facts that a reader has not confirmed yet."""
 
-    #: The last offset that he has confirmed.
+    #: The last offset that the reader has confirmed.
     offset: int
     facts: int
-    #: Of their objects as JSON text, in UTF-8.
+    #: Size of the facts' objects as JSON text, in UTF-8.
     bytes: int
-    #: When the first of them was stored; None if there is none.
+    #: When the first of the facts was stored; None if there is none.
     since_unix_ms: int | None
 
 
-class KnownObject(NamedTuple):
-    """What a store knows of an artifact without reading it."""
+class ObjectInfo(NamedTuple):
+    """The metadata of an artifact that a store returns without reading its content."""
 
-    stored: Stored
-    #: The pairs of zones of the retained facts that name it.
-    named_by: frozenset[Pair]
-    #: Its owner: the zone that stored it; empty for the zones of the store.
+    stored: StoredArtifact
+    #: The zone pairs of the retained facts that refer to the artifact.
+    referenced_by: frozenset[ZonePair]
+    #: The owner: the zone that stored the artifact; empty for the zones of the store.
     zone: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogState:
-    """The facts of one pair of zones as a store has them."""
+    """The state of one zone pair's facts in a store."""
 
-    pair: Pair
+    pair: ZonePair
     buffer: Buffer
     epoch: str
-    #: The offset of the first fact that is retained, and the last that was given: first is last + 1 when none is.
+    #: The first retained offset and the last assigned offset; first is last + 1 when no fact is retained.
     first: int
     last: int
-    #: Of the retained facts' objects.
+    #: Size of the retained facts' objects.
     bytes: int
-    readers: Mapping[str, Behind] = field(default_factory=dict)
+    readers: Mapping[str, ReaderLag] = field(default_factory=dict)
 
 
-class _Described(ABC):
+class _BoundaryBase(ABC):
     @property
     @abstractmethod
     def epoch(self) -> str:
-        """Names this life of the store: another one means that a backup was put back, and offsets were given anew."""
+        """The identifier of this incarnation; it changes when a backup is restored and offsets are assigned again."""
 
     @property
     @abstractmethod
     def capabilities(self) -> BoundaryCapabilities: ...
 
-    def listen(self, wake: Callable[[], None]) -> Unlisten:  # noqa: ARG002 - a store without signals has no use for it
-        """Have *wake* called when facts may have come, from any thread, until the returned function is called."""
-        return _nothing
+    def listen(self, wake: Callable[[], None]) -> Unlisten:  # noqa: ARG002 - a store without notifications ignores it
+        """Call *wake*, from any thread, when facts may have arrived, until the returned function is called."""
+        return _do_nothing
 
-    def fact_side(self) -> FactSide | None:
-        """Where consumers keep what it does not keep for them; None if there is no room for it here."""
+    def consumer_store(self) -> FactConsumerStore | None:
+        """Return the store for consumer state that the boundary itself does not keep; None if it offers none."""
         return None
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
-class Boundary(_Described):
-    """The sync flavour; it is called from several threads at once."""
+class Boundary(_BoundaryBase):
+    """The sync variant; several threads may call it concurrently."""
 
     # -- facts ----------------------------------------------------------------------------------------
 
     def append_fact(self, envelope: Envelope, fact: Fact) -> FactConfirmation:
-        """Store one fact, or answer for the one that has its id; an id with another payload is a FactConflict."""
-        return confirmed(self.append_facts([(envelope, fact)])[0])
+        """Store one fact, or return the confirmation of its id; raise FactConflict if the id has another payload."""
+        return raise_if_error(self.append_facts([(envelope, fact)])[0])
 
     @abstractmethod
-    def append_facts(self, facts: Sequence[Appending]) -> Sequence[Appended]:
-        """Store many in as few commits as may be; one answer each, in order. One that is refused spoils no other.
+    def append_facts(self, facts: Sequence[NewFact]) -> Sequence[AppendResult]:
+        """Store many facts in as few commits as possible; return one result each, in order.
 
-        It returns when all that it confirms is durable. Offsets count from 1 for each pair of zones, in
-        the order of commits and without a gap. No consumer and no other zone has a part in it.
+        A rejected fact does not affect the others. The call returns when all confirmed facts are durable. Offsets
+        count from 1 for each zone pair, in commit order and without a gap. The call involves no consumer and no
+        other zone.
         """
 
     @abstractmethod
-    def forward_facts(self, facts: Sequence[StoredFact]) -> Sequence[Appended]:
-        """Put facts of another store into the forward buffer, if they are not there; they keep offset and epoch.
+    def forward_facts(self, facts: Sequence[StoredFact]) -> Sequence[AppendResult]:
+        """Store facts of another store in the forward buffer unless present; they keep their offset and epoch.
 
-        A repeat is answered with the first confirmation. One that leaves a gap is OffsetAhead, and one
-        from another epoch EpochChanged. A pair of zones is either appended to or forwarded to, in one store.
+        A repeated fact gets the first confirmation. A fact that would leave a gap gets OffsetAhead, one from another
+        epoch EpochChanged. In one store, the facts of a zone pair are either appended or forwarded, never both.
         """
 
     @abstractmethod
     def get_fact(self, from_zone: str, message_id: str) -> FactConfirmation | None:
-        """What was confirmed for that id, for as long as ids are kept; None if there is nothing."""
+        """Return the confirmation of that id, for as long as the store keeps ids; None if there is none."""
 
     # -- reading --------------------------------------------------------------------------------------
 
     @abstractmethod
     def fetch_facts(
-        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
+        self, reader: str, pair: ZonePair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
     ) -> Sequence[StoredFact]:
-        """At most *limit* facts of *pair*, in order, behind what *reader* has confirmed or behind *after*.
+        """Return up to *limit* facts of *pair*, in order, after what *reader* has confirmed or after *after*.
 
-        A reader that fetches is registered: from then on nothing is dropped that it has not confirmed. With
-        *max_readers*, one that is not registered yet is refused with TooManyReaders if its zone has that many in this
-        store, also if many come at once.
+        A fetch registers the reader: from then on the store keeps every fact that the reader has not confirmed. With
+        *max_readers*, an unregistered reader is rejected with TooManyReaders if its zone already has that many readers
+        in this store, also when several register concurrently.
         """
 
     @abstractmethod
-    def confirm_receipt(self, reader: str, pair: Pair, cursor: Cursor) -> None:
-        """*reader* has done with all up to *cursor*. What he confirmed before stays confirmed."""
+    def confirm_receipt(self, reader: str, pair: ZonePair, cursor: Cursor) -> None:
+        """Confirm that *reader* has processed everything up to *cursor*; earlier confirmations stay valid."""
 
     @abstractmethod
-    def cursor_of(self, reader: str, pair: Pair) -> Cursor | None:
-        """What *reader* has confirmed; None if he is not registered."""
+    def get_cursor(self, reader: str, pair: ZonePair) -> Cursor | None:
+        """Return the cursor that *reader* has confirmed; None if it is not registered."""
 
     @abstractmethod
-    def end_of(self, pair: Pair) -> Cursor | None:
-        """The last offset that was given for *pair*, and in which epoch; None if there never was a fact."""
+    def last_offset(self, pair: ZonePair) -> Cursor | None:
+        """Return the last offset assigned for *pair*, with its epoch; None if the pair never had a fact."""
 
     @abstractmethod
-    def cursor_at(self, pair: Pair, unix_ms: int) -> Cursor | None:
-        """The last retained fact that was stored before that moment: fetching *after* it replays from then on.
+    def cursor_at_time(self, pair: ZonePair, unix_ms: int) -> Cursor | None:
+        """Return the cursor of the last retained fact stored before that time; fetching *after* it replays from there.
 
-        When the first that is retained was stored later, it is the cursor before that one; None if there
-        never was a fact.
+        When the first retained fact was stored later, the result is the cursor before that fact; None if the pair
+        never had a fact.
         """
 
     @abstractmethod
-    def retire_reader(self, reader: str, pair: Pair, *, by: str = "") -> bool:
-        """Forget *reader*, so that he holds up nothing any more; False if there was none.
+    def retire_reader(self, reader: str, pair: ZonePair, *, by: str = "") -> bool:
+        """Remove *reader*, so that it no longer blocks retention; return False if it was not registered.
 
-        *by* is the operator; a store that lasts keeps who did it and when.
+        *by* is the operator; a persistent store records who removed the reader and when.
         """
 
-    def adopt_epoch(self, pair: Pair, cursor: Cursor, *, by: str) -> None:  # noqa: ARG002 - one that forwards nothing
-        """Have the forward buffer of *pair*, which ends at *cursor*, go on in the epoch of *cursor*.
+    def adopt_epoch(self, pair: ZonePair, cursor: Cursor, *, by: str) -> None:  # noqa: ARG002 - without a forward buffer
+        """Make the forward buffer of *pair*, which ends at *cursor*, continue in the epoch of *cursor*.
 
-        An operator says so where the origin has another epoch, after he has seen that both have the same facts up to
-        there. An end elsewhere is OffsetAhead, and nothing is changed. *by* is the operator.
+        An operator does this when the origin has another epoch, after checking that both hold the same facts up to
+        *cursor*. A buffer that ends elsewhere raises OffsetAhead and is not changed. *by* is the operator.
         """
-        raise NotOffered("this boundary takes over no epoch; it is done where the forward buffer is")
+        raise NotSupportedRemotely("this boundary takes over no epoch; it is done where the forward buffer is")
 
     @abstractmethod
-    def survey(self) -> Sequence[LogState]:
-        """All pairs of zones that have facts here or readers waiting for some, and how far these have come."""
+    def list_logs(self) -> Sequence[LogState]:
+        """Return all zone pairs that have facts or waiting readers here, with the position of each reader."""
 
     # -- artifacts ------------------------------------------------------------------------------------
 
@@ -214,97 +215,97 @@ class Boundary(_Described):
         key: str,
         blob: BlobSource,
         *,
-        expected: Stored | None = None,
+        expected: StoredArtifact | None = None,
         begin: int = 0,
         zone: str = "",
-    ) -> Stored:
-        """Store *blob*, bytes or what yields them, for ever; returns when it is durable.
+    ) -> StoredArtifact:
+        """Store *blob*, bytes or an iterable of bytes, permanently; return when it is durable.
 
-        The same bytes again are answered as the first time; others are an ArtifactConflict. If *blob*
-        raises, nothing of it can be read. Bytes that are not *expected* are ArtifactMismatch, and nothing
-        is kept of them. Whoever says what he expects can go on after a break: *blob* then yields the bytes
-        from *begin* on, which is at most what ``received`` says.
+        The same bytes again return the same result; other bytes raise ArtifactConflict. If *blob* raises, nothing of it
+        becomes readable. Bytes that differ from *expected* raise ArtifactMismatch, and nothing of them is kept. With
+        *expected*, an interrupted upload can be resumed: *blob* then yields the bytes from *begin* on, which is at most
+        the result of ``uploaded_bytes``.
 
-        The artifact belongs to the zones of this store, or to *zone* if one is given: a replicator names the zone that
-        its facts come from. Names of two owners never meet, and a fact names artifacts of its own zone only.
+        The artifact belongs to the zones of this store, or to *zone* if given: a replicator passes the zone that its
+        facts come from. Owners have separate namespaces, and a fact refers to artifacts of its own zone only.
         """
 
-    def received(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:  # noqa: ARG002 - one without a memory for it
-        """How many bytes of that upload are here and need not be sent again; all of them if it is stored.
+    def uploaded_bytes(self, bucket: str, key: str, expected: StoredArtifact, *, zone: str = "") -> int:  # noqa: ARG002 - keeps none
+        """Return how many bytes of that upload the store already has; the full size if the artifact is stored.
 
-        Bytes that another owner has stored count for nothing.
+        Bytes that another owner has stored do not count.
         """
         return 0
 
     @abstractmethod
     def get_object(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> Iterator[bytes]:
-        """The artifact, piece by piece; damage is found by its digest at the end, and raised there.
+        """Yield the artifact in chunks; damage is detected by the digest and raised at the end.
 
-        With *begin* it comes from that byte on, and its digest is for the caller to check. *zone* is the owner: for an
-        artifact that a fact names, the zone that the fact comes from. Without it, the store's own zones are meant.
+        With *begin* the artifact is read from that byte on, and the caller checks the digest. *zone* is the owner: for
+        an artifact that a fact refers to, the zone that the fact comes from. Default: the zones of the store.
         """
 
-    def known_object(self, bucket: str, key: str, *, zone: str = "") -> KnownObject | None:  # noqa: ARG002 - one that cannot tell
-        """By what that artifact is recognised and who names it; None if it is not here, or if the store cannot tell.
+    def stat_object(self, bucket: str, key: str, *, zone: str = "") -> ObjectInfo | None:  # noqa: ARG002 - unknown
+        """Return the identity and referencing zone pairs of an artifact; None if it is missing or this is unknown.
 
-        A service asks it before it lets another zone read an artifact: to None nobody from outside is let.
+        A service calls this before it lets another zone read an artifact; with None it denies access to other zones.
         """
         return None
 
     def artifact_bytes(self) -> int | None:
-        """Bytes of all artifacts that are here, each content once: they share a limit with facts. None if unknown."""
+        """Return the bytes of all artifacts, each content once; they share a limit with facts. None if unknown."""
         return None
 
     # -- retention ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def prune(self, before_unix_ms: int) -> Pruned:
-        """Remove what was stored before, unless a registered reader has not confirmed it, or a retained fact names it.
+    def prune(self, before_unix_ms: int) -> PruneResult:
+        """Remove data stored before that time, except what a registered reader has not confirmed or a fact refers to.
 
-        While nobody is registered for a pair, nothing of it is removed: who is to read it may not have come yet.
+        While a zone pair has no registered reader, none of its facts are removed: its reader may register later.
         """
 
 
-class AsyncBoundary(_Described):
-    """The async flavour of the same contract."""
+class AsyncBoundary(_BoundaryBase):
+    """The async variant of the same contract."""
 
     async def append_fact_async(self, envelope: Envelope, fact: Fact) -> FactConfirmation:
-        return confirmed((await self.append_facts_async([(envelope, fact)]))[0])
+        return raise_if_error((await self.append_facts_async([(envelope, fact)]))[0])
 
     @abstractmethod
-    async def append_facts_async(self, facts: Sequence[Appending]) -> Sequence[Appended]: ...
+    async def append_facts_async(self, facts: Sequence[NewFact]) -> Sequence[AppendResult]: ...
 
     @abstractmethod
-    async def forward_facts_async(self, facts: Sequence[StoredFact]) -> Sequence[Appended]: ...
+    async def forward_facts_async(self, facts: Sequence[StoredFact]) -> Sequence[AppendResult]: ...
 
     @abstractmethod
     async def get_fact_async(self, from_zone: str, message_id: str) -> FactConfirmation | None: ...
 
     @abstractmethod
     async def fetch_facts_async(
-        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
+        self, reader: str, pair: ZonePair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
     ) -> Sequence[StoredFact]: ...
 
     @abstractmethod
-    async def confirm_receipt_async(self, reader: str, pair: Pair, cursor: Cursor) -> None: ...
+    async def confirm_receipt_async(self, reader: str, pair: ZonePair, cursor: Cursor) -> None: ...
 
     @abstractmethod
-    async def cursor_of_async(self, reader: str, pair: Pair) -> Cursor | None: ...
+    async def get_cursor_async(self, reader: str, pair: ZonePair) -> Cursor | None: ...
 
     @abstractmethod
-    async def end_of_async(self, pair: Pair) -> Cursor | None: ...
+    async def last_offset_async(self, pair: ZonePair) -> Cursor | None: ...
 
     @abstractmethod
-    async def cursor_at_async(self, pair: Pair, unix_ms: int) -> Cursor | None: ...
+    async def cursor_at_time_async(self, pair: ZonePair, unix_ms: int) -> Cursor | None: ...
 
     @abstractmethod
-    async def retire_reader_async(self, reader: str, pair: Pair, *, by: str = "") -> bool: ...
+    async def retire_reader_async(self, reader: str, pair: ZonePair, *, by: str = "") -> bool: ...
 
-    async def adopt_epoch_async(self, pair: Pair, cursor: Cursor, *, by: str) -> None:  # noqa: ARG002 - as above
-        raise NotOffered("this boundary takes over no epoch; it is done where the forward buffer is")
+    async def adopt_epoch_async(self, pair: ZonePair, cursor: Cursor, *, by: str) -> None:  # noqa: ARG002 - as above
+        raise NotSupportedRemotely("this boundary takes over no epoch; it is done where the forward buffer is")
 
     @abstractmethod
-    async def survey_async(self) -> Sequence[LogState]: ...
+    async def list_logs_async(self) -> Sequence[LogState]: ...
 
     @abstractmethod
     async def put_object_async(
@@ -313,29 +314,29 @@ class AsyncBoundary(_Described):
         key: str,
         blob: AsyncBlobSource,
         *,
-        expected: Stored | None = None,
+        expected: StoredArtifact | None = None,
         begin: int = 0,
         zone: str = "",
-    ) -> Stored: ...
+    ) -> StoredArtifact: ...
 
-    async def received_async(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:  # noqa: ARG002 - as above
+    async def uploaded_bytes_async(self, bucket: str, key: str, expected: StoredArtifact, *, zone: str = "") -> int:  # noqa: ARG002 - as above
         return 0
 
     @abstractmethod
     def get_object_async(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> AsyncIterator[bytes]: ...
 
-    async def known_object_async(self, bucket: str, key: str, *, zone: str = "") -> KnownObject | None:  # noqa: ARG002 - as above
+    async def stat_object_async(self, bucket: str, key: str, *, zone: str = "") -> ObjectInfo | None:  # noqa: ARG002 - as above
         return None
 
     async def artifact_bytes_async(self) -> int | None:
         return None
 
     @abstractmethod
-    async def prune_async(self, before_unix_ms: int) -> Pruned: ...
+    async def prune_async(self, before_unix_ms: int) -> PruneResult: ...
 
 
-def confirmed(result: Appended) -> FactConfirmation:
-    """The confirmation; an error is raised."""
+def raise_if_error(result: AppendResult) -> FactConfirmation:
+    """Return the confirmation, or raise the error."""
     if isinstance(result, FactError):
         raise result
     return result

@@ -1,7 +1,7 @@
-"""Carrying: the script that copies artifacts from one store to another, several at a time. It never acts.
+"""ArtifactCopier: the script that copies artifacts between stores, several concurrently. It does no I/O itself.
 
-What is there is not copied again, and what is there in part is gone on with. A large artifact may take hours:
-a copy is given up when nothing of it has moved for the policy's timeout, not when it is slow.
+Stored artifacts are not copied again, and partial uploads are resumed. A large artifact may take hours: a copy is
+abandoned when it has made no progress for the policy's timeout, not when it is slow.
 """
 
 from __future__ import annotations
@@ -11,202 +11,207 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ergon_framework.engine.effects import Call, Script, call, gone, interrupt, spawn, wait
-from ergon_framework.engine.outcome import Answer, Err, Expired, Ok, Stopped
+from ergon_framework.engine.effects import Call, Script, await_exit, call, interrupt, spawn, wait
+from ergon_framework.engine.outcome import CallResult, Err, Expired, Interrupted, Ok
 from ergon_framework.errors import ErgonError
 from ergon_framework.facts.errors import InvalidFactError
-from ergon_framework.facts.model import ArtifactReference, Stored
+from ergon_framework.facts.model import ArtifactReference, StoredArtifact
 from ergon_framework.facts.policy import ReplicationPolicy
-from ergon_framework.facts.replica import FaultyError, SilenceError
+from ergon_framework.facts.replica import CallTimeoutError, InconsistentStoreError
 
 if TYPE_CHECKING:
-    from ergon_framework.engine.slots import Slot, Slots
+    from ergon_framework.engine.slots import Scheduler, Slot
 
 
-class LeftError(ErgonError):
-    """Nobody waits for this copy any more."""
+class CopyAbandonedError(ErgonError):
+    """Signal that the copy was abandoned and no caller waits for it any longer."""
 
     code = "left"
 
 
-class Progress:
-    """How far a copy is, written by whoever makes it; and whether anybody still waits for it."""
+class CopyProgress:
+    """The progress of a copy, updated by the copying thread or task, and whether the copy was abandoned."""
 
     def __init__(self) -> None:
         self.bytes = 0
-        self.left = False
-        #: Whether whoever makes the copy has come back.
-        self.over = False
-        #: What reading has failed with: an error of the source, whatever the destination makes of it.
-        self.unread: Exception | None = None
+        self.abandoned = False
+        #: Whether the copying call has exited.
+        self.exited = False
+        #: The error of reading: an error of the source, whatever error the destination raises because of it.
+        self.read_error: Exception | None = None
 
-    def moved(self, piece: bytes) -> bytes:
-        """*piece* goes to the destination."""
-        if self.left:
-            raise LeftError("nobody waits for this copy any more; what has come of it is kept to go on with")
+    def add_chunk(self, piece: bytes) -> bytes:
+        """Count *piece*, which goes to the destination, and return it."""
+        if self.abandoned:
+            raise CopyAbandonedError("nobody waits for this copy any more; what has come of it is kept to go on with")
         self.bytes += len(piece)
         return piece
 
-    def through(self, pieces: Iterable[bytes]) -> Generator[bytes, None, None]:
-        """*pieces*, watched."""
+    def track_chunks(self, pieces: Iterable[bytes]) -> Generator[bytes, None, None]:
+        """Yield *pieces* and record their progress."""
         try:
             for piece in pieces:
-                yield self.moved(piece)
+                yield self.add_chunk(piece)
         except Exception as error:
-            self.unread = error
+            self.read_error = error
             raise
 
 
-class Name(NamedTuple):
-    """By what an artifact is known in a store."""
+class ArtifactId(NamedTuple):
+    """The identifier of an artifact in a store."""
 
     bucket: str
     key: str
 
     @classmethod
-    def of(cls, reference: ArtifactReference) -> Name:
+    def from_reference(cls, reference: ArtifactReference) -> ArtifactId:
         return cls(reference.bucket, reference.key)
 
 
-class Failed(NamedTuple):
-    """An artifact is not here, and why."""
+class CopyFailed(NamedTuple):
+    """The reason why an artifact was not copied."""
 
     error: BaseException
     at_source: bool
 
 
 @dataclass(frozen=True, slots=True)
-class CopyMeans:
-    """By what artifacts are copied, of either flavour."""
+class CopyCalls:
+    """The calls that copy an artifact, sync or async."""
 
-    #: Bucket, key and what is expected: bytes that are here.
-    received: Callable[[str, str, Stored], Any]
-    #: The artifact, the byte to begin at, and where to tell how far it is.
-    copy: Callable[[ArtifactReference, int, Progress], Any]
+    #: (bucket, key, expected) -> number of bytes that the destination has.
+    uploaded_bytes: Callable[[str, str, StoredArtifact], Any]
+    #: (artifact, first byte to copy, progress to update).
+    copy: Callable[[ArtifactReference, int, CopyProgress], Any]
 
 
 @dataclass(slots=True, eq=False)
-class _Copy:
+class _RunningCopy:
     reference: ArtifactReference
-    #: When it was last seen to move, and at which byte.
-    seen: float
-    at: int = 0
-    progress: Progress = field(default_factory=Progress)
+    #: When it last made progress, and at which byte.
+    progress_at: float
+    progress_bytes: int = 0
+    progress: CopyProgress = field(default_factory=CopyProgress)
 
     @property
-    def expected(self) -> Stored:
-        return Stored(self.reference.digest, self.reference.size)
+    def expected(self) -> StoredArtifact:
+        return StoredArtifact(self.reference.digest, self.reference.size)
 
 
-class Carrying:
-    """Copies artifacts between two stores, one call of ``run`` at a time."""
+class ArtifactCopier:
+    """Copies artifacts between two stores; ``run`` must not be called concurrently."""
 
-    def __init__(self, means: CopyMeans, *, policy: ReplicationPolicy, slots: Slots) -> None:
-        self._means = means
+    def __init__(self, calls: CopyCalls, *, policy: ReplicationPolicy, scheduler: Scheduler) -> None:
+        self._calls = calls
         self._policy = policy
-        self._slots = slots
-        self._running: dict[Slot, _Copy] = {}
-        self._left: list[Progress] = []
-        #: Those that the store has said are here, and then was found not to have.
-        self._doubted: set[Name] = set()
-        #: Artifacts that were copied, and bytes that went over the line.
+        self._scheduler = scheduler
+        self._running: dict[Slot, _RunningCopy] = {}
+        self._abandoned_copies: list[CopyProgress] = []
+        #: Artifacts that the store reported as stored and then turned out not to have.
+        self._recheck_ids: set[ArtifactId] = set()
+        #: Number of copied artifacts, and of bytes sent over the network.
         self.copied = 0
         self.bytes = 0
 
     @property
-    def held(self) -> int:
-        """Copies that were given up and have not come back."""
-        self._left = [progress for progress in self._left if not progress.over]
-        return len(self._left)
+    def abandoned(self) -> int:
+        """The number of abandoned copies that have not exited."""
+        self._abandoned_copies = [progress for progress in self._abandoned_copies if not progress.exited]
+        return len(self._abandoned_copies)
 
-    def doubt(self, name: Name) -> None:
-        """The store says that it has it, and refuses the fact that names it: it is to be put there once more."""
-        self._doubted.add(name)
+    def recheck(self, name: ArtifactId) -> None:
+        """Copy the artifact again: the store reports it as stored but rejects the fact that refers to it."""
+        self._recheck_ids.add(name)
 
-    def run(self, references: Iterable[ArtifactReference]) -> Script[Mapping[Name, Failed]]:
-        """Copy all; those that are not here afterwards. After the first failure no further one is begun."""
-        told = self._slots.mailbox()
-        todo = deque({Name.of(reference): reference for reference in references}.values())
-        failed: dict[Name, Failed] = {}
+    def run(self, references: Iterable[ArtifactReference]) -> Script[Mapping[ArtifactId, CopyFailed]]:
+        """Copy all artifacts and return the failures. After the first failure no further copy starts."""
+        mailbox = self._scheduler.create_mailbox()
+        todo = deque({ArtifactId.from_reference(reference): reference for reference in references}.values())
+        failures: dict[ArtifactId, CopyFailed] = {}
         while todo or self._running:
-            while todo and not failed and len(self._running) < self._policy.copies:
-                copy = _Copy(todo.popleft(), self._slots.clock())
-                self._running[(yield from spawn(self._copied(copy), told=told, counted=False))] = copy
-            while todo and failed:
-                failed[Name.of(todo.popleft())] = next(iter(failed.values()))
+            while todo and not failures and len(self._running) < self._policy.copies:
+                copy = _RunningCopy(todo.popleft(), self._scheduler.clock())
+                self._running[(yield from spawn(self._copy_artifact(copy), notify=mailbox, counted=False))] = copy
+            while todo and failures:
+                failures[ArtifactId.from_reference(todo.popleft())] = next(iter(failures.values()))
             if not self._running:
                 break
-            came = yield from wait(told, until=self._slots.clock() + self._policy.timeout / 4)
-            if isinstance(came, Stopped):
-                failed.update(self._not_begun(todo))
-                yield from self._give_up(list(self._running))
+            events = yield from wait(mailbox, until=self._scheduler.clock() + self._policy.timeout / 4)
+            if isinstance(events, Interrupted):
+                failures.update(self._fail_remaining(todo))
+                yield from self._abandon(list(self._running))
                 continue
-            for done in came:
-                # A body that leaves later is told of as well; it is no copy of ours any more.
-                ended = self._running.pop(done.slot, None)
-                if ended is not None and done.value is not None:
-                    failed[Name.of(ended.reference)] = done.value
-            yield from self._give_up([slot for slot, copy in self._running.items() if self._stalled(copy)])
-        return failed
+            for event in events:
+                # An abandoned call that exits later is also reported, and its slot is no longer listed.
+                finished = self._running.pop(event.slot, None)
+                if finished is not None and event.value is not None:
+                    failures[ArtifactId.from_reference(finished.reference)] = event.value
+            yield from self._abandon([slot for slot, copy in self._running.items() if self._is_stalled(copy)])
+        return failures
 
     @staticmethod
-    def _not_begun(todo: deque[ArtifactReference]) -> dict[Name, Failed]:
-        left = {Name.of(reference): Failed(LeftError("it was not begun"), at_source=True) for reference in todo}
+    def _fail_remaining(todo: deque[ArtifactReference]) -> dict[ArtifactId, CopyFailed]:
+        failures = {
+            ArtifactId.from_reference(reference): CopyFailed(CopyAbandonedError("it was not begun"), at_source=True)
+            for reference in todo
+        }
         todo.clear()
-        return left
+        return failures
 
-    def _stalled(self, copy: _Copy) -> bool:
-        now, progress = self._slots.clock(), copy.progress
-        if progress.bytes != copy.at:
-            copy.at, copy.seen = progress.bytes, now
-        return not progress.left and now - copy.seen >= self._policy.timeout
+    def _is_stalled(self, copy: _RunningCopy) -> bool:
+        now, progress = self._scheduler.clock(), copy.progress
+        if progress.bytes != copy.progress_bytes:
+            copy.progress_bytes, copy.progress_at = progress.bytes, now
+        return not progress.abandoned and now - copy.progress_at >= self._policy.timeout
 
-    def _give_up(self, slots: Iterable[Slot]) -> Script[None]:
+    def _abandon(self, slots: Iterable[Slot]) -> Script[None]:
         for slot in slots:
             progress = self._running[slot].progress
-            if not progress.left:
-                progress.left = True
-                self._left.append(progress)
+            if not progress.abandoned:
+                progress.abandoned = True
+                self._abandoned_copies.append(progress)
                 yield from interrupt(slot)
 
-    def _copied(self, copy: _Copy) -> Script[Failed | None]:
-        reference, name = copy.reference, Name.of(copy.reference)
-        asked = Call(
+    def _copy_artifact(self, copy: _RunningCopy) -> Script[CopyFailed | None]:
+        reference, name = copy.reference, ArtifactId.from_reference(copy.reference)
+        request = Call(
             "received",
-            self._means.received,
+            self._calls.uploaded_bytes,
             (reference.bucket, reference.key, copy.expected),
-            self._slots.clock() + self._policy.timeout,
+            self._scheduler.clock() + self._policy.timeout,
         )
-        answer = yield from self._asked(asked)
+        answer = yield from self._await_call(request)
         if not isinstance(answer, Ok):
-            copy.progress.over = True
-            return Failed(_error(answer, self._policy.timeout), at_source=False)
-        # None of the bytes of an empty one are missing, stored or not.
+            copy.progress.exited = True
+            return CopyFailed(_to_error(answer, self._policy.timeout), at_source=False)
+        # An empty artifact has no missing bytes, whether it is stored or not.
         begin = min(answer.value, reference.size)
-        if name not in self._doubted and begin == reference.size > 0:
-            copy.progress.over = True
+        if name not in self._recheck_ids and begin == reference.size > 0:
+            copy.progress.exited = True
             return None
-        answer = yield from self._asked(Call("copy", self._means.copy, (reference, begin, copy.progress)))
+        answer = yield from self._await_call(Call("copy", self._calls.copy, (reference, begin, copy.progress)))
         self.bytes += copy.progress.bytes
         if isinstance(answer, Ok):
-            self._doubted.discard(name)
+            self._recheck_ids.discard(name)
             self.copied += 1
             return None
-        error = _error(answer, self._policy.timeout)
+        error = _to_error(answer, self._policy.timeout)
         if begin and isinstance(error, InvalidFactError):
-            # Somebody else has gone on with this upload between our question and now.
-            error = FaultyError(f"{reference.bucket}/{reference.key} could not be gone on with at byte {begin}")
-        return Failed(error, at_source=error is copy.progress.unread or isinstance(error, SilenceError))
+            # Another caller has resumed this upload since the lookup.
+            error = InconsistentStoreError(
+                f"{reference.bucket}/{reference.key} could not be gone on with at byte {begin}"
+            )
+        return CopyFailed(error, at_source=error is copy.progress.read_error or isinstance(error, CallTimeoutError))
 
-    def _asked(self, asked: Call) -> Script[Answer]:
-        answer = yield from call(asked)
-        if isinstance(answer, Stopped | Expired) and answer.body is not None:
-            # Asked to leave, where that is possible; nobody waits for it.
-            yield from gone(answer.body, self._slots.clock())
+    def _await_call(self, request: Call) -> Script[CallResult]:
+        answer = yield from call(request)
+        if isinstance(answer, Interrupted | Expired) and answer.call is not None:
+            # Ask the abandoned call to exit, where that is possible; the script does not wait for it.
+            yield from await_exit(answer.call, self._scheduler.clock())
         return answer
 
 
-def _error(answer: Answer, timeout: float) -> BaseException:
+def _to_error(answer: CallResult, timeout: float) -> BaseException:
     if isinstance(answer, Err):
         return answer.error
-    return SilenceError(f"nothing has come for {timeout:g} s, and it was given up")
+    return CallTimeoutError(f"nothing has come for {timeout:g} s, and it was given up")

@@ -1,4 +1,4 @@
-"""Facts as a connector, both ways: a consumer reads them as a log, and a producer dispatches transactions as facts."""
+"""Connectors for facts: a consumer reads them as a log, and a producer dispatches transactions as facts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ergon_framework.connectors.arrivals import Arrivals
+from ergon_framework.connectors.arrivals import WakeupHub
 from ergon_framework.connectors.base import (
     AsyncConnector,
     Capabilities,
@@ -18,50 +18,50 @@ from ergon_framework.connectors.base import (
     Depth,
     Listener,
     Release,
+    SettlementRequest,
     SettleResult,
-    Settling,
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec, JsonCodec
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import EncryptingCodec
-from ergon_framework.engine.drivers.caller import AsyncCaller, Caller
+from ergon_framework.engine.drivers.caller import AsyncInlineRunner, InlineRunner
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.boundary import AsyncBoundary, Boundary
-from ergon_framework.facts.log import Calls, FactLog
-from ergon_framework.facts.model import Pair, check_zone
-from ergon_framework.facts.side import FactSide, MemoryFactSide, Reading, SideCalls
+from ergon_framework.facts.log import BoundaryCalls, FactLog
+from ergon_framework.facts.model import ZonePair, check_zone
+from ergon_framework.facts.side import ConsumerStoreCalls, FactConsumerStore, MemoryFactConsumerStore, ReaderInfo
 from ergon_framework.transaction import Transaction
 
-#: A waiting fetch looks at least this often, in case its boundary has no signals.
-_LOOK: Final = 0.25
+#: Maximum seconds between two polls of a waiting fetch, for boundaries without notifications.
+_POLL_INTERVAL_SECONDS: Final = 0.25
 
-_caller: Final = Caller()
-_async_caller: Final = AsyncCaller()
+_caller: Final = InlineRunner()
+_async_caller: Final = AsyncInlineRunner()
 
 
 class _FactConnector:
-    """What both flavours share: everything but how a script is performed."""
+    """The common part of the sync and async variants: everything except how a script is run."""
 
     boundary: Boundary | AsyncBoundary
 
     def __init__(
         self,
         boundary: Boundary | AsyncBoundary,
-        calls: Calls,
+        calls: BoundaryCalls,
         *,
         from_zone: str,
         to_zone: str,
         reader: str,
         name: str | None,
-        side: FactSide | None,
+        side: FactConsumerStore | None,
         codec: Codec | None,
         wall: Callable[[], float],
     ) -> None:
         check_zone("from_zone", from_zone)
         check_zone("to_zone", to_zone)
         self.boundary = boundary
-        self.pair = Pair(from_zone, to_zone)
+        self.pair = ZonePair(from_zone, to_zone)
         self._name = name or f"{from_zone}/{to_zone}"
         if isinstance(codec, EncryptingCodec):
             raise ConfigurationError(
@@ -69,17 +69,17 @@ class _FactConnector:
                 "the values inside the payload instead"
             )
         self._codec = codec or JsonCodec()
-        self._arrivals = Arrivals()
+        self._wakeups = WakeupHub()
         self._unlisten: Unlisten | None = None
-        self.side: FactSide = (side or boundary.fact_side()) or MemoryFactSide()
-        reading = Reading(self.pair, reader, self._name, self._codec, self._lasts)
-        self._log = FactLog(calls, self._asked(reading), reading, wall=wall, lock=threading.Lock())
+        self.side: FactConsumerStore = (side or boundary.consumer_store()) or MemoryFactConsumerStore()
+        reader_info = ReaderInfo(self.pair, reader, self._name, self._codec, self._is_durable)
+        self._log = FactLog(calls, self._make_store_calls(reader_info), reader_info, wall=wall, lock=threading.Lock())
 
     @abstractmethod
-    def _asked(self, reading: Reading) -> SideCalls:
-        """What is called of the side, in this flavour."""
+    def _make_store_calls(self, reader_info: ReaderInfo) -> ConsumerStoreCalls:
+        """Return the calls of the consumer store, sync or async."""
 
-    def _lasts(self) -> bool:
+    def _is_durable(self) -> bool:
         return self.boundary.capabilities.durable is not False
 
     @property
@@ -92,48 +92,52 @@ class _FactConnector:
             mode="log",
             renewable=False,
             lease=None,
-            release_is_free=True,
+            release_uncounted=True,
             delays=True,
             dead_letters=True,
             fenced_by="generation",
             durable=self.boundary.capabilities.durable,
             ordered_by_key=True,
-            once_per_id=True,
+            deduplicates_ids=True,
             max_payload=self._codec.max_bytes,
         )
 
     def listen(self, listener: Listener) -> Unlisten:
-        self._hear()
-        return self._arrivals.listen(listener)
+        self._subscribe()
+        return self._wakeups.listen(listener)
 
     def interrupt(self) -> None:
-        """Every fetch that is waiting now returns at once."""
-        self._arrivals.interrupt()
+        """Make every fetch that is waiting now return immediately."""
+        self._wakeups.interrupt()
 
-    def _hear(self) -> None:
+    def _subscribe(self) -> None:
         if self._unlisten is None:
-            self._unlisten = self.boundary.listen(self._arrivals.arrived)
+            self._unlisten = self.boundary.listen(self._wakeups.notify)
 
-    def _left(self) -> None:
+    def _unsubscribe(self) -> None:
         unlisten, self._unlisten = self._unlisten, None
         if unlisten is not None:
             unlisten()
         self.interrupt()
 
-    def _pause(self, left: float) -> float:
+    def _limit_wait(self, remaining: float) -> float:
         due = self._log.next_due()
-        return min(left, _LOOK) if due is None else min(left, _LOOK, max(due, 0.001))
+        return (
+            min(remaining, _POLL_INTERVAL_SECONDS)
+            if due is None
+            else min(remaining, _POLL_INTERVAL_SECONDS, max(due, 0.001))
+        )
 
-    def _came_back(self, settlings: Sequence[Settling]) -> None:
-        if any(isinstance(settlement, Release) for _, settlement in settlings):
-            self._arrivals.arrived()
+    def _notify_releases(self, requests: Sequence[SettlementRequest]) -> None:
+        if any(isinstance(settlement, Release) for _, settlement in requests):
+            self._wakeups.notify()
 
 
 class FactConnector(_FactConnector, Connector):
     """The facts from one zone to another, for threads.
 
-    *reader* names the cursor in the boundary. Opening another connector with the same reader and *side*
-    takes the log over. Dispatching an id again adds nothing, and with another payload it is a FactConflict.
+    *reader* names the cursor in the boundary. Opening another connector with the same reader and *side* takes the log
+    over. Dispatching an id again adds nothing; with another payload it raises FactConflict.
     """
 
     boundary: Boundary
@@ -146,18 +150,18 @@ class FactConnector(_FactConnector, Connector):
         to_zone: str,
         reader: str = "default",
         name: str | None = None,
-        side: FactSide | None = None,
+        side: FactConsumerStore | None = None,
         codec: Codec | None = None,
-        caller: Caller | None = None,
+        caller: InlineRunner | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        calls = Calls(
+        calls = BoundaryCalls(
             boundary.append_facts,
             boundary.get_fact,
             boundary.fetch_facts,
             boundary.confirm_receipt,
-            boundary.cursor_of,
-            boundary.end_of,
+            boundary.get_cursor,
+            boundary.last_offset,
         )
         super().__init__(
             boundary,
@@ -170,43 +174,43 @@ class FactConnector(_FactConnector, Connector):
             codec=codec,
             wall=wall,
         )
-        self._perform = (caller or _caller).perform
+        self._perform = (caller or _caller).run
 
-    def _asked(self, reading: Reading) -> SideCalls:
-        return self.side.calls(reading)
+    def _make_store_calls(self, reader_info: ReaderInfo) -> ConsumerStoreCalls:
+        return self.side.get_calls(reader_info)
 
     def open(self) -> None:
-        self._hear()
+        self._subscribe()
         self._perform(self._log.open())
 
     def close(self) -> None:
-        self._left()
+        self._unsubscribe()
         self._perform(self._log.close())
 
     def fetch_transactions(self, batch_size: int, *, wait: float = 0.0, **_extra: Any) -> Sequence[Delivery]:
         if batch_size < 1:
             return []
-        self._hear()
-        until = time.monotonic() + wait
-        with self._arrivals.bell() as bell:
+        self._subscribe()
+        deadline = time.monotonic() + wait
+        with self._wakeups.waiter() as waiter:
             while True:
-                bell.clear()
-                found = self._perform(self._log.claim(batch_size))
-                left = until - time.monotonic()
-                if found or left <= 0 or bell.interrupted:
-                    return found
-                bell.rung(self._pause(left))
+                waiter.clear()
+                deliveries = self._perform(self._log.claim(batch_size))
+                remaining = deadline - time.monotonic()
+                if deliveries or remaining <= 0 or waiter.is_interrupted:
+                    return deliveries
+                waiter.wait(self._limit_wait(remaining))
 
-    def settle(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        results = self._perform(self._log.settle(settlings))
-        self._came_back(settlings)
+    def settle(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        results = self._perform(self._log.settle(requests))
+        self._notify_releases(requests)
         return results
 
     def extend(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
         return self._perform(self._log.extend(deliveries))
 
     def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
-        return self._perform(self._log.dispatch([self.stamped(transaction) for transaction in transactions]))
+        return self._perform(self._log.dispatch([self.prepare(transaction) for transaction in transactions]))
 
     def depth(self) -> Depth:
         return self._perform(self._log.depth())
@@ -216,17 +220,17 @@ class FactConnector(_FactConnector, Connector):
     ) -> Sequence[DeadLetterRecord]:
         return self._perform(self._log.list_dead(query, after=after, limit=limit))
 
-    def replay_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        results = self._perform(self._log.replay_dead(places))
-        self._arrivals.arrived()
+    def replay_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        results = self._perform(self._log.replay_dead(handles))
+        self._wakeups.notify()
         return results
 
-    def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return self._perform(self._log.discard_dead(places))
+    def discard_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return self._perform(self._log.discard_dead(handles))
 
 
 class AsyncFactConnector(_FactConnector, AsyncConnector):
-    """The facts from one zone to another, for asyncio; the same promises."""
+    """The facts from one zone to another, for asyncio; same guarantees as ``FactConnector``."""
 
     boundary: AsyncBoundary
 
@@ -238,18 +242,18 @@ class AsyncFactConnector(_FactConnector, AsyncConnector):
         to_zone: str,
         reader: str = "default",
         name: str | None = None,
-        side: FactSide | None = None,
+        side: FactConsumerStore | None = None,
         codec: Codec | None = None,
-        caller: AsyncCaller | None = None,
+        caller: AsyncInlineRunner | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        calls = Calls(
+        calls = BoundaryCalls(
             boundary.append_facts_async,
             boundary.get_fact_async,
             boundary.fetch_facts_async,
             boundary.confirm_receipt_async,
-            boundary.cursor_of_async,
-            boundary.end_of_async,
+            boundary.get_cursor_async,
+            boundary.last_offset_async,
         )
         super().__init__(
             boundary,
@@ -262,17 +266,17 @@ class AsyncFactConnector(_FactConnector, AsyncConnector):
             codec=codec,
             wall=wall,
         )
-        self._perform = (caller or _async_caller).perform
+        self._perform = (caller or _async_caller).run
 
-    def _asked(self, reading: Reading) -> SideCalls:
-        return self.side.calls_async(reading)
+    def _make_store_calls(self, reader_info: ReaderInfo) -> ConsumerStoreCalls:
+        return self.side.get_calls_async(reader_info)
 
     async def open_async(self) -> None:
-        self._hear()
+        self._subscribe()
         await self._perform(self._log.open())
 
     async def close_async(self) -> None:
-        self._left()
+        self._unsubscribe()
         await self._perform(self._log.close())
 
     async def fetch_transactions_async(
@@ -280,27 +284,27 @@ class AsyncFactConnector(_FactConnector, AsyncConnector):
     ) -> Sequence[Delivery]:
         if batch_size < 1:
             return []
-        self._hear()
-        until = time.monotonic() + wait
-        with self._arrivals.bell_async() as bell:
+        self._subscribe()
+        deadline = time.monotonic() + wait
+        with self._wakeups.waiter_async() as waiter:
             while True:
-                bell.clear()
-                found = await self._perform(self._log.claim(batch_size))
-                left = until - time.monotonic()
-                if found or left <= 0 or bell.interrupted:
-                    return found
-                await bell.rung(self._pause(left))
+                waiter.clear()
+                deliveries = await self._perform(self._log.claim(batch_size))
+                remaining = deadline - time.monotonic()
+                if deliveries or remaining <= 0 or waiter.is_interrupted:
+                    return deliveries
+                await waiter.wait(self._limit_wait(remaining))
 
-    async def settle_async(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        results = await self._perform(self._log.settle(settlings))
-        self._came_back(settlings)
+    async def settle_async(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        results = await self._perform(self._log.settle(requests))
+        self._notify_releases(requests)
         return results
 
     async def extend_async(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
         return await self._perform(self._log.extend(deliveries))
 
     async def dispatch_async(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
-        return await self._perform(self._log.dispatch([self.stamped(transaction) for transaction in transactions]))
+        return await self._perform(self._log.dispatch([self.prepare(transaction) for transaction in transactions]))
 
     async def depth_async(self) -> Depth:
         return await self._perform(self._log.depth())
@@ -310,10 +314,10 @@ class AsyncFactConnector(_FactConnector, AsyncConnector):
     ) -> Sequence[DeadLetterRecord]:
         return await self._perform(self._log.list_dead(query, after=after, limit=limit))
 
-    async def replay_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        results = await self._perform(self._log.replay_dead(places))
-        self._arrivals.arrived()
+    async def replay_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        results = await self._perform(self._log.replay_dead(handles))
+        self._wakeups.notify()
         return results
 
-    async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return await self._perform(self._log.discard_dead(places))
+    async def discard_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return await self._perform(self._log.discard_dead(handles))

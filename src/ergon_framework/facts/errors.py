@@ -1,4 +1,4 @@
-"""What can go wrong with facts and artifacts: one class for each thing that a caller does about it."""
+"""Errors of facts and artifacts: one class for each way a caller can respond."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ergon_framework.errors import Category, ErgonError
 
 
 class FactError(ErgonError):
-    """A boundary refused, or could not do, what it was asked."""
+    """A boundary rejected a call or could not perform it."""
 
     code = "fact"
 
 
 class InvalidFactError(FactError):
-    """A fact, an envelope or a reference breaks a rule of its own; it has to be made otherwise."""
+    """A fact, an envelope or a reference is invalid by itself; the caller must build it differently."""
 
     category = Category.BUSINESS
     final = True
@@ -22,7 +22,7 @@ class InvalidFactError(FactError):
 
 
 class FactConflict(FactError):
-    """The id is taken by another payload. Nothing was written; whoever makes the ids must look at it."""
+    """The id belongs to another payload. Nothing was written; the code that generates the ids must be checked."""
 
     category = Category.BUSINESS
     final = True
@@ -35,7 +35,7 @@ class FactConflict(FactError):
 
 
 class ArtifactConflict(FactError):
-    """Other bytes are stored under that bucket and key, for ever; a correction takes a new key."""
+    """Other bytes are stored under that bucket and key, permanently; a correction needs a new key."""
 
     category = Category.BUSINESS
     final = True
@@ -43,19 +43,19 @@ class ArtifactConflict(FactError):
 
 
 class ArtifactMismatch(FactError):
-    """What was uploaded is not what it was said to be, and nothing is kept of it: send all of it again."""
+    """The uploaded bytes differ from the expected ones, and none are kept: upload the whole artifact again."""
 
     code = "artifact_mismatch"
 
 
 class UploadLost(FactError):
-    """Somebody else has gone on with the upload, or it lay too long: ask what was received, and go on from there."""
+    """Another caller resumed the upload, or it expired: query the uploaded bytes and resume from there."""
 
     code = "upload_lost"
 
 
 class ArtifactRefused(FactError):
-    """A fact names an artifact that is not there, or is another: store the artifact first."""
+    """A fact refers to an artifact that is missing or differs: store the artifact first."""
 
     category = Category.BUSINESS
     final = True
@@ -63,14 +63,14 @@ class ArtifactRefused(FactError):
 
 
 class ArtifactUnknown(FactError):
-    """Nothing is stored under that bucket and key, and no fact says that there should be."""
+    """Nothing is stored under that bucket and key, and no fact refers to it."""
 
     final = True
     code = "artifact_unknown"
 
 
 class ArtifactLost(FactError):
-    """A retained fact names an artifact that is missing or damaged: a defect on the side of its producer."""
+    """A retained fact refers to an artifact that is missing or damaged: a defect on the producer's side."""
 
     final = True
     code = "artifact_lost"
@@ -84,53 +84,53 @@ class ArtifactLost(FactError):
 
 
 class BufferFull(FactError):
-    """There is no room, and nothing was written: come back when somebody has confirmed, or given it more."""
+    """The buffer has no free space, and nothing was written: retry after readers have confirmed or space was added."""
 
-    # Nobody's fault and nobody's attempt: a handler that meets it is run again later, as often as it takes.
-    later = True
+    # Not charged as an attempt: the handler runs again later, as often as necessary.
+    not_attempted = True
     retry_after = 5.0
     code = "buffer_full"
 
 
 class EpochChanged(FactError):
-    """The store is not the one that the cursor was read from: a backup was put back, so offsets mean other facts."""
+    """The store was restored from a backup since the cursor was read, so offsets may mean other facts."""
 
     final = True
     code = "epoch_changed"
 
 
 class OffsetGone(FactError):
-    """The facts from there on are no longer retained; a reader can begin at the first that is."""
+    """The facts from that offset on are no longer retained; a reader can start at the first retained fact."""
 
     final = True
     code = "offset_gone"
 
 
 class OffsetAhead(FactError):
-    """No fact has that offset yet, so nobody can have read it, or a fact before it is missing here."""
+    """The offset has not been assigned yet, so no reader can have read it, or a fact before it is missing here."""
 
     final = True
     code = "offset_ahead"
 
 
 class ReaderUnknown(FactError):
-    """Nobody of that name has read there, or an operator has retired the name."""
+    """No reader is registered under that name, or an operator has retired it."""
 
     final = True
     code = "reader_unknown"
 
 
 class TooManyReaders(FactError):
-    """The zone has as many readers in the store as are allowed, and none was added: an operator retires some."""
+    """The zone has reached its limit of readers in the store, and none was added: an operator must retire some."""
 
     final = True
     code = "too_many_readers"
 
 
 class PublishError(FactError):
-    """It was tried for as long as the policy allows; no layer above tries again at once. The cause says why it failed.
+    """The append was retried for as long as the policy allows; no outer layer retries immediately. See the cause.
 
-    ``temporary`` where the boundary was unavailable: a consumer's process step defers the transaction.
+    ``temporary`` if the boundary was unavailable: a consumer's process step then defers the transaction.
     """
 
     final = True
@@ -138,29 +138,29 @@ class PublishError(FactError):
 
 
 class AccessDenied(FactError):
-    """The caller's certificate does not allow it, and nothing was done: it takes another one, or other zones."""
+    """The caller's certificate does not allow the call; nothing was done: use another certificate or other zones."""
 
     final = True
     code = "access_denied"
 
 
 class LimitExceeded(FactError):
-    """The caller, or all callers together, have too much in flight; nothing was done, try again later."""
+    """The caller, or all callers together, have too much in flight; nothing was done, retry later."""
 
-    # It is no attempt of the handler: the limit is free again as soon as other calls have ended.
-    later = True
+    # Not charged as an attempt of the handler: the limit is free again as soon as other calls have ended.
+    not_attempted = True
     retry_after = 1.0
     code = "limit_exceeded"
 
 
-class NotOffered(FactError):
-    """It is done where the store is, and nobody can ask for it over the line."""
+class NotSupportedRemotely(FactError):
+    """The operation is available only where the store is, not over the network."""
 
     final = True
     code = "not_offered"
 
 
-class ServiceFailed(FactError):
-    """The service met an error of its own. Nobody knows whether it was done; the same call may be made again."""
+class ServiceError(FactError):
+    """The service failed with an internal error. The outcome is unknown; the same call may be made again."""
 
     code = "service_failed"

@@ -1,7 +1,7 @@
-"""FactLog: the facts of one pair of zones as a log that a consumer reads, as scripts for threads and for asyncio.
+"""FactLog: the facts of one zone pair as a log that a consumer reads, as scripts for threads and for asyncio.
 
-The boundary keeps one cursor for each reader. Counts, delays and dead letters are beside it, in a
-``FactSide``. A fact that is settled out of order comes again only after a crash.
+The boundary keeps one cursor for each reader. Delivery counts, deferred records and dead letters are kept in a
+``FactConsumerStore``. A fact that is settled out of order is redelivered only after a crash.
 """
 
 from __future__ import annotations
@@ -16,445 +16,466 @@ from ergon_framework.connectors.base import (
     Ack,
     Confirmation,
     DeadLetter,
+    Defer,
     Delivery,
     Depth,
-    Later,
     Release,
     Settlement,
+    SettlementRequest,
     SettleResult,
-    Settling,
 )
-from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult
-from ergon_framework.connectors.partition import Commit, Partition, Receipt
-from ergon_framework.connectors.side_store import Kept, Place
+from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, DeadLetterResult, ReplayResult
+from ergon_framework.connectors.partition import Commit, LogReceipt, Partition
+from ergon_framework.connectors.side_store import DeferredRecord, LogPosition
 from ergon_framework.engine.effects import Call, Script, call
-from ergon_framework.engine.outcome import Answer, Err, Ok, Stopped
-from ergon_framework.errors import ConnectionLost, text
-from ergon_framework.facts.boundary import confirmed
+from ergon_framework.engine.outcome import CallResult, Err, Interrupted, Ok
+from ergon_framework.errors import ConnectionLostError, error_message
+from ergon_framework.facts.boundary import raise_if_error
 from ergon_framework.facts.model import Cursor, FactConfirmation, StoredFact
 from ergon_framework.facts.side import (
-    ONLY,
-    Acked,
-    Buried,
+    ONLY_PARTITION,
+    AckChange,
     Change,
-    Claimed,
-    Claiming,
-    Delayed,
-    Freed,
-    Reading,
-    Settled,
-    SideCalls,
-    Taken,
+    ClaimRequest,
+    ClaimResult,
+    ConsumerStoreCalls,
+    DeadLetterChange,
+    DeferChange,
+    ReaderInfo,
+    ReleaseChange,
+    SettleRequest,
+    Takeover,
 )
-from ergon_framework.facts.window import Window, to_fact, to_transaction
+from ergon_framework.facts.window import LoadedFacts, to_fact, to_transaction
 from ergon_framework.transaction import Transaction
 
-#: A fact that is next: its offset, and what it is handled as.
+#: A fact to deliver next: its offset and its transaction.
 _Next: TypeAlias = tuple[int, Transaction]
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
-    """What of a boundary is called, of either flavour."""
+class BoundaryCalls:
+    """The boundary calls that the log makes, sync or async."""
 
     append_facts: Callable[..., Any]
     get_fact: Callable[..., Any]
     fetch_facts: Callable[..., Any]
     confirm_receipt: Callable[..., Any]
-    cursor_of: Callable[..., Any]
-    end_of: Callable[..., Any]
+    get_cursor: Callable[..., Any]
+    last_offset: Callable[..., Any]
 
 
 @dataclass(slots=True)
-class _Hold:
-    """What an owner of the log has of it: until somebody takes it over, or it is closed."""
+class _Ownership:
+    """The state of an owner of the log, until another owner takes over or the log is closed."""
 
     partition: Partition
-    window: Window
+    loaded_facts: LoadedFacts
     epoch: str
-    #: The offset that the boundary knows to be confirmed.
+    #: The offset that was last confirmed to the boundary.
     confirmed: int
-    #: The number of the last replay that is known.
+    #: The number of the last known replay.
     replays: int
-    #: How often the side was told what is held.
-    turn: int = 0
-    #: Offsets that somebody is settling.
+    #: How often the consumer store was sent the claimed offsets.
+    sequence: int = 0
+    #: Offsets that are being settled.
     settling: set[int] = field(default_factory=set)
     #: Whether any facts were read, so that their epoch is known.
-    read: bool = False
-    #: Whether somebody is known to have taken it over.
-    lost: bool = False
+    has_read: bool = False
+    #: Whether another owner is known to have taken over.
+    is_lost: bool = False
 
-    def untouched(self, cursor: Cursor | None) -> bool:
-        """Whether nothing was handed out yet, so that it could as well begin at *cursor*, further on."""
-        further = cursor is not None and cursor.offset > self.confirmed
-        return further and self.window.last == self.confirmed and not self.partition.held
+    def is_unused(self, cursor: Cursor | None) -> bool:
+        """Return whether nothing was delivered yet, so that reading can as well begin at *cursor*, further on."""
+        is_further = cursor is not None and cursor.offset > self.confirmed
+        return is_further and self.loaded_facts.last == self.confirmed and not self.partition.held
 
 
 class FactLog:
-    """One reader of one pair of zones, and a producer to it."""
+    """One reader of one zone pair, and a producer to it."""
 
     def __init__(
         self,
-        calls: Calls,
-        side: SideCalls,
-        reading: Reading,
+        calls: BoundaryCalls,
+        store: ConsumerStoreCalls,
+        reader_info: ReaderInfo,
         *,
         wall: Callable[[], float],
         lock: AbstractContextManager[object],
     ) -> None:
-        self.name = reading.queue
+        self.name = reader_info.queue
         self._calls = calls
-        self._side = side
-        self._pair = reading.pair
-        self._reader = reading.reader
-        self._codec = reading.codec
+        self._store = store
+        self._pair = reader_info.pair
+        self._reader = reader_info.reader
+        self._codec = reader_info.codec
         self._wall = wall
-        #: Around what is in hand; never held while somebody is asked.
+        #: Protects the claims; never held during a call.
         self._lock = lock
-        self._hold: _Hold | None = None
-        self._opening = False
-        self._closed = False
+        self._ownership: _Ownership | None = None
+        self._is_opening = False
+        self._is_closed = False
 
     # -- owning it ------------------------------------------------------------------------------------
 
     def open(self, *, again: bool = True) -> Script[None]:
-        """Take it over, at the reader's cursor; not if the store is another than the one that was read from.
+        """Take the log over at the reader's cursor; fail if the store is not the one that was read before.
 
-        With *again* off, nothing is taken over that somebody has in hand by then.
+        With *again* off, a log that this instance owns by then is not taken over again.
         """
-        cursor = yield from self._cursor()
-        while not self._turn_to_open():
-            # Another one here is at it. The question is as good a wait as any, and its answer the newer one.
-            cursor = yield from self._cursor()
+        cursor = yield from self._get_cursor()
+        while not self._begin_opening():
+            # Another call here is opening the log. The lookup serves as the wait, and returns a newer cursor.
+            cursor = yield from self._get_cursor()
             if cursor is None:
                 return
         try:
-            if cursor is None or (not again and self._hold is not None):
+            if cursor is None or (not again and self._ownership is not None):
                 return
-            taken: Taken | None = _answered((yield from call(Call("take_over", self._side.take_over, (cursor,)))))
-            if taken is None:
+            takeover: Takeover | None = _unwrap((yield from call(Call("take_over", self._store.take_over, (cursor,)))))
+            if takeover is None:
                 return
             with self._lock:
-                hold = self._hold = _begun(cursor, taken)
-                self._closed = False
+                ownership = self._ownership = _begin_ownership(cursor, takeover)
+                self._is_closed = False
         finally:
-            self._opening = False
-        # The one before may have confirmed more between our question and its end.
-        answer = yield from call(Call("cursor_of", self._calls.cursor_of, (self._reader, self._pair)))
+            self._is_opening = False
+        # The previous owner may have confirmed more between the lookup above and its end.
+        answer = yield from call(Call("cursor_of", self._calls.get_cursor, (self._reader, self._pair)))
         with self._lock:
-            if isinstance(answer, Ok) and self._hold is hold and hold.untouched(answer.value):
-                self._hold = _begun(answer.value, taken)
+            if isinstance(answer, Ok) and self._ownership is ownership and ownership.is_unused(answer.value):
+                self._ownership = _begin_ownership(answer.value, takeover)
 
-    def _turn_to_open(self) -> bool:
+    def _begin_opening(self) -> bool:
         with self._lock:
-            mine, self._opening = not self._opening, True
-        return mine
+            is_first, self._is_opening = not self._is_opening, True
+        return is_first
 
-    def _cursor(self) -> Script[Cursor | None]:
-        """Where the reader is; None when the caller was stopped."""
-        ask = Call("cursor_of", self._calls.cursor_of, (self._reader, self._pair))
-        answer = yield from call(ask)
+    def _get_cursor(self) -> Script[Cursor | None]:
+        """Return the reader's cursor; None when the caller was interrupted."""
+        request = Call("cursor_of", self._calls.get_cursor, (self._reader, self._pair))
+        answer = yield from call(request)
         if isinstance(answer, Ok) and answer.value is None:
-            # Fetching nothing registers the reader: from now on the boundary keeps what he has not confirmed.
-            _answered((yield from call(Call("fetch_facts", self._calls.fetch_facts, (self._reader, self._pair, 0)))))
-            answer = yield from call(ask)
-        cursor: Cursor | None = _answered(answer)
+            # Fetching nothing registers the reader: from now on the boundary keeps what the reader has not confirmed.
+            _unwrap((yield from call(Call("fetch_facts", self._calls.fetch_facts, (self._reader, self._pair, 0)))))
+            answer = yield from call(request)
+        cursor: Cursor | None = _unwrap(answer)
         return cursor
 
     def close(self) -> Script[None]:
-        """Hand it over in order; what is still held goes to the next owner."""
-        hold, self._hold, self._closed = self._hold, None, True
-        if hold is None:
+        """Hand the log over cleanly; unsettled claims go to the next owner."""
+        ownership, self._ownership, self._is_closed = self._ownership, None, True
+        if ownership is None:
             return
-        yield from self._confirm(hold)
+        yield from self._confirm(ownership)
         with self._lock:
-            # Also what could not be confirmed just now: it is settled all the same.
-            unconfirmed = range(hold.confirmed + 1, hold.partition.watermark)
-            beyond = {*unconfirmed, *hold.partition.commit(orderly=True).beyond}
-        if not hold.lost:
-            answer = yield from call(Call("leave", self._side.leave, (hold.partition.generation, beyond)))
-            if isinstance(answer, Err) and not isinstance(answer.error, ConnectionLost):
+            # Includes offsets that could not be confirmed just now: they are settled nevertheless.
+            unconfirmed = range(ownership.confirmed + 1, ownership.partition.watermark)
+            settled_above = {*unconfirmed, *ownership.partition.commit(orderly=True).settled_above}
+        if not ownership.is_lost:
+            answer = yield from call(
+                Call("leave", self._store.hand_over, (ownership.partition.generation, settled_above))
+            )
+            if isinstance(answer, Err) and not isinstance(answer.error, ConnectionLostError):
                 raise answer.error
 
-    def _owned(self) -> Script[_Hold | None]:
-        """What is in hand here; None when the caller was stopped."""
-        if self._closed:
-            raise ConnectionLost(f"the log of facts {self.name!r} was closed; open() it again")
-        if self._hold is None:
-            # Several may fetch at once for the first time, and take it from each other.
+    def _require_ownership(self) -> Script[_Ownership | None]:
+        """Return the ownership, opening the log if necessary; None when the caller was interrupted."""
+        if self._is_closed:
+            raise ConnectionLostError(f"the log of facts {self.name!r} was closed; open() it again")
+        if self._ownership is None:
+            # Several first fetches may run concurrently, and would take the log from each other.
             yield from self.open(again=False)
-        if self._hold is not None and self._hold.lost:
-            raise self._taken_over()
-        return self._hold
+        if self._ownership is not None and self._ownership.is_lost:
+            raise self._taken_over_error()
+        return self._ownership
 
-    def _taken_over(self) -> ConnectionLost:
-        return ConnectionLost(
+    def _taken_over_error(self) -> ConnectionLostError:
+        return ConnectionLostError(
             f"another consumer that reads as {self._reader!r} has taken over {self.name!r}; open() takes it back"
         )
 
-    def _holds(self, hold: _Hold) -> Script[bool]:
-        """Whether it is in hand here still, as the side knows it."""
-        if not hold.lost:
-            answer = yield from call(Call("holds", self._side.holds, (hold.partition.generation,)))
-            hold.lost = not _answered(answer) and not isinstance(answer, Stopped)
-        return not hold.lost
+    def _check_ownership(self, ownership: _Ownership) -> Script[bool]:
+        """Return whether this instance still owns the log, according to the consumer store."""
+        if not ownership.is_lost:
+            answer = yield from call(Call("holds", self._store.is_owner, (ownership.partition.generation,)))
+            ownership.is_lost = not _unwrap(answer) and not isinstance(answer, Interrupted)
+        return not ownership.is_lost
 
     # -- dispatch -------------------------------------------------------------------------------------
 
     def dispatch(self, transactions: Sequence[Transaction]) -> Script[list[Confirmation]]:
-        """Append all; nothing is appended if one of them cannot be written."""
+        """Append all transactions as facts; append nothing if one of them cannot be encoded."""
         facts = [to_fact(transaction, self._pair, self._codec, now=self._wall()) for transaction in transactions]
         answer = yield from call(Call("append_facts", self._calls.append_facts, (facts,)))
-        return [_confirmation(confirmed(result)) for result in _answered(answer) or ()]
+        return [_to_confirmation(raise_if_error(result)) for result in _unwrap(answer) or ()]
 
     # -- fetch ----------------------------------------------------------------------------------------
 
     def claim(self, count: int) -> Script[list[Delivery]]:
-        """What is due, what came back and what is new, in order."""
-        hold = yield from self._owned()
-        if hold is None or not (yield from self._confirm(hold)):
+        """Deliver due, released and new facts, in order."""
+        ownership = yield from self._require_ownership()
+        if ownership is None or not (yield from self._confirm(ownership)):
             return []
-        taken = self._taken(hold, count)
-        if len(taken) < count:
-            answer = yield from self._load(hold, count - len(taken))
+        next_facts = self._take_next(ownership, count)
+        if len(next_facts) < count:
+            answer = yield from self._load(ownership, count - len(next_facts))
             if isinstance(answer, Ok):
-                taken += self._taken(hold, count - len(taken))
-            elif not (isinstance(answer, Err) and taken):
-                self._give_back(hold, taken)
-                _answered(answer)
+                next_facts += self._take_next(ownership, count - len(next_facts))
+            elif not (isinstance(answer, Err) and next_facts):
+                self._release(ownership, next_facts)
+                _unwrap(answer)
                 return []
-        batch, replayed = yield from self._claimed(hold, taken)
+        batch, replayed = yield from self._count_deliveries(ownership, next_facts)
         if not batch and replayed:
-            batch, _ = yield from self._claimed(hold, self._taken(hold, count))
+            batch, _ = yield from self._count_deliveries(ownership, self._take_next(ownership, count))
         return batch
 
-    def _load(self, hold: _Hold, count: int) -> Script[Answer]:
-        after = Cursor(hold.epoch, hold.window.last)
+    def _load(self, ownership: _Ownership, count: int) -> Script[CallResult]:
+        after = Cursor(ownership.epoch, ownership.loaded_facts.last)
         fetch = partial(self._calls.fetch_facts, after=after)
         answer = yield from call(Call("fetch_facts", fetch, (self._reader, self._pair, count)))
         if isinstance(answer, Ok):
             loaded: Sequence[StoredFact] = answer.value
-            read = [(stored, to_transaction(stored, self._codec)) for stored in loaded]
+            converted = [(stored, to_transaction(stored, self._codec)) for stored in loaded]
             with self._lock:
-                hold.window.add(read)
+                ownership.loaded_facts.add(converted)
                 if loaded:
-                    # The first fact of a pair says which epoch its offsets are of.
-                    hold.epoch, hold.read = loaded[0].epoch, True
+                    # The first fact of a pair shows the epoch of the pair's offsets.
+                    ownership.epoch, ownership.has_read = loaded[0].epoch, True
         return answer
 
-    def _taken(self, hold: _Hold, count: int) -> list[_Next]:
-        """What is next; it is held from then on, and not yet handed out."""
-        taken: list[_Next] = []
+    def _take_next(self, ownership: _Ownership, count: int) -> list[_Next]:
+        """Claim the next facts; they are not delivered yet."""
+        next_facts: list[_Next] = []
         now = self._wall()
         with self._lock:
-            while len(taken) < count and (found := hold.partition.take(now, hold.window)) is not None:
-                taken.append(found)
-        return taken
+            while (
+                len(next_facts) < count
+                and (next_fact := ownership.partition.take(now, ownership.loaded_facts)) is not None
+            ):
+                next_facts.append(next_fact)
+        return next_facts
 
-    def _claimed(self, hold: _Hold, taken: Sequence[_Next]) -> Script[tuple[list[Delivery], bool]]:
-        """Have *taken* counted and hand it out; and whether something was replayed meanwhile."""
-        partition = hold.partition
+    def _count_deliveries(
+        self, ownership: _Ownership, next_facts: Sequence[_Next]
+    ) -> Script[tuple[list[Delivery], bool]]:
+        """Count the deliveries of the claimed facts and return them, and whether a replay arrived meanwhile."""
+        partition = ownership.partition
         with self._lock:
-            hold.turn += 1
-            offsets = [offset for offset, _ in taken]
-            epoch = hold.epoch if hold.read else None
-            held = tuple(partition.held)
-            claiming = Claiming(partition.generation, hold.turn, held, offsets, hold.replays, epoch)
-        answer = yield from call(Call("claim", self._side.claim, (claiming,)))
-        claimed: Claimed | None = answer.value if isinstance(answer, Ok) else None
-        if claimed is None:
-            self._give_back(hold, taken)
+            ownership.sequence += 1
+            offsets = [offset for offset, _ in next_facts]
+            epoch = ownership.epoch if ownership.has_read else None
+            claims = tuple(partition.held)
+            request = ClaimRequest(partition.generation, ownership.sequence, claims, offsets, ownership.replays, epoch)
+        answer = yield from call(Call("claim", self._store.claim, (request,)))
+        result: ClaimResult | None = answer.value if isinstance(answer, Ok) else None
+        if result is None:
+            self._release(ownership, next_facts)
             if isinstance(answer, Ok):
-                hold.lost = True
-                raise self._taken_over()
-            _answered(answer)
+                ownership.is_lost = True
+                raise self._taken_over_error()
+            _unwrap(answer)
             return [], False
         with self._lock:
-            # Of two who ask at once both are told; what only the later one was told is told again.
-            news = claimed.replayed if claiming.replays == hold.replays else ()
-            for kept in news:
-                partition.keep(kept)
-            if news:
-                hold.replays = claimed.replays
+            # Concurrent claims both receive the replays; those of an outdated request are sent again later.
+            new_replays = result.replayed if request.replays == ownership.replays else ()
+            for deferred in new_replays:
+                partition.defer(deferred)
+            if new_replays:
+                ownership.replays = result.replays
             batch = [
-                Delivery(transaction, partition.receipt(offset), deliveries)
-                for (offset, transaction), deliveries in zip(taken, claimed.counts, strict=False)
+                Delivery(transaction, partition.get_receipt(offset), deliveries)
+                for (offset, transaction), deliveries in zip(next_facts, result.counts, strict=False)
             ]
-        self._give_back(hold, taken[len(batch) :])
-        return batch, bool(news)
+        self._release(ownership, next_facts[len(batch) :])
+        return batch, bool(new_replays)
 
-    def _give_back(self, hold: _Hold, taken: Sequence[_Next]) -> None:
+    def _release(self, ownership: _Ownership, next_facts: Sequence[_Next]) -> None:
         with self._lock:
-            for offset, _ in taken:
-                hold.partition.back(offset)
+            for offset, _ in next_facts:
+                ownership.partition.return_record(offset)
 
     def next_due(self) -> float | None:
-        """Seconds until a delay ends; None when nothing will become ready by itself."""
-        hold = self._hold
-        due = None if hold is None else hold.partition.next_due()
+        """Return the seconds until a deferral ends; None when nothing becomes ready without an event."""
+        ownership = self._ownership
+        due = None if ownership is None else ownership.partition.next_due()
         return None if due is None else max(0.0, due - self._wall())
 
     # -- settle ---------------------------------------------------------------------------------------
 
-    def settle(self, settlings: Sequence[Settling]) -> Script[list[SettleResult]]:
-        """Settle many, and then confirm to the boundary as far as there is no gap."""
-        hold = self._hold
-        if hold is None or hold.lost:
-            return [SettleResult.LOST for _ in settlings]
+    def settle(self, requests: Sequence[SettlementRequest]) -> Script[list[SettleResult]]:
+        """Settle many deliveries, then confirm to the boundary up to the first gap."""
+        ownership = self._ownership
+        if ownership is None or ownership.is_lost:
+            return [SettleResult.LOST for _ in requests]
         with self._lock:
-            planned = [self._planned(hold, delivery, settlement) for delivery, settlement in settlings]
-        changes = [change for change in planned if not isinstance(change, SettleResult)]
-        if self._side.confirm is not None and all(isinstance(each, Acked) and not each.aside for each in changes):
-            told = yield from self._confirmed(hold, changes)
+            changes_or_results = [
+                self._plan_change(ownership, delivery, settlement) for delivery, settlement in requests
+            ]
+        changes = [change for change in changes_or_results if not isinstance(change, SettleResult)]
+        if self._store.confirm is not None and all(
+            isinstance(each, AckChange) and not each.was_deferred for each in changes
+        ):
+            results = yield from self._settle_by_receipt(ownership, changes)
         else:
-            told = yield from self._settled(hold, changes)
-            yield from self._confirm(hold)
-        became = iter(told)
-        return [change if isinstance(change, SettleResult) else next(became) for change in planned]
+            results = yield from self._settle_in_store(ownership, changes)
+            yield from self._confirm(ownership)
+        remaining = iter(results)
+        return [change if isinstance(change, SettleResult) else next(remaining) for change in changes_or_results]
 
-    def _planned(self, hold: _Hold, delivery: Delivery, settlement: Settlement) -> Change | SettleResult:
-        """What *settlement* changes, or how it ends here; nobody else settles it until it is done."""
+    def _plan_change(self, ownership: _Ownership, delivery: Delivery, settlement: Settlement) -> Change | SettleResult:
+        """Return the change that *settlement* makes, or its result if it ends here; reserve the offset until done."""
         receipt = delivery.receipt
-        if not isinstance(receipt, Receipt) or not hold.partition.holds(receipt) or receipt.offset in hold.settling:
+        if (
+            not isinstance(receipt, LogReceipt)
+            or not ownership.partition.has_claim(receipt)
+            or receipt.offset in ownership.settling
+        ):
             return SettleResult.LOST
         try:
-            change = self._change(hold, delivery, settlement)
-        except Exception:  # noqa: BLE001 - an odd item; the claim is still held
+            change = self._to_change(ownership, delivery, settlement)
+        except Exception:  # noqa: BLE001 - an invalid settlement; the fact stays claimed
             return SettleResult.FAILED
         if change is None:
             return SettleResult.FAILED
-        hold.settling.add(receipt.offset)
+        ownership.settling.add(receipt.offset)
         return change
 
-    def _change(self, hold: _Hold, delivery: Delivery, settlement: Settlement) -> Change | None:
+    def _to_change(self, ownership: _Ownership, delivery: Delivery, settlement: Settlement) -> Change | None:
         offset = delivery.receipt.offset
-        aside = hold.partition.held[offset] is not None
+        was_deferred = ownership.partition.held[offset] is not None
         match settlement:
             case Ack():
-                return Acked(offset, aside)
-            case Later():
-                changed = settlement.apply(delivery.transaction)
-                self._codec.encode(changed)  # what could not be written could not be kept by a side store that lasts
-                kept = Kept(self._wall() + settlement.delay, hold.partition.place(offset), changed)
-                return Delayed(offset, aside, kept)
+                return AckChange(offset, was_deferred)
+            case Defer():
+                transaction = settlement.apply(delivery.transaction)
+                self._codec.encode(transaction)  # fails here for a transaction that a persistent store could not keep
+                deferred = DeferredRecord(
+                    self._wall() + settlement.delay, ownership.partition.to_position(offset), transaction
+                )
+                return DeferChange(offset, was_deferred, deferred)
             case Release():
-                return Freed(offset, aside)
+                return ReleaseChange(offset, was_deferred)
             case DeadLetter():
-                record = DeadLetterRecord.of(delivery, settlement, queue=self.name, at=self._wall())
-                return Buried(offset, aside, record)
+                record = DeadLetterRecord.from_delivery(delivery, settlement, queue=self.name, at=self._wall())
+                return DeadLetterChange(offset, was_deferred, record)
             case _:
                 return None
 
-    def _settled(self, hold: _Hold, changes: Sequence[Change]) -> Script[list[SettleResult]]:
-        """Have the side settle them: beside the log first, because a crash in between must find it there."""
+    def _settle_in_store(self, ownership: _Ownership, changes: Sequence[Change]) -> Script[list[SettleResult]]:
+        """Settle in the consumer store first, because after a crash in between the state must be found there."""
         if not changes:
             return []
         with self._lock:
-            hold.turn += 1
-            done = {change.offset for change in changes}
-            held = tuple(offset for offset in hold.partition.held if offset not in done)
-            settled = Settled(hold.partition.generation, hold.turn, held, changes, hold.confirmed)
-        answer = yield from call(Call("settle", self._side.settle, (settled,)))
+            ownership.sequence += 1
+            settled_offsets = {change.offset for change in changes}
+            claims = tuple(offset for offset in ownership.partition.held if offset not in settled_offsets)
+            request = SettleRequest(
+                ownership.partition.generation, ownership.sequence, claims, changes, ownership.confirmed
+            )
+        answer = yield from call(Call("settle", self._store.settle, (request,)))
         if isinstance(answer, Ok) and answer.value:
-            self._apply(hold, changes)
+            self._apply(ownership, changes)
             return [SettleResult.SETTLED] * len(changes)
-        if isinstance(answer, Err) and not isinstance(answer.error, ConnectionLost) and len(changes) > 1:
-            # One of them cannot be written. Each for itself: the others are not to pay for it.
+        if isinstance(answer, Err) and not isinstance(answer.error, ConnectionLostError) and len(changes) > 1:
+            # One of them cannot be written: settle each separately, so that the others are not affected.
             results: list[SettleResult] = []
             for change in changes:
-                results += yield from self._settled(hold, [change])
+                results += yield from self._settle_in_store(ownership, [change])
             return results
         with self._lock:
-            hold.settling -= done
+            ownership.settling -= settled_offsets
         if isinstance(answer, Err) and not isinstance(answer.error, Exception):
             raise answer.error
-        hold.lost = hold.lost or isinstance(answer, Ok)
-        return [SettleResult.LOST if hold.lost else SettleResult.FAILED] * len(changes)
+        ownership.is_lost = ownership.is_lost or isinstance(answer, Ok)
+        return [SettleResult.LOST if ownership.is_lost else SettleResult.FAILED] * len(changes)
 
-    def _confirmed(self, hold: _Hold, changes: Sequence[Change]) -> Script[list[SettleResult]]:
-        """Facts that have succeeded leave nothing beside the log: the receipt is all that there is to write.
+    def _settle_by_receipt(self, ownership: _Ownership, changes: Sequence[Change]) -> Script[list[SettleResult]]:
+        """Settle successful facts by the receipt alone: they leave nothing in the consumer store.
 
-        Whoever is no longer the owner is told so by the answer to it.
+        The answer to the receipt shows a former owner that it lost the log.
         """
-        self._apply(hold, changes)
-        if hold.partition.watermark - 1 > hold.confirmed:
-            yield from self._confirm(hold)
+        self._apply(ownership, changes)
+        if ownership.partition.watermark - 1 > ownership.confirmed:
+            yield from self._confirm(ownership)
         elif changes:
-            answer = yield from call(Call("holds", self._side.holds, (hold.partition.generation,)))
-            hold.lost = hold.lost or (isinstance(answer, Ok) and not answer.value)
-        return [SettleResult.LOST if hold.lost else SettleResult.SETTLED] * len(changes)
+            answer = yield from call(Call("holds", self._store.is_owner, (ownership.partition.generation,)))
+            ownership.is_lost = ownership.is_lost or (isinstance(answer, Ok) and not answer.value)
+        return [SettleResult.LOST if ownership.is_lost else SettleResult.SETTLED] * len(changes)
 
-    def _apply(self, hold: _Hold, changes: Sequence[Change]) -> None:
+    def _apply(self, ownership: _Ownership, changes: Sequence[Change]) -> None:
         with self._lock:
             for change in changes:
                 match change:
-                    case Freed():
-                        hold.partition.back(change.offset)
-                    case Delayed():
-                        hold.partition.keep(change.kept)
+                    case ReleaseChange():
+                        ownership.partition.return_record(change.offset)
+                    case DeferChange():
+                        ownership.partition.defer(change.deferred)
                     case _:
-                        hold.partition.settled(change.offset)
-                if not isinstance(change, Freed):
-                    hold.window.forget(change.offset)
-                hold.settling.discard(change.offset)
+                        ownership.partition.mark_settled(change.offset)
+                if not isinstance(change, ReleaseChange):
+                    ownership.loaded_facts.forget(change.offset)
+                ownership.settling.discard(change.offset)
 
-    def _confirm(self, hold: _Hold) -> Script[bool]:
-        """Tell the boundary how far all is settled; False when the caller was stopped.
+    def _confirm(self, ownership: _Ownership) -> Script[bool]:
+        """Confirm to the boundary the offset up to which all is settled; return False when the caller was interrupted.
 
-        If it cannot be told now, it is told with the next call; until then a crash would bring again what
-        is settled, as it may on any log.
+        A confirmation that fails now is sent with the next call; a crash before that redelivers settled facts, as on
+        any log.
         """
         with self._lock:
-            done = hold.partition.watermark - 1
-            if done <= hold.confirmed or hold.lost:
+            settled_offset = ownership.partition.watermark - 1
+            if settled_offset <= ownership.confirmed or ownership.is_lost:
                 return True
-        cursor = Cursor(hold.epoch, done)
-        if self._side.confirm is None:
-            told = Call("confirm_receipt", self._calls.confirm_receipt, (self._reader, self._pair, cursor))
+        cursor = Cursor(ownership.epoch, settled_offset)
+        if self._store.confirm is None:
+            request = Call("confirm_receipt", self._calls.confirm_receipt, (self._reader, self._pair, cursor))
         else:
-            told = Call("confirm_receipt", self._side.confirm, (hold.partition.generation, cursor))
-        answer = yield from call(told)
-        if isinstance(answer, Ok) and self._side.confirm is not None and not answer.value:
-            hold.lost = True
+            request = Call("confirm_receipt", self._store.confirm, (ownership.partition.generation, cursor))
+        answer = yield from call(request)
+        if isinstance(answer, Ok) and self._store.confirm is not None and not answer.value:
+            ownership.is_lost = True
         elif isinstance(answer, Ok):
-            hold.confirmed = max(hold.confirmed, done)
-        elif isinstance(answer, Err) and not isinstance(answer.error, ConnectionLost):
+            ownership.confirmed = max(ownership.confirmed, settled_offset)
+        elif isinstance(answer, Err) and not isinstance(answer.error, ConnectionLostError):
             raise answer.error
         return isinstance(answer, Ok | Err)
 
     def extend(self, deliveries: Sequence[Delivery]) -> Script[list[float | None]]:
-        """A claim ends with its generation only: infinity while it is good, None once it is gone."""
-        hold = self._hold
-        if hold is None or not (yield from self._holds(hold)):
+        """Return infinity for each valid claim, since a claim ends only with its generation; None for a lost one."""
+        ownership = self._ownership
+        if ownership is None or not (yield from self._check_ownership(ownership)):
             return [None for _ in deliveries]
         with self._lock:
             return [
-                float("inf") if isinstance(each.receipt, Receipt) and hold.partition.holds(each.receipt) else None
+                float("inf")
+                if isinstance(each.receipt, LogReceipt) and ownership.partition.has_claim(each.receipt)
+                else None
                 for each in deliveries
             ]
 
-    # -- what is there --------------------------------------------------------------------------------
+    # -- depth ----------------------------------------------------------------------------------------
 
     def depth(self) -> Script[Depth]:
-        """How much is there; the age is that of the oldest fact that could be had."""
-        hold = yield from self._owned()
-        end: Cursor | None = _answered((yield from call(Call("end_of", self._calls.end_of, (self._pair,)))))
-        if hold is None:
-            return Depth(0)  # of a caller who was stopped, and sees another end than this
-        if hold.window.last < (0 if end is None else end.offset):
-            _answered((yield from self._load(hold, 1)))
-        if not (yield from self._holds(hold)):
-            raise self._taken_over()
-        dead: int = _answered((yield from call(Call("dead_count", self._side.dead_count, ())))) or 0
+        """Return the depth of the log; the age is that of the oldest fact ready for delivery."""
+        ownership = yield from self._require_ownership()
+        end: Cursor | None = _unwrap((yield from call(Call("end_of", self._calls.last_offset, (self._pair,)))))
+        if ownership is None:
+            return Depth(0)  # the caller was interrupted and does not see this result
+        if ownership.loaded_facts.last < (0 if end is None else end.offset):
+            _unwrap((yield from self._load(ownership, 1)))
+        if not (yield from self._check_ownership(ownership)):
+            raise self._taken_over_error()
+        dead: int = _unwrap((yield from call(Call("dead_count", self._store.dead_count, ())))) or 0
         now = self._wall()
         with self._lock:
-            partition = hold.partition
-            ready = partition.ready(now, 1 if end is None else end.offset + 1)
-            ages = [now - since for offset in ready if (since := hold.window.since(offset)) is not None]
+            partition = ownership.partition
+            ready = partition.list_ready(now, 1 if end is None else end.offset + 1)
+            ages = [now - since for offset in ready if (since := ownership.loaded_facts.stored_at(offset)) is not None]
             return Depth(
                 ready=len(ready),
-                delayed=partition.delayed(now),
+                delayed=partition.deferred_count(now),
                 in_flight=len(partition.held),
                 dead=dead,
                 oldest_age=max(ages, default=None),
@@ -462,63 +483,71 @@ class FactLog:
 
     # -- dead letters ---------------------------------------------------------------------------------
 
-    def replay_dead(self, places: Sequence[str]) -> Script[list[ReplayResult]]:
-        """Have them delivered anew. The fact itself is in the log for ever, and cannot be appended again."""
+    def replay_dead(self, handles: Sequence[str]) -> Script[list[ReplayResult]]:
+        """Redeliver dead letters. The fact itself stays in the log permanently and cannot be appended again."""
         results: list[ReplayResult] = []
-        for place in places:
-            result = yield from self._replayed(place)
+        for handle in handles:
+            result = yield from self._replay_one(handle)
             results.append(result)
         return results
 
-    def _replayed(self, place: str) -> Script[ReplayResult]:
-        record: DeadLetterRecord | None = _answered((yield from call(Call("dead", self._side.dead, (place,)))))
+    def _replay_one(self, handle: str) -> Script[ReplayResult]:
+        record: DeadLetterRecord | None = _unwrap(
+            (yield from call(Call("dead", self._store.get_dead_letter, (handle,))))
+        )
         if record is None:
-            return ReplayResult(place, Became.GONE)
+            return ReplayResult(handle, DeadLetterResult.GONE)
         answer = yield from call(Call("get_fact", self._calls.get_fact, (self._pair.from_zone, record.id)))
         if not isinstance(answer, Ok):
-            return _failed(place, answer)
-        found: FactConfirmation | None = answer.value
-        if found is None:
-            words = f"the boundary no longer knows the fact {record.id!r}, so nothing would be settled by it"
-            return ReplayResult(place, Became.FAILED, words)
-        kept = Kept(self._wall(), Place(ONLY, found.offset), record.fresh())
-        answer = yield from call(Call("replay", self._side.replay, (place, kept)))
+            return _to_failed_result(handle, answer)
+        confirmation: FactConfirmation | None = answer.value
+        if confirmation is None:
+            reason = f"the boundary no longer knows the fact {record.id!r}, so nothing would be settled by it"
+            return ReplayResult(handle, DeadLetterResult.FAILED, reason)
+        deferred = DeferredRecord(
+            self._wall(), LogPosition(ONLY_PARTITION, confirmation.offset), record.to_new_transaction()
+        )
+        answer = yield from call(Call("replay", self._store.replay, (handle, deferred)))
         if not isinstance(answer, Ok):
-            return _failed(place, answer)  # the side store's own trouble, which spoils no other place
-        return ReplayResult(place, Became.REPLAYED if answer.value else Became.GONE)
+            return _to_failed_result(
+                handle, answer
+            )  # a failure of the consumer store, which does not affect other handles
+        return ReplayResult(handle, DeadLetterResult.REPLAYED if answer.value else DeadLetterResult.GONE)
 
-    def discard_dead(self, places: Sequence[str]) -> Script[list[ReplayResult]]:
-        """Throw dead letters away."""
+    def discard_dead(self, handles: Sequence[str]) -> Script[list[ReplayResult]]:
+        """Discard dead letters."""
         results = []
-        for place in places:
-            gone = _answered((yield from call(Call("discard", self._side.discard, (place,)))))
-            results.append(ReplayResult(place, Became.DISCARDED if gone else Became.GONE))
+        for handle in handles:
+            was_discarded = _unwrap((yield from call(Call("discard", self._store.discard, (handle,)))))
+            results.append(ReplayResult(handle, DeadLetterResult.DISCARDED if was_discarded else DeadLetterResult.GONE))
         return results
 
     def list_dead(self, query: DeadLetterQuery, *, after: str | None, limit: int) -> Script[Sequence[DeadLetterRecord]]:
-        """One page of them."""
-        asked = Call("list_dead", self._side.list_dead, (query, after, limit))
-        return _answered((yield from call(asked))) or []
+        """Return one page of dead letters."""
+        request = Call("list_dead", self._store.list_dead, (query, after, limit))
+        return _unwrap((yield from call(request))) or []
 
 
-def _begun(cursor: Cursor, taken: Taken) -> _Hold:
+def _begin_ownership(cursor: Cursor, takeover: Takeover) -> _Ownership:
     begin = cursor.offset + 1
-    commit = Commit(begin, frozenset(taken.beyond))
-    partition = Partition(ONLY, generation=taken.generation, commit=commit, kept=taken.kept)
-    return _Hold(partition, Window(begin), cursor.epoch, cursor.offset, taken.replays)
+    commit = Commit(begin, frozenset(takeover.settled_above))
+    partition = Partition(ONLY_PARTITION, generation=takeover.generation, commit=commit, deferred=takeover.deferred)
+    return _Ownership(partition, LoadedFacts(begin), cursor.epoch, cursor.offset, takeover.replays)
 
 
-def _failed(place: str, answer: Answer) -> ReplayResult:
-    return ReplayResult(place, Became.FAILED, text(answer.error) if isinstance(answer, Err) else "stopped")
+def _to_failed_result(handle: str, answer: CallResult) -> ReplayResult:
+    return ReplayResult(
+        handle, DeadLetterResult.FAILED, error_message(answer.error) if isinstance(answer, Err) else "stopped"
+    )
 
 
-def _answered(answer: Answer) -> Any:
-    """What a call returned; what it raised is raised, and a caller who was stopped is answered nothing."""
+def _unwrap(answer: CallResult) -> Any:
+    """Return the result of a call or raise its error; return None when the caller was interrupted."""
     if isinstance(answer, Err):
         raise answer.error
     return answer.value if isinstance(answer, Ok) else None
 
 
-def _confirmation(confirmation: FactConfirmation) -> Confirmation:
+def _to_confirmation(confirmation: FactConfirmation) -> Confirmation:
     detail = {"offset": confirmation.offset, "epoch": confirmation.epoch, "digest": confirmation.digest}
     return Confirmation(confirmation.message_id, duplicate=confirmation.duplicate, detail=detail)

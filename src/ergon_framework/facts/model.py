@@ -1,7 +1,7 @@
-"""What zones hand to each other: facts in their envelopes, references to artifacts, and what a boundary confirms.
+"""Model of facts: envelopes, facts, artifact references, and the confirmations of a boundary.
 
-Everything here is frozen and checked when it is made, and everything has a limit: what exists can be
-stored by every store, and written to every wire.
+All types are frozen, checked when they are created, and limited in size: every instance can be stored by every store
+and encoded for every protocol.
 """
 
 from __future__ import annotations
@@ -16,44 +16,49 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
 from ergon_framework.facts.errors import InvalidFactError
-from ergon_framework.facts.identity import canonical, canonical_parsed, digest_written, parse
+from ergon_framework.facts.identity import (
+    canonical_json,
+    canonical_json_of_parsed,
+    digest_of_canonical,
+    parse_strict_json,
+)
 
-#: The longest of each, in characters; of JSON in bytes.
-MESSAGE_ID: Final = 256
-ZONE: Final = 64
-SUBJECT: Final = 512
-PREDICATE: Final = 256
-OBJECT_JSON: Final = 1024 * 1024
-CORRELATION: Final = 256
-#: How many labels there may be, and how long a name and a value; a trace carrier and a history must fit.
-LABELS: Final = 32
-LABEL_NAME: Final = 128
-LABEL_VALUE: Final = 16_384
-READER: Final = 256
-BUCKET: Final = 63
-KEY: Final = 1024
-MEDIA_TYPE: Final = 256
-FILE_NAME: Final = 256
-#: Bytes of one artifact: the largest whole number that every reader of JSON understands.
-SIZE: Final = 2**53
+#: Maximum lengths in characters; of JSON and of artifact keys in bytes.
+MAX_MESSAGE_ID_CHARS: Final = 256
+MAX_ZONE_CHARS: Final = 64
+MAX_SUBJECT_CHARS: Final = 512
+MAX_PREDICATE_CHARS: Final = 256
+MAX_OBJECT_BYTES: Final = 1024 * 1024
+MAX_CORRELATION_CHARS: Final = 256
+#: Maximum number of labels, and length of a name and of a value; a trace carrier and an attempt history must fit.
+MAX_LABELS: Final = 32
+MAX_LABEL_NAME_CHARS: Final = 128
+MAX_LABEL_VALUE_CHARS: Final = 16_384
+MAX_READER_CHARS: Final = 256
+MAX_BUCKET_CHARS: Final = 63
+MAX_KEY_BYTES: Final = 1024
+MAX_MEDIA_TYPE_CHARS: Final = 256
+MAX_FILE_NAME_CHARS: Final = 256
+#: Largest integer that every JSON reader represents exactly; the limit for artifact sizes in bytes and for times in ms.
+MAX_JSON_INTEGER: Final = 2**53
 
-# Controls, separators of lines, and halves of surrogate pairs.
-_UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]").search
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}").fullmatch
-#: The names of readers begin with it that read back what their own zone has sent. All others belong to the receiver: a
-#: caller that confirms in the name of another zone's reader would let retention take what that reader never had.
-SENDER: Final = "sender:"
-#: What makes an object a reference to an artifact.
-_REFERENCE: Final = frozenset(("bucket", "key", "digest", "size"))
+# Control characters, line separators, and halves of surrogate pairs.
+_find_invalid_character = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]").search
+_match_bucket = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch
+_match_digest = re.compile(r"sha256:[0-9a-f]{64}").fullmatch
+#: Prefix of the names of readers that read back what their own zone has sent; all other readers belong to the receiver.
+#: A caller that confirms as another zone's reader would let retention delete facts which that reader never received.
+SENDER_PREFIX: Final = "sender:"
+#: An object with all of these keys is a reference to an artifact.
+_REFERENCE_KEYS: Final = frozenset(("bucket", "key", "digest", "size"))
 
 
 class Buffer(StrEnum):
     """The four buffers of a boundary between an inner zone and an outer one.
 
-    Facts from the outer zone are stored in the ISB and forwarded to the IFB, where the inner zone reads
-    them; facts from the inner zone are stored in the ESB and forwarded to the EFB. A confirmation is
-    about a store buffer, and never about a forward buffer.
+    Facts from the outer zone are stored in the ISB and forwarded to the IFB, where the inner zone reads them; facts
+    from the inner zone are stored in the ESB and forwarded to the EFB. A confirmation always refers to a store buffer,
+    never to a forward buffer.
     """
 
     ISB = "ISB"
@@ -62,36 +67,36 @@ class Buffer(StrEnum):
     EFB = "EFB"
 
 
-class Side(StrEnum):
-    """On which side of the boundary a store is, and so which two of the four buffers it holds."""
+class BoundarySide(StrEnum):
+    """The side of the boundary that a store is on; it decides which two of the four buffers the store holds."""
 
     INNER = "inner"
     OUTER = "outer"
 
     @property
     def store_buffer(self) -> Buffer:
-        """Where its own zone appends."""
-        return Buffer.ESB if self is Side.INNER else Buffer.ISB
+        """The buffer that the store's own zone appends to."""
+        return Buffer.ESB if self is BoundarySide.INNER else Buffer.ISB
 
     @property
     def forward_buffer(self) -> Buffer:
-        """Where facts of the other zone arrive."""
-        return Buffer.IFB if self is Side.INNER else Buffer.EFB
+        """The buffer that receives the facts of the other zone."""
+        return Buffer.IFB if self is BoundarySide.INNER else Buffer.EFB
 
 
-class Pair(NamedTuple):
-    """From which zone to which: offsets are counted for each pair."""
+class ZonePair(NamedTuple):
+    """Sending and receiving zone; offsets are counted for each pair."""
 
     from_zone: str
     to_zone: str
 
 
-#: One for all facts of a pair: there are few pairs, and many facts to be told apart by them.
-_pair: Final = lru_cache(1024)(Pair)
+#: Shares one instance among all facts of a pair: pairs are few, and facts are grouped by them often.
+_intern_pair: Final = lru_cache(1024)(ZonePair)
 
 
 class Cursor(NamedTuple):
-    """How far somebody has come: all up to and including *offset*, in that *epoch* of the store; 0 is nothing."""
+    """A read position: everything up to and including *offset*, in that *epoch* of the store; offset 0 is nothing."""
 
     epoch: str
     offset: int
@@ -102,7 +107,7 @@ _NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True, init=False)
 class Envelope:
-    """What stands around a fact. Only the id and the zones are part of its identity; of the rest the first wins."""
+    """The metadata of a fact. Only the id and the zones are part of its identity; of the rest the first append wins."""
 
     message_id: str
     from_zone: str
@@ -127,15 +132,15 @@ class Envelope:
         check_zone("from_zone", from_zone)
         check_zone("to_zone", to_zone)
         moment: Any = produced_at_unix_ms
-        if not isinstance(moment, int) or isinstance(moment, bool) or not 0 <= moment <= SIZE:
+        if not isinstance(moment, int) or isinstance(moment, bool) or not 0 <= moment <= MAX_JSON_INTEGER:
             raise InvalidFactError(
                 f"produced_at_unix_ms is a whole number of milliseconds since 1970, not {moment!r:.40}"
             )
         if correlation_id is not None:
-            _check_text("correlation_id", correlation_id, CORRELATION)
+            _check_text("correlation_id", correlation_id, MAX_CORRELATION_CHARS)
         if causation_id is not None:
-            _check_text("causation_id", causation_id, CORRELATION)
-        # All at once: one by one, as something frozen is filled, takes three times as long, and there are many.
+            _check_text("causation_id", causation_id, MAX_CORRELATION_CHARS)
+        # One update call: setting the attributes of a frozen instance one by one takes three times as long.
         self.__dict__.update(
             message_id=message_id,
             from_zone=from_zone,
@@ -143,12 +148,12 @@ class Envelope:
             produced_at_unix_ms=produced_at_unix_ms,
             correlation_id=correlation_id,
             causation_id=causation_id,
-            # A copy that nobody can change: the caller's mapping is the caller's.
-            labels=MappingProxyType(_labels(labels)) if len(labels) else _NO_LABELS,
+            # A read-only copy, because the caller may change its own mapping later.
+            labels=MappingProxyType(_check_labels(labels)) if len(labels) else _NO_LABELS,
         )
 
     @classmethod
-    def _sound(
+    def _from_checked(
         cls,
         *,
         message_id: str,
@@ -159,130 +164,132 @@ class Envelope:
         causation_id: str | None,
         labels: Mapping[str, str] | None,
     ) -> Self:
-        """One of which all but the labels is known to be as it must be: ``table`` has seen to it for many at once."""
-        made = object.__new__(cls)
-        made.__dict__.update(
+        """Create an envelope from fields that ``table`` has checked in bulk; only the labels are checked here."""
+        envelope = object.__new__(cls)
+        envelope.__dict__.update(
             message_id=message_id,
             from_zone=from_zone,
             to_zone=to_zone,
             produced_at_unix_ms=produced_at_unix_ms,
             correlation_id=correlation_id,
             causation_id=causation_id,
-            labels=MappingProxyType(_labels(labels)) if labels else _NO_LABELS,
+            labels=MappingProxyType(_check_labels(labels)) if labels else _NO_LABELS,
         )
-        return made
+        return envelope
 
     @property
-    def pair(self) -> Pair:
-        return _pair(self.from_zone, self.to_zone)
+    def pair(self) -> ZonePair:
+        return _intern_pair(self.from_zone, self.to_zone)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A read-only view cannot be pickled.
-        return _rebuilt, (vars(self) | {"labels": dict(self.labels)},)
+        # A MappingProxyType cannot be pickled.
+        return _rebuild_envelope, (vars(self) | {"labels": dict(self.labels)},)
 
 
-def _rebuilt(fields: dict[str, Any]) -> Envelope:
+def _rebuild_envelope(fields: dict[str, Any]) -> Envelope:
     return Envelope(**fields)
 
 
-def _labels(labels: Mapping[str, str]) -> dict[str, str]:
-    if len(labels) > LABELS:
-        raise InvalidFactError(f"a fact has at most {LABELS} labels, not {len(labels)}; put the rest into its object")
+def _check_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    if len(labels) > MAX_LABELS:
+        raise InvalidFactError(
+            f"a fact has at most {MAX_LABELS} labels, not {len(labels)}; put the rest into its object"
+        )
     for name, value in labels.items():
-        _check_text("the name of a label", name, LABEL_NAME)
-        _check_text(f"the label {name!r}", value, LABEL_VALUE, least=0)
+        _check_text("the name of a label", name, MAX_LABEL_NAME_CHARS)
+        _check_text(f"the label {name!r}", value, MAX_LABEL_VALUE_CHARS, min_chars=0)
     return dict(labels)
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
 class Fact:
-    """A statement: *subject*, *predicate* and an object, as JSON text which is kept as it was given."""
+    """A statement: *subject*, *predicate*, and an object as JSON text that is kept unchanged."""
 
     subject: str
     predicate: str
     object_json: str
 
     def __init__(self, *, subject: str, predicate: str, object_json: str) -> None:
-        _check_text("subject", subject, SUBJECT)
-        _check_text("predicate", predicate, PREDICATE)
-        given: Any = object_json
-        if not isinstance(given, str):
-            raise InvalidFactError(f"object_json is JSON as text, not {type(given).__name__}; see Fact.of")
-        # A character has at most four bytes: most texts need not be encoded to be known to be short enough.
-        if 4 * len(object_json) > OBJECT_JSON and len(object_json.encode(errors="replace")) > OBJECT_JSON:
+        _check_text("subject", subject, MAX_SUBJECT_CHARS)
+        _check_text("predicate", predicate, MAX_PREDICATE_CHARS)
+        unchecked: Any = object_json
+        if not isinstance(unchecked, str):
+            raise InvalidFactError(f"object_json is JSON as text, not {type(unchecked).__name__}; see Fact.of")
+        # A character has at most four bytes, so most texts are known to be short enough without encoding them.
+        if 4 * len(object_json) > MAX_OBJECT_BYTES and len(object_json.encode(errors="replace")) > MAX_OBJECT_BYTES:
             raise InvalidFactError(
-                f"object_json has more than {OBJECT_JSON:,} bytes; store an artifact, and refer to it in the fact"
+                f"object_json has more than {MAX_OBJECT_BYTES:,} bytes; store an artifact, and refer to it in the fact"
             )
-        # Whatever has no canonical form has no digest, and could never be compared. Made once, and kept.
-        value = parse(object_json)
+        # Rejects JSON without a canonical form: it has no digest and cannot be compared. The canonical text is cached.
+        value = parse_strict_json(object_json)
         self.__dict__.update(
             subject=subject,
             predicate=predicate,
             object_json=object_json,
-            _written=canonical_parsed(value, size=len(object_json)),
-            _named=reference(value),
+            _written=canonical_json_of_parsed(value, size=len(object_json)),
+            _named=parse_reference(value),
         )
 
     @classmethod
-    def _sound(
-        cls, subject: str, predicate: str, object_json: str, written: str, named: ArtifactReference | None
+    def _from_checked(
+        cls, subject: str, predicate: str, object_json: str, canonical_text: str, artifact: ArtifactReference | None
     ) -> Self:
-        """One of which all is known to be as it must be; *written* is its object in canonical form."""
-        made = object.__new__(cls)
-        made.__dict__.update(
-            subject=subject, predicate=predicate, object_json=object_json, _written=written, _named=named
+        """Create a fact from checked values; *canonical_text* is the object in canonical form."""
+        fact = object.__new__(cls)
+        fact.__dict__.update(
+            subject=subject, predicate=predicate, object_json=object_json, _written=canonical_text, _named=artifact
         )
-        return made
+        return fact
 
     @classmethod
-    def of(cls, subject: str, predicate: str, object: Any = None) -> Self:  # noqa: A002 - the document's word
-        """A fact whose object is a plain value of Python."""
-        canonical(object)  # says better than json does what is wrong with a value
-        written = json.dumps(object, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return cls(subject=subject, predicate=predicate, object_json=written)
+    def create(cls, subject: str, predicate: str, object: Any = None) -> Self:  # noqa: A002 - the source document's term
+        """Create a fact whose object is a plain Python value."""
+        canonical_json(object)  # raises errors that are more precise than those of json.dumps
+        object_json = json.dumps(object, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return cls(subject=subject, predicate=predicate, object_json=object_json)
 
     @property
     def object(self) -> Any:
-        """The object as a plain value; each time a new one, which its reader may change."""
-        return parse(self.object_json)
+        """The object as a plain value; each access returns a new one, which the caller may change."""
+        return parse_strict_json(self.object_json)
 
     @property
     def artifact(self) -> ArtifactReference | None:
-        """What it refers to, if its object is a reference."""
-        named: ArtifactReference | None = self.__dict__["_named"]
-        return named
+        """The artifact reference, if the object is one."""
+        reference: ArtifactReference | None = self.__dict__["_named"]
+        return reference
 
     @property
-    def _canonical(self) -> str:
-        written: str = self.__dict__["_written"]
-        return written
+    def _canonical_text(self) -> str:
+        text: str = self.__dict__["_written"]
+        return text
 
 
-def digest_of(envelope: Envelope, fact: Fact) -> str:
-    """What two appends with one id must have in common."""
-    return digest_written(
+def fact_digest(envelope: Envelope, fact: Fact) -> str:
+    """Return the digest that two appends with the same id must share."""
+    return digest_of_canonical(
         from_zone=envelope.from_zone,
         to_zone=envelope.to_zone,
         subject=fact.subject,
         predicate=fact.predicate,
-        written=fact._canonical,  # noqa: SLF001 - fact and digest are one thing
+        canonical_text=fact._canonical_text,  # noqa: SLF001 - fact and digest belong together
     )
 
 
 # -- artifacts ------------------------------------------------------------------------------------------
 
 
-class Stored(NamedTuple):
-    """What a store confirms of an artifact, once it is durable."""
+class StoredArtifact(NamedTuple):
+    """The digest and size of an artifact, confirmed by a store once the artifact is durable."""
 
     digest: str
     size: int
 
 
 class ObjectName(NamedTuple):
-    """The name of an artifact in one store: a bucket and a key of its owner.
+    """The name of an artifact in one store: a bucket and a key, in the namespace of its owner.
 
-    The owner is the zone that stored it; the empty text means the zones that the store belongs to.
+    The owner is the zone that stored the artifact; the empty string stands for the zones that the store belongs to.
     """
 
     zone: str
@@ -291,10 +298,10 @@ class ObjectName(NamedTuple):
 
     @classmethod
     def check(cls, bucket: str, key: str, zone: str = "") -> ObjectName:
-        """Return the name; InvalidFactError if an artifact cannot have it."""
+        """Return the name; raise InvalidFactError if an artifact cannot have it."""
         if zone != "":
             check_zone("zone", zone)
-        check_place(bucket, key)
+        check_artifact_name(bucket, key)
         return cls(zone, bucket, key)
 
     def __str__(self) -> str:
@@ -303,7 +310,7 @@ class ObjectName(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArtifactReference:
-    """The name of an artifact, and by what it is recognised."""
+    """The name of an artifact, and the digest and size that identify its content."""
 
     bucket: str
     key: str
@@ -313,38 +320,38 @@ class ArtifactReference:
     file_name: str | None = None
 
     def __post_init__(self) -> None:
-        check_place(self.bucket, self.key)
-        check_stored(self.digest, self.size)
-        for name, longest in (("media_type", MEDIA_TYPE), ("file_name", FILE_NAME)):
+        check_artifact_name(self.bucket, self.key)
+        check_digest_and_size(self.digest, self.size)
+        for name, max_chars in (("media_type", MAX_MEDIA_TYPE_CHARS), ("file_name", MAX_FILE_NAME_CHARS)):
             value = getattr(self, name)
             if value is not None:
-                _check_text(name, value, longest)
+                _check_text(name, value, max_chars)
 
-    def as_object(self) -> dict[str, Any]:
-        """The object of a fact that refers to it."""
+    def to_object(self) -> dict[str, Any]:
+        """Return the object of a fact that refers to this artifact."""
         return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
 
 
-def reference(value: Any) -> ArtifactReference | None:
-    """What *value*, the object of a fact, refers to: a reference has bucket, key, digest and size, and all four.
+def parse_reference(value: Any) -> ArtifactReference | None:
+    """Return the artifact that *value*, the object of a fact, refers to; None if it is not a reference.
 
-    Whatever it has besides is kept in the fact, and means nothing here.
+    A reference has all of bucket, key, digest and size. Other keys are kept in the fact and ignored here.
     """
-    if not isinstance(value, dict) or not value.keys() >= _REFERENCE:
+    if not isinstance(value, dict) or not value.keys() >= _REFERENCE_KEYS:
         return None
-    known = {name: value[name] for name in ArtifactReference.__slots__ if name in value}
-    return ArtifactReference(**known)
+    fields = {name: value[name] for name in ArtifactReference.__slots__ if name in value}
+    return ArtifactReference(**fields)
 
 
-# -- what a boundary answers ----------------------------------------------------------------------------
+# -- results of a boundary ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
 class FactConfirmation:
-    """The fact is durable in the store buffer, at an offset that will never change. It says nothing else.
+    """The fact is durable in the store buffer, at an offset that never changes. It confirms nothing else.
 
-    Not that it reached a forward buffer, nor a consumer, nor that anybody accepted it. ``duplicate`` when
-    it was there before: the rest is then what the first append was told.
+    It does not confirm that the fact reached a forward buffer or a consumer, or that a consumer accepted it.
+    ``duplicate`` is set when the fact was stored before; the other fields then repeat the first confirmation.
     """
 
     message_id: str
@@ -357,7 +364,7 @@ class FactConfirmation:
     def __init__(
         self, *, message_id: str, offset: int, epoch: str, digest: str, buffer: Buffer, duplicate: bool = False
     ) -> None:
-        # As that of an envelope.
+        # One update call, as in Envelope.__init__.
         self.__dict__.update(
             message_id=message_id, offset=offset, epoch=epoch, digest=digest, buffer=buffer, duplicate=duplicate
         )
@@ -365,7 +372,7 @@ class FactConfirmation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFact:
-    """A fact as it is read: with the offset and epoch of the store where it was appended first."""
+    """A fact as it is read, with the offset and epoch of the store where it was first appended."""
 
     envelope: Envelope
     fact: Fact
@@ -376,7 +383,7 @@ class StoredFact:
 
     @property
     def cursor(self) -> Cursor:
-        """Of somebody who has come as far as this."""
+        """The cursor of a reader that has read up to this fact."""
         return Cursor(self.epoch, self.offset)
 
 
@@ -384,81 +391,86 @@ class StoredFact:
 
 
 def check_message_id(message_id: str) -> None:
-    """Whether a fact can have that id."""
-    given: Any = message_id
-    if not isinstance(given, str) or not 1 <= len(given) <= MESSAGE_ID or not _is_visible(given):
+    """Raise InvalidFactError unless a fact can have that id."""
+    unchecked: Any = message_id
+    if not isinstance(unchecked, str) or not 1 <= len(unchecked) <= MAX_MESSAGE_ID_CHARS or not _is_visible(unchecked):
         raise InvalidFactError(
-            f"a message_id has 1 to {MESSAGE_ID} visible ASCII characters and no blanks, and is not "
-            f"{_shown(message_id)}; business_id() makes one of any business fields"
+            f"a message_id has 1 to {MAX_MESSAGE_ID_CHARS} visible ASCII characters and no blanks, and is not "
+            f"{_format_value(message_id)}; business_id() makes one of any business fields"
         )
 
 
 def check_zone(name: str, zone: str) -> None:
-    """Whether a zone can be called so; *name* is what it is the zone of."""
-    _check_text(name, zone, ZONE)
+    """Raise InvalidFactError unless a zone can have that name; *name* says in the error which zone is meant."""
+    _check_text(name, zone, MAX_ZONE_CHARS)
     if zone != zone.strip():
         raise InvalidFactError(f"{name} is {zone!r}; blanks at the ends are lost on the way, leave them out")
 
 
 def check_reader(reader: str) -> None:
-    """Whether a reader can be called so."""
-    _check_text("the name of a reader", reader, READER)
+    """Raise InvalidFactError unless a reader can have that name."""
+    _check_text("the name of a reader", reader, MAX_READER_CHARS)
 
 
-def zone_of_reader(reader: str, pair: Pair) -> str:
+def zone_of_reader(reader: str, pair: ZonePair) -> str:
     """Return the zone that a reader of *pair* belongs to."""
-    return pair.from_zone if reader.startswith(SENDER) else pair.to_zone
+    return pair.from_zone if reader.startswith(SENDER_PREFIX) else pair.to_zone
 
 
-def check_stored(digest: str, size: int) -> None:
-    """Whether an artifact can be recognised by these."""
-    given: Any = digest
-    if not isinstance(given, str) or not _DIGEST(given):
-        raise InvalidFactError(f"a digest is 'sha256:' and 64 hexadecimal digits, not {given!r:.40}")
+def check_digest_and_size(digest: str, size: int) -> None:
+    """Raise InvalidFactError unless *digest* and *size* can identify an artifact."""
+    unchecked: Any = digest
+    if not isinstance(unchecked, str) or not _match_digest(unchecked):
+        raise InvalidFactError(f"a digest is 'sha256:' and 64 hexadecimal digits, not {unchecked!r:.40}")
     number: Any = size
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= SIZE:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= MAX_JSON_INTEGER:
         raise InvalidFactError(f"the size of an artifact is a whole number of bytes, not {number!r:.40}")
 
 
-def check_place(bucket: str, key: str) -> None:
-    """Whether an artifact can have that name, on every file system and object store."""
-    given: Any = bucket
-    if not isinstance(given, str) or len(bucket) > BUCKET or not _BUCKET(bucket):
+def check_artifact_name(bucket: str, key: str) -> None:
+    """Raise InvalidFactError unless an artifact can have that name on every file system and object store."""
+    unchecked: Any = bucket
+    if not isinstance(unchecked, str) or len(bucket) > MAX_BUCKET_CHARS or not _match_bucket(bucket):
         raise InvalidFactError(
-            f"a bucket has 1 to {BUCKET} letters, digits, dots, hyphens and underscores and begins with a letter or "
-            f"digit, and is not {_shown(bucket)}"
+            f"a bucket has 1 to {MAX_BUCKET_CHARS} letters, digits, dots, hyphens and underscores and begins with a "
+            f"letter or digit, and is not {_format_value(bucket)}"
         )
-    _check_text("key", key, KEY)
-    if len(key.encode()) > KEY:
-        raise InvalidFactError(f"the key of an artifact has at most {KEY} bytes, and this one {len(key.encode())}")
+    _check_text("key", key, MAX_KEY_BYTES)
+    if len(key.encode()) > MAX_KEY_BYTES:
+        raise InvalidFactError(
+            f"the key of an artifact has at most {MAX_KEY_BYTES} bytes, and this one {len(key.encode())}"
+        )
     if "\\" in key or any(part in ("", ".", "..") for part in key.split("/")):
         raise InvalidFactError(
-            f"the key {_shown(key)} could lead out of its bucket: leave out backslashes, empty parts, '.' and '..'"
+            f"the key {_format_value(key)} could lead out of its bucket: leave out "
+            "backslashes, empty parts, '.' and '..'"
         )
 
 
 def _is_visible(text: str) -> bool:
-    """Whether it has only visible characters of ASCII."""
+    """Return whether *text* has only visible ASCII characters."""
     return text.isascii() and text.isprintable() and " " not in text
 
 
-def _check_text(name: str, value: str, longest: int, *, least: int = 1) -> None:
-    given: Any = value
-    # Whatever can be printed is fit, and this is known at once; some of what cannot is fit too, such as broad blanks.
-    if isinstance(given, str) and least <= len(given) <= longest and given.isprintable():
+def _check_text(name: str, value: str, max_chars: int, *, min_chars: int = 1) -> None:
+    unchecked: Any = value
+    # Fast path: printable text is always valid. Some text that is not printable is valid too, such as wide spaces.
+    if isinstance(unchecked, str) and min_chars <= len(unchecked) <= max_chars and unchecked.isprintable():
         return
-    if not isinstance(given, str):
+    if not isinstance(unchecked, str):
         raise InvalidFactError(f"{name} is a text, not {type(value).__name__}")
-    if not least <= len(value) <= longest:
-        raise InvalidFactError(f"{name} has {least} to {longest} characters, not {len(value)}: {_shown(value)}")
-    if found := _UNFIT(value):
-        raise InvalidFactError(f"{name} holds {found.group()!r}, which is no visible character; leave it out")
+    if not min_chars <= len(value) <= max_chars:
+        raise InvalidFactError(
+            f"{name} has {min_chars} to {max_chars} characters, not {len(value)}: {_format_value(value)}"
+        )
+    if match := _find_invalid_character(value):
+        raise InvalidFactError(f"{name} holds {match.group()!r}, which is no visible character; leave it out")
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value!r:.60}"
 
 
-def contiguous(facts: Iterable[StoredFact], after: int) -> bool:
-    """Whether the offsets of *facts* follow each other and *after*, without a gap."""
-    return all(stored.offset == place for place, stored in enumerate(facts, after + 1))
+def is_contiguous(facts: Iterable[StoredFact], after: int) -> bool:
+    """Return whether the offsets of *facts* follow *after* and each other without a gap."""
+    return all(stored.offset == offset for offset, stored in enumerate(facts, after + 1))

@@ -1,4 +1,4 @@
-"""How often a fact is appended again, and for how long; and how facts are copied between zones."""
+"""Policies for facts: retries of appends, retention, and replication between zones."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ergon_framework.task.mixins.policies import (
     RetryPolicy,
 )
 
-#: Retries that come soon, each after twice the wait of the one before; those behind them come after a cap.
-_SOON: Final = 3
+#: Number of retries with exponential backoff; later retries wait for the cap.
+_BACKOFF_RETRIES: Final = 3
 
 
 class AppendRetry(RetryPolicy):
-    """Retries after 100, 200 and 400 ms, then once a second until 10 s of waiting are over.
+    """Retries after 100, 200 and 400 ms, then once a second until 10 s have been spent waiting.
 
-    It is the schedule of the facts document, made longer: three retries are over before a store that has
-    lost its leader has another. ``AppendRetry.times(3)`` is the document's own.
+    This extends the schedule of the facts document, whose three retries end before a store that has lost its leader
+    has elected a new one. ``AppendRetry.with_retries(3)`` is the document's schedule.
     """
 
     max_attempts: Count = Field(default=13, description="Attempts in all, the first one included.")
@@ -35,40 +35,40 @@ class AppendRetry(RetryPolicy):
     within: Seconds = Field(default=10.0, description="Seconds after which publish begins no further attempt.")
 
     @classmethod
-    def times(cls, max_retries: int) -> Self:
-        """The same with so many retries at most, 0 for none."""
+    def with_retries(cls, max_retries: int) -> Self:
+        """Return this policy with at most that many retries, 0 for none."""
         if max_retries < 0:
             raise ConfigurationError(f"max_retries is 0 or more, not {max_retries}")
         return cls(max_attempts=min(max_retries, cls().max_attempts - 1) + 1)
 
-    def delay(self, attempt: int, dice: Callable[[], float] | None = None) -> float:
-        """Seconds to wait after *attempt*, the first being 0."""
-        if attempt < _SOON or not self.cap:
-            return super().delay(attempt, dice)
-        return self.cap if dice is None else waiting.jittered(self.cap, self.jitter, dice)
+    def delay(self, attempt: int, random: Callable[[], float] | None = None) -> float:
+        """Return the seconds to wait after *attempt*, counted from 0."""
+        if attempt < _BACKOFF_RETRIES or not self.cap:
+            return super().delay(attempt, random)
+        return self.cap if random is None else waiting.apply_jitter(self.cap, self.jitter, random)
 
 
 class FactProducePolicy(ProducePolicy):
-    """How a fact is appended."""
+    """The produce step: how a fact is appended."""
 
     retry: AppendRetry = Field(default=AppendRetry(), description="How a failed append is tried again.")
 
 
 class FactProducerSteps(ProducerSteps):
-    """The steps of a fact that is produced."""
+    """The steps of producing a fact."""
 
     produce: FactProducePolicy = Field(default=FactProducePolicy(), description="Artifact and fact.")
 
 
 class FactProducerPolicy(ProducerPolicy):
-    """Everything a producer of facts obeys."""
+    """The policy of a producer of facts."""
 
     loop: ProducerLoopPolicy = Field(default=ProducerLoopPolicy(), description="How the call runs.")
     steps: FactProducerSteps = Field(default=FactProducerSteps(), description="How each step runs.")
 
 
 class RetentionPolicy(Policy):
-    """For how long facts are kept that every reader has confirmed, and how often it is looked."""
+    """How long facts are kept after every reader has confirmed them, and how often retention runs."""
 
     keep: Seconds = Field(
         default=7 * 24 * 3600.0, description="Seconds for which facts and unnamed artifacts are kept at least."
@@ -77,16 +77,16 @@ class RetentionPolicy(Policy):
     jitter: float = Field(default=0.1, ge=0, le=1, description="Share of a wait that chance may take off.")
 
     def before_unix_ms(self, now: float) -> int:
-        """What was stored before that moment may go; *now* is the clock in seconds."""
+        """Return the time before which stored data may be removed; *now* is the wall clock in seconds."""
         return max(0, int((now - self.keep) * 1000))
 
-    def wait(self, dice: Callable[[], float]) -> float:
-        """Seconds until the next round: services of one store do not all begin at once."""
-        return waiting.jittered(self.interval, self.jitter, dice)
+    def next_delay(self, random: Callable[[], float]) -> float:
+        """Return the seconds until the next run, with jitter so that services of one store start at different times."""
+        return waiting.apply_jitter(self.interval, self.jitter, random)
 
 
 class ReplicationPolicy(Policy):
-    """How the facts of another zone are copied here."""
+    """How the facts of another zone are replicated."""
 
     batch: int = Field(default=1_000, ge=1, le=100_000, description="Facts that are fetched at once, at most.")
     batch_bytes: Count = Field(
@@ -111,11 +111,11 @@ class ReplicationPolicy(Policy):
     jitter: float = Field(default=0.3, ge=0, le=1, description="Share of a wait by which it varies to either side.")
     drain: Seconds = Field(default=5.0, description="Seconds that calls under way have after a stop.")
 
-    def delay(self, attempt: int, dice: Callable[[], float]) -> float:
-        """Seconds to wait after that many failures in a row, the first being 0."""
-        seconds = waiting.delay(attempt, backoff=self.backoff, multiplier=2.0, cap=self.cap)
-        return waiting.jittered(seconds, self.jitter, dice)
+    def delay(self, attempt: int, random: Callable[[], float]) -> float:
+        """Return the seconds to wait after consecutive failures; *attempt* counts from 0."""
+        seconds = waiting.backoff_delay(attempt, backoff=self.backoff, multiplier=2.0, cap=self.cap)
+        return waiting.apply_jitter(seconds, self.jitter, random)
 
-    def idle(self, dice: Callable[[], float]) -> float:
-        """Seconds until a source that had nothing is asked again."""
-        return waiting.jittered(self.poll, self.jitter, dice)
+    def idle_delay(self, random: Callable[[], float]) -> float:
+        """Return the seconds until a source without new facts is polled again."""
+        return waiting.apply_jitter(self.poll, self.jitter, random)

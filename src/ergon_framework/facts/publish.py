@@ -1,8 +1,7 @@
-"""Publishing: the one script behind every append of a producer, for threads and for asyncio. It never acts.
+"""Publish: the script behind every append of a producer, for threads and for asyncio. It does no I/O itself.
 
-The artifact first, and only when the store has it the fact that names it; after an error the same call
-again, with the same id and payload. What was appended before is never appended twice, because the store
-knows its id.
+The artifact is stored first; the fact that names it is appended only when the store has the artifact. After an error
+the same call is made again, with the same id and payload. The store knows the id, so no fact is appended twice.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ergon_framework.engine.effects import NEVER, Call, Script, call, sleep
 from ergon_framework.engine.outcome import Err, Ok
-from ergon_framework.errors import Category, ErgonError, text
+from ergon_framework.errors import Category, ErgonError, error_message
 from ergon_framework.facts.boundary import BlobSource
 from ergon_framework.facts.errors import BufferFull, FactConflict, InvalidFactError, PublishError
 from ergon_framework.facts.model import (
@@ -21,29 +20,29 @@ from ergon_framework.facts.model import (
     Envelope,
     Fact,
     FactConfirmation,
-    Stored,
-    check_place,
-    digest_of,
+    StoredArtifact,
+    check_artifact_name,
+    fact_digest,
 )
 from ergon_framework.scope import Scope
 
 if TYPE_CHECKING:
-    from ergon_framework.engine.senses import Senses
+    from ergon_framework.engine.senses import Clock
 
 
-class Retry(Protocol):
-    """The part of a retry policy that is read here."""
+class RetrySchedule(Protocol):
+    """The part of a retry policy that this module reads."""
 
     @property
     def max_attempts(self) -> int: ...
     @property
     def within(self) -> float: ...
-    def delay(self, attempt: int, dice: Callable[[], float] | None = None) -> float: ...
+    def delay(self, attempt: int, random: Callable[[], float] | None = None) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """An artifact that is to be stored before its fact: its name, and bytes that can be read again."""
+    """An artifact to store before its fact: its name, and bytes that can be read more than once."""
 
     bucket: str
     key: str
@@ -52,15 +51,15 @@ class Upload:
     file_name: str | None = None
 
     def __post_init__(self) -> None:
-        check_place(self.bucket, self.key)
+        check_artifact_name(self.bucket, self.key)
         if iter(self.blob) is self.blob:
             raise InvalidFactError(
                 "the blob of an upload is read from its beginning at each attempt, and this one can be read only "
                 "once; give bytes, Blob.file(path), or a list of bytes"
             )
 
-    def reference(self, stored: Stored) -> ArtifactReference:
-        """What a fact says of it, once it is stored."""
+    def to_reference(self, stored: StoredArtifact) -> ArtifactReference:
+        """Return the reference that a fact contains once the artifact is stored."""
         return ArtifactReference(
             bucket=self.bucket,
             key=self.key,
@@ -73,40 +72,40 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What is to be published: a fact, or an artifact whose reference will be the fact's object."""
+    """A fact to publish, or an artifact whose reference becomes the fact's object."""
 
     envelope: Envelope
     subject: str
     predicate: str
     fact: Fact | None = None
     upload: Upload | None = None
-    #: Ask first whether it is there: nobody knows how an earlier attempt has ended.
-    asks: bool = False
+    #: Check first whether the fact is stored, because the outcome of an earlier attempt is unknown.
+    check_first: bool = False
 
     @classmethod
-    def of(
+    def create(
         cls,
         envelope: Envelope,
         *,
         subject: str,
         predicate: str,
-        object: Any = None,  # noqa: A002 - the document's word
+        object: Any = None,  # noqa: A002 - the term of the source document
         artifact: Upload | None = None,
-        asks: bool = False,
+        check_first: bool = False,
     ) -> Publication:
-        """A fact with *object*, or with a reference to *artifact* as its object."""
+        """Create a publication of a fact with *object*, or with a reference to *artifact* as its object."""
         if artifact is None:
-            return cls(envelope, subject, predicate, Fact.of(subject, predicate, object), None, asks)
+            return cls(envelope, subject, predicate, Fact.create(subject, predicate, object), None, check_first)
         if object is not None:
             raise InvalidFactError(
                 "a fact has an object or refers to an artifact, and was given both; append a second fact for the other"
             )
-        return cls(envelope, subject, predicate, None, artifact, asks)
+        return cls(envelope, subject, predicate, None, artifact, check_first)
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """By what the script is carried out: a store's three calls, of either flavour."""
+class BoundaryCalls:
+    """The three calls of a store that the script makes, sync or async."""
 
     put_object: Callable[[str, str, BlobSource], Any]
     append_fact: Callable[[Envelope, Fact], Any]
@@ -114,110 +113,112 @@ class Means:
 
 
 def publish(
-    publication: Publication, means: Means, *, retry: Retry, senses: Senses, outer: Scope | None = None
+    publication: Publication, calls: BoundaryCalls, *, retry: RetrySchedule, clock: Clock, outer: Scope | None = None
 ) -> Script[FactConfirmation | None]:
-    """Store the artifact, if there is one, and then append the fact. None when its caller was stopped.
+    """Store the artifact, if there is one, and then append the fact. Return None when the caller was interrupted.
 
-    *outer* is the attempt that it is part of: nothing is begun when nobody waits for that any more.
+    *outer* is the attempt that this publication is part of: no call starts after that attempt has been abandoned.
     """
-    trying = _Trying(retry, senses, outer)
+    caller = _RetryingCaller(retry, clock, outer)
     envelope = publication.envelope
-    if publication.asks:
-        found = yield from _found(publication, means, trying)
-        if found is not None or trying.stopped:
-            return found
+    if publication.check_first:
+        existing = yield from _find_stored_fact(publication, calls, caller)
+        if existing is not None or caller.interrupted:
+            return existing
     fact = publication.fact
     if publication.upload is not None:
         upload = publication.upload
-        stored: Stored | None = yield from trying.call(
-            "put_object", means.put_object, (upload.bucket, upload.key, upload.blob)
+        stored: StoredArtifact | None = yield from caller.call(
+            "put_object", calls.put_object, (upload.bucket, upload.key, upload.blob)
         )
         if stored is None:
             return None
-        fact = Fact.of(publication.subject, publication.predicate, upload.reference(stored).as_object())
-    # The same two objects each time: a retry cannot say anything else than the first attempt.
-    confirmation: FactConfirmation | None = yield from trying.call("append_fact", means.append_fact, (envelope, fact))
+        fact = Fact.create(publication.subject, publication.predicate, upload.to_reference(stored).to_object())
+    # The same two objects each time, so that a retry sends exactly what the first attempt sent.
+    confirmation: FactConfirmation | None = yield from caller.call("append_fact", calls.append_fact, (envelope, fact))
     return confirmation
 
 
-def _found(publication: Publication, means: Means, trying: _Trying) -> Script[FactConfirmation | None]:
+def _find_stored_fact(
+    publication: Publication, calls: BoundaryCalls, caller: _RetryingCaller
+) -> Script[FactConfirmation | None]:
     envelope, fact = publication.envelope, publication.fact
-    found: FactConfirmation | None = yield from trying.call(
-        "get_fact", means.get_fact, (envelope.from_zone, envelope.message_id)
+    existing: FactConfirmation | None = yield from caller.call(
+        "get_fact", calls.get_fact, (envelope.from_zone, envelope.message_id)
     )
-    # The digest of a fact about an artifact is known only once the artifact was read: there the append compares.
-    if found is None or fact is None:
+    # The digest of a fact about an artifact is known only after the artifact is read; there the append compares it.
+    if existing is None or fact is None:
         return None
-    if found.digest != digest_of(envelope, fact):
+    if existing.digest != fact_digest(envelope, fact):
         raise FactConflict(
-            f"the fact {envelope.message_id!r} of {envelope.from_zone!r} is stored at offset {found.offset} with "
+            f"the fact {envelope.message_id!r} of {envelope.from_zone!r} is stored at offset {existing.offset} with "
             "another payload; make ids of all that tells two facts apart",
             from_zone=envelope.from_zone,
             message_id=envelope.message_id,
         )
-    return found
+    return existing
 
 
-class _Trying:
-    """One call after the other, each tried again under one policy. Each call has the policy's time for itself."""
+class _RetryingCaller:
+    """Makes calls one after another and retries each under one policy. The policy's time applies to each call."""
 
-    def __init__(self, retry: Retry, senses: Senses, outer: Scope | None) -> None:
+    def __init__(self, retry: RetrySchedule, clock: Clock, outer: Scope | None) -> None:
         self._retry = retry
-        self._senses = senses
+        self._clock = clock
         self._outer = outer
-        left = None if outer is None else outer.remaining()
-        #: By our own clock: that of the scope may be another.
-        self._until = NEVER if left is None else senses.clock() + left
-        self.stopped = False
+        remaining = None if outer is None else outer.remaining()
+        #: In the time of this clock; the scope may use another one.
+        self._deadline = NEVER if remaining is None else clock.monotonic() + remaining
+        self.interrupted = False
 
     def call(self, step: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Script[Any]:
-        """What *fn* answers at last; None, and ``stopped``, when the caller was struck meanwhile."""
-        began, attempt = self._senses.clock(), 0
+        """Return the result of *fn* after retries; None, with ``interrupted`` set, when the caller was interrupted."""
+        started_at, attempt = self._clock.monotonic(), 0
         while True:
-            if self._left_alone():
-                # The engine has gone on without this attempt, and may have told others that it failed.
+            if self._is_abandoned():
+                # The engine has abandoned this attempt, and may already have reported it as failed.
                 raise PublishError(f"{step} was not begun: nobody waits for it any more", code="not_begun")
             answer = yield from call(Call(step, fn, args))
             if isinstance(answer, Ok):
                 return answer.value
             if not isinstance(answer, Err):
-                self.stopped = True
+                self.interrupted = True
                 return None
-            delay = self._delay(answer.error, attempt, began)
+            delay = self._next_delay(answer.error, attempt, started_at)
             if delay is None:
-                raise _given_up(step, answer.error, attempt + 1) from answer.error
-            if (yield from sleep(self._senses.clock() + delay)) is not None:
-                self.stopped = True
+                raise _exhausted_error(step, answer.error, attempt + 1) from answer.error
+            if (yield from sleep(self._clock.monotonic() + delay)) is not None:
+                self.interrupted = True
                 return None
             attempt += 1
 
-    def _left_alone(self) -> bool:
-        return self._senses.clock() >= self._until or (self._outer is not None and self._outer.cancelled)
+    def _is_abandoned(self) -> bool:
+        return self._clock.monotonic() >= self._deadline or (self._outer is not None and self._outer.cancelled)
 
-    def _delay(self, error: BaseException, attempt: int, began: float) -> float | None:
-        """Seconds until the next attempt; None when there is none. What another attempt cannot change is raised."""
-        if not isinstance(error, Exception) or _hopeless(error):
+    def _next_delay(self, error: BaseException, attempt: int, started_at: float) -> float | None:
+        """Return the seconds until the next attempt; None for no further one. Permanent errors are raised."""
+        if not isinstance(error, Exception) or _is_permanent(error):
             raise error
         if self._retry.max_attempts == 1:
-            raise error  # whoever is above tries again
-        delay = self._retry.delay(attempt, self._senses.dice)
+            raise error  # the caller retries
+        delay = self._retry.delay(attempt, self._clock.random)
         if isinstance(error, ErgonError) and error.retry_after is not None:
             delay = max(delay, error.retry_after)
-        due = self._senses.clock() + delay
-        over = due - began > self._retry.within or due >= self._until
-        return None if over or attempt + 1 >= self._retry.max_attempts else delay
+        due = self._clock.monotonic() + delay
+        is_exhausted = due - started_at > self._retry.within or due >= self._deadline
+        return None if is_exhausted or attempt + 1 >= self._retry.max_attempts else delay
 
 
-def _hopeless(error: BaseException) -> bool:
-    # A full buffer is told at once: it empties in minutes or days, and the engine above can wait for it.
+def _is_permanent(error: BaseException) -> bool:
+    # A full buffer is reported immediately: it empties in minutes or days, and the calling engine can wait for that.
     if isinstance(error, BufferFull):
         return True
     return isinstance(error, ErgonError) and (error.final or error.category is Category.BUSINESS)
 
 
-def _given_up(step: str, error: BaseException, attempts: int) -> PublishError:
+def _exhausted_error(step: str, error: BaseException, attempts: int) -> PublishError:
     return PublishError(
-        f"{step} failed {attempts} times and is given up: {type(error).__name__}: {text(error)}",
+        f"{step} failed {attempts} times and is given up: {type(error).__name__}: {error_message(error)}",
         temporary=True,
         code=getattr(error, "code", None),
     )

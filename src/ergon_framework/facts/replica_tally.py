@@ -1,4 +1,4 @@
-"""What is seen of a replicator: how far behind it is, what it has copied, and each change of its state."""
+"""Metrics and logs of a replicator: its lag, what it has copied, and each change of its state."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
-from ergon_framework.facts.replica import ReplicaState, Status
+from ergon_framework.facts.replica import ReplicaState, ReplicaStatus
 from ergon_framework.facts.replicate import Replication
 from ergon_framework.telemetry import logs, names
-from ergon_framework.telemetry.metrics import Bound, Counts, Numbers, registry_of
+from ergon_framework.telemetry.metrics import LabelLimiter, LoopMetrics, Numbers, get_registry
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
-from ergon_framework.telemetry.redaction import masked
+from ergon_framework.telemetry.redaction import mask_credentials
 
 log: Final = logging.getLogger(f"{LIBRARY}.facts")
 
 
-class ReplicaTally(Counts):
-    """The figures of one replicator, for the registry of metrics; any thread may ask."""
+class ReplicaMetrics(LoopMetrics):
+    """The metrics of one replicator, for the metrics registry; readable from any thread."""
 
-    def __init__(self, name: str, *, bound: Bound, replication: Replication) -> None:
-        super().__init__(name, steps=(), everyday=("", ""), bound=bound)
+    def __init__(self, name: str, *, bound: LabelLimiter, replication: Replication) -> None:
+        super().__init__(name, steps=(), success_steps=("", ""), bound=bound)
         self._replication = replication
 
-    def counted(self) -> Numbers:
+    def counters(self) -> Numbers:
         replication = self._replication
         zones = self._zones
-        artifacts, size = replication.carried
-        found: Numbers = {
-            (names.REPLICA_FACTS.name, zones): replication.forwarded,
+        artifacts, size = replication.copied_artifacts
+        numbers: Numbers = {
+            (names.REPLICA_FACTS.name, zones): replication.forwarded_count,
             (names.REPLICA_ARTIFACTS.name, zones): artifacts,
             (names.REPLICA_BYTES.name, zones): size,
         }
-        for status, times in list(replication.troubles.items()):
-            found[names.REPLICA_TROUBLES.name, (*zones, status.value)] = times
-        return found
+        for status, times in list(replication.failure_counts.items()):
+            numbers[names.REPLICA_TROUBLES.name, (*zones, status.value)] = times
+        return numbers
 
-    def gauged(self) -> Numbers:
+    def gauges(self) -> Numbers:
         state, zones = self._replication.state(), self._zones
-        found: Numbers = {(names.REPLICA_STATUS.name, (*zones, state.status.value)): 1}
+        numbers: Numbers = {(names.REPLICA_STATUS.name, (*zones, state.status.value)): 1}
         if state.lag is not None:
-            found[names.REPLICA_LAG.name, zones] = state.lag.facts
-            found[names.REPLICA_LAG_BYTES.name, zones] = state.lag.bytes
-            found[names.REPLICA_LAG_SECONDS.name, zones] = state.lag.seconds
-        return found
+            numbers[names.REPLICA_LAG.name, zones] = state.lag.facts
+            numbers[names.REPLICA_LAG_BYTES.name, zones] = state.lag.bytes
+            numbers[names.REPLICA_LAG_SECONDS.name, zones] = state.lag.seconds
+        return numbers
 
     @property
     def _zones(self) -> tuple[str, ...]:
@@ -53,31 +53,35 @@ class ReplicaTally(Counts):
 
 
 @contextmanager
-def counted(replication: Replication) -> Iterator[None]:
-    """Have the figures of *replication* seen for as long as this lasts; what it has counted stays."""
-    registry = registry_of()
-    tally = registry.join(partial(ReplicaTally, replication=replication), replication.state().name)
+def track_metrics(replication: Replication) -> Iterator[None]:
+    """Register the metrics of *replication* until the context exits; its counters are kept afterwards."""
+    registry = get_registry()
+    metrics = registry.register(partial(ReplicaMetrics, replication=replication), replication.state().name)
     try:
         yield
     finally:
-        registry.close(tally)
+        registry.close(metrics)
 
 
-_LEVELS: Final = {Status.FOLLOWING: logging.INFO, Status.STARTING: logging.INFO, Status.STOPPED: logging.INFO}
+_LEVELS: Final = {
+    ReplicaStatus.FOLLOWING: logging.INFO,
+    ReplicaStatus.STARTING: logging.INFO,
+    ReplicaStatus.STOPPED: logging.INFO,
+}
 
 
-def tell(state: ReplicaState) -> None:
-    """Log what has become of a replicator, with what is to be done about it: once for each change."""
-    level = logging.ERROR if state.halted else _LEVELS.get(state.status, logging.WARNING)
-    trouble = state.trouble if state.status not in _LEVELS else None
+def log_state_change(state: ReplicaState) -> None:
+    """Log a state change of a replicator, with the action expected from the operator: once for each change."""
+    level = logging.ERROR if state.needs_operator else _LEVELS.get(state.status, logging.WARNING)
+    problem = state.problem if state.status not in _LEVELS else None
     fields = {
         Field.REPLICA: state.name,
         Field.FROM_ZONE: state.pair.from_zone,
         Field.TO_ZONE: state.pair.to_zone,
         Field.STATUS: state.status.value,
         Field.OFFSET: state.offset,
-        Field.MESSAGE_ID: None if trouble is None else trouble.message_id,
-        Field.REASON: None if trouble is None else masked(trouble.reason),
-        Field.ACTION: None if trouble is None else trouble.action,
+        Field.MESSAGE_ID: None if problem is None else problem.message_id,
+        Field.REASON: None if problem is None else mask_credentials(problem.reason),
+        Field.ACTION: None if problem is None else problem.action,
     }
-    logs.say(level, Event.REPLICA_HALTED if state.halted else Event.REPLICA_CHANGED, fields, to=log)
+    logs.log_event(level, Event.REPLICA_HALTED if state.needs_operator else Event.REPLICA_CHANGED, fields, to=log)

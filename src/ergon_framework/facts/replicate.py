@@ -1,9 +1,9 @@
-"""Replicating: the one script that copies the facts of another zone here, for threads and for asyncio. It never acts.
+"""Replication: the script that copies the facts of another zone, for threads and for asyncio. It does no I/O itself.
 
-What the destination has confirmed is the truth; the cursor at the source says only what may be dropped there.
-So the facts come first, behind the destination's end, then the artifacts they name, then the facts go into the
-forward buffer, and only what that has confirmed without a gap is confirmed at the source. Every call may be cut,
-done twice, or never come back: whatever is not known is asked again, and nothing is passed over.
+The confirmations of the destination are authoritative; the cursor at the source only says what may be removed there.
+Facts after the destination's end are fetched first, then the artifacts they refer to are copied, then the facts are
+forwarded, and only what the destination has confirmed without a gap is confirmed at the source. Every call may be
+interrupted, repeated or never return: unknown state is queried again, and no fact is skipped.
 """
 
 from __future__ import annotations
@@ -15,112 +15,121 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from ergon_framework.engine.effects import Script, interrupt, wait
-from ergon_framework.engine.outcome import Answer, Ok, Stopped
-from ergon_framework.facts.asking import HELD, Asking, Step
-from ergon_framework.facts.boundary import Appended, Behind, LogState
-from ergon_framework.facts.carry import Carrying, CopyMeans, Failed, Name
+from ergon_framework.engine.outcome import CallResult, Interrupted, Ok
+from ergon_framework.facts.asking import MAX_ABANDONED_CALLS, CallKind, ConcurrentCalls
+from ergon_framework.facts.boundary import AppendResult, LogState, ReaderLag
+from ergon_framework.facts.carry import ArtifactCopier, ArtifactId, CopyCalls, CopyFailed
 from ergon_framework.facts.errors import ArtifactRefused, OffsetGone
-from ergon_framework.facts.model import ArtifactReference, Cursor, FactConfirmation, Pair, StoredFact
+from ergon_framework.facts.model import ArtifactReference, Cursor, FactConfirmation, StoredFact, ZonePair
 from ergon_framework.facts.policy import ReplicationPolicy
-from ergon_framework.facts.recognise import other, refusal, unknown, wrong
-from ergon_framework.facts.replica import FaultyError, Lag, ReplicaState, Status, Trouble, judge
+from ergon_framework.facts.recognise import check_confirmation, check_fetch, check_forwarded, check_same_source
+from ergon_framework.facts.replica import (
+    InconsistentStoreError,
+    Lag,
+    ReplicaProblem,
+    ReplicaState,
+    ReplicaStatus,
+    classify_error,
+)
 
 if TYPE_CHECKING:
-    from ergon_framework.engine.slots import Slots
+    from ergon_framework.engine.slots import Scheduler
 
-#: Facts of the first fetch: nobody knows yet how large they are.
-_FIRST: Final = 32
-#: Of which nothing is left to be done when it is broken off.
-_READING: Final = frozenset((Step.END, Step.FETCH, Step.KNOWN, Step.COPY, Step.SURVEY))
-#: Seconds that calls which were broken off have to leave.
-_LAST: Final = 1.0
+#: Number of facts in the first fetch, because their size is still unknown.
+_FIRST_FETCH_FACTS: Final = 32
+#: Calls that leave nothing to clean up when they are interrupted.
+_INTERRUPTIBLE_KINDS: Final = frozenset(
+    (CallKind.LAST_OFFSET, CallKind.FETCH, CallKind.GET_FACT, CallKind.COPY, CallKind.LIST_LOGS)
+)
+#: Seconds that interrupted calls have to exit.
+_EXIT_GRACE_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """By what the script is carried out: calls of both stores, of either flavour."""
+class ReplicationCalls:
+    """The calls of both stores that the script makes, sync or async."""
 
     fetch_facts: Callable[..., Any]
-    confirm_receipt: Callable[[str, Pair, Cursor], Any]
-    survey: Callable[[], Any]
-    end_of: Callable[[Pair], Any]
+    confirm_receipt: Callable[[str, ZonePair, Cursor], Any]
+    list_logs: Callable[[], Any]
+    last_offset: Callable[[ZonePair], Any]
     get_fact: Callable[[str, str], Any]
     forward_facts: Callable[[Sequence[StoredFact]], Any]
-    artifacts: CopyMeans
+    artifacts: CopyCalls
 
 
-class _Wake:
-    """Facts may have come."""
+class _WakeUp:
+    """Notification that facts may have arrived."""
 
 
-class Replication(Asking):
-    """The facts of one pair of zones on their way from *source* to *destination*, which *means* speaks to."""
+class Replication(ConcurrentCalls):
+    """Copies the facts of one zone pair from a source to a destination, with the store calls *calls*."""
 
     def __init__(
         self,
-        pair: Pair,
-        means: Means,
+        pair: ZonePair,
+        calls: ReplicationCalls,
         *,
         name: str,
         policy: ReplicationPolicy,
-        slots: Slots,
-        changed: Callable[[ReplicaState], None],
+        scheduler: Scheduler,
+        on_change: Callable[[ReplicaState], None],
     ) -> None:
-        super().__init__(policy=policy, slots=slots)
+        super().__init__(policy=policy, scheduler=scheduler)
         self._pair = pair
-        self._means = means
+        self._calls = calls
         self._name = name
-        self._changed = changed
-        self._carrying = Carrying(means.artifacts, policy=policy, slots=slots)
-        #: What the destination has confirmed; None while nobody knows.
+        self._on_change = on_change
+        self._copier = ArtifactCopier(calls.artifacts, policy=policy, scheduler=scheduler)
+        #: The last cursor confirmed by the destination; None while unknown.
         self._end: Cursor | None = None
-        #: Its offset as it was known last.
+        #: The last known offset of the destination.
         self._offset = 0
-        #: Behind which the next fetch goes on.
-        self._fetched = Cursor("", 0)
-        #: Behind which the last fetch was made.
-        self._asked_behind = self._fetched
-        #: The source is to show that it is the one that was read from: by the last fact that this zone has.
-        self._stranger = True
-        self._last: StoredFact | None = None
-        #: What it has shown, while nobody here remembers it and the destination has to be asked.
-        self._shown: StoredFact | None = None
-        #: The source has answered what may mean that it is another, and it is being looked at once more.
-        self._suspected = False
-        #: Counts how often all that was fetched was thrown away: an answer from before is of no use.
-        self._round = 0
-        self._limit = min(_FIRST, policy.batch)
-        #: Fetched, and of which no artifact was asked for yet; and those whose artifacts are here.
-        self._raw: deque[StoredFact] = deque()
-        self._ready: list[StoredFact] = []
+        #: The next fetch continues after this cursor.
+        self._fetch_cursor = Cursor("", 0)
+        #: The last fetch continued after this cursor.
+        self._last_fetch_after = self._fetch_cursor
+        #: The source must prove that it is the one read before, by the last fact that this zone has.
+        self._is_unverified = True
+        self._last_fact: StoredFact | None = None
+        #: The fact it has returned as proof, when the destination must be asked because it is not in memory.
+        self._proof: StoredFact | None = None
+        #: A response of the source may mean that it was replaced; it is being checked a second time.
+        self._is_rechecking = False
+        #: Counts how often fetched facts were discarded: responses of an earlier generation are ignored.
+        self._generation = 0
+        self._fetch_limit = min(_FIRST_FETCH_FACTS, policy.batch)
+        #: Fetched facts whose artifacts are not copied yet, and facts whose artifacts are here.
+        self._fetched_facts: deque[StoredFact] = deque()
+        self._ready_facts: list[StoredFact] = []
         self._confirmed = 0
-        self._registered = False
+        self._is_registered = False
         self._idle_until = 0.0
-        self._survey_at = 0.0
-        self._woken = False
-        self._ringing = False
-        self._stopping = False
-        self._caught_up = False
-        #: What the source has said last: its end, what waits there, and when that was, by both clocks.
-        self._told_last: tuple[int, Behind, float] | None = None
-        self._heard: float = slots.senses.wall()
-        self._passed_bytes = 0
-        self._status = Status.STARTING
-        self._since = slots.senses.wall()
-        #: Facts that were forwarded, as far as the destination confirmed them anew or again.
-        self.forwarded = 0
+        self._next_survey_at = 0.0
+        self._was_notified = False
+        self._has_pending_wake = False
+        self._is_stopping = False
+        self._is_caught_up = False
+        #: The last survey of the source: its end, the facts waiting there, and the wall-clock time.
+        self._last_survey: tuple[int, ReaderLag, float] | None = None
+        self._last_contact: float = scheduler.time_source.wall()
+        self._forwarded_bytes = 0
+        self._status = ReplicaStatus.STARTING
+        self._since = scheduler.time_source.wall()
+        #: Number of forwarded facts that the destination has confirmed, new ones and duplicates.
+        self.forwarded_count = 0
 
-    # -- what others see ------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Facts may have come; from any thread."""
-        # Said once is said: a store that is appended to ten thousand times a second calls as often.
-        if not self._ringing:
-            self._ringing = True
-            self._slots.signal(self._mailbox, _Wake())
+        """Report that facts may have arrived; callable from any thread."""
+        # One pending notification is enough: a store with ten thousand appends per second calls as often.
+        if not self._has_pending_wake:
+            self._has_pending_wake = True
+            self._scheduler.signal(self._mailbox, _WakeUp())
 
     def state(self) -> ReplicaState:
-        """How it is, as of now; any thread may ask."""
+        """Return the current state; callable from any thread."""
         return ReplicaState(
             name=self._name,
             pair=self._pair,
@@ -128,266 +137,277 @@ class Replication(Asking):
             since=self._since,
             offset=self._offset,
             confirmed=self._confirmed,
-            lag=self._lag(),
-            trouble=self._trouble(),
+            lag=self._measure_lag(),
+            problem=self._current_problem(),
         )
 
     @property
-    def caught_up(self) -> bool:
-        """Whether the source had nothing more when it was last asked."""
-        return self._caught_up
+    def is_caught_up(self) -> bool:
+        """Whether the source had no more facts at the last fetch."""
+        return self._is_caught_up
 
     @property
-    def carried(self) -> tuple[int, int]:
-        """Artifacts that were copied, and bytes of them."""
-        return self._carrying.copied, self._carrying.bytes
+    def copied_artifacts(self) -> tuple[int, int]:
+        """The numbers of copied artifacts and of their bytes."""
+        return self._copier.copied, self._copier.bytes
 
-    def _lag(self) -> Lag | None:
-        asked = self._told_last
-        if asked is None:
+    def _measure_lag(self) -> Lag | None:
+        survey = self._last_survey
+        if survey is None:
             return None
-        last, behind, at = asked
-        facts = max(0, last - max(self._offset, behind.offset))
-        now = self._slots.senses.wall()
-        waiting = now - behind.since_unix_ms / 1000 if facts and behind.since_unix_ms is not None else 0.0
-        # Nobody knows what has come at the source since it was last heard of.
-        silent = now - self._heard if self._courses[Step.FETCH].trouble is not None else 0.0
+        last, reader_lag, asked_at = survey
+        facts = max(0, last - max(self._offset, reader_lag.offset))
+        now = self._scheduler.time_source.wall()
+        oldest_age = now - reader_lag.since_unix_ms / 1000 if facts and reader_lag.since_unix_ms is not None else 0.0
+        # It is unknown what has arrived at the source since the last contact.
+        seconds_without_contact = now - self._last_contact if self._states[CallKind.FETCH].problem is not None else 0.0
         return Lag(
             facts=facts,
-            bytes=max(0, behind.bytes - self._passed_bytes) if facts else 0,
-            seconds=max(0.0, waiting, silent),
-            asked_at=at,
+            bytes=max(0, reader_lag.bytes - self._forwarded_bytes) if facts else 0,
+            seconds=max(0.0, oldest_age, seconds_without_contact),
+            asked_at=asked_at,
         )
 
     # -- the loop -------------------------------------------------------------------------------------
 
     def run(self) -> Script[None]:
-        """Copy until it is stopped; then what is under way may end, and the rest goes on at the next start."""
+        """Copy until stopped; then let running calls end. The next start continues with the rest."""
         while True:
-            yield from self._begin()
-            came = yield from wait(self._mailbox, until=self._due())
-            if isinstance(came, Stopped):
+            yield from self._start_calls()
+            items = yield from wait(self._mailbox, until=self._next_due())
+            if isinstance(items, Interrupted):
                 break
-            self._take(came)
-        self._stopping = True
+            self._process_items(items)
+        self._is_stopping = True
         yield from self._drain()
-        self._enter(Status.STOPPED)
+        self._set_status(ReplicaStatus.STOPPED)
 
-    def _begin(self) -> Script[None]:
-        """Begin all that can be done now."""
-        if self._held + self._carrying.held >= HELD:
+    def _start_calls(self) -> Script[None]:
+        """Start every call that can be made now."""
+        if self._abandoned_count + self._copier.abandoned >= MAX_ABANDONED_CALLS:
             return
-        if not self._halted:
+        if not self._is_blocked:
             if self._end is None:
-                yield from self._ask(Step.END, self._means.end_of, (self._pair,), self._ended)
+                yield from self._start_call(
+                    CallKind.LAST_OFFSET, self._calls.last_offset, (self._pair,), self._accept_end
+                )
             else:
                 yield from self._fetch()
-                yield from self._recognise()
-                yield from self._carry()
+                yield from self._verify_source()
+                yield from self._copy_artifacts()
                 yield from self._forward()
-        # Also of one that stands still: what is here is here, and how far behind it is does not stop to matter.
+        # Also while blocked: facts that are here can be confirmed, and the lag stays relevant.
         yield from self._confirm()
-        if self._clock() >= self._survey_at and Step.SURVEY not in self._busy:
-            yield from self._ask(Step.SURVEY, self._means.survey, (), self._surveyed)
-            if not self._halted:
-                yield from self._look()
+        if self._clock() >= self._next_survey_at and CallKind.LIST_LOGS not in self._running:
+            yield from self._start_call(CallKind.LIST_LOGS, self._calls.list_logs, (), self._accept_survey)
+            if not self._is_blocked:
+                yield from self._check_destination()
 
-    def _due(self) -> float:
-        """When there is something to do, if nobody says anything before."""
-        moments = [self._survey_at, *(course.until for course in self._courses.values()), self._idle_until]
+    def _next_due(self) -> float:
+        """Return the time of the next action if no notification arrives before."""
+        times = [self._next_survey_at, *(state.retry_at for state in self._states.values()), self._idle_until]
         now = self._clock()
-        return min((moment for moment in moments if moment > now), default=now + self._policy.survey)
+        return min((time for time in times if time > now), default=now + self._policy.survey)
 
-    def _take(self, came: Sequence[Any]) -> None:
-        for item in came:
-            if isinstance(item, _Wake):
-                self._ringing, self._woken, self._idle_until = False, True, 0.0
-            elif (returned := self._returned(item)) is not None:
-                self._heed(*returned)
-        self._show()
+    def _process_items(self, items: Sequence[Any]) -> None:
+        for item in items:
+            if isinstance(item, _WakeUp):
+                self._has_pending_wake, self._was_notified, self._idle_until = False, True, 0.0
+            elif (result := self._accept_result(item)) is not None:
+                self._handle_result(*result)
+        self._update_status()
 
     def _drain(self) -> Script[None]:
-        """Let what is written under way come back, and have it confirmed at the source; then leave all the rest."""
-        until = self._clock() + self._policy.drain
-        for slot in self._slots_of(_READING):
+        """Wait for running writes and confirm them at the source, then interrupt all other calls."""
+        deadline = self._clock() + self._policy.drain
+        for slot in self._list_running_slots(_INTERRUPTIBLE_KINDS):
             yield from interrupt(slot)
-        while self._clock() < until:
+        while self._clock() < deadline:
             yield from self._confirm()
-            if not self._any(Step.FORWARD, Step.CONFIRM):
+            if not self._is_any_running(CallKind.FORWARD, CallKind.CONFIRM):
                 break
-            came = yield from wait(self._mailbox, until=until)
-            if isinstance(came, Stopped):
+            items = yield from wait(self._mailbox, until=deadline)
+            if isinstance(items, Interrupted):
                 break
-            self._take(came)
-        for slot in self._slots_of(tuple(Step)):
+            self._process_items(items)
+        for slot in self._list_running_slots(tuple(CallKind)):
             yield from interrupt(slot)
-        # Those that can be cancelled are gone in a moment; a thread is not waited for.
-        until = self._clock() + _LAST
-        while self._busy and self._clock() < until:
-            came = yield from wait(self._mailbox, until=until)
-            if isinstance(came, Stopped):
+        # Calls that can be cancelled exit within moments; the script does not wait for threads.
+        deadline = self._clock() + _EXIT_GRACE_SECONDS
+        while self._running and self._clock() < deadline:
+            items = yield from wait(self._mailbox, until=deadline)
+            if isinstance(items, Interrupted):
                 return
-            self._take(came)
+            self._process_items(items)
 
-    # -- what came of it ------------------------------------------------------------------------------
+    # -- results --------------------------------------------------------------------------------------
 
-    def _heed(self, step: Step, told: Callable[[Any], None], answer: Answer) -> None:
+    def _handle_result(self, kind: CallKind, on_result: Callable[[Any], None], answer: CallResult) -> None:
         if isinstance(answer, Ok):
-            if step.at_source and step is not Step.COPY:
-                self._heard = self._slots.senses.wall()
-            told(answer.value)
+            if kind.is_at_source and kind is not CallKind.COPY:
+                self._last_contact = self._scheduler.time_source.wall()
+            on_result(answer.value)
             return
-        if isinstance(answer, Stopped):
+        if isinstance(answer, Interrupted):
             return  # this replicator is stopping
-        error = self._error(step, answer)
-        if step is Step.FORWARD:
-            # Some of it may be there, or come there later: the store is asked what it has.
+        error = self._to_error(kind, answer)
+        if kind is CallKind.FORWARD:
+            # Some of the facts may be stored, or may be stored later: query the destination.
             self._start_over()
-        if step is Step.FETCH and isinstance(error, OffsetGone) and self._asked_behind != self._fetched:
-            # It keeps nothing any more by which it could be recognised, which is as it should be.
-            self._stranger = False
+        if kind is CallKind.FETCH and isinstance(error, OffsetGone) and self._last_fetch_after != self._fetch_cursor:
+            # The source has removed the fact that would prove its identity, which is normal after retention.
+            self._is_unverified = False
             return
-        if step is Step.SURVEY:
-            # It only tells how far behind this zone is, and holds up nothing.
-            self._survey_at = self._clock() + self._policy.survey
+        if kind is CallKind.LIST_LOGS:
+            # A survey only measures the lag and blocks nothing.
+            self._next_survey_at = self._clock() + self._policy.survey
             return
-        self._found(step, judge(error, at_source=step.at_source))
+        self._handle_failure(kind, classify_error(error, at_source=kind.is_at_source))
 
-    def _found(self, step: Step, trouble: Trouble) -> None:
-        """Something failed. What the source is to blame for is looked at twice before the pair stands still.
+    def _handle_failure(self, kind: CallKind, problem: ReplicaProblem) -> None:
+        """Handle a failure; check twice before the pair is blocked by a problem of the source.
 
-        What this zone has may be more than is remembered here, because another replicator of the same pair has come
-        further, and the source has dropped that; or less, because a backup of its store was put back a moment ago.
+        This zone may have more than this script knows, because another replicator of the pair is ahead and the source
+        has removed those facts; or less, because a backup of the destination was restored a moment ago.
         """
-        if trouble.status.halted and step in {Step.FETCH, Step.KNOWN} and not self._suspected:
-            self._suspected = True
+        if problem.status.needs_operator and kind in {CallKind.FETCH, CallKind.GET_FACT} and not self._is_rechecking:
+            self._is_rechecking = True
             self._start_over()
             return
-        self._failed(step, trouble)
+        self._record_failure(kind, problem)
 
-    def _failed(self, step: Step, trouble: Trouble) -> None:
-        super()._failed(step, trouble)
-        self._stranger = self._stranger or step in {Step.FETCH, Step.KNOWN}
-        self._caught_up = False
+    def _record_failure(self, kind: CallKind, problem: ReplicaProblem) -> None:
+        super()._record_failure(kind, problem)
+        self._is_unverified = self._is_unverified or kind in {CallKind.FETCH, CallKind.GET_FACT}
+        self._is_caught_up = False
 
     def _start_over(self) -> None:
-        """Nobody knows any more what the destination has."""
+        """Discard all fetched facts and query the destination again."""
         self._end = None
-        self._round += 1
-        self._raw.clear()
-        self._ready = []
-        self._stranger, self._shown = True, None
+        self._generation += 1
+        self._fetched_facts.clear()
+        self._ready_facts = []
+        self._is_unverified, self._proof = True, None
 
-    # -- where it is ----------------------------------------------------------------------------------
+    # -- position -------------------------------------------------------------------------------------
 
-    def _look(self) -> Script[None]:
-        """See whether the destination still has what it has confirmed: while nothing is forwarded nobody else would."""
-        if self._end is not None and not self._ready and Step.FORWARD not in self._busy:
-            yield from self._ask(Step.END, self._means.end_of, (self._pair,), partial(self._seen, self._end))
+    def _check_destination(self) -> Script[None]:
+        """Check that the destination still has what it has confirmed; without forwards no other call would show it."""
+        if self._end is not None and not self._ready_facts and CallKind.FORWARD not in self._running:
+            yield from self._start_call(
+                CallKind.LAST_OFFSET, self._calls.last_offset, (self._pair,), partial(self._compare_end, self._end)
+            )
 
-    def _seen(self, before: Cursor, end: Cursor | None) -> None:
-        self._courses[Step.END].well()
-        if self._end == before != (end or Cursor("", 0)) and Step.FORWARD not in self._busy:
-            # A backup of the destination was put back.
+    def _compare_end(self, before: Cursor, end: Cursor | None) -> None:
+        self._states[CallKind.LAST_OFFSET].reset()
+        if self._end == before != (end or Cursor("", 0)) and CallKind.FORWARD not in self._running:
+            # A backup of the destination was restored.
             self._start_over()
 
-    def _ended(self, end: Cursor | None) -> None:
-        self._courses[Step.END].well()
-        self._end = self._fetched = Cursor("", 0) if end is None else end
+    def _accept_end(self, end: Cursor | None) -> None:
+        self._states[CallKind.LAST_OFFSET].reset()
+        self._end = self._fetch_cursor = Cursor("", 0) if end is None else end
         self._offset = self._end.offset
-        # A store that was put back from a backup has less than the source believes, and never asks to have it believed.
+        # A restored destination has less than the source has recorded; the lower offset is not confirmed again.
         self._confirmed = min(self._confirmed, self._end.offset)
 
     # -- fetching -------------------------------------------------------------------------------------
 
     def _fetch(self) -> Script[None]:
-        """One batch is fetched while the one before it is forwarded, and never more."""
-        if self._raw or self._ready or self._any(Step.FETCH, Step.COPY):
+        """Fetch one batch while the previous one is forwarded, never more."""
+        if self._fetched_facts or self._ready_facts or self._is_any_running(CallKind.FETCH, CallKind.COPY):
             return
-        if self._clock() < max(self._idle_until, self._courses[Step.COPY].until):
+        if self._clock() < max(self._idle_until, self._states[CallKind.COPY].retry_at):
             return
-        after = behind = self._fetched
-        if self._stranger and after.offset:
-            if Step.FORWARD in self._busy:
-                return  # it is recognised by what is here, and nobody knows yet what that is
-            behind = Cursor(after.epoch, after.offset - 1)
-        self._woken, self._asked_behind = False, behind
-        fetch = partial(self._means.fetch_facts, after=behind)
-        told = partial(self._got, self._round, after, behind)
-        count = self._limit + after.offset - behind.offset
-        yield from self._ask(Step.FETCH, fetch, (self._name, self._pair, count), told)
+        after = fetch_after = self._fetch_cursor
+        if self._is_unverified and after.offset:
+            if CallKind.FORWARD in self._running:
+                return  # verification needs the destination's last fact, which is still unknown
+            fetch_after = Cursor(after.epoch, after.offset - 1)
+        self._was_notified, self._last_fetch_after = False, fetch_after
+        fetch = partial(self._calls.fetch_facts, after=fetch_after)
+        on_result = partial(self._accept_facts, self._generation, after, fetch_after)
+        count = self._fetch_limit + after.offset - fetch_after.offset
+        yield from self._start_call(CallKind.FETCH, fetch, (self._name, self._pair, count), on_result)
 
-    def _got(self, asked_in: int, after: Cursor, behind: Cursor, facts: Sequence[StoredFact]) -> None:
-        self._registered = True
-        if asked_in != self._round:
+    def _accept_facts(self, generation: int, after: Cursor, fetch_after: Cursor, facts: Sequence[StoredFact]) -> None:
+        self._is_registered = True
+        if generation != self._generation:
             return
-        found = wrong(self._pair, behind, after.epoch if after.offset else "", facts)
-        if found is None and behind != after:
-            found = other(facts, after, self._last)
-        if found is not None:
-            self._found(Step.FETCH, judge(found, at_source=True))
+        error = check_fetch(self._pair, fetch_after, after.epoch if after.offset else "", facts)
+        if error is None and fetch_after != after:
+            error = check_same_source(facts, after, self._last_fact)
+        if error is not None:
+            self._handle_failure(CallKind.FETCH, classify_error(error, at_source=True))
             return
-        self._courses[Step.FETCH].well()
-        self._stranger = False
-        if behind != after:
-            facts = self._took(facts)
-        self._suspected = self._suspected and self._shown is not None
+        self._states[CallKind.FETCH].reset()
+        self._is_unverified = False
+        if fetch_after != after:
+            facts = self._take_new_facts(facts)
+        self._is_rechecking = self._is_rechecking and self._proof is not None
         at_end = after == self._end
-        self._caught_up = not facts and at_end
+        self._is_caught_up = not facts and at_end
         if facts:
-            self._raw.extend(facts)
-            self._fetched = facts[-1].cursor
-            self._suit(facts)
+            self._fetched_facts.extend(facts)
+            self._fetch_cursor = facts[-1].cursor
+            self._adapt_limit(facts)
         else:
-            self._courses[Step.COPY].well()
+            self._states[CallKind.COPY].reset()
             if at_end:
-                # There is nothing left that could have failed.
-                self._courses[Step.FORWARD].well()
-            if not self._woken:
-                self._idle_until = self._clock() + self._policy.idle(self._slots.senses.dice)
+                # No facts are left to forward, so no forward failure is left either.
+                self._states[CallKind.FORWARD].reset()
+            if not self._was_notified:
+                self._idle_until = self._clock() + self._policy.idle_delay(self._scheduler.time_source.random)
 
-    # -- recognising the source -----------------------------------------------------------------------
+    # -- verifying the source -------------------------------------------------------------------------
 
-    def _took(self, facts: Sequence[StoredFact]) -> Sequence[StoredFact]:
-        """Those that are new; the one that was shown is compared with what is here, before anything follows it."""
-        remembered = self._last is not None and self._last.offset == facts[0].offset
-        if not remembered and self._policy.recognise:
-            self._shown = facts[0]
+    def _take_new_facts(self, facts: Sequence[StoredFact]) -> Sequence[StoredFact]:
+        """Return the new facts; keep the first one for comparison with the destination before any fact follows."""
+        is_remembered = self._last_fact is not None and self._last_fact.offset == facts[0].offset
+        if not is_remembered and self._policy.recognise:
+            self._proof = facts[0]
         return facts[1:]
 
-    def _recognise(self) -> Script[None]:
-        if self._shown is not None:
-            shown = self._shown.envelope
-            told = partial(self._known, self._shown)
-            yield from self._ask(Step.KNOWN, self._means.get_fact, (shown.from_zone, shown.message_id), told)
+    def _verify_source(self) -> Script[None]:
+        if self._proof is not None:
+            envelope = self._proof.envelope
+            on_result = partial(self._check_proof, self._proof)
+            yield from self._start_call(
+                CallKind.GET_FACT, self._calls.get_fact, (envelope.from_zone, envelope.message_id), on_result
+            )
 
-    def _known(self, shown: StoredFact, confirmation: FactConfirmation | None) -> None:
-        self._courses[Step.KNOWN].well()
-        if self._shown is not shown:
+    def _check_proof(self, proof: StoredFact, confirmation: FactConfirmation | None) -> None:
+        self._states[CallKind.GET_FACT].reset()
+        if self._proof is not proof:
             return
-        self._shown = None
-        found = unknown(shown, confirmation)
-        if found is None:
-            self._suspected = False
+        self._proof = None
+        error = check_confirmation(proof, confirmation)
+        if error is None:
+            self._is_rechecking = False
         else:
-            self._found(Step.KNOWN, judge(found, at_source=True))
+            self._handle_failure(CallKind.GET_FACT, classify_error(error, at_source=True))
 
-    def _suit(self, facts: Sequence[StoredFact]) -> None:
-        """Ask for as many the next time as will be of the size that was meant, if they are like these."""
-        size = sum(map(_size, facts))
+    def _adapt_limit(self, facts: Sequence[StoredFact]) -> None:
+        """Adapt the next fetch limit so that a batch of similar facts has about the intended size."""
+        size = sum(map(_object_size, facts))
         fitting = max(1, int(len(facts) * self._policy.batch_bytes / max(1, size)))
-        self._limit = min(self._policy.batch, fitting, self._limit * 2)
+        self._fetch_limit = min(self._policy.batch, fitting, self._fetch_limit * 2)
 
     # -- artifacts ------------------------------------------------------------------------------------
 
-    def _carry(self) -> Script[None]:
-        """Have the artifacts here before the facts that name them."""
-        if not self._raw or self._ready or self._shown is not None or not self._may(Step.COPY):
+    def _copy_artifacts(self) -> Script[None]:
+        """Copy artifacts before the facts that refer to them are forwarded."""
+        if (
+            not self._fetched_facts
+            or self._ready_facts
+            or self._proof is not None
+            or not self._can_start(CallKind.COPY)
+        ):
             return
         batch: list[StoredFact] = []
         references: list[ArtifactReference] = []
         size = 0
-        for stored in self._raw:
+        for stored in self._fetched_facts:
             reference = stored.fact.artifact
             if reference is not None:
                 if references and size + reference.size > self._policy.copy_bytes:
@@ -395,130 +415,141 @@ class Replication(Asking):
                 references.append(reference)
                 size += reference.size
             batch.append(stored)
-        told = partial(self._brought, self._round, batch)
+        on_result = partial(self._accept_copies, self._generation, batch)
         if not references:
-            told({})
+            on_result({})
             return
-        yield from self._beside(Step.COPY, self._carried(references, told))
+        yield from self._spawn(CallKind.COPY, self._run_copies(references, on_result))
 
-    def _carried(
-        self, references: Sequence[ArtifactReference], told: Callable[[Any], None]
-    ) -> Script[tuple[Step, Callable[[Any], None], Answer]]:
-        failed = yield from self._carrying.run(references)
-        return Step.COPY, told, Ok(failed)
+    def _run_copies(
+        self, references: Sequence[ArtifactReference], on_result: Callable[[Any], None]
+    ) -> Script[tuple[CallKind, Callable[[Any], None], CallResult]]:
+        failures = yield from self._copier.run(references)
+        return CallKind.COPY, on_result, Ok(failures)
 
-    def _brought(self, asked_in: int, batch: Sequence[StoredFact], failed: Mapping[Name, Failed]) -> None:
-        if asked_in != self._round:
+    def _accept_copies(
+        self, generation: int, batch: Sequence[StoredFact], failures: Mapping[ArtifactId, CopyFailed]
+    ) -> None:
+        if generation != self._generation:
             return
-        first = next((place for place, stored in enumerate(batch) if _missing(stored, failed)), len(batch))
-        # Facts before it have nothing to wait for; those behind it may not overtake it.
-        self._ready = list(batch[:first])
-        for _ in self._ready:
-            self._raw.popleft()
-        if first < len(batch) and not self._stopping:
-            stored, why = batch[first], _missing(batch[first], failed)
-            assert why is not None  # noqa: S101 - that is how it was found
-            # Fetched once more before the next attempt: the source may be another by then.
-            self._raw.clear()
-            self._fetched = Cursor(stored.epoch, stored.offset - 1)
-            trouble = judge(
-                why.error, at_source=why.at_source, message_id=stored.envelope.message_id, offset=stored.offset
+        first_missing = next(
+            (index for index, stored in enumerate(batch) if _find_failure(stored, failures)), len(batch)
+        )
+        # Facts before the first missing artifact need not wait; facts after it must not overtake it.
+        self._ready_facts = list(batch[:first_missing])
+        for _ in self._ready_facts:
+            self._fetched_facts.popleft()
+        if first_missing < len(batch) and not self._is_stopping:
+            stored, failure = batch[first_missing], _find_failure(batch[first_missing], failures)
+            assert failure is not None  # noqa: S101 - the index was found by it
+            # Fetch the facts again before the next attempt: the source may have been replaced by then.
+            self._fetched_facts.clear()
+            self._fetch_cursor = Cursor(stored.epoch, stored.offset - 1)
+            problem = classify_error(
+                failure.error, at_source=failure.at_source, message_id=stored.envelope.message_id, offset=stored.offset
             )
-            self._failed(Step.COPY, trouble)
-        elif first == len(batch):
-            self._courses[Step.COPY].well()
+            self._record_failure(CallKind.COPY, problem)
+        elif first_missing == len(batch):
+            self._states[CallKind.COPY].reset()
 
     # -- forwarding -----------------------------------------------------------------------------------
 
     def _forward(self) -> Script[None]:
-        if not self._ready or not self._may(Step.FORWARD):
+        if not self._ready_facts or not self._can_start(CallKind.FORWARD):
             return
-        batch, self._ready = self._ready, []
-        told = partial(self._forwarded, self._round, batch)
-        yield from self._ask(Step.FORWARD, self._means.forward_facts, (batch,), told)
-        # What follows was waiting for its turn.
+        batch, self._ready_facts = self._ready_facts, []
+        on_result = partial(self._accept_forwards, self._generation, batch)
+        yield from self._start_call(CallKind.FORWARD, self._calls.forward_facts, (batch,), on_result)
+        # The next batch was waiting for this one.
         yield from self._fetch()
-        yield from self._carry()
+        yield from self._copy_artifacts()
 
-    def _forwarded(self, asked_in: int, batch: Sequence[StoredFact], answers: Sequence[Appended]) -> None:
-        """Go on behind all that was confirmed without a gap; what was not is looked at, and never passed over."""
-        if asked_in != self._round:
-            return  # the store is being asked what it has
-        taken, refused = 0, None
-        if len(answers) == len(batch):
-            for stored, answer in zip(batch, answers, strict=True):
-                refused = refusal(stored, answer)
-                if refused is not None:
+    def _accept_forwards(self, generation: int, batch: Sequence[StoredFact], results: Sequence[AppendResult]) -> None:
+        """Continue after the last fact confirmed without a gap; the first unconfirmed one is handled, never skipped."""
+        if generation != self._generation:
+            return  # the destination is being queried
+        accepted, rejection = 0, None
+        if len(results) == len(batch):
+            for stored, result in zip(batch, results, strict=True):
+                rejection = check_forwarded(stored, result)
+                if rejection is not None:
                     break
-                taken += 1
+                accepted += 1
         else:
-            refused = FaultyError(f"{len(batch)} facts were forwarded and {len(answers)} were answered")
-        if taken:
-            self._last = batch[taken - 1]
-            self._end = self._last.cursor
+            rejection = InconsistentStoreError(f"{len(batch)} facts were forwarded and {len(results)} were answered")
+        if accepted:
+            self._last_fact = batch[accepted - 1]
+            self._end = self._last_fact.cursor
             self._offset = self._end.offset
-            self.forwarded += taken
-            self._passed_bytes += sum(map(_size, batch[:taken]))
-        if refused is None:
-            self._courses[Step.FORWARD].well()
+            self.forwarded_count += accepted
+            self._forwarded_bytes += sum(map(_object_size, batch[:accepted]))
+        if rejection is None:
+            self._states[CallKind.FORWARD].reset()
             return
-        stored = batch[min(taken, len(batch) - 1)]
-        if isinstance(refused, ArtifactRefused) and stored.fact.artifact is not None:
-            self._carrying.doubt(Name.of(stored.fact.artifact))
-        trouble = judge(refused, at_source=False, message_id=stored.envelope.message_id, offset=stored.offset)
-        if not trouble.status.halted:
+        stored = batch[min(accepted, len(batch) - 1)]
+        if isinstance(rejection, ArtifactRefused) and stored.fact.artifact is not None:
+            self._copier.recheck(ArtifactId.from_reference(stored.fact.artifact))
+        problem = classify_error(
+            rejection, at_source=False, message_id=stored.envelope.message_id, offset=stored.offset
+        )
+        if not problem.status.needs_operator:
             self._start_over()
-        if taken:
-            self._courses[Step.FORWARD].well()
-        self._failed(Step.FORWARD, trouble)
+        if accepted:
+            self._states[CallKind.FORWARD].reset()
+        self._record_failure(CallKind.FORWARD, problem)
 
     # -- confirming -----------------------------------------------------------------------------------
 
     def _confirm(self) -> Script[None]:
         end = self._end
-        if end is None or not self._registered or end.offset <= self._confirmed:
+        if end is None or not self._is_registered or end.offset <= self._confirmed:
             return
-        if self._stranger or self._shown is not None:
-            return  # of another store it would confirm facts that nobody here has seen
-        if self._courses[Step.CONFIRM].halted:
+        if self._is_unverified or self._proof is not None:
+            return  # an unverified source could be another store, whose facts this zone has never read
+        if self._states[CallKind.CONFIRM].is_blocked:
             return
-        told = partial(self._told, end)
-        yield from self._ask(Step.CONFIRM, self._means.confirm_receipt, (self._name, self._pair, end), told)
+        on_result = partial(self._accept_receipt, end)
+        yield from self._start_call(
+            CallKind.CONFIRM, self._calls.confirm_receipt, (self._name, self._pair, end), on_result
+        )
 
-    def _told(self, cursor: Cursor, _: None) -> None:
-        self._courses[Step.CONFIRM].well()
+    def _accept_receipt(self, cursor: Cursor, _: None) -> None:
+        self._states[CallKind.CONFIRM].reset()
         self._confirmed = max(self._confirmed, cursor.offset)
 
-    # -- telling --------------------------------------------------------------------------------------
+    # -- reporting ------------------------------------------------------------------------------------
 
-    def _surveyed(self, states: Sequence[LogState]) -> None:
-        self._courses[Step.SURVEY].well()
+    def _accept_survey(self, states: Sequence[LogState]) -> None:
+        self._states[CallKind.LIST_LOGS].reset()
         now = self._clock()
-        self._survey_at = now + self._policy.survey
-        last, behind = 0, Behind(0, 0, 0, None)
+        self._next_survey_at = now + self._policy.survey
+        last, reader_lag = 0, ReaderLag(0, 0, 0, None)
         for state in states:
             if state.pair == self._pair:
-                last, behind = state.last, state.readers.get(self._name) or Behind(0, state.last, state.bytes, None)
-        self._told_last = last, behind, self._slots.senses.wall()
-        self._passed_bytes = 0
+                last, reader_lag = (
+                    state.last,
+                    state.readers.get(self._name) or ReaderLag(0, state.last, state.bytes, None),
+                )
+        self._last_survey = last, reader_lag, self._scheduler.time_source.wall()
+        self._forwarded_bytes = 0
 
-    def _show(self) -> None:
-        trouble = self._trouble()
-        if trouble is not None:
-            self._enter(trouble.status)
-        elif self._end is not None and self._registered:
-            self._enter(Status.FOLLOWING)
+    def _update_status(self) -> None:
+        problem = self._current_problem()
+        if problem is not None:
+            self._set_status(problem.status)
+        elif self._end is not None and self._is_registered:
+            self._set_status(ReplicaStatus.FOLLOWING)
 
-    def _enter(self, status: Status) -> None:
+    def _set_status(self, status: ReplicaStatus) -> None:
         if status is not self._status:
-            self._status, self._since = status, self._slots.senses.wall()
-            self._changed(self.state())
+            self._status, self._since = status, self._scheduler.time_source.wall()
+            self._on_change(self.state())
 
 
-def _missing(stored: StoredFact, failed: Mapping[Name, Failed]) -> Failed | None:
+def _find_failure(stored: StoredFact, failures: Mapping[ArtifactId, CopyFailed]) -> CopyFailed | None:
     reference = stored.fact.artifact
-    return None if reference is None else failed.get(Name.of(reference))
+    return None if reference is None else failures.get(ArtifactId.from_reference(reference))
 
 
-def _size(stored: StoredFact) -> int:
+def _object_size(stored: StoredFact) -> int:
     return len(stored.fact.object_json)

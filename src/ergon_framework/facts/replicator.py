@@ -1,7 +1,7 @@
-"""Replicator: copies the facts of another zone into this one, over the line between them, for as long as it runs.
+"""Replicator: copies the facts of another zone into this one, over the network, for as long as it runs.
 
-It runs in the zone that receives, and pulls: a zone needs to let nobody in who writes. All decisions are in
-``facts/replicate.py``.
+It runs in the receiving zone and pulls, so a zone never gives another zone write access. All decisions are in
+``facts/replication.py``.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, closing, contextmanager
 from functools import partial
 
-from ergon_framework.engine.drivers.aio import Asyncio
-from ergon_framework.engine.drivers.threads import Threads
-from ergon_framework.engine.slots import Slots
+from ergon_framework.engine.drivers.aio import AsyncioDriver
+from ergon_framework.engine.drivers.threads import ThreadDriver
+from ergon_framework.engine.slots import Scheduler
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts import replica_tally as tally
 from ergon_framework.facts.boundary import AsyncBoundary, Boundary
-from ergon_framework.facts.carry import CopyMeans, Progress
-from ergon_framework.facts.model import ArtifactReference, Pair, Stored, check_zone
+from ergon_framework.facts.carry import CopyCalls, CopyProgress
+from ergon_framework.facts.model import ArtifactReference, StoredArtifact, ZonePair, check_zone
 from ergon_framework.facts.policy import ReplicationPolicy
-from ergon_framework.facts.replica import ReplicaState, Status
-from ergon_framework.facts.replicate import Means, Replication
+from ergon_framework.facts.replica import ReplicaState, ReplicaStatus
+from ergon_framework.facts.replicate import Replication, ReplicationCalls
 
 
 class _Replicator:
-    """What both variants share: everything but how stores are called."""
+    """The common part of the sync and async variants: everything except how stores are called."""
 
     def __init__(
         self,
-        pair: Pair,
+        pair: ZonePair,
         *,
         name: str | None,
         policy: ReplicationPolicy | None,
@@ -43,12 +43,12 @@ class _Replicator:
         self.policy = policy or ReplicationPolicy()
         self._on_change = on_change
         self._lock = threading.Lock()
-        self._running: tuple[Slots, Replication] | None = None
-        self._stops = 0
-        self._last = ReplicaState(
+        self._running: tuple[Scheduler, Replication] | None = None
+        self._stop_count = 0
+        self._last_state = ReplicaState(
             name=self.name,
             pair=pair,
-            status=Status.STARTING,
+            status=ReplicaStatus.STARTING,
             since=time.time(),
             offset=0,
             confirmed=0,
@@ -56,90 +56,90 @@ class _Replicator:
         )
 
     def state(self) -> ReplicaState:
-        """How it is; any thread may ask."""
+        """Return the current state; callable from any thread."""
         running = self._running
-        return self._last if running is None else running[1].state()
+        return self._last_state if running is None else running[1].state()
 
     @property
-    def caught_up(self) -> bool:
-        """Whether the source had nothing more when it was last asked."""
+    def is_caught_up(self) -> bool:
+        """Whether the source had no more facts at the last fetch."""
         running = self._running
-        return running is not None and running[1].caught_up
+        return running is not None and running[1].is_caught_up
 
     def stop(self) -> None:
-        """Have it end, from any thread: calls under way have the policy's ``drain`` seconds; asked again, none."""
+        """Stop, from any thread: running calls get the policy's ``drain`` seconds; a second stop allows none."""
         with self._lock:
-            self._stops += 1
+            self._stop_count += 1
             running = self._running
         if running is not None:
             running[0].stop()
 
     @contextmanager
-    def _entered(self, slots: Slots, means: Means) -> Iterator[Replication]:
+    def _replication(self, scheduler: Scheduler, calls: ReplicationCalls) -> Iterator[Replication]:
         replication = Replication(
-            self.pair, means, name=self.name, policy=self.policy, slots=slots, changed=self._changed
+            self.pair, calls, name=self.name, policy=self.policy, scheduler=scheduler, on_change=self._handle_change
         )
         with self._lock:
             if self._running is not None:
                 raise ConfigurationError(
                     f"the replicator {self.name!r} of {self.pair.from_zone!r} is running already; one is enough"
                 )
-            self._running = slots, replication
-            early = self._stops
-        # A stop that came before it ran is not forgotten.
-        for _ in range(early):
-            slots.stop()
+            self._running = scheduler, replication
+            early_stops = self._stop_count
+        # Stops requested before the run are applied now.
+        for _ in range(early_stops):
+            scheduler.stop()
         try:
-            with tally.counted(replication):
+            with tally.track_metrics(replication):
                 yield replication
         finally:
             with self._lock:
-                self._last, self._running, self._stops = replication.state(), None, 0
+                self._last_state, self._running, self._stop_count = replication.state(), None, 0
 
-    def _changed(self, state: ReplicaState) -> None:
-        tally.tell(state)
+    def _handle_change(self, state: ReplicaState) -> None:
+        tally.log_state_change(state)
         if self._on_change is not None:
             self._on_change(state)
 
 
 class Replicator(_Replicator):
-    """Copies the facts of *pair* from *source*, the other zone's boundary, to *destination*, this zone's own.
+    """Copies the facts of *pair* from *source*, the other zone's boundary, to *destination*, the boundary of this zone.
 
-    It works on threads. *name* is the reader that it is at the source, by default the receiving zone: what it has not
-    confirmed is kept there. *on_change* is told of each change of state, where the decision is made; it must not wait.
+    It works on threads. *name* is its reader name at the source, by default the receiving zone: the source keeps what
+    that reader has not confirmed. *on_change* is called on each change of state, inside the script; it must not block.
     """
 
     def __init__(
         self,
         source: Boundary,
         destination: Boundary,
-        pair: Pair,
+        pair: ZonePair,
         *,
         name: str | None = None,
         policy: ReplicationPolicy | None = None,
         on_change: Callable[[ReplicaState], None] | None = None,
-        driver: Callable[[int], Threads] = Threads,
+        driver: Callable[[int], ThreadDriver] = ThreadDriver,
     ) -> None:
         super().__init__(pair, name=name, policy=policy, on_change=on_change)
         self._source = source
         self._driver = driver
-        self._means = Means(
+        self._calls = ReplicationCalls(
             fetch_facts=source.fetch_facts,
             confirm_receipt=source.confirm_receipt,
-            survey=source.survey,
-            end_of=destination.end_of,
+            list_logs=source.list_logs,
+            last_offset=destination.last_offset,
             get_fact=destination.get_fact,
             forward_facts=destination.forward_facts,
-            artifacts=CopyMeans(
-                partial(destination.received, zone=pair.from_zone),
+            artifacts=CopyCalls(
+                partial(destination.uploaded_bytes, zone=pair.from_zone),
                 partial(_copy, source, destination, zone=pair.from_zone),
             ),
         )
 
     def run(self) -> None:
-        """Copy until it is stopped."""
+        """Copy until stopped."""
         driver = self._driver(1)
-        with self._entered(driver, self._means) as replication:
+        with self._replication(driver, self._calls) as replication:
             unlisten = self._source.listen(replication.wake)
             try:
                 driver.run(replication.run())
@@ -148,39 +148,39 @@ class Replicator(_Replicator):
 
 
 class AsyncReplicator(_Replicator):
-    """The same on asyncio."""
+    """The same as ``Replicator``, on asyncio."""
 
     def __init__(
         self,
         source: AsyncBoundary,
         destination: AsyncBoundary,
-        pair: Pair,
+        pair: ZonePair,
         *,
         name: str | None = None,
         policy: ReplicationPolicy | None = None,
         on_change: Callable[[ReplicaState], None] | None = None,
-        driver: Callable[[], Asyncio] = Asyncio,
+        driver: Callable[[], AsyncioDriver] = AsyncioDriver,
     ) -> None:
         super().__init__(pair, name=name, policy=policy, on_change=on_change)
         self._source = source
         self._driver = driver
-        self._means = Means(
+        self._calls = ReplicationCalls(
             fetch_facts=source.fetch_facts_async,
             confirm_receipt=source.confirm_receipt_async,
-            survey=source.survey_async,
-            end_of=destination.end_of_async,
+            list_logs=source.list_logs_async,
+            last_offset=destination.last_offset_async,
             get_fact=destination.get_fact_async,
             forward_facts=destination.forward_facts_async,
-            artifacts=CopyMeans(
-                partial(destination.received_async, zone=pair.from_zone),
+            artifacts=CopyCalls(
+                partial(destination.uploaded_bytes_async, zone=pair.from_zone),
                 partial(_copy_async, source, destination, zone=pair.from_zone),
             ),
         )
 
     async def run(self) -> None:
-        """Copy until it is stopped, or its task is cancelled."""
+        """Copy until stopped, or until the task is cancelled."""
         driver = self._driver()
-        with self._entered(driver, self._means) as replication:
+        with self._replication(driver, self._calls) as replication:
             unlisten = self._source.listen(replication.wake)
             try:
                 await driver.run(replication.run())
@@ -188,28 +188,34 @@ class AsyncReplicator(_Replicator):
                 unlisten()
 
 
-# -- one artifact, from the one to the other ------------------------------------------------------------
+# -- copying one artifact -------------------------------------------------------------------------------
 
 
 def _copy(
-    source: Boundary, destination: Boundary, reference: ArtifactReference, begin: int, progress: Progress, *, zone: str
+    source: Boundary,
+    destination: Boundary,
+    reference: ArtifactReference,
+    begin: int,
+    progress: CopyProgress,
+    *,
+    zone: str,
 ) -> None:
-    expected = Stored(reference.digest, reference.size)
-    place = reference.bucket, reference.key
-    put = partial(destination.put_object, *place, expected=expected, begin=begin, zone=zone)
+    expected = StoredArtifact(reference.digest, reference.size)
+    location = reference.bucket, reference.key
+    put = partial(destination.put_object, *location, expected=expected, begin=begin, zone=zone)
     try:
         if begin == reference.size:
             put(())
             return
-        with closing(progress.through(source.get_object(*place, begin=begin, zone=zone))) as pieces:
-            put(pieces)
+        with closing(progress.track_chunks(source.get_object(*location, begin=begin, zone=zone))) as chunks:
+            put(chunks)
     except Exception:
-        # Whatever the destination has made of it: the reading has failed.
-        if progress.unread is not None:
-            raise progress.unread  # noqa: B904 - the one is the other
+        # Whatever error the destination raises, a failed read is the cause.
+        if progress.read_error is not None:
+            raise progress.read_error  # noqa: B904 - the read error replaces the write error
         raise
     finally:
-        progress.over = True
+        progress.exited = True
 
 
 async def _copy_async(
@@ -217,31 +223,33 @@ async def _copy_async(
     destination: AsyncBoundary,
     reference: ArtifactReference,
     begin: int,
-    progress: Progress,
+    progress: CopyProgress,
     *,
     zone: str,
 ) -> None:
-    expected = Stored(reference.digest, reference.size)
-    place = reference.bucket, reference.key
-    put = partial(destination.put_object_async, *place, expected=expected, begin=begin, zone=zone)
+    expected = StoredArtifact(reference.digest, reference.size)
+    location = reference.bucket, reference.key
+    put = partial(destination.put_object_async, *location, expected=expected, begin=begin, zone=zone)
     try:
         if begin == reference.size:
             await put(())
             return
-        async with aclosing(_through(source.get_object_async(*place, begin=begin, zone=zone), progress)) as pieces:
-            await put(pieces)
+        async with aclosing(
+            _track_chunks(source.get_object_async(*location, begin=begin, zone=zone), progress)
+        ) as chunks:
+            await put(chunks)
     except Exception:
-        if progress.unread is not None:
-            raise progress.unread  # noqa: B904 - as above
+        if progress.read_error is not None:
+            raise progress.read_error  # noqa: B904 - as above
         raise
     finally:
-        progress.over = True
+        progress.exited = True
 
 
-async def _through(pieces: AsyncIterator[bytes], progress: Progress) -> AsyncGenerator[bytes, None]:
+async def _track_chunks(chunks: AsyncIterator[bytes], progress: CopyProgress) -> AsyncGenerator[bytes, None]:
     try:
-        async for piece in pieces:
-            yield progress.moved(piece)
+        async for chunk in chunks:
+            yield progress.add_chunk(chunk)
     except Exception as error:
-        progress.unread = error
+        progress.read_error = error
         raise

@@ -1,7 +1,8 @@
-"""Retention: what every reader has confirmed is let go of when it is old enough, again and again.
+"""Retention: periodic removal of old data that every reader has confirmed.
 
-It removes nothing that a registered reader has not confirmed, and no artifact that a retained fact names: that is the
-store's own rule, and this only asks for it. Services of one store may all do it; a round is short if another was there.
+It removes no fact that a registered reader has not confirmed and no artifact that a retained fact refers to: the store
+enforces that rule, and retention only calls it. All services of one store may run retention; a run after another
+service's run is short.
 """
 
 from __future__ import annotations
@@ -14,36 +15,36 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Self
 
-from ergon_framework.errors import ErgonError, text
-from ergon_framework.facts.boundary import Boundary, Pruned
-from ergon_framework.facts.contents import Contents
+from ergon_framework.errors import ErgonError, error_message
+from ergon_framework.facts.boundary import Boundary, PruneResult
+from ergon_framework.facts.contents import ContentStore
 from ergon_framework.facts.policy import RetentionPolicy
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 
 log: Final = logging.getLogger(f"{LIBRARY}.facts")
 
-#: Seconds that a round which is under way has at the end. What it has not removed by then is removed by the next one.
-PARTING: Final = 5.0
+#: Seconds that a running pass has at shutdown. The next pass removes what this one has not.
+SHUTDOWN_TIMEOUT_SECONDS: Final = 5.0
 
 
-#: Seconds between two looks for uploads that broke off, at most.
-SWEEP_INTERVAL: Final = 60.0
+#: Maximum seconds between two checks for stale uploads.
+MAX_CLEANUP_INTERVAL_SECONDS: Final = 60.0
 
 
 @contextmanager
-def sweep_uploads(contents: Contents, *, keep: float, wall: Callable[[], float] = time.time) -> Iterator[None]:
-    """Remove uploads that were not gone on with for *keep* seconds, on a thread, for as long as this lasts."""
-    over = threading.Event()
+def clean_up_uploads(contents: ContentStore, *, keep: float, wall: Callable[[], float] = time.time) -> Iterator[None]:
+    """Run a thread that deletes uploads without progress for *keep* seconds, until the context exits."""
+    stopped = threading.Event()
 
     def run() -> None:
         while True:
             try:
-                contents.sweep(int((wall() - keep) * 1000))
+                contents.delete_stale_uploads(int((wall() - keep) * 1000))
             except (ErgonError, OSError) as error:
-                why = {Field.ERROR: text(error), Field.ERROR_TYPE: type(error).__name__}
-                logs.say(logging.WARNING, Event.PRUNING_FAILED, why, to=log)
-            if over.wait(min(keep / 2, SWEEP_INTERVAL)):
+                fields = {Field.ERROR: error_message(error), Field.ERROR_TYPE: type(error).__name__}
+                logs.log_event(logging.WARNING, Event.PRUNING_FAILED, fields, to=log)
+            if stopped.wait(min(keep / 2, MAX_CLEANUP_INTERVAL_SECONDS)):
                 return
 
     thread = threading.Thread(target=run, name="ergon-uploads", daemon=True)
@@ -51,12 +52,12 @@ def sweep_uploads(contents: Contents, *, keep: float, wall: Callable[[], float] 
     try:
         yield
     finally:
-        over.set()
-        thread.join(PARTING)
+        stopped.set()
+        thread.join(SHUTDOWN_TIMEOUT_SECONDS)
 
 
-class Retention:
-    """Rounds of one store under a policy."""
+class FactRetention:
+    """Retention of one store under a policy."""
 
     def __init__(
         self,
@@ -64,37 +65,37 @@ class Retention:
         policy: RetentionPolicy | None = None,
         *,
         wall: Callable[[], float] = time.time,
-        dice: Callable[[], float] = random.random,
+        random_source: Callable[[], float] = random.random,
     ) -> None:
         self._boundary = boundary
         self._policy = policy or RetentionPolicy()
         self._wall = wall
-        self._dice = dice
+        self._random_source = random_source
 
-    def round(self) -> Pruned | None:
-        """Let go of what may go now; None if the store could not be asked, which the next round will make up for."""
-        began = time.monotonic()
+    def run_once(self) -> PruneResult | None:
+        """Remove what may be removed now; return None if the store failed, in which case the next run catches up."""
+        started_at = time.monotonic()
         try:
             pruned = self._boundary.prune(self._policy.before_unix_ms(self._wall()))
         except (ErgonError, OSError) as error:
-            why = {Field.ERROR: text(error), Field.ERROR_TYPE: type(error).__name__}
-            logs.say(logging.WARNING, Event.PRUNING_FAILED, why, to=log)
+            fields = {Field.ERROR: error_message(error), Field.ERROR_TYPE: type(error).__name__}
+            logs.log_event(logging.WARNING, Event.PRUNING_FAILED, fields, to=log)
             return None
-        seconds = round(time.monotonic() - began, 3)
-        found = {Field.FACTS: pruned.facts, Field.ARTIFACTS: pruned.artifacts, Field.SECONDS: seconds}
-        # A round that has found nothing is no news.
-        logs.say(logging.INFO if any(pruned) else logging.DEBUG, Event.PRUNED, found, to=log)
+        seconds = round(time.monotonic() - started_at, 3)
+        totals = {Field.FACTS: pruned.facts, Field.ARTIFACTS: pruned.artifacts, Field.SECONDS: seconds}
+        # A run that removed nothing is logged at debug level only.
+        logs.log_event(logging.INFO if any(pruned) else logging.DEBUG, Event.PRUNED, totals, to=log)
         return pruned
 
     @contextmanager
-    def running(self) -> Iterator[Self]:
-        """Round after round for as long as this lasts, on a thread of its own; the first one at once."""
-        over = threading.Event()
+    def run_in_background(self) -> Iterator[Self]:
+        """Run retention periodically on a dedicated thread until the context exits; the first run starts at entry."""
+        stopped = threading.Event()
 
         def run() -> None:
             while True:
-                self.round()
-                if over.wait(self._policy.wait(self._dice)):
+                self.run_once()
+                if stopped.wait(self._policy.next_delay(self._random_source)):
                     return
 
         thread = threading.Thread(target=run, name="ergon-retention", daemon=True)
@@ -102,5 +103,5 @@ class Retention:
         try:
             yield self
         finally:
-            over.set()
-            thread.join(PARTING)
+            stopped.set()
+            thread.join(SHUTDOWN_TIMEOUT_SECONDS)

@@ -1,7 +1,7 @@
-"""Room: how much a zone's store can still take, and an alert before it is full.
+"""CapacityMonitor: how much free capacity a zone's store has, and an alert before it is full.
 
-A zone runs alone for as long as its disk lasts. A full store refuses with BufferFull before anything is lost; this
-says so while there is still time to do something about it.
+A zone runs independently for as long as its disk has space. A full store rejects appends with BufferFull before data
+is lost; the monitor warns early enough to act.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ergon_framework.facts.boundary import Boundary
 from ergon_framework.facts.model import Buffer
 from ergon_framework.policy import Policy
 from ergon_framework.telemetry import logs, names
-from ergon_framework.telemetry.metrics import Bound, Counts, Numbers, registry_of
+from ergon_framework.telemetry.metrics import LabelLimiter, LoopMetrics, Numbers, get_registry
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 
 log: Final = logging.getLogger(f"{LIBRARY}.facts")
 
 
-class RoomPolicy(Policy):
-    """When it is said that room ends."""
+class CapacityPolicy(Policy):
+    """When the monitor warns that capacity runs out."""
 
     alert: float = Described(
         default=0.8, gt=0, le=1, description="Share of a limit from which on it is nearly reached."
@@ -39,7 +39,7 @@ class RoomPolicy(Policy):
     interval: float = Described(default=10.0, gt=0, description="Seconds between two looks.")
 
     @model_validator(mode="after")
-    def _apart(self) -> Self:
+    def _check_thresholds(self) -> Self:
         if self.clear >= self.alert:
             raise ValueError(
                 f"clear is {self.clear:g} and alert {self.alert:g}; clear is the lower one, so that an alert does not "
@@ -48,7 +48,7 @@ class RoomPolicy(Policy):
         return self
 
 
-class Level(NamedTuple):
+class Usage(NamedTuple):
     """How much of one limit is used."""
 
     name: str
@@ -57,129 +57,130 @@ class Level(NamedTuple):
 
     @property
     def share(self) -> float:
-        """From 0 to 1; a limit of nothing is always reached."""
+        """The used share of the limit, from 0 to 1; a limit of 0 counts as fully used."""
         return self.used / self.limit if self.limit else 1.0
 
 
-Measure = Callable[[], Iterable[Level]]
+Measure = Callable[[], Iterable[Usage]]
 
 
-def of_store(boundary: Boundary, *, max_facts: int | None = None, max_bytes: int | None = None) -> Measure:
-    """What *boundary* retains, against the limits that it was given: bytes are those of facts and of artifacts.
+def store_usage(boundary: Boundary, *, max_facts: int | None = None, max_bytes: int | None = None) -> Measure:
+    """Return a measure of what *boundary* retains against the given limits; bytes include facts and artifacts.
 
-    A store that cannot say what its artifacts have counts facts alone. Their disk is another limit: see ``of_disk``.
+    A store that cannot report the size of its artifacts counts facts only. Their disk has its own limit: see
+    ``disk_usage``.
     """
 
-    def measure() -> Iterator[Level]:
-        states = boundary.survey()
+    def measure() -> Iterator[Usage]:
+        states = boundary.list_logs()
         if max_facts is not None:
-            yield Level("facts", sum(state.last - state.first + 1 for state in states), max_facts)
+            yield Usage("facts", sum(state.last - state.first + 1 for state in states), max_facts)
         if max_bytes is not None:
             artifacts = boundary.artifact_bytes() or 0
-            yield Level("bytes", sum(state.bytes for state in states) + artifacts, max_bytes)
+            yield Usage("bytes", sum(state.bytes for state in states) + artifacts, max_bytes)
 
     return measure
 
 
-def of_disk(folder: str | Path) -> Measure:
-    """The file system that *folder* is on, as far as whoever runs this may use it."""
+def disk_usage(folder: str | Path) -> Measure:
+    """Return a measure of the file system of *folder*, as far as the user of this process may use it."""
 
-    def measure() -> Iterator[Level]:
-        found = os.statvfs(folder)
-        # What is reserved for root is not there for anybody else.
-        usable = found.f_blocks - found.f_bfree + found.f_bavail
-        yield Level("disk", (usable - found.f_bavail) * found.f_frsize, usable * found.f_frsize)
+    def measure() -> Iterator[Usage]:
+        stats = os.statvfs(folder)
+        # Blocks reserved for root are not available to other users.
+        usable = stats.f_blocks - stats.f_bfree + stats.f_bavail
+        yield Usage("disk", (usable - stats.f_bavail) * stats.f_frsize, usable * stats.f_frsize)
 
     return measure
 
 
-class Room:
-    """Looks at the limits of one store, and says when one of them is nearly reached; any thread may ask."""
+class CapacityMonitor:
+    """Checks the limits of one store and warns when one is nearly reached; readable from any thread."""
 
-    def __init__(self, *measures: Measure, buffer: Buffer, policy: RoomPolicy | None = None) -> None:
+    def __init__(self, *measures: Measure, buffer: Buffer, policy: CapacityPolicy | None = None) -> None:
         self._measures = measures
         self._buffer = buffer
-        self._policy = policy or RoomPolicy()
-        self._levels: dict[str, Level] = {}
-        self._raised: set[str] = set()
+        self._policy = policy or CapacityPolicy()
+        self._usages: dict[str, Usage] = {}
+        self._alerting: set[str] = set()
 
     @property
-    def levels(self) -> Sequence[Level]:
-        """As last seen."""
-        return tuple(self._levels.values())
+    def usages(self) -> Sequence[Usage]:
+        """The usage of each limit at the last check."""
+        return tuple(self._usages.values())
 
     @property
-    def troubles(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """A sentence for each limit that is nearly reached, for probes."""
         return tuple(
-            f"room ends: {level.share:.0%} of {level.limit} {_UNITS[level.name]} are used; have readers confirm, let "
+            f"room ends: {usage.share:.0%} of {usage.limit} {_UNITS[usage.name]} are used; have readers confirm, let "
             "retention run, or give it more"
-            for level in self.levels
-            if level.name in self._raised
+            for usage in self.usages
+            if usage.name in self._alerting
         )
 
-    def look(self) -> Sequence[Level]:
-        """Measure once, and say what has changed. What cannot be measured is as it was."""
+    def check(self) -> Sequence[Usage]:
+        """Measure once and log changes. A limit that cannot be measured keeps its last usage."""
         for measure in self._measures:
             try:
-                found = list(measure())
+                usages = list(measure())
             except (ErgonError, OSError):
-                continue  # a store that is down is told of by whoever needs it
-            for level in found:
-                self._judge(level)
-        return self.levels
+                continue  # callers that need the store report that it is down
+            for usage in usages:
+                self._update_alert(usage)
+        return self.usages
 
     @contextmanager
-    def watched(self) -> Iterator[Self]:
-        """Look again and again for as long as this lasts, on a thread of its own."""
-        over = threading.Event()
-        registry = registry_of()
-        tally = registry.join(partial(_RoomTally, room=self), self._buffer.value)
+    def run_in_background(self) -> Iterator[Self]:
+        """Check periodically on a dedicated thread until the context exits."""
+        stopped = threading.Event()
+        registry = get_registry()
+        metrics = registry.register(partial(_CapacityMetrics, room=self), self._buffer.value)
 
-        def watch() -> None:
+        def run() -> None:
             while True:
-                self.look()
-                if over.wait(self._policy.interval):
+                self.check()
+                if stopped.wait(self._policy.interval):
                     return
 
-        thread = threading.Thread(target=watch, name="ergon-room", daemon=True)
+        thread = threading.Thread(target=run, name="ergon-room", daemon=True)
         thread.start()
         try:
             yield self
         finally:
-            over.set()
-            registry.close(tally)
+            stopped.set()
+            registry.close(metrics)
 
-    def gauged(self) -> Numbers:
-        """As metrics."""
-        found: Numbers = {}
-        for level in self.levels:
-            found[names.ROOM.name, (level.name,)] = level.share
-            found[names.ROOM_ALERTS.name, (level.name,)] = float(level.name in self._raised)
-        return found
+    def to_gauges(self) -> Numbers:
+        """Return the usages and alerts as metrics."""
+        numbers: Numbers = {}
+        for usage in self.usages:
+            numbers[names.ROOM.name, (usage.name,)] = usage.share
+            numbers[names.ROOM_ALERTS.name, (usage.name,)] = float(usage.name in self._alerting)
+        return numbers
 
-    def _judge(self, level: Level) -> None:
-        self._levels = {**self._levels, level.name: level}
-        if level.name not in self._raised and level.share >= self._policy.alert:
-            self._raised = self._raised | {level.name}
-            self._say(logging.WARNING, Event.ROOM_ENDS, level)
-        elif level.name in self._raised and level.share < self._policy.clear:
-            self._raised = self._raised - {level.name}
-            self._say(logging.INFO, Event.ROOM_AGAIN, level)
+    def _update_alert(self, usage: Usage) -> None:
+        self._usages = {**self._usages, usage.name: usage}
+        if usage.name not in self._alerting and usage.share >= self._policy.alert:
+            self._alerting = self._alerting | {usage.name}
+            self._log_change(logging.WARNING, Event.ROOM_ENDS, usage)
+        elif usage.name in self._alerting and usage.share < self._policy.clear:
+            self._alerting = self._alerting - {usage.name}
+            self._log_change(logging.INFO, Event.ROOM_AGAIN, usage)
 
     @staticmethod
-    def _say(level: int, event: str, found: Level) -> None:
-        fields = {Field.ROOM: found.name, Field.USED: found.used, Field.LIMIT: found.limit}
-        logs.say(level, event, fields, to=log)
+    def _log_change(level: int, event: str, usage: Usage) -> None:
+        fields = {Field.ROOM: usage.name, Field.USED: usage.used, Field.LIMIT: usage.limit}
+        logs.log_event(level, event, fields, to=log)
 
 
 _UNITS: Final = {"facts": "facts", "bytes": "bytes of facts and artifacts", "disk": "bytes of the disk"}
 
 
-class _RoomTally(Counts):
-    def __init__(self, name: str, *, bound: Bound, room: Room) -> None:
-        super().__init__(name, steps=(), everyday=("", ""), bound=bound)
-        self._room = room
+class _CapacityMetrics(LoopMetrics):
+    def __init__(self, name: str, *, bound: LabelLimiter, room: CapacityMonitor) -> None:
+        super().__init__(name, steps=(), success_steps=("", ""), bound=bound)
+        self._monitor = room
 
-    def gauged(self) -> Numbers:
-        return self._room.gauged()
+    def gauges(self) -> Numbers:
+        return self._monitor.to_gauges()

@@ -1,7 +1,7 @@
-"""FactSide: what a boundary does not keep for the consumers of its facts, kept beside it.
+"""FactConsumerStore: consumer state of facts that a boundary does not keep itself.
 
-Each call is about one reader of one pair of zones. It is made by a script, so that a side in a database can be asked
-by threads and by asyncio.
+Each call concerns one reader of one zone pair. Scripts make the calls, so that threads and asyncio can use a store in
+a database.
 """
 
 from __future__ import annotations
@@ -17,317 +17,319 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from ergon_framework.connectors.base import DeadLetter, Delivery
 from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord
-from ergon_framework.connectors.side_store import Kept, MemorySideStore, Place
+from ergon_framework.connectors.side_store import DeferredRecord, LogPosition, MemoryLogConsumerStore
 from ergon_framework.errors import ErgonError
 from ergon_framework.facts.errors import EpochChanged
-from ergon_framework.facts.model import Cursor, Pair
+from ergon_framework.facts.model import Cursor, ZonePair
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import Field
 
 _log = logging.getLogger(__name__)
 
-#: The one partition that a pair of zones is.
-ONLY = 0
-#: Why something is dead that was due later when its epoch ended.
-OUTDATED = "epoch_changed"
+#: The number of the single partition of a zone pair.
+ONLY_PARTITION = 0
+#: Dead-letter reason of a record that was still deferred when its epoch ended.
+EPOCH_CHANGED_REASON = "epoch_changed"
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """Who reads what: whom a side is kept for."""
+class ReaderInfo:
+    """The reader that a consumer store keeps state for."""
 
-    pair: Pair
+    pair: ZonePair
     reader: str
-    #: What its connector is called.
+    #: The name of the reader's connector.
     queue: str
     codec: Codec
-    #: Whether the facts outlive this process, as far as it is known.
-    lasts: Callable[[], bool]
+    #: Whether the facts outlive this process, as far as known.
+    is_durable: Callable[[], bool]
 
-    def recognise(self, known: str | None, epoch: str) -> None:
-        """Refuse to read in *epoch* what was read in *known*."""
-        if known is not None and known != epoch:
+    def check_epoch(self, known_epoch: str | None, epoch: str) -> None:
+        """Raise EpochChanged if the store is in *epoch* and the reader has read in another, known one."""
+        if known_epoch is not None and known_epoch != epoch:
             raise EpochChanged(
-                f"{self.reader!r} has read {self.queue!r} in epoch {known!r} and the store is in {epoch!r}: it was put "
-                "back from a backup, and offsets may mean other facts; compare the two, then: ergon facts epoch "
-                "accept, or forget_epoch() of the reader's side"
+                f"{self.reader!r} has read {self.queue!r} in epoch {known_epoch!r} and the store is in {epoch!r}: it "
+                "was put back from a backup, and offsets may mean other facts; compare the two, then: ergon facts "
+                "epoch accept, or forget_epoch() of the reader's side"
             )
 
 
-class Taken(NamedTuple):
-    """What an owner begins with: its generation, and what those before have left beside the log."""
+class Takeover(NamedTuple):
+    """The initial state of an owner: its generation, and the state that earlier owners left in the store."""
 
     generation: int
-    #: Settled beyond the cursor.
-    beyond: Collection[int]
-    kept: Sequence[Kept]
-    #: The number of the last replay, which is among them.
+    #: Offsets settled above the cursor.
+    settled_above: Collection[int]
+    deferred: Sequence[DeferredRecord]
+    #: The number of the last replay included in ``deferred``.
     replays: int = 0
 
 
-class Claiming(NamedTuple):
-    """What an owner is about to hand out."""
+class ClaimRequest(NamedTuple):
+    """The facts that an owner is about to deliver."""
 
     generation: int
-    #: Which one of this owner's accounts of all that it holds; a later one has the higher number.
-    turn: int
-    held: Sequence[int]
+    #: Sequence number of this owner's reports of all its claims; a later report has a higher number.
+    sequence: int
+    claims: Sequence[int]
     new: Sequence[int]
-    #: The number of the last replay that it knows.
+    #: The number of the last replay that the owner knows.
     replays: int
-    #: The one of the facts that were read; None while there were none.
+    #: The epoch of the facts that were read; None before the first one.
     epoch: str | None
 
 
-class Claimed(NamedTuple):
-    """How often each was delivered with this time, of as many as could be counted; and what was replayed meanwhile."""
+class ClaimResult(NamedTuple):
+    """The delivery count of each fact, including this delivery, as far as counted; and the replays since the last."""
 
     counts: Sequence[int]
-    replayed: Sequence[Kept]
-    #: The number of the last of them: told again until the owner says that it knows.
+    replayed: Sequence[DeferredRecord]
+    #: The number of the last replay; replays are repeated until the owner reports this number.
     replays: int = 0
 
 
-class Acked(NamedTuple):
-    """A fact is done with; *aside* if it was delivered from beside the log."""
+class AckChange(NamedTuple):
+    """A fact is acknowledged; *was_deferred* if it was delivered from a deferred record."""
 
     offset: int
-    aside: bool
+    was_deferred: bool
 
 
-class Freed(NamedTuple):
-    """It was given back, and this delivery does not count."""
-
-    offset: int
-    aside: bool
-
-
-class Delayed(NamedTuple):
-    """It comes again later, and this delivery does not count."""
+class ReleaseChange(NamedTuple):
+    """A fact was released, and this delivery does not count."""
 
     offset: int
-    aside: bool
-    kept: Kept
+    was_deferred: bool
 
 
-class Buried(NamedTuple):
-    """It is a dead letter."""
+class DeferChange(NamedTuple):
+    """A fact is redelivered later, and this delivery does not count."""
 
     offset: int
-    aside: bool
+    was_deferred: bool
+    deferred: DeferredRecord
+
+
+class DeadLetterChange(NamedTuple):
+    """A fact is dead-lettered."""
+
+    offset: int
+    was_deferred: bool
     record: DeadLetterRecord
 
 
-Change: TypeAlias = Acked | Freed | Delayed | Buried
+Change: TypeAlias = AckChange | ReleaseChange | DeferChange | DeadLetterChange
 
 
-class Settled(NamedTuple):
-    """What an owner settles, all or nothing; *confirmed* is the offset that the boundary knows."""
+class SettleRequest(NamedTuple):
+    """The settlements of an owner, all or nothing; *confirmed* is the offset known to the boundary."""
 
     generation: int
-    turn: int
-    #: What it holds afterwards.
-    held: Sequence[int]
+    sequence: int
+    #: The claims that remain afterwards.
+    claims: Sequence[int]
     changes: Sequence[Change]
     confirmed: int
 
 
 @dataclass(frozen=True, slots=True)
-class SideCalls:
-    """What of a side is called, of either flavour, for one reader. Whatever changes something is there when it returns.
+class ConsumerStoreCalls:
+    """The calls of a consumer store for one reader, sync or async. Every change is written when the call returns.
 
-    Calls of an owner that is none any more change nothing, and are answered None or False.
+    Calls of a former owner change nothing and return None or False.
     """
 
-    #: (Cursor) -> Taken. Begin a new generation; whoever had the one before has lost its claims.
+    #: (Cursor) -> Takeover. Begin a new generation; the owner of the previous one loses its claims.
     take_over: Callable[..., Any]
-    #: (Claiming) -> Claimed | None. Count deliveries, before anybody has them in hand.
+    #: (ClaimRequest) -> ClaimResult | None. Count deliveries before they are handed out.
     claim: Callable[..., Any]
-    #: (Settled) -> bool. The same settled again, because nobody knew whether it was, changes nothing.
+    #: (SettleRequest) -> bool. Repeating a request whose outcome was unknown changes nothing.
     settle: Callable[..., Any]
-    #: (generation, offsets) -> bool. An orderly end: remember what was settled beyond the cursor; nothing is held.
-    leave: Callable[..., Any]
-    #: (generation) -> bool. Whether it is the one that holds.
-    holds: Callable[..., Any]
-    #: (place) -> DeadLetterRecord | None
-    dead: Callable[..., Any]
-    #: (place, Kept) -> bool. Deliver it in place of the dead letter, also by an owner who is running; False if gone.
+    #: (generation, offsets) -> bool. Clean end: store the offsets settled above the cursor; no claim remains.
+    hand_over: Callable[..., Any]
+    #: (generation) -> bool. Whether this generation is the owner.
+    is_owner: Callable[..., Any]
+    #: (handle) -> DeadLetterRecord | None
+    get_dead_letter: Callable[..., Any]
+    #: (handle, DeferredRecord) -> bool. Deliver it instead of the dead letter, also to a running owner; False if gone.
     replay: Callable[..., Any]
-    #: (place) -> bool
+    #: (handle) -> bool
     discard: Callable[..., Any]
     #: (DeadLetterQuery, after, limit) -> Sequence[DeadLetterRecord]
     list_dead: Callable[..., Any]
     #: () -> int
     dead_count: Callable[..., Any]
-    #: (generation, Cursor) -> bool. Where side and facts are in one place: confirm to the boundary, if it holds.
+    #: (generation, Cursor) -> bool. If state and facts share one store: confirm to the boundary, if this is the owner.
     confirm: Callable[..., Any] | None = None
 
 
-class FactSide(Protocol):
-    """Counts, delays and dead letters of consumers of facts, and who of a reader's name has the facts in hand."""
+class FactConsumerStore(Protocol):
+    """Delivery counts, deferred records and dead letters of fact consumers, and the current owner of each reader."""
 
-    def calls(self, reading: Reading) -> SideCalls:
-        """For threads."""
+    def get_calls(self, reader_info: ReaderInfo) -> ConsumerStoreCalls:
+        """Return the calls for threads."""
 
-    def calls_async(self, reading: Reading) -> SideCalls:
-        """For asyncio."""
+    def get_calls_async(self, reader_info: ReaderInfo) -> ConsumerStoreCalls:
+        """Return the calls for asyncio."""
 
 
-class MemoryFactSide(MemorySideStore):
-    """One that lives as long as this process, for one reader: those who read under one name are given the same one."""
+class MemoryFactConsumerStore(MemoryLogConsumerStore):
+    """A store that lives as long as this process, for one reader; connectors with the same reader name share it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lock: AbstractContextManager[object] = threading.Lock()
-        #: The epoch of the facts that were read last; None before the first, and when somebody accepts another one.
+        #: The epoch of the facts read last; None before the first, and after another epoch was accepted.
         self.epoch: str | None = None
         self.generation = 0
-        self.beyond: frozenset[int] = frozenset()
-        self._replayed: list[Kept] = []
+        self.settled_above: frozenset[int] = frozenset()
+        self._replays: list[DeferredRecord] = []
 
     def take_over(self) -> int:
-        """Begin a new generation, and say which."""
+        """Begin a new generation and return its number."""
         self.generation += 1
-        # They are among all that is kept, which the new owner asks for.
-        self._replayed.clear()
+        # The replays are among all deferred records, which the new owner loads.
+        self._replays.clear()
         return self.generation
 
-    def replay(self, kept: Kept) -> None:
-        """Keep a dead letter for delivery at once, also by an owner who is running."""
-        self.keep(kept)
-        self._replayed.append(kept)
+    def replay(self, deferred: DeferredRecord) -> None:
+        """Defer a dead letter for immediate delivery, also by a running owner."""
+        self.defer(deferred)
+        self._replays.append(deferred)
 
-    def replayed(self) -> Sequence[Kept]:
-        """What was replayed since this was last asked."""
-        found, self._replayed = self._replayed, []
-        return found
+    def take_replays(self) -> Sequence[DeferredRecord]:
+        """Return and clear the replays since the last call."""
+        replays, self._replays = self._replays, []
+        return replays
 
     def forget_epoch(self) -> int:
-        """Let the reader read in another epoch, where offsets may mean other facts.
+        """Let the reader continue in another epoch, where offsets may mean other facts.
 
-        What was due later are dead letters from then on; how many these were.
+        Deferred records become dead letters; return their number.
         """
         with self.lock:
-            due = list(self._kept.values())
-            for kept in due:
-                delivery = Delivery(kept.transaction, None, self._counts.get(kept.place, 0))
-                self.bury(DeadLetterRecord.of(delivery, DeadLetter(OUTDATED), queue="", at=time.time()))
-            self.epoch, self.beyond = None, frozenset()
+            records = list(self._deferred.values())
+            for deferred in records:
+                delivery = Delivery(deferred.transaction, None, self._counts.get(deferred.position, 0))
+                self.add_dead_letter(
+                    DeadLetterRecord.from_delivery(delivery, DeadLetter(EPOCH_CHANGED_REASON), queue="", at=time.time())
+                )
+            self.epoch, self.settled_above = None, frozenset()
             self._counts.clear()
-            self._kept.clear()
-            self._replayed.clear()
-            # Whoever has facts of the old epoch in hand has them no longer.
+            self._deferred.clear()
+            self._replays.clear()
+            # Owners that have claimed facts of the old epoch lose them.
             self.generation += 1
-            return len(due)
+            return len(records)
 
-    def calls(self, reading: Reading) -> SideCalls:
-        asked = _InMemory(self, reading)
-        return SideCalls(
-            asked.take_over,
-            asked.claim,
-            asked.settle,
-            asked.leave,
-            asked.holds,
-            asked.dead,
-            asked.replay,
-            asked.discard,
-            asked.list_dead,
-            asked.dead_count,
+    def get_calls(self, reader_info: ReaderInfo) -> ConsumerStoreCalls:
+        operations = _MemoryStoreCalls(self, reader_info)
+        return ConsumerStoreCalls(
+            operations.take_over,
+            operations.claim,
+            operations.settle,
+            operations.hand_over,
+            operations.is_owner,
+            operations.get_dead_letter,
+            operations.replay,
+            operations.discard,
+            operations.list_dead,
+            operations.dead_count,
         )
 
-    # Nothing here waits.
-    calls_async = calls
+    # No call here blocks.
+    get_calls_async = get_calls
 
 
-class _InMemory:
-    """A side in memory, as one of its connectors asks it."""
+class _MemoryStoreCalls:
+    """The calls of a store in memory, for one connector."""
 
-    def __init__(self, side: MemoryFactSide, reading: Reading) -> None:
-        self._side = side
-        self._reading = reading
+    def __init__(self, store: MemoryFactConsumerStore, reader_info: ReaderInfo) -> None:
+        self._store = store
+        self._reader_info = reader_info
 
-    def take_over(self, cursor: Cursor) -> Taken:
-        side = self._side
-        with side.lock:
-            self._reading.recognise(side.epoch, cursor.epoch)
-            return Taken(side.take_over(), side.beyond, side.kept(ONLY))
+    def take_over(self, cursor: Cursor) -> Takeover:
+        store = self._store
+        with store.lock:
+            self._reader_info.check_epoch(store.epoch, cursor.epoch)
+            return Takeover(store.take_over(), store.settled_above, store.deferred(ONLY_PARTITION))
 
-    def claim(self, claiming: Claiming) -> Claimed | None:
-        side = self._side
-        with side.lock:
-            if side.generation != claiming.generation:
+    def claim(self, request: ClaimRequest) -> ClaimResult | None:
+        store = self._store
+        with store.lock:
+            if store.generation != request.generation:
                 return None
-            side.epoch = claiming.epoch or side.epoch
+            store.epoch = request.epoch or store.epoch
             counts: list[int] = []
-            for offset in claiming.new:
+            for offset in request.new:
                 try:
-                    counts.append(side.count(Place(ONLY, offset)))
+                    counts.append(store.increment(LogPosition(ONLY_PARTITION, offset)))
                 except ErgonError:
                     if counts:
-                        break  # what is counted already must reach somebody
+                        break  # deliveries that are counted already must be handed out
                     raise
-            return Claimed(counts, side.replayed())
+            return ClaimResult(counts, store.take_replays())
 
-    def settle(self, settled: Settled) -> bool:
-        side = self._side
-        with side.lock:
-            if side.generation != settled.generation:
+    def settle(self, request: SettleRequest) -> bool:
+        store = self._store
+        with store.lock:
+            if store.generation != request.generation:
                 return False
-            for change in settled.changes:
-                self._change(Place(ONLY, change.offset), change)
+            for change in request.changes:
+                self._apply(LogPosition(ONLY_PARTITION, change.offset), change)
             return True
 
-    def _change(self, place: Place, change: Change) -> None:
-        side = self._side
+    def _apply(self, position: LogPosition, change: Change) -> None:
+        store = self._store
         match change:
-            case Acked():
-                side.forget(place)
-            case Freed():
-                side.uncount(place)
-            case Delayed():
-                side.keep(change.kept)
-                side.uncount(place)
-            case Buried():
-                side.bury(change.record)
-                side.forget(place)
-                if self._reading.lasts():
-                    # The reader's cursor goes on, and this record goes with the process: the log is all that remains.
-                    told = {"queue": change.record.queue, "transaction": change.record.id}
-                    told |= {Field.CORRELATION_ID: change.record.envelope.correlation or change.record.id}
-                    told |= {"reason": change.record.reason}
-                    logs.say(logging.WARNING, "dead letter of a fact is in memory only", told, to=_log)
+            case AckChange():
+                store.delete(position)
+            case ReleaseChange():
+                store.decrement(position)
+            case DeferChange():
+                store.defer(change.deferred)
+                store.decrement(position)
+            case DeadLetterChange():
+                store.add_dead_letter(change.record)
+                store.delete(position)
+                if self._reader_info.is_durable():
+                    # The reader's cursor moves on and this record ends with the process: only the log remains.
+                    fields = {"queue": change.record.queue, "transaction": change.record.id}
+                    fields |= {Field.CORRELATION_ID: change.record.envelope.correlation or change.record.id}
+                    fields |= {"reason": change.record.reason}
+                    logs.log_event(logging.WARNING, "dead letter of a fact is in memory only", fields, to=_log)
 
-    def leave(self, generation: int, beyond: Collection[int]) -> bool:
-        side = self._side
-        with side.lock:
-            if side.generation != generation:
+    def hand_over(self, generation: int, settled_above: Collection[int]) -> bool:
+        store = self._store
+        with store.lock:
+            if store.generation != generation:
                 return False
-            side.beyond = frozenset(beyond)
+            store.settled_above = frozenset(settled_above)
             return True
 
-    def holds(self, generation: int) -> bool:
-        return self._side.generation == generation
+    def is_owner(self, generation: int) -> bool:
+        return self._store.generation == generation
 
-    def dead(self, place: str) -> DeadLetterRecord | None:
-        with self._side.lock:
-            return self._side.dead(place)
+    def get_dead_letter(self, handle: str) -> DeadLetterRecord | None:
+        with self._store.lock:
+            return self._store.get_dead_letter(handle)
 
-    def replay(self, place: str, kept: Kept) -> bool:
-        side = self._side
-        with side.lock:
-            if side.dead(place) is None:
+    def replay(self, handle: str, deferred: DeferredRecord) -> bool:
+        store = self._store
+        with store.lock:
+            if store.get_dead_letter(handle) is None:
                 return False
-            side.replay(kept)
-            return side.exhume(place)
+            store.replay(deferred)
+            return store.remove_dead_letter(handle)
 
-    def discard(self, place: str) -> bool:
-        with self._side.lock:
-            return self._side.exhume(place)
+    def discard(self, handle: str) -> bool:
+        with self._store.lock:
+            return self._store.remove_dead_letter(handle)
 
     def list_dead(self, query: DeadLetterQuery, after: str | None, limit: int) -> Sequence[DeadLetterRecord]:
-        with self._side.lock:
-            return self._side.list_dead(query, after=after, limit=limit)
+        with self._store.lock:
+            return self._store.list_dead(query, after=after, limit=limit)
 
     def dead_count(self) -> int:
-        with self._side.lock:
-            return self._side.dead_count
+        with self._store.lock:
+            return self._store.dead_count

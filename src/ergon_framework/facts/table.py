@@ -1,7 +1,7 @@
-"""Table: many facts by columns, as they cross a line or come from a database, and the facts that these are.
+"""FactColumns: many facts as columns, as they arrive over the network or from a database, and their conversion.
 
-Most of what comes is sound, and of a whole column this is seen sooner than of one value after the other. Where a column
-is not sound for certain, the model makes the facts one by one, and says of each what is wrong with it.
+Most input is valid, and checking a whole column is faster than checking each value. If a column is not certainly
+valid, the model builds the facts one by one and reports the error of each.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from ergon_framework.facts.boundary import Appending
+from ergon_framework.facts.boundary import NewFact
 from ergon_framework.facts.errors import InvalidFactError
 from ergon_framework.facts.model import (
-    CORRELATION,
-    MESSAGE_ID,
-    OBJECT_JSON,
-    PREDICATE,
-    SIZE,
-    SUBJECT,
+    MAX_CORRELATION_CHARS,
+    MAX_JSON_INTEGER,
+    MAX_MESSAGE_ID_CHARS,
+    MAX_OBJECT_BYTES,
+    MAX_PREDICATE_CHARS,
+    MAX_SUBJECT_CHARS,
     Envelope,
     Fact,
     check_zone,
-    reference,
+    parse_reference,
 )
-from ergon_framework.facts.texts import understood
+from ergon_framework.facts.texts import parse_objects
 
-#: What the object of a fact holds that refers to an artifact.
-_REFERRING: Final = '"bucket"'
+#: Text that the object of a fact contains if it refers to an artifact.
+_REFERENCE_MARK: Final = '"bucket"'
 
 
-class Table(NamedTuple):
-    """The n-th value of each belongs to the n-th fact; texts and whole numbers, and nothing is known of them yet."""
+class FactColumns(NamedTuple):
+    """The n-th value of each column belongs to the n-th fact; types are correct, values are not checked yet."""
 
     message_ids: Sequence[str]
     from_zones: Sequence[str]
@@ -41,58 +41,63 @@ class Table(NamedTuple):
     subjects: Sequence[str]
     predicates: Sequence[str]
     objects: Sequence[str]
-    #: By the place of the fact; of most there are none.
+    #: By the index of the fact; most facts have none.
     labels: Mapping[int, Mapping[str, str]]
 
 
-def read(table: Table) -> Sequence[Appending]:
-    """The facts; the first that is malformed is raised."""
-    return _at_once(table) or [_one(table, place) for place in range(len(table.message_ids))]
+def columns_to_facts(columns: FactColumns) -> Sequence[NewFact]:
+    """Return the facts; raise the error of the first invalid one."""
+    return _build_all(columns) or [_build_one(columns, index) for index in range(len(columns.message_ids))]
 
 
-def read_each(table: Table) -> Sequence[Appending | InvalidFactError]:
-    """The facts; one that is malformed is an error of its own, and its neighbours are not."""
+def columns_to_results(columns: FactColumns) -> Sequence[NewFact | InvalidFactError]:
+    """Return each fact or its error; an invalid fact does not affect the others."""
     try:
-        return read(table)
+        return columns_to_facts(columns)
     except InvalidFactError:
-        return [_or_error(table, place) for place in range(len(table.message_ids))]
+        return [_build_or_error(columns, index) for index in range(len(columns.message_ids))]
 
 
-def _or_error(table: Table, place: int) -> Appending | InvalidFactError:
+def _build_or_error(columns: FactColumns, index: int) -> NewFact | InvalidFactError:
     try:
-        return _one(table, place)
+        return _build_one(columns, index)
     except InvalidFactError as error:
         return error
 
 
-def _one(table: Table, place: int) -> Appending:
+def _build_one(columns: FactColumns, index: int) -> NewFact:
     envelope = Envelope(
-        message_id=table.message_ids[place],
-        from_zone=table.from_zones[place],
-        to_zone=table.to_zones[place],
-        produced_at_unix_ms=table.produced[place],
-        correlation_id=table.correlations[place],
-        causation_id=table.causations[place],
-        labels=table.labels.get(place, {}),
+        message_id=columns.message_ids[index],
+        from_zone=columns.from_zones[index],
+        to_zone=columns.to_zones[index],
+        produced_at_unix_ms=columns.produced[index],
+        correlation_id=columns.correlations[index],
+        causation_id=columns.causations[index],
+        labels=columns.labels.get(index, {}),
     )
-    fact = Fact(subject=table.subjects[place], predicate=table.predicates[place], object_json=table.objects[place])
+    fact = Fact(
+        subject=columns.subjects[index], predicate=columns.predicates[index], object_json=columns.objects[index]
+    )
     return envelope, fact
 
 
-def _at_once(table: Table) -> list[Appending] | None:
-    """The facts, if all of them are sound for certain; else None, or one of what is wrong with them is raised."""
-    if not (table.message_ids and _are_sound(table)):
+def _build_all(columns: FactColumns) -> list[NewFact] | None:
+    """Return the facts if all are certainly valid; else None, or raise one of their errors."""
+    if not (columns.message_ids and _are_valid(columns)):
         return None
-    values, written = understood(table.objects)
-    named = [reference(value) if _REFERRING in text else None for value, text in zip(values, written, strict=True)]
-    make = Fact._sound  # noqa: SLF001 - nobody else may skip what is checked here
-    facts = map(make, table.subjects, table.predicates, table.objects, written, named)
-    return list(zip(_envelopes(table), facts, strict=True))
+    values, canonical_texts = parse_objects(columns.objects)
+    references = [
+        parse_reference(value) if _REFERENCE_MARK in text else None
+        for value, text in zip(values, canonical_texts, strict=True)
+    ]
+    make = Fact._from_checked  # noqa: SLF001 - only this module may skip the checks that it has made itself
+    facts = map(make, columns.subjects, columns.predicates, columns.objects, canonical_texts, references)
+    return list(zip(_build_envelopes(columns), facts, strict=True))
 
 
-def _envelopes(table: Table) -> list[Envelope]:
-    find = table.labels.get
-    make = Envelope._sound  # noqa: SLF001 - as above
+def _build_envelopes(columns: FactColumns) -> list[Envelope]:
+    get_labels = columns.labels.get
+    make = Envelope._from_checked  # noqa: SLF001 - as above
     return [
         make(
             message_id=message_id,
@@ -101,41 +106,41 @@ def _envelopes(table: Table) -> list[Envelope]:
             produced_at_unix_ms=produced,
             correlation_id=correlation,
             causation_id=causation,
-            labels=find(place),
+            labels=get_labels(index),
         )
-        for place, message_id, from_zone, to_zone, produced, correlation, causation in zip(
-            range(len(table.message_ids)),
-            table.message_ids,
-            table.from_zones,
-            table.to_zones,
-            table.produced,
-            table.correlations,
-            table.causations,
+        for index, message_id, from_zone, to_zone, produced, correlation, causation in zip(
+            range(len(columns.message_ids)),
+            columns.message_ids,
+            columns.from_zones,
+            columns.to_zones,
+            columns.produced,
+            columns.correlations,
+            columns.causations,
             strict=True,
         )
     ]
 
 
-def _are_sound(table: Table) -> bool:
-    """Whether all texts but the objects, and all moments, are as the model wants them."""
-    for name, zones in (("from_zone", table.from_zones), ("to_zone", table.to_zones)):
+def _are_valid(columns: FactColumns) -> bool:
+    """Return whether all texts except the objects, and all times, satisfy the model."""
+    for name, zones in (("from_zone", columns.from_zones), ("to_zone", columns.to_zones)):
         for zone in set(zones):
             check_zone(name, zone)
-    ids = "".join(table.message_ids)
+    ids = "".join(columns.message_ids)
     return (
-        _are_printable(table.message_ids, MESSAGE_ID)
+        _are_printable(columns.message_ids, MAX_MESSAGE_ID_CHARS)
         and ids.isascii()
         and " " not in ids
-        and min(table.produced) >= 0
-        and max(table.produced) <= SIZE
-        and _are_printable(table.subjects, SUBJECT)
-        and _are_printable(table.predicates, PREDICATE)
-        and _are_printable([each for each in table.correlations if each is not None], CORRELATION)
-        and _are_printable([each for each in table.causations if each is not None], CORRELATION)
+        and min(columns.produced) >= 0
+        and max(columns.produced) <= MAX_JSON_INTEGER
+        and _are_printable(columns.subjects, MAX_SUBJECT_CHARS)
+        and _are_printable(columns.predicates, MAX_PREDICATE_CHARS)
+        and _are_printable([each for each in columns.correlations if each is not None], MAX_CORRELATION_CHARS)
+        and _are_printable([each for each in columns.causations if each is not None], MAX_CORRELATION_CHARS)
         # A character has at most four bytes.
-        and 4 * max(map(len, table.objects)) <= OBJECT_JSON
+        and 4 * max(map(len, columns.objects)) <= MAX_OBJECT_BYTES
     )
 
 
-def _are_printable(texts: Sequence[str], longest: int) -> bool:
-    return not texts or (all(texts) and max(map(len, texts)) <= longest and "".join(texts).isprintable())
+def _are_printable(texts: Sequence[str], max_chars: int) -> bool:
+    return not texts or (all(texts) and max(map(len, texts)) <= max_chars and "".join(texts).isprintable())

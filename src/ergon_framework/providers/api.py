@@ -1,4 +1,4 @@
-"""The health API: one read-only endpoint, open to a caller whose token names the tenant that he asks for."""
+"""The health API: one read-only endpoint for callers whose token names the requested tenant."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.providers.api_settings import ApiSettings
-from ergon_framework.providers.sql.reader import HealthReader, Unavailable
-from ergon_framework.providers.tokens import JwtVerifier, TokenRefused, Verifier
+from ergon_framework.providers.sql.reader import DatabaseUnavailable, HealthReader
+from ergon_framework.providers.tokens import InvalidTokenError, JwtVerifier, TokenVerifier
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event
 from ergon_framework.telemetry.names import Field as LogField
 
 log: Final = logging.getLogger(f"{LIBRARY}.providers")
 
-PATH: Final = "/api/v1/provider-health/summary"
-#: What a tenant's name may look like in an address; one that looks otherwise cannot be asked for here.
-TENANT: Final = r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"
-_BEARER: Final = re.compile(r"^bearer +([A-Za-z0-9._~+/=-]+)$", re.IGNORECASE)
-_Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
+SUMMARY_PATH: Final = "/api/v1/provider-health/summary"
+#: Tenant names that may appear in an address; other tenants cannot be requested here.
+TENANT_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"
+_BEARER_HEADER: Final = re.compile(r"^bearer +([A-Za-z0-9._~+/=-]+)$", re.IGNORECASE)
+_RouteHandler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 # -- the contract -------------------------------------------------------------------------------------
 
 
-class Asked(BaseModel):
-    """The question, and nothing beside it."""
+class HealthRequest(BaseModel):
+    """The query parameters; unknown parameters are rejected."""
 
     model_config = ConfigDict(extra="forbid")
 
-    tenant_id: str = Field(pattern=TENANT, max_length=128, description="The tenant that the token speaks for.")
+    tenant_id: str = Field(pattern=TENANT_PATTERN, max_length=128, description="The tenant that the token speaks for.")
 
 
-class Shown(BaseModel):
-    """A part of an answer, made from the attributes of what the database said."""
+class _FromAttributes(BaseModel):
+    """Base of the response models, which are built from the attributes of the database's answer."""
 
     model_config = ConfigDict(from_attributes=True)
 
 
-class QuotaWindow(Shown):
-    """The window of now that has least left."""
+class QuotaWindow(_FromAttributes):
+    """The current quota window with the fewest remaining calls."""
 
     limit_count: int
     used_count: int
@@ -61,7 +61,7 @@ class QuotaWindow(Shown):
     window_end: datetime
 
 
-class ProviderHealth(Shown):
+class ProviderHealth(_FromAttributes):
     """One provider and capability; the rates are of the last sixty minutes, and null without an attempt in them."""
 
     provider_name: str
@@ -75,23 +75,23 @@ class ProviderHealth(Shown):
     last_success_at: datetime | None
 
 
-class HealthSummary(Shown):
-    """How the providers of one tenant are."""
+class HealthSummary(_FromAttributes):
+    """The health of all providers of one tenant."""
 
     tenant_id: str
     generated_at: datetime
     providers: list[ProviderHealth]
 
 
-class Refusal(BaseModel):
-    """Why there is no summary: a word and a sentence that are always the same; an id where there is a log to search."""
+class ErrorResponse(BaseModel):
+    """An error: a constant code and a constant message, and a correlation id for errors that are logged."""
 
     error: str
     message: str
     correlation_id: str | None = None
 
 
-_SAID: Final = {
+_ERRORS: Final = {
     401: ("unauthorized", "A valid bearer token is needed."),
     403: ("forbidden", "The token does not speak for this tenant."),
     422: ("invalid_request", "The question is tenant_id alone, of at most 128 characters that a tenant may have."),
@@ -99,24 +99,24 @@ _SAID: Final = {
     503: ("unavailable", "The database is out of reach; try again later."),
 }
 _RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
-    status: {"model": Refusal, "description": message} for status, (_, message) in _SAID.items()
+    status: {"model": ErrorResponse, "description": message} for status, (_, message) in _ERRORS.items()
 }
 
 
 # -- the router ---------------------------------------------------------------------------------------
 
 
-def router(reader: HealthReader, verifier: Verifier) -> APIRouter:
-    """The endpoint, for an application of one's own; *reader* is closed with it.
+def router(reader: HealthReader, verifier: TokenVerifier) -> APIRouter:
+    """Return the endpoint as a router for an existing application; the router's shutdown closes *reader*.
 
-    It answers its failures itself: nothing of them reaches the handlers of the application around it.
+    The router answers its own failures: none of them reaches the exception handlers of the application.
     """
 
-    class Guarded(APIRoute):
-        """Nobody gets as far as to be told that his question is wrong before he has said who he is."""
+    class AuthenticatedRoute(APIRoute):
+        """A route that authenticates the caller before it validates the request."""
 
-        def get_route_handler(self) -> _Handler:
-            return _guarded(super().get_route_handler(), verifier)
+        def get_route_handler(self) -> _RouteHandler:
+            return _wrap_handler(super().get_route_handler(), verifier)
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -125,89 +125,92 @@ def router(reader: HealthReader, verifier: Verifier) -> APIRouter:
         finally:
             await reader.close()
 
-    made = APIRouter(
-        route_class=Guarded, lifespan=lifespan, dependencies=[Security(HTTPBearer(auto_error=False))], tags=["health"]
+    api_router = APIRouter(
+        route_class=AuthenticatedRoute,
+        lifespan=lifespan,
+        dependencies=[Security(HTTPBearer(auto_error=False))],
+        tags=["health"],
     )
 
-    @made.get(PATH, responses=_RESPONSES, summary="How the providers of a tenant are")
-    async def summary(request: Request, asked: Annotated[Asked, Query()]) -> HealthSummary:
-        if request.state.tenant != asked.tenant_id:
-            # Before anybody looks whether there is such a tenant, so that the answer cannot tell.
-            raise _Refused(403)
-        return HealthSummary.model_validate(await reader.read(asked.tenant_id))
+    @api_router.get(SUMMARY_PATH, responses=_RESPONSES, summary="How the providers of a tenant are")
+    async def summary(request: Request, query: Annotated[HealthRequest, Query()]) -> HealthSummary:
+        if request.state.tenant != query.tenant_id:
+            # Rejected before the tenant is looked up, so the answer does not reveal whether the tenant exists.
+            raise _RequestRejected(403)
+        return HealthSummary.model_validate(await reader.read(query.tenant_id))
 
-    return made
+    return api_router
 
 
-def app(dsn: str | None = None, *, verifier: Verifier | None = None) -> FastAPI:
-    """An application that has the endpoint and nothing else; what is not given comes from the environment.
+def app(dsn: str | None = None, *, verifier: TokenVerifier | None = None) -> FastAPI:
+    """Return an application with only this endpoint; missing arguments come from the environment.
 
     Example: uvicorn --factory ergon_framework.providers.api:app
     """
-    address = dsn or os.environ.get("ERGON_POSTGRES__DSN")
-    if not address:
+    database_address = dsn or os.environ.get("ERGON_POSTGRES__DSN")
+    if not database_address:
         raise ConfigurationError("no database is named; set ERGON_POSTGRES__DSN")
-    judge = JwtVerifier(ApiSettings.from_environment(os.environ)) if verifier is None else verifier
-    # The pages for people load scripts from elsewhere; the description itself is at /openapi.json.
-    made = FastAPI(title="Provider health", version="1", docs_url=None, redoc_url=None)
-    made.include_router(router(HealthReader(address), judge))
-    return made
+    token_verifier = JwtVerifier(ApiSettings.from_environment(os.environ)) if verifier is None else verifier
+    # The HTML documentation loads scripts from third-party hosts; the description itself is at /openapi.json.
+    application = FastAPI(title="Provider health", version="1", docs_url=None, redoc_url=None)
+    application.include_router(router(HealthReader(database_address), token_verifier))
+    return application
 
 
-# -- the guard ------------------------------------------------------------------------------------------
+# -- authentication and errors --------------------------------------------------------------------------
 
 
-class _Refused(ErgonError):
+class _RequestRejected(ErgonError):
     def __init__(self, status: int) -> None:
         super().__init__(str(status))
         self.status = status
 
 
-def _guarded(handler: _Handler, verifier: Verifier) -> _Handler:
-    async def guarded(request: Request) -> Response:
+def _wrap_handler(handler: _RouteHandler, verifier: TokenVerifier) -> _RouteHandler:
+    async def handle(request: Request) -> Response:
         try:
-            request.state.tenant = await _tenant(request, verifier)
+            request.state.tenant = await _authenticate(request, verifier)
             response = await handler(request)
-        except _Refused as refused:
-            return _refusal(refused.status)
+        except _RequestRejected as rejection:
+            return _to_error_response(rejection.status)
         except RequestValidationError:
-            return _refusal(422)
-        except Unavailable as error:
-            return _failure(503, error)
-        except Exception as error:  # noqa: BLE001 - the edge of the process: told in the log, and to nobody else
-            return _failure(500, error)
+            return _to_error_response(422)
+        except DatabaseUnavailable as error:
+            return _to_failure_response(503, error)
+        except Exception as error:  # noqa: BLE001 - the process boundary: logged, and not revealed to the caller
+            return _to_failure_response(500, error)
         response.headers["Cache-Control"] = "no-store"
         return response
 
-    return guarded
+    return handle
 
 
-async def _tenant(request: Request, verifier: Verifier) -> str | None:
-    given = _BEARER.fullmatch(request.headers.get("authorization", ""))
-    if given is None:
-        raise _Refused(401)
+async def _authenticate(request: Request, verifier: TokenVerifier) -> str | None:
+    match = _BEARER_HEADER.fullmatch(request.headers.get("authorization", ""))
+    if match is None:
+        raise _RequestRejected(401)
     try:
-        return await verifier.tenant(given[1])
-    except TokenRefused:
-        raise _Refused(401) from None
+        return await verifier.verify(match[1])
+    except InvalidTokenError:
+        raise _RequestRejected(401) from None
 
 
-def _refusal(status: int, correlation_id: str | None = None) -> JSONResponse:
-    error, message = _SAID[status]
+def _to_error_response(status: int, correlation_id: str | None = None) -> JSONResponse:
+    error, message = _ERRORS[status]
     body = {"error": error, "message": message, "correlation_id": correlation_id}
     headers = {"Cache-Control": "no-store"}
-    if status == 401:  # noqa: PLR2004 - the one that has to say how
+    if status == 401:  # noqa: PLR2004 - the status that must name the authentication scheme
         headers["WWW-Authenticate"] = 'Bearer realm="provider-health"'
-    if status == 503:  # noqa: PLR2004 - the one that is worth another try
+    if status == 503:  # noqa: PLR2004 - the status that is worth a retry
         headers["Retry-After"] = "1"
     return JSONResponse(body, status, headers)
 
 
-def _failure(status: int, error: BaseException) -> JSONResponse:
+def _to_failure_response(status: int, error: BaseException) -> JSONResponse:
     correlation_id = secrets.token_hex(16)
-    level = logging.WARNING if isinstance(error, Unavailable) else logging.ERROR
-    # The type only: a message may be a statement with its values.
-    blame = error.__cause__ or error
-    fields = {LogField.CORRELATION_ID: correlation_id, LogField.ERROR_TYPE: type(blame).__name__}
-    logs.say(level, Event.HEALTH_FAILED, fields, to=log)
-    return _refusal(status, correlation_id)
+    level = logging.WARNING if isinstance(error, DatabaseUnavailable) else logging.ERROR
+    # Only the type is logged: the message may contain a statement with its values.
+    cause = error.__cause__ or error
+    fields = {LogField.CORRELATION_ID: correlation_id, LogField.ERROR_TYPE: type(cause).__name__}
+    logs.log_event(level, Event.HEALTH_FAILED, fields, to=log)
+    return _to_error_response(status, correlation_id)

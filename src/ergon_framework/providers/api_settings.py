@@ -1,4 +1,4 @@
-"""What the health API is told from outside: whose tokens it takes."""
+"""The settings of the health API: how bearer tokens are verified."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ergon_framework.policy import Policy
 Algorithm: TypeAlias = Literal[
     "HS256", "HS384", "HS512", "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
 ]
-_PREFIX: Final = "ERGON_API__"
+_ENVIRONMENT_PREFIX: Final = "ERGON_API__"
 
 
 class ApiSettings(Policy):
-    """How tokens are verified: by the one algorithm that is named here, whatever a token says of itself.
+    """The settings of token verification: one configured algorithm, whatever algorithm a token names.
 
-    A secret belongs to the algorithms HS…, a public key to all others; the other one of the two is refused, so that no
-    key can be taken for what it is not. The previous one is accepted too, while keys are changed.
+    The HS… algorithms need a secret, all others a public key. The key of the other kind is rejected, so that no key
+    can be used as the wrong kind. The previous key is accepted too, so that keys can be rotated.
     """
 
     algorithm: Algorithm = Field(default="RS256", description="The algorithm of the tokens' signatures.")
@@ -35,13 +35,15 @@ class ApiSettings(Policy):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
-        """What the variables ``ERGON_API__…`` say."""
-        given: dict[str, Any] = {
-            name.removeprefix(_PREFIX).lower(): value for name, value in environ.items() if name.startswith(_PREFIX)
+        """Load the settings from the variables ``ERGON_API__…``."""
+        values: dict[str, Any] = {
+            name.removeprefix(_ENVIRONMENT_PREFIX).lower(): value
+            for name, value in environ.items()
+            if name.startswith(_ENVIRONMENT_PREFIX)
         }
-        if "leeway" in given:
+        if "leeway" in values:
             try:
-                given["leeway"] = float(given["leeway"])
+                values["leeway"] = float(values["leeway"])
             except ValueError:
-                raise ConfigurationError(f"{_PREFIX}LEEWAY must be a number of seconds") from None
-        return cls.load(given)
+                raise ConfigurationError(f"{_ENVIRONMENT_PREFIX}LEEWAY must be a number of seconds") from None
+        return cls.load(values)

@@ -1,4 +1,4 @@
-"""Providers: the one way in which a third party is called, for threads and for asyncio."""
+"""Providers: the base classes through which threads and asyncio tasks call third parties."""
 
 from __future__ import annotations
 
@@ -10,78 +10,78 @@ from functools import partial
 from typing import Any, ClassVar, Final, Generic, TypeVar, cast
 
 from ergon_framework import scope
-from ergon_framework.engine.drivers.caller import AsyncCaller, Caller
+from ergon_framework.engine.drivers.caller import AsyncInlineRunner, InlineRunner
 from ergon_framework.engine.outcome import Err, Ok
 from ergon_framework.engine.pause import Pause
-from ergon_framework.engine.senses import Senses
+from ergon_framework.engine.senses import Clock
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.providers.books import Account, AsyncBooks, Books, Recording
-from ergon_framework.providers.calling import Means, execution
+from ergon_framework.providers.books import AsyncProviderState, AttemptRecorder, ProviderScope, ProviderState
+from ergon_framework.providers.calling import CallDependencies, execute_call
 from ergon_framework.providers.execution import (
-    NO_TENANT,
-    AttemptRow,
+    DEFAULT_TENANT,
+    AttemptRecord,
     ProviderExecutionContext,
     ProviderExecutionResult,
-    Reply,
-    Request,
+    ProviderReply,
+    ProviderRequest,
     current_task_execution,
 )
-from ergon_framework.providers.idempotency import effect, fingerprint
-from ergon_framework.providers.observe import Observer, safely
+from ergon_framework.providers.idempotency import compute_fingerprint, effect_name
+from ergon_framework.providers.observe import ProviderTelemetry, suppress_errors
 from ergon_framework.providers.policy import ProviderPolicy
-from ergon_framework.providers.process_state import process_books
+from ergon_framework.providers.process_state import process_state
 
-#: Which books, and who performs the script.
-B = TypeVar("B", bound=Recording)
-C = TypeVar("C", Caller, AsyncCaller)
+#: The kind of state store, and the runner of the script.
+B = TypeVar("B", bound=AttemptRecorder)
+C = TypeVar("C", InlineRunner, AsyncInlineRunner)
 
-_caller: Final = Caller()
-_async_caller: Final = AsyncCaller()
-#: Seconds after which a gate that is closed is looked at again.
-_LOOK: Final = 1.0
+_runner: Final = InlineRunner()
+_async_runner: Final = AsyncInlineRunner()
+#: Seconds between two polls of a closed gate.
+_GATE_POLL_SECONDS: Final = 1.0
 
 
 class Provider(ABC, Generic[B, C]):
-    """What the two variants share: who a provider is, and what a call of it is part of.
+    """The common part of the sync and async variants: the provider's identity and the context of a call.
 
-    Operations in ``reads`` change nothing, so they are given no key and may be called again and again.
+    Operations in ``reads`` change nothing, so they get no idempotency key and may be called repeatedly.
     """
 
     provider_name: ClassVar[str]
     capability: ClassVar[str]
     policy: ProviderPolicy = ProviderPolicy()
     reads: frozenset[str] = frozenset()
-    _books: B | None = None
-    _caller: C
+    _state_store: B | None = None
+    _runner: C
 
     def __init__(
-        self, *, books: B | None = None, policy: ProviderPolicy | None = None, caller: C | None = None
+        self, *, state_store: B | None = None, policy: ProviderPolicy | None = None, runner: C | None = None
     ) -> None:
-        self._check()
-        self._books = books
+        self._check_names()
+        self._state_store = state_store
         if policy is not None:
             self.policy = policy
-        if caller is not None:
-            self._caller = caller
+        if runner is not None:
+            self._runner = runner
 
     @property
-    def books(self) -> B:
-        # Those of the process are for threads and for tasks.
-        return cast("B", process_books()) if self._books is None else self._books
+    def state_store(self) -> B:
+        # The state of the process serves both threads and asyncio tasks.
+        return cast("B", process_state()) if self._state_store is None else self._state_store
 
     @property
-    def uses_process_books(self) -> bool:
-        """Whether the state is that of the process, because none was passed."""
-        return self._books is None
+    def uses_process_state(self) -> bool:
+        """Whether the provider uses the state of the process because no state store was passed."""
+        return self._state_store is None
 
     def gate(self) -> Pause | None:
-        """Hold back the fetches of a task that names this provider in ``uses``, while its breaker is open for all.
+        """Pause the fetches of a task that names this provider in ``uses`` while the breaker of all tenants is open.
 
-        A breaker of one tenant holds back nobody else's transactions, so that it is no gate.
+        A breaker of one tenant does not pause the task: the transactions of other tenants can proceed.
         """
-        return self._pause(self.books, self._caller.senses.wall())
+        return self._create_pause(self.state_store, self._runner.clock.wall())
 
-    def _request(
+    def _build_request(
         self,
         tenant_id: str,
         campaign_id: str | None,
@@ -89,75 +89,75 @@ class Provider(ABC, Generic[B, C]):
         *,
         payload: dict[str, Any],
         context: ProviderExecutionContext,
-    ) -> Request:
-        below = scope.current()
+    ) -> ProviderRequest:
+        current_scope = scope.current()
         if context.task_execution_id is None and (execution_id := current_task_execution.get()) is not None:
             context = replace(context, task_execution_id=execution_id)
         key = context.idempotency_key
-        if key is None and below is not None and operation not in self.reads:
-            key = below.derive(effect(self.provider_name, operation, context.name))
-        correlation = context.correlation_id or (_new_id() if below is None else below.correlation)
-        return Request(
+        if key is None and current_scope is not None and operation not in self.reads:
+            key = current_scope.derive(effect_name(self.provider_name, operation, context.name))
+        correlation_id = context.correlation_id or (_new_id() if current_scope is None else current_scope.correlation)
+        return ProviderRequest(
             provider_name=self.provider_name,
             capability=self.capability,
             tenant_id=tenant_id,
             campaign_id=campaign_id,
             operation=operation,
             payload=payload,
-            correlation_id=correlation,
+            correlation_id=correlation_id,
             idempotency_key=key,
-            fingerprint="" if key is None else fingerprint(operation, payload),
+            fingerprint="" if key is None else compute_fingerprint(operation, payload),
             owner="" if key is None else _new_id(),
             context=context,
         )
 
-    def _means(
+    def _build_dependencies(
         self,
-        request: Request,
-        books: Recording,
-        senses: Senses,
+        request: ProviderRequest,
+        state_store: AttemptRecorder,
+        clock: Clock,
         *,
-        body: Callable[[ProviderExecutionContext], Any],
+        execute_attempt: Callable[[ProviderExecutionContext], Any],
         admit: Callable[..., Any],
-        conclude: Callable[..., Any],
-    ) -> Means:
-        return Means(
+        complete: Callable[..., Any],
+    ) -> CallDependencies:
+        return CallDependencies(
             policy=self.policy,
             admit=admit,
-            conclude=conclude,
-            record=partial(_recorded, books),
-            body=body,
-            senses=senses,
-            waits=books.waits,
-            punctual=books.punctual,
-            outer=scope.current(),
-            watch=Observer(request, cooldown=self.policy.breaker.open_cooldown_seconds),
+            complete=complete,
+            record=partial(_record_attempt, state_store),
+            execute_attempt=execute_attempt,
+            clock=clock,
+            may_block=state_store.may_block,
+            is_self_timed=state_store.is_self_timed,
+            handler_scope=scope.current(),
+            observer=ProviderTelemetry(request, cooldown=self.policy.breaker.open_cooldown_seconds),
         )
 
-    def _pause(self, books: Recording, now: float) -> Pause | None:
+    def _create_pause(self, state_store: AttemptRecorder, now: float) -> Pause | None:
         if self.policy.scope != "provider":
             return None
-        until = books.held_until(Account(None, self.provider_name, self.capability))
+        until = state_store.blocked_until(ProviderScope(None, self.provider_name, self.capability))
         if until is None or until <= now:
             return None
-        # An operator may lift it at any time, so nobody waits to the end without looking.
-        return Pause(f"the breaker of {self.provider_name} is open", min(until - now, _LOOK))
+        # An operator may clear an override at any time, so the gate polls instead of waiting until the end.
+        return Pause(f"the breaker of {self.provider_name} is open", min(until - now, _GATE_POLL_SECONDS))
 
-    def _check(self) -> None:
+    def _check_names(self) -> None:
         for name in ("provider_name", "capability"):
-            given = getattr(self, name, None)
-            if not isinstance(given, str) or not given:
+            value = getattr(self, name, None)
+            if not isinstance(value, str) or not value:
                 raise ConfigurationError(f"{type(self).__name__} needs a {name}: a short text, as a class attribute")
 
 
-class ProviderBase(Provider[Books, Caller]):
-    """A provider that is called from threads. A subclass writes ``_execute_impl``; nobody else calls it.
+class ProviderBase(Provider[ProviderState, InlineRunner]):
+    """A provider that is called from threads. A subclass implements ``_execute_impl``; only ``execute`` calls it.
 
-    Without *books* all providers of the process have one state: in PostgreSQL, shared with all other processes, if
-    ``ERGON_POSTGRES__DSN`` is set, else in memory. Two objects of one name have one quota and one breaker.
+    Without *state_store* all providers of the process share one state: in PostgreSQL, shared with all other processes,
+    if ``ERGON_POSTGRES__DSN`` is set, else in memory. Two objects with the same name share one quota and one breaker.
     """
 
-    _caller: Caller = _caller
+    _runner: InlineRunner = _runner
 
     def execute(
         self,
@@ -168,24 +168,31 @@ class ProviderBase(Provider[Books, Caller]):
         payload: dict[str, Any],
         context: ProviderExecutionContext,
     ) -> ProviderExecutionResult:
-        """Call the provider: under quota and breaker, tried again as the policy says, within one deadline.
+        """Call the provider under quota and breaker, with the retries of the policy, within one deadline.
 
         A failure raises the canonical error, which carries its result. A call that hangs is abandoned
-        when the budget ends: its thread goes on, and what it returns reaches nobody.
+        when the budget ends: its thread continues, and its return value is discarded.
         """
-        request = self._request(tenant_id, campaign_id, operation, payload=payload, context=context)
-        books = self.books
+        request = self._build_request(tenant_id, campaign_id, operation, payload=payload, context=context)
+        state_store = self.state_store
 
-        def body(context: ProviderExecutionContext) -> dict[str, Any] | Reply:
+        def execute_attempt(context: ProviderExecutionContext) -> dict[str, Any] | ProviderReply:
             return self._execute_impl(
                 tenant_id=tenant_id, campaign_id=campaign_id, operation=operation, payload=payload, context=context
             )
 
-        means = self._means(request, books, self._caller.senses, body=body, admit=books.admit, conclude=books.conclude)
+        dependencies = self._build_dependencies(
+            request,
+            state_store,
+            self._runner.clock,
+            execute_attempt=execute_attempt,
+            admit=state_store.admit,
+            complete=state_store.complete,
+        )
         try:
-            return _ended(self._caller.perform(execution(request, means)), means)
+            return _unwrap_outcome(self._runner.run(execute_call(request, dependencies)), dependencies)
         except BaseException as error:
-            means.watch.failed(error)
+            dependencies.observer.on_failure(error)
             raise
 
     def call(
@@ -199,14 +206,14 @@ class ProviderBase(Provider[Books, Caller]):
         tenant: str | None = None,
         campaign: str | None = None,
     ) -> dict[str, Any]:
-        """The everyday form of ``execute``: what the provider answered.
+        """Call ``execute`` with defaults from the handler's scope and return the provider's answer.
 
-        Tenant, deadline, correlation and key come from the scope of the handler. A second call of one
-        operation in one handler needs a *name* of its own.
+        Tenant, deadline, correlation and key come from the scope of the handler. A second call of the same
+        operation in one handler needs its own *name*.
         """
         context = ProviderExecutionContext(idempotency_key=key, timeout=timeout, name=name)
         result = self.execute(
-            tenant_id=_tenant(tenant),
+            tenant_id=_resolve_tenant(tenant),
             campaign_id=campaign,
             operation=operation,
             payload={} if payload is None else payload,
@@ -223,17 +230,17 @@ class ProviderBase(Provider[Books, Caller]):
         operation: str,
         payload: dict[str, Any],
         context: ProviderExecutionContext,
-    ) -> dict[str, Any] | Reply:
-        """One attempt. ``context.timeout`` is what the client may wait, ``context.idempotency_key`` what to send along.
+    ) -> dict[str, Any] | ProviderReply:
+        """Make one attempt; ``context.timeout`` limits the client's wait, ``context.idempotency_key`` is sent along.
 
-        Whatever it raises is mapped to a canonical error; one that knows better raises that itself.
+        Any exception is mapped to a canonical error; an implementation that knows the cause raises the canonical error.
         """
 
 
-class AsyncProviderBase(Provider[AsyncBooks, AsyncCaller]):
-    """A provider that is called from asyncio; the same promises. A call that hangs is cancelled, and not awaited."""
+class AsyncProviderBase(Provider[AsyncProviderState, AsyncInlineRunner]):
+    """The asyncio variant of ProviderBase. A call that hangs is cancelled, and its end is not awaited."""
 
-    _caller: AsyncCaller = _async_caller
+    _runner: AsyncInlineRunner = _async_runner
 
     async def execute(
         self,
@@ -245,20 +252,22 @@ class AsyncProviderBase(Provider[AsyncBooks, AsyncCaller]):
         context: ProviderExecutionContext,
     ) -> ProviderExecutionResult:
         """See ProviderBase."""
-        request = self._request(tenant_id, campaign_id, operation, payload=payload, context=context)
-        books = self.books
-        admit, conclude = _visits(books)
+        request = self._build_request(tenant_id, campaign_id, operation, payload=payload, context=context)
+        state_store = self.state_store
+        admit, complete = _select_operations(state_store)
 
-        def body(context: ProviderExecutionContext) -> Awaitable[dict[str, Any] | Reply]:
+        def execute_attempt(context: ProviderExecutionContext) -> Awaitable[dict[str, Any] | ProviderReply]:
             return self._execute_impl(
                 tenant_id=tenant_id, campaign_id=campaign_id, operation=operation, payload=payload, context=context
             )
 
-        means = self._means(request, books, self._caller.senses, body=body, admit=admit, conclude=conclude)
+        dependencies = self._build_dependencies(
+            request, state_store, self._runner.clock, execute_attempt=execute_attempt, admit=admit, complete=complete
+        )
         try:
-            return _ended(await self._caller.perform(execution(request, means)), means)
+            return _unwrap_outcome(await self._runner.run(execute_call(request, dependencies)), dependencies)
         except BaseException as error:
-            means.watch.failed(error)
+            dependencies.observer.on_failure(error)
             raise
 
     async def call(
@@ -275,7 +284,7 @@ class AsyncProviderBase(Provider[AsyncBooks, AsyncCaller]):
         """See ProviderBase."""
         context = ProviderExecutionContext(idempotency_key=key, timeout=timeout, name=name)
         result = await self.execute(
-            tenant_id=_tenant(tenant),
+            tenant_id=_resolve_tenant(tenant),
             campaign_id=campaign,
             operation=operation,
             payload={} if payload is None else payload,
@@ -292,7 +301,7 @@ class AsyncProviderBase(Provider[AsyncBooks, AsyncCaller]):
         operation: str,
         payload: dict[str, Any],
         context: ProviderExecutionContext,
-    ) -> dict[str, Any] | Reply:
+    ) -> dict[str, Any] | ProviderReply:
         """See ProviderBase."""
 
 
@@ -300,29 +309,29 @@ def _new_id() -> str:
     return os.urandom(16).hex()
 
 
-def _visits(books: AsyncBooks) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    # Books that never wait are visited at once: a coroutine that suspends nowhere is a price for nothing.
-    if not books.waits and isinstance(books, Books):
-        return books.admit, books.conclude
-    return books.admit_async, books.conclude_async
+def _select_operations(state_store: AsyncProviderState) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    # A store that never waits is called synchronously: a coroutine that never suspends only costs time.
+    if not state_store.may_block and isinstance(state_store, ProviderState):
+        return state_store.admit, state_store.complete
+    return state_store.admit_async, state_store.complete_async
 
 
-def _tenant(given: str | None) -> str:
-    below = scope.current()
-    return given or (None if below is None else below.tenant) or NO_TENANT
+def _resolve_tenant(tenant: str | None) -> str:
+    current_scope = scope.current()
+    return tenant or (None if current_scope is None else current_scope.tenant) or DEFAULT_TENANT
 
 
-def _recorded(books: Recording, row: AttemptRow) -> None:
-    """Telemetry cannot fail a call, not even one whose books break their promise."""
-    safely(books.record, row)
+def _record_attempt(state_store: AttemptRecorder, row: AttemptRecord) -> None:
+    """Record an attempt; an error of the store is suppressed, because telemetry must not fail a call."""
+    suppress_errors(state_store.record, row)
 
 
-def _ended(ended: Ok | Err, means: Means) -> ProviderExecutionResult:
+def _unwrap_outcome(outcome: Ok | Err, dependencies: CallDependencies) -> ProviderExecutionResult:
     try:
-        if isinstance(ended, Err):
-            raise ended.error
-        result: ProviderExecutionResult = ended.value
+        if isinstance(outcome, Err):
+            raise outcome.error
+        result: ProviderExecutionResult = outcome.value
     finally:
-        del ended  # a frame that holds the error which holds the frame
-    means.watch.succeeded(result)
+        del outcome  # breaks the cycle of frame and error
+    dependencies.observer.on_success(result)
     return result

@@ -1,7 +1,7 @@
-"""The books: what all processes know together of quota, breakers and keys. One visit before a call, one after it.
+"""The shared provider state: quota, breakers and idempotency keys, with one round trip before and after each attempt.
 
-Each visit is one coarse step, so that a shared store needs one round trip for it. Whoever keeps
-books decides nothing: the rules are in ``quota``, ``circuit_breaker`` and ``idempotency``.
+Each round trip is one coarse operation. A store makes no decisions: the rules are in ``quota``,
+``circuit_breaker`` and ``idempotency``.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from ergon_framework.providers.circuit_breaker import BreakerState, Pass
+from ergon_framework.providers.circuit_breaker import BreakerState, Permit
 from ergon_framework.providers.errors import ProviderError
-from ergon_framework.providers.execution import AttemptRow
-from ergon_framework.providers.idempotency import Kept
+from ergon_framework.providers.execution import AttemptRecord
+from ergon_framework.providers.idempotency import StoredResult
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.providers.quota import Window
 
 
-class Account(NamedTuple):
-    """Whose quota and breaker: those of one tenant, or of all where *tenant_id* is None."""
+class ProviderScope(NamedTuple):
+    """The scope of a quota and a breaker: one tenant, or all tenants where *tenant_id* is None."""
 
     tenant_id: str | None
     provider_name: str
@@ -27,16 +27,15 @@ class Account(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
-    """One attempt that wants to be made.
+class AdmissionRequest:
+    """The request to admit one attempt.
 
-    The key is claimed at the first attempt, under the name of *owner*, for *lease* seconds. *doubt*
-    says that an earlier attempt of this call may have been carried out. *now* is the asking
-    process's wall time; a shared store goes by its own clock. After *within* seconds nobody waits
-    for the answer any more; None where there is no such end.
+    The first attempt claims the key for *owner*, for *lease* seconds. *outcome_unknown* means that the provider may
+    have carried out an earlier attempt of this call. *now* is the wall time of the requesting process; a shared store
+    uses its own clock. After *timeout* seconds the caller no longer waits for the answer; None means no limit.
     """
 
-    account: Account
+    scope: ProviderScope
     policy: ProviderPolicy
     tenant_id: str
     idempotency_key: str | None
@@ -45,98 +44,98 @@ class Asked:
     attempt_number: int
     lease: float
     now: float
-    doubt: bool = False
-    within: float | None = None
+    outcome_unknown: bool = False
+    timeout: float | None = None
 
 
 @dataclass(slots=True)
-class Admitted:
-    """The attempt may be made: its quota is reserved, and *leave* is the breaker's."""
+class AdmittedAttempt:
+    """The attempt may be made: its quota is reserved, and *permit* is the breaker's."""
 
-    asked: Asked
-    leave: Pass
+    request: AdmissionRequest
+    permit: Permit
     windows: tuple[Window, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
-    """It need not be made: this is what the key's call came to."""
+class ReplayedResult:
+    """The call need not be made: its key has a stored result."""
 
-    kept: Kept
+    stored_result: StoredResult
 
 
 @dataclass(frozen=True, slots=True)
-class Busy:
-    """Somebody makes the call of this key just now, and has it until *until* at the latest."""
+class KeyInFlight:
+    """Another caller is making the call of this key, and holds the key until *until* at the latest."""
 
     until: float
 
 
-Admission: TypeAlias = Admitted | Replayed | Busy
+AdmissionResult: TypeAlias = AdmittedAttempt | ReplayedResult | KeyInFlight
 
 
 @dataclass(slots=True, kw_only=True)
-class Concluded:
-    """How an attempt ended; *last* says that no further one follows.
+class AttemptResult:
+    """The result of an attempt; *is_last* means that no further attempt follows.
 
-    *error* and *kept* are both None where nobody knows: whoever waited for it was called away.
-    *doubt* is about the whole call: this attempt, or one before it, may have been carried out.
-    *within* is that of Asked.
+    *error* and *stored_result* are both None if the outcome is unknown because the wait was interrupted.
+    *outcome_unknown* is about the whole call: the provider may have carried out this attempt or an earlier one.
+    *timeout* is that of AdmissionRequest.
     """
 
     now: float
-    last: bool
-    doubt: bool
+    is_last: bool
+    outcome_unknown: bool
     error: ProviderError | None = None
-    kept: Kept | None = None
-    within: float | None = None
+    stored_result: StoredResult | None = None
+    timeout: float | None = None
 
 
-class Recording(ABC):
-    """Where what happened is written down."""
+class AttemptRecorder(ABC):
+    """The part of the provider state that records attempts."""
 
-    #: Whether a visit may have to wait for somebody else; then it is made under the call's deadline.
-    waits: bool = True
-    #: Whether a visit ends by itself within what it is given, whatever it waits for, and raises nothing but ErgonError.
-    #: Then whoever calls makes it himself; any other is made by a thread or a task of its own, which can be left.
-    punctual: bool = False
-
-    @abstractmethod
-    def held_until(self, account: Account) -> float | None:
-        """Until when the breaker of *account* is known to let nothing through; None where it is not. It never waits."""
+    #: Whether a round trip may block; it is then made under the call's deadline.
+    may_block: bool = True
+    #: Whether a round trip ends on its own within its timeout and raises only ErgonError. The caller then makes it
+    #: directly; any other round trip runs in a separate thread or task, which can be abandoned.
+    is_self_timed: bool = False
 
     @abstractmethod
-    def record(self, row: AttemptRow) -> None:
-        """Note an attempt. It neither waits nor raises; what there is no room for is dropped, and counted."""
-
-
-class Books(Recording):
-    """Books that threads visit."""
+    def blocked_until(self, scope: ProviderScope) -> float | None:
+        """Return when the breaker of *scope* next admits calls; None if it is not known to be open. Never blocks."""
 
     @abstractmethod
-    def admit(self, asked: Asked) -> Admission:
-        """Claim the key, reserve quota, ask the breaker, in this order.
+    def record(self, row: AttemptRecord) -> None:
+        """Record an attempt without waiting or raising; attempts that exceed the capacity are dropped and counted."""
 
-        ProviderQuotaExceededError or ProviderCircuitOpenError if one of them refuses, and
-        ProviderBadRequestError if the key stands for another payload; then nothing stays reserved,
-        and the key's call has ended as ``asked.doubt`` says.
+
+class ProviderState(AttemptRecorder):
+    """The provider state for threads."""
+
+    @abstractmethod
+    def admit(self, request: AdmissionRequest) -> AdmissionResult:
+        """Claim the key, reserve quota and get the breaker's permit, in this order.
+
+        Raises ProviderQuotaExceededError or ProviderCircuitOpenError if quota or breaker rejects the attempt, and
+        ProviderBadRequestError if the key belongs to another payload. Nothing stays reserved then, and the key's
+        call has ended as ``request.outcome_unknown`` says.
         """
 
     @abstractmethod
-    def conclude(self, admitted: Admitted, concluded: Concluded) -> BreakerState | None:
-        """Refund what was not sent, tell the breaker, and end the key's call if this was its last attempt.
+    def complete(self, admitted: AdmittedAttempt, result: AttemptResult) -> BreakerState | None:
+        """Refund unsent calls, report the result to the breaker, and end the key's call after its last attempt.
 
-        The state that the breaker has entered by this; None where it is as it was.
+        Return the state that the breaker entered because of this; None if its state is unchanged.
         """
 
 
-class AsyncBooks(Recording):
-    """Books that tasks visit; the same promises."""
+class AsyncProviderState(AttemptRecorder):
+    """The provider state for asyncio tasks, with the guarantees of ProviderState."""
 
     @abstractmethod
-    async def admit_async(self, asked: Asked) -> Admission:
-        """See Books."""
+    async def admit_async(self, request: AdmissionRequest) -> AdmissionResult:
+        """See ProviderState."""
 
     @abstractmethod
-    async def conclude_async(self, admitted: Admitted, concluded: Concluded) -> BreakerState | None:
-        """See Books."""
+    async def complete_async(self, admitted: AdmittedAttempt, result: AttemptResult) -> BreakerState | None:
+        """See ProviderState."""

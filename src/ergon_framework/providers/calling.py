@@ -1,9 +1,9 @@
-"""Calling: the one script behind ``execute``, for threads and for asyncio. It decides and never acts.
+"""The script of ``execute``, for threads and for asyncio. It decides and performs no I/O.
 
-Per attempt: admission by the books (key, quota, breaker), the call within what is left of the
-budget, its canonical error, the conclusion in the books, and then the retry policy's decision. The
-clock is asked before each wait and before each call. Nobody above is to try again what was given up
-on here, so the error that comes out of it carries its verdict.
+Each attempt has these steps: admission by the shared state (key, quota, breaker), the call within the remaining
+budget, mapping to a canonical error, completion in the shared state, and the decision of the retry policy. The script
+reads the clock before each wait and each call. The error that it raises carries its verdict, so that callers do not
+retry a call that was given up here.
 """
 
 from __future__ import annotations
@@ -13,10 +13,18 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from ergon_framework.engine.effects import NEVER, Call, Script, Visit, sleep
-from ergon_framework.engine.outcome import Answer, Err, Expired, NotBegunError, Ok, Stopped
+from ergon_framework.engine.effects import NEVER, Call, Script, SelfTimedCall, sleep
+from ergon_framework.engine.outcome import CallResult, Err, Expired, Interrupted, NotStartedError, Ok
 from ergon_framework.errors import ErgonError
-from ergon_framework.providers.books import Account, Admission, Admitted, Asked, Busy, Concluded, Replayed
+from ergon_framework.providers.books import (
+    AdmissionRequest,
+    AdmissionResult,
+    AdmittedAttempt,
+    AttemptResult,
+    KeyInFlight,
+    ProviderScope,
+    ReplayedResult,
+)
 from ergon_framework.providers.circuit_breaker import BreakerState
 from ergon_framework.providers.errors import (
     ProviderCircuitOpenError,
@@ -27,288 +35,343 @@ from ergon_framework.providers.errors import (
     ProviderTimeoutError,
 )
 from ergon_framework.providers.execution import (
-    AttemptRow,
+    AttemptRecord,
     ProviderExecutionContext,
     ProviderExecutionResult,
-    Reply,
-    Request,
+    ProviderReply,
+    ProviderRequest,
 )
-from ergon_framework.providers.health import Outcome
-from ergon_framework.providers.idempotency import CONFLICT, Kept, conflict, doubtful, effect
-from ergon_framework.providers.mapping import canonical
+from ergon_framework.providers.health import AttemptOutcome
+from ergon_framework.providers.idempotency import (
+    CONFLICT_CODE,
+    StoredResult,
+    effect_name,
+    is_outcome_unknown,
+    key_conflict_error,
+)
+from ergon_framework.providers.mapping import to_provider_error
 from ergon_framework.providers.policy import ProviderPolicy
-from ergon_framework.providers.retry import Again, Decision, GiveUp, Tried, Why
+from ergon_framework.providers.retry import AttemptInfo, DoNotRetry, GiveUpReason, RetryAfter, RetryDecision
 from ergon_framework.scope import Scope
 
 if TYPE_CHECKING:
-    from ergon_framework.engine.senses import Senses
+    from ergon_framework.engine.senses import Clock
 
-#: The share of the budget, and the most seconds, that are left to the books after the last call: wall
-#: time stays within the budget, and an engine above sees our error before it sees its own timeout.
-_SHARE: Final = 0.05
-_MOST: Final = 0.05
-#: Seconds beyond the budget after which a silent owner of a key is taken for dead.
-_GRACE: Final = 5.0
-#: How soon, and then how seldom, a key that somebody else holds is asked for again.
-_SOON: Final = 0.01
-_SELDOM: Final = 0.25
-#: The codes of a call that was not made: another one has its key, or the books could not be read.
+#: The share of the budget, and the maximum in seconds, reserved for the shared state after the last call: wall
+#: time stays within the budget, and the caller's engine sees this error before its own timeout.
+_RESERVED_SHARE: Final = 0.05
+_MAX_RESERVED_SECONDS: Final = 0.05
+#: Seconds beyond the budget after which an owner of a key that does not respond is considered dead.
+_OWNER_GRACE_SECONDS: Final = 5.0
+#: The first and the longest interval in seconds between two claims of a key that another caller holds.
+_MIN_CLAIM_INTERVAL_SECONDS: Final = 0.01
+_MAX_CLAIM_INTERVAL_SECONDS: Final = 0.25
+#: The codes of a call that was not made: another call has its key, or the shared state was unavailable.
 IN_FLIGHT: Final = "in_flight"
-BOOKS_UNAVAILABLE: Final = "books_unavailable"
+STATE_UNAVAILABLE: Final = "books_unavailable"
 
 
-class Watch(Protocol):
-    """Somebody who wants to see a call; none of it may raise."""
+class CallObserver(Protocol):
+    """An observer of one call; its methods must not raise."""
 
-    def attempt(self, number: int) -> Context | None:
-        """An attempt begins; the context its body is to run in, if it matters."""
+    def on_attempt_start(self, number: int) -> Context | None:
+        """Handle the start of an attempt; return the context in which the attempt is to run, or None for any."""
 
-    def attempted(self, row: AttemptRow, error: ProviderError | None) -> None:
-        """It is over, or was refused."""
+    def on_attempt_end(self, row: AttemptRecord, error: ProviderError | None) -> None:
+        """Handle the end of an attempt, or its rejection."""
 
-    def breaker(self, state: BreakerState) -> None:
-        """The breaker has entered *state*."""
+    def on_breaker_change(self, state: BreakerState) -> None:
+        """Handle a breaker that has entered *state*."""
 
-    def books_failed(self, error: BaseException) -> None:
-        """What became of an attempt could not be written down."""
+    def on_state_error(self, error: BaseException) -> None:
+        """Handle an attempt whose result could not be written to the shared state."""
 
-    def succeeded(self, result: ProviderExecutionResult) -> None:
-        """The call is over."""
+    def on_success(self, result: ProviderExecutionResult) -> None:
+        """Handle a successful end of the call."""
 
-    def failed(self, error: BaseException) -> None:
-        """The call is over."""
+    def on_failure(self, error: BaseException) -> None:
+        """Handle a failed end of the call."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Means:
-    """All that a call is made with; the callables are awaitable or not, as whoever performs the script needs them."""
+class CallDependencies:
+    """The dependencies of a call; the callables are awaitable or not, as the runner of the script requires."""
 
     policy: ProviderPolicy
-    admit: Callable[[Asked], Any]
-    conclude: Callable[[Admitted, Concluded], Any]
-    record: Callable[[AttemptRow], None]
-    body: Callable[[ProviderExecutionContext], Any]
-    senses: Senses
-    watch: Watch
-    #: Whether a visit to the books may have to wait, and whether it then ends by itself in time.
-    waits: bool = False
-    punctual: bool = False
-    outer: Scope | None = None
+    admit: Callable[[AdmissionRequest], Any]
+    complete: Callable[[AdmittedAttempt, AttemptResult], Any]
+    record: Callable[[AttemptRecord], None]
+    execute_attempt: Callable[[ProviderExecutionContext], Any]
+    clock: Clock
+    observer: CallObserver
+    #: Whether a round trip to the shared state may block, and whether it then ends on its own in time.
+    may_block: bool = False
+    is_self_timed: bool = False
+    handler_scope: Scope | None = None
 
 
-def execution(request: Request, means: Means) -> Script[Ok | Err]:
-    """Make the call of *request*: Ok with a ProviderExecutionResult, or Err with what is to be raised."""
-    return _Execution(request, means).run()
+def execute_call(request: ProviderRequest, dependencies: CallDependencies) -> Script[Ok | Err]:
+    """Make the call of *request*: return Ok with a ProviderExecutionResult, or Err with the error to raise."""
+    return _CallExecution(request, dependencies).run()
 
 
-class _Execution:
-    """One call on its way."""
+class _CallExecution:
+    """The execution of one call."""
 
-    __slots__ = ("_account", "_began", "_budget", "_doubt", "_last_call", "_means", "_request", "_tried", "_until")
+    __slots__ = (
+        "_attempts",
+        "_budget",
+        "_call_deadline",
+        "_deadline",
+        "_dependencies",
+        "_outcome_unknown",
+        "_provider_scope",
+        "_request",
+        "_started_at",
+    )
 
-    def __init__(self, request: Request, means: Means) -> None:
+    def __init__(self, request: ProviderRequest, dependencies: CallDependencies) -> None:
         self._request = request
-        self._means = means
-        policy = means.policy
+        self._dependencies = dependencies
+        policy = dependencies.policy
         tenant = request.tenant_id if policy.scope == "tenant" else None
-        self._account = Account(tenant, request.provider_name, request.capability)
-        self._budget = _budget(request.context.timeout, policy.timeout, means.outer)
-        self._began = means.senses.clock()
-        self._until = self._began + self._budget
-        self._last_call = self._until - min(_MOST, self._budget * _SHARE)
-        self._tried: list[Tried] = []
-        self._doubt = False
+        self._provider_scope = ProviderScope(tenant, request.provider_name, request.capability)
+        self._budget = _compute_budget(request.context.timeout, policy.timeout, dependencies.handler_scope)
+        self._started_at = dependencies.clock.monotonic()
+        self._deadline = self._started_at + self._budget
+        self._call_deadline = self._deadline - min(_MAX_RESERVED_SECONDS, self._budget * _RESERVED_SHARE)
+        self._attempts: list[AttemptInfo] = []
+        self._outcome_unknown = False
 
     # -- the script -------------------------------------------------------------------------------
 
     def run(self) -> Script[Ok | Err]:
-        last: Admitted | None = None
+        admitted: AdmittedAttempt | None = None
         while True:
-            admission = yield from self._admission()
-            if isinstance(admission, Replayed):
-                return Ok(self._result(kept=admission.kept, replayed=True))
-            if not isinstance(admission, Admitted):
-                yield from self._left_off(last)
-                return self._ended(admission)
-            last = admission
-            ended = yield from self._attempt(last)
-            if ended is not None:
-                return ended
-            waited = yield from sleep(self._means.senses.clock() + (self._tried[-1].delay or 0.0))
-            if isinstance(waited, Stopped):
-                yield from self._left_off(last)
-                return self._ended(ProviderTimeoutError("the wait was interrupted", sent=False, fault=False))
+            admission = yield from self._admit()
+            if isinstance(admission, ReplayedResult):
+                return Ok(self._build_result(stored_result=admission.stored_result, replayed=True))
+            if not isinstance(admission, AdmittedAttempt):
+                yield from self._complete_unfinished(admitted)
+                return self._to_failure(admission)
+            admitted = admission
+            outcome = yield from self._make_attempt(admitted)
+            if outcome is not None:
+                return outcome
+            sleep_result = yield from sleep(self._dependencies.clock.monotonic() + (self._attempts[-1].delay or 0.0))
+            if isinstance(sleep_result, Interrupted):
+                yield from self._complete_unfinished(admitted)
+                return self._to_failure(ProviderTimeoutError("the wait was interrupted", sent=False, fault=False))
 
-    def _left_off(self, last: Admitted | None) -> Script[None]:
-        """No attempt follows where one was promised: the key of the call is not to wait for the end of its lease."""
-        if last is not None:
-            yield from self._concluded(last, Concluded(now=self._means.senses.wall(), last=True, doubt=self._doubt))
+    def _complete_unfinished(self, admitted: AdmittedAttempt | None) -> Script[None]:
+        """Complete the call when a promised attempt does not follow, so that its key need not wait for lease expiry."""
+        if admitted is not None:
+            yield from self._complete(
+                admitted,
+                AttemptResult(now=self._dependencies.clock.wall(), is_last=True, outcome_unknown=self._outcome_unknown),
+            )
 
-    def _admission(self) -> Script[Admitted | Replayed | ProviderError | BaseException]:
-        """Leave to make an attempt, a result that is there already, or why there is neither."""
-        number, wait = len(self._tried) + 1, _SOON
+    def _admit(self) -> Script[AdmittedAttempt | ReplayedResult | ProviderError | BaseException]:
+        """Return the admission of an attempt, a result that is already stored, or the error if there is neither."""
+        number, interval = len(self._attempts) + 1, _MIN_CLAIM_INTERVAL_SECONDS
         while True:
-            if self._left() <= 0:
+            if self._get_seconds_left() <= 0:
                 return ProviderTimeoutError("no time was left for an attempt", sent=False, fault=False)
-            answer: Answer = yield self._visit(self._means.admit, self._asked(number))
+            answer: CallResult = yield self._create_state_call(self._dependencies.admit, self._build_request(number))
             if isinstance(answer, Ok):
-                admission: Admission = answer.value
-                if not isinstance(admission, Busy):
+                admission: AdmissionResult = answer.value
+                if not isinstance(admission, KeyInFlight):
                     return admission
-                if self._left() <= wait:
-                    return _in_flight(admission, self._means.senses.wall())
-                if isinstance((yield from sleep(self._means.senses.clock() + wait)), Stopped):
-                    return _in_flight(admission, self._means.senses.wall())
-                wait = min(2 * wait, _SELDOM)
+                if self._get_seconds_left() <= interval:
+                    return _in_flight_error(admission, self._dependencies.clock.wall())
+                if isinstance((yield from sleep(self._dependencies.clock.monotonic() + interval)), Interrupted):
+                    return _in_flight_error(admission, self._dependencies.clock.wall())
+                interval = min(2 * interval, _MAX_CLAIM_INTERVAL_SECONDS)
                 continue
-            return self._not_admitted(answer, number)
+            return self._to_admission_error(answer, number)
 
-    def _not_admitted(self, answer: Err | Expired | Stopped, number: int) -> ProviderError | BaseException:
+    def _to_admission_error(self, answer: Err | Expired | Interrupted, number: int) -> ProviderError | BaseException:
         if not isinstance(answer, Err):
-            return _books_unavailable()
+            return _state_unavailable_error()
         error = answer.error
         if isinstance(error, ProviderQuotaExceededError | ProviderCircuitOpenError):
-            self._note(number, 0.0, error=error, outcome=Outcome.FAILED)
-        if isinstance(error, ProviderError) and error.code == CONFLICT:
-            # The books know keys; what stands behind one is known here.
-            return conflict(effect(self._request.provider_name, self._request.operation, self._request.context.name))
+            self._record_attempt(number, 0.0, error=error, outcome=AttemptOutcome.FAILED)
+        if isinstance(error, ProviderError) and error.code == CONFLICT_CODE:
+            # The shared state knows only keys; the name of the effect is known here.
+            return key_conflict_error(
+                effect_name(self._request.provider_name, self._request.operation, self._request.context.name)
+            )
         if isinstance(error, ProviderError) or not isinstance(error, Exception):
             return error
-        unavailable = _books_unavailable(error)
+        unavailable = _state_unavailable_error(error)
         unavailable.__cause__ = error
         return unavailable
 
-    def _attempt(self, admitted: Admitted) -> Script[Ok | Err | None]:
-        """One call, concluded; None if another one is to follow after the wait that was noted."""
-        means, number, clock = self._means, len(self._tried) + 1, self._means.senses.clock
-        began = clock()
-        until = self._attempt_end(began)
-        answer: Answer = yield self._body(number, until)
-        if isinstance(answer, Stopped) or (isinstance(answer, Err) and not isinstance(answer.error, Exception)):
-            # Nobody knows what became of it, and whoever waited for it has been called away.
-            yield from self._concluded(admitted, Concluded(now=means.senses.wall(), last=True, doubt=True))
+    def _make_attempt(self, admitted: AdmittedAttempt) -> Script[Ok | Err | None]:
+        """Make one attempt and complete it; return None if another attempt follows after the recorded delay."""
+        dependencies, number, clock = self._dependencies, len(self._attempts) + 1, self._dependencies.clock.monotonic
+        started_at = clock()
+        until = self._compute_attempt_end(started_at)
+        answer: CallResult = yield self._create_provider_call(number, until)
+        if isinstance(answer, Interrupted) or (isinstance(answer, Err) and not isinstance(answer.error, Exception)):
+            # The outcome is unknown, and the wait for it was interrupted.
+            yield from self._complete(
+                admitted, AttemptResult(now=dependencies.clock.wall(), is_last=True, outcome_unknown=True)
+            )
             interrupted = ProviderInternalError("whoever waited for the answer was called away")
-            self._note(number, clock() - began, error=interrupted, outcome=Outcome.FAILED)
+            self._record_attempt(number, clock() - started_at, error=interrupted, outcome=AttemptOutcome.FAILED)
             return Err(answer.error if isinstance(answer, Err) else interrupted)
-        over = clock()
-        ended = _read(answer, now=means.senses.wall(), allowed=until - began)
-        if isinstance(ended, Kept):
-            self._tried.append(Tried(number, began, over - began))
-            yield from self._concluded(admitted, Concluded(now=means.senses.wall(), last=True, doubt=True, kept=ended))
-            self._note(number, over - began, kept=ended, outcome=Outcome.SUCCESS)
-            return Ok(self._result(kept=ended))
-        self._doubt = self._doubt or doubtful(ended)
-        decision = self._decide(number, ended)
-        last = isinstance(decision, GiveUp)
-        delay = decision.delay if isinstance(decision, Again) else None
-        self._tried.append(Tried(number, began, over - began, ended, delay))
-        conclusion = Concluded(now=means.senses.wall(), last=last, doubt=self._doubt, error=ended)
-        yield from self._concluded(admitted, conclusion)
-        self._note(number, over - began, error=ended, outcome=Outcome.FAILED if last else Outcome.RETRY)
-        if not isinstance(decision, GiveUp):
+        ended_at = clock()
+        parsed = _parse_answer(answer, now=dependencies.clock.wall(), allowed=until - started_at)
+        if isinstance(parsed, StoredResult):
+            self._attempts.append(AttemptInfo(number, started_at, ended_at - started_at))
+            yield from self._complete(
+                admitted,
+                AttemptResult(now=dependencies.clock.wall(), is_last=True, outcome_unknown=True, stored_result=parsed),
+            )
+            self._record_attempt(number, ended_at - started_at, stored_result=parsed, outcome=AttemptOutcome.SUCCESS)
+            return Ok(self._build_result(stored_result=parsed))
+        self._outcome_unknown = self._outcome_unknown or is_outcome_unknown(parsed)
+        decision = self._decide(number, parsed)
+        is_last = isinstance(decision, DoNotRetry)
+        delay = decision.delay if isinstance(decision, RetryAfter) else None
+        self._attempts.append(AttemptInfo(number, started_at, ended_at - started_at, parsed, delay))
+        attempt_result = AttemptResult(
+            now=dependencies.clock.wall(), is_last=is_last, outcome_unknown=self._outcome_unknown, error=parsed
+        )
+        yield from self._complete(admitted, attempt_result)
+        self._record_attempt(
+            number,
+            ended_at - started_at,
+            error=parsed,
+            outcome=AttemptOutcome.FAILED if is_last else AttemptOutcome.RETRY,
+        )
+        if not isinstance(decision, DoNotRetry):
             return None
-        return self._ended(ended, why=decision.why, probe=admitted.leave.probe is not None)
+        return self._to_failure(parsed, reason=decision.reason, probe=admitted.permit.probe is not None)
 
-    def _concluded(self, admitted: Admitted, concluded: Concluded) -> Script[None]:
-        """Tell the books. What the call came to stands, whatever they answer."""
-        concluded.within = self._within()
-        answer: Answer = yield self._visit(self._means.conclude, admitted, concluded)
-        watch = self._means.watch
+    def _complete(self, admitted: AdmittedAttempt, result: AttemptResult) -> Script[None]:
+        """Write the result to the shared state; the result of the call stands even if that fails."""
+        result.timeout = self._compute_state_timeout()
+        answer: CallResult = yield self._create_state_call(self._dependencies.complete, admitted, result)
+        observer = self._dependencies.observer
         if not isinstance(answer, Ok):
-            watch.books_failed(answer.error if isinstance(answer, Err) else TimeoutError("the books did not answer"))
+            observer.on_state_error(
+                answer.error if isinstance(answer, Err) else TimeoutError("the books did not answer")
+            )
         elif answer.value is not None:
-            watch.breaker(answer.value)
+            observer.on_breaker_change(answer.value)
 
-    # -- its effects ------------------------------------------------------------------------------
+    # -- effects ----------------------------------------------------------------------------------
 
-    def _visit(self, visit: Callable[..., Any], *args: Any) -> Call:
-        if self._means.punctual:
-            return Visit("books", visit, args)
-        return Call("books", visit, args, self._until if self._means.waits else NEVER)
+    def _create_state_call(self, operation: Callable[..., Any], *args: Any) -> Call:
+        if self._dependencies.is_self_timed:
+            return SelfTimedCall("books", operation, args)
+        return Call("books", operation, args, self._deadline if self._dependencies.may_block else NEVER)
 
-    def _within(self) -> float | None:
-        """Seconds that a visit may take."""
-        return max(0.0, self._until - self._means.senses.clock()) if self._means.waits else None
+    def _compute_state_timeout(self) -> float | None:
+        """Return the seconds that a round trip may take; None without a limit."""
+        return max(0.0, self._deadline - self._dependencies.clock.monotonic()) if self._dependencies.may_block else None
 
-    def _asked(self, number: int) -> Asked:
-        request, senses = self._request, self._means.senses
-        return Asked(
-            account=self._account,
-            policy=self._means.policy,
+    def _build_request(self, number: int) -> AdmissionRequest:
+        request, clock = self._request, self._dependencies.clock
+        return AdmissionRequest(
+            scope=self._provider_scope,
+            policy=self._dependencies.policy,
             tenant_id=request.tenant_id,
             idempotency_key=request.idempotency_key,
             fingerprint=request.fingerprint,
             owner=request.owner,
             attempt_number=number,
-            lease=max(0.0, self._until - senses.clock()) + _GRACE,
-            now=senses.wall(),
-            doubt=self._doubt,
-            within=self._within(),
+            lease=max(0.0, self._deadline - clock.monotonic()) + _OWNER_GRACE_SECONDS,
+            now=clock.wall(),
+            outcome_unknown=self._outcome_unknown,
+            timeout=self._compute_state_timeout(),
         )
 
-    def _attempt_end(self, began: float) -> float:
-        """Return when an attempt that begins at *began* is abandoned."""
-        limit = self._means.policy.attempt_timeout
-        return self._last_call if limit is None else min(self._last_call, began + limit)
+    def _compute_attempt_end(self, started_at: float) -> float:
+        """Return when an attempt that starts at *started_at* is abandoned."""
+        limit = self._dependencies.policy.attempt_timeout
+        return self._call_deadline if limit is None else min(self._call_deadline, started_at + limit)
 
-    def _body(self, number: int, until: float) -> Call:
-        means, outer = self._means, self._means.outer
-        left = max(0.0, min(self._left(), until - means.senses.clock()))
+    def _create_provider_call(self, number: int, until: float) -> Call:
+        dependencies, handler_scope = self._dependencies, self._dependencies.handler_scope
+        seconds_left = max(0.0, min(self._get_seconds_left(), until - dependencies.clock.monotonic()))
         request = self._request
         context = ProviderExecutionContext(
             correlation_id=request.correlation_id,
             idempotency_key=request.idempotency_key,
-            timeout=left,
+            timeout=seconds_left,
             task_execution_id=request.context.task_execution_id,
             name=request.context.name,
             attempt_number=number,
         )
-        inner = None
-        if outer is not None:
-            inner = Scope(outer.transaction, outer.step, outer.attempt, outer.clock() + left, outer.clock, outer)
-        return Call("provider", means.body, (context,), until, inner, means.watch.attempt(number))
+        call_scope = None
+        if handler_scope is not None:
+            call_scope = Scope(
+                handler_scope.transaction,
+                handler_scope.step,
+                handler_scope.attempt,
+                handler_scope.clock() + seconds_left,
+                handler_scope.clock,
+                handler_scope,
+            )
+        return Call(
+            "provider",
+            dependencies.execute_attempt,
+            (context,),
+            until,
+            call_scope,
+            dependencies.observer.on_attempt_start(number),
+        )
 
-    # -- its decisions ----------------------------------------------------------------------------
+    # -- decisions --------------------------------------------------------------------------------
 
-    def _left(self) -> float:
-        """Seconds in which a call may still be made."""
-        outer = self._means.outer
-        return 0.0 if outer is not None and outer.cancelled else self._last_call - self._means.senses.clock()
+    def _get_seconds_left(self) -> float:
+        """Return the seconds in which a call may still be made."""
+        handler_scope = self._dependencies.handler_scope
+        return (
+            0.0
+            if handler_scope is not None and handler_scope.cancelled
+            else self._call_deadline - self._dependencies.clock.monotonic()
+        )
 
-    def _decide(self, number: int, error: ProviderError) -> Decision:
-        means = self._means
-        return means.policy.retry.next(number, error, remaining=self._left(), dice=means.senses.dice)
+    def _decide(self, number: int, error: ProviderError) -> RetryDecision:
+        dependencies = self._dependencies
+        return dependencies.policy.retry.decide(
+            number, error, remaining=self._get_seconds_left(), random=dependencies.clock.random
+        )
 
-    def _ended(self, error: BaseException, *, why: Why | None = None, probe: bool = False) -> Err:
-        """The end without a result: *error* with its verdict, and with all that is known of the call.
+    def _to_failure(self, error: BaseException, *, reason: GiveUpReason | None = None, probe: bool = False) -> Err:
+        """Return the failed end of the call: *error* with its verdict and the details of the call.
 
-        *probe* says that the half-open breaker had admitted the last attempt.
+        *probe* means that the half-open breaker had admitted the last attempt as a probe.
         """
         if not isinstance(error, ProviderError):
             return Err(error)
-        # The attempts keep the one that was raised: an error that held itself would keep the client's
-        # sockets open until the garbage collector comes.
-        mine = _own(error)
-        mine.attempts = tuple(self._tried)
-        if mine.__cause__ is None and self._tried and self._tried[-1].error is not error:
-            # An open breaker or a spent quota between two attempts keeps the error of the first attempt as its cause.
-            mine.__cause__ = self._tried[-1].error
-        _judge(mine, why, tried=self._tried, left=self._left(), probe=probe)
+        # The attempts refer to the raised error: an error that referred to itself would keep the client's
+        # sockets open until garbage collection.
+        own_error = _copy_error(error)
+        own_error.attempts = tuple(self._attempts)
+        if own_error.__cause__ is None and self._attempts and self._attempts[-1].error is not error:
+            # An open breaker or an exhausted quota between two attempts keeps the first attempt's error as its cause.
+            own_error.__cause__ = self._attempts[-1].error
+        _set_verdict(own_error, reason, attempts=self._attempts, seconds_left=self._get_seconds_left(), probe=probe)
         request = self._request
-        mine.particulars = {
+        own_error.details = {
             "provider_name": request.provider_name,
             "capability": request.capability,
             "operation": request.operation,
             "campaign_id": request.campaign_id,
             "idempotency_key": request.idempotency_key,
         }
-        mine.result = self._result(error=mine)
-        return Err(mine)
+        own_error.result = self._build_result(error=own_error)
+        return Err(own_error)
 
-    # -- what is written down ---------------------------------------------------------------------
+    # -- results and records ----------------------------------------------------------------------
 
-    def _result(
-        self, *, kept: Kept | None = None, error: ProviderError | None = None, replayed: bool = False
+    def _build_result(
+        self, *, stored_result: StoredResult | None = None, error: ProviderError | None = None, replayed: bool = False
     ) -> ProviderExecutionResult:
         request = self._request
         return ProviderExecutionResult(
@@ -319,27 +382,27 @@ class _Execution:
             campaign_id=request.campaign_id,
             correlation_id=request.correlation_id,
             idempotency_key=request.idempotency_key,
-            value=None if kept is None else kept.value,
-            outcome=Outcome.SUCCESS if error is None else Outcome.FAILED,
+            value=None if stored_result is None else stored_result.value,
+            outcome=AttemptOutcome.SUCCESS if error is None else AttemptOutcome.FAILED,
             reason_code=None if error is None else error.reason_code,
-            attempts=len(self._tried),
-            duration_ms=(self._means.senses.clock() - self._began) * 1000,
-            http_status=_status(kept, error),
+            attempts=len(self._attempts),
+            duration_ms=(self._dependencies.clock.monotonic() - self._started_at) * 1000,
+            http_status=_get_http_status(stored_result, error),
             replayed=replayed,
-            tried=tuple(self._tried),
+            attempt_history=tuple(self._attempts),
         )
 
-    def _note(
+    def _record_attempt(
         self,
         number: int,
         duration: float,
         *,
-        outcome: Outcome,
-        kept: Kept | None = None,
+        outcome: AttemptOutcome,
+        stored_result: StoredResult | None = None,
         error: ProviderError | None = None,
     ) -> None:
-        request, means = self._request, self._means
-        row = AttemptRow(
+        request, dependencies = self._request, self._dependencies
+        row = AttemptRecord(
             tenant_id=request.tenant_id,
             task_execution_id=request.context.task_execution_id,
             provider_name=request.provider_name,
@@ -348,110 +411,112 @@ class _Execution:
             idempotency_key=request.idempotency_key,
             correlation_id=request.correlation_id,
             attempt_number=number,
-            max_attempts=means.policy.retry.max_attempts,
+            max_attempts=dependencies.policy.retry.max_attempts,
             duration_ms=duration * 1000,
             timeout_budget_ms=self._budget * 1000,
             outcome=outcome,
             reason_code=None if error is None else error.reason_code,
             retryable=error is not None and error.retryable,
-            http_status=_status(kept, error),
-            created_at=means.senses.wall(),
+            http_status=_get_http_status(stored_result, error),
+            created_at=dependencies.clock.wall(),
         )
-        means.record(row)
-        means.watch.attempted(row, error)
+        dependencies.record(row)
+        dependencies.observer.on_attempt_end(row, error)
 
 
-def _budget(given: float | None, policy: float, outer: Scope | None) -> float:
-    """The shortest of what was given, what the policy says, and what is left to the handler."""
-    left = None if outer is None else outer.remaining()
-    return max(0.0, min(seconds for seconds in (given, policy, left) if seconds is not None))
+def _compute_budget(timeout: float | None, policy_timeout: float, handler_scope: Scope | None) -> float:
+    """Return the shortest of the requested timeout, the policy's timeout and the handler's remaining time."""
+    seconds_left = None if handler_scope is None else handler_scope.remaining()
+    return max(0.0, min(seconds for seconds in (timeout, policy_timeout, seconds_left) if seconds is not None))
 
 
-def _status(kept: Kept | None, error: ProviderError | None) -> int | None:
-    if kept is not None:
-        return kept.http_status
+def _get_http_status(stored_result: StoredResult | None, error: ProviderError | None) -> int | None:
+    if stored_result is not None:
+        return stored_result.http_status
     return None if error is None else error.http_status
 
 
-def _read(answer: Answer, *, now: float, allowed: float) -> Kept | ProviderError:
-    """What one call came to."""
+def _parse_answer(answer: CallResult, *, now: float, allowed: float) -> StoredResult | ProviderError:
+    """Return the stored result or the canonical error of one call."""
     if isinstance(answer, Expired):
         return ProviderTimeoutError(f"the provider did not answer within {allowed:.3f} s")
     if isinstance(answer, Err):
-        if isinstance(answer.error, NotBegunError):
+        if isinstance(answer.error, NotStartedError):
             return ProviderTimeoutError("no thread was free in time", sent=False, fault=False)
-        return canonical(answer.error, now=now)
+        return to_provider_error(answer.error, now=now)
     value: Any = answer.value if isinstance(answer, Ok) else None
     status: int | None = None
-    if isinstance(value, Reply):
+    if isinstance(value, ProviderReply):
         status = value.http_status
         value = value.value
     if isinstance(value, dict):
-        return Kept(value, status)
+        return StoredResult(value, status)
     return ProviderResponseFormatError(
         f"a provider returns a dict, not {type(value).__name__}", http_status=status, fault=False
     )
 
 
-def _own(error: ProviderError) -> ProviderError:
-    """A twin of *error*: whoever raised it may raise it again, and must not find our verdict on it."""
-    mine = type(error).__new__(type(error))
-    mine.args = error.args
-    mine.__dict__.update(error.__dict__)
-    mine.__cause__ = error.__cause__
-    mine.__suppress_context__ = True
-    return mine.with_traceback(error.__traceback__)
+def _copy_error(error: ProviderError) -> ProviderError:
+    """Copy *error*: the original may be raised again elsewhere and must not carry this call's verdict."""
+    copied = type(error).__new__(type(error))
+    copied.args = error.args
+    copied.__dict__.update(error.__dict__)
+    copied.__cause__ = error.__cause__
+    copied.__suppress_context__ = True
+    return copied.with_traceback(error.__traceback__)
 
 
-def _judge(error: ProviderError, why: Why | None, *, tried: list[Tried], left: float, probe: bool) -> None:
-    """Give *error* its verdict: no layer above retries at once, and a consumer defers temporary errors."""
-    if error.later:
+def _set_verdict(
+    error: ProviderError, reason: GiveUpReason | None, *, attempts: list[AttemptInfo], seconds_left: float, probe: bool
+) -> None:
+    """Set the verdict of *error*: no caller retries immediately, and a consumer defers temporary errors."""
+    if error.not_attempted:
         return
-    error.temporary = _is_temporary(error, why, tried=tried)
+    error.temporary = _is_temporary(error, reason, attempts=attempts)
     if probe and error.temporary:
-        # The failed probe has opened the breaker again, so this is the breaker's deferral: it has no limit.
-        error.later = True
+        # The failed probe reopened the breaker, so this counts as the breaker's deferral, which has no limit.
+        error.not_attempted = True
         return
     if isinstance(error, ProviderQuotaExceededError):
-        # Held back by ourselves: if nothing at all was sent, nothing was tried.
-        error.later = not any(_was_sent(one) for one in tried)
-        error.temporary = not error.later
-    elif why is Why.NO_TIME_LEFT and error.retry_after is not None and error.retry_after >= left:
-        # The provider has asked for a pause that is longer than our budget; others may have the time.
+        # The framework's own quota rejected the call: if nothing was sent, no attempt is charged.
+        error.not_attempted = not any(_was_sent(attempt) for attempt in attempts)
+        error.temporary = not error.not_attempted
+    elif reason is GiveUpReason.NO_TIME_LEFT and error.retry_after is not None and error.retry_after >= seconds_left:
+        # The provider requested a pause longer than the remaining budget; other callers may have the time.
         return
-    elif tried and error.code != BOOKS_UNAVAILABLE:
-        # Books that are away say nothing of the provider: an outage of ours must not end what it could still do.
+    elif attempts and error.code != STATE_UNAVAILABLE:
+        # Unavailable shared state says nothing about the provider: a local outage must not make the error final.
         error.final = True
 
 
-def _is_temporary(error: ProviderError, why: Why | None, *, tried: list[Tried]) -> bool:
+def _is_temporary(error: ProviderError, reason: GiveUpReason | None, *, attempts: list[AttemptInfo]) -> bool:
     """Return whether the provider, or the store of its state, is unavailable at present.
 
     If no attempt was made because the caller had no time left, the provider is not known to be unavailable.
     """
-    if error.code == BOOKS_UNAVAILABLE:
+    if error.code == STATE_UNAVAILABLE:
         return True
-    return error.retryable and why is not Why.NOT_RETRYABLE and bool(tried)
+    return error.retryable and reason is not GiveUpReason.NOT_RETRYABLE and bool(attempts)
 
 
-def _was_sent(tried: Tried) -> bool:
-    return tried.error is None or tried.error.sent
+def _was_sent(attempt: AttemptInfo) -> bool:
+    return attempt.error is None or attempt.error.sent
 
 
-def _in_flight(busy: Busy, now: float) -> ProviderError:
+def _in_flight_error(in_flight: KeyInFlight, now: float) -> ProviderError:
     return ProviderTimeoutError(
         "another call with this idempotency key is under way",
         sent=False,
         fault=False,
-        later=True,
-        retry_after=max(0.0, busy.until - now),
+        not_attempted=True,
+        retry_after=max(0.0, in_flight.until - now),
         code=IN_FLIGHT,
     )
 
 
-def _books_unavailable(cause: Exception | None = None) -> ProviderError:
+def _state_unavailable_error(cause: Exception | None = None) -> ProviderError:
     message = "the state of quota and breakers could not be read, so no call was made"
     # The text of another library's exception may quote a statement with its values.
     if isinstance(cause, ErgonError):
         message = f"{message}: {cause}"
-    return ProviderInternalError(message, sent=False, code=BOOKS_UNAVAILABLE)
+    return ProviderInternalError(message, sent=False, code=STATE_UNAVAILABLE)

@@ -1,7 +1,7 @@
-"""One delivery of a task, in the process that runs it: counted, run within its budget, and ended once.
+"""One delivery of a task in the process that runs it: the delivery is counted, run within its budget, and ended once.
 
-The end is written to the ledger before Celery reports it. If the ledger cannot be reached, nothing
-is reported, and the message goes back to its queue: whatever happened, a later delivery tells.
+The end is written to the ledger before Celery reports it. If the ledger is unavailable, nothing is reported and the
+message is requeued: a later delivery settles the outcome.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from kombu.exceptions import EncodeError
 from kombu.serialization import dumps
 
 from ergon_framework import scope
-from ergon_framework.errors import ConfigurationError, ConnectionLost
-from ergon_framework.failure import describe
-from ergon_framework.providers.calling import BOOKS_UNAVAILABLE, IN_FLIGHT
-from ergon_framework.providers.deadletter import dead_letter
+from ergon_framework.errors import ConfigurationError, ConnectionLostError
+from ergon_framework.failure import describe_error
+from ergon_framework.providers.calling import IN_FLIGHT, STATE_UNAVAILABLE
+from ergon_framework.providers.deadletter import build_dead_letter
 from ergon_framework.providers.errors import (
-    BY_REASON,
+    ERROR_BY_REASON,
     ProviderCircuitOpenError,
     ProviderError,
     ProviderInternalError,
     ProviderResponseFormatError,
     ReasonCode,
 )
-from ergon_framework.providers.execution import AttemptRow, Request, current_task_execution
-from ergon_framework.providers.health import Outcome
-from ergon_framework.providers.invocation import CAUSE, HEADER, Invocation, read
-from ergon_framework.providers.mapping import canonical
-from ergon_framework.providers.observe import listener
-from ergon_framework.providers.sql.ledger import Begun, State
+from ergon_framework.providers.execution import AttemptRecord, ProviderRequest, current_task_execution
+from ergon_framework.providers.health import AttemptOutcome
+from ergon_framework.providers.invocation import CAUSE_FIELD, HEADER, Invocation, read_invocation
+from ergon_framework.providers.mapping import to_provider_error
+from ergon_framework.providers.observe import attempt_listener
+from ergon_framework.providers.sql.ledger import TaskDelivery, TaskState
 from ergon_framework.providers.sql.writer import close_writers
 from ergon_framework.telemetry import logs
-from ergon_framework.telemetry.context import current_ids, inbound, within
+from ergon_framework.telemetry.context import context_with, current_ids, extract_context
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
-from ergon_framework.telemetry.options import options_of
+from ergon_framework.telemetry.options import get_options
 from ergon_framework.telemetry.tracebacks import ExcInfo, format_traceback, to_exc_info
 
 if TYPE_CHECKING:
@@ -58,128 +58,128 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger(f"{LIBRARY}.providers.celery")
 
-#: Seconds before a message goes back to its queue, which hands it out again at once.
-PAUSE: Final = 1.0
-#: Seconds within which whoever wrote a result down is taken to be reporting it.
-GRACE: Final = 10.0
-#: What a ledger raises: whatever it was asked to do may have been done, or not.
-LEDGER_ERRORS: Final = (ConnectionLost, ConfigurationError)
-#: Seconds after which a task is sent again that met an open breaker: whole ones and at least one, as delayed delivery
-#: on RabbitMQ needs it, and far below the time after which Redis hands an unacknowledged message out again.
-MIN_COUNTDOWN: Final = 1
-MAX_COUNTDOWN: Final = 300
-#: What became of a delivery that ended nothing.
+#: Seconds to wait before a message is requeued, because the queue redelivers it immediately.
+REQUEUE_DELAY_SECONDS: Final = 1.0
+#: Seconds in which a process that wrote a result to the ledger is assumed to be still reporting it.
+REPORT_GRACE_SECONDS: Final = 10.0
+#: The errors of a ledger; the outcome of the failed operation is unknown.
+LEDGER_ERRORS: Final = (ConnectionLostError, ConfigurationError)
+#: Bounds in seconds of the countdown after an open breaker: whole seconds and at least one, as delayed delivery on
+#: RabbitMQ requires, and far below the time after which Redis redelivers an unacknowledged message.
+MIN_COUNTDOWN_SECONDS: Final = 1
+MAX_COUNTDOWN_SECONDS: Final = 300
+#: The outcome of a delivery that did not end the task.
 REQUEUED: Final = "requeued"
 
-#: The delivery whose body runs here.
-current: Final[ContextVar[Delivery | None]] = ContextVar("ergon_delivery", default=None)
+#: The delivery whose task body runs in this context.
+current_delivery: Final[ContextVar[CeleryDelivery | None]] = ContextVar("ergon_delivery", default=None)
 
 
-def invoked(task: CeleryProviderTask, request: Any) -> Invocation:
-    """What *request*, a context of Celery's, asks of *task*."""
-    return read(
-        task.called, task_id=request.id, headers=request.headers, kwargs=request.kwargs, root_id=request.root_id
+def get_invocation(task: CeleryProviderTask, request: Any) -> Invocation:
+    """Read the invocation of *task* from *request*, a Celery context."""
+    return read_invocation(
+        task.call_spec, task_id=request.id, headers=request.headers, kwargs=request.kwargs, root_id=request.root_id
     )
 
 
-class Delivery:
-    """One delivery on its way to its end."""
+class CeleryDelivery:
+    """One delivery of a provider task."""
 
     def __init__(self, task: CeleryProviderTask, request: Any) -> None:
-        self.invocation = invoked(task, request)
+        self.invocation = get_invocation(task, request)
         self._task = task
         self._request = request
         self._ledger = task.ledger
-        #: Whether Celery stores what a task returns where it can be looked up.
-        self._keeps = _keeps(task, request)
+        #: Whether Celery stores the task's result in a backend that can be queried.
+        self._stores_result = _stores_result(task, request)
         self._deliveries = 0
         self._attempts = 0
 
     def run(self, body: Callable[[], Any]) -> Any:
-        """What the task's body returned.
+        """Run the task body and return its result.
 
-        A failure raises the canonical error, when its dead letter is written. Ignore is raised if the
-        task has ended elsewhere, Reject if it has to be delivered again.
+        A failure raises the canonical error after its dead letter is written. Raises Ignore if the task has ended
+        elsewhere, and Reject if it must be delivered again.
         """
         try:
             try:
                 self._begin()
-                value = self._run(body)
-                self._check(value)
+                value = self._run_in_context(body)
+                self._check_result(value)
             finally:
-                _deafen()
+                _disable_soft_limit()
         except (Ignore, Reject, Retry):
             raise
-        except Exception as error:  # noqa: BLE001 - the boundary to foreign code; becomes a dead letter
-            self._failed(error)
-        return self._succeeded(value)
+        except Exception as error:  # noqa: BLE001 - the boundary to third-party code; becomes a dead letter
+            self._fail(error)
+        return self._succeed(value)
 
     # -- before the body ----------------------------------------------------------------------------
 
     def _begin(self) -> None:
         invocation = self.invocation
         try:
-            begun = self._ledger.begin(invocation.task_id, invocation.task_name)
+            delivery = self._ledger.begin(invocation.task_id, invocation.task_name)
         except LEDGER_ERRORS as error:
-            self._come_again(error)
-        self._deliveries = begun.deliveries
-        if begun.state is not State.RUNNING:
-            self._met(begun)
-        if begun.deliveries > self._task.max_deliveries:
+            self._requeue(error)
+        self._deliveries = delivery.deliveries
+        if delivery.state is not TaskState.RUNNING:
+            self._handle_ended_task(delivery)
+        if delivery.deliveries > self._task.max_deliveries:
             raise ProviderInternalError(
                 f"{self._task.max_deliveries} deliveries of the task have not come to an end: its worker was lost",
                 code="max_deliveries",
             )
-        if invocation.refused is not None:
-            raise invocation.refused
+        if invocation.rejection is not None:
+            raise invocation.rejection
 
-    def _met(self, begun: Begun) -> None:
-        """The task has ended before. Returns only if its result is known to have been lost."""
-        if begun.state is State.DEAD:
-            self._fail_again()
-        if begun.state is State.SUCCEEDED or not self._keeps:
+    def _handle_ended_task(self, delivery: TaskDelivery) -> None:
+        """Handle a task that has ended before. Returns only if its result is known to be lost."""
+        if delivery.state is TaskState.DEAD:
+            self._report_failure_again()
+        if delivery.state is TaskState.SUCCEEDED or not self._stores_result:
             raise Ignore("the task has ended")
         try:
-            stored = self._task.backend.get_task_meta(self._request.id, cache=False)["status"]
-        except Exception as error:  # noqa: BLE001 - the store of results is foreign code
-            self._come_again(error, counted=False)
+            stored_state = self._task.backend.get_task_meta(self._request.id, cache=False)["status"]
+        except Exception as error:  # noqa: BLE001 - the result backend is third-party code
+            self._requeue(error, is_counted=False)
         try:
-            if stored != states.SUCCESS and (begun.ended_ago or 0.0) >= GRACE:
+            if stored_state != states.SUCCESS and (delivery.ended_ago or 0.0) >= REPORT_GRACE_SECONDS:
                 self._ledger.reopen(self.invocation.task_id)
                 return
-            if stored == states.SUCCESS:
+            if stored_state == states.SUCCESS:
                 self._ledger.confirm(self.invocation.task_id)
         except LEDGER_ERRORS as error:
-            self._come_again(error)
-        if stored != states.SUCCESS:
-            self._come_again(None, counted=False)
+            self._requeue(error)
+        if stored_state != states.SUCCESS:
+            self._requeue(None, is_counted=False)
         raise Ignore("the task has ended")
 
     # -- the body -----------------------------------------------------------------------------------
 
-    def _run(self, body: Callable[[], Any]) -> Any:
+    def _run_in_context(self, body: Callable[[], Any]) -> Any:
         invocation = self.invocation
-        variables = copy_context()
-        # Whoever instruments Celery has continued the trace already.
-        parent = inbound(invocation.trace) if current_ids() is None else None
+        context = copy_context()
+        # Instrumentation of Celery has already continued the trace.
+        parent = extract_context(invocation.trace) if current_ids() is None else None
         if parent is not None:
-            variables = within(variables, parent)
-        return variables.run(self._within, body)
+            context = context_with(context, parent)
+        return context.run(self._run_in_scope, body)
 
-    def _within(self, body: Callable[[], Any]) -> Any:
+    def _run_in_scope(self, body: Callable[[], Any]) -> Any:
         invocation = self.invocation
         clock = time.monotonic
-        scope.enter(
+        scope.set_scope(
             scope.Scope(invocation.transaction, "task", self._deliveries - 1, clock() + invocation.budget, clock)
         )
-        current.set(self)
+        current_delivery.set(self)
         current_task_execution.set(invocation.task_execution_id)
-        listener.set(self._heard)
+        attempt_listener.set(self._log_attempt)
         return body()
 
-    def _check(self, value: Any) -> None:
-        """Celery would find it out when the end is already written down."""
-        if not self._keeps:
+    def _check_result(self, value: Any) -> None:
+        """Check that the result is JSON; Celery would reject it only after the end is written to the ledger."""
+        if not self._stores_result:
             return
         try:
             dumps(value, serializer="json")
@@ -188,101 +188,105 @@ class Delivery:
                 f"the result of the task is no JSON but {type(value).__name__}", fault=False
             ) from error
 
-    # -- its end ------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------
 
-    def _succeeded(self, value: Any) -> Any:
+    def _succeed(self, value: Any) -> Any:
         invocation = self.invocation
         try:
-            known = self._ledger.succeed(
-                invocation.task_id, invocation.task_name, run=secrets.token_hex(8), reported=not self._keeps
+            existing_state = self._ledger.complete(
+                invocation.task_id, invocation.task_name, run=secrets.token_hex(8), is_reported=not self._stores_result
             )
         except LEDGER_ERRORS as error:
-            self._come_again(error)
-        if known is State.DEAD:
-            self._fail_again()
-        if known is State.SUCCEEDED:
+            self._requeue(error)
+        if existing_state is TaskState.DEAD:
+            self._report_failure_again()
+        if existing_state is TaskState.SUCCEEDED:
             raise Ignore("the task has ended")
-        # Two that both report the same result to a store leave one; if the other one died, this is it.
-        self._over(logging.INFO, Outcome.SUCCESS, None)
+        # Two deliveries that report the same result leave one; if the other worker was killed, this one reports it.
+        self._log_end(logging.INFO, AttemptOutcome.SUCCESS, None)
         return value
 
-    def _failed(self, error: Exception) -> NoReturn:
-        found = _mapped(error)
-        # No second delivery can be at fault for a key that a dead process holds: the lease ends by itself.
-        if found.code == IN_FLIGHT:
-            self._come_again(found, counted=False)
-        if isinstance(found, ProviderCircuitOpenError):
-            self._reschedule(found)
-            found = _find_cause(found, self.invocation.cause)
-        if found.code == BOOKS_UNAVAILABLE and self._deliveries < self._task.max_deliveries:
-            self._come_again(found)
-        letter = dead_letter(self.invocation, found, attempts=self._deliveries, now=time.time())
+    def _fail(self, error: Exception) -> NoReturn:
+        provider_error = _map_error(error)
+        # A key held by a dead process says nothing about this delivery: its lease expires automatically.
+        if provider_error.code == IN_FLIGHT:
+            self._requeue(provider_error, is_counted=False)
+        if isinstance(provider_error, ProviderCircuitOpenError):
+            self._reschedule(provider_error)
+            provider_error = _find_cause(provider_error, self.invocation.cause)
+        if provider_error.code == STATE_UNAVAILABLE and self._deliveries < self._task.max_deliveries:
+            self._requeue(provider_error)
+        letter = build_dead_letter(self.invocation, provider_error, attempts=self._deliveries, now=time.time())
         try:
-            state = self._ledger.bury(letter)
-        except LEDGER_ERRORS as lost:
-            self._come_again(lost)
-        if state is State.SUCCEEDED:
+            state = self._ledger.fail(letter)
+        except LEDGER_ERRORS as ledger_error:
+            self._requeue(ledger_error)
+        if state is TaskState.SUCCEEDED:
             raise Ignore("the task has ended")
-        if state is State.SUCCEEDING:
-            # Another delivery has a result. Whether it lives to report it is seen at the next one.
-            self._come_again(None, counted=False)
-        self._over(logging.WARNING, Outcome.DEAD_LETTER, found.reason_code, self._to_exception(found))
-        _raise_clean(found)
+        if state is TaskState.SUCCEEDING:
+            # Another delivery has a result. Whether its worker reports it shows at the next delivery.
+            self._requeue(None, is_counted=False)
+        self._log_end(
+            logging.WARNING, AttemptOutcome.DEAD_LETTER, provider_error.reason_code, self._to_exception(provider_error)
+        )
+        _raise_clean(provider_error)
 
-    def _reschedule(self, refused: ProviderCircuitOpenError) -> None:
-        """Send the task again for when the breaker may admit it, and raise Retry; return if no retry is left."""
+    def _reschedule(self, circuit_open: ProviderCircuitOpenError) -> None:
+        """Send the task again for when the breaker may admit it and raise Retry; return if no retry is left."""
         task, request = self._task, self._request
-        # An eager task would be run again at once, in this very call.
+        # An eager task would run again immediately, inside this call.
         if request.is_eager or (task.max_retries is not None and request.retries >= task.max_retries):
             return
-        wait = (refused.open_until or 0.0) - time.time()
-        countdown = max(MIN_COUNTDOWN, min(ceil(wait), MAX_COUNTDOWN))
+        seconds = (circuit_open.open_until or 0.0) - time.time()
+        countdown = max(MIN_COUNTDOWN_SECONDS, min(ceil(seconds), MAX_COUNTDOWN_SECONDS))
         headers = dict(request.as_execution_options()["headers"] or {})
-        cause = refused.__cause__ if isinstance(refused.__cause__, ProviderError) else self.invocation.cause
+        cause = circuit_open.__cause__ if isinstance(circuit_open.__cause__, ProviderError) else self.invocation.cause
         if cause is not None:
-            headers[HEADER] = {**headers.get(HEADER, {}), CAUSE: [cause.reason_code.value, describe(cause)]}
+            headers[HEADER] = {**headers.get(HEADER, {}), CAUSE_FIELD: [cause.reason_code.value, describe_error(cause)]}
         with suppress(*LEDGER_ERRORS):
-            self._ledger.give_back(self.invocation.task_id)
+            self._ledger.release(self.invocation.task_id)
         try:
-            again = task.reschedule(countdown, headers=headers)
+            retry = task.reschedule(countdown, headers=headers)
         except Reject:
-            # The broker did not accept it, so this message has to stay.
-            self._come_again(refused)
-        self._over(logging.INFO, Outcome.RETRY, refused.reason_code)
-        raise again
+            # The broker rejected the new message, so this one must stay.
+            self._requeue(circuit_open)
+        self._log_end(logging.INFO, AttemptOutcome.RETRY, circuit_open.reason_code)
+        raise retry
 
-    def _fail_again(self) -> NoReturn:
-        """Report the failure that was written down: whoever did so may not have lived to report it."""
+    def _report_failure_again(self) -> NoReturn:
+        """Report the recorded failure again: the process that recorded it may have been killed before reporting it."""
         try:
-            buried = self._ledger.buried(self.invocation.task_id)
+            dead_letter_info = self._ledger.get_dead_letter(self.invocation.task_id)
         except LEDGER_ERRORS as error:
-            self._come_again(error)
-        if buried is None:
+            self._requeue(error)
+        if dead_letter_info is None:
             raise Ignore("the task has ended")
-        kind = BY_REASON[ReasonCode(buried.reason_code)]
-        _raise_clean(kind(buried.error_message))
+        error_type = ERROR_BY_REASON[ReasonCode(dead_letter_info.reason_code)]
+        _raise_clean(error_type(dead_letter_info.error_message))
 
-    def _come_again(self, error: Exception | None, *, counted: bool = True) -> NoReturn:
-        """Give the message back. Nothing is reported, and where nothing was tried, no delivery is counted."""
+    def _requeue(self, error: Exception | None, *, is_counted: bool = True) -> NoReturn:
+        """Requeue the message without reporting anything; the delivery is not charged if nothing was tried."""
         if isinstance(error, LEDGER_ERRORS):
-            log_envelope(
-                logging.WARNING, Event.LEDGER_FAILED, self._envelope(REQUEUED, None) | {Field.ERROR: describe(error)}
+            log_task_event(
+                logging.WARNING,
+                Event.LEDGER_FAILED,
+                self._build_log_fields(REQUEUED, None) | {Field.ERROR: describe_error(error)},
             )
-        if not counted:
+        if not is_counted:
             with suppress(*LEDGER_ERRORS):
-                self._ledger.give_back(self.invocation.task_id)
+                self._ledger.release(self.invocation.task_id)
         reason = error.reason_code if isinstance(error, ProviderError) else None
-        self._over(logging.INFO, REQUEUED, reason)
-        time.sleep(PAUSE)
+        self._log_end(logging.INFO, REQUEUED, reason)
+        time.sleep(REQUEUE_DELAY_SECONDS)
         raise Reject("it comes again", requeue=True) from None
 
-    # -- what is said of it -------------------------------------------------------------------------
+    # -- logging ------------------------------------------------------------------------------------
 
-    def _heard(self, request: Request, row: AttemptRow) -> None:
+    def _log_attempt(self, request: ProviderRequest, row: AttemptRecord) -> None:
         self._attempts += 1
-        failed = row.outcome is not Outcome.SUCCESS
-        log_envelope(
-            logging.WARNING if failed else logging.INFO,
+        has_failed = row.outcome is not AttemptOutcome.SUCCESS
+        log_task_event(
+            logging.WARNING if has_failed else logging.INFO,
             Event.PROVIDER_ATTEMPT,
             {
                 Field.TENANT_ID: request.tenant_id,
@@ -299,24 +303,24 @@ class Delivery:
         )
 
     def _to_exception(self, error: ProviderError) -> tuple[ExcInfo, str] | None:
-        """Return the error and traceback of the task's own code; None for failures that their reason explains."""
+        """Return the error and traceback of the task's own code; None for failures that their reason code explains."""
         if error.reason_code is not ReasonCode.INTERNAL_ERROR:
             return None
-        options = options_of(self._task)
+        options = get_options(self._task)
         traceback = format_traceback(error, options)
         return None if traceback is None else (to_exc_info(error, options), traceback)
 
-    def _over(
-        self, level: int, outcome: str, reason: ReasonCode | None, raised: tuple[ExcInfo, str] | None = None
+    def _log_end(
+        self, level: int, outcome: str, reason: ReasonCode | None, exception: tuple[ExcInfo, str] | None = None
     ) -> None:
-        log_envelope(level, Event.PROVIDER_TASK_ENDED, self._envelope(outcome, reason), raised=raised)
+        log_task_event(level, Event.PROVIDER_TASK_ENDED, self._build_log_fields(outcome, reason), exception=exception)
 
-    def _envelope(self, outcome: str, reason: ReasonCode | None) -> dict[str, Any]:
-        return envelope(self.invocation, outcome, reason, attempt=self._attempts)
+    def _build_log_fields(self, outcome: str, reason: ReasonCode | None) -> dict[str, Any]:
+        return log_fields(self.invocation, outcome, reason, attempt=self._attempts)
 
 
-def envelope(invocation: Invocation, outcome: str, reason: ReasonCode | None, *, attempt: int) -> dict[str, Any]:
-    """The ten fields of every log record of a task."""
+def log_fields(invocation: Invocation, outcome: str, reason: ReasonCode | None, *, attempt: int) -> dict[str, Any]:
+    """Return the ten fields of every log record of a task."""
     return {
         Field.TENANT_ID: invocation.tenant_id,
         Field.CAMPAIGN_ID: invocation.campaign_id,
@@ -331,76 +335,80 @@ def envelope(invocation: Invocation, outcome: str, reason: ReasonCode | None, *,
     }
 
 
-def log_envelope(
-    level: int, event: str, fields: Mapping[str, Any], *, raised: tuple[ExcInfo, str] | None = None
+def log_task_event(
+    level: int, event: str, fields: Mapping[str, Any], *, exception: tuple[ExcInfo, str] | None = None
 ) -> None:
-    """Log *event* of a task; fields that are None stay attributes of the record, so that all ten are there."""
-    logs.say(level, event, fields, to=log, raised=raised, keep_none=True)
+    """Log *event* of a task; fields that are None stay attributes of the record, so that all ten are present."""
+    logs.log_event(level, event, fields, to=log, raised=exception, keep_none=True)
 
 
-def _keeps(task: CeleryProviderTask, request: Any) -> bool:
+def _stores_result(task: CeleryProviderTask, request: Any) -> bool:
     if request.is_eager or get_actual_ignore_result(task, request):
         return False
-    # A reply that is sent to the caller cannot be looked up.
+    # A reply that is sent to the caller cannot be queried.
     return not isinstance(task.backend, DisabledBackend | RPCBackend)
 
 
-def _mapped(error: Exception) -> ProviderError:
+def _map_error(error: Exception) -> ProviderError:
     try:
-        return canonical(error, now=time.time())
-    except Exception:  # noqa: BLE001 - an exception that cannot be looked at still ends the task
+        return to_provider_error(error, now=time.time())
+    except Exception:  # noqa: BLE001 - an exception that cannot be inspected still ends the task
         return ProviderInternalError("the task failed with an exception that cannot be read")
 
 
-def _find_cause(refused: ProviderCircuitOpenError, known: ProviderError | None) -> ProviderError:
-    """Return the failure that opened the breaker if this delivery or an earlier one saw it, else *refused*."""
-    cause = refused.__cause__ if isinstance(refused.__cause__, ProviderError) else known
+def _find_cause(circuit_open: ProviderCircuitOpenError, known_cause: ProviderError | None) -> ProviderError:
+    """Return the failure that opened the breaker if this or an earlier delivery saw it, else *circuit_open*."""
+    cause = circuit_open.__cause__ if isinstance(circuit_open.__cause__, ProviderError) else known_cause
     if cause is None:
-        return refused
-    real = BY_REASON[cause.reason_code](f"{describe(cause)}; then {describe(refused)}", http_status=cause.http_status)
-    real.particulars, real.attempts = refused.particulars, refused.attempts
-    return real
+        return circuit_open
+    combined_error = ERROR_BY_REASON[cause.reason_code](
+        f"{describe_error(cause)}; then {describe_error(circuit_open)}", http_status=cause.http_status
+    )
+    combined_error.details, combined_error.attempts = circuit_open.details, circuit_open.attempts
+    return combined_error
 
 
 def _raise_clean(error: ProviderError) -> NoReturn:
-    """Raise it without its cause: Celery stores and logs the traceback, and foreign words are no business of theirs."""
-    clean = type(error).__new__(type(error))
-    clean.args = error.args
-    clean.__dict__.update({name: value for name, value in vars(error).items() if name not in {"attempts", "result"}})
-    raise clean from None
+    """Raise *error* without its cause: Celery stores and logs the traceback, which may quote third-party messages."""
+    clean_error = type(error).__new__(type(error))
+    clean_error.args = error.args
+    clean_error.__dict__.update(
+        {name: value for name, value in vars(error).items() if name not in {"attempts", "result"}}
+    )
+    raise clean_error from None
 
 
 # -- the soft time limit ----------------------------------------------------------------------------
 
 
-def _deafen() -> None:
-    """Ignore the soft limit from here to the next task: it must not strike while an end is written and reported."""
+def _disable_soft_limit() -> None:
+    """Ignore the soft limit until the next task: it must not interrupt the recording and reporting of an end."""
     if _is_main() and signal.getsignal(SIG_SOFT_TIMEOUT) is soft_timeout_sighandler:
-        signal.signal(SIG_SOFT_TIMEOUT, _ignore)
+        signal.signal(SIG_SOFT_TIMEOUT, _ignore_signal)
 
 
-def _listen(**_: Any) -> None:
-    """A task begins, whichever it is."""
-    if _is_main() and signal.getsignal(SIG_SOFT_TIMEOUT) is _ignore:
+def _restore_soft_limit(**_: Any) -> None:
+    """Restore Celery's soft limit handler when any task starts."""
+    if _is_main() and signal.getsignal(SIG_SOFT_TIMEOUT) is _ignore_signal:
         signal.signal(SIG_SOFT_TIMEOUT, soft_timeout_sighandler)
 
 
-def _ignore(_signal: int, _frame: object) -> None:
-    """A handler of our own, so that nobody else's choice is undone."""
+def _ignore_signal(_signal: int, _frame: object) -> None:
+    """Ignore the signal; a separate handler, so that a handler installed by other code is not replaced."""
 
 
 def _is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-task_prerun.connect(_listen, weak=False, dispatch_uid="ergon-soft-limit")
+task_prerun.connect(_restore_soft_limit, weak=False, dispatch_uid="ergon-soft-limit")
 
 
-# -- the end of a child -----------------------------------------------------------------------------
+# -- exit of a pool child ---------------------------------------------------------------------------
 
 
 def _write_metrics(**_: Any) -> None:
-    """Write the metrics that wait: a child of the pool leaves without the interpreter's own end."""
+    """Write the pending metrics: a child of the pool exits without the interpreter's exit handlers."""
     close_writers()
 
 

@@ -1,8 +1,8 @@
-"""The breaker: which calls may go to a provider, decided from a small state by pure functions.
+"""The circuit breaker: pure functions that decide from a small state which calls may go to a provider.
 
-Each function takes a state and answers the next one, and the same object where nothing changes,
-so that whoever keeps the state in a shared row knows when there is nothing to write. Moments are
-seconds since the epoch, because the state is shared between machines and outlives processes.
+Each function takes a state and returns the next one, or the same object if nothing changes, so that the owner of a
+shared row knows when there is nothing to write. Times are in seconds since the epoch, because the state is shared
+between machines and outlives processes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field
 
-from ergon_framework.engine.senses import Senses
+from ergon_framework.engine.senses import Clock
 from ergon_framework.policy import Count, Policy, Seconds
 from ergon_framework.providers.errors import ProviderCircuitOpenError, ProviderError, ReasonCode
 
 
 class BreakerPolicy(Policy):
-    """When a breaker opens, how long it stays open, and how it finds out that the provider is back."""
+    """When a breaker opens, how long it stays open, and how it detects that the provider has recovered."""
 
     failure_threshold: Count = Field(default=5, description="Faults in a row that open the breaker.")
     open_cooldown_seconds: Seconds = Field(default=30.0, description="Seconds it stays open.")
@@ -33,7 +33,7 @@ class BreakerPolicy(Policy):
 
 
 class BreakerState(StrEnum):
-    """How much a breaker lets through: everything, nothing, or probes."""
+    """The state of a breaker: it admits all calls, no calls, or only probes."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -41,7 +41,7 @@ class BreakerState(StrEnum):
 
 
 class OverrideKind(StrEnum):
-    """What an operator wants: nothing goes through, or everything does."""
+    """The kind of an operator's override: admit no calls, or admit all calls."""
 
     FORCE_OPEN = "force_open"
     DISABLE = "disable"
@@ -49,7 +49,7 @@ class OverrideKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """An operator's word, which ends by itself at *until*."""
+    """An operator's override, which ends automatically at *until*."""
 
     kind: OverrideKind
     until: float
@@ -57,23 +57,23 @@ class Override:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A call that went out in half_open; at *until* it loses its place."""
+    """A call that was admitted in half_open; its slot expires at *until*."""
 
     number: int
     until: float
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """The leave to make one call; its result counts only while the breaker is in the same generation."""
+class Permit:
+    """The permit for one call; its result counts only while the breaker is in the same generation."""
 
     generation: int
     probe: Probe | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All that a breaker knows; ``generation`` rises at each transition."""
+class BreakerSnapshot:
+    """The complete state of a breaker; ``generation`` increases at each transition."""
 
     state: BreakerState = BreakerState.CLOSED
     consecutive_failures: int = 0
@@ -85,12 +85,12 @@ class Snapshot:
     override: Override | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The state as plain JSON."""
+        """Return the state as plain JSON."""
         return asdict(self) | {"probes": [asdict(probe) for probe in self.probes]}
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
-        """The state that *to_dict* wrote; what is missing is as in a new breaker."""
+        """Return the state that *to_dict* wrote; missing fields are as in a new breaker."""
         override = stored.get("override")
         fields = {name: stored[name] for name in cls.__slots__ if name in stored}
         return cls(
@@ -104,108 +104,110 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class CallAdmitted:
     """The call may be made."""
 
-    state: Snapshot
-    leave: Pass
+    state: BreakerSnapshot
+    permit: Permit
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """It may not; *until* is when to ask again."""
+class CallRefused:
+    """The call may not be made before *until*."""
 
-    state: Snapshot
+    state: BreakerSnapshot
     until: float
 
 
-Admission: TypeAlias = Admitted | Refused
+BreakerDecision: TypeAlias = CallAdmitted | CallRefused
 
 
 # -- the transitions ------------------------------------------------------------------------------
 
 
-def advance(state: Snapshot, now: float) -> Snapshot:
-    """What time alone has changed: an override that ended, a cooldown that is over, probes that expired."""
+def advance(state: BreakerSnapshot, now: float) -> BreakerSnapshot:
+    """Apply the changes caused by time alone: the end of an override, of a cooldown, or of a probe's lease."""
     if state.override is not None:
-        # While it holds time stands still for the rest, so that its end finds the breaker as it was.
+        # Time stops for the rest while an override is active, so that its end leaves the breaker unchanged.
         if now < state.override.until:
             return state
         state = replace(state, override=None, generation=state.generation + 1)
     if state.state is BreakerState.OPEN and (state.open_until is None or now >= state.open_until):
-        return _entered(state, BreakerState.HALF_OPEN)
-    kept = tuple(probe for probe in state.probes if now < probe.until)
-    return state if len(kept) == len(state.probes) else replace(state, probes=kept)
+        return _enter_state(state, BreakerState.HALF_OPEN)
+    active_probes = tuple(probe for probe in state.probes if now < probe.until)
+    return state if len(active_probes) == len(state.probes) else replace(state, probes=active_probes)
 
 
-def admit(state: Snapshot, policy: BreakerPolicy, now: float) -> Admission:
-    """Whether one more call may be made at *now*."""
+def admit(state: BreakerSnapshot, policy: BreakerPolicy, now: float) -> BreakerDecision:
+    """Decide whether one more call may be made at *now*."""
     state = advance(state, now)
     if state.override is not None:
         if state.override.kind is OverrideKind.FORCE_OPEN:
-            return Refused(state, state.override.until)
-        return Admitted(state, Pass(state.generation))
+            return CallRefused(state, state.override.until)
+        return CallAdmitted(state, Permit(state.generation))
     if state.state is BreakerState.CLOSED:
-        return Admitted(state, Pass(state.generation))
+        return CallAdmitted(state, Permit(state.generation))
     if state.state is BreakerState.OPEN:
-        return Refused(state, now if state.open_until is None else state.open_until)
+        return CallRefused(state, now if state.open_until is None else state.open_until)
     return _admit_probe(state, policy, now)
 
 
-def record(state: Snapshot, policy: BreakerPolicy, leave: Pass, now: float, *, fault: bool | None) -> Snapshot:
-    """The state after the call of *leave* is over: with a fault of the provider, without, or None: nobody knows.
+def record(
+    state: BreakerSnapshot, policy: BreakerPolicy, permit: Permit, now: float, *, fault: bool | None
+) -> BreakerSnapshot:
+    """Return the state after the call of *permit* ended: with a provider fault, without one, or None if unknown.
 
-    Ignored are results of an earlier generation, of a probe that has lost its place, and whatever
-    comes while an operator's override holds.
+    Results of an earlier generation, of a probe that has lost its slot, and results that arrive during an operator's
+    override are ignored.
     """
     state = advance(state, now)
-    if leave.generation != state.generation or state.override is not None:
+    if permit.generation != state.generation or state.override is not None:
         return state
-    if leave.probe is not None:
-        return _probed(state, policy, leave.probe, now, fault=fault) if leave.probe in state.probes else state
+    if permit.probe is not None:
+        return _record_probe(state, policy, permit.probe, now, fault=fault) if permit.probe in state.probes else state
     if fault is None:
         return state
     if not fault:
         return state if state.consecutive_failures == 0 else replace(state, consecutive_failures=0)
     state = replace(state, consecutive_failures=state.consecutive_failures + 1)
-    return _opened(state, policy, now) if state.consecutive_failures >= policy.failure_threshold else state
+    return _open(state, policy, now) if state.consecutive_failures >= policy.failure_threshold else state
 
 
-def force_open(state: Snapshot, *, until: float) -> Snapshot:
-    """An operator's word that nothing goes through before *until*."""
-    return _overridden(state, Override(OverrideKind.FORCE_OPEN, until))
+def force_open(state: BreakerSnapshot, *, until: float) -> BreakerSnapshot:
+    """Admit no calls before *until*, by an operator's override."""
+    return _set_override(state, Override(OverrideKind.FORCE_OPEN, until))
 
 
-def disable(state: Snapshot, *, until: float) -> Snapshot:
-    """An operator's word that everything goes through before *until*."""
-    return _overridden(state, Override(OverrideKind.DISABLE, until))
+def disable(state: BreakerSnapshot, *, until: float) -> BreakerSnapshot:
+    """Admit all calls before *until*, by an operator's override."""
+    return _set_override(state, Override(OverrideKind.DISABLE, until))
 
 
-def lift(state: Snapshot) -> Snapshot:
-    """An operator's word that the breaker decides again."""
-    return state if state.override is None else _overridden(state, None)
+def clear_override(state: BreakerSnapshot) -> BreakerSnapshot:
+    """Clear the operator's override, so that the breaker decides again."""
+    return state if state.override is None else _set_override(state, None)
 
 
-def shown(state: Snapshot, now: float) -> BreakerState:
-    """How the breaker is at *now* for whoever calls: an override counts as what it does."""
+def visible_state(state: BreakerSnapshot, now: float) -> BreakerState:
+    """Return the breaker's state at *now* as callers see it: an override counts as its effect."""
     state = advance(state, now)
     if state.override is None:
         return state.state
     return BreakerState.OPEN if state.override.kind is OverrideKind.FORCE_OPEN else BreakerState.CLOSED
 
 
-def held_until(state: Snapshot) -> float | None:
-    """Until when nothing goes through for certain; None where something may. It asks for no probe's place."""
+def blocked_until(state: BreakerSnapshot) -> float | None:
+    """Return until when no call is admitted; None if one may be. It takes no probe slot."""
     if state.override is not None:
         return state.override.until if state.override.kind is OverrideKind.FORCE_OPEN else None
     return state.open_until if state.state is BreakerState.OPEN else None
 
 
-def fault_of(error: ProviderError | None) -> bool | None:
-    """What the end of a call says of the provider; *error* is None after a success.
+def is_provider_fault(error: ProviderError | None) -> bool | None:
+    """Return whether the end of a call counts as the provider's fault; *error* is None after a success.
 
-    Nothing is said by what never reached it and by what broke on our side; a refusal of any kind
-    says that it is well.
+    None means that it says nothing about the provider: the request never reached it, or failed on this side. Any
+    rejection by the provider counts as healthy.
     """
     if error is None:
         return False
@@ -214,50 +216,54 @@ def fault_of(error: ProviderError | None) -> bool | None:
     return None if not error.sent or error.reason_code is ReasonCode.INTERNAL_ERROR else False
 
 
-def _admit_probe(state: Snapshot, policy: BreakerPolicy, now: float) -> Admission:
-    if state.probe_successes >= policy.half_open_max_calls:  # the policy asks for fewer than it did
-        state = _closed(state)
-        return Admitted(state, Pass(state.generation))
-    # Those that have succeeded hold their places: more probes than must succeed would prove nothing more.
+def _admit_probe(state: BreakerSnapshot, policy: BreakerPolicy, now: float) -> BreakerDecision:
+    if state.probe_successes >= policy.half_open_max_calls:  # the policy now requires fewer than before
+        state = _close(state)
+        return CallAdmitted(state, Permit(state.generation))
+    # Successful probes keep their slots: more probes than must succeed would prove nothing more.
     if len(state.probes) + state.probe_successes >= policy.half_open_max_calls:
-        # A probe may end at any moment, and its lease is the longest it can take: nobody waits for more
-        # than a cooldown, and with a cooldown of 0 nobody is told to come back at once.
-        patience = policy.open_cooldown_seconds or policy.probe_lease_seconds
-        return Refused(state, min(*(probe.until for probe in state.probes), now + patience))
+        # A probe may end at any time, and its lease is only an upper bound: callers wait at most one cooldown,
+        # and with a cooldown of 0 they are not sent back immediately.
+        max_wait = policy.open_cooldown_seconds or policy.probe_lease_seconds
+        return CallRefused(state, min(*(probe.until for probe in state.probes), now + max_wait))
     probe = Probe(state.probes_begun + 1, now + policy.probe_lease_seconds)
     state = replace(state, probes=(*state.probes, probe), probes_begun=probe.number)
-    return Admitted(state, Pass(state.generation, probe))
+    return CallAdmitted(state, Permit(state.generation, probe))
 
 
-def _probed(state: Snapshot, policy: BreakerPolicy, probe: Probe, now: float, *, fault: bool | None) -> Snapshot:
+def _record_probe(
+    state: BreakerSnapshot, policy: BreakerPolicy, probe: Probe, now: float, *, fault: bool | None
+) -> BreakerSnapshot:
     state = replace(state, probes=tuple(other for other in state.probes if other != probe))
     if fault is None:
         return state
     if fault:
-        return _opened(replace(state, consecutive_failures=state.consecutive_failures + 1), policy, now)
+        return _open(replace(state, consecutive_failures=state.consecutive_failures + 1), policy, now)
     state = replace(state, probe_successes=state.probe_successes + 1)
-    return state if state.probe_successes < policy.half_open_max_calls else _closed(state)
+    return state if state.probe_successes < policy.half_open_max_calls else _close(state)
 
 
-def _closed(state: Snapshot) -> Snapshot:
-    return _entered(replace(state, consecutive_failures=0), BreakerState.CLOSED)
+def _close(state: BreakerSnapshot) -> BreakerSnapshot:
+    return _enter_state(replace(state, consecutive_failures=0), BreakerState.CLOSED)
 
 
-def _opened(state: Snapshot, policy: BreakerPolicy, now: float) -> Snapshot:
-    return _entered(state, BreakerState.OPEN, open_until=now + policy.open_cooldown_seconds)
+def _open(state: BreakerSnapshot, policy: BreakerPolicy, now: float) -> BreakerSnapshot:
+    return _enter_state(state, BreakerState.OPEN, open_until=now + policy.open_cooldown_seconds)
 
 
-def _entered(state: Snapshot, which: BreakerState, *, open_until: float | None = None) -> Snapshot:
-    return Snapshot(
-        state=which,
+def _enter_state(
+    state: BreakerSnapshot, new_state: BreakerState, *, open_until: float | None = None
+) -> BreakerSnapshot:
+    return BreakerSnapshot(
+        state=new_state,
         consecutive_failures=state.consecutive_failures,
         open_until=open_until,
         generation=state.generation + 1,
     )
 
 
-def _overridden(state: Snapshot, override: Override | None) -> Snapshot:
-    # The results of calls in flight no longer count, so their probes must not hold places either.
+def _set_override(state: BreakerSnapshot, override: Override | None) -> BreakerSnapshot:
+    # The results of running calls no longer count, so their probes must not hold slots either.
     return replace(state, override=override, probes=(), generation=state.generation + 1)
 
 
@@ -270,12 +276,12 @@ class CircuitBreaker:
     Its rules are passed field by field or as *policy*; a missing field has the default of ``BreakerPolicy``.
     """
 
-    __slots__ = ("_last_pass", "_wall", "policy", "snapshot")
+    __slots__ = ("_last_permit", "_wall", "policy", "snapshot")
 
     def __init__(
         self,
         policy: BreakerPolicy | None = None,
-        snapshot: Snapshot | None = None,
+        snapshot: BreakerSnapshot | None = None,
         *,
         failure_threshold: int | None = None,
         open_cooldown_seconds: float | None = None,
@@ -291,15 +297,15 @@ class CircuitBreaker:
             "half_open_max_calls": half_open_max_calls,
             "probe_lease_seconds": probe_lease_seconds,
         }
-        rules = {name: value for name, value in fields.items() if value is not None}
+        given_fields = {name: value for name, value in fields.items() if value is not None}
         base = BreakerPolicy() if policy is None else policy
-        self.policy = BreakerPolicy.load({**base.model_dump(), **rules}) if rules else base
+        self.policy = BreakerPolicy.load({**base.model_dump(), **given_fields}) if given_fields else base
         if snapshot is None:
             state = BreakerState.CLOSED if open_until is None else BreakerState.OPEN
-            snapshot = Snapshot(state, consecutive_failures, open_until)
+            snapshot = BreakerSnapshot(state, consecutive_failures, open_until)
         self.snapshot = snapshot
-        self._wall = Senses().wall if wall is None else wall
-        self._last_pass: Pass | None = None
+        self._wall = Clock().wall if wall is None else wall
+        self._last_permit: Permit | None = None
 
     @property
     def failure_threshold(self) -> int:
@@ -325,46 +331,46 @@ class CircuitBreaker:
     def open_until(self) -> float | None:
         return self.snapshot.open_until
 
-    def before_call(self, now: float | None = None) -> Pass:
-        """Return the pass for one call; ProviderCircuitOpenError if there is none.
+    def before_call(self, now: float | None = None) -> Permit:
+        """Return the permit for one call; raise ProviderCircuitOpenError if there is none.
 
         *now* is in seconds since the epoch, by default the clock's.
         """
         now = self._wall() if now is None else now
-        answer = admit(self.snapshot, self.policy, now)
-        self.snapshot = answer.state
-        if isinstance(answer, Admitted):
-            self._last_pass = answer.leave
-            return answer.leave
-        raise refusal(answer, now)
+        decision = admit(self.snapshot, self.policy, now)
+        self.snapshot = decision.state
+        if isinstance(decision, CallAdmitted):
+            self._last_permit = decision.permit
+            return decision.permit
+        raise circuit_open_error(decision, now)
 
     def after_call(
         self,
-        leave: Pass | None = None,
+        permit: Permit | None = None,
         now: float | None = None,
         *,
         error: ProviderError | None = None,
         fault: bool | Literal["by error"] | None = "by error",
     ) -> None:
-        """Report how the call of *leave* ended: with *error*, or without one if it succeeded; see ``record``.
+        """Report how the call of *permit* ended: with *error*, or without one if it succeeded; see ``record``.
 
-        *leave* defaults to that of the last ``before_call``. *fault* decides in the place of *error* whether the
-        provider is to blame; None means that nothing is known.
+        *permit* defaults to that of the last ``before_call``. *fault* overrides *error* in deciding whether the
+        provider is to blame; None means that it is unknown.
         """
-        leave = self._last_pass if leave is None else leave
-        if leave is None:
+        permit = self._last_permit if permit is None else permit
+        if permit is None:
             raise ValueError("after_call has no call to report: call before_call first")
-        blame = fault_of(error) if fault == "by error" else fault
+        is_fault = is_provider_fault(error) if fault == "by error" else fault
         now = self._wall() if now is None else now
-        self.snapshot = record(self.snapshot, self.policy, leave, now, fault=blame)
+        self.snapshot = record(self.snapshot, self.policy, permit, now, fault=is_fault)
 
 
-def refusal(refused: Refused, now: float) -> ProviderCircuitOpenError:
-    """The error that a refusal is: later, at ``open_until``."""
-    override = refused.state.override
-    why = refused.state.state if override is None else override.kind
+def circuit_open_error(rejection: CallRefused, now: float) -> ProviderCircuitOpenError:
+    """Return the error of a refused call: no attempt is charged, and it may be retried at ``open_until``."""
+    override = rejection.state.override
+    reason = rejection.state.state if override is None else override.kind
     return ProviderCircuitOpenError(
-        f"the breaker is {why.replace('_', ' ')}; the provider is not called",
-        open_until=refused.until,
-        retry_after=max(0.0, refused.until - now),
+        f"the breaker is {reason.replace('_', ' ')}; the provider is not called",
+        open_until=rejection.until,
+        retry_after=max(0.0, rejection.until - now),
     )

@@ -1,4 +1,4 @@
-"""The dead letter of a call that was given up on: thirteen fields, and whose end it is; pure."""
+"""The dead letter of a call that was given up: thirteen fields and the id of its task; pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import re
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
-from ergon_framework.failure import describe
+from ergon_framework.failure import describe_error
 from ergon_framework.providers.errors import ProviderError
-from ergon_framework.providers.invocation import LONGEST, Invocation
+from ergon_framework.providers.invocation import MAX_NAME_CHARS, Invocation
 
-#: An operation is any text of the host's code, and PostgreSQL keeps no NUL.
+#: An operation is arbitrary text from the host's code, and PostgreSQL cannot store NUL.
 _UNPRINTABLE: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
-#: Where dead letters go.
-QUEUE: Final = "queue.deadletter"
+#: The name of the dead-letter queue.
+DEAD_LETTER_QUEUE: Final = "queue.deadletter"
 
 
-class DeadLetter(NamedTuple):
-    """One call that ended in failure; ``occurred_at`` is in seconds since the epoch."""
+class ProviderDeadLetter(NamedTuple):
+    """One failed call; ``occurred_at`` is in seconds since the epoch."""
 
     tenant_id: str
     campaign_id: str | None
@@ -42,30 +42,30 @@ class DeadLetter(NamedTuple):
     http_status: int | None = None
 
 
-#: The fields of a message; the id of the task travels beside them.
-FIELDS: Final = DeadLetter._fields[: DeadLetter._fields.index("task_id")]
+#: The fields of a message; the task id is sent as the message id.
+MESSAGE_FIELDS: Final = ProviderDeadLetter._fields[: ProviderDeadLetter._fields.index("task_id")]
 
 
-def dead_letter(invocation: Invocation, error: ProviderError, *, attempts: int, now: float) -> DeadLetter:
-    """The dead letter of *invocation*, which ended with *error*.
+def build_dead_letter(invocation: Invocation, error: ProviderError, *, attempts: int, now: float) -> ProviderDeadLetter:
+    """Return the dead letter of *invocation*, which ended with *error*.
 
-    The call that failed is the error's, where it says which it was. *attempts* is how many were made,
-    where the error does not know.
+    The details of the failed call come from the error if it has them. *attempts* is the number of attempts
+    if the error has none.
     """
-    told = error.particulars
-    return DeadLetter(
+    details = error.details
+    return ProviderDeadLetter(
         tenant_id=invocation.tenant_id,
-        campaign_id=told.get("campaign_id") or invocation.campaign_id,
-        task_name=invocation.task_name[:LONGEST],
-        provider_name=told.get("provider_name", invocation.provider_name),
-        capability=told.get("capability", invocation.capability),
-        operation=_UNPRINTABLE.sub("?", told.get("operation", invocation.operation))[:LONGEST],
-        idempotency_key=told.get("idempotency_key", invocation.key),
+        campaign_id=details.get("campaign_id") or invocation.campaign_id,
+        task_name=invocation.task_name[:MAX_NAME_CHARS],
+        provider_name=details.get("provider_name", invocation.provider_name),
+        capability=details.get("capability", invocation.capability),
+        operation=_UNPRINTABLE.sub("?", details.get("operation", invocation.operation))[:MAX_NAME_CHARS],
+        idempotency_key=details.get("idempotency_key", invocation.key),
         correlation_id=invocation.correlation_id,
         reason_code=error.reason_code.value,
         error_type=type(error).__name__,
-        error_message=describe(error),
-        attempts=len(error.attempts) if told else attempts,
+        error_message=describe_error(error),
+        attempts=len(error.attempts) if details else attempts,
         occurred_at=now,
         task_id=invocation.task_id,
         task_execution_id=invocation.task_execution_id,
@@ -76,8 +76,8 @@ def dead_letter(invocation: Invocation, error: ProviderError, *, attempts: int, 
     )
 
 
-def message(letter: DeadLetter) -> bytes:
-    """*letter* as JSON, with the moment in ISO 8601."""
-    fields = dict(zip(FIELDS, letter, strict=False))
-    moment = datetime.fromtimestamp(letter.occurred_at, UTC)
-    return json.dumps(fields | {"occurred_at": moment.isoformat()}, allow_nan=False).encode()
+def to_json(letter: ProviderDeadLetter) -> bytes:
+    """Return *letter* as JSON, with the time in ISO 8601."""
+    fields = dict(zip(MESSAGE_FIELDS, letter, strict=False))
+    occurred_at = datetime.fromtimestamp(letter.occurred_at, UTC)
+    return json.dumps(fields | {"occurred_at": occurred_at.isoformat()}, allow_nan=False).encode()

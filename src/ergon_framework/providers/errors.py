@@ -1,22 +1,22 @@
-"""The canonical errors of provider calls: one class per reason, each with its verdict."""
+"""The canonical errors of provider calls: one class per reason code, each with its verdict."""
 
 from __future__ import annotations
 
-import pickle  # nosec - only loads what stands inside a pickle that somebody is loading already
+import pickle  # nosec - only loads data inside a pickle that the caller is already loading
 import re
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ergon_framework.errors import Category, ErgonError
-from ergon_framework.failure import MESSAGE, SEARCHED
-from ergon_framework.telemetry.redaction import HIDDEN, masked
+from ergon_framework.failure import MAX_MESSAGE_CHARS, MAX_SEARCHED_CHARS
+from ergon_framework.telemetry.redaction import HIDDEN, mask_credentials
 
 if TYPE_CHECKING:
-    from ergon_framework.providers.retry import Tried
+    from ergon_framework.providers.retry import AttemptInfo
 
 
 class ReasonCode(StrEnum):
-    """Why a call failed, in the words of the tables and of the dead letter."""
+    """The reason why a call failed, as tables and dead letters store it."""
 
     TIMEOUT = "timeout"
     CONNECTION_ERROR = "connection_error"
@@ -31,16 +31,16 @@ class ReasonCode(StrEnum):
 
 
 class ProviderError(ErgonError):
-    """A call to a provider failed; the class says why, and its attributes what follows.
+    """A failed provider call; the class gives the reason, and the attributes the consequences.
 
     ``retryable`` says whether another attempt can help. ``fault`` says whether the provider is to
-    blame, which the breaker counts. ``sent`` is False only where it is certain that the provider
-    never got the request, so that its quota is given back; True also stands for "nobody knows".
-    ``result`` and ``attempts`` are filled in by whoever made the call. ``final`` is not the
-    class's word: only he who stops trying can say that nobody should try again.
+    blame, which the breaker counts. ``sent`` is False only if the provider certainly never got the
+    request, so that its quota is refunded; True includes "unknown".
+    ``result`` and ``attempts`` are set by the code that made the call. ``final`` does not depend on the
+    class: only the code that stops retrying can decide that no caller should retry.
 
-    The message is cleaned of credentials, queries of addresses and values of secrets. What it is
-    told in other words cannot be recognised, so no body and no header belongs into it.
+    Credentials, query strings of addresses and values of secrets are removed from the message. Secrets in any other
+    form are not recognised, so a message must contain no body and no header.
     """
 
     reason_code: ClassVar[ReasonCode] = ReasonCode.INTERNAL_ERROR
@@ -51,7 +51,7 @@ class ProviderError(ErgonError):
     sent: bool = True
     http_status: int | None = None
     result: Any = None
-    attempts: tuple[Tried, ...] = ()
+    attempts: tuple[AttemptInfo, ...] = ()
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class ProviderError(ErgonError):
         fault: bool | None = None,
         category: Category | None = None,
         final: bool | None = None,
-        later: bool | None = None,
+        not_attempted: bool | None = None,
         temporary: bool | None = None,
         code: str | None = None,
     ) -> None:
         super().__init__(
-            clean(message),
+            sanitize_message(message),
             category=category,
             retry_after=retry_after,
             final=final,
-            later=later,
+            not_attempted=not_attempted,
             temporary=temporary,
             code=code,
         )
@@ -84,18 +84,22 @@ class ProviderError(ErgonError):
             self.fault = fault
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The fields follow as state, not as arguments: the last of the attempts holds this very error.
-        return _blank, (type(self), self.args), {"fields": self.__dict__.copy(), "cause": _packed(self.__cause__)}
+        # The fields follow as state, not as arguments: the last of the attempts refers to this error.
+        return (
+            _create_blank,
+            (type(self), self.args),
+            {"fields": self.__dict__.copy(), "cause": _pack_cause(self.__cause__)},
+        )
 
     def __setstate__(self, state: Any, /) -> None:
         self.__dict__.update(state["fields"])
-        self.__cause__ = _unpacked(state["cause"])
+        self.__cause__ = _unpack_cause(state["cause"])
 
 
 class ProviderTimeoutError(ProviderError):
-    """The answer did not come in time; whether the request was carried out is often unknown.
+    """The provider did not answer in time; whether it carried out the request is often unknown.
 
-    Its category is SYSTEM: TIMEOUT is the engine's word for a scope of its own that expired.
+    The category is SYSTEM: the engine uses TIMEOUT for its own expired scopes.
     """
 
     reason_code = code = ReasonCode.TIMEOUT
@@ -104,7 +108,7 @@ class ProviderTimeoutError(ProviderError):
 
 
 class ProviderConnectionError(ProviderError):
-    """There is no line to the provider, or it broke: DNS, TLS, refused, reset."""
+    """The connection to the provider failed: DNS, TLS, refused or reset."""
 
     reason_code = code = ReasonCode.CONNECTION_ERROR
     retryable = True
@@ -112,36 +116,36 @@ class ProviderConnectionError(ProviderError):
 
 
 class ProviderRateLimitError(ProviderError):
-    """The provider is well and asks for a pause; ``retry_after`` is its length where it was told."""
+    """The provider is healthy and requests a pause; ``retry_after`` is its length if the provider sent one."""
 
     reason_code = code = ReasonCode.RATE_LIMITED
     retryable = True
 
 
 class ProviderAuthError(ProviderError):
-    """The provider does not accept who we are; trying again cannot help, changing the setup can."""
+    """The provider rejects the credentials; a retry cannot help, a changed configuration can."""
 
     reason_code = code = ReasonCode.AUTH_FAILED
 
 
 class ProviderQuotaExceededError(ProviderError):
-    """Our own quota for the window is spent; nothing was sent."""
+    """The framework's own quota for the window is exhausted; nothing was sent."""
 
     reason_code = code = ReasonCode.QUOTA_EXHAUSTED
     sent = False
 
 
 class ProviderBadRequestError(ProviderError):
-    """The provider understood and refused: the work itself is impossible as it was asked for."""
+    """The provider understood the request and rejected it: it can never succeed in this form."""
 
     category = Category.BUSINESS
     reason_code = code = ReasonCode.BAD_REQUEST
 
 
 class ProviderResponseFormatError(ProviderError):
-    """The answer is none that was agreed on.
+    """The response does not have the agreed format.
 
-    It is the provider's fault: a page of a proxy in the place of JSON is how outages often look.
+    It counts as the provider's fault: outages often look like a proxy's HTML page instead of JSON.
     """
 
     reason_code = code = ReasonCode.RESPONSE_INVALID
@@ -149,7 +153,7 @@ class ProviderResponseFormatError(ProviderError):
 
 
 class ProviderDependencyError(ProviderError):
-    """The provider says that it cannot serve now."""
+    """The provider reports that it cannot serve requests now."""
 
     reason_code = code = ReasonCode.DEPENDENCY_UNAVAILABLE
     retryable = True
@@ -157,17 +161,17 @@ class ProviderDependencyError(ProviderError):
 
 
 class ProviderInternalError(ProviderError):
-    """Something of ours broke around the call, or something that nobody has mapped."""
+    """A failure on this side of the call, or an exception without a mapping."""
 
     reason_code = code = ReasonCode.INTERNAL_ERROR
 
 
 class ProviderCircuitOpenError(ProviderError):
-    """The breaker lets nothing through until ``open_until``, in seconds since the epoch; nothing was sent."""
+    """The breaker admits no calls until ``open_until``, in seconds since the epoch; nothing was sent."""
 
     reason_code = code = ReasonCode.CIRCUIT_OPEN
     sent = False
-    later = True
+    not_attempted = True
     open_until: float | None = None
 
     def __init__(self, message: str = "", *, open_until: float | None = None, **verdict: Any) -> None:
@@ -176,8 +180,8 @@ class ProviderCircuitOpenError(ProviderError):
             self.open_until = open_until
 
 
-#: Every class with a reason of its own, by that reason.
-BY_REASON: Final[dict[ReasonCode, type[ProviderError]]] = {
+#: The error classes by their reason code.
+ERROR_BY_REASON: Final[dict[ReasonCode, type[ProviderError]]] = {
     kind.reason_code: kind
     for kind in (
         ProviderTimeoutError,
@@ -194,78 +198,85 @@ BY_REASON: Final[dict[ReasonCode, type[ProviderError]]] = {
 }
 
 
-# -- what a message may say -----------------------------------------------------------------------
+# -- redaction of messages ------------------------------------------------------------------------
 
-# A password is often written unescaped, with any character in it: from the colon on, everything up to
-# an @ is taken for one, even if this costs a path.
-_ADDRESS: Final = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^\s@?#]*:[^\s@]*@|[^\s/?#@]*@)*([^\s?#]*)(?:[?#]\S*)?")
-_QUERY: Final = re.compile(r"\?[^\s?=]+=\S*")
+# A password is often written unescaped, with any character in it: everything from the colon up to an @
+# counts as a password, even if a path is lost.
+_ADDRESS_PATTERN: Final = re.compile(
+    r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^\s@?#]*:[^\s@]*@|[^\s/?#@]*@)*([^\s?#]*)(?:[?#]\S*)?"
+)
+_QUERY_PATTERN: Final = re.compile(r"\?[^\s?=]+=\S*")
 
 
-def clean(message: str) -> str:
-    """The first 500 characters of *message*, without the credentials and queries of addresses and without secrets.
+def sanitize_message(message: str) -> str:
+    """Return the first 500 characters of *message* without credentials, query strings and secrets.
 
     A secret is recognised by the name that it is assigned to.
 
-    >>> clean("GET https://me:pw@api.example/v1/x?key=1 failed")
+    >>> sanitize_message("GET https://me:pw@api.example/v1/x?key=1 failed")
     'GET https://api.example/v1/x failed'
     """
-    return masked(_QUERY.sub(f"?{HIDDEN}", _ADDRESS.sub(r"\1\2", masked(message[:SEARCHED])[:MESSAGE])))
+    return mask_credentials(
+        _QUERY_PATTERN.sub(
+            f"?{HIDDEN}",
+            _ADDRESS_PATTERN.sub(r"\1\2", mask_credentials(message[:MAX_SEARCHED_CHARS])[:MAX_MESSAGE_CHARS]),
+        )
+    )
 
 
-# -- to another process ---------------------------------------------------------------------------
+# -- pickling -------------------------------------------------------------------------------------
 
-#: Where the exceptions come from that are known to hold nothing but what their arguments say.
-_PLAIN: Final = frozenset({"builtins", "socket", "ssl", "asyncio.exceptions", "http.client"})
+#: Modules whose exceptions hold only their arguments.
+_PLAIN_MODULES: Final = frozenset({"builtins", "socket", "ssl", "asyncio.exceptions", "http.client"})
 
 
-def _blank(kind: type[ProviderError], args: tuple[Any, ...]) -> ProviderError:
+def _create_blank(kind: type[ProviderError], args: tuple[Any, ...]) -> ProviderError:
     error = kind.__new__(kind, *args)
     error.args = args
     return error
 
 
-def _packed(cause: BaseException | None) -> bytes | str | None:
-    """*cause* as bytes where it may travel whole, else only the name of its type.
+def _pack_cause(cause: BaseException | None) -> bytes | str | None:
+    """Return *cause* pickled if it is safe, else only the name of its type.
 
     The exceptions of client libraries hold the request with its headers, and their messages hold
-    addresses, statements and bodies: none of that may reach a queue, a table or a result store.
+    addresses, statements and bodies: none of these may reach a queue, a table or a result backend.
     """
     if cause is None:
         return None
     try:
-        return pickle.dumps(cause) if _harmless(cause) else type_name(cause)
-    except Exception:  # noqa: BLE001 - any refusal means the same: this cause stays here
-        return type_name(cause)
+        return pickle.dumps(cause) if _is_harmless(cause) else get_type_name(cause)
+    except Exception:  # noqa: BLE001 - an exception that cannot be pickled is replaced by its type name
+        return get_type_name(cause)
 
 
-def _unpacked(packed: bytes | str | None) -> BaseException | None:
+def _unpack_cause(packed: bytes | str | None) -> BaseException | None:
     if packed is None or isinstance(packed, str):
         return None if packed is None else ErgonError(packed)
     cause = pickle.loads(packed)  # noqa: S301  # nosec - see above
     return cause if isinstance(cause, BaseException) else None
 
 
-def _harmless(cause: BaseException) -> bool:
+def _is_harmless(cause: BaseException) -> bool:
     if isinstance(cause, ProviderError):
         return True
-    if type(cause) is ErgonError:  # a name that has travelled before
-        return cause.__cause__ is None and not vars(cause) and _speakable(cause.args)
-    if type(cause).__module__ not in _PLAIN:
+    if type(cause) is ErgonError:  # a type name that was unpickled before
+        return cause.__cause__ is None and not vars(cause) and _has_safe_arguments(cause.args)
+    if type(cause).__module__ not in _PLAIN_MODULES:
         return False
-    # Of these classes the answer is the class, the arguments and, if there are any, the attributes.
-    made = cause.__reduce__()
-    return len(made) == 2 and _speakable(made[1])  # noqa: PLR2004 - see above
+    # For these classes the pickle consists of the class, the arguments and, if there are any, the attributes.
+    parts = cause.__reduce__()
+    return len(parts) == 2 and _has_safe_arguments(parts[1])  # noqa: PLR2004 - see above
 
 
-def _speakable(args: Any) -> bool:
+def _has_safe_arguments(args: Any) -> bool:
     return all(
-        arg is None or isinstance(arg, bool | int | float) or (isinstance(arg, str) and clean(arg) == arg)
+        arg is None or isinstance(arg, bool | int | float) or (isinstance(arg, str) and sanitize_message(arg) == arg)
         for arg in args
     )
 
 
-def type_name(error: BaseException) -> str:
-    """The full name of the error's type: ``httpx.ReadTimeout``."""
+def get_type_name(error: BaseException) -> str:
+    """Return the full name of the error's type: ``httpx.ReadTimeout``."""
     kind = type(error)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

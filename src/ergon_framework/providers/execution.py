@@ -1,4 +1,4 @@
-"""What a call is given, what it comes to, and what is written down of each of its attempts: pure data."""
+"""The data of a provider call: its context, its result, and the record of each attempt; pure data."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from ergon_framework.providers.errors import ReasonCode
-from ergon_framework.providers.health import Outcome
-from ergon_framework.providers.retry import Tried
+from ergon_framework.providers.health import AttemptOutcome
+from ergon_framework.providers.retry import AttemptInfo
 
-#: Whose calls they are where nobody has named a tenant.
-NO_TENANT = "default"
-#: The task execution that the calls of this context are part of, unless they name one.
+#: The tenant of calls that name none.
+DEFAULT_TENANT = "default"
+#: The task execution to which the calls in this context belong, unless they name one.
 current_task_execution: Final[ContextVar[str | None]] = ContextVar("ergon_task_execution", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProviderExecutionContext:
-    """What a call is part of; what is None comes from the scope of the handler, where there is one.
+    """The context of a call; fields that are None come from the handler's scope, if there is one.
 
-    ``timeout`` is in seconds and can only shorten the budget. ``attempt_number`` is filled in for
-    each attempt, and so is ``timeout``: what is left then is what a client should be told to wait.
-    ``name`` tells two calls of one operation in one handler apart.
+    ``timeout`` is in seconds and can only shorten the budget. ``attempt_number`` and ``timeout`` are set for
+    each attempt: ``timeout`` is then the remaining time, which is the limit to pass to a client.
+    ``name`` distinguishes two calls of the same operation in one handler.
     """
 
     correlation_id: str | None = None
@@ -35,8 +35,8 @@ class ProviderExecutionContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """What ``_execute_impl`` may return in place of the bare value: the value, and the status it came with."""
+class ProviderReply:
+    """A return value of ``_execute_impl`` that adds the HTTP status to the value."""
 
     value: dict[str, Any]
     http_status: int | None = None
@@ -44,10 +44,10 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProviderExecutionResult:
-    """What a call came to. A failure has a ``reason_code`` and no value, and is found at its error.
+    """The result of a call. A failed call has a ``reason_code`` and no value; its error carries the result.
 
-    ``attempts`` counts those that were made now: one that is ``replayed`` made none. ``duration_ms``
-    is that of the whole call, waits included.
+    ``attempts`` counts the attempts of this call: a ``replayed`` result has none. ``duration_ms`` is the duration of
+    the whole call, including waits.
     """
 
     provider_name: str
@@ -58,17 +58,17 @@ class ProviderExecutionResult:
     correlation_id: str
     idempotency_key: str | None
     value: dict[str, Any] | None
-    outcome: Outcome
+    outcome: AttemptOutcome
     reason_code: ReasonCode | None
     attempts: int
     duration_ms: float
     http_status: int | None = None
     replayed: bool = False
-    tried: tuple[Tried, ...] = ()
+    attempt_history: tuple[AttemptInfo, ...] = ()
 
 
-class AttemptRow(NamedTuple):
-    """One attempt, as the table of metrics keeps it; ``created_at`` is in seconds since the epoch."""
+class AttemptRecord(NamedTuple):
+    """One attempt, as the metrics table stores it; ``created_at`` is in seconds since the epoch."""
 
     tenant_id: str
     task_execution_id: str | None
@@ -81,7 +81,7 @@ class AttemptRow(NamedTuple):
     max_attempts: int
     duration_ms: float
     timeout_budget_ms: float
-    outcome: Outcome
+    outcome: AttemptOutcome
     reason_code: ReasonCode | None
     retryable: bool
     http_status: int | None
@@ -89,8 +89,8 @@ class AttemptRow(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Request:
-    """One call as it was asked for, with everything that was left to the scope filled in."""
+class ProviderRequest:
+    """One call with all values that the caller had left to the scope."""
 
     provider_name: str
     capability: str
@@ -101,7 +101,7 @@ class Request:
     correlation_id: str
     idempotency_key: str | None
     fingerprint: str
-    #: Unique for this call: the name under which it holds its key.
+    #: Unique for this call: the name under which it claims its key.
     owner: str
-    #: As it was given: what it leaves to the scope is above.
+    #: The context that the caller passed; the fields above hold the values it left to the scope.
     context: ProviderExecutionContext

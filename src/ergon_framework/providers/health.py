@@ -1,7 +1,7 @@
-"""Health: what the last hour of calls was like, from counts and histograms by the minute.
+"""The health of the last hour's calls, from counts and histograms per minute.
 
-A minute is made of rows, and rows may be counted in any order and in any groups: the sums are the
-same, so a minute that was added up on the way equals one that is recomputed from its rows.
+The attempts of a minute may be counted in any order and in any groups: the sums are the same, so
+a minute that was added up incrementally equals one that is recomputed from its rows.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Final
 from ergon_framework.providers.circuit_breaker import BreakerState
 from ergon_framework.providers.errors import ReasonCode
 
-MINUTE: Final = 60
-#: The minutes of an hour: the current one, as far as it has come, and the 59 before it.
-MINUTES: Final = 60
+MINUTE_SECONDS: Final = 60
+#: The minutes of an hour: the current one so far, and the 59 before it.
+HOUR_MINUTES: Final = 60
 
-#: Upper bounds of the buckets, in milliseconds: ten steps to each power of ten, none more than 1.28
-#: times the one before. There is one more bucket above the last.
-BOUNDS_MS: Final = (
+#: Upper bounds of the buckets, in milliseconds: ten steps per power of ten, each at most 1.28
+#: times the previous one. One more bucket follows the last bound.
+BUCKET_BOUNDS_MS: Final = (
     *(step * 10.0**power for power in range(5) for step in (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)),
     100_000.0,
 )
 
-#: Refused by ourselves before anything was sent: no call, and no word on the provider.
-NOT_CALLED: Final = frozenset({ReasonCode.CIRCUIT_OPEN, ReasonCode.QUOTA_EXHAUSTED})
+#: Reasons of attempts rejected before sending: they are not calls, and say nothing about the provider.
+NOT_CALLED_REASONS: Final = frozenset({ReasonCode.CIRCUIT_OPEN, ReasonCode.QUOTA_EXHAUSTED})
 
 
-class Outcome(StrEnum):
+class AttemptOutcome(StrEnum):
     """How one attempt ended; ``dead_letter`` is the end of a call whose task was given up."""
 
     SUCCESS = "success"
@@ -44,21 +44,21 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One attempt, as far as health reads it; *at* is in seconds since the epoch."""
+class AttemptSample:
+    """The fields of one attempt that health uses; *at* is in seconds since the epoch."""
 
     at: float
-    outcome: Outcome
+    outcome: AttemptOutcome
     duration_ms: float
     reason_code: ReasonCode | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
-    """Counts of attempts by outcome, and a histogram of how long they took.
+class CallStats:
+    """Counts of attempts by outcome, and a histogram of their durations.
 
-    ``refused`` counts those that were never made, ``dead_letter`` the calls that ended in a dead letter, which are no
-    attempts of their own: both are in no rate and in no histogram.
+    ``refused`` counts attempts that were never made, ``dead_letter`` calls that ended in a dead letter, which are
+    not attempts themselves: neither is part of a rate or a histogram.
     """
 
     success: int = 0
@@ -66,31 +66,36 @@ class Calls:
     failed: int = 0
     dead_letter: int = 0
     refused: int = 0
-    buckets: tuple[int, ...] = (0,) * (len(BOUNDS_MS) + 1)
+    buckets: tuple[int, ...] = (0,) * (len(BUCKET_BOUNDS_MS) + 1)
     longest_ms: float = 0.0
 
     @classmethod
-    def of(cls, rows: Iterable[Row]) -> Calls:
-        """The counts of *rows*."""
-        counts, buckets, refused, longest = dict.fromkeys(Outcome, 0), [0] * (len(BOUNDS_MS) + 1), 0, 0.0
+    def from_rows(cls, rows: Iterable[AttemptSample]) -> CallStats:
+        """Return the counts of *rows*."""
+        counts, buckets, refused, longest_ms = (
+            dict.fromkeys(AttemptOutcome, 0),
+            [0] * (len(BUCKET_BOUNDS_MS) + 1),
+            0,
+            0.0,
+        )
         for row in rows:
-            if row.outcome is Outcome.DEAD_LETTER:
+            if row.outcome is AttemptOutcome.DEAD_LETTER:
                 counts[row.outcome] += 1
                 continue
-            if row.reason_code in NOT_CALLED:
+            if row.reason_code in NOT_CALLED_REASONS:
                 refused += 1
                 continue
             counts[row.outcome] += 1
-            buckets[bisect_left(BOUNDS_MS, row.duration_ms)] += 1
-            longest = max(longest, row.duration_ms)
+            buckets[bisect_left(BUCKET_BOUNDS_MS, row.duration_ms)] += 1
+            longest_ms = max(longest_ms, row.duration_ms)
         return cls(
-            success=counts[Outcome.SUCCESS],
-            retry=counts[Outcome.RETRY],
-            failed=counts[Outcome.FAILED],
-            dead_letter=counts[Outcome.DEAD_LETTER],
+            success=counts[AttemptOutcome.SUCCESS],
+            retry=counts[AttemptOutcome.RETRY],
+            failed=counts[AttemptOutcome.FAILED],
+            dead_letter=counts[AttemptOutcome.DEAD_LETTER],
             refused=refused,
             buckets=tuple(buckets),
-            longest_ms=longest,
+            longest_ms=longest_ms,
         )
 
     @property
@@ -99,25 +104,25 @@ class Calls:
 
     @property
     def success_rate(self) -> float | None:
-        """The share of attempts that succeeded; None where there were none."""
+        """The share of attempts that succeeded; None without attempts."""
         return self.success / self.total if self.total else None
 
     @property
     def p95_latency_ms(self) -> float | None:
-        """The upper bound of the bucket that holds the 95th of each 100 attempts, by nearest rank.
+        """The upper bound of the bucket that holds the 95th percentile, by nearest rank.
 
-        It is never below the true value. From 1 ms to 100 s it is at most 1.28 times that, below it
-        is at most 1 ms, above it is the longest attempt, which it never exceeds.
+        It is never below the true value. From 1 ms to 100 s it is at most 1.28 times the true value, below that range
+        at most 1 ms, above it the longest attempt, which it never exceeds.
         """
         if not self.total:
             return None
-        rank = (self.total * 95 + 99) // 100  # in whole numbers: a product with 0.95 is rounded
-        holds = bisect_left(tuple(accumulate(self.buckets)), rank)
-        return min((*BOUNDS_MS, self.longest_ms)[holds], self.longest_ms)
+        rank = (self.total * 95 + 99) // 100  # in integers: a product with 0.95 is rounded
+        bucket = bisect_left(tuple(accumulate(self.buckets)), rank)
+        return min((*BUCKET_BOUNDS_MS, self.longest_ms)[bucket], self.longest_ms)
 
-    def merge(self, other: Calls) -> Calls:
-        """The counts of both."""
-        return Calls(
+    def merge(self, other: CallStats) -> CallStats:
+        """Return the sum of both counts."""
+        return CallStats(
             success=self.success + other.success,
             retry=self.retry + other.retry,
             failed=self.failed + other.failed,
@@ -129,48 +134,52 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
-class Minute:
-    """The attempts of one minute of UTC; *start* is its first second since the epoch."""
+class MinuteStats:
+    """The attempts of one minute in UTC; *start* is its first second since the epoch."""
 
     start: int
-    calls: Calls = Calls()
+    calls: CallStats = CallStats()
 
     def __post_init__(self) -> None:
-        if self.start % MINUTE:
+        if self.start % MINUTE_SECONDS:
             raise ValueError(f"{self.start} is not the first second of a minute")
 
-    def merge(self, other: Minute) -> Minute:
-        """The same minute, counted in two parts."""
+    def merge(self, other: MinuteStats) -> MinuteStats:
+        """Merge two counts of the same minute."""
         if other.start != self.start:
             raise ValueError(f"the minutes {self.start} and {other.start} are two and stay two")
-        return Minute(self.start, self.calls.merge(other.calls))
+        return MinuteStats(self.start, self.calls.merge(other.calls))
 
 
-def minute_of(at: float) -> int:
-    """The first second of the minute that *at* falls into."""
-    return int(at // MINUTE) * MINUTE
+def floor_to_minute(at: float) -> int:
+    """Return the first second of the minute that contains *at*."""
+    return int(at // MINUTE_SECONDS) * MINUTE_SECONDS
 
 
-def minutes(rows: Iterable[Row]) -> tuple[Minute, ...]:
-    """The minutes that *rows* make up, the earliest first."""
-    sorted_out: defaultdict[int, list[Row]] = defaultdict(list)
+def group_by_minute(rows: Iterable[AttemptSample]) -> tuple[MinuteStats, ...]:
+    """Group *rows* by minute, the earliest first."""
+    rows_by_minute: defaultdict[int, list[AttemptSample]] = defaultdict(list)
     for row in rows:
-        sorted_out[minute_of(row.at)].append(row)
-    return tuple(Minute(start, Calls.of(sorted_out[start])) for start in sorted(sorted_out))
+        rows_by_minute[floor_to_minute(row.at)].append(row)
+    return tuple(MinuteStats(start, CallStats.from_rows(rows_by_minute[start])) for start in sorted(rows_by_minute))
 
 
 @dataclass(frozen=True, slots=True)
-class Hour:
-    """The last sixty minutes, as they were at the time they were asked for."""
+class HourStats:
+    """The statistics of the last sixty minutes."""
 
-    calls: Calls = Calls()
+    calls: CallStats = CallStats()
 
     @classmethod
-    def at(cls, now: float, minutes: Iterable[Minute]) -> Hour:
-        """The hour that ends with the minute of *now*; minutes outside of it are left out, parts of one added up."""
-        last = minute_of(now)
-        within = (minute.calls for minute in minutes if last - MINUTES * MINUTE < minute.start <= last)
-        return cls(reduce(Calls.merge, within, Calls()))
+    def at(cls, now: float, minutes: Iterable[MinuteStats]) -> HourStats:
+        """Return the hour that ends with the minute of *now*; other minutes are ignored, equal minutes are merged."""
+        last_minute = floor_to_minute(now)
+        hour_calls = (
+            minute.calls
+            for minute in minutes
+            if last_minute - HOUR_MINUTES * MINUTE_SECONDS < minute.start <= last_minute
+        )
+        return cls(reduce(CallStats.merge, hour_calls, CallStats()))
 
     @property
     def success_rate_1h(self) -> float | None:
@@ -183,7 +192,7 @@ class Hour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProviderHealthState:
-    """One row of ``provider_health_states``: how a provider and capability are for one tenant."""
+    """One row of ``provider_health_states``: the health of a provider and capability for one tenant."""
 
     id: int
     tenant_id: str

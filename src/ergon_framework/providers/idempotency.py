@@ -1,7 +1,7 @@
-"""One key, one call: who holds a key, what it came to, and who may have it next; pure functions.
+"""The idempotency keys of calls: the owner of a key, its result, and the next owner; pure functions.
 
-Moments are seconds since the epoch. Each function takes an entry and answers the next one, and None
-where nothing is to be kept.
+Times are in seconds since the epoch. Each function takes an entry and returns the next one, or None
+if nothing is to be stored.
 """
 
 from __future__ import annotations
@@ -16,133 +16,137 @@ from ergon_framework.providers.errors import ProviderBadRequestError, ProviderEr
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The result of a call, as it is played back."""
+class StoredResult:
+    """The stored result of a call, which is replayed."""
 
     value: dict[str, Any]
     http_status: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class InFlight:
-    """*owner* makes the call; at *until* he is taken for dead. *doubt*: one before him may have made it too."""
+class KeyInFlightState:
+    """*owner* makes the call; at *until* it counts as dead. *outcome_unknown*: an earlier owner may have made it."""
 
     fingerprint: str
     owner: str
     until: float
-    doubt: bool = False
+    outcome_unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """The call was made, and until *until* its result is played back."""
+class KeyCompleted:
+    """The call was made; its result is replayed until *until*."""
 
     fingerprint: str
-    kept: Kept
+    stored_result: StoredResult
     until: float
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
-    """The call may have been made. It may be tried again with the same payload, and with no other before *until*."""
+class KeyUnknown:
+    """The call may have been made. Until *until* it may be retried with the same payload only."""
 
     fingerprint: str
     until: float
 
 
-Entry: TypeAlias = InFlight | Done | Unknown
+KeyEntry: TypeAlias = KeyInFlightState | KeyCompleted | KeyUnknown
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
-    """The key is his who asked."""
+class KeyClaimed:
+    """The claimant owns the key."""
 
-    entry: InFlight
+    entry: KeyInFlightState
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Somebody else has it, at the latest until *until*."""
+class KeyHeld:
+    """Another owner holds the key until *until* at the latest."""
 
     until: float
 
 
-Claim: TypeAlias = Claimed | Held | Kept
+KeyClaim: TypeAlias = KeyClaimed | KeyHeld | StoredResult
 
 
-def claim(entry: Entry | None, *, fingerprint: str, owner: str, now: float, lease: float) -> Claim:
-    """Ask for a key; another payload under the key of a call that was made, or may have been, is an error."""
-    # An owner that died may have made his call: the end of his lease frees the key for the same payload only.
-    if entry is not None and (isinstance(entry, InFlight) or now < entry.until):
+def claim_key(entry: KeyEntry | None, *, fingerprint: str, owner: str, now: float, lease: float) -> KeyClaim:
+    """Claim a key; raise an error for another payload under the key of a call that was made or may have been."""
+    # A dead owner may have made its call: the end of its lease frees the key for the same payload only.
+    if entry is not None and (isinstance(entry, KeyInFlightState) or now < entry.until):
         if entry.fingerprint != fingerprint:
-            raise conflict()
-        if isinstance(entry, Done):
-            return entry.kept
-        if isinstance(entry, InFlight) and entry.owner != owner and now < entry.until:
-            return Held(entry.until)
-        # Whatever comes of the call that is made now, the one before it may have been carried out.
-        doubt = isinstance(entry, Unknown) or entry.doubt or entry.owner != owner
-        return Claimed(InFlight(fingerprint, owner, now + lease, doubt))
-    return Claimed(InFlight(fingerprint, owner, now + lease))
+            raise key_conflict_error()
+        if isinstance(entry, KeyCompleted):
+            return entry.stored_result
+        if isinstance(entry, KeyInFlightState) and entry.owner != owner and now < entry.until:
+            return KeyHeld(entry.until)
+        # Whatever the result of the new call, the provider may have carried out the earlier one.
+        outcome_unknown = isinstance(entry, KeyUnknown) or entry.outcome_unknown or entry.owner != owner
+        return KeyClaimed(KeyInFlightState(fingerprint, owner, now + lease, outcome_unknown))
+    return KeyClaimed(KeyInFlightState(fingerprint, owner, now + lease))
 
 
-def succeed(entry: Entry | None, *, owner: str, kept: Kept, until: float) -> Entry | None:
-    """The call was made; one who has lost the key says nothing of it any more."""
-    return Done(entry.fingerprint, kept, until) if isinstance(entry, InFlight) and entry.owner == owner else entry
+def complete_key(entry: KeyEntry | None, *, owner: str, stored_result: StoredResult, until: float) -> KeyEntry | None:
+    """Store the result of a call that was made; an owner that has lost the key changes nothing."""
+    return (
+        KeyCompleted(entry.fingerprint, stored_result, until)
+        if isinstance(entry, KeyInFlightState) and entry.owner == owner
+        else entry
+    )
 
 
-def fail(entry: Entry | None, *, owner: str, doubt: bool, until: float) -> Entry | None:
-    """The call failed: definitely, and the key is forgotten; or in *doubt*, and its payload is remembered.
+def fail_key(entry: KeyEntry | None, *, owner: str, outcome_unknown: bool, until: float) -> KeyEntry | None:
+    """Record a failed call: a definite failure deletes the key; an unknown outcome keeps its payload.
 
-    A doubt that one before it has left is not settled by a call that failed.
+    A failed call does not settle the unknown outcome of an earlier one.
     """
-    if not isinstance(entry, InFlight) or entry.owner != owner:
+    if not isinstance(entry, KeyInFlightState) or entry.owner != owner:
         return entry
-    return Unknown(entry.fingerprint, until) if doubt or entry.doubt else None
+    return KeyUnknown(entry.fingerprint, until) if outcome_unknown or entry.outcome_unknown else None
 
 
-#: The code of a key that stands for another payload.
-CONFLICT: Final = "idempotency_conflict"
+#: The code of the error of a key that belongs to another payload.
+CONFLICT_CODE: Final = "idempotency_conflict"
 
 
-def conflict(name: str = "") -> ProviderBadRequestError:
-    """The error of a key that stands for another payload; *name* is the effect that was made, or may have been."""
-    whose = f"the idempotency key of the effect {name!r}" if name else "this idempotency key"
+def key_conflict_error(name: str = "") -> ProviderBadRequestError:
+    """Return the error of a key that has another payload; *name* is the effect that was, or may have been, made."""
+    key_description = f"the idempotency key of the effect {name!r}" if name else "this idempotency key"
     return ProviderBadRequestError(
-        f"{whose} belongs to a call with another payload, which was made or may have been; give each call a key, or a "
-        "name=, of its own",
-        code=CONFLICT,
+        f"{key_description} belongs to a call with another payload, which was made or may have been; give each call a "
+        "key, or a name=, of its own",
+        code=CONFLICT_CODE,
         sent=False,
     )
 
 
-#: The provider has said no, so the call was not carried out.
-_REFUSED: Final = frozenset({ReasonCode.BAD_REQUEST, ReasonCode.AUTH_FAILED, ReasonCode.RATE_LIMITED})
+#: Reasons with which the provider rejects a call, so that it was not carried out.
+_NOT_EXECUTED_REASONS: Final = frozenset({ReasonCode.BAD_REQUEST, ReasonCode.AUTH_FAILED, ReasonCode.RATE_LIMITED})
 
 
-def doubtful(error: ProviderError) -> bool:
-    """Whether a call that ended with *error* may have been carried out all the same."""
-    return error.sent and error.reason_code not in _REFUSED
+def is_outcome_unknown(error: ProviderError) -> bool:
+    """Return whether the provider may have carried out a call that ended with *error*."""
+    return error.sent and error.reason_code not in _NOT_EXECUTED_REASONS
 
 
-def effect(provider_name: str, operation: str, name: str | None = None) -> str:
-    """The name of the effect that a call has in its transaction; the call's key follows from it."""
-    plain = f"{provider_name}.{operation}"
-    return plain if name is None else f"{plain}/{name}"
+def effect_name(provider_name: str, operation: str, name: str | None = None) -> str:
+    """Return the name of a call's effect in its transaction; the call's key derives from it."""
+    operation_name = f"{provider_name}.{operation}"
+    return operation_name if name is None else f"{operation_name}/{name}"
 
 
-#: Made once: json.dumps makes an encoder for each text that is not written by its defaults.
-_canonical: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
+#: Created once: json.dumps creates an encoder per call unless all options are the defaults.
+_encode_canonical: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
 
 
-def fingerprint(operation: str, payload: Mapping[str, Any]) -> str:
-    """What tells two calls of one key apart: the SHA-256 of operation and payload as canonical JSON.
+def compute_fingerprint(operation: str, payload: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of operation and payload as canonical JSON, which distinguishes the calls of one key.
 
-    >>> fingerprint("charge", {"b": 1, "a": 2}) == fingerprint("charge", {"a": 2, "b": 1})
+    >>> compute_fingerprint("charge", {"b": 1, "a": 2}) == compute_fingerprint("charge", {"a": 2, "b": 1})
     True
     """
     try:
-        text = _canonical([operation, payload])
+        text = _encode_canonical([operation, payload])
     except (TypeError, ValueError) as error:
         raise ProviderBadRequestError(
             "the payload of a call with a key must be plain JSON, so that the same call is recognised",

@@ -1,7 +1,7 @@
-"""An invocation: what a task was sent with, read within limits; pure.
+"""The invocation of a task: the data it was sent with, parsed within limits; pure.
 
-Whatever arrives in a message may be anything. What is refused is replaced by what would have held
-without it, and the refusal is kept beside: a dead letter can be written in any case.
+The content of a message is untrusted. A rejected value is replaced by its default, and the rejection is kept, so that
+a dead letter can be written in any case.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ergon_framework.providers.errors import BY_REASON, ProviderBadRequestError, ProviderError, ReasonCode
-from ergon_framework.providers.execution import NO_TENANT
-from ergon_framework.providers.idempotency import effect
+from ergon_framework.providers.errors import ERROR_BY_REASON, ProviderBadRequestError, ProviderError, ReasonCode
+from ergon_framework.providers.execution import DEFAULT_TENANT
+from ergon_framework.providers.idempotency import effect_name
 from ergon_framework.transaction import Transaction
 
-#: The header of a message that holds what is not an argument of the task.
+#: The message header that holds the values that are not arguments of the task.
 HEADER: Final = "ergon"
-#: The names in that header. Those of whom it is for may be arguments of the task as well.
-WHOSE: Final = ("tenant_id", "campaign_id", "idempotency_key")
-NAMES: Final = (*WHOSE, "correlation_id", "timeout_budget_seconds", "task_execution_id")
-#: In that header of a task that was sent again: why the breaker is open, as a reason code and a message.
-CAUSE: Final = "cause"
-#: Headers that bring a trace.
-TRACE: Final = ("traceparent", "tracestate", "baggage")
+#: The fields of that header. The first three may also be arguments of the task.
+ARGUMENT_NAMES: Final = ("tenant_id", "campaign_id", "idempotency_key")
+FIELD_NAMES: Final = (*ARGUMENT_NAMES, "correlation_id", "timeout_budget_seconds", "task_execution_id")
+#: The header field of a task that was sent again: why the breaker is open, as a reason code and a message.
+CAUSE_FIELD: Final = "cause"
+#: The headers that carry a trace.
+TRACE_HEADERS: Final = ("traceparent", "tracestate", "baggage")
 
-#: The longest name of anybody or anything, and the longest key.
-LONGEST: Final = 200
-LONGEST_KEY: Final = 255
-LONGEST_TRACE: Final = 8_192
+#: Maximum lengths in characters of a name, a key and a trace header.
+MAX_NAME_CHARS: Final = 200
+MAX_KEY_CHARS: Final = 255
+MAX_TRACE_CHARS: Final = 8_192
 
-_NAME: Final = re.compile(rf"[^\x00-\x1f\x7f\ud800-\udfff]{{1,{LONGEST}}}")
-#: A key is sent to providers in a header: visible ASCII and nothing else.
-_KEY: Final = re.compile(rf"[\x21-\x7e]{{1,{LONGEST_KEY}}}")
+_NAME_PATTERN: Final = re.compile(rf"[^\x00-\x1f\x7f\ud800-\udfff]{{1,{MAX_NAME_CHARS}}}")
+#: A key is sent to providers in a header, so only visible ASCII is allowed.
+_KEY_PATTERN: Final = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invocation:
-    """One task that was sent: whose it is, what it calls, under which key, and how long it may take.
+    """One task that was sent: its tenant, the operation it calls, its key, and its time budget.
 
-    ``key`` is that of its own operation: the one that was given, or one that follows from the task's
-    id, so that it is the same at every delivery. ``refused`` is what was wrong with the message.
+    ``key`` is the key of the task's own operation: the explicit one, or one derived from the task's id, so that it is
+    the same at every delivery. ``rejection`` is the error of an invalid message.
     """
 
     task_id: str
@@ -53,22 +53,22 @@ class Invocation:
     tenant_id: str
     campaign_id: str | None
     correlation_id: str
-    given_key: str | None
+    explicit_key: str | None
     budget: float
     trace: Mapping[str, str]
-    #: What the attempts of its calls refer to: the id that the sender gave, else the task's own.
+    #: The id that the attempts of its calls refer to: the one that the sender passed, else the task's own.
     task_execution_id: str
-    #: Of one call, as the policy of the provider says.
+    #: The maximum attempts of one call, from the provider's policy.
     max_attempts: int = 1
-    refused: ProviderBadRequestError | None = None
-    #: The last failure of an earlier delivery, which met an open breaker afterwards.
+    rejection: ProviderBadRequestError | None = None
+    #: The last failure of an earlier delivery, which later met an open breaker.
     cause: ProviderError | None = None
 
     @property
     def transaction(self) -> Transaction:
-        """What a body runs in: all keys of its calls follow from this."""
+        """The transaction in which the body runs: the keys of all its calls derive from it."""
         return Transaction(
-            self.given_key or self.task_id,
+            self.explicit_key or self.task_id,
             source=self.task_name,
             tenant=self.tenant_id,
             correlation=self.correlation_id,
@@ -77,12 +77,12 @@ class Invocation:
 
     @property
     def key(self) -> str:
-        return self.given_key or self.transaction.derive(effect(self.provider_name, self.operation))
+        return self.explicit_key or self.transaction.derive(effect_name(self.provider_name, self.operation))
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
-    """What a task calls, as it was declared."""
+class CallSpec:
+    """The declared call of a task."""
 
     task_name: str
     provider_name: str
@@ -92,97 +92,101 @@ class Called:
     max_attempts: int = 1
 
 
-def read(
-    called: Called,
+def read_invocation(
+    call_spec: CallSpec,
     *,
     task_id: Any,
     headers: Mapping[str, Any] | None,
     kwargs: Mapping[str, Any] | None,
     root_id: Any = None,
 ) -> Invocation:
-    """The invocation of a message with these headers and keyword arguments."""
+    """Return the invocation of a message with these headers and keyword arguments."""
     headers = headers or {}
-    given, refused = _given(headers.get(HEADER), kwargs if isinstance(kwargs, Mapping) else {})
-    budget = called.budget
-    if "timeout_budget_seconds" in given:
-        budget = given["timeout_budget_seconds"]
-        if budget > called.budget:
-            refused.append(f"timeout_budget_seconds may shorten the task's {called.budget:g} s, and not lengthen them")
-            budget = called.budget
-    known = identified(task_id)
+    values, rejections = _parse_fields(headers.get(HEADER), kwargs if isinstance(kwargs, Mapping) else {})
+    budget = call_spec.budget
+    if "timeout_budget_seconds" in values:
+        budget = values["timeout_budget_seconds"]
+        if budget > call_spec.budget:
+            rejections.append(
+                f"timeout_budget_seconds may shorten the task's {call_spec.budget:g} s, and not lengthen them"
+            )
+            budget = call_spec.budget
+    normalized_id = normalize_task_id(task_id)
     return Invocation(
-        task_id=known,
-        task_name=called.task_name,
-        provider_name=called.provider_name,
-        capability=called.capability,
-        operation=called.operation,
-        tenant_id=given.get("tenant_id") or NO_TENANT,
-        campaign_id=given.get("campaign_id"),
-        correlation_id=given.get("correlation_id") or (identified(root_id) if root_id else known),
-        given_key=given.get("idempotency_key"),
+        task_id=normalized_id,
+        task_name=call_spec.task_name,
+        provider_name=call_spec.provider_name,
+        capability=call_spec.capability,
+        operation=call_spec.operation,
+        tenant_id=values.get("tenant_id") or DEFAULT_TENANT,
+        campaign_id=values.get("campaign_id"),
+        correlation_id=values.get("correlation_id") or (normalize_task_id(root_id) if root_id else normalized_id),
+        explicit_key=values.get("idempotency_key"),
         budget=budget,
-        trace=_trace(headers),
-        task_execution_id=given.get("task_execution_id") or known,
-        max_attempts=called.max_attempts,
-        refused=ProviderBadRequestError("; ".join(refused), sent=False, code="invocation") if refused else None,
-        cause=_cause(headers.get(HEADER)),
+        trace=_parse_trace(headers),
+        task_execution_id=values.get("task_execution_id") or normalized_id,
+        max_attempts=call_spec.max_attempts,
+        rejection=ProviderBadRequestError("; ".join(rejections), sent=False, code="invocation") if rejections else None,
+        cause=_parse_cause(headers.get(HEADER)),
     )
 
 
-def identified(task_id: Any) -> str:
-    """*task_id* as every store accepts it: itself, or its SHA-256 if it is too long or unprintable."""
-    known = str(task_id)
-    if _NAME.fullmatch(known):
-        return known
-    return "sha256-" + hashlib.sha256(known.encode(errors="backslashreplace")).hexdigest()
+def normalize_task_id(task_id: Any) -> str:
+    """Return *task_id* as every store accepts it: unchanged, or its SHA-256 if it is too long or unprintable."""
+    text = str(task_id)
+    if _NAME_PATTERN.fullmatch(text):
+        return text
+    return "sha256-" + hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
 
-def header(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The header for what a sender gives, without what is None; ValueError for what a worker would refuse."""
-    found, refused = _given({name: value for name, value in given.items() if value is not None}, {})
-    if refused:
-        raise ValueError("; ".join(refused))
-    return found
+def build_header(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the header for a sender's *values*, without None; raise ValueError for values a worker would reject."""
+    fields, rejections = _parse_fields({name: value for name, value in values.items() if value is not None}, {})
+    if rejections:
+        raise ValueError("; ".join(rejections))
+    return fields
 
 
-def _given(header: Any, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    found: dict[str, Any] = {}
-    refused: list[str] = []
+def _parse_fields(header: Any, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    fields: dict[str, Any] = {}
+    rejections: list[str] = []
     if header is not None and not isinstance(header, Mapping):
-        refused.append(f"the header {HEADER!r} holds names and values, and not {type(header).__name__}")
+        rejections.append(f"the header {HEADER!r} holds names and values, and not {type(header).__name__}")
         header = None
-    for name in NAMES:
+    for name in FIELD_NAMES:
         value = None if header is None else header.get(name)
-        if value is None and name in WHOSE:
+        if value is None and name in ARGUMENT_NAMES:
             value = kwargs.get(name)
         if value is None:
             continue
-        why = _refusal(name, value)
-        if why is None:
-            found[name] = value
+        rejection = _explain_rejection(name, value)
+        if rejection is None:
+            fields[name] = value
         else:
-            refused.append(f"{name} {why}")  # without the value: it may be anything
-    return found, refused
+            rejections.append(f"{name} {rejection}")  # without the value, which is untrusted
+    return fields, rejections
 
 
-def _refusal(name: str, value: Any) -> str | None:
+def _explain_rejection(name: str, value: Any) -> str | None:
     if name == "timeout_budget_seconds":
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return None if is_number and 0 < value < float("inf") else "is a number of seconds above 0"
     if name == "idempotency_key":
-        sound = isinstance(value, str) and _KEY.fullmatch(value)
-        return None if sound else f"is 1 to {LONGEST_KEY} visible ASCII characters, without blanks"
-    sound = isinstance(value, str) and _NAME.fullmatch(value)
-    return None if sound else f"is text of 1 to {LONGEST} characters, without control characters"
+        is_valid = isinstance(value, str) and _KEY_PATTERN.fullmatch(value)
+        return None if is_valid else f"is 1 to {MAX_KEY_CHARS} visible ASCII characters, without blanks"
+    is_valid = isinstance(value, str) and _NAME_PATTERN.fullmatch(value)
+    return None if is_valid else f"is text of 1 to {MAX_NAME_CHARS} characters, without control characters"
 
 
-def _cause(header: Any) -> ProviderError | None:
-    match header.get(CAUSE) if isinstance(header, Mapping) else None:
+def _parse_cause(header: Any) -> ProviderError | None:
+    match header.get(CAUSE_FIELD) if isinstance(header, Mapping) else None:
         case [str(reason), str(message)] if reason in ReasonCode.__members__.values():
-            return BY_REASON[ReasonCode(reason)](message)
+            return ERROR_BY_REASON[ReasonCode(reason)](message)
     return None
 
 
-def _trace(headers: Mapping[str, Any]) -> dict[str, str]:
-    found = {name: headers.get(name) for name in TRACE}
-    return {name: value for name, value in found.items() if isinstance(value, str) and 0 < len(value) <= LONGEST_TRACE}
+def _parse_trace(headers: Mapping[str, Any]) -> dict[str, str]:
+    values = {name: headers.get(name) for name in TRACE_HEADERS}
+    return {
+        name: value for name, value in values.items() if isinstance(value, str) and 0 < len(value) <= MAX_TRACE_CHARS
+    }

@@ -1,4 +1,4 @@
-"""Books in memory: for tests, for programs of one process, and as the measure for the shared ones."""
+"""The provider state in memory: for tests, for single-process programs, and as the reference for shared stores."""
 
 from __future__ import annotations
 
@@ -14,234 +14,244 @@ from weakref import WeakSet
 from ergon_framework.providers import circuit_breaker as breakers
 from ergon_framework.providers import idempotency
 from ergon_framework.providers.books import (
-    Account,
-    Admission,
-    Admitted,
-    Asked,
-    AsyncBooks,
-    Books,
-    Busy,
-    Concluded,
-    Replayed,
+    AdmissionRequest,
+    AdmissionResult,
+    AdmittedAttempt,
+    AsyncProviderState,
+    AttemptResult,
+    KeyInFlight,
+    ProviderScope,
+    ProviderState,
+    ReplayedResult,
 )
-from ergon_framework.providers.circuit_breaker import BreakerState, Pass, Snapshot
+from ergon_framework.providers.circuit_breaker import BreakerSnapshot, BreakerState, Permit
 from ergon_framework.providers.errors import ProviderError, ProviderQuotaExceededError
-from ergon_framework.providers.execution import AttemptRow
-from ergon_framework.providers.health import Hour, Row, minutes
-from ergon_framework.providers.idempotency import Claimed, Entry, Held, InFlight, Kept
+from ergon_framework.providers.execution import AttemptRecord
+from ergon_framework.providers.health import AttemptSample, HourStats, group_by_minute
+from ergon_framework.providers.idempotency import KeyClaimed, KeyEntry, KeyHeld, KeyInFlightState, StoredResult
 from ergon_framework.providers.quota import QuotaState, Window, WindowKind
 
 #: Tenant, provider and key.
 _Key: TypeAlias = tuple[str, str, str]
 
 
-class MemoryBooks(Books, AsyncBooks):
+class MemoryProviderState(ProviderState, AsyncProviderState):
     """Quota, breakers and keys of one process; safe from any thread and any event loop.
 
-    It is bounded: of results at most *keys* are kept for their keys and of attempts the last *rows*
-    for health, in both cases the newest. A key whose call is in flight, a breaker that is not closed
-    and a quota whose window lasts are never given up. All of it ends with the process.
+    Its size is bounded: it keeps at most *max_keys* results for their keys, and the last *max_rows* attempts
+    for health, the newest in both cases. A key whose call is in flight, a breaker that is not closed
+    and a quota whose window has not ended are never evicted. All of it ends with the process.
     """
 
-    waits = False
+    may_block = False
 
-    def __init__(self, *, keys: int = 10_000, rows: int = 10_000, accounts: int = 10_000) -> None:
+    def __init__(self, *, max_keys: int = 10_000, max_rows: int = 10_000, max_scopes: int = 10_000) -> None:
         self._lock = threading.Lock()
-        self._keys: OrderedDict[_Key, Entry] = OrderedDict()
-        self._breakers: OrderedDict[Account, Snapshot] = OrderedDict()
-        self._quotas: dict[tuple[Account, WindowKind], QuotaState] = {}
-        self._rows: deque[AttemptRow] = deque(maxlen=rows)
-        self._max_keys = keys
-        self._max_accounts = accounts
-        #: How many attempts had to make room for newer ones.
+        self._keys: OrderedDict[_Key, KeyEntry] = OrderedDict()
+        self._breakers: OrderedDict[ProviderScope, BreakerSnapshot] = OrderedDict()
+        self._quotas: dict[tuple[ProviderScope, WindowKind], QuotaState] = {}
+        self._rows: deque[AttemptRecord] = deque(maxlen=max_rows)
+        self._max_keys = max_keys
+        self._max_scopes = max_scopes
+        #: Number of attempts that were evicted for newer ones.
         self.dropped = 0
-        _everybody.add(self)
+        _instances.add(self)
 
-    # -- the port ---------------------------------------------------------------------------------
+    # -- the ProviderState interface --------------------------------------------------------------
 
-    def admit(self, asked: Asked) -> Admission:
+    def admit(self, request: AdmissionRequest) -> AdmissionResult:
         with self._lock:
-            first = asked.idempotency_key is not None and asked.attempt_number == 1
-            if first:
-                taken = self._claim(asked)
-                if taken is not None:
-                    return taken
+            claims_key = request.idempotency_key is not None and request.attempt_number == 1
+            if claims_key:
+                claim_result = self._claim_key(request)
+                if claim_result is not None:
+                    return claim_result
             try:
-                windows, leave = self._reserve(asked)
+                windows, permit = self._reserve(request)
             except ProviderError:
-                self._end_key(asked, Concluded(now=asked.now, last=True, doubt=asked.doubt))
+                self._end_key(
+                    request, AttemptResult(now=request.now, is_last=True, outcome_unknown=request.outcome_unknown)
+                )
                 raise
-            return Admitted(asked, leave, windows)
+            return AdmittedAttempt(request, permit, windows)
 
-    def conclude(self, admitted: Admitted, concluded: Concluded) -> BreakerState | None:
-        asked, error = admitted.asked, concluded.error
+    def complete(self, admitted: AdmittedAttempt, result: AttemptResult) -> BreakerState | None:
+        request, error = admitted.request, result.error
         with self._lock:
             if error is not None and not error.sent:
-                self._refund(asked.account, admitted.windows)
-            if concluded.last:
-                self._end_key(asked, concluded)
-            fault = None if error is None and concluded.kept is None else breakers.fault_of(error)
-            before = self._breakers.get(asked.account, _NEW)
-            after = breakers.record(before, asked.policy.breaker, admitted.leave, concluded.now, fault=fault)
-            self._put_breaker(asked.account, after)
+                self._refund(request.scope, admitted.windows)
+            if result.is_last:
+                self._end_key(request, result)
+            fault = None if error is None and result.stored_result is None else breakers.is_provider_fault(error)
+            before = self._breakers.get(request.scope, _NEW_BREAKER)
+            after = breakers.record(before, request.policy.breaker, admitted.permit, result.now, fault=fault)
+            self._put_breaker(request.scope, after)
             return None if after.state is before.state else after.state
 
-    async def admit_async(self, asked: Asked) -> Admission:
-        return self.admit(asked)
+    async def admit_async(self, request: AdmissionRequest) -> AdmissionResult:
+        return self.admit(request)
 
-    async def conclude_async(self, admitted: Admitted, concluded: Concluded) -> BreakerState | None:
-        return self.conclude(admitted, concluded)
+    async def complete_async(self, admitted: AdmittedAttempt, result: AttemptResult) -> BreakerState | None:
+        return self.complete(admitted, result)
 
-    def record(self, row: AttemptRow) -> None:
+    def record(self, row: AttemptRecord) -> None:
         rows = self._rows
         if len(rows) == rows.maxlen:
             self.dropped += 1
         rows.append(row)
 
-    def held_until(self, account: Account) -> float | None:
-        found = self._breakers.get(account, _NEW)
-        return breakers.held_until(found)
+    def blocked_until(self, scope: ProviderScope) -> float | None:
+        snapshot = self._breakers.get(scope, _NEW_BREAKER)
+        return breakers.blocked_until(snapshot)
 
-    # -- what it shows ----------------------------------------------------------------------------
+    # -- inspection -------------------------------------------------------------------------------
 
-    def breaker(self, account: Account) -> Snapshot:
-        """The breaker as it was left by the last call."""
+    def get_breaker(self, scope: ProviderScope) -> BreakerSnapshot:
+        """Return the breaker as the last call left it."""
         with self._lock:
-            return self._breakers.get(account, _NEW)
+            return self._breakers.get(scope, _NEW_BREAKER)
 
-    def quota(self, account: Account, kind: WindowKind) -> QuotaState | None:
-        """The window as it was left by the last call; None where there is no limit."""
+    def get_quota(self, scope: ProviderScope, kind: WindowKind) -> QuotaState | None:
+        """Return the window as the last call left it; None without a limit."""
         with self._lock:
-            return self._quotas.get((account, kind))
+            return self._quotas.get((scope, kind))
 
-    def rows(self) -> list[AttemptRow]:
-        """The last attempts, the oldest first."""
+    def list_attempts(self) -> list[AttemptRecord]:
+        """Return the last attempts, the oldest first."""
         return list(self._rows.copy())
 
-    def hour(self, tenant_id: str, provider_name: str, capability: str, *, now: float) -> Hour:
-        """What the last hour was like for that tenant, as far as its attempts are still here."""
-        wanted = (tenant_id, provider_name, capability)
-        told = [
-            Row(row.created_at, row.outcome, row.duration_ms, row.reason_code)
-            for row in self.rows()
-            if (row.tenant_id, row.provider_name, row.capability) == wanted
+    def get_hour(self, tenant_id: str, provider_name: str, capability: str, *, now: float) -> HourStats:
+        """Return the statistics of the tenant's last hour, from the attempts that are still kept."""
+        scope = (tenant_id, provider_name, capability)
+        samples = [
+            AttemptSample(row.created_at, row.outcome, row.duration_ms, row.reason_code)
+            for row in self.list_attempts()
+            if (row.tenant_id, row.provider_name, row.capability) == scope
         ]
-        return Hour.at(now, minutes(told))
+        return HourStats.at(now, group_by_minute(samples))
 
-    # -- the parts; the lock is held ----------------------------------------------------------------
+    # -- steps; the lock is held --------------------------------------------------------------------
 
-    def _claim(self, asked: Asked) -> Replayed | Busy | None:
-        key = _key(asked)
-        answer = idempotency.claim(
-            self._keys.get(key), fingerprint=asked.fingerprint, owner=asked.owner, now=asked.now, lease=asked.lease
+    def _claim_key(self, request: AdmissionRequest) -> ReplayedResult | KeyInFlight | None:
+        key = _to_key(request)
+        claim = idempotency.claim_key(
+            self._keys.get(key),
+            fingerprint=request.fingerprint,
+            owner=request.owner,
+            now=request.now,
+            lease=request.lease,
         )
-        if isinstance(answer, Claimed):
-            self._put_key(key, answer.entry, now=asked.now)
+        if isinstance(claim, KeyClaimed):
+            self._put_key(key, claim.entry, now=request.now)
             return None
-        return Busy(answer.until) if isinstance(answer, Held) else Replayed(_copied(answer))
+        return KeyInFlight(claim.until) if isinstance(claim, KeyHeld) else ReplayedResult(_copy_result(claim))
 
-    def _reserve(self, asked: Asked) -> tuple[tuple[Window, ...], Pass]:
-        """Quota, then breaker; only what both allow is written."""
-        account, policy = asked.account, asked.policy
+    def _reserve(self, request: AdmissionRequest) -> tuple[tuple[Window, ...], Permit]:
+        """Reserve quota, then the breaker's permit; nothing is written unless both admit the call."""
+        scope, policy = request.scope, request.policy
         limits = policy.quota.limits
-        states = self._quota_states(asked) if limits else []
-        answer = breakers.admit(self._breakers.get(account, _NEW), policy.breaker, asked.now)
-        self._put_breaker(account, answer.state)
-        if not isinstance(answer, breakers.Admitted):
-            raise breakers.refusal(answer, asked.now)
+        states = self._reserve_windows(request) if limits else []
+        decision = breakers.admit(self._breakers.get(scope, _NEW_BREAKER), policy.breaker, request.now)
+        self._put_breaker(scope, decision.state)
+        if not isinstance(decision, breakers.CallAdmitted):
+            raise breakers.circuit_open_error(decision, request.now)
         for state in states:
-            self._quotas[account, state.window.kind] = state
-        return tuple(state.window for state in states), answer.leave
+            self._quotas[scope, state.window.kind] = state
+        return tuple(state.window for state in states), decision.permit
 
-    def _quota_states(self, asked: Asked) -> list[QuotaState]:
-        """Every limited window of the account with one call more."""
-        now = datetime.fromtimestamp(asked.now, UTC)
+    def _reserve_windows(self, request: AdmissionRequest) -> list[QuotaState]:
+        """Return the state of every limited window of the scope after one more call."""
+        now = datetime.fromtimestamp(request.now, UTC)
         states = []
-        for kind, limit in asked.policy.quota.limits:
-            place = asked.account, kind
-            state = self._quotas.get(place) or QuotaState.new(kind, limit, now=now)
+        for kind, limit in request.policy.quota.limits:
+            quota_key = request.scope, kind
+            state = self._quotas.get(quota_key) or QuotaState.new(kind, limit, now=now)
             if state.limit_count != limit:
                 state = state.with_limit(limit)
             try:
                 states.append(state.reserve(now=now))
             except ProviderQuotaExceededError:
-                self._quotas[place] = state.exhausted(now)
+                self._quotas[quota_key] = state.mark_exhausted(now)
                 raise
-        if len(self._quotas) >= self._max_accounts:
-            self._quotas = {place: state for place, state in self._quotas.items() if now < state.window.end}
+        if len(self._quotas) >= self._max_scopes:
+            self._quotas = {quota_key: state for quota_key, state in self._quotas.items() if now < state.window.end}
         return states
 
-    def _refund(self, account: Account, windows: tuple[Window, ...]) -> None:
+    def _refund(self, scope: ProviderScope, windows: tuple[Window, ...]) -> None:
         for window in windows:
-            place = account, window.kind
-            self._quotas[place] = self._quotas[place].refund(window=window)
+            quota_key = scope, window.kind
+            self._quotas[quota_key] = self._quotas[quota_key].refund(window=window)
 
-    def _end_key(self, asked: Asked, concluded: Concluded) -> None:
-        if asked.idempotency_key is None:
+    def _end_key(self, request: AdmissionRequest, result: AttemptResult) -> None:
+        if request.idempotency_key is None:
             return
-        key, until = _key(asked), concluded.now + asked.policy.keep
+        key, until = _to_key(request), result.now + request.policy.keep
         before = self._keys.get(key)
-        if concluded.kept is not None:
-            after = idempotency.succeed(before, owner=asked.owner, kept=_copied(concluded.kept), until=until)
+        if result.stored_result is not None:
+            after = idempotency.complete_key(
+                before, owner=request.owner, stored_result=_copy_result(result.stored_result), until=until
+            )
         else:
-            after = idempotency.fail(before, owner=asked.owner, doubt=concluded.doubt, until=until)
+            after = idempotency.fail_key(
+                before, owner=request.owner, outcome_unknown=result.outcome_unknown, until=until
+            )
         if after is None:
             self._keys.pop(key, None)
         elif after is not before:
-            self._put_key(key, after, now=concluded.now)
+            self._put_key(key, after, now=result.now)
 
-    def _put_key(self, key: _Key, entry: Entry, *, now: float) -> None:
+    def _put_key(self, key: _Key, entry: KeyEntry, *, now: float) -> None:
         self._keys[key] = entry
         self._keys.move_to_end(key)
-        # Whoever is in flight is passed over, once each: at most all of them are.
+        # Keys in flight are skipped once each, so the loop is bounded even if all of them are in flight.
         for _ in range(len(self._keys)):
             if len(self._keys) <= self._max_keys:
                 return
-            eldest, found = self._keys.popitem(last=False)
-            if isinstance(found, InFlight) and now < found.until:
-                self._keys[eldest] = found
+            oldest_key, oldest_entry = self._keys.popitem(last=False)
+            if isinstance(oldest_entry, KeyInFlightState) and now < oldest_entry.until:
+                self._keys[oldest_key] = oldest_entry
 
-    def _put_breaker(self, account: Account, state: Snapshot) -> None:
-        if self._breakers.get(account, _NEW) is state:
+    def _put_breaker(self, scope: ProviderScope, state: BreakerSnapshot) -> None:
+        if self._breakers.get(scope, _NEW_BREAKER) is state:
             return
-        self._breakers[account] = state
-        self._breakers.move_to_end(account)
+        self._breakers[scope] = state
+        self._breakers.move_to_end(scope)
         for _ in range(len(self._breakers)):
-            if len(self._breakers) <= self._max_accounts:
+            if len(self._breakers) <= self._max_scopes:
                 return
-            eldest, found = self._breakers.popitem(last=False)
-            if found.state is not BreakerState.CLOSED or found.override is not None:
-                self._breakers[eldest] = found
+            oldest_scope, oldest_breaker = self._breakers.popitem(last=False)
+            if oldest_breaker.state is not BreakerState.CLOSED or oldest_breaker.override is not None:
+                self._breakers[oldest_scope] = oldest_breaker
 
-    def _begin_anew(self) -> None:
-        """After a fork: whoever held the lock is not here."""
+    def _reset_lock(self) -> None:
+        """Replace the lock in a forked child: the thread that held it does not exist there."""
         self._lock = threading.Lock()
 
 
-_NEW: Final = Snapshot()
+_NEW_BREAKER: Final = BreakerSnapshot()
 
 
-def _key(asked: Asked) -> _Key:
-    return asked.tenant_id, asked.account.provider_name, asked.idempotency_key or ""
+def _to_key(request: AdmissionRequest) -> _Key:
+    return request.tenant_id, request.scope.provider_name, request.idempotency_key or ""
 
 
-def _copied(kept: Kept) -> Kept:
-    """A value that nobody else holds; plain JSON is copied as such, as a shared store would have it."""
+def _copy_result(stored_result: StoredResult) -> StoredResult:
+    """Copy the result, so that no caller shares it; JSON is copied as JSON, as a shared store would return it."""
     try:
-        value: Any = json.loads(json.dumps(kept.value))
+        value: Any = json.loads(json.dumps(stored_result.value))
     except (TypeError, ValueError):
-        value = copy.deepcopy(kept.value)
-    return Kept(value, kept.http_status)
+        value = copy.deepcopy(stored_result.value)
+    return StoredResult(value, stored_result.http_status)
 
 
-# -- the books of this process ------------------------------------------------------------------------
+# -- forks --------------------------------------------------------------------------------------------
 
-_everybody: Final[WeakSet[MemoryBooks]] = WeakSet()
-
-
-def _forked() -> None:
-    for books in list(_everybody):
-        books._begin_anew()  # noqa: SLF001 - their own module
+_instances: Final[WeakSet[MemoryProviderState]] = WeakSet()
 
 
-os.register_at_fork(after_in_child=_forked)
+def _reset_locks() -> None:
+    for state in list(_instances):
+        state._reset_lock()  # noqa: SLF001 - the class's own module
+
+
+os.register_at_fork(after_in_child=_reset_locks)

@@ -1,4 +1,4 @@
-"""The policy of a provider: one object that says how its calls are made."""
+"""The policy of a provider: one object that configures its calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ergon_framework.providers.retry import RetryPolicy
 
 
 class QuotaPolicy(Policy):
-    """How many calls a window may see; None is no limit."""
+    """The maximum number of calls per window; None means no limit."""
 
     minute: int | None = Field(default=None, ge=0, description="Calls a minute.")
     hour: int | None = Field(default=None, ge=0, description="Calls an hour.")
@@ -23,13 +23,13 @@ class QuotaPolicy(Policy):
 
     @cached_property
     def limits(self) -> tuple[tuple[WindowKind, int], ...]:
-        """The windows that have a limit, the shortest first."""
-        found = ((kind, getattr(self, kind.value)) for kind in WindowKind)
-        return tuple((kind, limit) for kind, limit in found if limit is not None)
+        """The windows with a limit, the shortest first."""
+        window_limits = ((kind, getattr(self, kind.value)) for kind in WindowKind)
+        return tuple((kind, limit) for kind, limit in window_limits if limit is not None)
 
 
 class ProviderPolicy(Policy):
-    """How the calls of a provider are made."""
+    """The configuration of a provider's calls."""
 
     timeout: float = Field(default=30.0, gt=0, description="Seconds for a call with all its attempts and waits.")
     attempt_timeout: Annotated[float, Field(gt=0)] | None = Field(

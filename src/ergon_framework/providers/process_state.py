@@ -1,7 +1,7 @@
-"""The state of every provider of this process that was created without ``books=``.
+"""The state of every provider of this process that was created without ``state_store=``.
 
-With a database configured it is in PostgreSQL and shared by all processes; without one it is in the memory of this
-process, and a warning says so.
+With a configured database it is in PostgreSQL and shared by all processes; without one it is in the memory of this
+process, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -15,66 +15,66 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ergon_framework.providers.memory import MemoryBooks
-from ergon_framework.schema.libraries import needed
+from ergon_framework.providers.memory import MemoryProviderState
+from ergon_framework.schema.libraries import require_psycopg
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY
 
 if TYPE_CHECKING:
-    from ergon_framework.providers.sql.books import PostgresBooks
+    from ergon_framework.providers.sql.books import PostgresProviderState
 
 log: Final = logging.getLogger(f"{LIBRARY}.providers")
 
 #: The variable that names the database.
 DSN_VARIABLE: Final = "ERGON_POSTGRES__DSN"
-_NOT_SHARED: Final = (
+_NOT_SHARED_REASON: Final = (
     "quotas, circuit breakers, idempotency keys and metrics of providers are per process; "
-    f"set {DSN_VARIABLE} to share them, or pass books=MemoryBooks() to keep them in this process"
+    f"set {DSN_VARIABLE} to share them, or pass state_store=MemoryProviderState() to keep them in this process"
 )
 
-ProcessBooks: TypeAlias = "MemoryBooks | PostgresBooks"
+ProcessState: TypeAlias = "MemoryProviderState | PostgresProviderState"
 
 _lock = threading.Lock()
 _dsn: str | None = None
-_current: ProcessBooks | None = None
+_current: ProcessState | None = None
 
 
-def process_books() -> ProcessBooks:
-    """Return the state of every provider that was created without ``books=``; the first call decides where it is.
+def process_state() -> ProcessState:
+    """Return the state of every provider that was created without ``state_store=``; the first call decides its place.
 
-    It opens no connection and starts no thread, so that a process may fork afterwards. MissingExtraError if a database
-    is configured and the extra ``postgres`` is not installed.
+    It opens no connection and starts no thread, so that a process may fork afterwards. Raises MissingExtraError if a
+    database is configured and the extra ``postgres`` is not installed.
     """
     return _resolve() if _current is None else _current
 
 
 def configure_database(dsn: str | None) -> None:
-    """Name the database for the providers of this process; None leaves it to the environment.
+    """Set the database address for the providers of this process; None leaves it to the environment.
 
-    It has an effect before the first use of the state only.
+    It has an effect only before the first use of the state.
     """
     global _dsn  # noqa: PLW0603 - one process has one database
     _dsn = dsn
 
 
-def close_process_books(timeout: float = 2.0) -> None:
-    """Write the metrics that wait, within *timeout* seconds, and close connections; a later use opens them again."""
-    if _current is not None and not isinstance(_current, MemoryBooks):
+def close_process_state(timeout: float = 2.0) -> None:
+    """Write pending metrics within *timeout* seconds and close connections; a later use opens them again."""
+    if _current is not None and not isinstance(_current, MemoryProviderState):
         _current.close(timeout)
 
 
 @contextmanager
-def replace_process_books(books: ProcessBooks) -> Iterator[None]:
-    """Use *books* as the state of the process inside the block; for tests."""
+def replace_process_state(state: ProcessState) -> Iterator[None]:
+    """Use *state* as the state of the process inside the block; for tests."""
     global _current  # noqa: PLW0603 - restored below
-    before, _current = _current, books
+    previous, _current = _current, state
     try:
         yield
     finally:
-        _current = before
+        _current = previous
 
 
-def _resolve() -> ProcessBooks:
+def _resolve() -> ProcessState:
     global _current  # noqa: PLW0603 - decided once
     with _lock:
         if _current is None:
@@ -82,16 +82,16 @@ def _resolve() -> ProcessBooks:
         return _current
 
 
-def _create() -> ProcessBooks:
+def _create() -> ProcessState:
     dsn = _dsn or os.environ.get(DSN_VARIABLE)
     if not dsn:
-        logs.say(logging.WARNING, "provider state not shared", {"reason": _NOT_SHARED}, to=log)
-        return MemoryBooks()
-    needed()
-    # Imported when it is needed: the extra is optional.
+        logs.log_event(logging.WARNING, "provider state not shared", {"reason": _NOT_SHARED_REASON}, to=log)
+        return MemoryProviderState()
+    require_psycopg()
+    # Imported on use: the extra is optional.
     module = importlib.import_module("ergon_framework.providers.sql.books")
-    books: PostgresBooks = module.PostgresBooks(dsn)
-    return books
+    state: PostgresProviderState = module.PostgresProviderState(dsn)
+    return state
 
 
 def _renew_lock() -> None:
@@ -101,4 +101,4 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)
-atexit.register(close_process_books)
+atexit.register(close_process_state)

@@ -1,4 +1,4 @@
-"""How many calls a window still has; a pure model of the shared row. Moments are aware datetimes."""
+"""The quota of a window: a pure model of the shared row. Times are aware datetimes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ergon_framework.providers.errors import ProviderQuotaExceededError
 
 
 class WindowKind(StrEnum):
-    """How long a window is."""
+    """The length of a window."""
 
     MINUTE = "minute"
     HOUR = "hour"
@@ -21,7 +21,7 @@ class WindowKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """From *start* to just before *end*, in UTC; the windows of one kind tile time."""
+    """The time from *start* to just before *end*, in UTC; the windows of one kind are contiguous."""
 
     kind: WindowKind
     start: datetime
@@ -32,7 +32,7 @@ class Window:
 
 
 def window_at(kind: WindowKind, moment: datetime) -> Window:
-    """The window of that kind that *moment* falls into; a moment without a zone is refused.
+    """Return the window of *kind* that contains *moment*; raise ValueError for a time without a zone.
 
     >>> str(window_at(WindowKind.MONTH, datetime(2028, 2, 29, 12, tzinfo=UTC)).end)
     '2028-03-01 00:00:00+00:00'
@@ -54,28 +54,28 @@ def window_at(kind: WindowKind, moment: datetime) -> Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Calls taken out of a window at once, for one process to spend without asking again.
+class QuotaBlock:
+    """Calls reserved from a window in one step, which a process makes without further requests.
 
-    They count as used from the moment they are taken, so that a process that dies with some left
-    makes the window poorer and never richer. At *until* the block is worth nothing.
+    They count as used from the moment of the reservation, so that a killed process leaves quota unused but never
+    allows extra calls. The block expires at *until*.
     """
 
     window: Window
     left: int
     until: datetime
 
-    def take(self, now: datetime) -> Block | None:
-        """The block with one call less; None where it has none to give any more."""
+    def take(self, now: datetime) -> QuotaBlock | None:
+        """Return the block with one call less; None if it is empty or expired."""
         return replace(self, left=self.left - 1) if self.left > 0 and now < self.until else None
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaState:
-    """What one window allows and what is used of it; used and remaining make up the limit at any time.
+    """The limit of one window and the calls used; used and remaining always add up to the limit.
 
-    Where no limit is configured there is no state at all. ``remaining_count`` is below 0 only
-    after the limit was lowered to less than what had been used.
+    Without a configured limit there is no state. ``remaining_count`` is negative only
+    after the limit was lowered below the used count.
     """
 
     window: Window
@@ -89,7 +89,7 @@ class QuotaState:
 
     @classmethod
     def new(cls, kind: WindowKind, limit_count: int, *, now: datetime) -> Self:
-        """The untouched window of *now*."""
+        """Return the unused window that contains *now*."""
         return cls(window_at(kind, now), limit_count)
 
     @property
@@ -97,16 +97,16 @@ class QuotaState:
         return self.limit_count - self.used_count
 
     def at(self, now: datetime) -> QuotaState:
-        """The state that *now* belongs to: this one, or the next window's, untouched.
+        """Return the state at *now*: this state, or that of the next window, unused.
 
-        A clock that is behind stays in this window; going back would open a spent one again.
+        A clock that is behind stays in this window; going back would reopen an exhausted one.
         """
         if now < self.window.end:
             return self
         return replace(self, window=window_at(self.window.kind, now), used_count=0)
 
     def reserve(self, n: int = 1, *, now: datetime) -> QuotaState:
-        """The state after *n* calls are charged, all or none; ProviderQuotaExceededError if there are not so many."""
+        """Charge *n* calls, all or none; raise ProviderQuotaExceededError if fewer calls remain."""
         if n < 1:
             raise ValueError(f"at least one call is reserved, not {n}")
         state = self.at(now)
@@ -117,12 +117,12 @@ class QuotaState:
             )
         return replace(state, used_count=state.used_count + n)
 
-    def exhausted(self, now: datetime) -> QuotaState:
-        """The state after a reservation was refused at *now*."""
+    def mark_exhausted(self, now: datetime) -> QuotaState:
+        """Return the state after a reservation was rejected at *now*."""
         return replace(self.at(now), last_exhausted_at=now)
 
     def refund(self, n: int = 1, *, window: Window) -> QuotaState:
-        """The state after *n* calls reserved in *window* were never sent; those of another window are past."""
+        """Refund *n* calls that were reserved in *window* and never sent; another window is not changed."""
         if window != self.window:
             return self
         if not 1 <= n <= self.used_count:
@@ -130,19 +130,19 @@ class QuotaState:
         return replace(self, used_count=self.used_count - n)
 
     def with_limit(self, limit_count: int) -> QuotaState:
-        """The same window under another limit."""
+        """Return the same window with another limit."""
         return replace(self, limit_count=limit_count)
 
-    def lease(self, size: int, *, now: datetime, seconds: float) -> tuple[QuotaState, Block]:
-        """The state without a block of at most *size* calls, and that block; at least one call or an error."""
+    def lease(self, size: int, *, now: datetime, seconds: float) -> tuple[QuotaState, QuotaBlock]:
+        """Reserve a block of 1 to *size* calls; return the new state and the block, or raise if no call remains."""
         state = self.at(now)
         granted = max(1, min(size, state.remaining_count))
         state = state.reserve(granted, now=now)
         until = min(now + timedelta(seconds=seconds), state.window.end)
-        return state, Block(state.window, granted, until)
+        return state, QuotaBlock(state.window, granted, until)
 
-    def give_back(self, block: Block, *, now: datetime) -> QuotaState:
-        """The state after a block came back with what is left; after its end it has been booked as used."""
+    def release_block(self, block: QuotaBlock, *, now: datetime) -> QuotaState:
+        """Refund the remaining calls of a block; an expired block stays counted as used."""
         if block.left < 1 or now >= block.until:
             return self
         return self.refund(block.left, window=block.window)

@@ -1,4 +1,4 @@
-"""When a failed call is tried again, and when not; clocks, sleeps and dice can be handed in."""
+"""The retry policy of provider calls; clocks, sleep and random source can be injected."""
 
 from __future__ import annotations
 
@@ -10,62 +10,62 @@ from typing import Final, Generic, TypeAlias, TypeVar
 from pydantic import Field
 
 from ergon_framework.engine import backoff
-from ergon_framework.engine.senses import Senses, block
+from ergon_framework.engine.senses import Clock, block
 from ergon_framework.policy import Count, Policy, Seconds
 from ergon_framework.providers.errors import ProviderError, ProviderTimeoutError
-from ergon_framework.providers.mapping import canonical
+from ergon_framework.providers.mapping import to_provider_error
 
 T = TypeVar("T")
 
-_SENSES: Final = Senses()
+_CLOCK: Final = Clock()
 
 
-class Why(StrEnum):
-    """Why there is no further attempt."""
+class GiveUpReason(StrEnum):
+    """The reason why no further attempt follows."""
 
     NOT_RETRYABLE = "not_retryable"
-    ATTEMPTS_SPENT = "attempts_spent"
+    ATTEMPTS_EXHAUSTED = "attempts_spent"
     NO_TIME_LEFT = "no_time_left"
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """There is another attempt, after *delay* seconds."""
+class RetryAfter:
+    """Another attempt follows after *delay* seconds."""
 
     delay: float
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
-    """There is none."""
+class DoNotRetry:
+    """No further attempt follows."""
 
-    why: Why
+    reason: GiveUpReason
 
 
-Decision: TypeAlias = Again | GiveUp
+RetryDecision: TypeAlias = RetryAfter | DoNotRetry
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """One attempt: when it began, how long it took, how it failed if it did, and the wait after it."""
+class AttemptInfo:
+    """One attempt: its start, its duration, its error if it failed, and the delay after it."""
 
     attempt_number: int
-    began: float
+    started_at: float
     duration: float
     error: ProviderError | None = None
     delay: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Ran(Generic[T]):
-    """What a call returned, and all attempts it took."""
+class RetryResult(Generic[T]):
+    """The return value of a call, and all its attempts."""
 
     value: T
-    attempts: tuple[Tried, ...]
+    attempts: tuple[AttemptInfo, ...]
 
 
 class RetryPolicy(Policy):
-    """How often a call is tried, and how long the waits are; the attempts count from 1."""
+    """The number of attempts and the delays between them; attempts count from 1."""
 
     max_attempts: Count = Field(default=3, description="Attempts in all, the first one included.")
     base_delay_seconds: Seconds = Field(default=0.5, description="Seconds to wait after the first attempt.")
@@ -74,73 +74,73 @@ class RetryPolicy(Policy):
         default=0.2, ge=0, le=1, description="Share of a wait by which it varies to either side."
     )
 
-    def delay(self, attempt_number: int, dice: Callable[[], float] | None = None) -> float:
-        """Seconds to wait after that attempt, ``min(max, base * 2**(attempt_number - 1))``, then moved by jitter.
+    def compute_delay(self, attempt_number: int, random: Callable[[], float] | None = None) -> float:
+        """Return the delay after an attempt, ``min(max, base * 2**(attempt_number - 1))``, changed by jitter.
 
-        The jitter comes after the cap, so that a fleet at its cap is spread too: a wait may exceed
-        ``max_delay_seconds`` by that share. Without *dice*, which give [0, 1), there is none.
+        The jitter is added after the cap, so that a fleet at its cap is spread too: a delay may exceed
+        ``max_delay_seconds`` by that share. *random* returns numbers in [0, 1); without it there is no jitter.
         """
         if attempt_number < 1:
             raise ValueError(f"attempts of a call count from 1, so {attempt_number} is none")
-        if self.max_delay_seconds == 0:  # elsewhere a cap of 0 means none; in this formula it means 0
+        if self.max_delay_seconds == 0:  # elsewhere a cap of 0 means no cap; in this formula it means 0
             return 0.0
-        seconds = backoff.delay(
+        seconds = backoff.backoff_delay(
             attempt_number - 1, backoff=self.base_delay_seconds, multiplier=2, cap=self.max_delay_seconds
         )
-        return seconds if dice is None else backoff.jittered(seconds, self.jitter_ratio, dice)
+        return seconds if random is None else backoff.apply_jitter(seconds, self.jitter_ratio, random)
 
-    def next(
-        self, attempt_number: int, error: ProviderError, *, remaining: float | None, dice: Callable[[], float] | None
-    ) -> Decision:
-        """What follows when attempt *attempt_number* failed with *error* and *remaining* seconds are left.
+    def decide(
+        self, attempt_number: int, error: ProviderError, *, remaining: float | None, random: Callable[[], float] | None
+    ) -> RetryDecision:
+        """Decide what follows after attempt *attempt_number* failed with *error* and *remaining* seconds are left.
 
-        What the provider asked to wait is never shortened: where it does not fit, there is no attempt.
+        A pause that the provider requested is never shortened: if it does not fit, no attempt follows.
         """
         if error.final or not error.retryable:
-            return GiveUp(Why.NOT_RETRYABLE)
+            return DoNotRetry(GiveUpReason.NOT_RETRYABLE)
         if attempt_number >= self.max_attempts:
-            return GiveUp(Why.ATTEMPTS_SPENT)
-        wait = max(self.delay(attempt_number, dice), error.retry_after or 0.0)
-        # A wait that takes all that is left would leave nothing for the call.
+            return DoNotRetry(GiveUpReason.ATTEMPTS_EXHAUSTED)
+        wait = max(self.compute_delay(attempt_number, random), error.retry_after or 0.0)
+        # A delay that uses all remaining time would leave none for the call.
         if remaining is not None and wait >= remaining:
-            return GiveUp(Why.NO_TIME_LEFT)
-        return Again(wait)
+            return DoNotRetry(GiveUpReason.NO_TIME_LEFT)
+        return RetryAfter(wait)
 
     def run(
         self,
         call: Callable[[], T],
         *,
-        clock: Callable[[], float] = _SENSES.clock,
-        wall: Callable[[], float] = _SENSES.wall,
+        clock: Callable[[], float] = _CLOCK.monotonic,
+        wall: Callable[[], float] = _CLOCK.wall,
         sleep: Callable[[float], object] = block,
-        dice: Callable[[], float] | None = _SENSES.dice,
+        random: Callable[[], float] | None = _CLOCK.random,
         budget: float | None = None,
-    ) -> Ran[T]:
-        """Call until it succeeds or there is no further attempt; then the last canonical error is raised.
+    ) -> RetryResult[T]:
+        """Call until it succeeds or no further attempt follows; then raise the last canonical error.
 
-        *budget* seconds of *clock* bind the waits and the beginnings of attempts; a call that is
-        running is not ended by it. *wall* is the time that dates in headers are compared with. By default
-        clocks and dice are real, and waits block the calling thread.
+        *budget* seconds of *clock* limit the delays and the starts of attempts; a running call is not interrupted.
+        *wall* is the time that dates in headers are compared with. By default clocks and random source are real, and
+        delays block the calling thread.
         """
-        end = None if budget is None else clock() + budget
-        attempts: list[Tried] = []
+        deadline = None if budget is None else clock() + budget
+        attempts: list[AttemptInfo] = []
         error: ProviderError = ProviderTimeoutError("no time was left for a first attempt", sent=False, fault=False)
         while True:
-            began = clock()
-            if end is not None and began >= end:
+            started_at = clock()
+            if deadline is not None and started_at >= deadline:
                 break
             try:
                 value = call()
-            except Exception as caught:  # noqa: BLE001 - the boundary to foreign code; handed on as data
-                error = canonical(caught, now=wall())
+            except Exception as caught:  # noqa: BLE001 - the boundary to third-party code; mapped to a canonical error
+                error = to_provider_error(caught, now=wall())
             else:
-                attempts.append(Tried(len(attempts) + 1, began, clock() - began))
-                return Ran(value, tuple(attempts))
-            over = clock()
-            left = None if end is None else end - over
-            decision = self.next(len(attempts) + 1, error, remaining=left, dice=dice)
-            delay = decision.delay if isinstance(decision, Again) else None
-            attempts.append(Tried(len(attempts) + 1, began, over - began, error, delay))
+                attempts.append(AttemptInfo(len(attempts) + 1, started_at, clock() - started_at))
+                return RetryResult(value, tuple(attempts))
+            ended_at = clock()
+            seconds_left = None if deadline is None else deadline - ended_at
+            decision = self.decide(len(attempts) + 1, error, remaining=seconds_left, random=random)
+            delay = decision.delay if isinstance(decision, RetryAfter) else None
+            attempts.append(AttemptInfo(len(attempts) + 1, started_at, ended_at - started_at, error, delay))
             if delay is None:
                 break
             sleep(delay)

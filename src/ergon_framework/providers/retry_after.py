@@ -1,4 +1,4 @@
-"""Retry-After, in both of its forms; the wall time is handed in."""
+"""The Retry-After header in both of its forms; the wall time is passed in."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Final
 
-#: What is longer is taken for this. No window of a quota is longer than a month, so a larger number
-#: is a slip, and a deferral that it led to would never be seen again.
-LONGEST: Final = 31 * 86_400.0
+#: Longer pauses are reduced to this. No quota window is longer than a month, so a larger number is
+#: a mistake, and its deferral would never end.
+MAX_RETRY_AFTER_SECONDS: Final = 31 * 86_400.0
 
-_SECONDS: Final = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+_SECONDS_PATTERN: Final = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 
-def seconds(value: str | None, *, now: float) -> float | None:
-    """The seconds from *now* (since the epoch) that *value* asks to wait; None where it asks for nothing.
+def parse_retry_after(value: str | None, *, now: float) -> float | None:
+    """Return the seconds from *now* (since the epoch) that *value* asks to wait; None if it asks for nothing.
 
-    A number below 0, a date that has passed, and what is neither a number nor a date ask for nothing.
+    A negative number, a date in the past, and text that is neither a number nor a date ask for nothing.
 
-    >>> seconds("120", now=0.0), seconds("Thu, 01 Jan 1970 00:01:30 GMT", now=60.0), seconds("soon", now=0.0)
-    (120.0, 30.0, None)
+    >>> [parse_retry_after(value, now=60.0) for value in ("120", "Thu, 01 Jan 1970 00:01:30 GMT", "soon")]
+    [120.0, 30.0, None]
     """
     if value is None:
         return None
     text = value.strip()
-    if _SECONDS.fullmatch(text):
-        return min(float(text), LONGEST)
+    if _SECONDS_PATTERN.fullmatch(text):
+        return min(float(text), MAX_RETRY_AFTER_SECONDS)
     try:
         moment = parsedate_to_datetime(text)
-    except (ValueError, TypeError, IndexError, OverflowError):  # what the parser meets in text that is no date
+    except (ValueError, TypeError, IndexError, OverflowError):  # the parser's errors for text that is not a date
         return None
-    wait = _since_epoch(moment) - now
-    return min(wait, LONGEST) if wait >= 0 else None
+    wait = _to_epoch_seconds(moment) - now
+    return min(wait, MAX_RETRY_AFTER_SECONDS) if wait >= 0 else None
 
 
-def _since_epoch(moment: datetime) -> float:
-    # Two of the three forms of a date name no zone; all three mean UTC.
+def _to_epoch_seconds(moment: datetime) -> float:
+    # Two of the three date formats name no zone; all three mean UTC.
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

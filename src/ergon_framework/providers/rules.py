@@ -1,4 +1,4 @@
-"""What each exception of each client library means, as tables; none of the libraries is imported."""
+"""The meaning of each client library's exceptions, as tables; none of the libraries is imported."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from ergon_framework.providers.errors import (
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """What one class of exceptions means.
+class ErrorRule:
+    """The meaning of one exception class.
 
-    A *vague* rule holds only if nothing inside the exception has a rule. *over_status* is for those
+    An *is_fallback* rule applies only if no exception inside has a rule. *ignores_status* is for exceptions
     whose status is not the provider's.
     """
 
     kind: type[ProviderError]
-    says: str
+    message: str
     sent: bool = True
     fault: bool | None = None
-    vague: bool = False
-    over_status: bool = False
+    is_fallback: bool = False
+    ignores_status: bool = False
 
 
 # -- statuses -------------------------------------------------------------------------------------
 
-#: Statuses that do not mean what their hundred means.
+#: Statuses whose meaning differs from their class.
 STATUSES: Final[dict[int, type[ProviderError]]] = {
     401: ProviderAuthError,
     403: ProviderAuthError,
@@ -45,8 +45,8 @@ STATUSES: Final[dict[int, type[ProviderError]]] = {
     425: ProviderRateLimitError,
     429: ProviderRateLimitError,
 }
-#: The others, by their hundred.
-HUNDREDS: Final[dict[int, type[ProviderError]]] = {
+#: The other statuses, by their first digit.
+STATUS_CLASSES: Final[dict[int, type[ProviderError]]] = {
     3: ProviderResponseFormatError,
     4: ProviderBadRequestError,
     5: ProviderDependencyError,
@@ -55,27 +55,29 @@ HUNDREDS: Final[dict[int, type[ProviderError]]] = {
 
 # -- classes --------------------------------------------------------------------------------------
 
-_CONNECT_TIMEOUT: Final = Rule(ProviderTimeoutError, "no connection in time", sent=False)
-_READ_TIMEOUT: Final = Rule(ProviderTimeoutError, "no answer in time")
-_SOME_TIMEOUT: Final = Rule(ProviderTimeoutError, "no answer in time", vague=True)
-# Our own pool was empty. The provider is slow at worst, and the calls that it is slow at say so themselves.
-_POOL_TIMEOUT: Final = Rule(ProviderTimeoutError, "no connection of the pool was free in time", sent=False, fault=False)
-_NO_CONNECTION: Final = Rule(ProviderConnectionError, "the connection could not be made", sent=False)
-_NO_TLS: Final = Rule(ProviderConnectionError, "the certificate was not accepted", sent=False)
-_SOME_TLS: Final = Rule(ProviderConnectionError, "the secure connection failed", vague=True)
-_NO_PROXY: Final = Rule(ProviderConnectionError, "the proxy made no connection", sent=False, over_status=True)
-_BROKEN: Final = Rule(ProviderConnectionError, "the connection broke")
-_SOME_BREAK: Final = Rule(ProviderConnectionError, "the connection broke", vague=True)
-_UNREADABLE: Final = Rule(ProviderResponseFormatError, "the answer could not be read")
-_REDIRECTS: Final = Rule(ProviderResponseFormatError, "the provider redirects without end")
-_UNAVAILABLE: Final = Rule(ProviderDependencyError, "the provider could not serve the call", vague=True)
-_REFUSED_DATA: Final = Rule(ProviderBadRequestError, "the provider refused the data")
-_NEVER_BUILT: Final = Rule(ProviderInternalError, "the request could not be made", sent=False)
+_CONNECT_TIMEOUT: Final = ErrorRule(ProviderTimeoutError, "no connection in time", sent=False)
+_READ_TIMEOUT: Final = ErrorRule(ProviderTimeoutError, "no answer in time")
+_SOME_TIMEOUT: Final = ErrorRule(ProviderTimeoutError, "no answer in time", is_fallback=True)
+# The client's own pool was empty. At worst the provider is slow, and the slow calls report that themselves.
+_POOL_TIMEOUT: Final = ErrorRule(
+    ProviderTimeoutError, "no connection of the pool was free in time", sent=False, fault=False
+)
+_NO_CONNECTION: Final = ErrorRule(ProviderConnectionError, "the connection could not be made", sent=False)
+_NO_TLS: Final = ErrorRule(ProviderConnectionError, "the certificate was not accepted", sent=False)
+_SOME_TLS: Final = ErrorRule(ProviderConnectionError, "the secure connection failed", is_fallback=True)
+_NO_PROXY: Final = ErrorRule(ProviderConnectionError, "the proxy made no connection", sent=False, ignores_status=True)
+_BROKEN: Final = ErrorRule(ProviderConnectionError, "the connection broke")
+_SOME_BREAK: Final = ErrorRule(ProviderConnectionError, "the connection broke", is_fallback=True)
+_UNREADABLE: Final = ErrorRule(ProviderResponseFormatError, "the answer could not be read")
+_REDIRECTS: Final = ErrorRule(ProviderResponseFormatError, "the provider redirects without end")
+_UNAVAILABLE: Final = ErrorRule(ProviderDependencyError, "the provider could not serve the call", is_fallback=True)
+_REJECTED_DATA: Final = ErrorRule(ProviderBadRequestError, "the provider refused the data")
+_NEVER_BUILT: Final = ErrorRule(ProviderInternalError, "the request could not be made", sent=False)
 
 _HTTPX: Final = {
     "ConnectTimeout": _CONNECT_TIMEOUT,
     "ReadTimeout": _READ_TIMEOUT,
-    "WriteTimeout": Rule(ProviderTimeoutError, "the request could not be sent in time"),
+    "WriteTimeout": ErrorRule(ProviderTimeoutError, "the request could not be sent in time"),
     "PoolTimeout": _POOL_TIMEOUT,
     "TimeoutException": _SOME_TIMEOUT,
     "ConnectError": _NO_CONNECTION,
@@ -111,7 +113,7 @@ _REQUESTS: Final = {
     "URLRequired": _NEVER_BUILT,
 }
 _URLLIB3: Final = {
-    "NewConnectionError": _NO_CONNECTION,  # a ConnectTimeoutError by inheritance only
+    "NewConnectionError": _NO_CONNECTION,  # not a timeout, although it inherits from ConnectTimeoutError
     "ConnectTimeoutError": _CONNECT_TIMEOUT,
     "ReadTimeoutError": _READ_TIMEOUT,
     "TimeoutError": _SOME_TIMEOUT,
@@ -151,8 +153,8 @@ _SQLALCHEMY: Final = {
     "InterfaceError": _SOME_BREAK,
     "OperationalError": _UNAVAILABLE,
     "InternalError": _UNAVAILABLE,
-    "IntegrityError": _REFUSED_DATA,
-    "DataError": _REFUSED_DATA,
+    "IntegrityError": _REJECTED_DATA,
+    "DataError": _REJECTED_DATA,
 }
 _STANDARD: Final = {
     "builtins": {
@@ -179,11 +181,11 @@ _STANDARD: Final = {
     "gzip": {"BadGzipFile": _UNREADABLE},
     "zlib": {"error": _UNREADABLE},
 }
-# A worker that runs out of its own time says nothing of the provider.
-_WORKER_TIME: Final = Rule(ProviderTimeoutError, "a time limit of the worker was reached", fault=False)
-_BILLIARD: Final = {"SoftTimeLimitExceeded": _WORKER_TIME, "TimeLimitExceeded": _WORKER_TIME}
-#: Top package and name of a class -> what it means.
-RULES: Final[dict[tuple[str, str], Rule]] = {
+# A worker that reaches its own time limit says nothing about the provider.
+_WORKER_TIMEOUT: Final = ErrorRule(ProviderTimeoutError, "a time limit of the worker was reached", fault=False)
+_BILLIARD: Final = {"SoftTimeLimitExceeded": _WORKER_TIMEOUT, "TimeLimitExceeded": _WORKER_TIMEOUT}
+#: Rules by top-level package and class name.
+RULES: Final[dict[tuple[str, str], ErrorRule]] = {
     (package, name): rule
     for package, rules in {
         "httpx": _HTTPX,
@@ -200,15 +202,15 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     for name, rule in rules.items()
 }
 
-#: Classes that mean several things -> how the message begins that means one of them.
-WORDS: Final[dict[tuple[str, str], dict[str, Rule]]] = {
+#: Rules of classes with several meanings, by the prefix of the message.
+MESSAGE_RULES: Final[dict[tuple[str, str], dict[str, ErrorRule]]] = {
     ("urllib3", "ResponseError"): {"too many redirects": _REDIRECTS},
-    # What asyncio says when none of a host's addresses could be reached.
+    # The message of asyncio if none of a host's addresses could be reached.
     ("builtins", "OSError"): {"Multiple exceptions: ": _NO_CONNECTION},
 }
 
-#: Numbers of plain OSErrors that tell of the network; the rest tell of files.
-ERRNOS: Final[dict[int, Rule]] = {
+#: Error numbers of plain OSErrors that concern the network; all others concern files.
+ERRNO_RULES: Final[dict[int, ErrorRule]] = {
     errno.ETIMEDOUT: _READ_TIMEOUT,
     **dict.fromkeys((errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ENETRESET), _BROKEN),
 }

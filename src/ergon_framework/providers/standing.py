@@ -1,4 +1,4 @@
-"""Standing: whether calls of a provider are made for a tenant now, until when not, and what went wrong lately; pure."""
+"""The availability of a provider for a tenant: whether calls are blocked, until when, and recent failures; pure."""
 
 from __future__ import annotations
 
@@ -7,45 +7,46 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Cause(StrEnum):
-    """What keeps calls back."""
+class BlockCause(StrEnum):
+    """The cause that blocks calls."""
 
     BREAKER = "breaker"
-    #: An operator has opened the breaker.
+    #: An operator has forced the breaker open.
     OPERATOR = "operator"
-    #: The breaker lets probes through, and nothing else.
+    #: The breaker admits only probes.
     PROBING = "probing"
     QUOTA = "quota"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hold:
-    """One reason why calls are not made; *until* is in seconds since the epoch, None where no moment is known.
+class BlockReason:
+    """One reason why calls are blocked; *until* is in seconds since the epoch, None if the end is unknown.
 
-    *shared* says that it is the one of all tenants. Its counts are made of other tenants' calls, so it has none.
+    *shared* means that the breaker or quota is that of all tenants. Its counts include other tenants' calls, so they
+    are omitted.
     """
 
-    cause: Cause
+    cause: BlockCause
     shared: bool
     until: float | None = None
-    #: Of a breaker: faults in a row.
+    #: Of a breaker: consecutive faults.
     faults: int | None = None
-    #: Of a quota: its window, and how much of it is used.
+    #: Of a quota: its window, and its used calls.
     window: str | None = None
     used: int | None = None
     limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """How one provider is for one tenant."""
+class ProviderAvailability:
+    """The availability of one provider for one tenant."""
 
     tenant: str
     provider: str
     capability: str
-    holds: tuple[Hold, ...] = ()
-    #: Calls of this tenant that failed in the last hour, by their reason; empty too where nobody writes attempts down.
+    block_reasons: tuple[BlockReason, ...] = ()
+    #: This tenant's failed calls of the last hour, by reason code; also empty if attempts are not recorded.
     failures: Mapping[str, int] = field(default_factory=dict)
-    #: The last failure of all, and when.
+    #: The last failure, and its time.
     last_error: str | None = None
     last_error_at: float | None = None

@@ -1,6 +1,6 @@
-"""The synthetic provider: a real server on this machine that misbehaves by a script, and providers that call it.
+"""A fake provider: a real server on this machine that misbehaves by a script, and providers that call it.
 
-It exercises the whole path without calling anybody outside: sockets, a real client, statuses, hangs.
+It exercises the complete path without external calls: sockets, a real client, statuses, hangs.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from typing import Any, Final, Self
 
 from ergon_framework.providers import retry_after
 from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
-from ergon_framework.providers.books import AsyncBooks, Books
+from ergon_framework.providers.books import AsyncProviderState, ProviderState
 from ergon_framework.providers.errors import ProviderResponseFormatError
-from ergon_framework.providers.execution import ProviderExecutionContext, Reply
-from ergon_framework.providers.mapping import for_status
+from ergon_framework.providers.execution import ProviderExecutionContext, ProviderReply
+from ergon_framework.providers.mapping import error_for_status
 from ergon_framework.providers.policy import ProviderPolicy
 
-#: The most requests and keys that an upstream remembers.
-REMEMBERED: Final = 10_000
-#: Seconds that an upstream which is closed waits for its last answers.
-PATIENCE: Final = 5.0
-#: The most bytes of an answer that are read.
-LARGEST: Final = 1_000_000
+#: Maximum number of requests and of keys that the server remembers.
+MAX_REMEMBERED: Final = 10_000
+#: Seconds that a closing server waits for its last responses.
+CLOSE_TIMEOUT_SECONDS: Final = 5.0
+#: Maximum number of bytes read of a response.
+MAX_RESPONSE_BYTES: Final = 1_000_000
 _HOST: Final = "127.0.0.1"
-_LINGER_NOT: Final = struct.pack("ii", 1, 0)
+_NO_LINGER: Final = struct.pack("ii", 1, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behaviour:
-    """What the upstream does with one request.
+    """The server's behaviour for one request.
 
-    It waits *latency* seconds, then hangs until it is closed, resets the connection, or answers with
-    *status* and *body*, or with *garbage* in its place; *slow* seconds pass between its first byte and
-    its last. *wait* is the Retry-After in seconds, sent as a date if *as_date* is set.
+    It waits *latency* seconds, then hangs until it is closed, resets the connection, or responds with
+    *status* and *body*, or with *garbage* instead of the body; *slow* seconds pass between the first and the
+    remaining bytes. *wait* is the Retry-After in seconds, sent as a date if *as_date* is set.
     """
 
     status: int = 200
@@ -55,16 +55,16 @@ class Behaviour:
     wait: float | None = None
     as_date: bool = False
 
-    def retry_after(self, now: float) -> str | None:
-        """The header's value."""
+    def format_retry_after(self, now: float) -> str | None:
+        """Return the value of the Retry-After header."""
         if self.wait is None:
             return None
         return formatdate(now + self.wait, usegmt=True) if self.as_date else f"{self.wait:g}"
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
-    """One request as it arrived."""
+class ReceivedRequest:
+    """One received request."""
 
     operation: str
     payload: Any
@@ -73,10 +73,10 @@ class Received:
     tenant_id: str | None
 
 
-class SyntheticUpstream:
-    """A local HTTP server whose n-th request meets the n-th behaviour of its script, and *then* afterwards.
+class FakeProviderServer:
+    """A local HTTP server that applies its script's n-th behaviour to the n-th request, and *then* afterwards.
 
-    Without a body an answer is ``{"operation": ..., "received": ...}``. It is a context manager, and
+    A response without a configured body is ``{"operation": ..., "received": ...}``. The server is a context manager;
     ``close`` ends every hang and closes every socket.
     """
 
@@ -84,14 +84,14 @@ class SyntheticUpstream:
         self._script = script
         self._then = then or Behaviour()
         self._lock = threading.Condition()
-        self._over = threading.Event()
-        self._answering = 0
-        self._requests: deque[Received] = deque(maxlen=REMEMBERED)
-        #: How many requests have arrived.
+        self._closed = threading.Event()
+        self._active_count = 0
+        self._requests: deque[ReceivedRequest] = deque(maxlen=MAX_REMEMBERED)
+        #: Number of received requests.
         self.calls = 0
-        #: How often each key has arrived.
+        #: Number of requests for each idempotency key.
         self.keys: Counter[str] = Counter()
-        self._server = _Server(self)
+        self._server = _FakeHttpServer(self)
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="ergon-synthetic", daemon=True
@@ -107,19 +107,19 @@ class SyntheticUpstream:
         return f"http://{_HOST}:{self.port}"
 
     @property
-    def requests(self) -> list[Received]:
+    def requests(self) -> list[ReceivedRequest]:
         """The last requests, the oldest first."""
         with self._lock:
             return list(self._requests)
 
     def close(self) -> None:
-        """End every hang, wait for the last answers, close every socket."""
-        self._over.set()
+        """End every hang, wait for the last responses, close every socket."""
+        self._closed.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
         with self._lock:
-            self._lock.wait_for(lambda: self._answering == 0, timeout=PATIENCE)
+            self._lock.wait_for(lambda: self._active_count == 0, timeout=CLOSE_TIMEOUT_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -127,74 +127,74 @@ class SyntheticUpstream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- what its threads call ----------------------------------------------------------------------
+    # -- called by the server's threads ---------------------------------------------------------------
 
-    def arrived(self, received: Received) -> Behaviour:
-        """Note a request; what is to be done with it."""
+    def record_request(self, received: ReceivedRequest) -> Behaviour:
+        """Record a request and return the behaviour for it."""
         with self._lock:
             number, self.calls = self.calls, self.calls + 1
             self._requests.append(received)
             key = received.idempotency_key
-            if key is not None and (key in self.keys or len(self.keys) < REMEMBERED):
+            if key is not None and (key in self.keys or len(self.keys) < MAX_REMEMBERED):
                 self.keys[key] += 1
         return self._script[number] if number < len(self._script) else self._then
 
-    def answering(self, change: int) -> None:
+    def change_active_count(self, change: int) -> None:
         with self._lock:
-            self._answering += change
+            self._active_count += change
             self._lock.notify_all()
 
     def pause(self, seconds: float | None) -> None:
-        """Wait, but no longer than until the end."""
-        self._over.wait(seconds)
+        """Wait for *seconds*, or until the server is closed."""
+        self._closed.wait(seconds)
 
 
-class _Server(ThreadingHTTPServer):
+class _FakeHttpServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, upstream: SyntheticUpstream) -> None:
+    def __init__(self, upstream: FakeProviderServer) -> None:
         self.upstream = upstream
-        super().__init__((_HOST, 0), _Handler)
+        super().__init__((_HOST, 0), _FakeRequestHandler)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        self.upstream.answering(1)
+        self.upstream.change_active_count(1)
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.upstream.answering(-1)
+            self.upstream.change_active_count(-1)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has left in the middle is what this is for."""
+        """Ignore the error: clients that disconnect early are expected."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+class _FakeRequestHandler(BaseHTTPRequestHandler):
+    server: _FakeHttpServer
 
     def do_POST(self) -> None:
         upstream = self.server.upstream
-        received = self._received()
+        received = self._read_request()
         if received is None:
             return
-        behaviour = upstream.arrived(received)
+        behaviour = upstream.record_request(received)
         if behaviour.latency:
             upstream.pause(behaviour.latency)
         if behaviour.hang:
             upstream.pause(None)
             return
         if behaviour.reset:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             self.connection.close()
             return
-        self._answer(behaviour, received)
+        self._send_behaviour(behaviour, received)
 
-    def _received(self) -> Received | None:
-        """The request; nothing where its sender was gone before its last byte, because then nobody has called."""
+    def _read_request(self) -> ReceivedRequest | None:
+        """Read the request; return None if the client disconnected before its last byte, because no call was made."""
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
         if len(body) < length:
             return None
-        return Received(
+        return ReceivedRequest(
             self.path.lstrip("/"),
             json.loads(body) if body else None,
             self.headers.get("Idempotency-Key"),
@@ -202,14 +202,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.headers.get("X-Tenant-Id"),
         )
 
-    def _answer(self, behaviour: Behaviour, received: Received) -> None:
-        told = {"operation": received.operation, "received": received.payload}
-        body = b"<html>a proxy" if behaviour.garbage else json.dumps(behaviour.body or told).encode()
+    def _send_behaviour(self, behaviour: Behaviour, received: ReceivedRequest) -> None:
+        default_body = {"operation": received.operation, "received": received.payload}
+        body = b"<html>a proxy" if behaviour.garbage else json.dumps(behaviour.body or default_body).encode()
         self.send_response(behaviour.status)
         self.send_header("Content-Length", str(len(body)))
-        wait = behaviour.retry_after(time.time())
-        if wait is not None:
-            self.send_header("Retry-After", wait)
+        retry_after_value = behaviour.format_retry_after(time.time())
+        if retry_after_value is not None:
+            self.send_header("Retry-After", retry_after_value)
         self.end_headers()
         if behaviour.slow:
             self.wfile.write(body[:1])
@@ -219,89 +219,95 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the standard signature
-        """Nothing is printed."""
+        """Print nothing."""
 
 
-class SyntheticProvider(ProviderBase):
-    """Calls an upstream through ``http.client``; with *patient* the client itself never gives up."""
+class FakeProvider(ProviderBase):
+    """A provider that calls the fake server through ``http.client``; *without_timeout* disables its timeout."""
 
     provider_name = "synthetic"
     capability = "echo"
 
     def __init__(
         self,
-        upstream: SyntheticUpstream,
+        upstream: FakeProviderServer,
         *,
-        books: Books | None = None,
+        state_store: ProviderState | None = None,
         policy: ProviderPolicy | None = None,
-        patient: bool = False,
+        without_timeout: bool = False,
     ) -> None:
-        super().__init__(books=books, policy=policy)
+        super().__init__(state_store=state_store, policy=policy)
         self._address = upstream.address
-        self._patient = patient
+        self._without_timeout = without_timeout
 
     def _execute_impl(
         self,
         *,
         tenant_id: str,
-        campaign_id: str | None,  # noqa: ARG002 - no part of this wire
+        campaign_id: str | None,  # noqa: ARG002 - not sent to the server
         operation: str,
         payload: dict[str, Any],
         context: ProviderExecutionContext,
-    ) -> Reply:
-        timeout = None if self._patient else context.timeout
-        line = http.client.HTTPConnection(*self._address, timeout=timeout)
+    ) -> ProviderReply:
+        timeout = None if self._without_timeout else context.timeout
+        connection = http.client.HTTPConnection(*self._address, timeout=timeout)
         try:
-            line.request("POST", f"/{operation}", json.dumps(payload), _headers(tenant_id, context))
-            # It owns the socket where no second request may follow, so it is closed on its own.
-            with line.getresponse() as response:
-                return _judged(response.status, response.getheader("Retry-After"), response.read(LARGEST))
+            connection.request("POST", f"/{operation}", json.dumps(payload), _build_headers(tenant_id, context))
+            # Without keep-alive the response owns the socket, so it is closed separately.
+            with connection.getresponse() as response:
+                return _to_reply(response.status, response.getheader("Retry-After"), response.read(MAX_RESPONSE_BYTES))
         finally:
-            line.close()
+            connection.close()
 
 
-class AsyncSyntheticProvider(AsyncProviderBase):
-    """Calls an upstream through asyncio's streams."""
+class AsyncFakeProvider(AsyncProviderBase):
+    """A provider that calls the fake server through asyncio streams."""
 
     provider_name = "synthetic"
     capability = "echo"
 
     def __init__(
-        self, upstream: SyntheticUpstream, *, books: AsyncBooks | None = None, policy: ProviderPolicy | None = None
+        self,
+        upstream: FakeProviderServer,
+        *,
+        state_store: AsyncProviderState | None = None,
+        policy: ProviderPolicy | None = None,
     ) -> None:
-        super().__init__(books=books, policy=policy)
+        super().__init__(state_store=state_store, policy=policy)
         self._address = upstream.address
 
     async def _execute_impl(
         self,
         *,
         tenant_id: str,
-        campaign_id: str | None,  # noqa: ARG002 - no part of this wire
+        campaign_id: str | None,  # noqa: ARG002 - not sent to the server
         operation: str,
         payload: dict[str, Any],
         context: ProviderExecutionContext,
-    ) -> Reply:
+    ) -> ProviderReply:
         body = json.dumps(payload).encode()
-        headers = _headers(tenant_id, context) | {"Content-Length": str(len(body))}
+        headers = _build_headers(tenant_id, context) | {"Content-Length": str(len(body))}
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         reader, writer = await asyncio.open_connection(*self._address)
         try:
             writer.write(f"POST /{operation} HTTP/1.0\r\n{head}\r\n".encode() + body)
             await writer.drain()
-            status, found = await _head(reader)
-            answer = await reader.readexactly(min(int(found.get("content-length", 0)), LARGEST))
-            return _judged(status, found.get("retry-after"), answer)
+            status, response_headers = await _read_head(reader)
+            response_body = await reader.readexactly(
+                min(int(response_headers.get("content-length", 0)), MAX_RESPONSE_BYTES)
+            )
+            return _to_reply(status, response_headers.get("retry-after"), response_body)
         finally:
             writer.close()
 
 
-async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines[1:] if line)
     return int(lines[0].split(" ")[1]), {name.lower(): value for name, value in headers.items()}
 
 
-def _headers(tenant_id: str, context: ProviderExecutionContext) -> dict[str, str]:
+def _build_headers(tenant_id: str, context: ProviderExecutionContext) -> dict[str, str]:
     headers = {"Content-Type": "application/json", "X-Tenant-Id": tenant_id}
     if context.correlation_id is not None:
         headers["X-Correlation-Id"] = context.correlation_id
@@ -310,11 +316,11 @@ def _headers(tenant_id: str, context: ProviderExecutionContext) -> dict[str, str
     return headers
 
 
-def _judged(status: int, wait: str | None, body: bytes) -> Reply:
-    if not 200 <= status < 300:  # noqa: PLR2004 - what is a success
-        raise for_status(status, retry_after=retry_after.seconds(wait, now=time.time()))
+def _to_reply(status: int, retry_after_value: str | None, body: bytes) -> ProviderReply:
+    if not 200 <= status < 300:  # noqa: PLR2004 - the success statuses
+        raise error_for_status(status, retry_after=retry_after.parse_retry_after(retry_after_value, now=time.time()))
     try:
         value = json.loads(body)
     except ValueError as error:
         raise ProviderResponseFormatError("the answer is no JSON", http_status=status) from error
-    return Reply(value, status)
+    return ProviderReply(value, status)

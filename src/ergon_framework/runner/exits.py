@@ -1,4 +1,4 @@
-"""Exit codes: what a process of ours says about itself when it is gone."""
+"""Exit codes of the framework's processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ergon_framework.task.report import Report
 
 
 class ExitCode(IntEnum):
-    """Exit codes that say what they mean; each command has its own."""
+    """Exit codes with their meaning; each command has its own."""
 
     meaning: str
 
@@ -24,8 +24,8 @@ class ExitCode(IntEnum):
         return member
 
 
-class Exit(ExitCode):
-    """Every exit code of ``ergon run`` with what it means; a consumer's failed transaction changes none."""
+class RunExit(ExitCode):
+    """Every exit code of ``ergon run`` with its meaning; a consumer's failed transaction does not affect it."""
 
     OK = 0, "ended well: the queue or the input was empty, the limit was reached, or a signal came and all was settled"
     FAILED = 1, "the loop, the lifespan or transactions of a producer failed, or its input was not sent to its end"
@@ -39,25 +39,33 @@ class Exit(ExitCode):
     FORCED = 70, "the loop or the lifespan did not end within the grace; the process left without it"
 
 
-def exit_of(report: Report | None, error: BaseException | None = None, *, forced: bool = False) -> Exit:
-    """The one code for how a run ended; what failed comes before what was left behind."""
+def exit_code_for(report: Report | None, error: BaseException | None = None, *, forced: bool = False) -> RunExit:
+    """Return the exit code of a run; a failure takes precedence over abandoned work."""
     if forced:
-        return Exit.FORCED
+        return RunExit.FORCED
     if isinstance(error, LoopTimeout):
-        return Exit.TIMEOUT
+        return RunExit.TIMEOUT
     if isinstance(error, ConfigurationError) and report is None:
-        return Exit.USAGE
+        return RunExit.USAGE
     if error is not None or report is None:
-        return Exit.FAILED
-    return Exit.LEFT_BEHIND if report.abandoned or report.settled.get(SettleResult.FAILED) else Exit.OK
+        return RunExit.FAILED
+    return RunExit.LEFT_BEHIND if report.abandoned or report.settled.get(SettleResult.FAILED) else RunExit.OK
 
 
-#: What says most about a run comes first.
-_GRAVITY = (Exit.USAGE, Exit.FLAPPING, Exit.FORCED, Exit.FAILED, Exit.TIMEOUT, Exit.LEFT_BEHIND, Exit.OK)
+#: The most severe code first.
+_EXITS_BY_SEVERITY = (
+    RunExit.USAGE,
+    RunExit.FLAPPING,
+    RunExit.FORCED,
+    RunExit.FAILED,
+    RunExit.TIMEOUT,
+    RunExit.LEFT_BEHIND,
+    RunExit.OK,
+)
 
 
-def worst(codes: Iterable[int]) -> Exit:
-    """The one code for several processes; a code that is none of ours, or a signal, is a failure."""
-    known = {code.value: code for code in Exit}
-    found = {known.get(code, Exit.FAILED) for code in codes}
-    return next((code for code in _GRAVITY if code in found), Exit.OK)
+def most_severe(codes: Iterable[int]) -> RunExit:
+    """Return one exit code for several processes; an unknown code, or a signal, is a failure."""
+    exits_by_code = {code.value: code for code in RunExit}
+    exits = {exits_by_code.get(code, RunExit.FAILED) for code in codes}
+    return next((code for code in _EXITS_BY_SEVERITY if code in exits), RunExit.OK)

@@ -1,4 +1,4 @@
-"""Health: whether a process is live, and whether it is ready, each with the reasons against it."""
+"""Health of a process: whether it is live and whether it is ready, with the reasons against each."""
 
 from __future__ import annotations
 
@@ -6,41 +6,45 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: How many reasons are told, and how long each may be.
-REASONS = 20
-LONGEST = 300
+#: Maximum number of reported reasons, and of characters in each.
+MAX_REASONS = 20
+MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
-    """Live: it can still make progress, so a restart would not help. Ready: it takes work in, if there is any."""
+class ProcessHealth:
+    """Live: it can still make progress, so a restart would not help. Ready: it accepts work, if there is any."""
 
     live: bool
     ready: bool
     reasons: tuple[str, ...] = ()
 
-    def told(self) -> dict[str, Any]:
-        """As plain data."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the health as plain data."""
         return {
             "live": self.live,
             "ready": self.ready,
-            "reasons": [reason[:LONGEST] for reason in self.reasons[:REASONS]],
+            "reasons": [reason[:MAX_REASON_CHARS] for reason in self.reasons[:MAX_REASONS]],
         }
 
     @classmethod
-    def heard(cls, told: Mapping[str, Any]) -> Health:
-        """From plain data, of which nothing is believed but what fits."""
-        reasons = told.get("reasons")
-        kept = [reason[:LONGEST] for reason in reasons if isinstance(reason, str)] if isinstance(reasons, list) else []
-        return cls(told.get("live") is True, told.get("ready") is True, tuple(kept[:REASONS]))
+    def from_dict(cls, data: Mapping[str, Any]) -> ProcessHealth:
+        """Build the health from plain data; invalid values are ignored."""
+        reasons = data.get("reasons")
+        valid = (
+            [reason[:MAX_REASON_CHARS] for reason in reasons if isinstance(reason, str)]
+            if isinstance(reasons, list)
+            else []
+        )
+        return cls(data.get("live") is True, data.get("ready") is True, tuple(valid[:MAX_REASONS]))
 
 
-STARTING = Health(live=True, ready=False, reasons=("starting",))
+STARTING = ProcessHealth(live=True, ready=False, reasons=("starting",))
 
 
-def together(parts: Mapping[int, Health]) -> Health:
-    """All processes as one: it is live, or ready, when each of them is."""
-    return Health(
+def combine_health(parts: Mapping[int, ProcessHealth]) -> ProcessHealth:
+    """Combine the health of all processes: it is live, or ready, if each of them is."""
+    return ProcessHealth(
         all(part.live for part in parts.values()),
         all(part.ready for part in parts.values()),
         tuple(f"process {number}: {reason}" for number, part in parts.items() for reason in part.reasons),

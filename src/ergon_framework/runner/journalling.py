@@ -1,4 +1,4 @@
-"""Journalling: what became of each transaction, for the journal of the database, where it is switched on."""
+"""Record the outcome of each transaction in the database journal, if it is enabled."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ergon_framework.runner.settings import Settings
 from ergon_framework.task.report import Outcome
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import Field
-from ergon_framework.telemetry.options import options_of
-from ergon_framework.telemetry.redaction import message
+from ergon_framework.telemetry.options import get_options
+from ergon_framework.telemetry.redaction import redacted_message
 
 if TYPE_CHECKING:
     from ergon_framework.connectors.postgres.journal import Journal
@@ -25,72 +25,72 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: How many failed attempts of one stay are kept: as many as travel with a transaction.
-TRIES: Final = 10
-#: Seconds that the journal is given at the end of a process, if it has that long.
-LAST: Final = 5.0
-#: What of the process's last second is left for the rest of it.
-_REST: Final = 0.3
+#: Maximum number of failed attempts kept for one claim: as many as travel with a transaction.
+MAX_RECORDED_ATTEMPTS: Final = 10
+#: Maximum seconds for the journal's last writes at the end of a process.
+WRITE_TIMEOUT_SECONDS: Final = 5.0
+#: Seconds of the process's last second that are reserved for the rest of its exit.
+_EXIT_RESERVE_SECONDS: Final = 0.3
 
 
-class Journalling:
-    """Hands outcomes to a journal; without one it does nothing."""
+class JournalRecorder:
+    """Passes outcomes to a journal; without one it does nothing."""
 
-    def __init__(self, journal: Journal | None = None, entry: Callable[[Outcome], Any] | None = None) -> None:
+    def __init__(self, journal: Journal | None = None, to_entry: Callable[[Outcome], Any] | None = None) -> None:
         self._journal = journal
-        self._entry = entry
+        self._to_entry = to_entry
 
     @property
     def on_outcome(self) -> Callable[[Outcome], None] | None:
-        """What the loop is to call; None saves it the call."""
-        return None if self._journal is None else self._note
+        """The callback for the loop; None avoids the call."""
+        return None if self._journal is None else self._record
 
     def finish(self, deadline: float) -> None:
-        """Write the rest, as far as there is time before the process must be gone."""
+        """Write the rest, within the time before the process must exit."""
         if self._journal is not None:
-            self._journal.stop(min(LAST, deadline - time.monotonic() - _REST))
+            self._journal.stop(min(WRITE_TIMEOUT_SECONDS, deadline - time.monotonic() - _EXIT_RESERVE_SECONDS))
 
-    def _note(self, outcome: Outcome) -> None:
-        if self._journal is not None and self._entry is not None:
-            self._journal.note(self._entry(outcome))
+    def _record(self, outcome: Outcome) -> None:
+        if self._journal is not None and self._to_entry is not None:
+            self._journal.record(self._to_entry(outcome))
 
 
-def check(found: Settings) -> None:
-    """ConfigurationError where a journal is switched on and no database is named to write it to."""
-    if found.run.journal.on and not found.postgres.dsn:
+def check_journal_settings(settings: Settings) -> None:
+    """Raise ConfigurationError if a journal is enabled without a database."""
+    if settings.run.journal.on and not settings.postgres.dsn:
         raise ConfigurationError("run.journal.on needs a database to write to; set ERGON_POSTGRES__DSN")
 
 
 @contextmanager
-def journalled(task: Runnable, found: Settings) -> Iterator[Journalling]:
-    """The journal of *task*'s outcomes, if it is switched on."""
-    rules = found.run.journal
-    if not rules.on:
-        yield Journalling()
+def journal_for(task: Runnable, settings: Settings) -> Iterator[JournalRecorder]:
+    """Open the journal of *task*'s outcomes, if it is enabled."""
+    journal_settings = settings.run.journal
+    if not journal_settings.on:
+        yield JournalRecorder()
         return
     try:
-        # Loaded when it is needed: who works on another broker may name a database without its library.
+        # Imported on demand: users of another broker may configure a database without its library.
         module = importlib.import_module("ergon_framework.connectors.postgres.journal")
     except MissingExtraError as error:
-        logs.say(logging.WARNING, "journal unwritten", {"task": task.name, "error": str(error)}, to=_log)
-        yield Journalling()
+        logs.log_event(logging.WARNING, "journal unwritten", {"task": task.name, "error": str(error)}, to=_log)
+        yield JournalRecorder()
         return
     journal = module.Journal(
-        found.postgres.dsn,
+        settings.postgres.dsn,
         task=task.name,
         queue=task.connector.name,
         worker=f"{socket.gethostname()[:200]}:{os.getpid()}",
-        keep=86_400 * rules.days,
-        room=rules.room,
+        retention_seconds=86_400 * journal_settings.days,
+        capacity=journal_settings.room,
     ).start()
-    hook = options_of(task).redact
+    hook = get_options(task).redact
 
-    def said(error: ErgonError | None) -> str | None:
-        return None if error is None else message(hook, Field.ERROR, error)
+    def redact(error: ErgonError | None) -> str | None:
+        return None if error is None else redacted_message(hook, Field.ERROR, error)
 
-    def entry(outcome: Outcome) -> Any:
+    def to_entry(outcome: Outcome) -> Any:
         transaction, error = outcome.transaction, outcome.error
-        return module.Entry(
+        return module.JournalEntry(
             at=time.time(),
             transaction_id=transaction.id,
             correlation=transaction.correlation,
@@ -99,25 +99,25 @@ def journalled(task: Runnable, found: Settings) -> Iterator[Journalling]:
             category=None if error is None else error.category.value,
             code=None if error is None else error.code,
             reason=outcome.reason,
-            error=said(error),
+            error=redact(error),
             attempts=outcome.attempts,
             seconds=sum(outcome.durations.values()),
             tries=[
                 {
-                    "step": past.step,
-                    "attempt": past.attempt,
-                    "category": past.error.category.value,
-                    "code": past.error.code,
-                    "error": said(past.error),
-                    "at": past.at,
-                    "delay": past.delay,
+                    "step": failed_attempt.step,
+                    "attempt": failed_attempt.attempt,
+                    "category": failed_attempt.error.category.value,
+                    "code": failed_attempt.error.code,
+                    "error": redact(failed_attempt.error),
+                    "at": failed_attempt.occurred_at,
+                    "delay": failed_attempt.delay,
                 }
-                for past in outcome.notes[-TRIES:]
+                for failed_attempt in outcome.failed_attempts[-MAX_RECORDED_ATTEMPTS:]
             ]
             or None,
         )
 
     try:
-        yield Journalling(journal, entry)
+        yield JournalRecorder(journal, to_entry)
     finally:
         journal.stop(0.0)

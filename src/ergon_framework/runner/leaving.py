@@ -1,4 +1,4 @@
-"""Leaving: the last second of a process, which nothing may make longer."""
+"""Exit of a process within its deadline, which nothing may extend."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any
 
-from ergon_framework.runner.process import Ended
+from ergon_framework.runner.process import RunResult
 
-#: The longest that telemetry is waited for, if the process has that long.
-FLUSH = 5.0
+#: Maximum seconds for flushing telemetry, if the process has that long.
+FLUSH_TIMEOUT_SECONDS = 5.0
 
-#: Where OpenTelemetry's providers are found. Nothing is imported: what nobody imported, nobody set up.
+#: The modules of OpenTelemetry's providers. Nothing is imported: a module that is not imported is not set up.
 _PROVIDERS = {
     "opentelemetry.trace": "get_tracer_provider",
     "opentelemetry.metrics": "get_meter_provider",
@@ -24,49 +24,49 @@ _PROVIDERS = {
 }
 
 
-def guard(ended: Ended, *, leave: Callable[[int], Any] = os._exit) -> Thread:
-    """Have the process gone by the deadline, whatever else still holds it."""
+def force_exit_at_deadline(result: RunResult, *, force_exit: Callable[[int], Any] = os._exit) -> Thread:
+    """Exit the process at the deadline, even if other threads are still running."""
 
     def wait() -> None:
-        time.sleep(max(0.0, ended.deadline - time.monotonic()))
-        leave(ended.exit)
+        time.sleep(max(0.0, result.deadline - time.monotonic()))
+        force_exit(result.exit)
 
     thread = Thread(target=wait, name="ergon-guard", daemon=True)
     thread.start()
     return thread
 
 
-def flush(ended: Ended) -> None:
-    """Send what telemetry holds, as far as there is time."""
-    seconds = min(FLUSH, ended.deadline - time.monotonic())
+def flush_telemetry(result: RunResult) -> None:
+    """Flush telemetry within the remaining time."""
+    seconds = min(FLUSH_TIMEOUT_SECONDS, result.deadline - time.monotonic())
     millis = max(1, int(seconds * 1000))
-    _within(seconds, lambda: [flushing(millis) for flushing in _flushings()])
+    _run_within(seconds, lambda: [force_flush(millis) for force_flush in _find_flush_calls()])
 
 
-def leave(ended: Ended) -> int:
-    """The exit code; does not return if something still runs that the interpreter would wait for."""
-    if ended.left_behind:
-        _within(ended.deadline - time.monotonic(), _say)
-        os._exit(ended.exit)
-    return ended.exit
+def exit_process(result: RunResult) -> int:
+    """Return the exit code; exit the process instead if work still runs that the interpreter would wait for."""
+    if result.has_abandoned_work:
+        _run_within(result.deadline - time.monotonic(), _flush_output)
+        os._exit(result.exit)
+    return result.exit
 
 
-def _flushings() -> Iterator[Callable[[int], Any]]:
+def _find_flush_calls() -> Iterator[Callable[[int], Any]]:
     for module, getter in _PROVIDERS.items():
         provider = getattr(sys.modules.get(module), getter, lambda: None)()
-        # Only an SDK's provider has it; the API's own have nothing to flush.
-        flushing = getattr(provider, "force_flush", None)
-        if flushing is not None:
-            yield flushing
+        # Only an SDK's provider has it; the providers of the API have nothing to flush.
+        force_flush = getattr(provider, "force_flush", None)
+        if force_flush is not None:
+            yield force_flush
 
 
-def _say() -> None:
+def _flush_output() -> None:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
 
 
-def _within(seconds: float, action: Callable[[], Any]) -> None:
+def _run_within(seconds: float, action: Callable[[], Any]) -> None:
     """Perform *action* for at most *seconds*; an exporter or a pipe may block, and may fail."""
 
     def perform() -> None:

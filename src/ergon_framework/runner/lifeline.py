@@ -1,7 +1,7 @@
-"""The lifeline: two pipes between a parent and one of its processes.
+"""Two pipes between a parent and one of its processes.
 
-Down come orders, and the end of the pipe when the parent is gone, however it went: the system closes
-it even for one that was killed. Up go reports. Both are lines of JSON.
+The parent sends commands, and the end of that pipe when the parent has ended: the system closes it even for a killed
+process. The child sends reports. Both pipes carry lines: a command is one word, a report is JSON.
 """
 
 from __future__ import annotations
@@ -13,65 +13,65 @@ from contextlib import suppress
 from threading import Lock, Thread
 from typing import Any
 
-from ergon_framework.runner.process import Order
+from ergon_framework.runner.process import ParentCommand
 
-#: The longest line that is read; a longer one is passed over.
-LONGEST = 1_000_000
+#: Maximum length of a line in bytes; a longer line is skipped.
+MAX_LINE_BYTES = 1_000_000
 
 
-class Lifeline:
-    """The child's end."""
+class ParentPipe:
+    """The child's end of the two pipes."""
 
-    def __init__(self, orders: int, reports: int) -> None:
-        for end in (orders, reports):
-            # What the task starts has no business on this line, and would keep it open.
-            os.set_inheritable(end, False)  # noqa: FBT003 - its only argument
-        self._orders = orders
+    def __init__(self, commands: int, reports: int) -> None:
+        for pipe in (commands, reports):
+            # Child processes of the task must not use this pipe, and would keep it open.
+            os.set_inheritable(pipe, False)  # noqa: FBT003 - its only argument
+        self._commands = commands
         self._reports = reports
         self._lock = Lock()
 
-    def listen(self, told: Callable[[Order], None]) -> None:
-        """Have *told* called with every order; a parent that is gone has ordered to stop."""
+    def listen(self, on_command: Callable[[ParentCommand], None]) -> None:
+        """Call *on_command* with every command in a thread; the end of the parent counts as STOP."""
 
-        def hear() -> None:
-            known = {order.value: order for order in Order}
-            for line in lines(self._orders):
-                order = known.get(line.decode(errors="replace"))
-                if order is not None:
-                    told(order)
-            told(Order.STOP)
+        def receive() -> None:
+            commands_by_word = {command.value: command for command in ParentCommand}
+            for line in read_lines(self._commands):
+                command = commands_by_word.get(line.decode(errors="replace"))
+                if command is not None:
+                    on_command(command)
+            on_command(ParentCommand.STOP)
 
-        Thread(target=hear, name="ergon-lifeline", daemon=True).start()
+        Thread(target=receive, name="ergon-lifeline", daemon=True).start()
 
-    def report(self, kind: str, told: dict[str, Any]) -> None:
-        """Tell the parent; may wait for one that does not listen, never fails for one that is gone."""
-        data = memoryview(f"{json.dumps({'kind': kind, **told})}\n".encode())
+    def report(self, kind: str, fields: dict[str, Any]) -> None:
+        """Send a report to the parent; blocks while the parent does not read, never fails if it has ended."""
+        data = memoryview(f"{json.dumps({'kind': kind, **fields})}\n".encode())
         with self._lock, suppress(OSError):
             while data:
                 data = data[os.write(self._reports, data) :]
 
 
-def lines(end: int) -> Iterator[bytes]:
-    """The lines that come out of a pipe, until nobody can write into it any more; *end* is closed then."""
-    held = b""
+def read_lines(pipe: int) -> Iterator[bytes]:
+    """Yield the lines of a pipe until its write ends are closed; then close *pipe*."""
+    buffer = b""
     skipping = False
     try:
-        while data := os.read(end, 65_536):
-            *whole, held = (held + data).split(b"\n")
-            for line in whole:
-                if not skipping and len(line) <= LONGEST:
+        while data := os.read(pipe, 65_536):
+            *complete, buffer = (buffer + data).split(b"\n")
+            for line in complete:
+                if not skipping and len(line) <= MAX_LINE_BYTES:
                     yield line
                 skipping = False
-            if len(held) > LONGEST:
-                held, skipping = b"", True
+            if len(buffer) > MAX_LINE_BYTES:
+                buffer, skipping = b"", True
     finally:
-        os.close(end)
+        os.close(pipe)
 
 
-def reports(end: int) -> Iterator[dict[str, Any]]:
-    """The reports that come out of a pipe; what is none is passed over."""
-    for line in lines(end):
+def read_reports(pipe: int) -> Iterator[dict[str, Any]]:
+    """Yield the reports of a pipe; invalid lines are skipped."""
+    for line in read_lines(pipe):
         with suppress(ValueError, RecursionError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                yield found
+            report = json.loads(line)
+            if isinstance(report, dict):
+                yield report

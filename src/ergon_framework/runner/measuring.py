@@ -1,4 +1,4 @@
-"""Measuring: who looks, while a task runs, how full its queue is."""
+"""Publish the depth of a task's queue while the task runs."""
 
 from __future__ import annotations
 
@@ -9,66 +9,68 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
 from ergon_framework.connectors.bridge import as_async, as_sync
-from ergon_framework.task.relay import AsyncRelay, Relay, tell_depth
+from ergon_framework.task.relay import AsyncRelay, Relay, publish_queue_depth
 
-#: How long the end of a run waits for a look that has begun: a fraction of what a process has for its end.
-_LEAVE: Final = 0.2
+#: Maximum seconds that the end of a run waits for a measurement under way: a fraction of the time for the exit.
+_STOP_TIMEOUT_SECONDS: Final = 0.2
 
 
-def looks(task: Any, *, number: int | None) -> bool:
-    """Whether process *number* of a run is to look: of a queue one tells for all, of a log each knows its own part."""
+def should_measure(task: Any, *, number: int | None) -> bool:
+    """Return whether process *number* measures: one process for a queue, each process for its part of a log."""
     if isinstance(task, Relay | AsyncRelay):
-        return False  # it looks itself
+        return False  # a relay measures itself
     return number in {None, 1} or task.connector.capabilities.mode == "log"
 
 
 @contextmanager
-def measured(task: Any, every: float | None) -> Iterator[None]:
-    """Have the depth of the task's queue in the metrics for as long as this lasts; None: nobody looks."""
-    if every is None:
+def publish_depth(task: Any, interval: float | None) -> Iterator[None]:
+    """Publish the depth of the task's queue every *interval* seconds while the context lasts; None: never."""
+    if interval is None:
         yield
         return
-    over = threading.Event()
-    looking = threading.Thread(target=_look, args=(task, every, over), name="ergon-depth", daemon=True)
-    looking.start()
+    stopped = threading.Event()
+    thread = threading.Thread(
+        target=_publish_repeatedly, args=(task, interval, stopped), name="ergon-depth", daemon=True
+    )
+    thread.start()
     try:
         yield
     finally:
-        over.set()
-        looking.join(_LEAVE)
+        stopped.set()
+        thread.join(_STOP_TIMEOUT_SECONDS)
 
 
 @asynccontextmanager
-async def measured_async(task: Any, every: float | None) -> AsyncIterator[None]:
-    """The same on the event loop."""
-    if every is None:
+async def publish_depth_async(task: Any, interval: float | None) -> AsyncIterator[None]:
+    """Publish the depth as ``publish_depth`` does, on the event loop."""
+    if interval is None:
         yield
         return
-    looking = asyncio.create_task(_look_async(task, every), name="ergon-depth")
+    publisher = asyncio.create_task(_publish_repeatedly_async(task, interval), name="ergon-depth")
     try:
         yield
     finally:
-        looking.cancel()
-        await asyncio.wait([looking], timeout=_LEAVE)
-        tell_depth(task, None)
+        publisher.cancel()
+        await asyncio.wait([publisher], timeout=_STOP_TIMEOUT_SECONDS)
+        publish_queue_depth(task, None)
 
 
-def _look(task: Any, every: float, over: threading.Event) -> None:
+def _publish_repeatedly(task: Any, interval: float, stopped: threading.Event) -> None:
     source = as_sync(task.connector)
-    while not over.is_set():
+    while not stopped.is_set():
         try:
-            tell_depth(task, source.depth())
-        except Exception:  # noqa: BLE001 - how much there is is unknown then, and fetching says why
-            tell_depth(task, None)
-        over.wait(every)
-    tell_depth(task, None)
+            publish_queue_depth(task, source.depth())
+        except Exception:  # noqa: BLE001 - the depth is unknown then, and fetching reports the error
+            publish_queue_depth(task, None)
+        stopped.wait(interval)
+    publish_queue_depth(task, None)
 
 
-async def _look_async(task: Any, every: float) -> None:
+async def _publish_repeatedly_async(task: Any, interval: float) -> None:
     source = as_async(task.connector)
     while True:
         try:
-            tell_depth(task, await source.depth_async())
-        except Exception:  # noqa: BLE001 - as its twin
-            tell_depth(task, None)
-        await asyncio.sleep(every)
+            publish_queue_depth(task, await source.depth_async())
+        except Exception:  # noqa: BLE001 - as in the sync variant
+            publish_queue_depth(task, None)
+        await asyncio.sleep(interval)

@@ -1,6 +1,6 @@
-"""Probes: who asks whether the process is live or ready gets an answer over HTTP, or finds it in a file.
+"""Probes: liveness and readiness of the process over HTTP, or in a file.
 
-Who asks what it has counted gets an answer over HTTP too, as Prometheus reads it.
+The process also serves its metrics over HTTP in the Prometheus format.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from threading import Event, Thread
 from typing import Any
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.runner.health import Health
+from ergon_framework.runner.health import ProcessHealth
 from ergon_framework.runner.settings import ProbeSettings
-from ergon_framework.telemetry.exposition import CONTENT_TYPE, exposed
+from ergon_framework.telemetry.exposition import CONTENT_TYPE, render_prometheus
 from ergon_framework.telemetry.metrics import Numbers, snapshot
 
-#: Seconds that a request may take from its connection to its end, then its answer, and how many callers at once.
-TIME_LIMIT = 2.0
-ANSWER_LIMIT = 10.0
-PLACES = 512
-#: Bytes of a line of a request, and lines of its headers.
-MAX_LINE = 8 * 1024
-MAX_HEADERS = 100
+#: Seconds for a request from its connection to its end, then for its answer, and the maximum number of connections.
+REQUEST_TIMEOUT_SECONDS = 2.0
+ANSWER_TIMEOUT_SECONDS = 10.0
+MAX_CONNECTIONS = 512
+#: Maximum bytes of a request line, and maximum number of header lines.
+MAX_REQUEST_LINE_BYTES = 8 * 1024
+MAX_HEADER_LINES = 100
 
-_END = b"\r\n\r\n"
+_HEADERS_END = b"\r\n\r\n"
 
-Check = Callable[[], Health]
-Read = Callable[[], Numbers]
+HealthCheck = Callable[[], ProcessHealth]
+ReadMetrics = Callable[[], Numbers]
 
 
 @contextmanager
-def probed(settings: ProbeSettings, check: Check, read: Read = snapshot) -> Iterator[int | None]:
-    """Answer for as long as this lasts; the port that does, if there is one. *read* is what /metrics tells."""
+def serve_probes(settings: ProbeSettings, check: HealthCheck, read: ReadMetrics = snapshot) -> Iterator[int | None]:
+    """Serve probes while the context lasts; yield the port, if there is one. *read* returns the metrics."""
     with ExitStack() as stack:
         port = None
         if settings.port is not None:
@@ -50,23 +50,23 @@ def probed(settings: ProbeSettings, check: Check, read: Read = snapshot) -> Iter
         if settings.file is not None:
             file = ProbeFile(Path(settings.file), settings.interval, check)
             file.start()
-            # The first to go: a file that stays behind would be believed.
+            # Stopped first: a file that stays behind would be trusted.
             stack.callback(file.stop)
         yield port
 
 
 class ProbeFile:
-    """A file that says how it is, for probes that are commands: written anew at every look, gone at the end.
+    """A file with the health, for probes that are commands: rewritten at every interval, removed at the end.
 
-    Its age matters as much as its content: a process that cannot write any more leaves an old one behind.
+    Its age matters as much as its content: a process that cannot write any more leaves an old file behind.
     """
 
-    def __init__(self, path: Path, interval: float, check: Check) -> None:
+    def __init__(self, path: Path, interval: float, check: HealthCheck) -> None:
         self._path = path
         self._interval = interval
         self._check = check
-        self._over = Event()
-        self._thread = Thread(target=self._look, name="ergon-probe-file", daemon=True)
+        self._stopped = Event()
+        self._thread = Thread(target=self._rewrite_repeatedly, name="ergon-probe-file", daemon=True)
 
     def start(self) -> None:
         try:
@@ -76,43 +76,43 @@ class ProbeFile:
         self._thread.start()
 
     def stop(self) -> None:
-        self._over.set()
-        self._thread.join(TIME_LIMIT)
+        self._stopped.set()
+        self._thread.join(REQUEST_TIMEOUT_SECONDS)
         self._path.unlink(missing_ok=True)
 
-    def _look(self) -> None:
-        while not self._over.wait(self._interval):
-            # A disk that is full for a while makes the file old, which is what it then should be.
+    def _rewrite_repeatedly(self) -> None:
+        while not self._stopped.wait(self._interval):
+            # While a disk is full, the file becomes old, as it should be then.
             with suppress(OSError):
                 self._write()
 
     def _write(self) -> None:
-        told = self._check().told() | {"pid": os.getpid(), "at": time.time()}
-        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(told) + "\n", encoding="utf-8")
-        # In one step: nobody reads half of it.
-        beside.replace(self._path)
+        content = self._check().to_dict() | {"pid": os.getpid(), "at": time.time()}
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        # Atomic: no reader sees a partial file.
+        temporary.replace(self._path)
 
 
 class ProbeServer:
-    """Answers /live, /ready and /metrics over HTTP, on an event loop in a thread of its own.
+    """Serves /live, /ready and /metrics over HTTP, on an event loop in a separate thread.
 
-    A caller has TIME_LIMIT seconds for all of its request. There are PLACES for callers, and a new one takes the place
-    of the oldest: slow callers delay no probe, however many they are. /metrics is put together in another thread, one
+    A caller has REQUEST_TIMEOUT_SECONDS for its whole request. At most MAX_CONNECTIONS are open, and a new one replaces
+    the oldest: slow callers delay no probe, however many they are. /metrics is rendered in another thread, one request
     after the other, so that it delays no probe either.
     """
 
-    def __init__(self, host: str, port: int, check: Check, read: Read) -> None:
+    def __init__(self, host: str, port: int, check: HealthCheck, read: ReadMetrics) -> None:
         self._check = check
         self._read = read
-        self._open: dict[asyncio.StreamWriter, None] = {}
-        self._metrics = asyncio.Lock()
-        self._over = asyncio.Event()
+        self._connections: dict[asyncio.StreamWriter, None] = {}
+        self._metrics_lock = asyncio.Lock()
+        self._stopped = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._run, name="ergon-probe", daemon=True)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, port), family=family, backlog=PLACES)
+            self._listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         except (OSError, OverflowError) as error:
             self._loop.close()
             reason = getattr(error, "strerror", None) or str(error)
@@ -125,66 +125,68 @@ class ProbeServer:
         self._thread.start()
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join(TIME_LIMIT)
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join(REQUEST_TIMEOUT_SECONDS)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._answer, sock=self._listener, backlog=PLACES, limit=MAX_LINE)
-        await self._over.wait()
+        server = await asyncio.start_server(
+            self._handle_connection, sock=self._listener, backlog=MAX_CONNECTIONS, limit=MAX_REQUEST_LINE_BYTES
+        )
+        await self._stopped.wait()
         server.close()
-        for writer in self._open:
+        for writer in self._connections:
             writer.transport.abort()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open[writer] = None
-        if len(self._open) > PLACES:
-            oldest = next(iter(self._open))
-            del self._open[oldest]
+    async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections[writer] = None
+        if len(self._connections) > MAX_CONNECTIONS:
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
             oldest.transport.abort()
         try:
-            # A caller that left or was too slow, or a check that failed: there is no answer.
+            # No answer if the caller has disconnected or is too slow, or if a check fails.
             with suppress(Exception):
-                async with asyncio.timeout(TIME_LIMIT) as limit:
-                    writer.write(await self._response(reader, limit))
+                async with asyncio.timeout(REQUEST_TIMEOUT_SECONDS) as limit:
+                    writer.write(await self._answer_request(reader, limit))
                     writer.write_eof()
-                    # What is left of a request that was refused is read, or closing would discard the answer.
-                    while await reader.read(MAX_LINE):
+                    # The rest of a rejected request is read, or closing would discard the answer.
+                    while await reader.read(MAX_REQUEST_LINE_BYTES):
                         pass
         finally:
-            self._open.pop(writer, None)
+            self._connections.pop(writer, None)
             writer.transport.abort()
 
-    async def _response(self, reader: asyncio.StreamReader, limit: asyncio.Timeout) -> bytes:
+    async def _answer_request(self, reader: asyncio.StreamReader, limit: asyncio.Timeout) -> bytes:
         try:
-            method, path = await _request(reader)
+            method, path = await _read_request(reader)
         except asyncio.LimitOverrunError:
-            return _written(HTTPStatus.REQUEST_URI_TOO_LONG, {"limit": MAX_LINE})
+            return _json_response(HTTPStatus.REQUEST_URI_TOO_LONG, {"limit": MAX_REQUEST_LINE_BYTES})
         if method not in ("GET", "HEAD"):
-            return _written(HTTPStatus.NOT_IMPLEMENTED, {"known": ["GET", "HEAD"]})
-        limit.reschedule(self._loop.time() + ANSWER_LIMIT)
-        response = await self._content(path)
-        return response if method == "GET" else response.partition(_END)[0] + _END
+            return _json_response(HTTPStatus.NOT_IMPLEMENTED, {"known": ["GET", "HEAD"]})
+        limit.reschedule(self._loop.time() + ANSWER_TIMEOUT_SECONDS)
+        response = await self._answer_path(path)
+        return response if method == "GET" else response.partition(_HEADERS_END)[0] + _HEADERS_END
 
-    async def _content(self, path: str) -> bytes:
+    async def _answer_path(self, path: str) -> bytes:
         if path == "/metrics":
-            return await self._in_thread(self._exposed)
+            return await self._run_in_thread(self._render_metrics)
         health = self._check()
-        good = {"/live": health.live, "/ready": health.ready}.get(path)
-        if good is None:
-            return _written(HTTPStatus.NOT_FOUND, {"known": ["/live", "/ready", "/metrics"]})
-        return _written(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, health.told())
+        is_good = {"/live": health.live, "/ready": health.ready}.get(path)
+        if is_good is None:
+            return _json_response(HTTPStatus.NOT_FOUND, {"known": ["/live", "/ready", "/metrics"]})
+        return _json_response(HTTPStatus.OK if is_good else HTTPStatus.SERVICE_UNAVAILABLE, health.to_dict())
 
-    async def _in_thread(self, work: Callable[[], bytes]) -> bytes:
-        """Run *work* in a thread, one after the other; one that never returns keeps only others of its kind."""
-        await self._metrics.acquire()
+    async def _run_in_thread(self, work: Callable[[], bytes]) -> bytes:
+        """Run *work* in a thread, one call after the other; a call that never returns blocks only other such calls."""
+        await self._metrics_lock.acquire()
         answer: asyncio.Future[bytes] = self._loop.create_future()
 
         def finish(result: bytes | None) -> None:
-            self._metrics.release()
+            self._metrics_lock.release()
             if answer.done():
                 return
             if result is None:
@@ -200,36 +202,36 @@ class ProbeServer:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(finish, result)
 
-        # A daemon: it must not keep a process that ends.
+        # A daemon thread, so that it does not delay the exit of the process.
         Thread(target=run, name="ergon-probe-metrics", daemon=True).start()
         return await answer
 
-    def _exposed(self) -> bytes:
+    def _render_metrics(self) -> bytes:
         try:
-            return _response(HTTPStatus.OK, CONTENT_TYPE, exposed(self._read()))
+            return _http_response(HTTPStatus.OK, CONTENT_TYPE, render_prometheus(self._read()))
         except ConfigurationError as error:
-            return _written(HTTPStatus.NOT_IMPLEMENTED, {"missing": str(error)})
+            return _json_response(HTTPStatus.NOT_IMPLEMENTED, {"missing": str(error)})
 
 
-async def _request(reader: asyncio.StreamReader) -> tuple[str, str]:
-    """Read the method and the path of a request, and its headers up to their end."""
+async def _read_request(reader: asyncio.StreamReader) -> tuple[str, str]:
+    """Read the method and the path of a request, and all of its headers."""
     first = await reader.readuntil(b"\n")
-    for _ in range(MAX_HEADERS):
+    for _ in range(MAX_HEADER_LINES):
         if not (await reader.readuntil(b"\n")).strip():
             method, _, rest = first.decode("latin-1").partition(" ")
             return method, rest.partition(" ")[0].partition("?")[0]
     raise asyncio.LimitOverrunError("too many headers", 0)
 
 
-def _written(status: HTTPStatus, content: dict[str, Any]) -> bytes:
-    return _response(status, "application/json", json.dumps(content).encode())
+def _json_response(status: HTTPStatus, content: dict[str, Any]) -> bytes:
+    return _http_response(status, "application/json", json.dumps(content).encode())
 
 
-def _response(status: HTTPStatus, kind: str, body: bytes) -> bytes:
+def _http_response(status: HTTPStatus, content_type: str, body: bytes) -> bytes:
     lines = (
         f"HTTP/1.0 {status.value} {status.phrase}",
         "Server: ergon",
-        f"Content-Type: {kind}",
+        f"Content-Type: {content_type}",
         f"Content-Length: {len(body)}",
     )
-    return "\r\n".join(lines).encode() + _END + body
+    return "\r\n".join(lines).encode() + _HEADERS_END + body

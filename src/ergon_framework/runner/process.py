@@ -1,7 +1,7 @@
-"""Process: one task in one process. It hears signals, has the loop drain, and is over in time.
+"""Run one task in one process: receive signals, drain the loop, and exit in time.
 
-The task runs on a thread of its own. The main thread does nothing but wait, so a signal is heard
-whatever the task is doing, and a task that never ends cannot keep the process.
+The task runs on a separate thread. The main thread only waits, so that it receives a signal whatever the task is doing,
+and a task that never ends cannot keep the process.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from signal import Signals
 from threading import Thread
 from typing import Any, TypeAlias
 
-from ergon_framework.errors import ConfigurationError, ConnectionLost
-from ergon_framework.runner.exits import Exit, exit_of
-from ergon_framework.runner.health import STARTING, Health
-from ergon_framework.runner.measuring import measured, measured_async
-from ergon_framework.runner.opening import Opening
-from ergon_framework.runner.signals import heard
-from ergon_framework.runner.stages import Stage
-from ergon_framework.runner.stopping import Stopping
-from ergon_framework.runner.telling import Teller
-from ergon_framework.runner.tokens import Tokens
+from ergon_framework.errors import ConfigurationError, ConnectionLostError
+from ergon_framework.runner.exits import RunExit, exit_code_for
+from ergon_framework.runner.health import STARTING, ProcessHealth
+from ergon_framework.runner.measuring import publish_depth, publish_depth_async
+from ergon_framework.runner.opening import OpenRetry
+from ergon_framework.runner.signals import handle_signals
+from ergon_framework.runner.stages import ShutdownStage
+from ergon_framework.runner.stopping import StopRequest
+from ergon_framework.runner.telling import BackgroundCaller
+from ergon_framework.runner.tokens import SignalQueue
 from ergon_framework.runner.watchdog import Watchdog
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.gates import Gate
-from ergon_framework.task.loops import loops_of
+from ergon_framework.task.loops import running_loops
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
-from ergon_framework.task.report import End, Outcome, Report
+from ergon_framework.task.report import Outcome, Report, StopReason
 from ergon_framework.telemetry import names
-from ergon_framework.telemetry.metrics import Bound, Counts, Numbers, registry_of
-from ergon_framework.telemetry.options import options_of
-from ergon_framework.telemetry.redaction import masked
+from ergon_framework.telemetry.metrics import LabelLimiter, LoopMetrics, Numbers, get_registry
+from ergon_framework.telemetry.options import get_options
+from ergon_framework.telemetry.redaction import mask_credentials
 
-#: How long after the grace settlements, connector and lifespan may still take; with LAST it stays below one second.
-MARGIN = 0.7
-#: What a process that leaves without its task has for its last words.
-LAST = 0.1
+#: Seconds after the grace for settlements, connector and lifespan; with FORCED_EXIT_SECONDS it is below one second.
+EXIT_MARGIN_SECONDS = 0.7
+#: Seconds for the final log output of a process that exits without its task.
+FORCED_EXIT_SECONDS = 0.1
 
 Runnable: TypeAlias = Task | AsyncTask
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How a run ended: with a report, an error, both, or by force. *deadline* is when the process must be gone."""
+class RunResult:
+    """How a run ended: with a report, an error, both, or by force. *deadline* is when the process must have exited."""
 
     report: Report | None
     error: BaseException | None = None
@@ -59,37 +59,37 @@ class Ended:
     deadline: float = inf
 
     @property
-    def exit(self) -> Exit:
-        return exit_of(self.report, self.error, forced=self.forced)
+    def exit(self) -> RunExit:
+        return exit_code_for(self.report, self.error, forced=self.forced)
 
     @property
-    def left_behind(self) -> bool:
-        """Whether something still runs that the interpreter must not wait for."""
+    def has_abandoned_work(self) -> bool:
+        """Whether work is still running that the interpreter must not wait for."""
         return self.forced or (self.report is not None and self.report.abandoned > 0)
 
 
-class Order(Enum):
-    """What a parent asks of a process."""
+class ParentCommand(Enum):
+    """A command of a parent to a process."""
 
     STOP = "stop"
-    HURRY = "hurry"
+    STOP_NOW = "hurry"
 
 
 @dataclass(frozen=True, slots=True)
-class _Over:
-    """The loop has ended; what was opened for it has not been closed yet."""
+class _LoopEnded:
+    """Event: the loop has ended; the resources that were opened for it are not closed yet."""
 
     report: Report | None
 
 
 class Process:
-    """Runs *task* until it ends, or until signals or orders end it.
+    """Runs *task* until it ends, or until signals or commands end it.
 
-    With a parent (*supervised*), a second signal hurries nobody: whoever signals a whole group
-    reaches parent and child alike, so only the parent's order to hurry is meant for sure.
-    *blocked* is how long something may hold the event loop before the process is not live, and every
-    *depth* seconds somebody looks how full the queue is; None: nobody does. *gates* are asked before the
-    task's own. *on_outcome* is called with each outcome, *on_first_fetch* once, before the first transaction starts.
+    With a parent (*supervised*), a second signal does not stop the process immediately: a signal to a whole group
+    reaches parent and child alike, so only the parent's command STOP_NOW is unambiguous. *blocked* is the number of
+    seconds that the event loop may be blocked before the process is not live, and *depth* the interval of queue depth
+    measurements; None disables either. *gates* are called before the task's own. *on_outcome* is called with each
+    outcome, *on_first_fetch* once, before the first transaction starts.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Process:
         policy: ConsumerPolicy | ProducerPolicy,
         *,
         on_signal: Callable[[Signals, int], None] | None = None,
-        on_stage: Callable[[Stage], None] | None = None,
+        on_stage: Callable[[ShutdownStage], None] | None = None,
         supervised: bool = False,
         blocked: float | None = None,
         depth: float | None = None,
@@ -107,7 +107,7 @@ class Process:
         on_first_fetch: Callable[[], None] | None = None,
     ) -> None:
         consumer: Any = task
-        loops_of(consumer).on_first_fetch = on_first_fetch
+        running_loops(consumer).on_first_fetch = on_first_fetch
         self._task = consumer
         self._policy = policy
         self._on_signal = on_signal
@@ -116,143 +116,151 @@ class Process:
         self._blocked = blocked
         self._depth = depth
         self._more_gates = gates
-        # Left out where nobody wants it: a task of one's own may not know it.
-        self._told: dict[str, Any] = {} if on_outcome is None else {"on_outcome": on_outcome}
+        # Omitted if unused: a user's own task class may not accept it.
+        self._consume_options: dict[str, Any] = {} if on_outcome is None else {"on_outcome": on_outcome}
         self._watchdog: Watchdog | None = None
-        self._teller = Teller()
-        self._stage: Stage | None = None
-        self._drained = inf
-        self._stopping = Stopping(consumer)
-        self._opening = Opening(consumer, policy)
-        self._tokens: Tokens[Signals | Order | _Over | Ended] = Tokens()
+        self._background = BackgroundCaller()
+        self._stage: ShutdownStage | None = None
+        self._drain_deadline = inf
+        self._stop_request = StopRequest(consumer)
+        self._open_retry = OpenRetry(consumer, policy)
+        self._events: SignalQueue[Signals | ParentCommand | _LoopEnded | RunResult] = SignalQueue()
         self._report: Report | None = None
-        self._left = 0
+        self._abandoned = 0
         self._signals = 0
         self._deadline = inf
 
-    def run(self) -> Ended:
-        """Run the task; to be called in the main thread, because only that hears signals."""
-        with heard(self._tokens), _present(self._task):
-            Thread(target=self._work, name="ergon-task", daemon=True).start()
-            return self._watch()
+    def run(self) -> RunResult:
+        """Run the task; only to be called in the main thread, because only that receives signals."""
+        with handle_signals(self._events), _publish_presence(self._task):
+            Thread(target=self._run_task, name="ergon-task", daemon=True).start()
+            return self._run_events()
 
-    def order(self, order: Order) -> None:
-        """Have it stop, or hurry; any thread may ask."""
-        self._tokens.put(order)
+    def handle_command(self, command: ParentCommand) -> None:
+        """Stop the process, or stop it immediately; thread-safe."""
+        self._events.put(command)
 
-    def health(self) -> Health:
-        """How it is; any thread may ask."""
-        loops = loops_of(self._task)
+    def health(self) -> ProcessHealth:
+        """Return the health of the process; thread-safe."""
+        loops = running_loops(self._task)
         blocked = None if self._watchdog is None else self._watchdog.blocked
-        stuck = [] if blocked is None else [blocked]
+        stuck_reasons = [] if blocked is None else [blocked]
         if not loops.live:
-            stuck.append("every slot is held by a handler that timed out and did not leave")
-        troubles = loops.troubles
+            stuck_reasons.append("every slot is held by a handler that timed out and did not leave")
+        not_fetching = loops.not_fetching_reasons
         if self._stage is not None:
-            return Health(not stuck, ready=False, reasons=(*stuck, f"stopping: {self._stage.value}"))
-        if troubles is None:
-            unopened = self._opening.trouble
-            reasons = STARTING.reasons if unopened is None else (masked(unopened),)
-            return Health(not stuck, ready=False, reasons=(*stuck, *reasons))
-        return Health(not stuck, not stuck and not troubles, (*stuck, *map(masked, troubles)))
+            return ProcessHealth(
+                not stuck_reasons, ready=False, reasons=(*stuck_reasons, f"stopping: {self._stage.value}")
+            )
+        if not_fetching is None:
+            not_open = self._open_retry.not_open_reason
+            reasons = STARTING.reasons if not_open is None else (mask_credentials(not_open),)
+            return ProcessHealth(not stuck_reasons, ready=False, reasons=(*stuck_reasons, *reasons))
+        return ProcessHealth(
+            not stuck_reasons,
+            not stuck_reasons and not not_fetching,
+            (*stuck_reasons, *map(mask_credentials, not_fetching)),
+        )
 
     # -- the main thread ------------------------------------------------------------------------
 
-    def _watch(self) -> Ended:
+    def _run_events(self) -> RunResult:
         while True:
-            token = self._tokens.get(self._patience())
-            if token is None and time.monotonic() < self._deadline:
-                self._drained = inf
-                self._enter(Stage.RELEASING)
-            elif token is None:
-                self._enter(Stage.KILLED)
-                return Ended(self._report, forced=True, deadline=time.monotonic() + LAST)
-            elif isinstance(token, Ended):
-                self._shorten(self._grace)
-                return Ended(token.report or self._report, token.error, deadline=self._deadline)
-            elif isinstance(token, _Over):
-                self._report = token.report
-                self._drained = inf
-                self._shorten(self._grace)
-                self._enter(Stage.LEAVING)
-            elif isinstance(token, Order):
-                self._stop(hurry=token is Order.HURRY)
+            event = self._events.get(self._wait_seconds())
+            if event is None and time.monotonic() < self._deadline:
+                self._drain_deadline = inf
+                self._enter_stage(ShutdownStage.RELEASING)
+            elif event is None:
+                self._enter_stage(ShutdownStage.KILLED)
+                return RunResult(self._report, forced=True, deadline=time.monotonic() + FORCED_EXIT_SECONDS)
+            elif isinstance(event, RunResult):
+                self._shorten_deadline(self._grace)
+                return RunResult(event.report or self._report, event.error, deadline=self._deadline)
+            elif isinstance(event, _LoopEnded):
+                self._report = event.report
+                self._drain_deadline = inf
+                self._shorten_deadline(self._grace)
+                self._enter_stage(ShutdownStage.LEAVING)
+            elif isinstance(event, ParentCommand):
+                self._stop(immediately=event is ParentCommand.STOP_NOW)
             else:
-                self._signalled(token)
+                self._handle_signal(event)
 
-    def _patience(self) -> float | None:
-        until = min(self._deadline, self._drained)
-        return None if until == inf else max(0.0, until - time.monotonic())
+    def _wait_seconds(self) -> float | None:
+        deadline = min(self._deadline, self._drain_deadline)
+        return None if deadline == inf else max(0.0, deadline - time.monotonic())
 
-    def _signalled(self, signal: Signals) -> None:
+    def _handle_signal(self, signal: Signals) -> None:
         self._signals += 1
-        self._stop(hurry=self._signals > 1 and not self._supervised)
+        self._stop(immediately=self._signals > 1 and not self._supervised)
         if self._on_signal is not None:
-            # Elsewhere: what it writes to may be blocked, and this thread keeps the time.
+            # In another thread: its output may block, and this thread keeps the deadlines.
             Thread(target=self._on_signal, args=(signal, self._signals), daemon=True).start()
 
-    def _stop(self, *, hurry: bool) -> None:
+    def _stop(self, *, immediately: bool) -> None:
         if self._stage is None:
-            self._shorten(self._grace)
-            self._drained = time.monotonic() + self._grace
-            self._stopping.ask()
-            self._opening.stop()
-            self._enter(Stage.DRAINING)
-        if hurry:
-            # That ends the drain; what is left then is to settle and to close.
-            self._shorten(0.0)
-            self._drained = inf
-            self._stopping.ask()
-            self._enter(Stage.RELEASING)
+            self._shorten_deadline(self._grace)
+            self._drain_deadline = time.monotonic() + self._grace
+            self._stop_request.stop()
+            self._open_retry.stop()
+            self._enter_stage(ShutdownStage.DRAINING)
+        if immediately:
+            # This ends the drain; only settlements and closing remain.
+            self._shorten_deadline(0.0)
+            self._drain_deadline = inf
+            self._stop_request.stop()
+            self._enter_stage(ShutdownStage.RELEASING)
 
-    def _enter(self, stage: Stage) -> None:
-        if stage.follows(self._stage):
+    def _enter_stage(self, stage: ShutdownStage) -> None:
+        if stage.is_after(self._stage):
             self._stage = stage
             if self._on_stage is not None:
-                # Elsewhere, for the same reason as above.
-                self._teller.tell(partial(self._on_stage, stage))
+                # In another thread, because its output may block.
+                self._background.call(partial(self._on_stage, stage))
 
     @property
     def _grace(self) -> float:
         return self._policy.loop.drain_timeout
 
-    def _shorten(self, seconds: float) -> None:
-        self._deadline = min(self._deadline, time.monotonic() + seconds + MARGIN)
+    def _shorten_deadline(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds + EXIT_MARGIN_SECONDS)
 
     # -- the task's thread ----------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _run_task(self) -> None:
         try:
-            report = self._work_async() if isinstance(self._task, AsyncTask) else self._consume()
-        except BaseException as error:  # noqa: BLE001 - the boundary of the thread; it is handed on as data
-            ended = Ended(getattr(error, "report", None), _worded(error, self._task))
+            report = self._run_async_task() if isinstance(self._task, AsyncTask) else self._consume()
+        except BaseException as error:  # noqa: BLE001 - the boundary of the thread; returned as data
+            result = RunResult(getattr(error, "report", None), _explain_lifespan_error(error, self._task))
         else:
-            ended = Ended(report)
-        self._tokens.put(ended)
+            result = RunResult(report)
+        self._events.put(result)
 
     def _consume(self) -> Report:
         while True:
             try:
-                with self._task.opened(), measured(self._task, self._depth):
-                    self._opening.note_success()
+                with self._task.open(), publish_depth(self._task, self._depth):
+                    self._open_retry.note_success()
                     try:
-                        report: Report = self._task.consume_transactions(self._policy, gates=self._gates, **self._told)
+                        report: Report = self._task.consume_transactions(
+                            self._policy, gates=self._gates, **self._consume_options
+                        )
                     except BaseException as error:
-                        self._over(getattr(error, "report", None))
+                        self._end_loop(getattr(error, "report", None))
                         raise
-                    self._over(report)
+                    self._end_loop(report)
                     return report
-            except ConnectionLost as error:
-                if self._opening.wait(self._opening.note_failure(error)):
-                    return Report(end=End.STOP)
+            except ConnectionLostError as error:
+                if self._open_retry.wait(self._open_retry.note_failure(error)):
+                    return Report(end=StopReason.STOP)
 
-    def _work_async(self) -> Report:
+    def _run_async_task(self) -> Report:
         runner = asyncio.Runner(loop_factory=_loop_factory())
         try:
             return runner.run(self._consume_async())
         finally:
-            # Closing waits for every task; one that ignores its cancellation would be waited for in vain.
-            if self._left == 0:
+            # Closing waits for every task; one that ignores its cancellation would block it.
+            if self._abandoned == 0:
                 runner.close()
 
     async def _consume_async(self) -> Report:
@@ -261,71 +269,73 @@ class Process:
         try:
             while True:
                 try:
-                    async with self._task.opened(), measured_async(self._task, self._depth):
-                        self._opening.note_success()
+                    async with self._task.open(), publish_depth_async(self._task, self._depth):
+                        self._open_retry.note_success()
                         try:
                             report: Report = await self._task.consume_transactions(
-                                self._policy, gates=self._gates, **self._told
+                                self._policy, gates=self._gates, **self._consume_options
                             )
                         except BaseException as error:
-                            self._over(getattr(error, "report", None))
+                            self._end_loop(getattr(error, "report", None))
                             raise
-                        self._over(report)
+                        self._end_loop(report)
                         return report
-                except ConnectionLost as error:
-                    delay = self._opening.note_failure(error)
-                    if await asyncio.to_thread(self._opening.wait, delay):
-                        return Report(end=End.STOP)
+                except ConnectionLostError as error:
+                    delay = self._open_retry.note_failure(error)
+                    if await asyncio.to_thread(self._open_retry.wait, delay):
+                        return Report(end=StopReason.STOP)
         finally:
             if self._watchdog is not None:
                 self._watchdog.stop()
 
-    def _over(self, report: Report | None) -> None:
-        self._left = 0 if report is None else report.abandoned
-        self._tokens.put(_Over(report))
+    def _end_loop(self, report: Report | None) -> None:
+        self._abandoned = 0 if report is None else report.abandoned
+        self._events.put(_LoopEnded(report))
 
     @property
     def _gates(self) -> tuple[Any, ...]:
-        return self._stopping.gate, *self._more_gates, *self._task.gates
+        return self._stop_request.gate, *self._more_gates, *self._task.gates
 
 
-class _Presence(Counts):
-    """That a process is there."""
+class _ProcessGauge(LoopMetrics):
+    """The metric that a process is running."""
 
-    def __init__(self, task: str, *, bound: Bound) -> None:
-        super().__init__(task, steps=(), everyday=("", ""), bound=bound)
+    def __init__(self, task: str, *, bound: LabelLimiter) -> None:
+        super().__init__(task, steps=(), success_steps=("", ""), bound=bound)
 
-    def gauged(self) -> Numbers:
+    def gauges(self) -> Numbers:
         return {(names.PROCESSES.name, ()): 1}
 
 
 @contextmanager
-def _present(task: Any) -> Iterator[None]:
-    registry = registry_of(options_of(task).meter_provider)
-    presence = registry.join(_Presence, task.name)
+def _publish_presence(task: Any) -> Iterator[None]:
+    registry = get_registry(get_options(task).meter_provider)
+    gauge = registry.register(_ProcessGauge, task.name)
     try:
         yield
     finally:
-        registry.close(presence)
+        registry.close(gauge)
 
 
-def _worded(error: BaseException, task: Runnable) -> BaseException:
-    """*error*; a lifespan of the other flavour is told in words, because Python's own do not say what to do."""
+def _explain_lifespan_error(error: BaseException, task: Runnable) -> BaseException:
+    """Return *error*, or a clear error for a lifespan of the other variant, which Python's own does not explain."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    opening = trace is not None and trace.tb_frame.f_code is inspect.unwrap(type(task).opened).__code__
-    if not (opening and isinstance(error, TypeError)):
+    is_opening = trace is not None and trace.tb_frame.f_code is inspect.unwrap(type(task).open).__code__
+    if not (is_opening and isinstance(error, TypeError)):
         return error
-    wanted, given = ("@asynccontextmanager", "sync") if isinstance(task, AsyncTask) else ("@contextmanager", "async")
-    said = f"the lifespan of {task.name} is {given} and its handlers are not; declare it with {wanted}"
-    worded = ConfigurationError(said)
-    worded.__cause__ = error
-    return worded
+    decorator, variant = (
+        ("@asynccontextmanager", "sync") if isinstance(task, AsyncTask) else ("@contextmanager", "async")
+    )
+    message = f"the lifespan of {task.name} is {variant} and its handlers are not; declare it with {decorator}"
+    explained = ConfigurationError(message)
+    explained.__cause__ = error
+    return explained
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """The factory of uvloop if it is installed; None means asyncio's own."""
+    """Return the event loop factory of uvloop if it is installed; None selects asyncio's own."""
     try:
         factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
     except ImportError:

@@ -1,4 +1,4 @@
-"""Producing: run a producer from JSON lines, as a task of ``ergon run``.
+"""Run a producer from JSON lines, as a task of ``ergon run``.
 
 A daemon thread reads the input, because a read may block without limit. The task produces
 one chunk after the other, so that an input of any length needs the memory of a few chunks.
@@ -22,10 +22,10 @@ from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias, TypeVar
 from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.exceptions import LoopStalled, LoopTimeout
-from ergon_framework.task.gates import Gate, ask
-from ergon_framework.task.loops import loops_of, share_loops
+from ergon_framework.task.gates import Gate, first_pause
+from ergon_framework.task.loops import running_loops, share_running_loops
 from ergon_framework.task.mixins.policies import ProducerPolicy
-from ergon_framework.task.report import End, Kind, ProduceReport, Report
+from ergon_framework.task.report import OutcomeKind, ProduceReport, Report, StopReason
 from ergon_framework.transaction import Transaction
 
 #: Standard input, as a file name.
@@ -34,18 +34,18 @@ STDIN: Final = "-"
 MAX_CHUNK: Final = 1_000
 MAX_CHUNK_BYTES: Final = 8 * 1024 * 1024
 MAX_LINE_BYTES: Final = 4 * 1024 * 1024
-#: How many chunks are read ahead of the one that is produced.
+#: Number of chunks that are read ahead of the one that is produced.
 READ_AHEAD: Final = 2
 _ENVELOPE: Final = frozenset(
     ("id", "payload", "source", "type", "schema_version", "key", "tenant", "correlation", "causation", "expires_at")
 )
 
 T = TypeVar("T")
-_Calls: TypeAlias = Generator[Callable[[], Any], Any, T]
+_CallGenerator: TypeAlias = Generator[Callable[[], Any], Any, T]
 
 
 class InputError(ConfigurationError):
-    """A line of the input is no transaction."""
+    """A line of the input is not a transaction."""
 
 
 class ProduceIncomplete(ErgonError):
@@ -58,7 +58,7 @@ class ProduceIncomplete(ErgonError):
         self.report = report
 
 
-class Chunk(NamedTuple):
+class InputChunk(NamedTuple):
     """Transactions of consecutive lines, and the number of the last line."""
 
     transactions: list[Transaction]
@@ -96,7 +96,7 @@ def parse_line(line: bytes, number: int, *, task: str) -> Transaction:
         raise InputError(f"line {number} of the input is no envelope: {error}") from None
 
 
-def read_chunks(stream: BinaryIO, *, task: str) -> Iterator[Chunk]:
+def read_chunks(stream: BinaryIO, *, task: str) -> Iterator[InputChunk]:
     """Read *stream* in chunks. The lines before an invalid one are yielded, then InputError is raised."""
     transactions: list[Transaction] = []
     number = size = 0
@@ -108,46 +108,46 @@ def read_chunks(stream: BinaryIO, *, task: str) -> Iterator[Chunk]:
             transactions.append(parse_line(line, number, task=task))
         except InputError:
             if transactions:
-                yield Chunk(transactions, number - 1)
+                yield InputChunk(transactions, number - 1)
             raise
         size += len(line)
         if len(transactions) >= MAX_CHUNK or size >= MAX_CHUNK_BYTES:
-            yield Chunk(transactions, number)
+            yield InputChunk(transactions, number)
             transactions, size = [], 0
     if transactions:
-        yield Chunk(transactions, number)
+        yield InputChunk(transactions, number)
 
 
-class _Reader:
-    """Reads on a thread of its own."""
+class _InputReader:
+    """Reads on a separate thread."""
 
     def __init__(self, stream: BinaryIO, *, task: str) -> None:
         self._stream = stream
         self._task = task
-        self._room = Semaphore(READ_AHEAD)
+        self._capacity = Semaphore(READ_AHEAD)
         #: Chunks, then None at the end of the input, or the error that ended it.
-        self._items: SimpleQueue[Chunk | Exception | None] = SimpleQueue()
+        self._items: SimpleQueue[InputChunk | Exception | None] = SimpleQueue()
 
     def start(self) -> None:
         Thread(target=self._read, name="ergon-input", daemon=True).start()
 
-    def take(self, timeout: float | None) -> Chunk | None:
-        """Wait for the next chunk, or None at the end; raises queue.Empty after *timeout* seconds."""
+    def take(self, timeout: float | None) -> InputChunk | None:
+        """Wait for the next chunk, or None at the end; raise queue.Empty after *timeout* seconds."""
         item = self._items.get(timeout=timeout)
-        self._room.release()
+        self._capacity.release()
         if isinstance(item, Exception):
             raise item
         return item
 
     def wake(self) -> None:
-        """Let ``take`` return at once, also while a read of the input blocks."""
+        """Let ``take`` return immediately, even while a read of the input blocks."""
         self._items.put(None)
 
     def _read(self) -> None:
         try:
             with self._stream:
                 for chunk in read_chunks(self._stream, task=self._task):
-                    self._room.acquire()
+                    self._capacity.acquire()
                     self._items.put(chunk)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread; take() raises it
             self._items.put(error)
@@ -159,25 +159,25 @@ class _Reader:
 
 
 class _InputProducer:
-    """The part that both variants share: the next chunk, its policy, and the report."""
+    """The shared part of both variants: the next chunk, its policy, and the report."""
 
     #: Read by the probes: the input producer itself is never stuck and holds no claims.
     live = True
-    trouble: str | None = None
-    in_hand = 0
+    not_fetching_reason: str | None = None
+    in_flight = 0
 
     _sleep: Callable[[float], Any]
     _take: Callable[[float | None], Any]
 
     def _bind(self, producer: Any, source: str) -> None:
         self.producer = producer
-        self._reader = _Reader(_open(source), task=producer.name)
+        self._reader = _InputReader(_open(source), task=producer.name)
         self._stopped = False
         self._is_read = False
         #: The last line whose transaction has an outcome.
         self._last_line = 0
         self.report = Report()
-        share_loops(self, producer)
+        share_running_loops(self, producer)
         if hasattr(producer, "telemetry"):
             self.telemetry = producer.telemetry
 
@@ -191,54 +191,56 @@ class _InputProducer:
         self._reader.wake()
         self.producer.stop()
 
-    def _calls(self, policy: ProducerPolicy, gates: tuple[Gate, ...]) -> _Calls[Report]:
+    def _generate_calls(self, policy: ProducerPolicy, gates: tuple[Gate, ...]) -> _CallGenerator[Report]:
         """Yield one call after the other; the variant makes the call and sends its result, or throws its error."""
         deadline = None if policy.loop.timeout is None else time.monotonic() + policy.loop.timeout
         self._reader.start()
         while True:
-            while (pause := ask(gates)) is not None and not self._stopped:
+            while (pause := first_pause(gates)) is not None and not self._stopped:
                 yield partial(self._sleep, pause.seconds)
-            rules = self._next_policy(policy, deadline)
-            if isinstance(rules, End):
-                return self._finish(rules, policy)
+            chunk_policy = self._next_policy(policy, deadline)
+            if isinstance(chunk_policy, StopReason):
+                return self._finish(chunk_policy, policy)
             chunk = yield from self._next_chunk(deadline)
-            if isinstance(chunk, End):
+            if isinstance(chunk, StopReason):
                 return self._finish(chunk, policy)
-            end = yield from self._produce(chunk, rules)
-            if end is not End.DONE:
+            end = yield from self._produce(chunk, chunk_policy)
+            if end is not StopReason.DONE:
                 return self._finish(end, policy)
 
-    def _next_policy(self, policy: ProducerPolicy, deadline: float | None) -> ProducerPolicy | End:
+    def _next_policy(self, policy: ProducerPolicy, deadline: float | None) -> ProducerPolicy | StopReason:
         """Return the policy of the next call, with the rest of limit and timeout; or the reason to end."""
         changes: dict[str, Any] = {}
         if policy.loop.limit is not None:
             changes["limit"] = policy.loop.limit - self.report.started
             if changes["limit"] <= 0:
-                return End.LIMIT
+                return StopReason.LIMIT
         if deadline is not None:
             changes["timeout"] = deadline - time.monotonic()
             if changes["timeout"] <= 0:
-                return End.TIMEOUT
+                return StopReason.TIMEOUT
         return policy.model_copy(update={"loop": policy.loop.model_copy(update=changes)}) if changes else policy
 
-    def _next_chunk(self, deadline: float | None) -> _Calls[Chunk | End]:
+    def _next_chunk(self, deadline: float | None) -> _CallGenerator[InputChunk | StopReason]:
         """Return the next chunk, or the reason to end."""
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            chunk: Chunk | None = yield partial(self._take, timeout)
+            chunk: InputChunk | None = yield partial(self._take, timeout)
         except Empty:
-            return End.TIMEOUT
+            return StopReason.TIMEOUT
         except InputError as error:
             self._attach_report(error)
             raise
         if self._stopped:
-            return End.STOP
+            return StopReason.STOP
         self._is_read = chunk is None
-        return End.DONE if chunk is None else chunk
+        return StopReason.DONE if chunk is None else chunk
 
-    def _produce(self, chunk: Chunk, rules: ProducerPolicy) -> _Calls[End]:
+    def _produce(self, chunk: InputChunk, chunk_policy: ProducerPolicy) -> _CallGenerator[StopReason]:
         try:
-            done: ProduceReport = yield partial(self.producer.produce_transactions, chunk.transactions, rules)
+            produced: ProduceReport = yield partial(
+                self.producer.produce_transactions, chunk.transactions, chunk_policy
+            )
         except (LoopTimeout, LoopStalled) as error:
             self._add(chunk, error.report)
             self.report.end = error.report.end
@@ -248,36 +250,39 @@ class _InputProducer:
             wrapped = ConfigurationError(f"{lines} of the input cannot be produced: {error}")
             self._attach_report(wrapped)
             raise wrapped from error
-        self._add(chunk, done)
-        return done.end
+        self._add(chunk, produced)
+        return produced.end
 
-    def _add(self, chunk: Chunk, done: ProduceReport) -> None:
+    def _add(self, chunk: InputChunk, produced: ProduceReport) -> None:
         report = self.report
         self._last_line = chunk.last
-        for outcome in done.outcomes:
+        for outcome in produced.outcomes:
             report.add(outcome)
             report.started += outcome.started
-        report.abandoned += done.abandoned
-        report.fenced += done.fenced
+        report.abandoned += produced.abandoned
+        report.fenced += produced.fenced
 
     def _attach_report(self, error: Any) -> None:
         """Attach the report to *error* if there is at least one outcome."""
         if self.report.finished:
             error.report = self.report
 
-    def _finish(self, end: End, policy: ProducerPolicy) -> Report:
+    def _finish(self, end: StopReason, policy: ProducerPolicy) -> Report:
         """Return the report, or raise the error that names the rest of the input."""
         report = self.report
         report.end = end
         rest = self._describe_rest()
-        if end is End.TIMEOUT:
+        if end is StopReason.TIMEOUT:
             raise LoopTimeout(f"the run's {policy.loop.timeout} s are over; {rest}", report)
-        failed, released = report.counts[Kind.FAILED] + report.counts[Kind.HANDLER_FAILED], report.counts[Kind.RELEASED]
-        if released or end is End.STOP:
+        failed, released = (
+            report.counts[OutcomeKind.FAILED] + report.counts[OutcomeKind.HANDLER_FAILED],
+            report.counts[OutcomeKind.RELEASED],
+        )
+        if released or end is StopReason.STOP:
             rest = f"{released} transactions were released, of which {report.released_started} had started; {rest}"
         if failed:
             raise ProduceIncomplete(f"{failed} of {report.finished} transactions failed; {rest}", report)
-        if end is End.STOP:
+        if end is StopReason.STOP:
             raise ProduceIncomplete(f"the run was stopped: {rest}", report)
         return report
 
@@ -293,16 +298,16 @@ class InputProducer(_InputProducer, Task):
         super().__init__(producer.connector, gates=producer.gates)
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """The lifespan and the connector of the producer."""
-        with self.producer.opened():
+    def open(self) -> Iterator[None]:
+        """Open the lifespan and the connector of the producer."""
+        with self.producer.open():
             yield
 
     def consume_transactions(self, policy: ProducerPolicy, *, gates: Sequence[Gate] = (), **_: Any) -> Report:
         """Produce chunk after chunk until the input ends, or until there is another reason to end."""
-        calls = self._calls(policy, tuple(gates))
+        calls = self._generate_calls(policy, tuple(gates))
         advance = partial(calls.send, None)
-        with loops_of(self).entered(self, _ignore_stop):
+        with running_loops(self).track(self, _ignore_stop):
             while True:
                 try:
                     call = advance()
@@ -317,28 +322,28 @@ class InputProducer(_InputProducer, Task):
     def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def _take(self, timeout: float | None) -> Chunk | None:
+    def _take(self, timeout: float | None) -> InputChunk | None:
         return self._reader.take(timeout)
 
 
 class AsyncInputProducer(_InputProducer, AsyncTask):
-    """Feeds a producer on asyncio; in every other respect the same."""
+    """Feeds a producer on asyncio, otherwise as InputProducer does."""
 
     def __init__(self, producer: Any, source: str) -> None:
         self._bind(producer, source)
         super().__init__(producer.connector, gates=producer.gates)
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[None]:
-        """The lifespan and the connector of the producer."""
-        async with self.producer.opened():
+    async def open(self) -> AsyncIterator[None]:
+        """Open the lifespan and the connector of the producer."""
+        async with self.producer.open():
             yield
 
     async def consume_transactions(self, policy: ProducerPolicy, *, gates: Sequence[Gate] = (), **_: Any) -> Report:
         """Produce as InputProducer does."""
-        calls = self._calls(policy, tuple(gates))
+        calls = self._generate_calls(policy, tuple(gates))
         advance = partial(calls.send, None)
-        with loops_of(self).entered(self, _ignore_stop):
+        with running_loops(self).track(self, _ignore_stop):
             while True:
                 try:
                     call = advance()
@@ -353,7 +358,7 @@ class AsyncInputProducer(_InputProducer, AsyncTask):
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    async def _take(self, timeout: float | None) -> Chunk | None:
+    async def _take(self, timeout: float | None) -> InputChunk | None:
         return await asyncio.to_thread(self._reader.take, timeout)
 
 

@@ -1,4 +1,4 @@
-"""Queues by name: a task says which queue it has, and the settings say which broker that queue is at."""
+"""Queues by name: a task names its queue, and the settings define the broker of that queue."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ergon_framework.connectors.base import (
     Delivery,
     Depth,
     Listener,
+    SettlementRequest,
     SettleResult,
-    Settling,
     Unlisten,
 )
 from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
-from ergon_framework.runner.settings import Settings, settings
+from ergon_framework.runner.settings import Settings, load_settings
 from ergon_framework.transaction import Transaction
 
 
 class NamedQueue(Connector, AsyncConnector):
-    """The queue that the settings call *name*, at whatever broker they say.
+    """The queue *name* of the settings, at whatever broker they define.
 
-    They are read when it is first used, not when it is made: a module that names its queues can be
-    imported where there are none. What only some connectors have, as ``mark_on``, is that connector's.
+    The settings are read at the first use, not at construction: a module that names its queues can be imported where
+    there are no settings. Methods that only some connectors have, such as ``record_processed_on``, are the connector's.
     """
 
     writes_audit = True  # its connector does
@@ -38,7 +38,7 @@ class NamedQueue(Connector, AsyncConnector):
         self._name = name
         self._options = options
         self._lock = Lock()
-        self._found: Connector | AsyncConnector | None = None
+        self._connector: Connector | AsyncConnector | None = None
 
     def __repr__(self) -> str:
         return f"queue({self._name!r})"
@@ -49,12 +49,12 @@ class NamedQueue(Connector, AsyncConnector):
 
     @property
     def connector(self) -> Connector | AsyncConnector:
-        """The connector behind the name, made by the first who asks; ConfigurationError where there is none."""
+        """The connector of the queue, created at the first access; ConfigurationError if it is not configured."""
         with self._lock:
-            if self._found is None:
-                url, options = _in_force().queue(self._name)
-                self._found = schemes.connect(self._name, url, {**self._options, **options})
-            return self._found
+            if self._connector is None:
+                url, options = _current_settings().queue(self._name)
+                self._connector = schemes.create_connector(self._name, url, {**self._options, **options})
+            return self._connector
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("_"):
@@ -82,11 +82,11 @@ class NamedQueue(Connector, AsyncConnector):
     def listen(self, listener: Listener) -> Unlisten:
         return self.connector.listen(listener)
 
-    def limit_deliveries(self, most: int) -> None:
-        self.connector.limit_deliveries(most)
+    def limit_deliveries(self, max_deliveries: int) -> None:
+        self.connector.limit_deliveries(max_deliveries)
 
-    def stamped(self, transaction: Transaction) -> Transaction:
-        return self.connector.stamped(transaction)
+    def prepare(self, transaction: Transaction) -> Transaction:
+        return self.connector.prepare(transaction)
 
     # -- on threads ---------------------------------------------------------------------------------
 
@@ -99,8 +99,8 @@ class NamedQueue(Connector, AsyncConnector):
     def fetch_transactions(self, batch_size: int, **extra: Any) -> Sequence[Delivery]:
         return as_sync(self.connector).fetch_transactions(batch_size, **extra)
 
-    def settle(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        return as_sync(self.connector).settle(settlings)
+    def settle(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        return as_sync(self.connector).settle(requests)
 
     def extend(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
         return as_sync(self.connector).extend(deliveries)
@@ -111,22 +111,22 @@ class NamedQueue(Connector, AsyncConnector):
     def depth(self) -> Depth | None:
         return as_sync(self.connector).depth()
 
-    def queued(self, ids: Collection[str]) -> Collection[str] | None:
-        return as_sync(self.connector).queued(ids)
+    def find_queued(self, ids: Collection[str]) -> Collection[str] | None:
+        return as_sync(self.connector).find_queued(ids)
 
     def list_dead(
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
     ) -> Sequence[DeadLetterRecord]:
         return as_sync(self.connector).list_dead(query, after=after, limit=limit)
 
-    def replay_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return as_sync(self.connector).replay_dead(places)
+    def replay_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return as_sync(self.connector).replay_dead(handles)
 
-    def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return as_sync(self.connector).discard_dead(places)
+    def discard_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return as_sync(self.connector).discard_dead(handles)
 
-    def replace_dead(self, place: str, transaction: Transaction) -> ReplayResult:
-        return as_sync(self.connector).replace_dead(place, transaction)
+    def replace_dead(self, handle: str, transaction: Transaction) -> ReplayResult:
+        return as_sync(self.connector).replace_dead(handle, transaction)
 
     # -- on an event loop ---------------------------------------------------------------------------
 
@@ -139,8 +139,8 @@ class NamedQueue(Connector, AsyncConnector):
     async def fetch_transactions_async(self, batch_size: int, **extra: Any) -> Sequence[Delivery]:
         return await as_async(self.connector).fetch_transactions_async(batch_size, **extra)
 
-    async def settle_async(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        return await as_async(self.connector).settle_async(settlings)
+    async def settle_async(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        return await as_async(self.connector).settle_async(requests)
 
     async def extend_async(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
         return await as_async(self.connector).extend_async(deliveries)
@@ -151,28 +151,28 @@ class NamedQueue(Connector, AsyncConnector):
     async def depth_async(self) -> Depth | None:
         return await as_async(self.connector).depth_async()
 
-    async def queued_async(self, ids: Collection[str]) -> Collection[str] | None:
-        return await as_async(self.connector).queued_async(ids)
+    async def find_queued_async(self, ids: Collection[str]) -> Collection[str] | None:
+        return await as_async(self.connector).find_queued_async(ids)
 
     async def list_dead_async(
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
     ) -> Sequence[DeadLetterRecord]:
         return await as_async(self.connector).list_dead_async(query, after=after, limit=limit)
 
-    async def replay_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return await as_async(self.connector).replay_dead_async(places)
+    async def replay_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return await as_async(self.connector).replay_dead_async(handles)
 
-    async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return await as_async(self.connector).discard_dead_async(places)
+    async def discard_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return await as_async(self.connector).discard_dead_async(handles)
 
-    async def replace_dead_async(self, place: str, transaction: Transaction) -> ReplayResult:
-        return await as_async(self.connector).replace_dead_async(place, transaction)
+    async def replace_dead_async(self, handle: str, transaction: Transaction) -> ReplayResult:
+        return await as_async(self.connector).replace_dead_async(handle, transaction)
 
 
 def queue(name: str, **options: Any) -> NamedQueue:
-    """The queue that the settings call *name*: ``[queues.NAME]`` of ``ergon.toml`` says with ``url`` where it is.
+    """Return the queue *name* of the settings: ``url`` of ``[queues.NAME]`` in ``ergon.toml`` is its address.
 
-    *options* are handed to the connector, under those of the settings.
+    *options* are passed to the connector; those of the settings take precedence.
     """
     return NamedQueue(name, **options)
 
@@ -180,10 +180,10 @@ def queue(name: str, **options: Any) -> NamedQueue:
 _chosen: list[Settings] = []
 
 
-def use(found: Settings) -> None:
-    """Have queues of this process that are first used from now on look here, not in the current folder's file."""
-    _chosen[:] = [found]
+def set_settings(loaded: Settings) -> None:
+    """Use these settings for queues of this process that are first used from now on, not the current folder's file."""
+    _chosen[:] = [loaded]
 
 
-def _in_force() -> Settings:
-    return _chosen[0] if _chosen else settings()
+def _current_settings() -> Settings:
+    return _chosen[0] if _chosen else load_settings()

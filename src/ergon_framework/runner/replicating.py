@@ -1,4 +1,4 @@
-"""Replicating: the replicators of a zone in one process. It hears signals, has them drain, and is over in time."""
+"""Run the replicators of a zone in one process: receive signals, drain the replicators, and exit in time."""
 
 from __future__ import annotations
 
@@ -11,110 +11,116 @@ from signal import Signals
 from threading import Thread
 from typing import TypeAlias
 
-from ergon_framework.facts.replica import ReplicaState, Status
+from ergon_framework.facts.replica import ReplicaState, ReplicaStatus
 from ergon_framework.facts.replicator import AsyncReplicator, Replicator
-from ergon_framework.facts.room import Room
-from ergon_framework.runner.exits import Exit
-from ergon_framework.runner.health import Health
-from ergon_framework.runner.signals import heard
-from ergon_framework.runner.tokens import Tokens
-from ergon_framework.telemetry.redaction import masked
+from ergon_framework.facts.room import CapacityMonitor
+from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.health import ProcessHealth
+from ergon_framework.runner.signals import handle_signals
+from ergon_framework.runner.tokens import SignalQueue
+from ergon_framework.telemetry.redaction import mask_credentials
 
-#: Seconds that a replicator has beyond its own drain before the process leaves without it.
-MARGIN = 2.0
+#: Seconds that a replicator has beyond its own drain before the process exits without it.
+EXIT_MARGIN_SECONDS = 2.0
 
-Part: TypeAlias = Replicator | AsyncReplicator | Room
+ReplicationPart: TypeAlias = Replicator | AsyncReplicator | CapacityMonitor
 OnSignal: TypeAlias = Callable[[Signals, int], None]
 
 
-class _Over:
-    """A thread has ended, with an error if it should not have."""
+class _ThreadEnded:
+    """Event: a thread has ended, with an error if it failed."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 
-class Replicating:
-    """Runs replicators until a signal comes, and watches the room that their store has."""
+class ReplicationRunner:
+    """Runs replicators until a signal arrives, and monitors the capacity of their store."""
 
-    def __init__(self, parts: Sequence[Part], *, on_signal: OnSignal | None = None) -> None:
-        self.replicators = [part for part in parts if not isinstance(part, Room)]
-        self._rooms = [part for part in parts if isinstance(part, Room)]
+    def __init__(self, parts: Sequence[ReplicationPart], *, on_signal: OnSignal | None = None) -> None:
+        self.replicators = [part for part in parts if not isinstance(part, CapacityMonitor)]
+        self._monitors = [part for part in parts if isinstance(part, CapacityMonitor)]
         self._on_signal = on_signal
-        self._tokens: Tokens[Signals | _Over] = Tokens()
-        self._stops = 0
+        self._events: SignalQueue[Signals | _ThreadEnded] = SignalQueue()
+        self._stop_count = 0
         self._deadline = inf
         self.error: BaseException | None = None
 
-    def run(self) -> Exit:
-        """Run them all; to be called in the main thread, because only that hears signals."""
+    def run(self) -> RunExit:
+        """Run them all; only to be called in the main thread, because only that receives signals."""
         with ExitStack() as stack:
-            stack.enter_context(heard(self._tokens))
-            for room in self._rooms:
-                stack.enter_context(room.watched())
-            threads = self._started()
+            stack.enter_context(handle_signals(self._events))
+            for monitor in self._monitors:
+                stack.enter_context(monitor.run_in_background())
+            threads = self._start_threads()
             while threads:
-                token = self._tokens.get(None if self._deadline == inf else max(0.0, self._deadline - time.monotonic()))
-                if token is None:
-                    return Exit.FORCED
-                if isinstance(token, _Over):
+                event = self._events.get(None if self._deadline == inf else max(0.0, self._deadline - time.monotonic()))
+                if event is None:
+                    return RunExit.FORCED
+                if isinstance(event, _ThreadEnded):
                     threads -= 1
-                    # One that fails by itself has a defect: the others are to go on with it after a restart.
-                    if token.error is not None:
-                        self.error = self.error or token.error
+                    # A replicator that fails has a defect: after a restart the others continue together with it.
+                    if event.error is not None:
+                        self.error = self.error or event.error
                         self._stop()
                     continue
                 self._stop()
                 if self._on_signal is not None:
-                    self._on_signal(token, self._stops)
-        return Exit.OK if self.error is None else Exit.FAILED
+                    self._on_signal(event, self._stop_count)
+        return RunExit.OK if self.error is None else RunExit.FAILED
 
     def states(self) -> list[ReplicaState]:
-        """Of each pair; any thread may ask."""
+        """Return the state of each pair; thread-safe."""
         return [replicator.state() for replicator in self.replicators]
 
-    def health(self) -> Health:
-        """Ready while all of them follow. Any thread may ask."""
+    def health(self) -> ProcessHealth:
+        """Return the health: ready while all replicators follow. Thread-safe."""
         states = self.states()
         reasons = [
-            *(_reason(state) for state in states if state.status is not Status.FOLLOWING),
-            *(trouble for room in self._rooms for trouble in room.troubles),
+            *(_describe_state(state) for state in states if state.status is not ReplicaStatus.FOLLOWING),
+            *(warning for monitor in self._monitors for warning in monitor.warnings),
         ]
-        ready = not self._stops and all(state.status is Status.FOLLOWING for state in states)
-        return Health(live=True, ready=ready, reasons=tuple(reasons))
+        ready = not self._stop_count and all(state.status is ReplicaStatus.FOLLOWING for state in states)
+        return ProcessHealth(live=True, ready=ready, reasons=tuple(reasons))
 
-    def _started(self) -> int:
+    def _start_threads(self) -> int:
         plain = [replicator.run for replicator in self.replicators if isinstance(replicator, Replicator)]
         others = [replicator for replicator in self.replicators if isinstance(replicator, AsyncReplicator)]
-        bodies: list[Callable[[], None]] = [*plain]
+        calls: list[Callable[[], None]] = [*plain]
         if others:
-            bodies.append(lambda: asyncio.run(_together(others)))
-        for body in bodies:
-            Thread(target=self._work, args=(body,), name="ergon-replicate", daemon=True).start()
-        return len(bodies)
+            calls.append(lambda: asyncio.run(_run_all(others)))
+        for call in calls:
+            Thread(target=self._run_call, args=(call,), name="ergon-replicate", daemon=True).start()
+        return len(calls)
 
-    def _work(self, body: Callable[[], None]) -> None:
+    def _run_call(self, call: Callable[[], None]) -> None:
         try:
-            body()
-        except BaseException as error:  # noqa: BLE001 - the main thread says it
-            self._tokens.put(_Over(error))
+            call()
+        except BaseException as error:  # noqa: BLE001 - the main thread reports it
+            self._events.put(_ThreadEnded(error))
         else:
-            self._tokens.put(_Over(None))
+            self._events.put(_ThreadEnded(None))
 
     def _stop(self) -> None:
-        self._stops += 1
-        longest = max((replicator.policy.drain for replicator in self.replicators), default=0.0)
-        self._deadline = min(self._deadline, time.monotonic() + MARGIN + (longest if self._stops == 1 else 0.0))
+        self._stop_count += 1
+        max_drain = max((replicator.policy.drain for replicator in self.replicators), default=0.0)
+        self._deadline = min(
+            self._deadline, time.monotonic() + EXIT_MARGIN_SECONDS + (max_drain if self._stop_count == 1 else 0.0)
+        )
         for replicator in self.replicators:
             replicator.stop()
 
 
-async def _together(replicators: Sequence[AsyncReplicator]) -> None:
+async def _run_all(replicators: Sequence[AsyncReplicator]) -> None:
     async with asyncio.TaskGroup() as group:
         for replicator in replicators:
             group.create_task(replicator.run())
 
 
-def _reason(state: ReplicaState) -> str:
-    said = f"{state.pair.from_zone} to {state.pair.to_zone}: {state.status}"
-    return said if state.trouble is None else f"{said}: {masked(state.trouble.reason)}; {state.trouble.action}"
+def _describe_state(state: ReplicaState) -> str:
+    message = f"{state.pair.from_zone} to {state.pair.to_zone}: {state.status}"
+    return (
+        message
+        if state.problem is None
+        else f"{message}: {mask_credentials(state.problem.reason)}; {state.problem.action}"
+    )

@@ -1,7 +1,7 @@
-"""Settings: what ``ergon.toml`` and the environment say, as one frozen tree that refuses what it does not know.
+"""Settings of ``ergon.toml`` and the environment, as one frozen tree that rejects unknown keys.
 
-The environment wins over the file. Where a value came from is kept until it has been checked, so
-that an error can say which line of which of the two has to be mended.
+The environment takes precedence over the file. The source of each value is kept until it is validated, so that an
+error names the line of the source that needs a correction.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import Field, Strict, ValidationError, field_validator
 
 from ergon_framework import redaction
-from ergon_framework.connectors.encryption import VARIABLE
-from ergon_framework.connectors.schemes import scheme_of
+from ergon_framework.connectors.encryption import KEYS_VARIABLE
+from ergon_framework.connectors.schemes import url_scheme
 from ergon_framework.engine import backoff as waiting
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.policy import Count, Policy, Seconds
@@ -25,19 +25,19 @@ from ergon_framework.task.mixins.policies import ConsumerPolicy, ConsumerSteps, 
 
 P = TypeVar("P", ConsumerPolicy, ProducerPolicy)
 
-#: More processes than this on one machine is a slip of the hand.
-PROCESSES = 1024
+#: Maximum number of processes on one machine; a higher number is assumed to be a mistake.
+MAX_PROCESSES = 1024
 
 Level: TypeAlias = Literal["debug", "info", "warning", "error"]
 Port: TypeAlias = Annotated[int, Field(ge=0, le=65535)]
 
 
-class UnknownQueue(ConfigurationError):
-    """Nobody says where a queue is that was asked for by its name."""
+class UnknownQueueError(ConfigurationError):
+    """A queue was requested by a name that is not configured."""
 
 
 class RestartSettings(Policy):
-    """How a process that died is replaced."""
+    """How an exited process is replaced."""
 
     backoff: Seconds = Field(default=0.5, description="Seconds to wait before the first replacement.")
     multiplier: float = Field(default=2.0, ge=1, description="Factor by which each wait exceeds the one before.")
@@ -48,12 +48,12 @@ class RestartSettings(Policy):
     )
 
     def delay(self, deaths: int) -> float:
-        """Seconds to wait after that many quick deaths in a row, the first being 0."""
-        return waiting.delay(deaths, backoff=self.backoff, multiplier=self.multiplier, cap=self.cap)
+        """Return the seconds to wait after *deaths* quick exits in a row, the first being 0."""
+        return waiting.backoff_delay(deaths, backoff=self.backoff, multiplier=self.multiplier, cap=self.cap)
 
 
 class ProbeSettings(Policy):
-    """How a run says that it is live and ready."""
+    """How a run reports that it is live and ready."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="The address of /live, /ready and /metrics.")
     port: Port | None = Field(default=None, description="Its port; 0 takes any free one, null answers nobody.")
@@ -70,7 +70,7 @@ class ProbeSettings(Policy):
 
 
 class MetricsSettings(Policy):
-    """What is counted besides what the loop counts anyway."""
+    """Metrics in addition to those of the loop."""
 
     depth: Annotated[float, Field(gt=0)] | None = Field(
         default=15.0, description="Seconds between two looks at how full the queue is, if anybody reads; null: none."
@@ -78,7 +78,7 @@ class MetricsSettings(Policy):
 
 
 class JournalSettings(Policy):
-    """The journal of what became of each transaction, in the database."""
+    """The database journal of the outcome of each transaction."""
 
     on: bool = Field(default=False, description="Write it; ergon why reads it.")
     days: Annotated[float, Field(gt=0, le=3650)] = Field(default=14.0, description="How long a row is kept.")
@@ -90,7 +90,7 @@ class JournalSettings(Policy):
 class RunSettings(Policy):
     """How ``ergon run`` runs."""
 
-    processes: Annotated[int, Field(ge=1, le=PROCESSES)] = Field(default=1, description="How many run the task.")
+    processes: Annotated[int, Field(ge=1, le=MAX_PROCESSES)] = Field(default=1, description="How many run the task.")
     drain_timeout: Seconds | None = Field(
         default=None, description="Seconds running work is given to end; null: as the task's policy says."
     )
@@ -104,7 +104,7 @@ class RunSettings(Policy):
 
 
 class TaskSettings(Policy):
-    """What is said about one task."""
+    """Settings of one task."""
 
     policy: Mapping[str, Any] = Field(
         default_factory=dict, repr=False, description="The keys of its policy that are to differ."
@@ -121,7 +121,7 @@ class LoggingSettings(Policy):
 
 
 class TelemetrySettings(Policy):
-    """What ``ergon run`` records of a task."""
+    """Telemetry of a task under ``ergon run``."""
 
     tracebacks: bool = Field(default=True, description="Keep tracebacks of errors in logs, spans and failure records.")
     redact_names: tuple[str, ...] = Field(
@@ -179,7 +179,7 @@ class EncryptionSettings(Policy):
 
 
 class BrokerSettings(Policy):
-    """The server of queues that are given no address."""
+    """The default server of queues without an address."""
 
     url: str | None = Field(
         default=None, repr=False, description="Its address, for queues without one; in the environment only."
@@ -187,7 +187,7 @@ class BrokerSettings(Policy):
 
 
 class QueueSettings(Policy):
-    """Where one queue is."""
+    """The location of one queue."""
 
     url: str | None = Field(
         default=None, repr=False, description="The address of its broker; one with a password is never in a file."
@@ -198,8 +198,8 @@ class QueueSettings(Policy):
 
     @field_validator("url")
     @classmethod
-    def _an_address(cls, value: str | None) -> str | None:
-        if value is not None and not scheme_of(value):
+    def _check_address(cls, value: str | None) -> str | None:
+        if value is not None and not url_scheme(value):
             raise ValueError("an address begins with a scheme, for example amqp://localhost")
         return value
 
@@ -221,12 +221,12 @@ class Settings(Policy):
     api: ApiSettings = Field(default=ApiSettings(), description="Whose tokens the health API of providers takes.")
 
     def policy(self, task: str, own: P) -> P:
-        """*own*, with what is said about the task called *task*."""
-        # The environment knows no capitals, so neither does a name.
-        changes = [given.policy for name, given in self.tasks.items() if name.casefold() == task.casefold()]
+        """Return *own* with the settings of the task called *task*."""
+        # The environment is case-insensitive, so task names are too.
+        changes = [section.policy for name, section in self.tasks.items() if name.casefold() == task.casefold()]
         merged: dict[str, Any] = own.model_dump()
         for change in changes:
-            merged = sources.merged(merged, change)
+            merged = sources.merge_settings(merged, change)
         try:
             policy = type(own).load(merged) if changes else own
         except ConfigurationError as error:
@@ -237,60 +237,66 @@ class Settings(Policy):
         return policy.model_copy(update={"loop": loop})
 
     def queue(self, name: str) -> tuple[str, Mapping[str, Any]]:
-        """The address and the options of the queue called *name*; ConfigurationError where nobody says."""
-        # As with tasks; and a variable of the environment has no hyphens.
-        given = [said for known, said in self.queues.items() if _plain(known) == _plain(name)]
-        urls = [said.url for said in given if said.url]
+        """Return the address and the options of the queue *name*; raise UnknownQueueError if it has no address."""
+        # Case-insensitive as for tasks; and an environment variable has no hyphens.
+        sections = [
+            section
+            for queue_name, section in self.queues.items()
+            if _normalize_name(queue_name) == _normalize_name(name)
+        ]
+        urls = [section.url for section in sections if section.url]
         if not urls:
-            there = ", ".join(sorted(known for known, said in self.queues.items() if said.url)) or "none"
-            variable = sources.variable(("queues", _plain(name), "url"))
-            raise UnknownQueue(
-                f"nobody says where the queue {name!r} is; write url = … below [queues.{name}] in {sources.NAME}, or "
-                f"set {variable}. Known are: {there}"
+            configured = (
+                ", ".join(sorted(queue_name for queue_name, section in self.queues.items() if section.url)) or "none"
+            )
+            variable = sources.env_variable_name(("queues", _normalize_name(name), "url"))
+            raise UnknownQueueError(
+                f"nobody says where the queue {name!r} is; write url = … below [queues.{name}] in {sources.FILE_NAME}, "
+                f"or set {variable}. Known are: {configured}"
             )
         options: dict[str, Any] = {}
-        for said in given:
-            options = sources.merged(options, said.options)
+        for section in sections:
+            options = sources.merge_settings(options, section.options)
         return urls[-1], options
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return name.casefold().replace("-", "_")
 
 
-def settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-    """What *path*, or ``ergon.toml`` in the current folder, and *environ*, or the process's own, say."""
-    file = sources.from_file(path if path is not None else Path(sources.NAME), needed=path is not None)
+def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """Load the settings of *path*, or ``ergon.toml`` in the current folder, and *environ*, or the process's own."""
+    file = sources.from_file(path if path is not None else Path(sources.FILE_NAME), required=path is not None)
     if "encryption" in file.tree:
         raise ConfigurationError(
             f"{file.origin}: encryption is configured by the environment only, as it holds keys: take the section out "
-            f"of the file and set {VARIABLE}"
+            f"of the file and set {KEYS_VARIABLE}"
         )
-    given = file.under(sources.from_environment(os.environ if environ is None else environ, Settings, SHAPES))
-    faults = sources.unknown(given, Settings, SHAPES)
+    tree = file.subtree(sources.from_environment(os.environ if environ is None else environ, Settings, KEY_MODELS))
+    faults = sources.unknown_key_errors(tree, Settings, KEY_MODELS)
     if faults:
         raise ConfigurationError("; ".join(faults))
     try:
-        found = Settings.model_validate(given.tree)
+        loaded = Settings.model_validate(tree.tree)
     except ValidationError as error:
-        raise ConfigurationError(sources.explained(error, given)) from error
+        raise ConfigurationError(sources.explain_validation_error(error, tree)) from error
     if environ is None:
-        _use_redaction(found)
-    return found
+        _use_redaction(loaded)
+    return loaded
 
 
-def _use_redaction(found: Settings) -> None:
-    """Have this process redact by the rules of *found*, and hide the passwords of its addresses."""
-    redaction.configure(found.telemetry.redact_names, found.telemetry.redact_patterns)
-    brokers = [each.url for each in (found.rabbitmq, found.nats, found.redis)]
-    for address in (found.postgres.dsn, *brokers, *(each.url for each in found.queues.values())):
+def _use_redaction(loaded: Settings) -> None:
+    """Apply the redaction rules of *loaded* to this process, and hide the passwords of its addresses."""
+    redaction.configure(loaded.telemetry.redact_names, loaded.telemetry.redact_patterns)
+    brokers = [each.url for each in (loaded.rabbitmq, loaded.nats, loaded.redis)]
+    for address in (loaded.postgres.dsn, *brokers, *(each.url for each in loaded.queues.values())):
         if address:
             redaction.learn_address(address)
 
 
-def database(path: Path | None = None) -> str:
-    """The address of the database, from the same places; ConfigurationError where none is named."""
-    dsn = settings(path).postgres.dsn
+def database_dsn(path: Path | None = None) -> str:
+    """Return the address of the database from the same sources; raise ConfigurationError if there is none."""
+    dsn = load_settings(path).postgres.dsn
     if not dsn:
         raise ConfigurationError(
             "no database is named; set ERGON_POSTGRES__DSN, for example to postgresql://owner@localhost:5432/shop"
@@ -305,12 +311,12 @@ class _TaskSteps(ConsumerSteps):
 
 
 class _TaskPolicy(ConsumerPolicy):
-    """The keys of consumers and producers; the policy of the task refuses those of the other kind."""
+    """The keys of consumers and producers; the policy of the task rejects those of the other kind."""
 
     steps: _TaskSteps = _TaskSteps()
 
 
-#: What stands behind a key that its own type does not tell.
-SHAPES: Mapping[tuple[type[Policy], str], type[Policy]] = {
+#: The model of a key whose own type does not define it.
+KEY_MODELS: Mapping[tuple[type[Policy], str], type[Policy]] = {
     (TaskSettings, "policy"): _TaskPolicy,
 }

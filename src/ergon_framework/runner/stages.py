@@ -1,4 +1,4 @@
-"""Stages: the four that a stop goes through, in this order; none is ever gone back to."""
+"""The four stages of a shutdown, in this order; a shutdown never returns to an earlier one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from enum import StrEnum
 from typing import Self
 
 
-class Stage(StrEnum):
-    """Every stage with what happens in it; a stop that has nothing to wait for passes through them at once."""
+class ShutdownStage(StrEnum):
+    """Every stage with its meaning; a shutdown without anything to wait for passes through all of them immediately."""
 
     meaning: str
 
@@ -22,7 +22,7 @@ class Stage(StrEnum):
     LEAVING = "leaving", "the loop has ended; connector and lifespan are closed, telemetry is flushed"
     KILLED = "killed", "it did not leave in time, and was ended without being asked"
 
-    def follows(self, before: Stage | None) -> bool:
-        """Whether this one lies ahead of *before*."""
-        order = list(Stage)
-        return before is None or order.index(self) > order.index(before)
+    def is_after(self, other: ShutdownStage | None) -> bool:
+        """Return whether this stage is after *other*."""
+        order = list(ShutdownStage)
+        return other is None or order.index(self) > order.index(other)

@@ -1,4 +1,4 @@
-"""Stopping: a stop that is not lost when it comes before the loop has begun."""
+"""Stop requests that are not lost when they arrive before the loop has begun."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from ergon_framework.task.gates import Pause
 
 
 class Stoppable(Protocol):
-    """A task, as far as stopping goes."""
+    """A task that can be stopped."""
 
     def stop(self) -> None: ...
 
 
-class Stopping:
-    """Hands stops to a task's loop; one that came early waits at the loop's gate."""
+class StopRequest:
+    """Passes stop requests to a task's loop; an early request waits at the loop's gate."""
 
     def __init__(self, task: Stoppable) -> None:
         self._task = task
         self._lock = Lock()
-        self._begun = False
-        self._asked = 0
-        self._told = 0
+        self._has_begun = False
+        self._request_count = 0
+        self._stop_count = 0
 
-    def ask(self) -> None:
-        """Stop; asked again, hurry."""
+    def stop(self) -> None:
+        """Request a stop; a second request ends the drain."""
         with self._lock:
-            self._asked += 1
-            if self._begun:
-                self._tell()
+            self._request_count += 1
+            if self._has_begun:
+                self._stop_task()
 
     def gate(self) -> Pause | None:
-        """Asked by the loop before every fetch: after a stop there is none."""
+        """Return a pause after a stop request; the loop calls this before every fetch."""
         with self._lock:
-            self._begun = True
-            if not self._asked:
+            self._has_begun = True
+            if not self._request_count:
                 return None
-            if not self._told:
-                self._tell()
+            if not self._stop_count:
+                self._stop_task()
             return Pause("the process is stopping", 0.05)
 
-    def _tell(self) -> None:
-        self._told += 1
-        # An event loop that has just been closed refuses; then there is nothing left to stop.
+    def _stop_task(self) -> None:
+        self._stop_count += 1
+        # An event loop that has just been closed raises; then there is nothing left to stop.
         with suppress(RuntimeError):
             self._task.stop()

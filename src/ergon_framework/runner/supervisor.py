@@ -1,8 +1,8 @@
-"""The supervisor: N processes of one task. It replaces the dead, and has all of them stop.
+"""The supervisor of N processes of one task: it replaces processes that exit, and stops all of them.
 
-It imports nothing of the user's, so nothing of his can end it or keep it. Processes are fresh
-interpreters, not forks. They stay in the supervisor's process group: what a terminal does to the
-group, Ctrl-Z included, is done to all of them, and each hears one stop however often it is told.
+It imports no user code, so user code can neither end nor block it. Processes are fresh interpreters, not forks. They
+stay in the supervisor's process group: a terminal's signal to the group, Ctrl-Z included, reaches all of them, and each
+process gets one stop, however many are sent.
 """
 
 from __future__ import annotations
@@ -20,333 +20,358 @@ from signal import Signals
 from threading import Lock, Thread
 from typing import Any
 
-from ergon_framework.runner.exits import Exit, worst
-from ergon_framework.runner.health import STARTING, Health, together
-from ergon_framework.runner.lifeline import reports
-from ergon_framework.runner.process import Order
+from ergon_framework.runner.exits import RunExit, most_severe
+from ergon_framework.runner.health import STARTING, ProcessHealth, combine_health
+from ergon_framework.runner.lifeline import read_reports
+from ergon_framework.runner.process import ParentCommand
 from ergon_framework.runner.settings import RunSettings
-from ergon_framework.runner.signals import heard
-from ergon_framework.runner.stages import Stage
-from ergon_framework.runner.telling import Teller
-from ergon_framework.runner.tokens import Tokens
+from ergon_framework.runner.signals import handle_signals
+from ergon_framework.runner.stages import ShutdownStage
+from ergon_framework.runner.telling import BackgroundCaller
+from ergon_framework.runner.tokens import SignalQueue
 from ergon_framework.task.mixins.policies import ConsumerPolicy
-from ergon_framework.task.report import End
+from ergon_framework.task.report import StopReason
 from ergon_framework.telemetry import logs, names
-from ergon_framework.telemetry.metrics import registry_of
+from ergon_framework.telemetry.metrics import get_registry
 from ergon_framework.telemetry.names import LIBRARY, Event
 from ergon_framework.telemetry.names import Field as Said
-from ergon_framework.telemetry.sums import Sums
+from ergon_framework.telemetry.sums import MultiprocessMetrics
 
 log = logging.getLogger(f"{LIBRARY}.runner")
 
-#: How long after the grace a process is killed. By itself it is gone before; this is for one that cannot even leave.
-KILL = 1.5
-#: How long the last words of a process that is gone are waited for.
-WORDS = 1.0
+#: Seconds after the grace until a process is killed. It normally exits before; this is for one that cannot exit.
+KILL_DELAY_SECONDS = 1.5
+#: Maximum seconds to wait for the last reports of an exited process.
+REPORT_TIMEOUT_SECONDS = 1.0
 
-#: Ends that a process was meant to come to; it is not replaced.
-_PLANNED = {End.EMPTY.value, End.LIMIT.value, End.TIMEOUT.value}
+#: Planned ends of a process; it is not replaced.
+_PLANNED_ENDS = {StopReason.EMPTY.value, StopReason.LIMIT.value, StopReason.TIMEOUT.value}
 
-#: The command that runs process *number*, which has these two ends of its lifeline.
-Command = Callable[[int, int, int], Sequence[str]]
+#: Returns the command of process *number* from its number and its ends of the two pipes.
+BuildCommand = Callable[[int, int, int], Sequence[str]]
 
 
 @dataclass(slots=True)
-class Worker:
-    """The place of one process: whoever runs there now, and what was heard of him."""
+class WorkerProcess:
+    """One process slot: the process that runs there now, and the state that it has reported."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
-    orders: int | None = None
-    since: float = 0.0
-    heard: float = 0.0
-    health: Health = STARTING
-    drain: float | None = None
-    ended: dict[str, Any] | None = None
+    command_pipe: int | None = None
+    started_at: float = 0.0
+    last_report_at: float = 0.0
+    health: ProcessHealth = STARTING
+    drain_timeout: float | None = None
+    end_report: dict[str, Any] | None = None
     #: Whether the present process has fetched work.
     has_fetched: bool = False
-    #: Deaths in a row, each soon after the start and before any work was fetched.
-    deaths: int = 0
-    #: When the next one is started.
-    due: float = inf
-    killed: bool = False
-    #: The exit code with which this place is given up.
-    code: int | None = None
+    #: Quick exits in a row, each soon after the start and before any work was fetched.
+    quick_exits: int = 0
+    #: When the next process is started.
+    restart_at: float = inf
+    was_killed: bool = False
+    #: The final exit code, after which the slot gets no new process.
+    exit_code: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """How a run of several processes ended; *why* is there when it did not end by itself or by a signal."""
+class SupervisorResult:
+    """How a run of several processes ended; *reason* is set if neither the work nor a signal ended it."""
 
-    exit: Exit
+    exit: RunExit
     reports: list[dict[str, Any]] = field(default_factory=list)
     restarts: int = 0
-    why: str | None = None
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    worker: Worker
+class _ReportReceived:
+    worker: WorkerProcess
     process: subprocess.Popen[bytes]
     report: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Died:
-    worker: Worker
-    code: int
+class _ProcessExited:
+    worker: WorkerProcess
+    exit_code: int
 
 
 class Supervisor:
     """Runs *command* in ``settings.processes`` processes until all have ended, or signals end them."""
 
     def __init__(
-        self, command: Command, settings: RunSettings, *, on_signal: Callable[[Signals, int, float], None] | None = None
+        self,
+        build_command: BuildCommand,
+        settings: RunSettings,
+        *,
+        on_signal: Callable[[Signals, int, float], None] | None = None,
     ) -> None:
-        self._command = command
+        self._build_command = build_command
         self._settings = settings
         self._on_signal = on_signal
-        self._tokens: Tokens[Signals | _Told | _Died] = Tokens()
-        self._teller = Teller()
+        self._events: SignalQueue[Signals | _ReportReceived | _ProcessExited] = SignalQueue()
+        self._background = BackgroundCaller()
         self._lock = Lock()
-        self._workers = [Worker(number) for number in range(1, settings.processes + 1)]
+        self._workers = [WorkerProcess(number) for number in range(1, settings.processes + 1)]
         self._reports: list[dict[str, Any]] = []
         self._restarts = 0
         self._signals = 0
         self._stopping = False
-        #: Whether one of them was ever ready: then the task is as it should be, or was when the run began.
-        self._proven = False
-        self._kill = inf
-        self._why: str | None = None
-        self._verdict: Exit | None = None
+        #: Whether a process was ever ready: then the task is valid, or was when the run began.
+        self._was_ready = False
+        self._kill_at = inf
+        self._reason: str | None = None
+        self._exit: RunExit | None = None
         self._task = "unknown"
-        #: What all of them have counted.
-        self.sums = Sums()
+        #: The combined metrics of all processes.
+        self.metrics = MultiprocessMetrics()
 
-    def run(self) -> Ran:
-        """Run until everything has ended; to be called in the main thread, because only that hears signals."""
-        with heard(self._tokens):
+    def run(self) -> SupervisorResult:
+        """Run until all processes have ended; only to be called in the main thread, because only that gets signals."""
+        with handle_signals(self._events):
             try:
-                # One goes ahead: a task that cannot be loaded is then told once, not N times.
+                # One process starts first: a task that cannot be loaded is then reported once, not N times.
                 self._start(self._workers[0])
-                while not all(worker.code is not None for worker in self._workers):
-                    self._act(self._tokens.get(self._patience()))
+                while not all(worker.exit_code is not None for worker in self._workers):
+                    self._handle_event(self._events.get(self._wait_seconds()))
             finally:
-                self._leave_nobody()
-        codes = [worker.code for worker in self._workers if worker.code is not None]
-        return Ran(self._verdict or worst(codes), self._reports, self._restarts, self._why)
+                self._kill_remaining()
+        codes = [worker.exit_code for worker in self._workers if worker.exit_code is not None]
+        return SupervisorResult(self._exit or most_severe(codes), self._reports, self._restarts, self._reason)
 
-    def health(self) -> Health:
-        """How they are, all in all; any thread may ask."""
+    def health(self) -> ProcessHealth:
+        """Return the combined health of all processes; thread-safe."""
         now = time.monotonic()
         with self._lock:
-            whole = together({worker.number: self._seen(worker, now) for worker in self._workers})
+            combined = combine_health({worker.number: self._worker_health(worker, now) for worker in self._workers})
             if not self._stopping:
-                return whole
-        return Health(whole.live, ready=False, reasons=("stopping", *whole.reasons))
+                return combined
+        return ProcessHealth(combined.live, ready=False, reasons=("stopping", *combined.reasons))
 
-    def _seen(self, worker: Worker, now: float) -> Health:
-        if worker.code is not None:
-            return Health(live=True, ready=True)
+    def _worker_health(self, worker: WorkerProcess, now: float) -> ProcessHealth:
+        if worker.exit_code is not None:
+            return ProcessHealth(live=True, ready=True)
         if worker.process is None:
-            return Health(live=True, ready=False, reasons=("starting" if worker.due == inf else "died, is replaced",))
-        silence = now - worker.heard
+            return ProcessHealth(
+                live=True, ready=False, reasons=("starting" if worker.restart_at == inf else "died, is replaced",)
+            )
+        silence = now - worker.last_report_at
         if silence > self._settings.probes.silent:
-            return Health(live=False, ready=False, reasons=(f"has said nothing for {silence:.0f} s",))
+            return ProcessHealth(live=False, ready=False, reasons=(f"has said nothing for {silence:.0f} s",))
         return worker.health
 
-    # -- what happened --------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------
 
-    def _act(self, token: Signals | _Told | _Died | None) -> None:
-        if isinstance(token, Signals):
-            self._signalled(token)
-        elif isinstance(token, _Told):
-            self._told(token)
-        elif isinstance(token, _Died):
+    def _handle_event(self, event: Signals | _ReportReceived | _ProcessExited | None) -> None:
+        if isinstance(event, Signals):
+            self._handle_signal(event)
+        elif isinstance(event, _ReportReceived):
+            self._handle_report(event)
+        elif isinstance(event, _ProcessExited):
             with self._lock:
-                self._died(token.worker, token.code)
+                self._handle_exit(event.worker, event.exit_code)
         now = time.monotonic()
-        if now >= self._kill:
-            self._kill = inf
+        if now >= self._kill_at:
+            self._kill_at = inf
             self._kill_all()
         for worker in self._workers:
-            if worker.due <= now and not self._stopping:
+            if worker.restart_at <= now and not self._stopping:
                 self._restarts += 1
                 self._start(worker)
 
-    def _patience(self) -> float | None:
-        until = min(self._kill, *(worker.due for worker in self._workers))
-        return None if until == inf else max(0.0, until - time.monotonic())
+    def _wait_seconds(self) -> float | None:
+        deadline = min(self._kill_at, *(worker.restart_at for worker in self._workers))
+        return None if deadline == inf else max(0.0, deadline - time.monotonic())
 
-    def _signalled(self, signal: Signals) -> None:
+    def _handle_signal(self, signal: Signals) -> None:
         self._signals += 1
         if self._on_signal is not None:
-            self._teller.tell(partial(self._on_signal, signal, self._signals, self._grace))
-        self._stop(hurry=self._signals > 1)
+            self._background.call(partial(self._on_signal, signal, self._signals, self._grace))
+        self._stop(immediately=self._signals > 1)
 
-    def _told(self, token: _Told) -> None:
-        worker, report = token.worker, token.report
-        if worker.process is not token.process:
+    def _handle_report(self, event: _ReportReceived) -> None:
+        worker, report = event.worker, event.report
+        if worker.process is not event.process:
             return
         kind = report.get("kind")
         with self._lock:
-            worker.heard = time.monotonic()
+            worker.last_report_at = time.monotonic()
             if kind == "health":
-                worker.health = Health.heard(report)
-                self._proven = self._proven or worker.health.ready
+                worker.health = ProcessHealth.from_dict(report)
+                self._was_ready = self._was_ready or worker.health.ready
             elif kind == "ended":
-                worker.ended = report
+                worker.end_report = report
         if kind == "fetched":
             worker.has_fetched = True
         if kind == "metrics":
-            self.sums.tell(worker.number, report)
+            self.metrics.update(worker.number, report)
         if kind == "loaded":
             self._task = str(report.get("task", self._task))
             drain = report.get("drain")
-            worker.drain = float(drain) if isinstance(drain, int | float) else None
+            worker.drain_timeout = float(drain) if isinstance(drain, int | float) else None
             for other in self._workers:
-                if other.process is None and other.code is None and other.due == inf and not self._stopping:
+                if other.process is None and other.exit_code is None and other.restart_at == inf and not self._stopping:
                     self._start(other)
 
-    def _died(self, worker: Worker, code: int) -> None:
-        process, ended = worker.process, worker.ended or {}
+    def _handle_exit(self, worker: WorkerProcess, exit_code: int) -> None:
+        process, end_report = worker.process, worker.end_report or {}
         worker.process, worker.health = None, STARTING
-        self.sums.gone(worker.number)
-        if worker.orders is not None:
-            os.close(worker.orders)
-            worker.orders = None
-        if worker.ended is not None:
-            self._reports.append(worker.ended)
-        if self._stopping or ended.get("end") in _PLANNED:
-            worker.code = Exit.FORCED if worker.killed else code
-        elif code == Exit.USAGE and not self._proven:
-            self._give_up(worker, Exit.USAGE)
+        self.metrics.remove(worker.number)
+        if worker.command_pipe is not None:
+            os.close(worker.command_pipe)
+            worker.command_pipe = None
+        if worker.end_report is not None:
+            self._reports.append(worker.end_report)
+        if self._stopping or end_report.get("end") in _PLANNED_ENDS:
+            worker.exit_code = RunExit.FORCED if worker.was_killed else exit_code
+        elif exit_code == RunExit.USAGE and not self._was_ready:
+            self._give_up(worker, RunExit.USAGE)
         else:
-            self._replace(worker, code, pid=0 if process is None else process.pid)
+            self._replace(worker, exit_code, pid=0 if process is None else process.pid)
 
-    def _replace(self, worker: Worker, code: int, *, pid: int) -> None:
-        restart, lived = self._settings.restart, time.monotonic() - worker.since
-        # A process that had work may have been ended by it. The death has cost that work a delivery, so
-        # `loop.max_deliveries` ends this, and the run must last until then.
-        is_quick = lived < restart.steady and not worker.has_fetched
-        worker.deaths = worker.deaths + 1 if is_quick else 0
-        fields = {Said.NUMBER: worker.number, Said.PID: pid, Said.EXIT_CODE: _named(code).removeprefix("exit code ")}
-        self._count_death()
-        if worker.deaths >= restart.attempts:
-            self._why = (
-                f"process {worker.number} died {worker.deaths} times in a row, each time within {restart.steady:g} s "
-                f"of its start and before it had fetched work, the last time with {_named(code)}; its own messages are "
-                "above"
+    def _replace(self, worker: WorkerProcess, exit_code: int, *, pid: int) -> None:
+        restart, lifetime = self._settings.restart, time.monotonic() - worker.started_at
+        # The work of a process may have ended it. That exit has cost the work a delivery, so
+        # `loop.max_deliveries` limits this, and the run must last until then.
+        is_quick = lifetime < restart.steady and not worker.has_fetched
+        worker.quick_exits = worker.quick_exits + 1 if is_quick else 0
+        fields = {
+            Said.NUMBER: worker.number,
+            Said.PID: pid,
+            Said.EXIT_CODE: _describe_exit(exit_code).removeprefix("exit code "),
+        }
+        self._count_exit()
+        if worker.quick_exits >= restart.attempts:
+            self._reason = (
+                f"process {worker.number} died {worker.quick_exits} times in a row, each time within "
+                f"{restart.steady:g} s of its start and before it had fetched work, the last time with "
+                f"{_describe_exit(exit_code)}; its own messages are above"
             )
-            self._say(logging.ERROR, Event.PROCESS_DIED, fields)
-            self._give_up(worker, Exit.FLAPPING)
+            self._log(logging.ERROR, Event.PROCESS_DIED, fields)
+            self._give_up(worker, RunExit.FLAPPING)
             return
-        delay = restart.delay(max(0, worker.deaths - 1))
-        worker.due = time.monotonic() + delay
-        self._say(logging.ERROR, Event.PROCESS_DIED, fields | {Said.DELAY: delay})
+        delay = restart.delay(max(0, worker.quick_exits - 1))
+        worker.restart_at = time.monotonic() + delay
+        self._log(logging.ERROR, Event.PROCESS_DIED, fields | {Said.DELAY: delay})
 
-    def _count_death(self) -> None:
-        registry = registry_of()
-        counts = registry.counts(self._task, steps=(), everyday=("", ""))
+    def _count_exit(self) -> None:
+        registry = get_registry()
+        counts = registry.new_loop_metrics(self._task, steps=(), success_steps=("", ""))
         counts.add(names.PROCESSES_DIED)
         registry.open(counts)
         registry.close(counts)
 
-    def _give_up(self, worker: Worker, code: Exit) -> None:
-        worker.code = code
-        self._verdict = code
-        self._stop(hurry=False)
+    def _give_up(self, worker: WorkerProcess, exit_code: RunExit) -> None:
+        worker.exit_code = exit_code
+        self._exit = exit_code
+        self._stop(immediately=False)
 
-    # -- what is done ---------------------------------------------------------------------------
+    # -- actions --------------------------------------------------------------------------------
 
-    def _start(self, worker: Worker) -> None:
+    def _start(self, worker: WorkerProcess) -> None:
         worker.has_fetched = False
-        down, orders = os.pipe()
-        up, reported = os.pipe()
+        command_read, command_write = os.pipe()
+        report_read, report_write = os.pipe()
         try:
-            process = subprocess.Popen(  # noqa: S603 - our own interpreter with our own words
-                [*self._command(worker.number, down, reported)], pass_fds=(down, reported), stdin=subprocess.DEVNULL
+            process = subprocess.Popen(  # noqa: S603 - the framework's own interpreter and arguments
+                [*self._build_command(worker.number, command_read, report_write)],
+                pass_fds=(command_read, report_write),
+                stdin=subprocess.DEVNULL,
             )
         except OSError:
-            # No memory or no more processes at the moment: as if it had died at once.
-            os.close(orders)
-            os.close(up)
-            worker.since = time.monotonic()
-            self._replace(worker, Exit.FAILED, pid=0)
+            # Out of memory or processes at the moment: handled like an immediate exit.
+            os.close(command_write)
+            os.close(report_read)
+            worker.started_at = time.monotonic()
+            self._replace(worker, RunExit.FAILED, pid=0)
             return
         finally:
-            os.close(down)
-            os.close(reported)
+            os.close(command_read)
+            os.close(report_write)
         now = time.monotonic()
         with self._lock:
-            worker.process, worker.orders, worker.ended, worker.health = process, orders, None, STARTING
-            worker.since = worker.heard = now
-            worker.due = inf
-        reading = Thread(target=self._read, args=(worker, process, up), name="ergon-reports", daemon=True)
-        reading.start()
-        Thread(target=self._wait, args=(worker, process, reading), name="ergon-waiter", daemon=True).start()
-        self._say(logging.INFO, Event.PROCESS_STARTED, {Said.NUMBER: worker.number, Said.PID: process.pid})
+            worker.process, worker.command_pipe, worker.end_report, worker.health = (
+                process,
+                command_write,
+                None,
+                STARTING,
+            )
+            worker.started_at = worker.last_report_at = now
+            worker.restart_at = inf
+        reader = Thread(
+            target=self._read_reports, args=(worker, process, report_read), name="ergon-reports", daemon=True
+        )
+        reader.start()
+        Thread(target=self._wait_for_exit, args=(worker, process, reader), name="ergon-waiter", daemon=True).start()
+        self._log(logging.INFO, Event.PROCESS_STARTED, {Said.NUMBER: worker.number, Said.PID: process.pid})
 
-    def _stop(self, *, hurry: bool) -> None:
+    def _stop(self, *, immediately: bool) -> None:
         if not self._stopping:
             self._stopping = True
-            self._kill = time.monotonic() + self._grace + KILL
-            self._say(logging.INFO, Event.PROCESS_STOPPING, {Said.STAGE: Stage.DRAINING.value, Said.PID: os.getpid()})
-        if hurry:
-            self._kill = min(self._kill, time.monotonic() + KILL)
+            self._kill_at = time.monotonic() + self._grace + KILL_DELAY_SECONDS
+            self._log(
+                logging.INFO, Event.PROCESS_STOPPING, {Said.STAGE: ShutdownStage.DRAINING.value, Said.PID: os.getpid()}
+            )
+        if immediately:
+            self._kill_at = min(self._kill_at, time.monotonic() + KILL_DELAY_SECONDS)
         for worker in self._workers:
-            if worker.process is not None and worker.orders is not None:
-                _order(worker.orders, Order.HURRY if hurry else Order.STOP)
-            elif worker.code is None:
-                # Nobody runs there, and nobody will.
-                worker.code, worker.due = Exit.OK, inf
+            if worker.process is not None and worker.command_pipe is not None:
+                _send_command(worker.command_pipe, ParentCommand.STOP_NOW if immediately else ParentCommand.STOP)
+            elif worker.exit_code is None:
+                # No process runs there, and none will.
+                worker.exit_code, worker.restart_at = RunExit.OK, inf
 
     @property
     def _grace(self) -> float:
-        """The longest that a process may drain; who has not said anything yet has nothing to drain."""
-        told = [worker.drain for worker in self._workers if worker.drain is not None]
+        """The longest drain timeout of any process; a process without a report has nothing to drain."""
+        timeouts = [worker.drain_timeout for worker in self._workers if worker.drain_timeout is not None]
         fallback = self._settings.drain_timeout
-        return max(told, default=ConsumerPolicy().loop.drain_timeout if fallback is None else fallback)
+        return max(timeouts, default=ConsumerPolicy().loop.drain_timeout if fallback is None else fallback)
 
     def _kill_all(self) -> None:
         for worker in self._workers:
             if worker.process is not None:
-                worker.killed = True
-                fields = {Said.STAGE: Stage.KILLED.value, Said.NUMBER: worker.number, Said.PID: worker.process.pid}
-                self._say(logging.ERROR, Event.PROCESS_STOPPING, fields)
+                worker.was_killed = True
+                fields = {
+                    Said.STAGE: ShutdownStage.KILLED.value,
+                    Said.NUMBER: worker.number,
+                    Said.PID: worker.process.pid,
+                }
+                self._log(logging.ERROR, Event.PROCESS_STOPPING, fields)
                 worker.process.kill()
 
-    def _leave_nobody(self) -> None:
-        """Whatever went wrong here: no process stays behind."""
+    def _kill_remaining(self) -> None:
+        """Kill all remaining processes, whatever error occurred here."""
         for worker in self._workers:
             if worker.process is not None:
                 worker.process.kill()
                 worker.process.wait()
 
-    def _say(self, level: int, event: str, fields: dict[str, Any]) -> None:
-        self._teller.tell(partial(logs.say, level, event, fields, to=log))
+    def _log(self, level: int, event: str, fields: dict[str, Any]) -> None:
+        self._background.call(partial(logs.log_event, level, event, fields, to=log))
 
     # -- threads of each process ----------------------------------------------------------------
 
-    def _read(self, worker: Worker, process: subprocess.Popen[bytes], end: int) -> None:
-        for report in reports(end):
-            self._tokens.put(_Told(worker, process, report))
+    def _read_reports(self, worker: WorkerProcess, process: subprocess.Popen[bytes], pipe: int) -> None:
+        for report in read_reports(pipe):
+            self._events.put(_ReportReceived(worker, process, report))
 
-    def _wait(self, worker: Worker, process: subprocess.Popen[bytes], reading: Thread) -> None:
-        code = process.wait()
-        # Its last words first. Something that it started may hold the pipe open for longer.
-        reading.join(WORDS)
-        self._tokens.put(_Died(worker, code))
+    def _wait_for_exit(self, worker: WorkerProcess, process: subprocess.Popen[bytes], reader: Thread) -> None:
+        exit_code = process.wait()
+        # Its last reports come first. A child process of it may hold the pipe open for longer.
+        reader.join(REPORT_TIMEOUT_SECONDS)
+        self._events.put(_ProcessExited(worker, exit_code))
 
 
-def _order(end: int, order: Order) -> None:
-    # One that has just died hears nothing any more.
+def _send_command(pipe: int, command: ParentCommand) -> None:
+    # A process that has just exited reads nothing any more.
     with suppress(OSError):
-        os.write(end, f"{order.value}\n".encode())
+        os.write(pipe, f"{command.value}\n".encode())
 
 
-def _named(code: int) -> str:
-    """An exit code, or the signal behind a negative one."""
+def _describe_exit(code: int) -> str:
+    """Return the description of an exit code, or of the signal of a negative one."""
     with suppress(ValueError):
         return Signals(-code).name if code < 0 else f"exit code {code}"
     return f"signal {-code}"

@@ -1,4 +1,4 @@
-"""Telling: words for the outside, spoken in order by a thread that may wait where its caller may not."""
+"""Run calls in order on a background thread, which may block where the caller must not."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from threading import Thread
 from typing import Any
 
 
-class Teller:
-    """Calls what it is given, one after the other. What the calls write to may be blocked: nobody waits for it."""
+class BackgroundCaller:
+    """Runs the given calls one after the other. A call may block on its output: the caller does not wait for it."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], Any]] = SimpleQueue()
-        self._thread = Thread(target=self._speak, name="ergon-teller", daemon=True)
+        self._thread = Thread(target=self._run_calls, name="ergon-teller", daemon=True)
         self._thread.start()
 
-    def tell(self, call: Callable[[], Any]) -> None:
+    def call(self, call: Callable[[], Any]) -> None:
         self._calls.put(call)
 
-    def _speak(self) -> None:
+    def _run_calls(self) -> None:
         while True:
             call = self._calls.get()
-            # A closed stream or a handler of the user's must not silence what comes after.
+            # A closed stream or a failing handler of the user must not stop later calls.
             with suppress(Exception):
                 call()

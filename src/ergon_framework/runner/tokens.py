@@ -1,4 +1,4 @@
-"""Tokens: how the main thread is told what happened, signals included, without missing any."""
+"""An event queue of the main thread that misses no event, signals included."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Tokens(Generic[T]):
+class SignalQueue(Generic[T]):
     """A queue over a pipe.
 
-    A thread that waits for a lock can miss a signal: one that comes between its last instruction
-    and the beginning of the wait is only seen when the wait ends. The system writes signals into
-    the pipe itself, so a wait for the pipe ends for every one of them.
+    A thread that waits for a lock can miss a signal: a signal between its last instruction and the beginning of the
+    wait is only handled when the wait ends. The system writes signals into the pipe itself, so every signal ends a
+    wait for the pipe.
     """
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
-        self._read, self.wakeup = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self.wakeup, False)
+        self._read_fd, self.wakeup_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        os.set_blocking(self.wakeup_fd, False)
 
     def put(self, item: T) -> None:
-        """Add *item*; safe on any thread, and between any two instructions of the main one."""
+        """Add *item*; safe on any thread, and between any two instructions of the main thread."""
         self._items.append(item)
-        # A pipe that is full wakes the reader all the same.
+        # A full pipe wakes the reader too.
         with suppress(BlockingIOError):
-            os.write(self.wakeup, b".")
+            os.write(self.wakeup_fd, b".")
 
     def get(self, timeout: float | None) -> T | None:
-        """The next item; None when *timeout* seconds are over."""
-        until = None if timeout is None else time.monotonic() + timeout
+        """Return the next item; None after *timeout* seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         while not self._items:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            if not select.select([self._read], [], [], left)[0]:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._read_fd], [], [], remaining)[0]:
                 return None
             with suppress(BlockingIOError):
-                os.read(self._read, 4096)
+                os.read(self._read_fd, 4096)
         return self._items.popleft()
 
     def __del__(self) -> None:
-        # Not earlier: a thread that outlives the wait may still put.
-        os.close(self._read)
-        os.close(self.wakeup)
+        # Not closed earlier: a thread that outlives the wait may still put an item.
+        os.close(self._read_fd)
+        os.close(self.wakeup_fd)

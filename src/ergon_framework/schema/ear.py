@@ -1,8 +1,8 @@
-"""Ear: waits on an event loop for the answers to one connection, and stays there between them.
+"""Socket waiter: waits on an event loop for the answers to one connection, and stays registered between them.
 
-To register with a loop and to leave it again costs more than to hear that an answer has come, and one that drives the
-driver itself spares its task a turn of the loop. The price is a file that the loop knows beyond an answer: whoever
-closes the connection closes the ear first.
+To register with a loop and to unregister costs more than to receive an answer, and driving the driver's generator here
+saves the task one iteration of the loop. In return the loop knows the file descriptor between answers, so that the
+owner of the connection must close the waiter before the connection.
 """
 
 from __future__ import annotations
@@ -10,100 +10,110 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from ergon_framework.schema.failures import Silent
+from ergon_framework.schema.failures import ServerTimeout
 
-#: What the driver waits for, in its own numbers.
+#: The events that the driver waits for, as its own constants.
 READ: Final = 1
 WRITE: Final = 2
 
 
-class Ear:
-    """Of one connection, on one event loop."""
+class SocketWaiter:
+    """The waiter of one connection, on one event loop."""
 
-    __slots__ = ("_armed", "_file", "_found", "_gen", "_reads", "_timer", "_until", "_writes", "loop")
+    __slots__ = (
+        "_deadline",
+        "_fd",
+        "_future",
+        "_generator",
+        "_is_reading",
+        "_is_writing",
+        "_timer",
+        "_timer_deadline",
+        "loop",
+    )
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, file: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
         self.loop = loop
-        self._file = file
-        self._gen: Any = None
-        self._found: asyncio.Future[Any] | None = None
-        self._until = self._armed = 0.0
+        self._fd = fd
+        self._generator: Any = None
+        self._future: asyncio.Future[Any] | None = None
+        self._deadline = self._timer_deadline = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._reads = self._writes = False
+        self._is_reading = self._is_writing = False
 
-    async def heard(self, gen: Any, until: float) -> Any:
-        """What *gen* of the driver comes to; Silent if the server does not answer before *until*."""
+    async def wait(self, generator: Any, deadline: float) -> Any:
+        """Run *generator* of the driver and return its result; raise ServerTimeout if it takes beyond *deadline*."""
         try:
-            wanted = next(gen)
-            self._gen, self._until = gen, until
-            found = self._found = self.loop.create_future()
-            self._want(wanted)
-            # One that is early enough is not made anew: it looks again when its time has come.
-            if self._timer is None or self._armed > until:
-                self._arm(until)
-            return await found
-        except StopIteration as ended:
-            return ended.value
+            events = next(generator)
+            self._generator, self._deadline = generator, deadline
+            future = self._future = self.loop.create_future()
+            self._watch(events)
+            # A timer that fires earlier is kept: it is restarted when it fires before the deadline.
+            if self._timer is None or self._timer_deadline > deadline:
+                self._start_timer(deadline)
+            return await future
+        except StopIteration as stop:
+            return stop.value
         except BaseException:
-            # Whatever may still come is for nobody.
+            # A later answer belongs to no caller.
             self.close()
             raise
         finally:
-            self._gen = self._found = None
+            self._generator = self._future = None
 
     def close(self) -> None:
-        """Leave the loop; a later answer can be waited for again."""
+        """Unregister from the loop; the next wait registers again."""
         if self.loop.is_closed():
             return
-        self._want(0)
+        self._watch(0)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     # -- called by the loop -------------------------------------------------------------------------------
 
-    def _came(self, ready: int) -> None:
-        found = self._found
-        if found is None or found.done():
-            # Not an answer: a line that goes down says so unasked. Whoever takes it next looks before he uses it.
-            self._want(0)
+    def _on_ready(self, ready: int) -> None:
+        future = self._future
+        if future is None or future.done():
+            # Not an answer: a lost connection becomes readable. The pool checks a connection before its next use.
+            self._watch(0)
             return
         try:
-            wanted = self._gen.send(ready)
-        except StopIteration as ended:
-            found.set_result(ended.value)
-        except BaseException as error:  # noqa: BLE001 - told to whoever waits
-            # At once: a driver that met a broken connection has let go of its file, and anybody may get that number.
+            events = self._generator.send(ready)
+        except StopIteration as stop:
+            future.set_result(stop.value)
+        except BaseException as error:  # noqa: BLE001 - the waiting caller gets it
+            # Immediately: with a broken connection the driver has closed its file, and its number may be reused.
             self.close()
-            found.set_exception(error)
+            future.set_exception(error)
         else:
-            self._want(wanted)
+            self._watch(events)
 
-    def _rung(self) -> None:
-        self._timer, found = None, self._found
-        if found is None or found.done():
+    def _on_timer(self) -> None:
+        self._timer, future = None, self._future
+        if future is None or future.done():
             return
-        if self._until > self._armed:
-            self._arm(self._until)
+        if self._deadline > self._timer_deadline:
+            self._start_timer(self._deadline)
         else:
-            found.set_exception(Silent())
+            future.set_exception(ServerTimeout())
 
-    def _arm(self, until: float) -> None:
+    def _start_timer(self, deadline: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._armed, self._timer = until, self.loop.call_at(until, self._rung)
+        self._timer_deadline, self._timer = deadline, self.loop.call_at(deadline, self._on_timer)
 
-    def _want(self, wanted: int) -> None:
-        reads, writes = bool(wanted & READ), bool(wanted & WRITE)
-        if reads != self._reads:
-            self._reads = reads
+    def _watch(self, events: int) -> None:
+        reads, writes = bool(events & READ), bool(events & WRITE)
+        if reads != self._is_reading:
+            self._is_reading = reads
             if reads:
-                self.loop.add_reader(self._file, self._came, READ)
+                self.loop.add_reader(self._fd, self._on_ready, READ)
             else:
-                self.loop.remove_reader(self._file)
-        if writes != self._writes:
-            self._writes = writes
+                self.loop.remove_reader(self._fd)
+        if writes != self._is_writing:
+            self._is_writing = writes
             if writes:
-                self.loop.add_writer(self._file, self._came, WRITE)
+                self.loop.add_writer(self._fd, self._on_ready, WRITE)
             else:
-                self.loop.remove_writer(self._file)
+                self.loop.remove_writer(self._fd)

@@ -1,7 +1,6 @@
-"""Hearing: a thread waits for what a server says unasked, and can be woken meanwhile.
+"""Notification waiter: a thread waits for notifications of the server, and can be woken meanwhile.
 
-The driver's own way of waiting looks around ten times a second, which is most of what a process costs that has nothing
-to do.
+The driver's own wait polls ten times a second, which is most of the CPU time of an idle process.
 """
 
 from __future__ import annotations
@@ -12,53 +11,53 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from ergon_framework.schema.line import Line
+    from ergon_framework.schema.line import DeadlineConnection
 
 
-class Hearing:
-    """Of one thread, which closes it; everybody may wake it."""
+class NotificationWaiter:
+    """The waiter of one thread, which closes it; any thread may wake it."""
 
     def __init__(self) -> None:
-        self._woken, self._wake = socket.socketpair()
-        self._woken.settimeout(0)
-        self._wake.settimeout(0)
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.settimeout(0)
+        self._sender.settimeout(0)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._woken.close()
-        self._wake.close()
+        self._receiver.close()
+        self._sender.close()
 
     def wake(self) -> None:
-        """Have the thread go on, now or when it waits next; one that has ended is not disturbed."""
-        with suppress(OSError):  # also where it has been told so often that there is no room for more
-            self._wake.send(b"!")
+        """Make the thread continue, now or at its next wait; without effect once the waiter is closed."""
+        with suppress(OSError):  # also where the socket buffer is full of earlier wake-ups
+            self._sender.send(b"!")
 
     def wait(self, seconds: float) -> None:
-        """For so long, or until it is woken."""
+        """Wait for *seconds*, or until the thread is woken."""
         self._wait(seconds)
 
-    def notices(self, line: Line, seconds: float) -> list[str]:
-        """What is said on the channels that *line* listens to, at the latest after *seconds*, or when it is woken.
+    def notifications(self, connection: DeadlineConnection, seconds: float) -> list[str]:
+        """Return the payloads of notifications on *connection*, after *seconds* at the latest or when woken.
 
-        A line that was lost says so.
+        Raise an error of the driver if the connection is lost.
         """
-        # What came beside an answer lies with the driver, where no poll sees it.
-        found = _drained(line)
-        if found:
-            return found
-        self._wait(seconds, line.pgconn.socket)
-        return _drained(line)
+        # Notifications that came with an answer are buffered in the driver, where no poll sees them.
+        payloads = _drain(connection)
+        if payloads:
+            return payloads
+        self._wait(seconds, connection.pgconn.socket)
+        return _drain(connection)
 
-    def _wait(self, seconds: float, *others: int) -> None:
+    def _wait(self, seconds: float, *fds: int) -> None:
         poll = select.poll()
-        for file in (self._woken.fileno(), *others):
-            poll.register(file, select.POLLIN)
+        for fd in (self._receiver.fileno(), *fds):
+            poll.register(fd, select.POLLIN)
         poll.poll(1000 * max(0.0, seconds))
         with suppress(BlockingIOError):
-            self._woken.recv(4096)
+            self._receiver.recv(4096)
 
 
-def _drained(line: Line) -> list[str]:
-    return [notice.payload for notice in line.notifies(timeout=0)]
+def _drain(connection: DeadlineConnection) -> list[str]:
+    return [notice.payload for notice in connection.notifies(timeout=0)]

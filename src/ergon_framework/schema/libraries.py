@@ -1,10 +1,10 @@
-"""Libraries of the database, which not everybody has installed."""
+"""Checks for the optional libraries of the database."""
 
 from __future__ import annotations
 
-from ergon_framework.errors import extra
+from ergon_framework.errors import require_extra
 
 
-def needed() -> None:
-    """Say which extra is missing, if one is, before anything fails in the middle."""
-    extra("postgres", "psycopg")
+def require_psycopg() -> None:
+    """Raise MissingExtraError if the driver is not installed, before any work begins."""
+    require_extra("postgres", "psycopg")

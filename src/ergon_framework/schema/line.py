@@ -1,4 +1,4 @@
-"""Lines: connections whose owners can go away in the middle of a wait; one class for each flavour."""
+"""Connections with a deadline for every wait, as a sync and an async class."""
 
 from __future__ import annotations
 
@@ -11,91 +11,91 @@ from psycopg import AsyncConnection, Connection
 from psycopg.pq import TransactionStatus
 from psycopg.rows import TupleRow
 
-from ergon_framework.schema.ear import READ, WRITE, Ear
-from ergon_framework.schema.failures import Silent
+from ergon_framework.schema.ear import READ, WRITE, SocketWaiter
+from ergon_framework.schema.failures import ServerTimeout
 
-#: What the driver waits for, as the kernel is asked for it: to read, to write, or either.
-_EVENTS: Final = {1: select.POLLIN, 2: select.POLLOUT, 3: select.POLLIN | select.POLLOUT}
+#: The driver's events as poll() events: read, write, or either.
+_POLL_EVENTS: Final = {1: select.POLLIN, 2: select.POLLOUT, 3: select.POLLIN | select.POLLOUT}
 
 
-class Line(Connection[TupleRow]):
-    """A connection on which nobody waits beyond *until*, a moment of the monotonic clock.
+class DeadlineConnection(Connection[TupleRow]):
+    """A connection on which no call waits beyond *deadline*, a time of the monotonic clock.
 
-    Packets may be confirmed by the kernel of a machine whose server stands still, so that no setting of the network
-    ends such a wait. What may still come in answer belongs to nobody: a line that is left under way is of no further
-    use. Without a moment it waits as the driver does.
+    The kernel of a machine whose server hangs may still acknowledge packets, so that no network setting ends such a
+    wait. A later answer belongs to no caller: a connection that is left busy must not be used again. Without a deadline
+    it waits as the driver does.
     """
 
-    until: float | None = None
+    deadline: float | None = None
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether somebody has asked for something, and was not there for the whole answer."""
+    def is_busy(self) -> bool:
+        """Whether a statement is running whose answer was not fully read."""
         return self.pgconn.transaction_status == TransactionStatus.ACTIVE
 
     def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
-        if self.until is None:
+        if self.deadline is None:
             return super().wait(gen, *args, **options)
-        # By hand: the driver looks at its clock ten times a second, and whoever is interrupted it has wait for the
-        # server to stop.
-        poll, file = select.poll(), self.pgconn.socket
+        # Not the driver's loop: it wakes ten times a second to look at the clock, and after an interrupt it waits for
+        # the server to stop.
+        poll, fd = select.poll(), self.pgconn.socket
         try:
-            wanted = next(gen)
+            events = next(gen)
             while True:
-                poll.register(file, _EVENTS[wanted])
-                found = poll.poll(max(0.0, 1000 * (self.until - time.monotonic())))
-                if not found:
-                    raise Silent
-                wanted = gen.send(_ready(found[0][1], wanted))
-        except StopIteration as ended:
-            return ended.value
+                poll.register(fd, _POLL_EVENTS[events])
+                ready = poll.poll(max(0.0, 1000 * (self.deadline - time.monotonic())))
+                if not ready:
+                    raise ServerTimeout
+                events = gen.send(_to_driver_events(ready[0][1], events))
+        except StopIteration as stop:
+            return stop.value
 
-    def finish(self) -> None:
-        """Close it, whatever is under way."""
+    def abort(self) -> None:
+        """Close the connection, whatever is running on it."""
         self.pgconn.finish()
 
 
-class AsyncLine(AsyncConnection[TupleRow]):
-    """The same for asyncio; *until* is a moment of the event loop's clock."""
+class AsyncDeadlineConnection(AsyncConnection[TupleRow]):
+    """The async variant; *deadline* is a time of the event loop's clock."""
 
-    until: float | None = None
-    _ear: Ear | None = None
+    deadline: float | None = None
+    _waiter: SocketWaiter | None = None
 
     @property
     def is_under_way(self) -> bool:
         return self.pgconn.transaction_status == TransactionStatus.ACTIVE
 
     async def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
-        if self.until is None:
-            self._leave()  # the driver registers the same file for itself
+        if self.deadline is None:
+            self._close_waiter()  # the driver registers the same file itself
             return await super().wait(gen, *args, **options)
-        loop, ear = asyncio.get_running_loop(), self._ear
-        if ear is None or ear.loop is not loop:
-            self._leave()
-            ear = self._ear = Ear(loop, self.pgconn.socket)
-        return await ear.heard(gen, self.until)
+        loop, waiter = asyncio.get_running_loop(), self._waiter
+        if waiter is None or waiter.loop is not loop:
+            self._close_waiter()
+            waiter = self._waiter = SocketWaiter(loop, self.pgconn.socket)
+        return await waiter.wait(gen, self.deadline)
 
-    def finish(self) -> None:
-        """Close it without waiting; also after its event loop has closed."""
-        self._leave()
+    def abort(self) -> None:
+        """Close the connection without waiting; also after its event loop has closed."""
+        self._close_waiter()
         self.pgconn.finish()
 
     async def close(self) -> None:
-        self._leave()
+        self._close_waiter()
         await super().close()
 
     def __del__(self, *args: Any) -> None:
-        # A file that its loop still knows when its number is given to another makes trouble for that one.
-        self._leave()
+        # A closed file that its loop still knows disturbs the next file with the same number.
+        self._close_waiter()
         super().__del__(*args)
 
-    def _leave(self) -> None:
-        ear, self._ear = self._ear, None
-        if ear is not None:
-            ear.close()
+    def _close_waiter(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.close()
 
 
-def _ready(events: int, wanted: int) -> int:
-    if events & ~(select.POLLIN | select.POLLOUT):
-        return wanted  # hung up: whoever reads or writes is told what it is
-    return READ * bool(events & select.POLLIN) | WRITE * bool(events & select.POLLOUT)
+def _to_driver_events(poll_events: int, requested: int) -> int:
+    if poll_events & ~(select.POLLIN | select.POLLOUT):
+        return requested  # hung up: the driver's next read or write raises the error
+    return READ * bool(poll_events & select.POLLIN) | WRITE * bool(poll_events & select.POLLOUT)

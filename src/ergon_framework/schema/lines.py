@@ -1,7 +1,7 @@
-"""Lines: the connections of this process to one database, made when they are needed and kept while they are sound.
+"""Connection pool: the connections of this process to one database, opened on demand and kept while they are usable.
 
-By hand and small instead of a pool with threads of its own: after an outage the very next call
-tries to connect, so that a loop's own waiting decides when work goes on.
+Small and without threads of its own: after an outage the very next call tries to connect, so that a loop's own backoff
+decides when work continues.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import psycopg
 from psycopg import generators
 from psycopg.pq import TransactionStatus
 
-from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError
+from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError
 from ergon_framework.redaction import learn_address
-from ergon_framework.schema.failures import Silent, translated
-from ergon_framework.schema.line import AsyncLine, Line
-from ergon_framework.schema.operation import Operation, perform, perform_async
-from ergon_framework.schema.place import Place
+from ergon_framework.schema.failures import ServerTimeout, translate_error
+from ergon_framework.schema.line import AsyncDeadlineConnection, DeadlineConnection
+from ergon_framework.schema.operation import Operation, run_operation, run_operation_async
+from ergon_framework.schema.place import PoolPermit
 
 R = TypeVar("R")
 
-#: How a silent network is noticed: an unanswered packet after twelve seconds, an idle line after twenty.
-SILENCE: Final = {
+#: Detection of a network failure: an unacknowledged packet after 12 s, an idle connection after 20 s.
+KEEPALIVE_OPTIONS: Final = {
     "connect_timeout": 5,
     "keepalives": 1,
     "keepalives_idle": 10,
@@ -41,17 +41,17 @@ SILENCE: Final = {
     "tcp_user_timeout": 12_000,
     "application_name": "ergon",
 }
-#: A statement that was executed this often is prepared.
-_PREPARE: Final = 2
-#: Seconds for which the place of a statement that nobody waits for is kept; the server's own limits are shorter.
-_OUTWAIT: Final = 10.0
+#: Executions after which a statement is prepared.
+_PREPARE_THRESHOLD: Final = 2
+#: Seconds for which an abandoned statement keeps its permit; the server's own limits are shorter.
+_ABANDONED_TIMEOUT_SECONDS: Final = 10.0
 
-_BACKEND: Final = "select pg_backend_pid()"
+_BACKEND_PID: Final = "select pg_backend_pid()"
 
-#: For a session of our own. Every statement here is meant to go by its indexes, whatever the statistics say: a plan
-#: that was made while a table was empty must be good when it is full, so that none has to be made twice. And whoever
-#: looks twice means to see what has happened between.
-_PLANS: Final = """
+#: For a direct session. Every statement is meant to use its indexes, whatever the statistics say: a plan that was made
+#: while a table was empty must be good when it is full, so that no statement is planned twice. With read committed, a
+#: second query of a transaction sees what was committed since the first.
+_PLAN_SETTINGS: Final = """
 select set_config(name, setting, false) from (values
     ('plan_cache_mode', 'force_generic_plan'), ('enable_seqscan', 'off'), ('enable_bitmapscan', 'off'),
     ('enable_hashjoin', 'off'), ('enable_mergejoin', 'off'), ('jit', 'off'),
@@ -60,12 +60,12 @@ select set_config(name, setting, false) from (values
 """
 
 
-def options_of(dsn: str, silence: Mapping[str, Any] = SILENCE) -> dict[str, Any]:
-    """What a connection to *dsn* is made with; what the address itself says wins over how *silence* is noticed."""
+def connect_options(dsn: str, defaults: Mapping[str, Any] = KEEPALIVE_OPTIONS) -> dict[str, Any]:
+    """Return the connection parameters of *dsn*; those in the address take precedence over *defaults*."""
     try:
-        return {**silence, **psycopg.conninfo.conninfo_to_dict(dsn)}
+        return {**defaults, **psycopg.conninfo.conninfo_to_dict(dsn)}
     except psycopg.ProgrammingError:
-        # Without its cause, which quotes the address.
+        # Without the cause, which quotes the address.
         raise ConfigurationError(
             "the address of the database cannot be read; it looks like postgresql://user@host:5432/name, and is named "
             "by ERGON_POSTGRES__DSN, by ergon.toml or by the program"
@@ -73,154 +73,164 @@ def options_of(dsn: str, silence: Mapping[str, Any] = SILENCE) -> dict[str, Any]
 
 
 def is_same_database(one: str, other: str) -> bool:
-    """Tell whether two addresses name the same database; user and options are ignored."""
-    named = [{key: options_of(dsn).get(key) for key in ("host", "hostaddr", "port", "dbname")} for dsn in (one, other)]
-    return named[0] == named[1]
+    """Return whether two addresses name the same database; user and options are ignored."""
+    locations = [
+        {key: connect_options(dsn).get(key) for key in ("host", "hostaddr", "port", "dbname")} for dsn in (one, other)
+    ]
+    return locations[0] == locations[1]
 
 
 def public_address(dsn: str | None) -> str | None:
-    """Return where the database of *dsn* is, without credentials and options; None if *dsn* cannot be read."""
+    """Return the location of the database of *dsn*, without credentials and options; None if it cannot be parsed."""
     if not dsn:
         return None
     try:
-        found = options_of(dsn, {})
+        options = connect_options(dsn, {})
     except ConfigurationError:
         return None
-    hosts = str(found.get("host") or found.get("hostaddr") or "").split(",")
-    ports = str(found.get("port") or "").split(",")
-    # One port stands for all hosts.
+    hosts = str(options.get("host") or options.get("hostaddr") or "").split(",")
+    ports = str(options.get("port") or "").split(",")
+    # A single port applies to all hosts.
     ports *= len(hosts) if len(ports) == 1 else 1
-    where = ",".join(f"{host}:{port}" if port else host for host, port in zip(hosts, ports, strict=False))
-    return f"postgresql://{where}/{found.get('dbname', '')}"
+    location = ",".join(f"{host}:{port}" if port else host for host, port in zip(hosts, ports, strict=False))
+    return f"postgresql://{location}/{options.get('dbname', '')}"
 
 
-class Lines:
-    """Connections for both flavours; at most *most* each, whoever comes later waits.
+class ConnectionPool:
+    """Sync and async connections, at most *max_size* of each kind; further callers wait.
 
-    What the server answers to a statement that it refuses is raised as *other*.
+    An error with which the server rejects a statement is raised as *error_type*.
     """
 
-    def __init__(self, dsn: str, *, most: int = 8, other: type[ErgonError] = ErgonError) -> None:
+    def __init__(self, dsn: str, *, max_size: int = 8, error_type: type[ErgonError] = ErgonError) -> None:
         learn_address(dsn)
-        self._options: dict[str, Any] = options_of(dsn)
-        self._most = most
-        self._other = other
-        #: False once a pooler was found between us and the server; None before anybody has looked.
-        self.direct: bool | None = None
+        self._options: dict[str, Any] = connect_options(dsn)
+        self._max_size = max_size
+        self._error_type = error_type
+        #: False if there is a pooler in front of the server; None until a connection has checked it.
+        self.is_direct: bool | None = None
         self._closed = False
         self._owner = os.getpid()
-        self._make_room()
-        self._idle: list[Line] = []
-        #: Strongly: lines that went with their loop, unclosed, would be the driver's to complain about.
-        self._per_loop: dict[asyncio.AbstractEventLoop, _LoopLines] = {}
+        self._create_permits()
+        self._idle: list[DeadlineConnection] = []
+        #: Strong references: the driver warns about connections that are collected unclosed with their loop.
+        self._per_loop: dict[asyncio.AbstractEventLoop, _EventLoopPool] = {}
 
     @property
-    def hosts(self) -> int:
+    def host_count(self) -> int:
         """The number of servers in the address."""
         return len(str(self._options.get("host") or self._options.get("hostaddr") or "").split(","))
 
-    def _settings(self) -> dict[str, Any]:
-        # A pooler hands one session to many: what was prepared in it may be somebody else's.
-        return {**self._options, "autocommit": True, "prepare_threshold": _PREPARE if self.direct else None}
+    def _build_settings(self) -> dict[str, Any]:
+        # A pooler shares one session among clients: a prepared statement in it may belong to another client.
+        return {
+            **self._options,
+            "autocommit": True,
+            "prepare_threshold": _PREPARE_THRESHOLD if self.is_direct else None,
+        }
 
-    # -- the sync flavour -----------------------------------------------------------------------
+    # -- sync -----------------------------------------------------------------------------------
 
-    def run(self, operation: Operation[R], *, within: float | None = None) -> R:
-        """Perform *operation* on a connection of its own, *within* so many seconds whatever the server does.
+    def run(self, operation: Operation[R], *, timeout_seconds: float | None = None) -> R:
+        """Run *operation* on a connection of its own, for at most *timeout_seconds* whatever the server does.
 
-        Who comes away empty does not know whether the statement that he waited for is carried out.
+        After a timeout it is unknown whether the running statement is executed.
         """
-        until = None if within is None else time.monotonic() + within
-        with self._entered(within) as place:
-            line: Line | None = None
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        with self._acquire_permit(timeout_seconds) as permit:
+            connection: DeadlineConnection | None = None
             try:
-                line = _first_sound(self._idle) or self._dialled(until, place)
-                line.until = until
-                return perform(line, operation)
+                connection = _pop_usable(self._idle) or self._open_connection(deadline, permit)
+                connection.deadline = deadline
+                return run_operation(connection, operation)
             except psycopg.Error as error:
-                raise self._told(error, line) from None
+                raise self._translate(error, connection) from None
             finally:
-                if line is not None and line.is_under_way:
-                    self._leave(line, place)
-                elif line is not None:
-                    self._back(line)
+                if connection is not None and connection.is_busy:
+                    self._abandon(connection, permit)
+                elif connection is not None:
+                    self._release(connection)
 
-    def _entered(self, within: float | None) -> Place:
-        """A place among those who have a connection, until it is left."""
-        self._after_fork()
+    def _acquire_permit(self, timeout_seconds: float | None) -> PoolPermit:
+        """Return a permit for one connection; wait for at most *timeout_seconds*."""
+        self._reset_after_fork()
         try:
-            self._free.get(timeout=within)
+            self._permits.get(timeout=timeout_seconds)
         except Empty:
-            # Whoever waited has been given up by then: what he wanted must not be done any more.
-            raise self._full() from None
-        return Place(self._vacate)
+            # The caller has reached its deadline, so its operation must not run any more.
+            raise self._pool_exhausted_error() from None
+        return PoolPermit(self._release_permit)
 
-    def _make_room(self) -> None:
-        # A queue: a semaphore is written in Python, and costs more than the rest of a visit's way to the driver.
-        self._free: SimpleQueue[None] = SimpleQueue()
-        self._vacate = partial(self._free.put, None)
-        for _ in range(self._most):
-            self._vacate()
+    def _create_permits(self) -> None:
+        # A queue, because a semaphore is written in Python and takes longer than the rest of a call up to the driver.
+        self._permits: SimpleQueue[None] = SimpleQueue()
+        self._release_permit = partial(self._permits.put, None)
+        for _ in range(self._max_size):
+            self._release_permit()
 
-    def _full(self) -> ConnectionLost:
-        return ConnectionLost(f"none of {self._most} connections to the database was free in time")
+    def _pool_exhausted_error(self) -> ConnectionLostError:
+        return ConnectionLostError(f"none of {self._max_size} connections to the database was free in time")
 
-    def _dialled(self, until: float | None, place: Place) -> Line:
-        """A new connection, made by another thread: whoever looks up a name cannot be called away from it."""
-        if until is None:
+    def _open_connection(self, deadline: float | None, permit: PoolPermit) -> DeadlineConnection:
+        """Open a connection in another thread, because the lookup of a host name cannot be interrupted."""
+        if deadline is None:
             return self.connect()
-        made: Future[Line] = Future()
+        future: Future[DeadlineConnection] = Future()
         try:
-            threading.Thread(target=_dial, args=(made, self.connect), name="ergon-dial", daemon=True).start()
+            threading.Thread(target=_dial, args=(future, self.connect), name="ergon-dial", daemon=True).start()
         except RuntimeError:
-            raise ConnectionLost("no thread could be had to reach the database") from None
+            raise ConnectionLostError("no thread could be had to reach the database") from None
         try:
-            return made.result(until - time.monotonic())
+            return future.result(deadline - time.monotonic())
         except BaseException as error:
-            # What is made for nobody is kept for the next one; until then it has the place.
-            made.add_done_callback(partial(self._arrived, place.handed_on()))
+            # The late connection becomes idle in the pool; it holds the permit until it is open.
+            future.add_done_callback(partial(self._on_late_connection, permit.transfer()))
             if isinstance(error, TimeoutError):
-                raise _unreached() from None
+                raise _unreachable_error() from None
             raise
 
-    def _arrived(self, place: Place, made: Future[Line]) -> None:
-        with place:
-            if made.exception() is None:
-                self._back(made.result())
+    def _on_late_connection(self, permit: PoolPermit, future: Future[DeadlineConnection]) -> None:
+        with permit:
+            if future.exception() is None:
+                self._release(future.result())
 
-    def _leave(self, line: Line, place: Place) -> None:
-        """Go away from a statement that is under way; it keeps its place until the server has ended it.
+    def _abandon(self, connection: DeadlineConnection, permit: PoolPermit) -> None:
+        """Abandon a connection whose statement still runs; it keeps its permit until the server has ended it.
 
-        Else the statements that nobody waits for would pile up there, without a bound.
+        Otherwise abandoned statements would accumulate on the server without a bound.
         """
-        kept = place.handed_on()
+        transferred = permit.transfer()
         try:
-            threading.Thread(target=_outwait, args=(line, kept), name="ergon-outwait", daemon=True).start()
+            threading.Thread(
+                target=_finish_abandoned, args=(connection, transferred), name="ergon-outwait", daemon=True
+            ).start()
         except RuntimeError:
-            with kept:
-                line.close()
+            with transferred:
+                connection.close()
 
-    def _told(self, error: psycopg.Error, connection: Line | AsyncLine | None) -> ErgonError:
-        broken = connection is None or connection.broken or isinstance(error, Silent)
-        return translated(error, broken=broken, other=self._other)
+    def _translate(
+        self, error: psycopg.Error, connection: DeadlineConnection | AsyncDeadlineConnection | None
+    ) -> ErgonError:
+        is_broken = connection is None or connection.broken or isinstance(error, ServerTimeout)
+        return translate_error(error, is_broken=is_broken, error_type=self._error_type)
 
-    def connect(self) -> Line:
-        """A new connection that nobody else will use; the caller closes it."""
-        connection = Line.connect(**self._settings())
+    def connect(self) -> DeadlineConnection:
+        """Open a connection outside the pool; the caller closes it."""
+        connection = DeadlineConnection.connect(**self._build_settings())
         try:
-            if self.direct is None:
-                found = connection.execute(_BACKEND).fetchone()
-                # A pooler answers for a server process that the client was not told of.
-                self.direct = found is not None and found[0] == connection.info.backend_pid
-                connection.prepare_threshold = _PREPARE if self.direct else None
-            if self.direct:
-                connection.execute(_PLANS)
+            if self.is_direct is None:
+                row = connection.execute(_BACKEND_PID).fetchone()
+                # Behind a pooler, the server process is another one than the client was given at the start.
+                self.is_direct = row is not None and row[0] == connection.info.backend_pid
+                connection.prepare_threshold = _PREPARE_THRESHOLD if self.is_direct else None
+            if self.is_direct:
+                connection.execute(_PLAN_SETTINGS)
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _back(self, connection: Line) -> None:
+    def _release(self, connection: DeadlineConnection) -> None:
         if connection.pgconn.transaction_status != TransactionStatus.IDLE:
             with suppress(psycopg.Error):
                 connection.rollback()
@@ -229,177 +239,177 @@ class Lines:
         else:
             self._idle.append(connection)
 
-    def _after_fork(self) -> None:
+    def _reset_after_fork(self) -> None:
         if self._owner == os.getpid():
             return
-        # They are the parent's: closing them here would end its sessions. Kept, so that nobody collects them.
+        # These are the parent's: closing them would end its sessions. Kept, so that they are not garbage-collected.
         self._inherited = (self._idle, self._per_loop)
         self._owner, self._idle, self._per_loop = os.getpid(), [], {}
-        self._make_room()
+        self._create_permits()
 
     def close(self) -> None:
-        """Close what is idle; what is borrowed is closed when it comes back."""
-        self._after_fork()
+        """Close idle connections; one that is in use is closed when it is released."""
+        self._reset_after_fork()
         self._closed = True
         while self._idle:
             self._idle.pop().close()
-        self._forget_closed()
+        self._discard_closed_loops()
 
-    # -- the async flavour ----------------------------------------------------------------------
+    # -- async ----------------------------------------------------------------------------------
 
-    async def run_async(self, operation: Operation[R], *, within: float | None = None) -> R:
-        """See run."""
-        lines = self._here()
-        until = None if within is None else asyncio.get_running_loop().time() + within
-        with await self._entered_async(lines, until) as place:
-            line: AsyncLine | None = None
+    async def run_async(self, operation: Operation[R], *, timeout_seconds: float | None = None) -> R:
+        """Run *operation* on an async connection; see ``run``."""
+        pool = self._get_loop_pool()
+        deadline = None if timeout_seconds is None else asyncio.get_running_loop().time() + timeout_seconds
+        with await self._acquire_permit_async(pool, deadline) as permit:
+            connection: AsyncDeadlineConnection | None = None
             try:
-                line = _first_sound(lines.idle) or await self._dialled_async(until)
-                line.until = until
-                return await perform_async(line, operation)
+                connection = _pop_usable(pool.idle) or await self._open_connection_async(deadline)
+                connection.deadline = deadline
+                return await run_operation_async(connection, operation)
             except psycopg.Error as error:
-                raise self._told(error, line) from None
+                raise self._translate(error, connection) from None
             finally:
-                if line is not None and until is not None and line.is_under_way:
-                    lines.leave(line, place)
-                elif line is not None:
-                    await lines.back(line, closed=self._closed)
+                if connection is not None and deadline is not None and connection.is_under_way:
+                    pool.abandon_connection(connection, permit)
+                elif connection is not None:
+                    await pool.release(connection, closed=self._closed)
 
-    async def _entered_async(self, lines: _LoopLines, until: float | None) -> Place:
-        room = lines.room
-        if not room.locked():
-            await room.acquire()
+    async def _acquire_permit_async(self, pool: _EventLoopPool, deadline: float | None) -> PoolPermit:
+        semaphore = pool.semaphore
+        if not semaphore.locked():
+            await semaphore.acquire()
         else:
             try:
-                async with asyncio.timeout_at(until):
-                    await room.acquire()
+                async with asyncio.timeout_at(deadline):
+                    await semaphore.acquire()
             except TimeoutError:
-                raise self._full() from None
-        return Place(room.release)
+                raise self._pool_exhausted_error() from None
+        return PoolPermit(semaphore.release)
 
-    async def _dialled_async(self, until: float | None) -> AsyncLine:
+    async def _open_connection_async(self, deadline: float | None) -> AsyncDeadlineConnection:
         try:
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(deadline):
                 return await self._connect_async()
         except TimeoutError:
-            raise _unreached() from None
+            raise _unreachable_error() from None
 
-    async def _connect_async(self) -> AsyncLine:
-        connection = await AsyncLine.connect(**self._settings())
+    async def _connect_async(self) -> AsyncDeadlineConnection:
+        connection = await AsyncDeadlineConnection.connect(**self._build_settings())
         try:
-            if self.direct is None:
-                found = await (await connection.execute(_BACKEND)).fetchone()
-                self.direct = found is not None and found[0] == connection.info.backend_pid
-                connection.prepare_threshold = _PREPARE if self.direct else None
-            if self.direct:
-                await connection.execute(_PLANS)
+            if self.is_direct is None:
+                row = await (await connection.execute(_BACKEND_PID)).fetchone()
+                self.is_direct = row is not None and row[0] == connection.info.backend_pid
+                connection.prepare_threshold = _PREPARE_THRESHOLD if self.is_direct else None
+            if self.is_direct:
+                await connection.execute(_PLAN_SETTINGS)
         except BaseException:
-            # Not awaited: whoever is cancelled here may be cancelled there too.
-            connection.finish()
+            # Not awaited: a cancelled task may be cancelled in that await too.
+            connection.abort()
             raise
         return connection
 
-    def _here(self) -> _LoopLines:
-        """The lines of the running event loop; those of loops that have closed are given up."""
-        self._after_fork()
+    def _get_loop_pool(self) -> _EventLoopPool:
+        """Return the pool of the running event loop; discard those of closed loops."""
+        self._reset_after_fork()
         loop = asyncio.get_running_loop()
-        found = self._per_loop.get(loop)
-        if found is None:
-            self._forget_closed()
-            self._per_loop[loop] = found = _LoopLines(self._most)
-        return found
+        pool = self._per_loop.get(loop)
+        if pool is None:
+            self._discard_closed_loops()
+            self._per_loop[loop] = pool = _EventLoopPool(self._max_size)
+        return pool
 
-    def _forget_closed(self) -> None:
+    def _discard_closed_loops(self) -> None:
         for loop in [loop for loop in list(self._per_loop) if loop.is_closed()]:
-            lines = self._per_loop.pop(loop, None)
-            if lines is not None:
-                lines.abandon()
+            pool = self._per_loop.pop(loop, None)
+            if pool is not None:
+                pool.discard_idle()
 
     async def close_async(self) -> None:
-        """Close what is idle on the running event loop, and all of the sync flavour."""
-        self._after_fork()
-        found = self._per_loop.pop(asyncio.get_running_loop(), None)
-        while found is not None and found.idle:
-            await found.idle.pop().close()
+        """Close the idle connections of the running event loop, and all sync ones."""
+        self._reset_after_fork()
+        pool = self._per_loop.pop(asyncio.get_running_loop(), None)
+        while pool is not None and pool.idle:
+            await pool.idle.pop().close()
         self.close()
 
 
-def _unreached() -> ConnectionLost:
-    return ConnectionLost("the database could not be reached in time")
+def _unreachable_error() -> ConnectionLostError:
+    return ConnectionLostError("the database could not be reached in time")
 
 
-def _dial(made: Future[Line], connect: Callable[[], Line]) -> None:
+def _dial(future: Future[DeadlineConnection], connect: Callable[[], DeadlineConnection]) -> None:
     try:
-        made.set_result(connect())
-    except BaseException as error:  # noqa: BLE001 - told to whoever waits for the connection
-        made.set_exception(error)
+        future.set_result(connect())
+    except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for the connection
+        future.set_exception(error)
 
 
-def _outwait(line: Line, place: Place) -> None:
-    with place, suppress(psycopg.Error):
-        line.until = time.monotonic() + _OUTWAIT
+def _finish_abandoned(connection: DeadlineConnection, permit: PoolPermit) -> None:
+    with permit, suppress(psycopg.Error):
+        connection.deadline = time.monotonic() + _ABANDONED_TIMEOUT_SECONDS
         try:
-            line.wait(generators.execute(line.pgconn))
+            connection.wait(generators.execute(connection.pgconn))
         finally:
-            line.close()
+            connection.close()
 
 
-async def _outwait_async(line: AsyncLine, place: Place) -> None:
-    with place, suppress(psycopg.Error):
-        line.until = asyncio.get_running_loop().time() + _OUTWAIT
+async def _finish_abandoned_async(connection: AsyncDeadlineConnection, permit: PoolPermit) -> None:
+    with permit, suppress(psycopg.Error):
+        connection.deadline = asyncio.get_running_loop().time() + _ABANDONED_TIMEOUT_SECONDS
         try:
-            await line.wait(generators.execute(line.pgconn))
+            await connection.wait(generators.execute(connection.pgconn))
         finally:
-            line.finish()
+            connection.abort()
 
 
-class _LoopLines:
+class _EventLoopPool:
     """The connections of one event loop."""
 
-    def __init__(self, most: int) -> None:
-        self.room = asyncio.Semaphore(most)
-        self.idle: list[AsyncLine] = []
-        #: The event loop itself holds tasks only weakly.
-        self._left: set[asyncio.Task[None]] = set()
+    def __init__(self, max_size: int) -> None:
+        self.semaphore = asyncio.Semaphore(max_size)
+        self.idle: list[AsyncDeadlineConnection] = []
+        #: Strong references: the event loop holds tasks only weakly.
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def back(self, connection: AsyncLine, *, closed: bool) -> None:
+    async def release(self, connection: AsyncDeadlineConnection, *, closed: bool) -> None:
         try:
             if connection.pgconn.transaction_status != TransactionStatus.IDLE:
                 with suppress(psycopg.Error):
                     await connection.rollback()
         except BaseException:
-            connection.finish()
+            connection.abort()
             raise
         if closed or connection.pgconn.transaction_status != TransactionStatus.IDLE:
-            connection.finish()
+            connection.abort()
         else:
             self.idle.append(connection)
 
-    def leave(self, line: AsyncLine, place: Place) -> None:
-        """See Lines."""
-        task = asyncio.get_running_loop().create_task(_outwait_async(line, place.handed_on()))
-        self._left.add(task)
-        task.add_done_callback(self._left.discard)
+    def abandon_connection(self, connection: AsyncDeadlineConnection, permit: PoolPermit) -> None:
+        """Abandon a connection whose statement still runs; see ``ConnectionPool``."""
+        task = asyncio.get_running_loop().create_task(_finish_abandoned_async(connection, permit.transfer()))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def abandon(self) -> None:
-        """The loop has closed: nobody can await the closing, so it is done below the driver."""
+    def discard_idle(self) -> None:
+        """Close idle connections without the driver, because the event loop has closed and cannot await it."""
         while self.idle:
-            connection = self.idle.pop()  # held by a name: without one it is collected, unclosed, before it is closed
-            connection.finish()
+            connection = self.idle.pop()  # a named reference: without it the driver would warn before it is closed
+            connection.abort()
 
 
-C = TypeVar("C", Line, AsyncLine)
+C = TypeVar("C", DeadlineConnection, AsyncDeadlineConnection)
 
 
-def _first_sound(idle: list[C]) -> C | None:
-    """One of those that wait; a server that went away has said so on the line, and nobody has listened yet."""
+def _pop_usable(idle: list[C]) -> C | None:
+    """Pop an idle connection that the server has not closed; a closed one is readable, without a read yet."""
     while True:
         try:
             connection = idle.pop()
-        except IndexError:  # asked for beforehand, it could be gone by now: others take from here too
+        except IndexError:  # checking first is not enough: other threads pop from here too
             return None
         poll = select.poll()
         poll.register(connection.fileno(), select.POLLIN)
         if not poll.poll(0):
             return connection
-        connection.finish()
+        connection.abort()

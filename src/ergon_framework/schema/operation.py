@@ -1,7 +1,7 @@
-"""Operation: a piece of database work, written once for both flavours.
+"""Operation: database work that is written once for the sync and the async variant.
 
-An operation is a generator that yields queries and is sent their rows. Who performs them, on a
-thread or on an event loop, is not its business; what it decides is the same for both.
+An operation is a generator that yields queries and receives their rows. The caller runs it on a thread or on an event
+loop; the operation's decisions are the same for both.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Query(NamedTuple):
     parameters: Mapping[str, Any] | None = None
 
 
-class Text(NamedTuple):
-    """One statement, with numbered places, whose parameters are text and whose answer is one text.
+class PreparedTextQuery(NamedTuple):
+    """One statement with numbered placeholders, whose parameters are text and whose answer is one text.
 
-    For those that are made for every call: without the driver's conversions they cost half as much.
+    For statements of the hot path: without the driver's conversions they take half the time.
     """
 
     sql: str
@@ -39,7 +39,7 @@ class Text(NamedTuple):
 
 
 Rows: TypeAlias = list[TupleRow]
-Operation: TypeAlias = Generator[Query | Text, Rows, R]
+Operation: TypeAlias = Generator[Query | PreparedTextQuery, Rows, R]
 
 BEGIN: Final = Query("begin")
 COMMIT: Final = Query("commit")
@@ -48,50 +48,54 @@ ROLLBACK: Final = Query("rollback")
 _NO_SUCH_STATEMENT: Final = b"26000"
 
 
-def _answers(cursor: Cursor[TupleRow] | AsyncCursor[TupleRow]) -> bool:
-    """Whether there are rows to fetch; asked of the result itself, because a description is made anew for each."""
+def _has_rows(cursor: Cursor[TupleRow] | AsyncCursor[TupleRow]) -> bool:
+    """Return whether there are rows to fetch; from the result itself, because each description is a new object."""
     return cursor.pgresult is not None and cursor.pgresult.nfields > 0
 
 
-def _executed(connection: Connection[TupleRow], query: Query) -> Rows:
+def _execute(connection: Connection[TupleRow], query: Query) -> Rows:
     cursor = connection.execute(query.sql, query.parameters, binary=True)
-    return cursor.fetchall() if _answers(cursor) else []
+    return cursor.fetchall() if _has_rows(cursor) else []
 
 
-#: What was prepared on each connection, and under which name.
-_prepared: Final[WeakKeyDictionary[Connection[TupleRow] | AsyncConnection[TupleRow], dict[str, bytes]]] = (
+#: The names of the statements that are prepared on each connection.
+_statement_names: Final[WeakKeyDictionary[Connection[TupleRow] | AsyncConnection[TupleRow], dict[str, bytes]]] = (
     WeakKeyDictionary()
 )
-_numbers: Final = count()
+_statement_numbers: Final = count()
 
 
-def _asked(connection: Connection[TupleRow] | AsyncConnection[TupleRow], query: Text) -> PQGen[Rows]:
-    """Ask without the driver's conversions; what is yielded is for the connection's own ``wait``."""
+def _execute_text(
+    connection: Connection[TupleRow] | AsyncConnection[TupleRow], query: PreparedTextQuery
+) -> PQGen[Rows]:
+    """Execute *query* without the driver's conversions; yields for the connection's own ``wait``."""
     values: list[Any] = [None if value is None else value.encode() for value in query.values]
-    line = connection.pgconn
-    if connection.prepare_threshold is None:  # a pooler: what is prepared may be somebody else's
-        line.send_query_params(query.sql.encode(), values)
-        return _answered(connection, (yield from generators.execute(line)))
-    known = _prepared.get(connection)
-    if known is None:
-        known = _prepared[connection] = {}
-    if query.sql in known:
-        line.send_query_prepared(known[query.sql], values)
-        results = yield from generators.execute(line)
-        if not _forgotten(connection, results):
-            return _answered(connection, results)
-        known.clear()
-    # Never one that was used before: of what is forgotten here, the server may still know some.
-    name = b"ergon_%d" % next(_numbers)
-    line.send_prepare(name, query.sql.encode())
-    _answered(connection, (yield from generators.execute(line)))
-    known[query.sql] = name
-    line.send_query_prepared(name, values)
-    return _answered(connection, (yield from generators.execute(line)))
+    pgconn = connection.pgconn
+    if connection.prepare_threshold is None:  # a pooler: a prepared statement may be in another client's session
+        pgconn.send_query_params(query.sql.encode(), values)
+        return _to_rows(connection, (yield from generators.execute(pgconn)))
+    names = _statement_names.get(connection)
+    if names is None:
+        names = _statement_names[connection] = {}
+    if query.sql in names:
+        pgconn.send_query_prepared(names[query.sql], values)
+        results = yield from generators.execute(pgconn)
+        if not _is_unknown_statement(connection, results):
+            return _to_rows(connection, results)
+        names.clear()
+    # Always a new name: the server may still know statements that were forgotten here.
+    name = b"ergon_%d" % next(_statement_numbers)
+    pgconn.send_prepare(name, query.sql.encode())
+    _to_rows(connection, (yield from generators.execute(pgconn)))
+    names[query.sql] = name
+    pgconn.send_query_prepared(name, values)
+    return _to_rows(connection, (yield from generators.execute(pgconn)))
 
 
-def _forgotten(connection: Connection[TupleRow] | AsyncConnection[TupleRow], results: list[PGresult]) -> bool:
-    """Whether the server knows no statement of that name: the driver lets go of all of them after a rollback."""
+def _is_unknown_statement(
+    connection: Connection[TupleRow] | AsyncConnection[TupleRow], results: list[PGresult]
+) -> bool:
+    """Return whether the server knows no statement of that name: the driver deallocates all after a rollback."""
     result = results[-1]
     return (
         result.status == ExecStatus.FATAL_ERROR
@@ -100,27 +104,27 @@ def _forgotten(connection: Connection[TupleRow] | AsyncConnection[TupleRow], res
     )
 
 
-def _answered(connection: Connection[TupleRow] | AsyncConnection[TupleRow], results: list[PGresult]) -> Rows:
+def _to_rows(connection: Connection[TupleRow] | AsyncConnection[TupleRow], results: list[PGresult]) -> Rows:
     result = results[-1]
     if result.status == ExecStatus.TUPLES_OK:
-        found = result.get_value(0, 0)
-        return [(None if found is None else found.decode(),)]
+        value = result.get_value(0, 0)
+        return [(None if value is None else value.decode(),)]
     if result.status == ExecStatus.COMMAND_OK:
         return []
     raise error_from_result(result, encoding=connection.info.encoding)
 
 
-def perform(connection: Connection[TupleRow], operation: Operation[R]) -> R:
-    """Run *operation* on *connection*; whatever a query raises is raised at its yield."""
+def run_operation(connection: Connection[TupleRow], operation: Operation[R]) -> R:
+    """Run *operation* on *connection*; an error of a query is raised at its yield."""
     try:
         query = next(operation)
         while True:
             try:
-                if isinstance(query, Text):
-                    rows = connection.wait(_asked(connection, query))
+                if isinstance(query, PreparedTextQuery):
+                    rows = connection.wait(_execute_text(connection, query))
                 else:
-                    rows = _executed(connection, query)
-            except BaseException as error:  # noqa: BLE001 - handed to the operation, which hands it on
+                    rows = _execute(connection, query)
+            except BaseException as error:  # noqa: BLE001 - thrown into the operation, which raises it again
                 query = operation.throw(error)
             else:
                 query = operation.send(rows)
@@ -129,18 +133,18 @@ def perform(connection: Connection[TupleRow], operation: Operation[R]) -> R:
         return value
 
 
-async def perform_async(connection: AsyncConnection[TupleRow], operation: Operation[R]) -> R:
-    """The same without blocking the event loop."""
+async def run_operation_async(connection: AsyncConnection[TupleRow], operation: Operation[R]) -> R:
+    """Run *operation* on an async connection, without blocking the event loop."""
     try:
         query = next(operation)
         while True:
             try:
-                if isinstance(query, Text):
-                    rows = await connection.wait(_asked(connection, query))
+                if isinstance(query, PreparedTextQuery):
+                    rows = await connection.wait(_execute_text(connection, query))
                 else:
                     cursor = await connection.execute(query.sql, query.parameters, binary=True)
-                    rows = await cursor.fetchall() if _answers(cursor) else []
-            except BaseException as error:  # noqa: BLE001 - handed to the operation, which hands it on
+                    rows = await cursor.fetchall() if _has_rows(cursor) else []
+            except BaseException as error:  # noqa: BLE001 - thrown into the operation, which raises it again
                 query = operation.throw(error)
             else:
                 query = operation.send(rows)

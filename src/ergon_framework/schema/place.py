@@ -1,4 +1,4 @@
-"""A place: the right to use one of so many connections, which can be handed on to whoever ends the work."""
+"""A pool permit: the right to use one connection of a pool, which can be transferred to another owner."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Callable
 from typing import Self
 
 
-class Place:
-    """Held until the end of its ``with``, unless somebody has taken it over by then."""
+class PoolPermit:
+    """A permit that is returned at the end of its ``with``, unless it was transferred before."""
 
-    __slots__ = ("_vacate",)
+    __slots__ = ("_release",)
 
-    def __init__(self, vacate: Callable[[], object]) -> None:
-        self._vacate = vacate
+    def __init__(self, release: Callable[[], object]) -> None:
+        self._release = release
 
-    def handed_on(self) -> Place:
-        """The same place for somebody else."""
-        other, self._vacate = Place(self._vacate), _nothing
-        return other
+    def transfer(self) -> PoolPermit:
+        """Transfer the permit: return a new one, and make this one inert."""
+        permit, self._release = PoolPermit(self._release), _do_nothing
+        return permit
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._vacate()
+        self._release()
 
 
-def _nothing() -> None:
-    """What is left to do for a place that somebody else has."""
+def _do_nothing() -> None:
+    """Do nothing; the release of a transferred permit."""

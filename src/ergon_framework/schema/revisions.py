@@ -1,13 +1,13 @@
-"""Which schema this release needs; read without any library, because every connector asks it."""
+"""The schema revisions, and which one this release needs; free of dependencies, because every connector reads it."""
 
 from __future__ import annotations
 
 from typing import Final
 
-#: The schema that all tables live in.
+#: The database schema of all tables.
 SCHEMA: Final = "ergon"
-#: The chain of migrations, the oldest first. Each leaves the tables usable for the release before it.
-CHAIN: Final = (
+#: The migrations, the oldest first. Each leaves the tables usable for the release before it.
+REVISIONS: Final = (
     "0001",
     "0002",
     "0003",
@@ -26,11 +26,11 @@ CHAIN: Final = (
     "0016",
 )
 #: The oldest revision that this release can work on.
-NEEDED: Final = "0001"
+REQUIRED_REVISION: Final = "0001"
 
 
-def suffices(found: str | None, needed: str = NEEDED) -> bool:
-    """Whether a database at revision *found* will do; one that this release does not know is newer, and does."""
-    if found is None:
+def is_compatible(revision: str | None, required: str = REQUIRED_REVISION) -> bool:
+    """Return whether a database at *revision* is recent enough; an unknown revision is newer, and compatible."""
+    if revision is None:
         return False
-    return found not in CHAIN or CHAIN.index(found) >= CHAIN.index(needed)
+    return revision not in REVISIONS or REVISIONS.index(revision) >= REVISIONS.index(required)

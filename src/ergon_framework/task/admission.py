@@ -1,4 +1,4 @@
-"""Admission: what becomes of a delivery between being fetched and being started."""
+"""Admission: deliveries between their fetch and their start."""
 
 from __future__ import annotations
 
@@ -8,93 +8,93 @@ from collections.abc import Iterator
 from ergon_framework.connectors.base import Delivery
 
 
-class Admission:
-    """Those that were fetched and have no slot yet, with the rules of who must not run beside whom.
+class DeliveryAdmission:
+    """The deliveries that were fetched and have no slot yet, and the rules of what may run concurrently.
 
-    One id is in flight once. Of one key, one runs; the others wait in fetch order, without a
-    slot, and no more of them than there are slots: one hot key must not fill the process with
-    what cannot run.
+    One id is in flight at most once. Of one key, one transaction runs; the others wait in fetch order, without a
+    slot, and at most as many as there are slots: one hot key must not fill the process with deliveries that cannot
+    run.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_waiting_for_key: int) -> None:
+        self._max_waiting_for_key = max_waiting_for_key
         self._ready: deque[Delivery] = deque()
-        #: Takes out the next one to be started.
-        self.next = self._ready.popleft
-        self._keys: dict[str, deque[Delivery]] = {}
-        self._keyed = 0
+        #: Removes and returns the next delivery to start.
+        self.pop_next = self._ready.popleft
+        self._waiting_by_key: dict[str, deque[Delivery]] = {}
+        self._waiting_for_key = 0
         self._ids: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
-        """How many wait, for a slot or for their key."""
-        return len(self._ready) + self._keyed
+        """Return the number of deliveries that wait for a slot or for their key."""
+        return len(self._ready) + self._waiting_for_key
 
     def __iter__(self) -> Iterator[Delivery]:
-        """Those who wait: first those for a slot, then those for their keys."""
+        """Yield the waiting deliveries: first those that wait for a slot, then those that wait for their key."""
         yield from self._ready
-        for queue in self._keys.values():
+        for queue in self._waiting_by_key.values():
             yield from queue
 
     @property
-    def ready(self) -> int:
-        """How many wait for nothing but a slot."""
+    def ready_count(self) -> int:
+        """The number of deliveries that wait only for a slot."""
         return len(self._ready)
 
     def admit(self, delivery: Delivery) -> str | None:
-        """Give *delivery* its place, or say what stands against it: its identity or its key."""
+        """Queue *delivery*, or return what prevents it: its identity or its key."""
         transaction = delivery.transaction
-        name = (transaction.source, transaction.id)
-        if name in self._ids:
+        identity = (transaction.source, transaction.id)
+        if identity in self._ids:
             return "identity"
-        waiting = None if transaction.key is None else self._keys.get(transaction.key)
+        waiting = None if transaction.key is None else self._waiting_by_key.get(transaction.key)
         if waiting is not None:
-            if self._keyed >= self._most:
+            if self._waiting_for_key >= self._max_waiting_for_key:
                 return "key"
-            self._keyed += 1
+            self._waiting_for_key += 1
             waiting.append(delivery)
         else:
             if transaction.key is not None:
-                self._keys[transaction.key] = deque()
+                self._waiting_by_key[transaction.key] = deque()
             self._ready.append(delivery)
-        self._ids.add(name)
+        self._ids.add(identity)
         return None
 
     @property
     def head(self) -> Delivery | None:
-        """The one that is next, if there is one."""
+        """The next delivery to start, or None."""
         return self._ready[0] if self._ready else None
 
-    def left(self, delivery: Delivery) -> None:
-        """*delivery* is no longer in flight; the next of its key may go."""
+    def forget(self, delivery: Delivery) -> None:
+        """Forget *delivery*, which is no longer in flight; the next one of its key may start."""
         transaction = delivery.transaction
         self._ids.discard((transaction.source, transaction.id))
         if transaction.key is None:
             return
-        waiting = self._keys[transaction.key]
+        waiting = self._waiting_by_key[transaction.key]
         if waiting:
-            self._keyed -= 1
+            self._waiting_for_key -= 1
             self._ready.append(waiting.popleft())
         else:
-            del self._keys[transaction.key]
+            del self._waiting_by_key[transaction.key]
 
-    def behind(self) -> list[Delivery]:
-        """Take out everybody who waits but the head, as if they had never come."""
+    def take_all_but_next(self) -> list[Delivery]:
+        """Remove and return all waiting deliveries but the next one, and forget them."""
         head = self._ready.popleft()
-        # The first of a key waits for a slot; whoever waits for a key of somebody else leaves that key taken.
-        firsts = [delivery.transaction.key for delivery in self._ready if delivery.transaction.key is not None]
-        waiting = self.clear()
+        # The first delivery of a key waits for a slot; removing one that waits for its key leaves the key taken.
+        ready_keys = [delivery.transaction.key for delivery in self._ready if delivery.transaction.key is not None]
+        waiting = self.take_all()
         for delivery in waiting:
             self._ids.discard((delivery.transaction.source, delivery.transaction.id))
-        for key in firsts:
-            del self._keys[key]
+        for key in ready_keys:
+            del self._waiting_by_key[key]
         self._ready.append(head)
         return waiting
 
-    def clear(self) -> list[Delivery]:
-        """Take out everybody who waits."""
+    def take_all(self) -> list[Delivery]:
+        """Remove and return all waiting deliveries."""
         waiting = list(self)
         self._ready.clear()
-        self._keyed = 0
-        for queue in self._keys.values():
+        self._waiting_for_key = 0
+        for queue in self._waiting_by_key.values():
             queue.clear()
         return waiting

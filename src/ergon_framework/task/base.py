@@ -1,4 +1,4 @@
-"""Tasks: what a user writes. A task has a connector, services by name, a policy and a lifespan."""
+"""Tasks: the base classes of user tasks. A task has a connector, services by name, a policy and a lifespan."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, Self
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.task.defaults import kinds_of, wrong_policy_error
+from ergon_framework.task.defaults import list_policy_types, wrong_policy_error
 from ergon_framework.task.gates import Gate
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
 from ergon_framework.task.report import Report
 
 
 class Services(Mapping[str, Any]):
-    """What was injected, by name; nothing of one transaction belongs here."""
+    """The injected services by name; state of a single transaction does not belong here."""
 
-    def __init__(self, given: Mapping[str, Any], *, owner: str) -> None:
-        self._given = dict(given)
+    def __init__(self, services: Mapping[str, Any], *, owner: str) -> None:
+        self._services = dict(services)
         self._owner = owner
 
     def __getattr__(self, name: str) -> Any:
@@ -30,28 +30,32 @@ class Services(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return self._given[name]
+            return self._services[name]
         except KeyError:
-            near = get_close_matches(name, self._given, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(self._given) or 'none'}"
+            close_matches = get_close_matches(name, self._services, n=1)
+            hint = (
+                f"did you mean {close_matches[0]!r}?"
+                if close_matches
+                else f"there are: {', '.join(self._services) or 'none'}"
+            )
             raise ConfigurationError(
                 f"{self._owner} has no service {name!r}; {hint} -- give it to the task, or yield it from its lifespan."
             ) from None
 
     def __contains__(self, name: object) -> bool:
-        return name in self._given
+        return name in self._services
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._given)
+        return iter(self._services)
 
     def __len__(self) -> int:
-        return len(self._given)
+        return len(self._services)
 
     def __repr__(self) -> str:
-        return f"Services({', '.join(self._given)})"
+        return f"Services({', '.join(self._services)})"
 
 
-class _Base:
+class _TaskBase:
     connector: Connector | AsyncConnector
     policy: ConsumerPolicy | ProducerPolicy | None = None
     gates: Sequence[Gate] = ()
@@ -72,94 +76,94 @@ class _Base:
             raise ConfigurationError(f"{self.name} was given a {type(self.connector).__name__} as its connector")
         if policy is not None:
             self.policy = policy
-        kinds = tuple(kinds_of(self) or (ConsumerPolicy, ProducerPolicy))
-        if self.policy is not None and not isinstance(self.policy, kinds):
-            raise wrong_policy_error(self, self.policy, *kinds)
+        policy_types = tuple(list_policy_types(self) or (ConsumerPolicy, ProducerPolicy))
+        if self.policy is not None and not isinstance(self.policy, policy_types):
+            raise wrong_policy_error(self, self.policy, *policy_types)
         if gates is not None:
             self.gates = gates
         self.services = Services(services, owner=self.name)
 
     @property
     def name(self) -> str:
-        """What this task is called in spans, metrics, logs and dead letters."""
+        """The name of this task in spans, metrics, logs and dead letters."""
         return type(self).__name__
 
     def _require_consumer(self) -> Self:
-        if ConsumerPolicy not in kinds_of(self):
+        if ConsumerPolicy not in list_policy_types(self):
             raise ConfigurationError(
                 f"{self.name} cannot run: it does not consume; call produce_transactions(transactions) of a producer "
-                "within opened(), or have ergon run produce from JSON lines"
+                "within open(), or have ergon run produce from JSON lines"
             )
         return self
 
-    def _given(self, more: Mapping[str, Any] | None) -> Services:
-        return Services({**self.services, **(more or {})}, owner=self.name)
+    def _merge_services(self, extra_services: Mapping[str, Any] | None) -> Services:
+        return Services({**self.services, **(extra_services or {})}, owner=self.name)
 
 
-class Task(_Base):
+class Task(_TaskBase):
     """The base of sync tasks; combine it with ConsumerMixin, ProducerMixin, or both."""
 
     def lifespan(self) -> AbstractContextManager[Mapping[str, Any] | None]:
-        """Clients and pools that live as long as the task runs; what it yields becomes services."""
-        return _nothing()
+        """Manage clients and pools that live as long as the task runs; the yielded mapping becomes services."""
+        return _empty_lifespan()
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """The lifespan, and the connector open."""
-        connector, before = as_sync(self.connector), self.services
-        with self.lifespan() as more:
+    def open(self) -> Iterator[None]:
+        """Enter the lifespan and open the connector."""
+        connector, services_before = as_sync(self.connector), self.services
+        with self.lifespan() as extra_services:
             try:
-                self.services = self._given(more)
+                self.services = self._merge_services(extra_services)
                 connector.open()
                 try:
                     yield
                 finally:
                     connector.close()
             finally:
-                self.services = before
+                self.services = services_before
 
     def run(self, policy: ConsumerPolicy | None = None) -> Report:
         """Consume within the lifespan, under *policy* or the task's own."""
         task: Any = self._require_consumer()
-        with self.opened():
+        with self.open():
             report: Report = task.consume_transactions(policy)
             return report
 
 
-class AsyncTask(_Base):
+class AsyncTask(_TaskBase):
     """The base of async tasks; combine it with AsyncConsumerMixin, AsyncProducerMixin, or both."""
 
     def lifespan(self) -> AbstractAsyncContextManager[Mapping[str, Any] | None]:
-        return _nothing_async()
+        return _empty_lifespan_async()
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[None]:
-        """The lifespan, and the connector open."""
-        connector, before = as_async(self.connector), self.services
-        async with self.lifespan() as more:
+    async def open(self) -> AsyncIterator[None]:
+        """Enter the lifespan and open the connector."""
+        connector, services_before = as_async(self.connector), self.services
+        async with self.lifespan() as extra_services:
             try:
-                self.services = self._given(more)
+                self.services = self._merge_services(extra_services)
                 await connector.open_async()
                 try:
                     yield
                 finally:
                     await connector.close_async()
             finally:
-                self.services = before
+                self.services = services_before
 
     async def run(self, policy: ConsumerPolicy | None = None) -> Report:
         """Consume within the lifespan, under *policy* or the task's own."""
         task: Any = self._require_consumer()
-        async with self.opened():
+        async with self.open():
             report: Report = await task.consume_transactions(policy)
             return report
 
 
 @contextmanager
-def _nothing() -> Iterator[None]:
+def _empty_lifespan() -> Iterator[None]:
     yield None
 
 
 @asynccontextmanager
-async def _nothing_async() -> AsyncIterator[None]:
+async def _empty_lifespan_async() -> AsyncIterator[None]:
     yield None

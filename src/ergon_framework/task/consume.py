@@ -1,4 +1,4 @@
-"""The consume loop: fetch what there is room for, start it at once, and end in good order."""
+"""The consume loop: fetch as much as there is capacity for, start it immediately, and shut down cleanly."""
 
 from __future__ import annotations
 
@@ -8,455 +8,470 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ergon_framework.connectors.base import Delivery
 from ergon_framework.engine.effects import NEVER, Script, Spawn, interrupt, spawn, wait
-from ergon_framework.engine.outcome import Stopped
-from ergon_framework.engine.slots import Done, Freed, Mailbox, Slot
-from ergon_framework.task.crew import Crew, hear_until
+from ergon_framework.engine.outcome import Interrupted
+from ergon_framework.engine.slots import Mailbox, ScriptEnded, Slot, SlotFreed
+from ergon_framework.task.crew import SlotTable, process_events_until
 from ergon_framework.task.drain import drain_end
 from ergon_framework.task.exceptions import FetchException, LoopStalled, LoopTimeout
 from ergon_framework.task.fetch import Fetcher
-from ergon_framework.task.gates import Gate, ask
-from ergon_framework.task.handling import Handling
-from ergon_framework.task.intake import Intake
-from ergon_framework.task.lifecycle import Course, Start, lifecycle
-from ergon_framework.task.renew import renew
-from ergon_framework.task.report import End, Outcome, Report
+from ergon_framework.task.gates import Gate, first_pause
+from ergon_framework.task.handling import DeliveryHandler
+from ergon_framework.task.intake import Backlog
+from ergon_framework.task.lifecycle import LifecycleSpec, LifecycleStarter, run_lifecycle
+from ergon_framework.task.renew import renew_leases
+from ergon_framework.task.report import Outcome, Report, StopReason
 from ergon_framework.task.settle import Settler
-from ergon_framework.task.watch import Onlooker
+from ergon_framework.task.watch import LoopObserver
 
 if TYPE_CHECKING:
     from ergon_framework.task.mixins.policies import ConsumerPolicy
 
-#: Something may have arrived.
-WAKE: Final = object()
+#: Event: new messages may have arrived.
+WAKE_EVENT: Final = object()
 
-#: How long settlements may still take once the drain is over.
-FLUSH = 0.5
+#: Seconds that settlements may still take after the drain.
+FLUSH_TIMEOUT_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """These claims are gone."""
+class ClaimsLost:
+    """Event: these claims are lost."""
 
     receipts: Sequence[Any]
 
 
-def _no_refusal() -> str | None:
+def _accept_writes() -> str | None:
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Broker:
-    """What the loop needs of a connector: callables of the driver's flavour."""
+class ConnectorCalls:
+    """The calls of a connector that the loop makes, in the variant of the driver."""
 
     fetch: Callable[[int], Any]
     settle: Callable[[Any], Any]
     extend: Callable[[Any], Any]
-    #: Seconds after which an unrenewed claim ends; None when there is nothing to renew.
+    #: Seconds after which an unrenewed claim ends; None if claims need no renewal.
     lease: float | None = None
-    #: Returns why the server takes no writes although it can be read; None if it takes them.
-    write_refusal: Callable[[], str | None] = _no_refusal
+    #: Returns why the server rejects writes although it is readable; None if it accepts them.
+    write_refusal: Callable[[], str | None] = _accept_writes
 
 
-class Consumption:
+class ConsumeLoop:
     """One run of a consume loop."""
 
     def __init__(
         self,
-        course: Course,
-        broker: Broker,
+        spec: LifecycleSpec,
+        connector_calls: ConnectorCalls,
         policy: ConsumerPolicy,
         *,
         name: str,
-        mailbox: Callable[[], Mailbox],
+        create_mailbox: Callable[[], Mailbox],
         fenced: Callable[[], int],
-        start: Start = lifecycle,
+        start: LifecycleStarter = run_lifecycle,
         gates: tuple[Gate, ...] = (),
-        watch: Onlooker | None = None,
+        observer: LoopObserver | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
         on_fetch: Callable[[], None] | None = None,
     ) -> None:
-        self._senses = course.senses
-        self._broker = broker
+        self._clock = spec.clock
+        self._connector_calls = connector_calls
         self._policy = policy
         self._loop = policy.loop
         self._fenced = fenced
         self._gates = gates
         self._on_fetch = on_fetch
-        self._watch = watch = watch or Onlooker()
-        self.mailbox = mailbox()
+        self._observer = observer = observer or LoopObserver()
+        self.mailbox = create_mailbox()
         self.report = Report()
         self._settler = Settler(
-            broker.settle,
+            connector_calls.settle,
             policy.steps.settle,
-            senses=course.senses,
-            mailbox=mailbox(),
+            clock=spec.clock,
+            mailbox=create_mailbox(),
             report=self.report,
-            watch=watch,
+            observer=observer,
             on_outcome=on_outcome,
         )
-        self._handling = Handling(course, policy.steps.settle, self._settler, name=name, watch=watch, start=start)
-        self._intake = Intake(
-            policy.loop, self._handling, self._settler, senses=course.senses, report=self.report, watch=watch
+        self._delivery_handler = DeliveryHandler(
+            spec, policy.steps.settle, self._settler, name=name, observer=observer, start=start
         )
-        self._crew: Crew[Delivery] = Crew(
-            policy.loop.concurrency.value, patience=policy.loop.drain_timeout, clock=course.senses.clock
+        self._backlog = Backlog(
+            policy.loop, self._delivery_handler, self._settler, clock=spec.clock, report=self.report, observer=observer
+        )
+        self._slot_table: SlotTable[Delivery] = SlotTable(
+            policy.loop.concurrency.value, stall_timeout=policy.loop.drain_timeout, clock=spec.clock.monotonic
         )
         self._deadline = NEVER
-        self._aides: set[Slot] = set()
-        self._woken = False
-        self._waking = False
-        #: The one that runs is on its last permitted delivery.
-        self._alone = False
-        self._failure: FetchException | None = None
+        self._helpers: set[Slot] = set()
+        self._was_woken = False
+        self._is_wake_pending = False
+        #: The running transaction is on its last permitted delivery.
+        self._runs_alone = False
+        self._fetch_error: FetchException | None = None
         self._fetcher: Fetcher | None = None
 
     @property
     def live(self) -> bool:
-        """False when every slot has been held by abandoned bodies for too long."""
-        return self._crew.live
+        """Whether the loop can start work: false after abandoned calls have held every slot for too long."""
+        return self._slot_table.live
 
     @property
-    def trouble(self) -> str | None:
-        """Why work cannot come in or be settled; None while there is no reason but an empty queue."""
-        failing = None if self._fetcher is None else self._fetcher.failing
-        if failing is not None:
-            return f"the connector cannot be read: {failing}"
-        refusal = self._broker.write_refusal()
-        return self.report.paused if refusal is None else f"the connector takes no new messages: {refusal}"
+    def not_fetching_reason(self) -> str | None:
+        """Why work cannot be fetched or settled; None if an empty queue is the only reason."""
+        last_error = None if self._fetcher is None else self._fetcher.last_error
+        if last_error is not None:
+            return f"the connector cannot be read: {last_error}"
+        rejection = self._connector_calls.write_refusal()
+        return self.report.paused if rejection is None else f"the connector takes no new messages: {rejection}"
 
     @property
-    def in_hand(self) -> int:
-        """How many were fetched and have no outcome yet; whoever looks from another thread sees a moment of it."""
-        return len(self._crew.flights) + len(self._intake)
+    def in_flight(self) -> int:
+        """The number of fetched transactions without an outcome; a snapshot if read from another thread."""
+        return len(self._slot_table.running) + len(self._backlog)
 
     def wake(self, signal: Callable[[Mailbox, Any], None]) -> None:
-        """Something may have arrived; said once, however often the connector says it before it is heard."""
-        if not self._waking:
-            self._waking = True
-            signal(self.mailbox, WAKE)
+        """Notify the loop that messages may have arrived; further calls before it reacts have no effect."""
+        if not self._is_wake_pending:
+            self._is_wake_pending = True
+            signal(self.mailbox, WAKE_EVENT)
 
-    def _slots(self) -> tuple[int, int, int]:
-        return len(self._crew.flights), len(self._crew.bodies), len(self._intake)
+    def _count_slots(self) -> tuple[int, int, int]:
+        return len(self._slot_table.running), len(self._slot_table.abandoned), len(self._backlog)
 
     # -- the loop -------------------------------------------------------------------------------
 
     def run(self) -> Script[Report]:
         """Consume until there is a reason to end; return the report, or raise with it attached."""
-        self._watch.began(self._slots)
+        self._observer.on_loop_start(self._count_slots)
         if self._loop.timeout is not None:
-            self._deadline = self._senses.clock() + self._loop.timeout
-        settling = yield from spawn(self._settler.run(), told=self.mailbox, counted=False)
-        self._aides.add(settling)
-        renewing = None
-        if self._broker.lease is not None:
-            script = renew(
-                self._broker.extend,
-                self._intake.claims,
-                lease=self._broker.lease,
-                senses=self._senses,
-                lost=self._losing,
+            self._deadline = self._clock.monotonic() + self._loop.timeout
+        settle_slot = yield from spawn(self._settler.run(), notify=self.mailbox, counted=False)
+        self._helpers.add(settle_slot)
+        renew_slot = None
+        if self._connector_calls.lease is not None:
+            script = renew_leases(
+                self._connector_calls.extend,
+                self._backlog.claims,
+                lease=self._connector_calls.lease,
+                clock=self._clock,
+                on_lost=self._on_claims_lost,
             )
-            renewing = yield from spawn(script, told=self.mailbox, counted=False)
-            self._aides.add(renewing)
-        self._fetcher = fetcher = self._fetching()
-        end = yield from self._feed(fetcher)
+            renew_slot = yield from spawn(script, notify=self.mailbox, counted=False)
+            self._helpers.add(renew_slot)
+        self._fetcher = fetcher = self._create_fetcher()
+        end = yield from self._fetch_and_start(fetcher)
         end, until = yield from self._drain(end)
-        # A fetch that answers now brings claims, which would be held for a lease if they were not released here.
-        leaves = max(until, self._deadline + FLUSH) if end is End.TIMEOUT else until
-        yield from fetcher.left(min(leaves, self._senses.clock() + FLUSH))
-        yield from self._flush(settling, renewing, until)
+        # A late fetch result brings claims, which would stay claimed for a lease if they were not released here.
+        fetch_deadline = max(until, self._deadline + FLUSH_TIMEOUT_SECONDS) if end is StopReason.TIMEOUT else until
+        yield from fetcher.await_abandoned_fetch(min(fetch_deadline, self._clock.monotonic() + FLUSH_TIMEOUT_SECONDS))
+        yield from self._flush(settle_slot, renew_slot, until)
         self.report.end = end
-        self.report.abandoned = len(self._crew.bodies)
+        self.report.abandoned = len(self._slot_table.abandoned)
         self.report.fenced = self._fenced()
-        self._watch.over(end)
-        return self._reported(end)
+        self._observer.on_loop_end(end)
+        return self._conclude(end)
 
-    def _reported(self, end: End) -> Report:
+    def _conclude(self, end: StopReason) -> Report:
         report = self.report
-        if self._failure is not None:
-            self._failure.report = report
-            raise self._failure
-        if end is End.TIMEOUT:
-            ended = report.finished
-            raise LoopTimeout(f"the loop's {self._loop.timeout} s are over; {ended} transactions had ended", report)
-        if end is End.STALLED:
+        if self._fetch_error is not None:
+            self._fetch_error.report = report
+            raise self._fetch_error
+        if end is StopReason.TIMEOUT:
+            finished = report.finished
+            raise LoopTimeout(f"the loop's {self._loop.timeout} s are over; {finished} transactions had ended", report)
+        if end is StopReason.STALLED:
             raise LoopStalled(
-                f"all {self._crew.concurrency} slots are held by bodies that timed out and did not leave "
+                f"all {self._slot_table.concurrency} slots are held by bodies that timed out and did not leave "
                 f"for {self._loop.drain_timeout} s; work that may hang belongs into an executor process",
                 report,
             )
         return report
 
-    def _fetching(self) -> Fetcher:
+    def _create_fetcher(self) -> Fetcher:
         return Fetcher(
-            self._broker.fetch,
+            self._connector_calls.fetch,
             self._policy.steps.fetch.retry,
-            senses=self._senses,
+            clock=self._clock,
             deadline=self._deadline,
-            patient=self._loop.streaming,
-            give_back=self._intake.give_back,
-            on_retry=self._watch.on_fetch_retry,
+            retries_lost_connections=self._loop.streaming,
+            release=self._backlog.release,
+            on_retry=self._observer.on_fetch_retry,
         )
 
-    def _feed(self, fetcher: Fetcher) -> Script[End]:
-        """Fetch and start until there is a reason to end."""
-        silence = 0
+    def _fetch_and_start(self, fetcher: Fetcher) -> Script[StopReason]:
+        """Fetch and start transactions until there is a reason to end."""
+        empty_fetches = 0
         while True:
-            room = yield from self._room()
-            if isinstance(room, End):
-                return room
-            pause = ask(self._gates) if self._gates else None
-            self._hold(None if pause is None else pause.because)
+            capacity = yield from self._await_capacity()
+            if isinstance(capacity, StopReason):
+                return capacity
+            pause = first_pause(self._gates) if self._gates else None
+            self._set_pause(None if pause is None else pause.reason)
             if pause is not None:
                 end = yield from self._idle(pause.seconds)
                 if end is not None:
                     return end
                 continue
-            fetched = yield from self._fetched(fetcher, room)
-            if isinstance(fetched, End):
-                return fetched
-            if fetched:
-                silence = 0
-                for delivery in fetched:
-                    self._intake.take(delivery)
-                yield from self._fill()
+            result = yield from self._fetch(fetcher, capacity)
+            if isinstance(result, StopReason):
+                return result
+            if result:
+                empty_fetches = 0
+                for delivery in result:
+                    self._backlog.add(delivery)
+                yield from self._start_waiting()
                 continue
             if not self._loop.streaming:
-                return End.EMPTY
-            end = yield from self._idle(self._loop.empty_queue.delay(silence))
-            silence += 1
+                return StopReason.EMPTY
+            end = yield from self._idle(self._loop.empty_queue.delay(empty_fetches))
+            empty_fetches += 1
             if end is not None:
                 return end
 
-    def _fetched(self, fetcher: Fetcher, room: int) -> Script[list[Delivery] | End]:
+    def _fetch(self, fetcher: Fetcher, capacity: int) -> Script[list[Delivery] | StopReason]:
         report = self.report
-        self._woken = False
-        self._watch.batch(room)
-        before = fetcher.calls
-        fetched = yield from fetcher.run(room, self._watch.fetching())
-        report.fetches += fetcher.calls > before
-        if isinstance(fetched, FetchException):
-            self._watch.fetched(None, fetched)
-            self._failure = fetched
-            return End.FETCH
-        if isinstance(fetched, End):
-            self._watch.fetched(None, None)
-            return fetched
-        self._watch.fetched(fetched, None)
-        if not fetched:
+        self._was_woken = False
+        self._observer.on_batch(capacity)
+        calls_before = fetcher.calls
+        result = yield from fetcher.run(capacity, self._observer.on_fetch_start())
+        report.fetches += fetcher.calls > calls_before
+        if isinstance(result, FetchException):
+            self._observer.on_fetch_end(None, result)
+            self._fetch_error = result
+            return StopReason.FETCH
+        if isinstance(result, StopReason):
+            self._observer.on_fetch_end(None, None)
+            return result
+        self._observer.on_fetch_end(result, None)
+        if not result:
             report.empty_fetches += 1
-        elif len(fetched) > self._loop.batch.size:
-            self._watch.breach(self._loop.batch.size, len(fetched))
-        if fetched and self._on_fetch is not None:
+        elif len(result) > self._loop.batch.size:
+            self._observer.on_oversized_batch(self._loop.batch.size, len(result))
+        if result and self._on_fetch is not None:
             self._on_fetch()
-        return fetched
+        return result
 
-    def _hold(self, reason: str | None) -> None:
+    def _set_pause(self, reason: str | None) -> None:
         if reason != self.report.paused:
             self.report.paused = reason
-            self._watch.paused(reason)
+            self._observer.on_pause(reason)
 
     # -- waiting --------------------------------------------------------------------------------
 
-    def _room(self) -> Script[int | End]:
-        """Wait until it is worth fetching, and say how many may be asked for."""
-        clock, loop, half = self._senses.clock, self._loop, (self._crew.concurrency + 1) // 2
-        # Of what may be held, where there is a reserve: asked for in good time, so that no slot waits for the answer.
-        most = min(loop.batch.size, (self._crew.concurrency + loop.prefetch + 1) // 2)
+    def _await_capacity(self) -> Script[int | StopReason]:
+        """Wait until a fetch is worthwhile, and return the number of transactions to request."""
+        monotonic, loop, half_slots = self._clock.monotonic, self._loop, (self._slot_table.concurrency + 1) // 2
+        # Half of the prefetch capacity: an early request, so that no slot waits for its result.
+        max_request = min(loop.batch.size, (self._slot_table.concurrency + loop.prefetch + 1) // 2)
         until: float | None = None
         if len(self.mailbox):
-            # What happened during the last fetch: somebody may be waiting for it, and the next fetch may be long.
-            ended = yield from self._listen(until=clock())
-            if ended is not None:
-                return ended
+            # Handle the events of the last fetch first: callers may wait for them, and the next fetch may be long.
+            early_end = yield from self._listen(until=monotonic())
+            if early_end is not None:
+                return early_end
         while True:
             if loop.limit is not None and self.report.started >= loop.limit:
-                return End.LIMIT
-            room, free = self._space(), self._crew.free
-            if room > 0 and (free >= half or (loop.prefetch and room >= min(most, self._intake.room))):
-                return room
-            if room <= 0 or (free == 0 and self._intake.ready):
-                # No slot is idle: a fetch for less than half would only be one more.
+                return StopReason.LIMIT
+            capacity, free = self._count_capacity(), self._slot_table.free
+            if capacity > 0 and (
+                free >= half_slots or (loop.prefetch and capacity >= min(max_request, self._backlog.remaining_limit))
+            ):
+                return capacity
+            if capacity <= 0 or (free == 0 and self._backlog.ready_count):
+                # No slot is idle, so a fetch for less than half would only add a round trip.
                 end = yield from self._listen()
             else:
-                # Nothing is lost by waiting a moment for more slots: fetches are dearer than moments.
-                until = clock() + loop.linger if until is None else until
-                if clock() >= until:
-                    return room
-                end = yield from self._listen(count=half - free, until=until)
+                # A short wait for more free slots costs nothing: a fetch takes longer than the wait.
+                until = monotonic() + loop.linger if until is None else until
+                if monotonic() >= until:
+                    return capacity
+                end = yield from self._listen(count=half_slots - free, until=until)
             if end is not None:
                 return end
 
-    def _idle(self, seconds: float) -> Script[End | None]:
-        """Wait *seconds*, or until something may have arrived."""
-        until = self._senses.clock() + seconds
+    def _idle(self, seconds: float) -> Script[StopReason | None]:
+        """Wait *seconds*, or until messages may have arrived."""
+        until = self._clock.monotonic() + seconds
         while True:
-            # At least once, however short the wait: this is where a stop is heard.
+            # At least once, however short the wait: a stop is received here.
             end = yield from self._listen(until=until)
             if end is not None:
                 return end
-            if self._woken or self._senses.clock() >= until:
+            if self._was_woken or self._clock.monotonic() >= until:
                 break
-        self._woken = False
+        self._was_woken = False
         return None
 
-    def _listen(self, *, count: int = 1, until: float = NEVER) -> Script[End | None]:
-        """Hear what happened, and start what can be started; say if that ends the loop."""
-        clock = self._senses.clock
-        until = min(until, self._deadline, NEVER if self._loop.streaming else self._crew.stall_ends)
+    def _listen(self, *, count: int = 1, until: float = NEVER) -> Script[StopReason | None]:
+        """Wait for events, handle them and start ready work; return why the loop ends, if it does."""
+        monotonic = self._clock.monotonic
+        until = min(until, self._deadline, NEVER if self._loop.streaming else self._slot_table.stall_deadline)
         events = yield from wait(self.mailbox, count=count, until=until)
-        if isinstance(events, Stopped):
-            return End.STOP
-        yield from self._hear(events)
-        yield from self._fill()
-        if clock() >= self._deadline:
-            return End.TIMEOUT
+        if isinstance(events, Interrupted):
+            return StopReason.STOP
+        yield from self._handle_events(events)
+        yield from self._start_waiting()
+        if monotonic() >= self._deadline:
+            return StopReason.TIMEOUT
         if not self.live and not self._loop.streaming:
-            return End.STALLED
+            return StopReason.STALLED
         return None
 
-    def _space(self) -> int:
-        """How many may be asked for: nothing is fetched that could not start."""
-        if self._alone or self._intake.holds_last or self._settling(self._policy.steps.settle.pending):
+    def _count_capacity(self) -> int:
+        """Return the number of transactions to request: the loop fetches none that could not start."""
+        if (
+            self._runs_alone
+            or self._backlog.has_last_delivery
+            or self._has_pending_settlements(self._policy.steps.settle.pending)
+        ):
             return 0
-        free = self._crew.free + self._loop.prefetch - self._intake.ready
-        return int(min(self._loop.batch.size, free, self._intake.room))
+        free = self._slot_table.free + self._loop.prefetch - self._backlog.ready_count
+        return int(min(self._loop.batch.size, free, self._backlog.remaining_limit))
 
     # -- what happened --------------------------------------------------------------------------
 
-    def _hear(self, events: list[Any]) -> Script[None]:
+    def _handle_events(self, events: list[Any]) -> Script[None]:
         for event in events:
-            kind = type(event)
-            if kind is Done and event.slot in self._aides:
-                self._aides.discard(event.slot)
-            elif kind is Done or kind is Freed:
-                left = self._crew.hear(event)
-                if left is not None:
-                    self._intake.left(left)
-            elif event is WAKE:
-                self._woken, self._waking = True, False
-            elif kind is Lost:
-                yield from self._claims_lost(event.receipts)
-        # Until it is settled: a fetch that ends the process would cost it the delivery that it has not got any more.
-        self._alone = self._alone and (bool(self._crew.flights) or self._settling())
+            event_type = type(event)
+            if event_type is ScriptEnded and event.slot in self._helpers:
+                self._helpers.discard(event.slot)
+            elif event_type is ScriptEnded or event_type is SlotFreed:
+                freed = self._slot_table.handle_event(event)
+                if freed is not None:
+                    self._backlog.forget(freed)
+            elif event is WAKE_EVENT:
+                self._was_woken, self._is_wake_pending = True, False
+            elif event_type is ClaimsLost:
+                yield from self._interrupt_lost(event.receipts)
+        # Until it is settled: a fetch that kills the process would cost it a delivery, and it has none left.
+        self._runs_alone = self._runs_alone and (bool(self._slot_table.running) or self._has_pending_settlements())
 
-    def lose(self, receipts: Iterable[Any], signal: Callable[[Mailbox, Any], None]) -> None:
-        """These claims are gone, from this moment on; may be said on any thread."""
-        gone_ones = tuple(receipts)
-        self._handling.lost.update(gone_ones)
-        signal(self.mailbox, Lost(gone_ones))
+    def mark_lost(self, receipts: Iterable[Any], signal: Callable[[Mailbox, Any], None]) -> None:
+        """Mark these claims as lost, effective immediately; callable from any thread."""
+        lost_receipts = tuple(receipts)
+        self._delivery_handler.lost_receipts.update(lost_receipts)
+        signal(self.mailbox, ClaimsLost(lost_receipts))
 
-    def _claims_lost(self, receipts: Sequence[Any]) -> Script[None]:
-        for slot, delivery in list(self._crew.flights.items()):
+    def _interrupt_lost(self, receipts: Sequence[Any]) -> Script[None]:
+        for slot, delivery in list(self._slot_table.running.items()):
             if delivery.receipt in receipts:
                 yield from interrupt(slot)
-        self._intake.remember_lost((*self._crew.flights.values(), *self._crew.bodies.values()))
+        self._backlog.prune_lost((*self._slot_table.running.values(), *self._slot_table.abandoned.values()))
 
-    def _losing(self, receipts: list[Any]) -> None:
-        self.lose(receipts, _urgently)
+    def _on_claims_lost(self, receipts: list[Any]) -> None:
+        self.mark_lost(receipts, _put_urgently)
 
     # -- starting -------------------------------------------------------------------------------
 
-    def _fill(self) -> Script[None]:
-        """Start what is held, as far as there are slots."""
-        free = self._crew.free
-        while free > 0 and self._may_start():
+    def _start_waiting(self) -> Script[None]:
+        """Start waiting deliveries, as far as there are free slots."""
+        free = self._slot_table.free
+        while free > 0 and self._can_start():
             free -= 1
-            delivery = self._intake.next()
+            delivery = self._backlog.pop_next()
             self.report.started += 1
-            # Bare, not through spawn(): a generator for every transaction would cost as much as the effect.
-            slot: Slot = yield Spawn(self._handling.run(delivery), self.mailbox, counted=True)
-            self._crew.flights[slot] = delivery
+            # The bare effect, not spawn(): a generator per transaction would take as long as the effect itself.
+            slot: Slot = yield Spawn(self._delivery_handler.run(delivery), self.mailbox, counted=True)
+            self._slot_table.running[slot] = delivery
 
-    def _may_start(self) -> bool:
-        """Whether the next one may start beside those that run.
+    def _can_start(self) -> bool:
+        """Return whether the next delivery may start next to the running ones.
 
-        The last permitted delivery of a transaction runs alone: if it takes the process with it,
-        nobody else pays for that with a delivery. So those who only wait go back before.
+        The last permitted delivery of a transaction runs alone: if it kills the process, no other transaction loses
+        a delivery. So the other waiting deliveries are released first.
         """
-        head = self._intake.head()
-        if head is None or self._alone:
+        head = self._backlog.peek()
+        if head is None or self._runs_alone:
             return False
         if head.deliveries < self._loop.max_deliveries:
             return True
-        if len(self._intake) > 1:
-            self._intake.clear_behind("alone")
-        self._alone = not self._crew.flights and not self._settling()
-        return self._alone
+        if len(self._backlog) > 1:
+            self._backlog.release_all_but_next("alone")
+        self._runs_alone = not self._slot_table.running and not self._has_pending_settlements()
+        return self._runs_alone
 
-    def _settling(self, most: int = 1) -> bool:
-        """Whether *most* or more are still to be settled; if so, the loop is told when that changes."""
-        if self._settler.pending < most:
+    def _has_pending_settlements(self, minimum: int = 1) -> bool:
+        """Return whether *minimum* or more settlements are pending; if so, the loop is notified when that changes."""
+        if self._settler.pending < minimum:
             return False
-        # In this order: what is settled from here on tells us, what was settled before we see.
-        self._settler.blocked = self.mailbox
-        return self._settler.pending >= most
+        # The order matters: later settlements notify the mailbox, earlier ones show in the count.
+        self._settler.notify_when_drained = self.mailbox
+        return self._settler.pending >= minimum
 
     # -- the end --------------------------------------------------------------------------------
 
-    def _drain(self, end: End) -> Script[tuple[End, float]]:
-        """Let what runs come to its end; give back what must not start. Answers how long that may have taken."""
-        clock = self._senses.clock
-        #: When the drain is over; when it is no longer worth waiting for bodies whose transactions are to go back.
-        until = patience = NEVER
-        if end not in (End.EMPTY, End.LIMIT):
-            until = self._no_more(end)
-        asked = end is End.STOP
-        while self._crew.flights or len(self._intake) or (self._handling.postponed and end is not End.STALLED):
-            if clock() >= min(until, patience):
+    def _drain(self, end: StopReason) -> Script[tuple[StopReason, float]]:
+        """Let running work end and release the rest; return the stop reason and the end of the time allowed for it."""
+        monotonic = self._clock.monotonic
+        #: The end of the drain; and the end of the wait for abandoned calls whose transactions are to be released.
+        until = abandon_deadline = NEVER
+        if end not in (StopReason.EMPTY, StopReason.LIMIT):
+            until = self._release_waiting(end)
+        stop_requested = end is StopReason.STOP
+        while (
+            self._slot_table.running
+            or len(self._backlog)
+            or (self._delivery_handler.postponed and end is not StopReason.STALLED)
+        ):
+            if monotonic() >= min(until, abandon_deadline):
                 break
-            if until == patience == NEVER and not self._crew.flights and not len(self._intake):
-                patience = clock() + self._loop.drain_timeout
-            ended = yield from self._listen_until(until, patience)
-            if ended is None:
+            if until == abandon_deadline == NEVER and not self._slot_table.running and not len(self._backlog):
+                abandon_deadline = monotonic() + self._loop.drain_timeout
+            new_end = yield from self._listen_until(until, abandon_deadline)
+            if new_end is None:
                 continue
-            if asked:
-                until = clock()  # a second stop: no more patience, nor much for settling
+            if stop_requested:
+                until = monotonic()  # a second stop: end the drain, and keep settling short
                 break
-            asked = ended is End.STOP
+            stop_requested = new_end is StopReason.STOP
             if until == NEVER:
-                end, patience = ended, NEVER
-                until = self._no_more(end)
-        self._handling.ending = end
-        yield from self._crew.dismiss(self.mailbox, self._hear)
-        self._handling.give_up()
-        return end, min(until, patience)
+                end, abandon_deadline = new_end, NEVER
+                until = self._release_waiting(end)
+        self._delivery_handler.stop_reason = end
+        yield from self._slot_table.interrupt_all(self.mailbox, self._handle_events)
+        self._delivery_handler.keep_postponed_claims()
+        return end, min(until, abandon_deadline)
 
-    def _listen_until(self, until: float, patience: float) -> Script[End | None]:
+    def _listen_until(self, until: float, abandon_deadline: float) -> Script[StopReason | None]:
         if until == NEVER:
-            return (yield from self._listen(until=patience))
+            return (yield from self._listen(until=abandon_deadline))
         events = yield from wait(self.mailbox, until=until)
-        if isinstance(events, Stopped):
-            return End.STOP
-        yield from self._hear(events)
+        if isinstance(events, Interrupted):
+            return StopReason.STOP
+        yield from self._handle_events(events)
         return None
 
-    def _no_more(self, end: End) -> float:
-        """Give back what has not begun; the moment when the drain is over."""
-        self._intake.clear(end.value)
-        if end is End.FETCH:
+    def _release_waiting(self, end: StopReason) -> float:
+        """Release deliveries that have not started; return the end of the drain."""
+        self._backlog.release_all(end.value)
+        if end is StopReason.FETCH:
             return NEVER
-        return drain_end(self._loop, end, now=self._senses.clock(), deadline=self._deadline)
+        return drain_end(self._loop, end, now=self._clock.monotonic(), deadline=self._deadline)
 
-    def _flush(self, settling: Slot, renewing: Slot | None, until: float) -> Script[None]:
-        """Have everything settled; then nothing needs to be renewed."""
+    def _flush(self, settle_slot: Slot, renew_slot: Slot | None, until: float) -> Script[None]:
+        """Settle everything that is pending, then stop the lease renewal."""
         self._settler.close()
-        clock = self._senses.clock
-        # A loop that was not told to end has until its own time is over, as if it still drained.
-        until = max(clock(), self._deadline + self._loop.timeout_drain if until == NEVER else until) + FLUSH
-        while settling in self._aides:
+        monotonic = self._clock.monotonic
+        # A loop that ends without a stop has until its own timeout, as if it still drained.
+        until = (
+            max(monotonic(), self._deadline + self._loop.timeout_drain if until == NEVER else until)
+            + FLUSH_TIMEOUT_SECONDS
+        )
+        while settle_slot in self._helpers:
             events = yield from wait(self.mailbox, until=until)
-            if isinstance(events, Stopped):
-                until = min(until, clock() + FLUSH)
+            if isinstance(events, Interrupted):
+                until = min(until, monotonic() + FLUSH_TIMEOUT_SECONDS)
                 continue
-            yield from self._hear(events)
-            if clock() >= until:
-                yield from interrupt(settling)
+            yield from self._handle_events(events)
+            if monotonic() >= until:
+                yield from interrupt(settle_slot)
                 until = NEVER
-        if renewing is not None:
-            yield from interrupt(renewing)
-            yield from hear_until(lambda: renewing not in self._aides, self.mailbox, self._hear)
+        if renew_slot is not None:
+            yield from interrupt(renew_slot)
+            yield from process_events_until(lambda: renew_slot not in self._helpers, self.mailbox, self._handle_events)
 
 
-def _urgently(mailbox: Mailbox, item: Any) -> None:
+def _put_urgently(mailbox: Mailbox, item: Any) -> None:
     mailbox.put(item, urgent=True)

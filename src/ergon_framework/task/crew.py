@@ -1,4 +1,4 @@
-"""The crew: who occupies the slots of a loop, and since when nothing moves."""
+"""The slot table: what occupies the slots of a loop, and since when the loop is stalled."""
 
 from __future__ import annotations
 
@@ -6,76 +6,76 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from ergon_framework.engine.effects import NEVER, Script, interrupt, wait
-from ergon_framework.engine.outcome import Stopped
-from ergon_framework.engine.slots import Done, Freed, Mailbox, Slot
+from ergon_framework.engine.outcome import Interrupted
+from ergon_framework.engine.slots import Mailbox, ScriptEnded, Slot, SlotFreed
 
 T = TypeVar("T")
 
-#: What a loop does with the events of its mailbox.
-Hear: TypeAlias = Callable[[list[Any]], Script[None]]
+#: Handles the events of a loop's mailbox.
+EventHandler: TypeAlias = Callable[[list[Any]], Script[None]]
 
 
-class Crew(Generic[T]):
-    """The bookkeeping of slots: a slot is free again when the last body of its transaction has left."""
+class SlotTable(Generic[T]):
+    """The occupied slots of a loop: a slot is free again when the last call of its transaction has exited."""
 
-    def __init__(self, concurrency: int, *, patience: float, clock: Callable[[], float]) -> None:
+    def __init__(self, concurrency: int, *, stall_timeout: float, clock: Callable[[], float]) -> None:
         self.concurrency = concurrency
-        self._patience = patience
+        self._stall_timeout = stall_timeout
         self._clock = clock
-        #: Lifecycles in progress.
-        self.flights: dict[Slot, T] = {}
-        #: Those that ended but left a body behind.
-        self.bodies: dict[Slot, T] = {}
+        #: Running lifecycles.
+        self.running: dict[Slot, T] = {}
+        #: Ended lifecycles with an abandoned call that still runs.
+        self.abandoned: dict[Slot, T] = {}
         self._stalled_since: float | None = None
-        #: It was stalled for too long: whoever watches over the process is to begin anew.
-        self._wedged = False
+        #: It was stalled for too long: the supervisor of the process must restart it.
+        self._is_stalled = False
 
     @property
     def free(self) -> int:
-        return 0 if self._wedged else self.concurrency - len(self.flights) - len(self.bodies)
+        return 0 if self._is_stalled else self.concurrency - len(self.running) - len(self.abandoned)
 
-    def hear(self, event: Done | Freed) -> T | None:
-        """Take note of *event*; what has left its slot with it, if anything has."""
-        if type(event) is Done and event.freed and not self.bodies:
-            return self.flights.pop(event.slot)  # the everyday case, in which nobody can be stalled
-        if isinstance(event, Freed):
-            # An aide's body may be left behind too; it held no slot.
-            left = self.bodies.pop(event.slot, None)
+    def handle_event(self, event: ScriptEnded | SlotFreed) -> T | None:
+        """Record *event*; return the entry whose slot is now free, if there is one."""
+        if type(event) is ScriptEnded and event.freed and not self.abandoned:
+            return self.running.pop(event.slot)  # the common case, which cannot be stalled
+        if isinstance(event, SlotFreed):
+            # A helper script may also have abandoned a call; it held no slot.
+            freed = self.abandoned.pop(event.slot, None)
         elif event.freed:
-            left = self.flights.pop(event.slot)
+            freed = self.running.pop(event.slot)
         else:
-            left = None
-            self.bodies[event.slot] = self.flights.pop(event.slot)
-        self._wedged = not self.live
-        if self._wedged:
-            return left
-        if len(self.bodies) < self.concurrency:
+            freed = None
+            self.abandoned[event.slot] = self.running.pop(event.slot)
+        self._is_stalled = not self.live
+        if self._is_stalled:
+            return freed
+        if len(self.abandoned) < self.concurrency:
             self._stalled_since = None
         elif self._stalled_since is None:
             self._stalled_since = self._clock()
-        return left
+        return freed
 
     @property
-    def stall_ends(self) -> float:
-        """When the loop has been unable to start anything for too long."""
-        return NEVER if self._stalled_since is None else self._stalled_since + self._patience
+    def stall_deadline(self) -> float:
+        """The time at which the loop has been unable to start work for too long."""
+        return NEVER if self._stalled_since is None else self._stalled_since + self._stall_timeout
 
     @property
     def live(self) -> bool:
-        """False when every slot has been held by abandoned bodies for too long."""
-        return self._clock() < self.stall_ends
+        """Whether the loop can start work: false after abandoned calls have held every slot for too long."""
+        return self._clock() < self.stall_deadline
 
-    def dismiss(self, mailbox: Mailbox, hear: Hear) -> Script[None]:
-        """Interrupt whatever is in progress, and hear how each of them ended."""
-        for slot in list(self.flights):
+    def interrupt_all(self, mailbox: Mailbox, handle_events: EventHandler) -> Script[None]:
+        """Interrupt all running lifecycles, and handle their ends."""
+        for slot in list(self.running):
             yield from interrupt(slot)
-        # None of them waits for anything any more, so this does not wait long.
-        yield from hear_until(lambda: not self.flights, mailbox, hear)
+        # None of them waits any more, so they end soon.
+        yield from process_events_until(lambda: not self.running, mailbox, handle_events)
 
 
-def hear_until(true: Callable[[], bool], mailbox: Mailbox, hear: Hear) -> Script[None]:
-    """Hear what comes until it is *true*, however often somebody interrupts."""
-    while not true():
+def process_events_until(condition: Callable[[], bool], mailbox: Mailbox, handle_events: EventHandler) -> Script[None]:
+    """Handle events until *condition* returns true; interrupts do not end it."""
+    while not condition():
         events = yield from wait(mailbox)
-        if not isinstance(events, Stopped):
-            yield from hear(events)
+        if not isinstance(events, Interrupted):
+            yield from handle_events(events)

@@ -1,4 +1,4 @@
-"""The everyday form: a function with a decorator is the same thing as a class with mixins."""
+"""The decorator form of a task: a decorated function is equivalent to a class with mixins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.errors import Category, ConfigurationError
 from ergon_framework.task.base import AsyncTask, Services, Task
 from ergon_framework.task.exceptions import TransactionException
-from ergon_framework.task.functions import Function, Payload, check_function, is_async, name_of
+from ergon_framework.task.functions import HandlerFunction, PayloadReader, callable_name, is_async, validate_handler
 from ergon_framework.task.gates import Gate, Pause
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
@@ -23,24 +23,24 @@ Lifespan: TypeAlias = Callable[
 ]
 
 
-class Used(Protocol):
-    """Something a task depends on, which may hold it back while it cannot be used."""
+class Dependency(Protocol):
+    """A dependency of a task, with a gate that pauses fetching while it is unavailable."""
 
     def gate(self) -> Pause | None: ...
 
 
-class _Decorated:
-    """What function tasks of both variants share."""
+class _FunctionTask:
+    """The common part of sync and async function tasks."""
 
     services: Services
 
     def declare(self, fn: Callable[..., Any], *, payload: Any, name: str | None, lifespan: Lifespan | None) -> None:
-        """Take in what the decorator was given."""
-        self._payload = Payload(payload)
-        self._function = Function(fn, self._payload)
-        self._success: Function | None = None
-        self._failure: Function | None = None
-        self._name = name or name_of(fn)
+        """Store the options of the decorator."""
+        self._payload = PayloadReader(payload)
+        self._function = HandlerFunction(fn, self._payload)
+        self._success: HandlerFunction | None = None
+        self._failure: HandlerFunction | None = None
+        self._name = name or callable_name(fn)
         self._lifespan = lifespan
         self.__doc__ = fn.__doc__
 
@@ -49,53 +49,53 @@ class _Decorated:
         return self._name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function itself, as it was written: for tests and for other code."""
+        """Call the function unchanged: for tests and for other code."""
         return self._function.fn(*args, **kwargs)
 
     def read_payload(self, transaction: Transaction) -> Any:
-        """The payload as the type that the task was declared with; one that does not fit is a TransactionException."""
+        """Return the payload as the declared type; raise TransactionException if it does not fit."""
         return self._payload.read(transaction)
 
     def on_success(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Make *fn* the success handler: it gets the payload and the result, and may return a settlement."""
-        self._success = self._handler(fn)
+        self._success = self._create_handler(fn)
         return fn
 
     def on_failure(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Make *fn* the exception handler: it gets the payload and the error, and may return a settlement."""
-        self._failure = self._handler(fn)
+        self._failure = self._create_handler(fn)
         return fn
 
-    def _handler(self, fn: Callable[..., Any]) -> Function:
-        check_function(fn)
+    def _create_handler(self, fn: Callable[..., Any]) -> HandlerFunction:
+        validate_handler(fn)
         if is_async(fn) != isinstance(self, AsyncTask):
-            wanted = "async def" if isinstance(self, AsyncTask) else "def"
-            raise ConfigurationError(f"{name_of(fn)} must be declared with {wanted}, as {self._name} is")
-        return Function(fn, self._payload, positional=2)
+            expected = "async def" if isinstance(self, AsyncTask) else "def"
+            raise ConfigurationError(f"{callable_name(fn)} must be declared with {expected}, as {self._name} is")
+        return HandlerFunction(fn, self._payload, positional=2)
 
     @property
-    def _plain(self) -> bool:
+    def _has_default_success(self) -> bool:
         return self._success is None
 
     @property
-    def _plain_produce(self) -> bool:
+    def _has_default_produce_success(self) -> bool:
         return self._success is None
 
     @property
-    def taken(self) -> frozenset[str]:
-        """The services that its functions take; whatever else it is given reaches nobody."""
+    def service_names(self) -> frozenset[str]:
+        """The services that its functions take; other services that it is given are not used."""
         functions = (self._function, self._success, self._failure)
-        return frozenset(name for one in functions if one is not None for name in one.services)
+        return frozenset(name for function in functions if function is not None for name in function.services)
 
-    def _given(self, more: Mapping[str, Any] | None) -> Services:
-        services = Services({**self.services, **(more or {})}, owner=self._name)
+    def _merge_services(self, extra_services: Mapping[str, Any] | None) -> Services:
+        services = Services({**self.services, **(extra_services or {})}, owner=self._name)
         for function in (self._function, self._success, self._failure):
-            for name in function.missing(services) if function is not None else ():
-                services[name]  # raises, and says what there is
+            for name in function.list_missing(services) if function is not None else ():
+                services[name]  # raises, and lists the available services
         return services
 
 
-class FunctionConsumer(_Decorated, ConsumerMixin, Task):
+class FunctionConsumer(_FunctionTask, ConsumerMixin, Task):
     """A consumer made of a function."""
 
     def lifespan(self) -> Any:
@@ -111,7 +111,7 @@ class FunctionConsumer(_Decorated, ConsumerMixin, Task):
         return None if self._failure is None else self._failure.call(transaction, self.services, exc)
 
 
-class AsyncFunctionConsumer(_Decorated, AsyncConsumerMixin, AsyncTask):
+class AsyncFunctionConsumer(_FunctionTask, AsyncConsumerMixin, AsyncTask):
     """A consumer made of a coroutine function."""
 
     def lifespan(self) -> Any:
@@ -127,15 +127,19 @@ class AsyncFunctionConsumer(_Decorated, AsyncConsumerMixin, AsyncTask):
         return None if self._failure is None else await self._failure.call(transaction, self.services, exc)
 
 
-class FunctionProducer(_Decorated, ProducerMixin, Task):
+class FunctionProducer(_FunctionTask, ProducerMixin, Task):
     """A producer made of a function; a transaction that it returns is dispatched."""
 
     def lifespan(self) -> Any:
         return super().lifespan() if self._lifespan is None else self._lifespan()
 
     def produce_transaction(self, transaction: Transaction) -> Any:
-        made = self._function.call(transaction, self.services)
-        return as_sync(self.connector).dispatch([made])[0] if isinstance(made, Transaction) else _confirmed(made)
+        produced = self._function.call(transaction, self.services)
+        return (
+            as_sync(self.connector).dispatch([produced])[0]
+            if isinstance(produced, Transaction)
+            else _require_produced(produced)
+        )
 
     def handle_produce_success(self, transaction: Transaction, result: Any) -> Any:
         return None if self._success is None else self._success.call(transaction, self.services, result)
@@ -144,17 +148,17 @@ class FunctionProducer(_Decorated, ProducerMixin, Task):
         return None if self._failure is None else self._failure.call(transaction, self.services, exc)
 
 
-class AsyncFunctionProducer(_Decorated, AsyncProducerMixin, AsyncTask):
+class AsyncFunctionProducer(_FunctionTask, AsyncProducerMixin, AsyncTask):
     """A producer made of a coroutine function; a transaction that it returns is dispatched."""
 
     def lifespan(self) -> Any:
         return super().lifespan() if self._lifespan is None else self._lifespan()
 
     async def produce_transaction(self, transaction: Transaction) -> Any:
-        made = await self._function.call(transaction, self.services)
-        if isinstance(made, Transaction):
-            return (await as_async(self.connector).dispatch_async([made]))[0]
-        return _confirmed(made)
+        produced = await self._function.call(transaction, self.services)
+        if isinstance(produced, Transaction):
+            return (await as_async(self.connector).dispatch_async([produced]))[0]
+        return _require_produced(produced)
 
     async def handle_produce_success(self, transaction: Transaction, result: Any) -> Any:
         return None if self._success is None else await self._success.call(transaction, self.services, result)
@@ -163,14 +167,14 @@ class AsyncFunctionProducer(_Decorated, AsyncProducerMixin, AsyncTask):
         return None if self._failure is None else await self._failure.call(transaction, self.services, exc)
 
 
-def _confirmed(made: Any) -> Any:
-    if made is None:
+def _require_produced(produced: Any) -> Any:
+    if produced is None:
         raise TransactionException(
             "the producer returned nothing; return the transaction to dispatch, or the confirmation of what was sent",
             Category.BUSINESS,
             code="nothing_produced",
         )
-    return made
+    return produced
 
 
 def consumer(
@@ -179,29 +183,29 @@ def consumer(
     payload: Any = None,
     policy: ConsumerPolicy | None = None,
     name: str | None = None,
-    uses: Sequence[Used] = (),
+    uses: Sequence[Dependency] = (),
     gates: Sequence[Gate] = (),
     lifespan: Lifespan | None = None,
     **services: Any,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Make a function a consumer of *connector*: ``def`` runs on threads, ``async def`` on the event loop.
 
-    *payload* is the type its payloads are read as. *uses* names what it depends on: while one of
-    them says so, nothing is fetched. *lifespan* is a context manager whose yielded mapping becomes
-    services; further keywords are services too.
+    *payload* is the type its payloads are read as. *uses* names its dependencies: while the gate of one of them
+    returns a pause, nothing is fetched. *lifespan* is a context manager whose yielded mapping becomes services;
+    further keywords are services too.
     """
 
-    def made(fn: Callable[..., Any]) -> Any:
-        kind = AsyncFunctionConsumer if is_async(fn) else FunctionConsumer
-        return _declared(
-            kind,
+    def decorate(fn: Callable[..., Any]) -> Any:
+        task_class = AsyncFunctionConsumer if is_async(fn) else FunctionConsumer
+        return _create_task(
+            task_class,
             fn,
             connector,
-            declared={"payload": payload, "name": name, "lifespan": lifespan},
-            given={"policy": policy, "gates": (*gates, *(used.gate for used in uses)), **services},
+            task_options={"payload": payload, "name": name, "lifespan": lifespan},
+            init_arguments={"policy": policy, "gates": (*gates, *(dependency.gate for dependency in uses)), **services},
         )
 
-    return made
+    return decorate
 
 
 def producer(
@@ -213,31 +217,31 @@ def producer(
     lifespan: Lifespan | None = None,
     **services: Any,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function a producer to *connector*: what it returns is dispatched if it is a transaction."""
+    """Make a function a producer to *connector*: a transaction that it returns is dispatched."""
 
-    def made(fn: Callable[..., Any]) -> Any:
-        kind = AsyncFunctionProducer if is_async(fn) else FunctionProducer
-        return _declared(
-            kind,
+    def decorate(fn: Callable[..., Any]) -> Any:
+        task_class = AsyncFunctionProducer if is_async(fn) else FunctionProducer
+        return _create_task(
+            task_class,
             fn,
             connector,
-            declared={"payload": payload, "name": name, "lifespan": lifespan},
-            given={"policy": policy, **services},
+            task_options={"payload": payload, "name": name, "lifespan": lifespan},
+            init_arguments={"policy": policy, **services},
         )
 
-    return made
+    return decorate
 
 
-def _declared(
-    kind: Any,
+def _create_task(
+    task_class: Any,
     fn: Callable[..., Any],
     connector: Connector | AsyncConnector,
     *,
-    declared: Mapping[str, Any],
-    given: Mapping[str, Any],
+    task_options: Mapping[str, Any],
+    init_arguments: Mapping[str, Any],
 ) -> Any:
-    check_function(fn)
-    task = kind.__new__(kind)
-    task.declare(fn, **declared)
-    task.__init__(connector, **given)
+    validate_handler(fn)
+    task = task_class.__new__(task_class)
+    task.declare(fn, **task_options)
+    task.__init__(connector, **init_arguments)
     return task

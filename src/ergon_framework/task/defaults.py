@@ -21,8 +21,8 @@ def choose_policy(task: object, policy: object, kind: type[P]) -> P:
     chosen = getattr(task, "policy", None) if policy is None else policy
     if isinstance(chosen, kind):
         return chosen
-    other_kinds = tuple(kinds_of(task) - {kind})
-    if policy is None and (chosen is None or isinstance(chosen, other_kinds)):
+    other_types = tuple(list_policy_types(task) - {kind})
+    if policy is None and (chosen is None or isinstance(chosen, other_types)):
         return kind()
     raise wrong_policy_error(task, chosen, kind)
 
@@ -32,23 +32,23 @@ def choose_gates(task: object, gates: Sequence[Gate] | None) -> tuple[Gate, ...]
     return tuple(getattr(task, "gates", ()) if gates is None else gates)
 
 
-def kinds_of(task: object) -> set[type[ConsumerPolicy | ProducerPolicy]]:
-    """List the types of policy that *task* can run under."""
-    kinds: set[type[ConsumerPolicy | ProducerPolicy]] = set()
+def list_policy_types(task: object) -> set[type[ConsumerPolicy | ProducerPolicy]]:
+    """Return the types of policy that *task* can run under."""
+    policy_types: set[type[ConsumerPolicy | ProducerPolicy]] = set()
     if hasattr(task, "consume_transactions"):
-        kinds.add(ConsumerPolicy)
+        policy_types.add(ConsumerPolicy)
     if hasattr(task, "produce_transactions"):
-        kinds.add(ProducerPolicy)
-    return kinds
+        policy_types.add(ProducerPolicy)
+    return policy_types
 
 
 def wrong_policy_error(
     task: object, policy: object, *kinds: type[ConsumerPolicy | ProducerPolicy]
 ) -> ConfigurationError:
     """Build the error for a policy of the wrong type."""
-    wanted = sorted(kind.__name__ for kind in kinds)
+    expected = sorted(kind.__name__ for kind in kinds)
     name = getattr(task, "name", type(task).__name__)
     return ConfigurationError(
-        f"policy of {name} is invalid: it is a {type(policy).__name__}; pass a {' or '.join(wanted)}, "
-        f"built from a mapping with {wanted[0]}.load(...)"
+        f"policy of {name} is invalid: it is a {type(policy).__name__}; pass a {' or '.join(expected)}, "
+        f"built from a mapping with {expected[0]}.load(...)"
     )

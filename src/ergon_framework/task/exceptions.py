@@ -1,15 +1,15 @@
-"""What user code raises, and what the loops raise."""
+"""The exceptions that user code raises, and those that the loops raise."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ergon_framework.errors import Category, ConnectionLost, ErgonError
+from ergon_framework.errors import Category, ConnectionLostError, ErgonError
 
 __all__ = [
     "BusinessError",
     "Category",
-    "ConnectionLost",
+    "ConnectionLostError",
     "FetchException",
     "FetchTimeoutException",
     "LoopStalled",
@@ -24,9 +24,9 @@ class TransactionException(ErgonError):
     The category may stand alone or first: ``TransactionException(Category.BUSINESS)`` and
     ``TransactionException(Category.BUSINESS, "no such order")``.
 
-    ``still_running`` is true when the body that timed out had not left when this was handed to
-    the exception handler: it may still act. ``attempts_made`` and ``error_type`` are set where an
-    executor made the attempts: how many there were, and what it named as the type of the error.
+    ``still_running`` is true if the call that timed out had not exited when the exception handler got this error: it
+    may still act. ``attempts_made`` and ``error_type`` are set if an executor made the attempts: their number, and
+    the type of the error as the executor named it.
     """
 
     still_running: bool = False
@@ -40,25 +40,25 @@ class TransactionException(ErgonError):
         *,
         retry_after: float | None = None,
         final: bool | None = None,
-        later: bool | None = None,
+        not_attempted: bool | None = None,
         temporary: bool | None = None,
         code: str | None = None,
     ) -> None:
         if isinstance(message, Category):
-            message, category = _category_first(message, category)
+            message, category = _parse_category_first(message, category)
         super().__init__(
             message,
             category=category,
             retry_after=retry_after,
             final=final,
-            later=later,
+            not_attempted=not_attempted,
             temporary=temporary,
             code=code,
         )
 
 
-def _category_first(category: Category, message: str | None) -> tuple[str, Category]:
-    """The message and the category of an exception whose first argument is *category*."""
+def _parse_category_first(category: Category, message: str | None) -> tuple[str, Category]:
+    """Return message and category of an exception whose first argument is *category*."""
     if message is None or message is category:
         return f"{category.value} failure", category
     if isinstance(message, Category):
@@ -67,7 +67,7 @@ def _category_first(category: Category, message: str | None) -> tuple[str, Categ
 
 
 class BusinessError(TransactionException):
-    """The short form of a BUSINESS failure: the work is impossible, not the machinery."""
+    """The short form of a BUSINESS failure: the work is impossible, the system works."""
 
     category = Category.BUSINESS
 
@@ -76,21 +76,21 @@ class BusinessError(TransactionException):
 
 
 class FetchException(ErgonError):
-    """The connector could not be read and the fetch budget is spent; the loop has ended."""
+    """The connector could not be read and the fetch attempts are used up; the loop has ended."""
 
     code = "fetch"
     report: Any = None
 
 
 class FetchTimeoutException(FetchException):
-    """The last permitted fetch did not answer in time."""
+    """The last permitted fetch timed out."""
 
     category = Category.TIMEOUT
     code = "fetch_timeout"
 
 
 class LoopTimeout(ErgonError, TimeoutError):
-    """The loop's own time is over; ``report`` says what became of every transaction."""
+    """The loop's own timeout has passed; ``report`` has the outcome of every transaction."""
 
     category = Category.TIMEOUT
     code = "loop_timeout"
@@ -101,7 +101,7 @@ class LoopTimeout(ErgonError, TimeoutError):
 
 
 class LoopStalled(ErgonError):
-    """Every slot is held by a body that was abandoned; ``report`` says by which."""
+    """Abandoned calls hold every slot; ``report`` lists them."""
 
     code = "loop_stalled"
 

@@ -1,4 +1,4 @@
-"""Fetching: the one call to a connector that may be slow, fail, hang or find the line down."""
+"""Fetching: the call to a connector that may be slow, fail, hang or lose its connection."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ergon_framework.connectors.base import Delivery
-from ergon_framework.engine.effects import Call, Script, call, gone, sleep
-from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
-from ergon_framework.errors import Category, ConnectionLost, ErgonError, is_sound, text
-from ergon_framework.failure import describe
+from ergon_framework.engine.effects import Call, Script, await_exit, call, sleep
+from ergon_framework.engine.outcome import Err, Expired, Interrupted, Ok
+from ergon_framework.errors import Category, ConnectionLostError, ErgonError, error_message, has_valid_verdict
+from ergon_framework.failure import describe_error
 from ergon_framework.task.exceptions import FetchException, FetchTimeoutException
-from ergon_framework.task.report import End
+from ergon_framework.task.report import StopReason
 from ergon_framework.transaction import Transaction
 
 if TYPE_CHECKING:
-    from ergon_framework.engine.attempts import StepWatch
-    from ergon_framework.engine.senses import Senses
+    from ergon_framework.engine.attempts import StepObserver
+    from ergon_framework.engine.senses import Clock
     from ergon_framework.task.mixins.policies import RetryPolicy
 
-Fetched: TypeAlias = list[Delivery] | End | FetchException
+FetchResult: TypeAlias = list[Delivery] | StopReason | FetchException
 
 
 class Fetcher:
@@ -30,123 +30,127 @@ class Fetcher:
         fetch: Callable[[int], Any],
         retry: RetryPolicy,
         *,
-        senses: Senses,
+        clock: Clock,
         deadline: float,
-        patient: bool,
-        give_back: Callable[[Delivery, str], None],
+        retries_lost_connections: bool,
+        release: Callable[[Delivery, str], None],
         on_retry: Callable[[int, BaseException, float], None] | None = None,
     ) -> None:
         self._fetch = fetch
         self._retry = retry
-        self._senses = senses
-        #: When the loop's own time is over.
+        self._clock = clock
+        #: The end of the loop's timeout.
         self._deadline = deadline
-        #: A lost connection is waited out instead of spending the budget.
-        self._patient = patient
-        self._give_back = give_back
-        #: Called for each failed attempt that another follows; a lost connection is an outage, and not counted.
+        #: Whether lost connections are retried without limit and use up no attempts.
+        self._retries_lost_connections = retries_lost_connections
+        self._release_delivery = release
+        #: Called for each failed attempt that another follows; a lost connection is an outage, and does not count.
         self._on_retry = on_retry
-        #: How often the connector was called.
+        #: The number of calls to the connector.
         self.calls = 0
-        #: The call that nobody waits for any more, and that may still bring something.
-        self.behind: Call | None = None
-        #: Why the last attempt failed, for those who look; None when it did not.
-        self.failing: str | None = None
+        #: The abandoned call that may still return deliveries.
+        self.abandoned_call: Call | None = None
+        #: The error of the last attempt, for probes; None if it succeeded.
+        self.last_error: str | None = None
 
-    def run(self, room: int, watch: StepWatch | None) -> Script[Fetched]:
-        """Deliveries; or why the loop ends instead."""
-        clock, retry = self._senses.clock, self._retry
-        number = lost = 0
+    def run(self, max_count: int, observer: StepObserver | None) -> Script[FetchResult]:
+        """Return deliveries, or why the loop ends."""
+        monotonic, retry = self._clock.monotonic, self._retry
+        number = lost_connections = 0
         while True:
-            now = clock()
+            now = monotonic()
             until = self._deadline if retry.timeout is None else min(self._deadline, now + retry.timeout)
-            context = None if watch is None else watch.attempt(number)
-            answer: Any = yield from call(Call("fetch", self._called, (room,), until, None, context, self._late))
-            error = yield from self._error(answer)
-            if watch is not None:
-                watch.attempted(number, error if isinstance(error, BaseException) else None)
+            context = None if observer is None else observer.on_attempt_start(number)
+            answer: Any = yield from call(
+                Call("fetch", self._call_fetch, (max_count,), until, None, context, self._release_late)
+            )
+            error = yield from self._find_error(answer)
+            if observer is not None:
+                observer.on_attempt_end(number, error if isinstance(error, BaseException) else None)
             if error is None:
-                self.failing = None
+                self.last_error = None
                 return list(answer.value)
-            if isinstance(error, End):
+            if isinstance(error, StopReason):
                 return error
-            self.failing = _summarize(error.__cause__ or error)
-            if self._patient and isinstance(error.__cause__, ConnectionLost):
-                delay = retry.delay(lost, self._senses.dice)
-                lost += 1
+            self.last_error = _summarize(error.__cause__ or error)
+            if self._retries_lost_connections and isinstance(error.__cause__, ConnectionLostError):
+                delay = retry.delay(lost_connections, self._clock.random)
+                lost_connections += 1
             elif error.final or number + 1 >= retry.max_attempts:
                 return error
             else:
-                delay = max(retry.delay(number, self._senses.dice), error.retry_after or 0.0)
+                delay = max(retry.delay(number, self._clock.random), error.retry_after or 0.0)
                 if self._on_retry is not None:
                     self._on_retry(number, error, delay)
                 number += 1
-            ended = yield from self._waited(max(delay, error.retry_after or 0.0))
-            if ended is not None:
-                return ended
+            end = yield from self._wait(max(delay, error.retry_after or 0.0))
+            if end is not None:
+                return end
 
-    def left(self, until: float) -> Script[None]:
-        """Wait for the call that was left behind, until then at most: what it brings is to go back in good order."""
-        if self.behind is not None:
-            yield from gone(self.behind, until)
+    def await_abandoned_fetch(self, until: float) -> Script[None]:
+        """Wait for the abandoned fetch, until *until* at most, so that its deliveries are released cleanly."""
+        if self.abandoned_call is not None:
+            yield from await_exit(self.abandoned_call, until)
 
-    def _late(self, value: Any) -> None:
-        """Give back what a fetch returned after the loop had stopped waiting for it."""
+    def _release_late(self, value: Any) -> None:
+        """Release the deliveries of a fetch that returned after the loop had stopped waiting for it."""
         self._release(value, "late")
 
     def _release(self, value: Any, reason: str) -> None:
         for each in value if _is_batch(value) else ():
             # A claim without a hashable receipt cannot be settled: it ends with its lease.
             if isinstance(each, Delivery) and _is_hashable(each.receipt):
-                self._give_back(each, reason)
+                self._release_delivery(each, reason)
 
-    def _called(self, room: int) -> Any:
-        # Counted here and not where it is asked for: a stop may come between the two.
+    def _call_fetch(self, max_count: int) -> Any:
+        # Counted here, not where the call is requested: a stop may come in between.
         self.calls += 1
-        return self._fetch(room)
+        return self._fetch(max_count)
 
-    def _error(self, answer: Ok | Err | Expired | Stopped) -> Script[FetchException | End | None]:
-        """How a fetch failed, or why the loop ends; None if it did not fail."""
+    def _find_error(self, answer: Ok | Err | Expired | Interrupted) -> Script[FetchException | StopReason | None]:
+        """Return the error of a fetch, or why the loop ends; None after a success."""
         if isinstance(answer, Ok):
-            return self._check(answer.value)
+            return self._check_batch(answer.value)
         if isinstance(answer, Err):
-            return _read(answer.error)
-        now = self._senses.clock()
-        over = isinstance(answer, Stopped) or now >= self._deadline
-        left: bool | Stopped = True
-        if answer.body is not None:
-            left = yield from gone(answer.body, now if over else now + self._retry.abandon_grace)
-            if left is not True:
-                self.behind = answer.body
-        if isinstance(answer, Stopped) or isinstance(left, Stopped):
-            return End.STOP
-        if over:
-            return End.TIMEOUT
+            return _to_fetch_error(answer.error)
+        now = self._clock.monotonic()
+        is_over = isinstance(answer, Interrupted) or now >= self._deadline
+        has_exited: bool | Interrupted = True
+        if answer.call is not None:
+            has_exited = yield from await_exit(answer.call, now if is_over else now + self._retry.abandon_grace)
+            if has_exited is not True:
+                self.abandoned_call = answer.call
+        if isinstance(answer, Interrupted) or isinstance(has_exited, Interrupted):
+            return StopReason.STOP
+        if is_over:
+            return StopReason.TIMEOUT
         error = FetchTimeoutException(f"the connector did not answer within {self._retry.timeout} s")
-        if not left:
-            # A second fetch beside one that still runs could hand out what nobody waits for.
+        if not has_exited:
+            # A second fetch next to one that still runs could claim deliveries that are never used.
             error.final = True
         return error
 
-    def _check(self, value: Any) -> FetchException | None:
+    def _check_batch(self, value: Any) -> FetchException | None:
         """Return the error of an invalid batch, and release the deliveries in it; None if the batch is valid."""
         if not _is_batch(value):
-            return _read(TypeError(f"a fetch must return a sequence of deliveries, not {type(value).__name__}"))
+            return _to_fetch_error(
+                TypeError(f"a fetch must return a sequence of deliveries, not {type(value).__name__}")
+            )
         for number, each in enumerate(value):
             mismatch = _find_mismatch(each)
             if mismatch is not None:
-                self._release(value, End.FETCH.value)
-                error = _read(TypeError(f"item {number + 1} of {len(value)} is {mismatch}"))
+                self._release(value, StopReason.FETCH.value)
+                error = _to_fetch_error(TypeError(f"item {number + 1} of {len(value)} is {mismatch}"))
                 # Another attempt would only claim more.
                 error.final = True
                 return error
         return None
 
-    def _waited(self, delay: float) -> Script[End | None]:
-        until = self._senses.clock() + delay
+    def _wait(self, delay: float) -> Script[StopReason | None]:
+        until = self._clock.monotonic() + delay
         if (yield from sleep(min(until, self._deadline))) is not None:
-            return End.STOP
-        return End.TIMEOUT if self._senses.clock() >= self._deadline else None
+            return StopReason.STOP
+        return StopReason.TIMEOUT if self._clock.monotonic() >= self._deadline else None
 
 
 def _is_batch(value: Any) -> bool:
@@ -154,7 +158,7 @@ def _is_batch(value: Any) -> bool:
 
 
 def _find_mismatch(each: Any) -> str | None:
-    """Say how *each* differs from a delivery that a loop can work with; None if it does not."""
+    """Describe how *each* differs from a valid delivery; return None if it is valid."""
     if not isinstance(each, Delivery):
         return (
             f"a {type(each).__name__}; expected Delivery(transaction, receipt), "
@@ -179,14 +183,14 @@ def _is_hashable(receipt: Any) -> bool:
 
 
 def _summarize(error: BaseException) -> str:
-    """Name *error* for probes; only a lost connection says more, because other messages may quote a payload."""
+    """Name *error* for probes; only a lost connection has its message, because others may quote a payload."""
     name = type(error).__name__
-    return f"{name}: {describe(error)}" if isinstance(error, ConnectionLost) else name
+    return f"{name}: {describe_error(error)}" if isinstance(error, ConnectionLostError) else name
 
 
-def _read(cause: BaseException) -> FetchException:
-    error = FetchException(f"the connector could not be read: {type(cause).__name__}: {text(cause, raw=True)}")
-    if isinstance(cause, ErgonError) and is_sound(cause):
+def _to_fetch_error(cause: BaseException) -> FetchException:
+    error = FetchException(f"the connector could not be read: {type(cause).__name__}: {error_message(cause, raw=True)}")
+    if isinstance(cause, ErgonError) and has_valid_verdict(cause):
         error.final = cause.final or cause.category is Category.BUSINESS
         error.retry_after = cause.retry_after
     error.__cause__ = cause

@@ -1,8 +1,8 @@
-"""Gathering: those who send to one connector at the same time share a dispatch.
+"""Coalescing: callers that send to one connector at the same time share a dispatch.
 
-Whoever comes first leads: it waits for its turn, and all who come until then go with it. Nobody
-waits for company, so a single one is sent at once. A group that failed says little about its
-members, so each of them then goes alone; only a lost connection is one for all.
+The first caller of a group dispatches it: it waits for the previous dispatch, and all callers that arrive until then
+join its group. There is no delay for collecting, so a single transaction is sent immediately. A failure of a group
+says little about its members, so each of them is then sent alone; only a lost connection fails all of them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 from ergon_framework.connectors.base import Confirmation, ConnectorError
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.transaction import Transaction
 
 Dispatch: TypeAlias = Callable[[Sequence[Transaction]], Sequence[Confirmation]]
 AsyncDispatch: TypeAlias = Callable[[Sequence[Transaction]], Awaitable[Sequence[Confirmation]]]
 
 
-class _Group:
-    """Those who go together; *error* is why they have not arrived."""
+class _DispatchGroup:
+    """Transactions that are dispatched together; *error* is why they are not confirmed."""
 
     __slots__ = ("done", "error", "members")
 
@@ -31,89 +31,89 @@ class _Group:
         self.error: Exception | None = ConnectorError("whoever led this group left before it was confirmed")
 
     def join(self, transaction: Transaction) -> bool:
-        """True for the first."""
+        """Add *transaction*; return True if it is the first."""
         self.members.append(transaction)
         return len(self.members) == 1
 
-    def must_go_alone(self) -> bool:
-        """Whether each has to try again by itself; raises what is the same for all."""
+    def must_send_alone(self) -> bool:
+        """Return whether each member must be sent alone; raise an error that holds for all of them."""
         if self.error is None:
             return False
-        if len(self.members) == 1 or isinstance(self.error, ConnectionLost):
+        if len(self.members) == 1 or isinstance(self.error, ConnectionLostError):
             raise self.error
         return True
 
 
-def check_confirmed(confirmations: Sequence[Confirmation], sent: Sequence[Transaction]) -> None:
-    """A connector that returns from a dispatch has confirmed all of it."""
+def check_all_confirmed(confirmations: Sequence[Confirmation], sent: Sequence[Transaction]) -> None:
+    """Raise ConnectorError unless the connector confirmed all of *sent*: a dispatch that returns confirms all of it."""
     if len(confirmations) != len(sent):
         raise ConnectorError(f"of {len(sent)} transactions that were dispatched {len(confirmations)} were confirmed")
 
 
-class Gathering:
-    """Sends from many threads."""
+class Coalescer:
+    """Coalesces the dispatches of many threads."""
 
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
         self._lock = threading.Lock()
-        self._turn = threading.Lock()
-        self._open = _Group(threading.Event())
+        self._dispatch_lock = threading.Lock()
+        self._open_group = _DispatchGroup(threading.Event())
 
-    def send(self, transaction: Transaction) -> None:
-        """Returns when the connector has confirmed *transaction*."""
+    def submit(self, transaction: Transaction) -> None:
+        """Send *transaction*; return when the connector has confirmed it."""
         with self._lock:
-            group = self._open
-            leads = group.join(transaction)
-        if leads:
-            self._lead(group)
+            group = self._open_group
+            is_first = group.join(transaction)
+        if is_first:
+            self._dispatch_group(group)
         else:
             group.done.wait()
-        if group.must_go_alone():
-            check_confirmed(self._dispatch([transaction]), [transaction])
+        if group.must_send_alone():
+            check_all_confirmed(self._dispatch([transaction]), [transaction])
 
-    def _lead(self, group: _Group) -> None:
+    def _dispatch_group(self, group: _DispatchGroup) -> None:
         try:
-            with self._turn:
+            with self._dispatch_lock:
                 with self._lock:
-                    self._open = _Group(threading.Event())
-                check_confirmed(self._dispatch(group.members), group.members)
+                    self._open_group = _DispatchGroup(threading.Event())
+                check_all_confirmed(self._dispatch(group.members), group.members)
                 group.error = None
-        except Exception as error:  # noqa: BLE001 - handed to every member, who raise it
+        except Exception as error:  # noqa: BLE001 - raised to every caller of the group
             group.error = error
         finally:
             group.done.set()
 
 
-class AsyncGathering:
-    """Sends from many tasks of one event loop."""
+class AsyncCoalescer:
+    """Coalesces the dispatches of many tasks of one event loop."""
 
     def __init__(self, dispatch: AsyncDispatch) -> None:
         self._dispatch = dispatch
-        self._turn = asyncio.Lock()
-        self._open = _Group(asyncio.Event())
+        self._dispatch_lock = asyncio.Lock()
+        self._open_group = _DispatchGroup(asyncio.Event())
 
-    async def send(self, transaction: Transaction) -> None:
-        group = self._open
+    async def submit(self, transaction: Transaction) -> None:
+        group = self._open_group
         if group.join(transaction):
-            await self._lead(group)
+            await self._dispatch_group(group)
         else:
             await group.done.wait()
-        if group.must_go_alone():
-            check_confirmed(await self._dispatch([transaction]), [transaction])
+        if group.must_send_alone():
+            check_all_confirmed(await self._dispatch([transaction]), [transaction])
 
-    async def _lead(self, group: _Group) -> None:
+    async def _dispatch_group(self, group: _DispatchGroup) -> None:
         try:
-            async with self._turn:
-                self._close(group)
-                check_confirmed(await self._dispatch(group.members), group.members)
+            async with self._dispatch_lock:
+                self._close_group(group)
+                check_all_confirmed(await self._dispatch(group.members), group.members)
                 group.error = None
-        except Exception as error:  # noqa: BLE001 - handed to every member, who raise it
+        except Exception as error:  # noqa: BLE001 - raised to every caller of the group
             group.error = error
         finally:
-            # A leader that is cancelled takes nobody with it, and nobody joins it any more.
-            self._close(group)
+            # Cancelling the first caller ends its group: no further caller joins it, and its members send alone.
+            self._close_group(group)
             group.done.set()
 
-    def _close(self, group: _Group) -> None:
-        if self._open is group:
-            self._open = _Group(asyncio.Event())
+    def _close_group(self, group: _DispatchGroup) -> None:
+        if self._open_group is group:
+            self._open_group = _DispatchGroup(asyncio.Event())

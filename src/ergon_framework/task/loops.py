@@ -1,4 +1,4 @@
-"""The loops that a task is running: how they are found, stopped and asked how they are."""
+"""The running loops of a task: registration, stopping and state."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 
-class Running(Protocol):
-    """A loop in progress, as probes see it."""
+class RunningLoop(Protocol):
+    """A running loop, as probes see it."""
 
     @property
     def live(self) -> bool: ...
 
     @property
-    def trouble(self) -> str | None: ...
+    def not_fetching_reason(self) -> str | None: ...
 
     @property
-    def in_hand(self) -> int: ...
+    def in_flight(self) -> int: ...
 
 
-class Loops:
-    """The loops of one task; they can be stopped from any thread."""
+class RunningLoops:
+    """The running loops of one task; any thread may stop them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: dict[object, tuple[Running, Callable[[], None]]] = {}
+        self._running: dict[object, tuple[RunningLoop, Callable[[], None]]] = {}
         self._wakes: dict[object, Callable[[], None]] = {}
-        #: Called once, when a loop has fetched transactions for the first time and has started none of them.
+        #: Called once, after the first fetch of a loop that returned transactions, and before the first one starts.
         self.on_first_fetch: Callable[[], None] | None = None
 
     def note_fetch(self) -> None:
         """Note that a loop has fetched transactions."""
-        call, self.on_first_fetch = self.on_first_fetch, None
-        if call is not None:
-            call()
+        callback, self.on_first_fetch = self.on_first_fetch, None
+        if callback is not None:
+            callback()
 
     @contextmanager
-    def entered(
-        self, running: Running, stop: Callable[[], None], *, wake: Callable[[], None] | None = None
+    def track(
+        self, running: RunningLoop, stop: Callable[[], None], *, wake: Callable[[], None] | None = None
     ) -> Iterator[None]:
-        """Known as running for as long as this lasts; *wake* has one that idles look again."""
+        """Track *running* while the block runs; *wake* makes the loop poll again if it idles."""
         token = object()
         with self._lock:
             self._running[token] = running, stop
@@ -55,51 +55,53 @@ class Loops:
                 self._wakes.pop(token, None)
 
     def stop(self) -> None:
-        """Ask every running loop to drain and end; asked a second time, they end at once."""
+        """Make every running loop drain and end; after a second call they end immediately."""
         with self._lock:
             stops = [stop for _, stop in self._running.values()]
         for stop in stops:
             stop()
 
     def wake(self) -> None:
-        """Have every loop that idles ask its gates again."""
+        """Make every idle loop call its gates again."""
         with self._lock:
             wakes = list(self._wakes.values())
         for wake in wakes:
-            # An event loop that has just been closed refuses; then there is nobody left to wake.
+            # A closed event loop raises; then there is no loop left to wake.
             with suppress(RuntimeError):
                 wake()
 
     @property
     def live(self) -> bool:
-        """Whether every loop can still start something."""
+        """Whether every loop can still start work."""
         with self._lock:
             return all(running.live for running, _ in self._running.values())
 
     @property
-    def troubles(self) -> list[str] | None:
-        """Why loops bring nothing in, a reason each; None when no loop runs."""
+    def not_fetching_reasons(self) -> list[str] | None:
+        """Why loops fetch nothing, one reason each; None if no loop runs."""
         with self._lock:
             if not self._running:
                 return None
-            return [said for running, _ in self._running.values() if (said := running.trouble) is not None]
+            return [
+                reason for running, _ in self._running.values() if (reason := running.not_fetching_reason) is not None
+            ]
 
     @property
-    def in_hand(self) -> int:
-        """How many transactions the loops have fetched and not yet settled."""
+    def in_flight(self) -> int:
+        """The number of transactions that the loops have fetched and not yet settled."""
         with self._lock:
-            return sum(running.in_hand for running, _ in self._running.values())
+            return sum(running.in_flight for running, _ in self._running.values())
 
 
-def share_loops(task: object, whole: object) -> None:
-    """Have the loops of *task* count as those of *whole*, which it is a part of."""
-    vars(task)["_ergon_loops"] = loops_of(whole)
+def share_running_loops(task: object, owner: object) -> None:
+    """Count the loops of *task* as those of *owner*, which it is a part of."""
+    vars(task)["_ergon_loops"] = running_loops(owner)
 
 
-def loops_of(task: object) -> Loops:
-    """The loops of *task*. They are kept with it, because a mixin has no constructor to make them in.
+def running_loops(task: object) -> RunningLoops:
+    """Return the running loops of *task*. The task object holds them, because a mixin has no constructor.
 
-    By the object and not by its value: two tasks that are equal are still two.
+    They belong to the object and not to its value: two equal tasks have separate loops.
     """
-    found: Loops = vars(task).setdefault("_ergon_loops", Loops())
-    return found
+    loops: RunningLoops = vars(task).setdefault("_ergon_loops", RunningLoops())
+    return loops

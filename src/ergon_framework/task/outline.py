@@ -1,6 +1,6 @@
-"""The outline of a loop's spans: their names, and the attributes that all of one kind share.
+"""The names of a loop's spans, and the attributes that all spans of one kind share.
 
-It is made once per loop, so that a transaction only adds what is its own.
+They are built once per loop, so that a transaction only adds its own attributes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ergon_framework.telemetry.names import Attribute, Span
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutline:
-    """The span of a step, and those of its attempts."""
+class StepSpanNames:
+    """The span names of a step and its attempts."""
 
     name: str
     attempt_name: str
@@ -23,64 +23,66 @@ class StepOutline:
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
-    """All spans of one loop."""
+class SpanNames:
+    """The span names of one loop."""
 
     task: str
     kind: Literal["consumer", "producer"]
     root: str
     transaction: str
-    #: Of the root.
+    #: Attributes of the root span.
     attributes: Mapping[str, Any]
-    steps: Mapping[str, StepOutline]
+    steps: Mapping[str, StepSpanNames]
 
     @property
-    def everyday(self) -> tuple[str, str]:
+    def success_steps(self) -> tuple[str, str]:
         """The steps of a transaction that succeeds."""
         return ("process" if self.kind == "consumer" else "produce"), "success"
 
 
-def consuming(task: str, policy: ConsumerPolicy) -> Outline:
-    """The outline of a consume loop."""
+def consumer_span_names(task: str, policy: ConsumerPolicy) -> SpanNames:
+    """Return the span names of a consume loop."""
     steps = policy.steps
-    return Outline(
+    return SpanNames(
         task,
         "consumer",
         Span.CONSUME_TRANSACTIONS,
         Span.START_PROCESSING,
-        _root(task, policy),
+        _build_root_attributes(task, policy),
         dict(
             (
-                _step(task, "fetch", steps.fetch.retry, Span.FETCH_TRANSACTIONS, Span.FETCH_TRANSACTIONS_ATTEMPT),
-                _step(task, "process", steps.process.retry, Span.PROCESS, Span.PROCESS_ATTEMPT),
-                _step(task, "success", steps.success.retry, Span.HANDLE_SUCCESS, Span.HANDLE_SUCCESS_ATTEMPT),
-                _step(task, "exception", steps.exception.retry, Span.HANDLE_EXCEPTION, Span.HANDLE_EXCEPTION_ATTEMPT),
+                _build_step(task, "fetch", steps.fetch.retry, Span.FETCH_TRANSACTIONS, Span.FETCH_TRANSACTIONS_ATTEMPT),
+                _build_step(task, "process", steps.process.retry, Span.PROCESS, Span.PROCESS_ATTEMPT),
+                _build_step(task, "success", steps.success.retry, Span.HANDLE_SUCCESS, Span.HANDLE_SUCCESS_ATTEMPT),
+                _build_step(
+                    task, "exception", steps.exception.retry, Span.HANDLE_EXCEPTION, Span.HANDLE_EXCEPTION_ATTEMPT
+                ),
             )
         ),
     )
 
 
-def producing(task: str, policy: ProducerPolicy) -> Outline:
-    """The outline of a produce call."""
+def producer_span_names(task: str, policy: ProducerPolicy) -> SpanNames:
+    """Return the span names of a produce call."""
     success = Span.HANDLE_PRODUCE_SUCCESS, Span.HANDLE_PRODUCE_SUCCESS_ATTEMPT
     exception = Span.HANDLE_PRODUCE_EXCEPTION, Span.HANDLE_PRODUCE_EXCEPTION_ATTEMPT
-    return Outline(
+    return SpanNames(
         task,
         "producer",
         Span.PRODUCE_TRANSACTIONS,
         Span.START_PRODUCING,
-        _root(task, policy),
+        _build_root_attributes(task, policy),
         dict(
             (
-                _step(task, "produce", policy.steps.produce.retry, Span.PRODUCE, Span.PRODUCE_ATTEMPT),
-                _step(task, "success", policy.steps.success.retry, *success),
-                _step(task, "exception", policy.steps.exception.retry, *exception),
+                _build_step(task, "produce", policy.steps.produce.retry, Span.PRODUCE, Span.PRODUCE_ATTEMPT),
+                _build_step(task, "success", policy.steps.success.retry, *success),
+                _build_step(task, "exception", policy.steps.exception.retry, *exception),
             )
         ),
     )
 
 
-def _root(task: str, policy: ConsumerPolicy | ProducerPolicy) -> Mapping[str, Any]:
+def _build_root_attributes(task: str, policy: ConsumerPolicy | ProducerPolicy) -> Mapping[str, Any]:
     return {
         Attribute.TASK: task,
         Attribute.CONCURRENCY: policy.loop.concurrency.value,
@@ -88,8 +90,8 @@ def _root(task: str, policy: ConsumerPolicy | ProducerPolicy) -> Mapping[str, An
     }
 
 
-def _step(task: str, step: str, retry: RetryPolicy, name: str, attempt: str) -> tuple[str, StepOutline]:
-    # One mapping for all attempts of a step: only a span that is recorded copies it.
+def _build_step(task: str, step: str, retry: RetryPolicy, name: str, attempt: str) -> tuple[str, StepSpanNames]:
+    # All attempts of a step share one mapping: only a recorded span copies it.
     attributes = {
         Attribute.TASK: task,
         Attribute.STEP: step,
@@ -102,7 +104,7 @@ def _step(task: str, step: str, retry: RetryPolicy, name: str, attempt: str) -> 
     }
     if retry.timeout is not None:
         attributes[Attribute.RETRY_TIMEOUT] = retry.timeout
-    return step, StepOutline(name, attempt, attributes)
+    return step, StepSpanNames(name, attempt, attributes)
 
 
 def _format_settings(retry: RetryPolicy) -> str:

@@ -1,4 +1,4 @@
-"""Relay: a task that moves transactions from one connector to another, as from an outbox to a broker."""
+"""Relay: a task that moves transactions from one connector to another, for example from an outbox to a broker."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
-from ergon_framework.connectors.base import AsyncConnector, Connector, Depth, Later
+from ergon_framework.connectors.base import AsyncConnector, Connector, Defer, Depth
 from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.errors import Category, ConfigurationError
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.task.gates import Gate
-from ergon_framework.task.gathering import AsyncGathering, Gathering
+from ergon_framework.task.gathering import AsyncCoalescer, Coalescer
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import (
     BatchPolicy,
@@ -25,83 +25,85 @@ from ergon_framework.task.mixins.policies import (
     ProcessPolicy,
     RetryPolicy,
 )
-from ergon_framework.telemetry.metrics import registry_of
-from ergon_framework.telemetry.options import options_of
+from ergon_framework.telemetry.metrics import get_registry
+from ergon_framework.telemetry.options import get_options
 from ergon_framework.transaction import Transaction
 
-#: What a relay obeys unless it is given something else: it goes on for ever, and is patient with its target.
-POLICY: Final = ConsumerPolicy(
+#: The default policy of a relay: it runs without limit, and makes up to 20 attempts while the target fails.
+DEFAULT_POLICY: Final = ConsumerPolicy(
     loop=ConsumerLoopPolicy(
         streaming=True, concurrency=ConcurrencyPolicy(value=32), batch=BatchPolicy(size=32), prefetch=32
     ),
     steps=ConsumerSteps(process=ProcessPolicy(retry=RetryPolicy(max_attempts=20, backoff=0.5, jitter=0.2))),
 )
-#: Seconds after which what could not be moved under the policy comes again.
-AGAIN: Final = 30.0
-#: How long the end of a relay waits for a look at the queue that has begun.
-_LEAVE: Final = 5.0
+#: Delay in seconds before a transaction is redelivered that could not be moved under the policy.
+RETRY_DELAY_SECONDS: Final = 30.0
+#: Seconds that the end of a relay waits for a depth query that has started.
+_EXIT_GRACE_SECONDS: Final = 5.0
 
 
-def tell_depth(task: Any, depth: Depth | None) -> None:
-    """Have *depth* in the metrics of *task*; None takes out what is there."""
-    registry = registry_of(options_of(task).meter_provider)
+def publish_queue_depth(task: Any, depth: Depth | None) -> None:
+    """Publish *depth* in the metrics of *task*; None removes the published values."""
+    registry = get_registry(get_options(task).meter_provider)
     if depth is None:
-        registry.level(task.name, None)
+        registry.set_queue_depth(task.name, None)
         return
     by_state = {"ready": depth.ready, "delayed": depth.delayed, "in_flight": depth.in_flight, "dead": depth.dead}
-    registry.level(task.name, by_state, depth.oldest_age)
+    registry.set_queue_depth(task.name, by_state, depth.oldest_age)
 
 
-class _Relaying:
-    """What both flavours share: what is sent, and what becomes of what cannot be."""
+class _RelayBase:
+    """The common part of both variants: preparing transactions and settling failures."""
 
     policy: Any
     target: Any
     _label: str
-    _every: float
+    _depth_interval: float
 
     @property
     def name(self) -> str:
         return self._label
 
-    def _declare(self, source: Any, target: Any, *, name: str | None, every: float) -> None:
+    def _configure(self, source: Any, target: Any, *, name: str | None, depth_interval: float) -> None:
         if source is target:
             raise ConfigurationError("a relay from a connector to itself would move the same transactions for ever")
         if not isinstance(target, Connector | AsyncConnector):
             raise ConfigurationError(f"a relay's target is a connector, not a {type(target).__name__}")
-        if not 0 < every < float("inf"):
-            raise ConfigurationError(f"depth_every must be a finite number of seconds > 0, not {every!r}")
+        if not 0 < depth_interval < float("inf"):
+            raise ConfigurationError(f"depth_every must be a finite number of seconds > 0, not {depth_interval!r}")
         self.target = target
         self._label = name or f"{getattr(source, 'name', source)}-to-{target.name}"
-        self._every = every
+        self._depth_interval = depth_interval
 
-    def _sent(self, transaction: Transaction) -> Transaction:
-        """*transaction* as it goes on: all of it but the attempts and deferrals, which were the relay's own.
+    def _prepare(self, transaction: Transaction) -> Transaction:
+        """Return *transaction* for the target, without its attempts and deferrals, which belong to the relay.
 
-        Stamped here and not by the dispatch, which may happen in another transaction's trace.
+        It is stamped here and not by the dispatch, which may run in another transaction's trace.
         """
-        stamped: Transaction = self.target.stamped(transaction.reset())
+        stamped: Transaction = self.target.prepare(transaction.reset())
         return stamped
 
-    def _verdict(self, exc: TransactionException) -> Later | None:
-        """What is the transaction's own fault is put aside; what is the target's is tried again, for ever.
+    def _choose_settlement(self, exc: TransactionException) -> Defer | None:
+        """Dead-letter a transaction after its own failure; redeliver it without limit after a failure of the target.
 
-        A target that is set up wrongly says that trying again cannot help, but it is no fault of what waits for it.
+        A misconfigured target raises final errors, but they are not failures of the waiting transactions.
         """
-        own = exc.category is Category.BUSINESS or exc.final
-        return None if own and not isinstance(exc.__cause__, ConfigurationError) else Later(AGAIN)
+        is_own_failure = exc.category is Category.BUSINESS or exc.final
+        return (
+            None if is_own_failure and not isinstance(exc.__cause__, ConfigurationError) else Defer(RETRY_DELAY_SECONDS)
+        )
 
-    def _level(self, depth: Depth | None) -> None:
-        tell_depth(self, depth)
+    def _publish_depth(self, depth: Depth | None) -> None:
+        publish_queue_depth(self, depth)
 
 
-class Relay(_Relaying, ConsumerMixin, Task):
+class Relay(_RelayBase, ConsumerMixin, Task):
     """Moves every transaction of *source* to *target*, on threads.
 
-    Id, key, type, tenant, correlation, times and trace stay as they are. A transaction is acked
-    when the target has confirmed it, so a crash in between sends it twice, under the same id. Of
-    one key one is under way at a time: their order at the target is that in which the source hands
-    them out. Every *depth_every* seconds the source is asked for its depth, for the metrics.
+    Id, key, type, tenant, correlation, times and trace stay unchanged. A transaction is acked when the target has
+    confirmed it, so a crash in between sends it twice, under the same id. Of one key, one transaction is in progress
+    at a time: their order at the target is the order in which the source delivers them. Every *depth_every* seconds
+    the relay queries the depth of the source, for the metrics.
     """
 
     def __init__(
@@ -114,51 +116,53 @@ class Relay(_Relaying, ConsumerMixin, Task):
         gates: Sequence[Gate] | None = None,
         depth_every: float = 15.0,
     ) -> None:
-        self._declare(source, target, name=name, every=depth_every)
-        super().__init__(source, policy=policy or POLICY, gates=gates)
-        self._gathering = Gathering(as_sync(target).dispatch)
+        self._configure(source, target, name=name, depth_interval=depth_every)
+        super().__init__(source, policy=policy or DEFAULT_POLICY, gates=gates)
+        self._coalescer = Coalescer(as_sync(target).dispatch)
 
     def process_transaction(self, transaction: Transaction) -> None:
-        self._gathering.send(self._sent(transaction))
+        self._coalescer.submit(self._prepare(transaction))
 
-    def handle_transaction_exception(self, transaction: Transaction, exc: TransactionException) -> Later | None:  # noqa: ARG002 - the same for all
-        return self._verdict(exc)
+    def handle_transaction_exception(self, transaction: Transaction, exc: TransactionException) -> Defer | None:  # noqa: ARG002 - the same for all
+        return self._choose_settlement(exc)
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Source and target open, and somebody who looks how much there is to do."""
+    def open(self) -> Iterator[None]:
+        """Open source and target, and start the depth polling."""
         target = as_sync(self.target)
         target.open()
         try:
-            with super().opened(), self._measured():
+            with super().open(), self._poll_depth():
                 yield
         finally:
             target.close()
 
     @contextmanager
-    def _measured(self) -> Iterator[None]:
-        over = threading.Event()
-        looking = threading.Thread(target=self._look, args=(over,), name=f"ergon-{self.name}-depth", daemon=True)
-        looking.start()
+    def _poll_depth(self) -> Iterator[None]:
+        stopped = threading.Event()
+        poller = threading.Thread(
+            target=self._run_polling, args=(stopped,), name=f"ergon-{self.name}-depth", daemon=True
+        )
+        poller.start()
         try:
             yield
         finally:
-            over.set()
-            looking.join(_LEAVE)
-            self._level(None)
+            stopped.set()
+            poller.join(_EXIT_GRACE_SECONDS)
+            self._publish_depth(None)
 
-    def _look(self, over: threading.Event) -> None:
+    def _run_polling(self, stopped: threading.Event) -> None:
         source = as_sync(self.connector)
-        while not over.is_set():
+        while not stopped.is_set():
             try:
-                self._level(source.depth())
-            except Exception:  # noqa: BLE001 - how much there is is unknown then, and fetching says why
-                self._level(None)
-            over.wait(self._every)
+                self._publish_depth(source.depth())
+            except Exception:  # noqa: BLE001 - the depth is unknown then, and fetching reports the cause
+                self._publish_depth(None)
+            stopped.wait(self._depth_interval)
 
 
-class AsyncRelay(_Relaying, AsyncConsumerMixin, AsyncTask):
-    """The same on the event loop."""
+class AsyncRelay(_RelayBase, AsyncConsumerMixin, AsyncTask):
+    """Moves every transaction of *source* to *target*, on the event loop; see Relay."""
 
     def __init__(
         self,
@@ -170,55 +174,55 @@ class AsyncRelay(_Relaying, AsyncConsumerMixin, AsyncTask):
         gates: Sequence[Gate] | None = None,
         depth_every: float = 15.0,
     ) -> None:
-        self._declare(source, target, name=name, every=depth_every)
-        super().__init__(source, policy=policy or POLICY, gates=gates)
+        self._configure(source, target, name=name, depth_interval=depth_every)
+        super().__init__(source, policy=policy or DEFAULT_POLICY, gates=gates)
 
     async def process_transaction(self, transaction: Transaction) -> None:
-        await self._gathering.send(self._sent(transaction))
+        await self._coalescer.submit(self._prepare(transaction))
 
-    async def handle_transaction_exception(self, transaction: Transaction, exc: TransactionException) -> Later | None:  # noqa: ARG002 - as its twin
-        return self._verdict(exc)
+    async def handle_transaction_exception(self, transaction: Transaction, exc: TransactionException) -> Defer | None:  # noqa: ARG002 - as in Relay
+        return self._choose_settlement(exc)
 
     async def consume_transactions(self, *args: Any, **options: Any) -> Any:
-        # Of this loop's own: what tasks of one event loop wait for belongs to that loop.
-        self._gathering = AsyncGathering(as_async(self.target).dispatch_async)
+        # One per event loop: its asyncio primitives belong to the loop that runs it.
+        self._coalescer = AsyncCoalescer(as_async(self.target).dispatch_async)
         return await super().consume_transactions(*args, **options)
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[None]:
+    async def open(self) -> AsyncIterator[None]:
         target = as_async(self.target)
         await target.open_async()
         try:
-            async with super().opened(), self._measured():
+            async with super().open(), self._poll_depth():
                 yield
         finally:
             await target.close_async()
 
     @asynccontextmanager
-    async def _measured(self) -> AsyncIterator[None]:
-        looking = asyncio.create_task(self._look(), name=f"ergon-{self.name}-depth")
+    async def _poll_depth(self) -> AsyncIterator[None]:
+        poller = asyncio.create_task(self._run_polling(), name=f"ergon-{self.name}-depth")
         try:
             yield
         finally:
-            looking.cancel()
-            await asyncio.wait([looking], timeout=_LEAVE)
-            self._level(None)
+            poller.cancel()
+            await asyncio.wait([poller], timeout=_EXIT_GRACE_SECONDS)
+            self._publish_depth(None)
 
-    async def _look(self) -> None:
+    async def _run_polling(self) -> None:
         source = as_async(self.connector)
         while True:
             try:
-                self._level(await source.depth_async())
-            except Exception:  # noqa: BLE001 - as its twin
-                self._level(None)
-            await asyncio.sleep(self._every)
+                self._publish_depth(await source.depth_async())
+            except Exception:  # noqa: BLE001 - as in Relay
+                self._publish_depth(None)
+            await asyncio.sleep(self._depth_interval)
 
 
 def relay(source: Connector | AsyncConnector, target: Connector | AsyncConnector, **options: Any) -> Relay:
-    """A task that moves every transaction of *source* to *target*, on threads; see Relay."""
+    """Create a task that moves every transaction of *source* to *target*, on threads; see Relay."""
     return Relay(source, target, **options)
 
 
 def relay_async(source: Connector | AsyncConnector, target: Connector | AsyncConnector, **options: Any) -> AsyncRelay:
-    """The same on the event loop."""
+    """Create a task that moves every transaction of *source* to *target*, on the event loop; see AsyncRelay."""
     return AsyncRelay(source, target, **options)

@@ -1,4 +1,4 @@
-"""Renewing: every claim is extended from fetch to settle, where the broker can."""
+"""Lease renewal: extends every claim from fetch to settlement, if the broker supports it."""
 
 from __future__ import annotations
 
@@ -6,42 +6,44 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ergon_framework.connectors.base import Delivery
-from ergon_framework.engine.effects import Call, Script, call, gone, sleep
-from ergon_framework.engine.outcome import Expired, Ok, Stopped
+from ergon_framework.engine.effects import Call, Script, await_exit, call, sleep
+from ergon_framework.engine.outcome import Expired, Interrupted, Ok
 
 if TYPE_CHECKING:
-    from ergon_framework.engine.senses import Senses
+    from ergon_framework.engine.senses import Clock
 
 
-def renew(
+def renew_leases(
     extend: Callable[[Sequence[Delivery]], Any],
     claims: dict[Any, Delivery],
     *,
     lease: float,
-    senses: Senses,
-    lost: Callable[[list[Any]], None],
+    clock: Clock,
+    on_lost: Callable[[list[Any]], None],
 ) -> Script[None]:
     """Extend all claims three times per lease, until interrupted.
 
-    A call that fails or hangs is simply made again at the next turn: one may, before a claim ends.
+    A call that fails or hangs is repeated at the next interval: one such call does not end a claim.
     """
-    turn = lease / 3
-    due = senses.clock() + turn
+    interval = lease / 3
+    due = clock.monotonic() + interval
     while True:
         if (yield from sleep(due)) is not None:
             return
-        due = senses.clock() + turn
-        held = [delivery for delivery in list(claims.values()) if delivery.lease_until is not None]
-        if not held:
+        due = clock.monotonic() + interval
+        leased = [delivery for delivery in list(claims.values()) if delivery.lease_until is not None]
+        if not leased:
             continue
-        answer = yield from call(Call("extend", extend, (held,), due))
-        if isinstance(answer, Expired | Stopped) and answer.body is not None:
-            yield from gone(answer.body, senses.clock())
-        if isinstance(answer, Stopped):
+        answer = yield from call(Call("extend", extend, (leased,), due))
+        if isinstance(answer, Expired | Interrupted) and answer.call is not None:
+            yield from await_exit(answer.call, clock.monotonic())
+        if isinstance(answer, Interrupted):
             return
         if isinstance(answer, Ok) and isinstance(answer.value, Sequence):
-            ended = [delivery.receipt for delivery, until in zip(held, answer.value, strict=False) if until is None]
-            for delivery, until in zip(held, answer.value, strict=False):
+            lost_receipts = [
+                delivery.receipt for delivery, until in zip(leased, answer.value, strict=False) if until is None
+            ]
+            for delivery, until in zip(leased, answer.value, strict=False):
                 delivery.lease_until = until or delivery.lease_until
-            if ended:
-                lost(ended)
+            if lost_receipts:
+                on_lost(lost_receipts)

@@ -1,4 +1,4 @@
-"""What became of each transaction, and of the loop: results as data."""
+"""Outcomes of transactions and reports of loops, as data."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ergon_framework.errors import Category, ErgonError
 from ergon_framework.transaction import Transaction
 
 if TYPE_CHECKING:
-    from ergon_framework.engine.attempts import Note
+    from ergon_framework.engine.attempts import FailedAttempt
     from ergon_framework.engine.effects import Call
 
-#: How many of the last failures a report keeps.
-FAILURES = 20
+#: Number of the last failures that a report keeps.
+MAX_FAILURES = 20
 
 
-class Kind(StrEnum):
-    """The five ways in which a transaction's stay here can end."""
+class OutcomeKind(StrEnum):
+    """The five kinds of outcome of a transaction in a loop."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -29,7 +29,7 @@ class Kind(StrEnum):
     RELEASED = "released"
 
 
-class End(StrEnum):
+class StopReason(StrEnum):
     """Why a loop ended."""
 
     EMPTY = "empty"
@@ -42,23 +42,22 @@ class End(StrEnum):
 
 
 class Outcome:
-    """How one transaction ended: exactly one is made for each that was fetched or given.
+    """The outcome of one transaction: exactly one for each that was fetched or passed to a produce call.
 
-    ``attempts`` counts the process attempts, those of earlier deliveries included. ``processed``
-    says that process had succeeded, whatever came after. ``still_running`` says that a body which
-    timed out had not left. ``reason`` is a word for outcomes without an error of their own. ``started``
-    says that process or produce was called; a released transaction that was not started is safe to send
-    again, one that was started may have had its effect.
+    ``attempts`` counts the process attempts, including those of earlier deliveries. ``processed`` means that process
+    succeeded, whatever came after. ``still_running`` means that a call that timed out has not exited. ``reason``
+    names the cause of an outcome that has no error of its own. ``started`` means that process or produce was called;
+    a released transaction that was not started is safe to send again, one that was started may have had its effect.
     """
 
     __slots__ = (
+        "abandoned_call",
         "attempts",
-        "body",
         "durations",
         "error",
+        "failed_attempts",
         "handler_error",
         "kind",
-        "notes",
         "processed",
         "reason",
         "result",
@@ -68,7 +67,9 @@ class Outcome:
         "transaction",
     )
 
-    def __init__(self, transaction: Transaction, kind: Kind = Kind.RELEASED, *, reason: str | None = None) -> None:
+    def __init__(
+        self, transaction: Transaction, kind: OutcomeKind = OutcomeKind.RELEASED, *, reason: str | None = None
+    ) -> None:
         self.transaction = transaction
         self.kind = kind
         self.attempts = transaction.attempts
@@ -76,12 +77,12 @@ class Outcome:
         self.processed = False
         self.result: Any = None
         self.error: ErgonError | None = None
-        #: The last error of an exception handler that was exhausted too.
+        #: The last error of the exception handler, if that failed too.
         self.handler_error: ErgonError | None = None
         self.settlement: Settlement | None = None
         self.durations: dict[str, float] = {}
-        self.notes: list[Note] = []
-        self.body: Call | None = None
+        self.failed_attempts: list[FailedAttempt] = []
+        self.abandoned_call: Call | None = None
         self.reason = reason
         #: Redacted tracebacks of the two errors; None until they are formatted.
         self.tracebacks: tuple[str | None, str | None] | None = None
@@ -92,20 +93,27 @@ class Outcome:
 
     @property
     def still_running(self) -> bool:
-        return self.body is not None and not self.body.left
+        return self.abandoned_call is not None and not self.abandoned_call.exited
 
     @property
     def failed_step(self) -> str | None:
-        """The step whose error ``error`` is; the exception handler has an error of its own."""
-        return next((note.step for note in reversed(self.notes) if note.step != "exception"), None)
+        """The step that raised ``error``; never the exception handler, whose error is ``handler_error``."""
+        return next(
+            (
+                failed_attempt.step
+                for failed_attempt in reversed(self.failed_attempts)
+                if failed_attempt.step != "exception"
+            ),
+            None,
+        )
 
     @property
     def succeeded_steps(self) -> tuple[str, ...]:
-        """Which steps had succeeded: process or produce, and success."""
+        """The steps that succeeded: process or produce, and success."""
         if not self.processed:
             return ()
         first = next(iter(self.durations), "process")
-        return (first, "success") if self.kind is Kind.SUCCEEDED else (first,)
+        return (first, "success") if self.kind is OutcomeKind.SUCCEEDED else (first,)
 
     def __repr__(self) -> str:
         return f"Outcome({self.transaction.id!r}, {self.kind.value}, attempts={self.attempts}, error={self.error!r})"
@@ -113,53 +121,53 @@ class Outcome:
 
 @dataclass(slots=True)
 class Report:
-    """What a consume loop did. It is filled while the loop runs, and complete when it returns."""
+    """The results of a consume loop; updated while the loop runs, and complete when it returns."""
 
-    end: End | None = None
+    end: StopReason | None = None
     started: int = 0
     fetches: int = 0
     empty_fetches: int = 0
-    counts: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
+    counts: dict[OutcomeKind, int] = field(default_factory=lambda: dict.fromkeys(OutcomeKind, 0))
     #: Settled before the lifecycle, by reason: done, undecodable, max_deliveries, expired, missing_key.
     refused: dict[str, int] = field(default_factory=dict)
     settled: dict[str, int] = field(default_factory=dict)
-    failures: deque[Outcome] = field(default_factory=lambda: deque(maxlen=FAILURES))
-    #: Bodies that were still running when the loop ended.
+    failures: deque[Outcome] = field(default_factory=lambda: deque(maxlen=MAX_FAILURES))
+    #: Calls that were still running when the loop ended.
     abandoned: int = 0
-    #: Bodies that came back after nobody waited for them any more.
+    #: Calls that returned after the loop had stopped waiting for them.
     fenced: int = 0
-    #: How many of the released had been started: their effect may be there.
+    #: Released transactions that had been started: their effect may have happened.
     released_started: int = 0
-    #: Why the loop does not fetch at the moment, if a gate holds it.
+    #: Why the loop does not fetch at the moment, if a gate pauses it.
     paused: str | None = None
 
     @property
     def finished(self) -> int:
-        """How many transactions have their outcome."""
+        """The number of transactions that have their outcome."""
         return sum(self.counts.values())
 
     def add(self, outcome: Outcome) -> None:
         self.counts[outcome.kind] += 1
-        if outcome.kind is Kind.FAILED or outcome.kind is Kind.HANDLER_FAILED:
+        if outcome.kind is OutcomeKind.FAILED or outcome.kind is OutcomeKind.HANDLER_FAILED:
             self.failures.append(outcome)
-        elif outcome.kind is Kind.RELEASED and outcome.started:
+        elif outcome.kind is OutcomeKind.RELEASED and outcome.started:
             self.released_started += 1
 
 
 @dataclass(slots=True)
 class ProduceReport:
-    """What a produce call did: one outcome per input transaction, in input order."""
+    """The results of a produce call: one outcome per input transaction, in input order."""
 
     outcomes: list[Outcome]
-    end: End = End.DONE
+    end: StopReason = StopReason.DONE
     abandoned: int = 0
     fenced: int = 0
 
-    def count(self, kind: Kind) -> int:
+    def count(self, kind: OutcomeKind) -> int:
         """Count the outcomes of *kind*, one for each position of the input."""
         return sum(outcome.kind == kind for outcome in self.outcomes)
 
     @property
     def released_started(self) -> int:
-        """Count the released transactions whose call had begun: their effect may be there."""
-        return sum(outcome.kind is Kind.RELEASED and outcome.started for outcome in self.outcomes)
+        """The number of released transactions whose call had started: their effect may have happened."""
+        return sum(outcome.kind is OutcomeKind.RELEASED and outcome.started for outcome in self.outcomes)

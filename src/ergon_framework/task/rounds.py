@@ -1,4 +1,4 @@
-"""Rounds: the root spans of a loop, one for the whole call or one per batch of a streaming loop."""
+"""The root spans of a loop: one for the whole call, or one per batch of a streaming loop."""
 
 from __future__ import annotations
 
@@ -7,89 +7,91 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ergon_framework.connectors.base import Delivery
-from ergon_framework.task.outline import Outline
+from ergon_framework.task.outline import SpanNames
 from ergon_framework.telemetry.names import Attribute
-from ergon_framework.telemetry.spans import Node, Tracing
+from ergon_framework.telemetry.spans import SpanNode, Tracing
 from ergon_framework.transaction import Transaction
 
 
-class Round:
-    """One root span, and how many of its transactions have not ended."""
+class BatchSpan:
+    """One root span, and the number of its transactions that have not ended."""
 
-    __slots__ = ("node", "waiting")
+    __slots__ = ("node", "unfinished")
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: SpanNode) -> None:
         self.node = node
-        self.waiting = 0
+        self.unfinished = 0
 
 
-class Rounds:
-    """Knows which root a transaction belongs to.
+class BatchSpans:
+    """Maps each transaction to its root span.
 
-    A streaming loop would never end a span that covered all of it, so there each fetch begins a
-    root that ends when the last transaction it brought has ended, however many are fetched meanwhile.
+    A streaming loop would never end a span of the whole loop, so there each fetch starts a root span, which ends when
+    the last transaction of that fetch has ended, however many are fetched in the meantime.
     """
 
-    def __init__(self, tracing: Tracing, outline: Outline, *, streaming: bool) -> None:
+    def __init__(self, tracing: Tracing, span_names: SpanNames, *, streaming: bool) -> None:
         self._tracing = tracing
-        self._outline = outline
+        self._span_names = span_names
         self._streaming = streaming
         self._lock = threading.Lock()
-        self._present: Round | None = None
-        self._open: set[Round] = set()
-        #: By the identity of the object: ids may come twice, and the second is deferred at once.
-        self._of: dict[int, Round] = {}
+        self._current: BatchSpan | None = None
+        self._open: set[BatchSpan] = set()
+        #: By the identity of the object: one id may be delivered twice, and the second is deferred immediately.
+        self._by_transaction: dict[int, BatchSpan] = {}
 
     def begin(self, size: int) -> None:
-        if self._present is not None and not self._streaming:
+        if self._current is not None and not self._streaming:
             return
-        more = {Attribute.BATCH_ASKED: size} if self._streaming else {}
-        self._present = Round(self._tracing.root(self._outline.root, {**self._outline.attributes, **more}))
-        self._open.add(self._present)
+        extra_attributes = {Attribute.BATCH_ASKED: size} if self._streaming else {}
+        self._current = BatchSpan(
+            self._tracing.start_root(self._span_names.root, {**self._span_names.attributes, **extra_attributes})
+        )
+        self._open.add(self._current)
 
     @property
-    def present(self) -> Node | None:
-        return None if self._present is None else self._present.node
+    def current(self) -> SpanNode | None:
+        return None if self._current is None else self._current.node
 
-    def of(self, transaction: Transaction) -> Node | None:
-        """The root of *transaction*; None outside any loop."""
-        found = self._of.get(id(transaction)) or self._present
-        return None if found is None else found.node
+    def for_transaction(self, transaction: Transaction) -> SpanNode | None:
+        """Return the root span of *transaction*; None outside any loop."""
+        batch_span = self._by_transaction.get(id(transaction)) or self._current
+        return None if batch_span is None else batch_span.node
 
-    def brought(self, deliveries: Sequence[Delivery]) -> None:
-        """The present round has these transactions, and no others."""
-        present = self._present
-        if not self._streaming or present is None:
+    def assign(self, deliveries: Sequence[Delivery]) -> None:
+        """Assign the transactions of *deliveries*, and no others, to the current root span."""
+        current = self._current
+        if not self._streaming or current is None:
             return
-        present.node.tell({Attribute.BATCH_FETCHED: len(deliveries)})
+        current.node.set_attributes({Attribute.BATCH_FETCHED: len(deliveries)})
         with self._lock:
             for delivery in deliveries:
-                if self._of.setdefault(id(delivery.transaction), present) is present:
-                    present.waiting += 1
-            over = present.waiting == 0
-        if over:
-            self._end(present)
+                if self._by_transaction.setdefault(id(delivery.transaction), current) is current:
+                    current.unfinished += 1
+            is_complete = current.unfinished == 0
+        if is_complete:
+            self._end(current)
 
-    def ended(self, transaction: Transaction) -> None:
+    def end_transaction(self, transaction: Transaction) -> None:
         if not self._streaming:
             return
         with self._lock:
-            found = self._of.pop(id(transaction), None)
-            if found is None:
+            batch_span = self._by_transaction.pop(id(transaction), None)
+            if batch_span is None:
                 return
-            found.waiting -= 1
-            over = found.waiting == 0
-        if over:
-            self._end(found)
+            batch_span.unfinished -= 1
+            is_complete = batch_span.unfinished == 0
+        if is_complete:
+            self._end(batch_span)
 
     def close(self, attributes: Mapping[str, Any]) -> None:
-        """The loop has ended, and with it whatever root is still open."""
-        if self._present in self._open:
-            self._present.node.tell(attributes)
-        for found in list(self._open):
-            self._end(found)
-        self._of.clear()
+        """End all root spans that are still open, at the end of the loop."""
+        if self._current in self._open:
+            self._current.node.set_attributes(attributes)
+        for batch_span in list(self._open):
+            self._end(batch_span)
+        self._by_transaction.clear()
 
-    def _end(self, found: Round) -> None:
-        self._open.discard(found)
-        found.node.end()
+    def _end(self, batch_span: BatchSpan) -> None:
+        self._open.discard(batch_span)
+        batch_span.node.end()

@@ -1,4 +1,4 @@
-"""Settling: a step of the engine's own, grouped, with a life of its own."""
+"""Settling: a script of its own that settles outcomes in groups, independent of their transactions."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from pydantic import ValidationError
 from ergon_framework.connectors.base import (
     Ack,
     DeadLetter,
+    Defer,
     Delivery,
-    Later,
     Release,
     Settlement,
+    SettlementRequest,
     SettleResult,
-    Settling,
 )
-from ergon_framework.engine.effects import NEVER, Call, Script, call, gone, sleep, wait
-from ergon_framework.engine.outcome import Expired, Ok, Stopped
-from ergon_framework.errors import Category, ErgonError, particulars_of
-from ergon_framework.failure import Failure, HandlerError, describe
-from ergon_framework.task.lifecycle import history
-from ergon_framework.task.report import Kind, Outcome, Report
-from ergon_framework.task.watched import tracebacks_of
-from ergon_framework.telemetry.options import DEFAULTS, TelemetryOptions
+from ergon_framework.engine.effects import NEVER, Call, Script, await_exit, call, sleep, wait
+from ergon_framework.engine.outcome import Expired, Interrupted, Ok
+from ergon_framework.errors import Category, ErgonError, get_details
+from ergon_framework.failure import Failure, HandlerError, describe_error
+from ergon_framework.task.lifecycle import attempt_history
+from ergon_framework.task.report import Outcome, OutcomeKind, Report
+from ergon_framework.task.watched import get_tracebacks
+from ergon_framework.telemetry.options import DEFAULT_OPTIONS, TelemetryOptions
 
 if TYPE_CHECKING:
-    from ergon_framework.engine.senses import Senses
+    from ergon_framework.engine.senses import Clock
     from ergon_framework.engine.slots import Mailbox
     from ergon_framework.task.mixins.policies import SettlePolicy
-    from ergon_framework.task.watch import Onlooker
+    from ergon_framework.task.watch import LoopObserver
 
-CLOSE: Final = object()
+CLOSE_EVENT: Final = object()
 _ACK: Final = Ack()
-#: Looked up once: members of an enumeration are found slowly, and these are asked for all the time.
-_SUCCEEDED: Final = Kind.SUCCEEDED
+#: Constants, because enum member access is slow and each settlement needs them.
+_SUCCEEDED: Final = OutcomeKind.SUCCEEDED
 _SETTLED: Final = SettleResult.SETTLED
 _FAILED: Final = SettleResult.FAILED
-#: What a result is called in a report; None is a claim that was kept.
-_WORDS: Final = {None: "kept"} | {result: result.value for result in SettleResult}
+#: The names of results in a report; None is a claim that was kept.
+_RESULT_NAMES: Final = {None: "kept"} | {result: result.value for result in SettleResult}
 _RELEASE: Final = Release()
 
 #: Put into the loop's mailbox when a group was settled and the loop waits for that.
-SETTLED: Final = object()
+SETTLED_EVENT: Final = object()
 
 
-class Item:
-    """One delivery on its way to being settled; without a settlement its claim is kept, or is gone."""
+class PendingSettlement:
+    """One delivery that waits for its settlement; without a settlement, its claim is kept or lost."""
 
     __slots__ = ("delivery", "outcome", "settlement")
 
@@ -57,13 +57,13 @@ class Item:
         self.outcome = outcome
 
 
-def decide(outcome: Outcome, policy: SettlePolicy) -> Settlement:
-    """What is to become of a delivery: what a handler asked for, or else what the policy says."""
+def settlement_for(outcome: Outcome, policy: SettlePolicy) -> Settlement:
+    """Return the settlement that a handler returned, or else that of the policy."""
     if outcome.settlement is not None:
         return outcome.settlement
     if outcome.kind is _SUCCEEDED:
         return _ACK
-    if outcome.kind is Kind.RELEASED or outcome.error is None:
+    if outcome.kind is OutcomeKind.RELEASED or outcome.error is None:
         return _RELEASE
     by_category = {
         Category.BUSINESS: policy.on_business,
@@ -75,21 +75,21 @@ def decide(outcome: Outcome, policy: SettlePolicy) -> Settlement:
     return DeadLetter(outcome.error.code or outcome.error.category.value.lower())
 
 
-def failure_of(
+def failure_record(
     outcome: Outcome,
     delivery: Delivery,
     reason: str,
     *,
     task: str,
-    at: float,
+    occurred_at: float,
     trace_id: str | None = None,
-    options: TelemetryOptions = DEFAULTS,
+    options: TelemetryOptions = DEFAULT_OPTIONS,
 ) -> Failure:
-    """The failure record of *outcome*, which is put aside because of *reason*."""
+    """Return the failure record of *outcome*, which is dead-lettered because of *reason*."""
     transaction, error = outcome.transaction, outcome.error
     cause = None if error is None else error.__cause__ or error
-    traceback, handler_traceback = tracebacks_of(outcome, options)
-    told: dict[str, Any] = {
+    traceback, handler_traceback = get_tracebacks(outcome, options)
+    fields: dict[str, Any] = {
         "task_name": task,
         "transaction_id": transaction.id,
         "source": transaction.source,
@@ -98,194 +98,204 @@ def failure_of(
         "idempotency_key": transaction.id,
         "reason_code": reason,
         "error_type": "DeadLetter" if cause is None else type(cause).__name__,
-        "error_message": reason if error is None else describe(error, values=options.record_payloads),
+        "error_message": reason if error is None else describe_error(error, values=options.record_payloads),
         "attempts": outcome.attempts,
-        "occurred_at": at,
-        "category": _without_error(outcome) if error is None else error.category,
+        "occurred_at": occurred_at,
+        "category": _choose_category(outcome) if error is None else error.category,
         "step": outcome.failed_step,
         "final": error is not None and error.final,
         "still_running": outcome.still_running,
         "succeeded_steps": outcome.succeeded_steps,
         "deliveries": delivery.deliveries,
         "trace_id": trace_id,
-        "history": history(outcome),
+        "history": attempt_history(outcome),
         "traceback": traceback,
-        "handler_error": _handler_error(outcome.handler_error, handler_traceback, options),
+        "handler_error": _to_handler_error(outcome.handler_error, handler_traceback, options),
     }
     try:
-        return Failure(**told | _particulars(error, told))
-    except ValidationError:  # a subclass of a user may say anything in its particulars
-        return Failure(**told)
+        return Failure(**fields | _collect_details(error, fields))
+    except ValidationError:  # a user's subclass may set any details
+        return Failure(**fields)
 
 
-def _handler_error(error: ErgonError | None, traceback: str | None, options: TelemetryOptions) -> HandlerError | None:
+def _to_handler_error(
+    error: ErgonError | None, traceback: str | None, options: TelemetryOptions
+) -> HandlerError | None:
     if error is None:
         return None
     return HandlerError(
         error_type=type(error.__cause__ or error).__name__,
-        error_message=describe(error, values=options.record_payloads),
+        error_message=describe_error(error, values=options.record_payloads),
         category=error.category,
         code=error.code,
         traceback=traceback,
     )
 
 
-def _particulars(error: ErgonError | None, told: Mapping[str, Any]) -> dict[str, Any]:
-    """What *error*, or the error of ours that caused it, adds to *told*; what we know ourselves it cannot change."""
-    while error is not None and not particulars_of(error):
+def _collect_details(error: ErgonError | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that *error*, or the ErgonError that caused it, adds to *fields*; known fields stay."""
+    while error is not None and not get_details(error):
         error = error.__cause__ if isinstance(error.__cause__, ErgonError) else None
     if error is None:
         return {}
-    added = particulars_of(error).items()
-    return {name: value for name, value in added if value is not None and (name in _THEIRS or name not in told)}
+    added = get_details(error).items()
+    return {
+        name: value
+        for name, value in added
+        if value is not None and (name in _OVERRIDABLE_FIELDS or name not in fields)
+    }
 
 
-#: Known to whoever made the effect better than to the task that asked for it.
-_THEIRS: Final = frozenset({"idempotency_key"})
+#: Fields that the code that made the effect knows better than the task that requested it.
+_OVERRIDABLE_FIELDS: Final = frozenset({"idempotency_key"})
 
 
-def _without_error(outcome: Outcome) -> Category:
-    """Once process has succeeded it was a handler's own decision; before, it was the broker's or the clock's."""
+def _choose_category(outcome: Outcome) -> Category:
+    """Return BUSINESS after process has succeeded (a handler decided), else SYSTEM (the broker or clock decided)."""
     return Category.BUSINESS if outcome.processed else Category.SYSTEM
 
 
 class Settler:
-    """Takes what is to be settled and tells the broker, many at a time."""
+    """Queues settlements and sends them to the broker, many at a time."""
 
     def __init__(
         self,
-        settle: Callable[[Sequence[Settling]], Any],
+        settle: Callable[[Sequence[SettlementRequest]], Any],
         policy: SettlePolicy,
         *,
-        senses: Senses,
+        clock: Clock,
         mailbox: Mailbox,
         report: Report,
-        watch: Onlooker,
+        observer: LoopObserver,
         on_outcome: Callable[[Outcome], None] | None = None,
     ) -> None:
         self._settle = settle
         self._policy = policy
-        self._senses = senses
+        self._clock = clock
         self._mailbox = mailbox
         self._report = report
-        self._watch = watch
-        #: Every claim that is held, from fetch to settle.
+        self._observer = observer
+        #: Every claim, from fetch to settlement.
         self.claims: dict[Any, Delivery] = {}
         self._on_outcome = on_outcome
-        #: Every item that was put and is not finished. A set, because any worker thread puts and one other finishes.
-        self._unfinished: set[Item] = set()
-        #: Interrupted: the broker is told nothing more.
-        self._hurried = False
-        #: Whom to tell when there is room again; set by a loop that waits for it.
-        self.blocked: Mailbox | None = None
+        #: Every queued item that is not finished. A set, because any worker thread adds and another one removes.
+        self._unfinished: set[PendingSettlement] = set()
+        #: After an interrupt, no more settlements are sent to the broker.
+        self._was_interrupted = False
+        #: The mailbox to notify when a group was settled; set by a loop that waits for it.
+        self.notify_when_drained: Mailbox | None = None
 
     @property
     def pending(self) -> int:
-        """How many are between their lifecycle's end and being settled.
+        """The number of transactions between the end of their lifecycle and their settlement.
 
-        The mailbox cannot say: a settler that waits has taken its items before it runs.
+        The length of the mailbox is not enough: a waiting settler has taken its items before it runs.
         """
         return len(self._unfinished)
 
-    def put(self, item: Item) -> None:
-        """Have *item* settled."""
+    def enqueue(self, item: PendingSettlement) -> None:
+        """Queue *item* for settlement."""
         if item.outcome is not None:
             item.outcome.settlement = item.settlement
         self._unfinished.add(item)
         self._mailbox.put(item)
 
     def close(self) -> None:
-        """Settle what is there, and end."""
-        self._mailbox.put(CLOSE, urgent=True)
+        """Make the settler settle all queued items and end."""
+        self._mailbox.put(CLOSE_EVENT, urgent=True)
 
     def run(self) -> Script[None]:
-        """Until it is closed; interrupted, it leaves what is unsettled to the broker's own redelivery."""
-        policy, clock = self._policy, self._senses.clock
+        """Settle until closed; after an interrupt, unsettled items are left to the broker's redelivery."""
+        policy, monotonic = self._policy, self._clock.monotonic
         closing = False
         while not closing:
             items = yield from wait(self._mailbox)
-            if isinstance(items, Stopped):
+            if isinstance(items, Interrupted):
                 return
-            if CLOSE not in items and len(items) < policy.group and policy.linger > 0:
-                more = yield from wait(self._mailbox, count=policy.group - len(items), until=clock() + policy.linger)
-                self._hurried = isinstance(more, Stopped)
-                items += [] if isinstance(more, Stopped) else more
-            closing = CLOSE in items
-            yield from self._settled([item for item in items if item is not CLOSE])
+            if CLOSE_EVENT not in items and len(items) < policy.group and policy.linger > 0:
+                extra_items = yield from wait(
+                    self._mailbox, count=policy.group - len(items), until=monotonic() + policy.linger
+                )
+                self._was_interrupted = isinstance(extra_items, Interrupted)
+                items += [] if isinstance(extra_items, Interrupted) else extra_items
+            closing = CLOSE_EVENT in items
+            yield from self._settle_items([item for item in items if item is not CLOSE_EVENT])
 
-    def _settled(self, items: list[Item]) -> Script[None]:
+    def _settle_items(self, items: list[PendingSettlement]) -> Script[None]:
         size = self._policy.group
         for start in range(0, len(items), size):
             group = items[start : start + size]
-            told = [item for item in group if item.settlement is not None]
-            results = iter((yield from self._told(told)))
+            to_settle = [item for item in group if item.settlement is not None]
+            results = iter((yield from self._settle_with_retries(to_settle)))
             for item in group:
-                self._finished(item, None if item.settlement is None else next(results))
+                self._finish(item, None if item.settlement is None else next(results))
                 self._unfinished.remove(item)
-        blocked, self.blocked = self.blocked, None
-        if blocked is not None:
-            blocked.put(SETTLED, urgent=True)
+        mailbox, self.notify_when_drained = self.notify_when_drained, None
+        if mailbox is not None:
+            mailbox.put(SETTLED_EVENT, urgent=True)
 
-    def _told(self, items: list[Item]) -> Script[list[SettleResult]]:
-        """Tell the broker, again for those that failed, until the budget is spent; one result each."""
-        retry, senses = self._policy.retry, self._senses
+    def _settle_with_retries(self, items: list[PendingSettlement]) -> Script[list[SettleResult]]:
+        """Send settlements, retrying failed ones until the attempts are used up; return one result each."""
+        retry, clock = self._policy.retry, self._clock
         results = [_FAILED] * len(items)
-        number, waiting = 0, list(range(len(items)))
-        while waiting and self._goes_on(number):
-            answers = yield from self._asked([items[index] for index in waiting])
-            for index, answer in zip(waiting, answers, strict=True):
+        number, unsettled = 0, list(range(len(items)))
+        while unsettled and self._may_try_again(number):
+            answers = yield from self._settle_once([items[index] for index in unsettled])
+            for index, answer in zip(unsettled, answers, strict=True):
                 results[index] = answer
             if _FAILED not in answers:
                 break
-            waiting = [index for index in waiting if results[index] is _FAILED]
+            unsettled = [index for index in unsettled if results[index] is _FAILED]
             number += 1
-            delay = retry.delay(number - 1, senses.dice)
-            if self._goes_on(number) and (yield from sleep(senses.clock() + delay)) is not None:
-                self._hurried = True
+            delay = retry.delay(number - 1, clock.random)
+            if self._may_try_again(number) and (yield from sleep(clock.monotonic() + delay)) is not None:
+                self._was_interrupted = True
         return results
 
-    def _goes_on(self, number: int) -> bool:
-        return not self._hurried and number < self._policy.retry.max_attempts
+    def _may_try_again(self, number: int) -> bool:
+        return not self._was_interrupted and number < self._policy.retry.max_attempts
 
-    def _asked(self, items: list[Item]) -> Script[list[SettleResult]]:
-        """Tell the broker once."""
-        retry, clock = self._policy.retry, self._senses.clock
-        began = clock()
-        until = NEVER if retry.timeout is None else began + retry.timeout
+    def _settle_once(self, items: list[PendingSettlement]) -> Script[list[SettleResult]]:
+        """Send settlements in one call; return one result each."""
+        retry, monotonic = self._policy.retry, self._clock.monotonic
+        started_at = monotonic()
+        until = NEVER if retry.timeout is None else started_at + retry.timeout
         effect = Call("settle", self._settle, ([(item.delivery, item.settlement) for item in items],), until)
         answer = yield from call(effect)
-        hurried = isinstance(answer, Stopped)
-        if isinstance(answer, Stopped | Expired) and answer.body is not None:
-            left = yield from gone(answer.body, clock() + (0.0 if hurried else retry.abandon_grace))
-            if isinstance(left, Stopped):
-                hurried = True
-        self._hurried = hurried
-        # One result each; an answer of another length says nothing about anyone.
+        was_interrupted = isinstance(answer, Interrupted)
+        if isinstance(answer, Interrupted | Expired) and answer.call is not None:
+            has_exited = yield from await_exit(
+                answer.call, monotonic() + (0.0 if was_interrupted else retry.abandon_grace)
+            )
+            if isinstance(has_exited, Interrupted):
+                was_interrupted = True
+        self._was_interrupted = was_interrupted
+        # An answer must have one result per item; one of another length says nothing about any item.
         answers = list(answer.value) if isinstance(answer, Ok) and isinstance(answer.value, Sequence) else []
         if len(answers) != len(items):
             answers = [_FAILED] * len(items)
-        self._watch.settled(answers, clock() - began)
+        self._observer.on_settled(answers, monotonic() - started_at)
         return answers
 
-    def _finished(self, item: Item, result: SettleResult | None) -> None:
+    def _finish(self, item: PendingSettlement, result: SettleResult | None) -> None:
         if item.settlement is not None or item.outcome is None or item.outcome.reason == "lost":
-            # A claim that is kept because its body still runs is renewed as long as the loop lives.
+            # A claim that is kept because its call still runs is renewed as long as the loop runs.
             self.claims.pop(item.delivery.receipt, None)
-        word = _WORDS[result]
-        self._report.settled[word] = self._report.settled.get(word, 0) + 1
+        result_name = _RESULT_NAMES[result]
+        self._report.settled[result_name] = self._report.settled.get(result_name, 0) + 1
         outcome = item.outcome
         if outcome is None:
             return
         if result is not None and result is not _SETTLED:
-            # Whatever was done here, the broker will bring the transaction again.
-            outcome.kind = Kind.RELEASED
+            # Whatever happened here, the broker redelivers the transaction.
+            outcome.kind = OutcomeKind.RELEASED
             outcome.reason = result.value
         self._report.add(outcome)
-        self._watch.ended(outcome)
+        self._observer.on_transaction_end(outcome)
         if self._on_outcome is not None:
             self._on_outcome(outcome)
 
 
-def needs_absence(settlement: Settlement) -> bool:
-    """Whether *settlement* may bring the transaction back, and so needs that its body has left."""
-    return isinstance(settlement, Later | Release)
+def requires_exited_call(settlement: Settlement) -> bool:
+    """Return whether *settlement* may redeliver the transaction, and so requires that its call has exited."""
+    return isinstance(settlement, Defer | Release)

@@ -1,55 +1,57 @@
-"""The tally: what an outcome adds to a loop's counts."""
+"""What an outcome adds to the metrics of a loop."""
 
 from __future__ import annotations
 
-from ergon_framework.connectors.base import Later
-from ergon_framework.engine.attempts import Note
-from ergon_framework.task.report import Kind, Outcome
+from ergon_framework.connectors.base import Defer
+from ergon_framework.engine.attempts import FailedAttempt
+from ergon_framework.task.report import Outcome, OutcomeKind
 from ergon_framework.telemetry import names
-from ergon_framework.telemetry.metrics import Counts
+from ergon_framework.telemetry.metrics import LoopMetrics
 
 
-def count(counts: Counts, outcome: Outcome) -> None:
-    """Add *outcome*; the everyday one in about a microsecond, because that is paid for every transaction."""
-    durations, taken = counts.durations, outcome.durations
-    for step, seconds in taken.items():
+def count_outcome(metrics: LoopMetrics, outcome: Outcome) -> None:
+    """Add *outcome*; the common case takes about a microsecond, because it runs for every transaction."""
+    durations, step_durations = metrics.durations, outcome.durations
+    for step, seconds in step_durations.items():
         durations[step].add(seconds)
-    if outcome.kind is Kind.SUCCEEDED and not outcome.notes:
-        if len(taken) == 1:
-            counts.single += 1
+    if outcome.kind is OutcomeKind.SUCCEEDED and not outcome.failed_attempts:
+        if len(step_durations) == 1:
+            metrics.single += 1
         else:
-            counts.plain += 1
+            metrics.plain += 1
         return
     category = "" if outcome.error is None else outcome.error.category.value
-    counts.add(names.TRANSACTIONS, outcome.kind.value, category)
-    if outcome.body is not None:
-        counts.add(names.ABANDONED)
+    metrics.add(names.TRANSACTIONS, outcome.kind.value, category)
+    if outcome.abandoned_call is not None:
+        metrics.add(names.ABANDONED)
     for step in outcome.durations:
-        _count_attempts(counts, step, outcome)
+        _count_attempts(metrics, step, outcome)
 
 
-def _count_attempts(counts: Counts, step: str, outcome: Outcome) -> None:
-    notes = [note for note in outcome.notes if note.step == step]
-    deferred = isinstance(outcome.settlement, Later) and not outcome.processed and outcome.error is not None
-    given_up = bool(notes) and (notes[-1].delay is None or deferred)
-    made = len(notes) + (not given_up and _begun(step, outcome))
-    if made:
-        counts.add(names.ATTEMPTS, step, amount=made)
-    if made > 1:
-        counts.add(names.RETRIES, step, amount=made - 1)
-    waits = _waits(notes[: made - 1])
-    if waits:
-        counts.add(names.WAITS, step, amount=len(waits))
-        counts.add(names.WAITED, step, amount=sum(waits))
+def _count_attempts(metrics: LoopMetrics, step: str, outcome: Outcome) -> None:
+    failed_attempts = [failed_attempt for failed_attempt in outcome.failed_attempts if failed_attempt.step == step]
+    deferred = isinstance(outcome.settlement, Defer) and not outcome.processed and outcome.error is not None
+    has_given_up = bool(failed_attempts) and (failed_attempts[-1].delay is None or deferred)
+    attempt_count = len(failed_attempts) + (not has_given_up and _was_attempted(step, outcome))
+    if attempt_count:
+        metrics.add(names.ATTEMPTS, step, amount=attempt_count)
+    if attempt_count > 1:
+        metrics.add(names.RETRIES, step, amount=attempt_count - 1)
+    delays = _list_delays(failed_attempts[: attempt_count - 1])
+    if delays:
+        metrics.add(names.WAITS, step, amount=len(delays))
+        metrics.add(names.WAITED, step, amount=sum(delays))
 
 
-def _waits(notes: list[Note]) -> list[float]:
-    return [note.delay for note in notes if note.delay]
+def _list_delays(failed_attempts: list[FailedAttempt]) -> list[float]:
+    return [failed_attempt.delay for failed_attempt in failed_attempts if failed_attempt.delay]
 
 
-def _begun(step: str, outcome: Outcome) -> bool:
-    """Whether the attempt that left no note was made: a lifecycle whose time is over does not begin a step."""
+def _was_attempted(step: str, outcome: Outcome) -> bool:
+    """Return whether the unrecorded attempt was made: an expired lifecycle does not start a step."""
     error = outcome.error
-    failed = error is not None and all(note.error is not error for note in outcome.notes)
-    last = next((name for name in reversed(outcome.durations) if name != "exception"), step)
-    return not (failed and step == last)
+    has_unrecorded_failure = error is not None and all(
+        failed_attempt.error is not error for failed_attempt in outcome.failed_attempts
+    )
+    last_step = next((name for name in reversed(outcome.durations) if name != "exception"), step)
+    return not (has_unrecorded_failure and step == last_step)

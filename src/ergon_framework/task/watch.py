@@ -1,71 +1,71 @@
-"""Who may look on: the loop tells it what happens, and it never decides anything."""
+"""The observer interface of a loop: it receives events and never decides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ergon_framework.telemetry.options import DEFAULTS, TelemetryOptions
+from ergon_framework.telemetry.options import DEFAULT_OPTIONS, TelemetryOptions
 
 if TYPE_CHECKING:
     from ergon_framework.connectors.base import Delivery, SettleResult
-    from ergon_framework.engine.attempts import Note, StepWatch
-    from ergon_framework.task.lifecycle import Watch
-    from ergon_framework.task.report import End, Outcome
+    from ergon_framework.engine.attempts import FailedAttempt, StepObserver
+    from ergon_framework.task.lifecycle import TransactionObserver
+    from ergon_framework.task.report import Outcome, StopReason
     from ergon_framework.transaction import Transaction
 
 
-class Onlooker:
-    """Sees nothing; what wants to see overrides. No method may raise, wait or be slow.
+class LoopObserver:
+    """An observer that ignores all events; subclasses override the hooks. No hook may raise, wait or be slow.
 
-    ``begin`` and what it returns are called wherever the transaction runs, on several threads at
-    once in the threaded variant; ``ended`` and ``settled`` by whoever settles; the rest by the loop.
+    ``on_transaction_start`` and the object it returns are called where the transaction runs, on several threads at
+    once in the threaded variant; ``on_transaction_end`` and ``on_settled`` by the settler; the rest by the loop.
     """
 
-    #: What may be recorded.
-    options: TelemetryOptions = DEFAULTS
+    #: The options that say what may be recorded.
+    options: TelemetryOptions = DEFAULT_OPTIONS
 
-    def began(self, slots: Callable[[], tuple[int, int, int]]) -> None:
-        """The loop begins; *slots* says at any time how many run, are abandoned, and wait for a slot."""
+    def on_loop_start(self, slots: Callable[[], tuple[int, int, int]]) -> None:
+        """Handle the start of the loop; *slots* returns the running, abandoned and waiting transactions at any time."""
 
-    def batch(self, size: int) -> None:
-        """A round begins: up to *size* transactions are asked for, or given."""
+    def on_batch(self, size: int) -> None:
+        """Handle the start of a batch: up to *size* transactions are requested, or passed to a produce call."""
 
-    def fetching(self) -> StepWatch | None:
-        """A fetch begins."""
+    def on_fetch_start(self) -> StepObserver | None:
+        """Handle the start of a fetch; return the observer of its attempts, if any."""
         return None
 
     def on_fetch_retry(self, number: int, error: BaseException, delay: float) -> None:
-        """Attempt *number* at a fetch failed, and another follows after *delay* seconds."""
+        """Handle a failed attempt *number* at a fetch that another follows after *delay* seconds."""
 
-    def fetched(self, deliveries: Sequence[Delivery] | None, error: BaseException | None) -> None:
-        """It brought *deliveries*, or failed for good; neither when the loop ends in the middle of it."""
+    def on_fetch_end(self, deliveries: Sequence[Delivery] | None, error: BaseException | None) -> None:
+        """Handle the end of a fetch: *deliveries*, a final *error*, or neither if the loop ends during the fetch."""
 
-    def breach(self, asked: int, got: int) -> None:
-        """The connector returned more than the batch size it was given."""
+    def on_oversized_batch(self, requested: int, received: int) -> None:
+        """Handle a connector that returned more deliveries than the batch size that it was given."""
 
-    def paused(self, reason: str | None) -> None:
-        """A gate holds the loop, or (None) holds it no longer."""
+    def on_pause(self, reason: str | None) -> None:
+        """Handle a gate that pauses the loop, or the end of the pause (None)."""
 
-    def begin(self, transaction: Transaction, delivery: Delivery | None) -> Watch | None:  # noqa: ARG002 - for those who look
-        """A lifecycle begins; None when nobody records this one."""
+    def on_transaction_start(self, transaction: Transaction, delivery: Delivery | None) -> TransactionObserver | None:  # noqa: ARG002 - for subclasses
+        """Handle the start of a lifecycle; return its observer, None if it is not recorded."""
         return None
 
-    def on_retry(self, transaction: Transaction, note: Note) -> None:
-        """An attempt at a step failed, and another follows; called wherever the transaction runs."""
+    def on_retry(self, transaction: Transaction, failed_attempt: FailedAttempt) -> None:
+        """Handle a failed attempt at a step that another follows; called where the transaction runs."""
 
-    def trace_id(self, outcome: Outcome) -> str | None:  # noqa: ARG002 - for those who look
-        """The trace in which a lifecycle that is over can be found, between its end and ``ended``."""
+    def trace_id(self, outcome: Outcome) -> str | None:  # noqa: ARG002 - for subclasses
+        """Return the trace id of an ended lifecycle, between its end and ``on_transaction_end``."""
         return None
 
-    def refused(self, delivery: Delivery, reason: str) -> None:
-        """A delivery was settled before its lifecycle."""
+    def on_rejected(self, delivery: Delivery, reason: str) -> None:
+        """Handle a delivery that was settled before its lifecycle."""
 
-    def settled(self, results: list[SettleResult], seconds: float) -> None:
-        """A group was settled."""
+    def on_settled(self, results: list[SettleResult], seconds: float) -> None:
+        """Handle a settled group."""
 
-    def ended(self, outcome: Outcome) -> None:
-        """A transaction has its final outcome."""
+    def on_transaction_end(self, outcome: Outcome) -> None:
+        """Handle the final outcome of a transaction."""
 
-    def over(self, end: End) -> None:
-        """The loop has ended."""
+    def on_loop_end(self, end: StopReason) -> None:
+        """Handle the end of the loop."""

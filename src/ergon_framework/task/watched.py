@@ -1,4 +1,4 @@
-"""One lifecycle as spans: its steps, their attempts, and how each of them ended."""
+"""The spans of one lifecycle: its steps, their attempts, and their results."""
 
 from __future__ import annotations
 
@@ -6,143 +6,160 @@ from collections.abc import Callable, Mapping
 from contextvars import Context
 from typing import Any, TypeAlias
 
-from ergon_framework.engine.attempts import Deferred, Ended, Failed, Step
-from ergon_framework.engine.outcome import Ok, Stopped
+from ergon_framework.engine.attempts import Deferred, Failed, Step, StepResult
+from ergon_framework.engine.outcome import Interrupted, Ok
 from ergon_framework.errors import ErgonError
-from ergon_framework.task.outline import Outline, StepOutline
-from ergon_framework.task.report import Kind, Outcome
+from ergon_framework.task.outline import SpanNames, StepSpanNames
+from ergon_framework.task.report import Outcome, OutcomeKind
 from ergon_framework.telemetry import redaction
 from ergon_framework.telemetry.names import Attribute, ExceptionEvent
 from ergon_framework.telemetry.options import TelemetryOptions
-from ergon_framework.telemetry.spans import Node
+from ergon_framework.telemetry.spans import SpanNode
 from ergon_framework.telemetry.tracebacks import find_raised, format_traceback
 
-#: Is told where an outcome can be found.
-Remember: TypeAlias = Callable[[Outcome, Node], None]
+#: Called with the outcome and its span.
+OnSpanEnded: TypeAlias = Callable[[Outcome, SpanNode], None]
 
 
-class Unrecorded:
-    """A transaction that was sampled out: its bodies run in its context, and nothing else is done.
+class UnsampledTransaction:
+    """An unsampled transaction: its calls run in the context of its span, and nothing is recorded.
 
-    It holds nothing of one transaction, so one serves all that nobody sees for the same reason.
+    It holds no state of one transaction, so one instance serves all that are unsampled for the same reason.
     """
 
-    __slots__ = ("_body", "_remember", "node")
+    __slots__ = ("_context", "_on_span_ended", "node")
 
     recording = False
 
-    def __init__(self, node: Node, remember: Remember) -> None:
+    def __init__(self, node: SpanNode, on_span_ended: OnSpanEnded) -> None:
         self.node = node
-        self._remember = remember
-        self._body = node.body()
+        self._on_span_ended = on_span_ended
+        self._context = node.new_context()
 
-    def step(self, step: Step) -> Unrecorded:  # noqa: ARG002 - all steps are alike here
+    def on_step_start(self, step: Step) -> UnsampledTransaction:  # noqa: ARG002 - the same for all steps
         return self
 
-    def attempt(self, number: int) -> Context:  # noqa: ARG002 - and all attempts
-        return self._body.copy()
+    def on_attempt_start(self, number: int) -> Context:  # noqa: ARG002 - the same for all attempts
+        return self._context.copy()
 
-    def attempted(self, number: int, error: BaseException | None) -> None: ...
+    def on_attempt_end(self, number: int, error: BaseException | None) -> None: ...
 
-    def stepped(self, ended: Ended) -> None: ...
+    def on_step_end(self, result: StepResult) -> None: ...
 
-    def ended(self, outcome: Outcome) -> None:
-        self._remember(outcome, self.node)
+    def on_end(self, outcome: Outcome) -> None:
+        self._on_span_ended(outcome, self.node)
 
 
-class Attempts:
-    """The attempts of one step."""
+class AttemptSpans:
+    """The spans of the attempts of one step."""
 
-    __slots__ = ("_attempt", "_node", "_options", "_outline", "_own", "count")
+    __slots__ = ("_attempt_node", "_node", "_options", "_own_attributes", "_span_names", "count")
 
-    def __init__(self, node: Node, outline: StepOutline, own: Mapping[str, Any], options: TelemetryOptions) -> None:
+    def __init__(
+        self, node: SpanNode, span_names: StepSpanNames, own_attributes: Mapping[str, Any], options: TelemetryOptions
+    ) -> None:
         self._node = node
-        self._outline = outline
-        self._own = own
+        self._span_names = span_names
+        self._own_attributes = own_attributes
         self._options = options
-        #: How many have begun.
+        #: The number of attempts that have started.
         self.count = 0
-        #: The present attempt; before the first there is none, and nobody asks for it.
-        self._attempt = node
+        #: The span of the current attempt; not used before the first one.
+        self._attempt_node = node
 
-    def attempt(self, number: int) -> Context:
-        outline = self._outline
+    def on_attempt_start(self, number: int) -> Context:
+        span_names = self._span_names
         self.count += 1
-        attributes = {**outline.attempt_attributes, **self._own, Attribute.ATTEMPT: number}
-        self._attempt = node = self._node.child(outline.attempt_name, attributes)
-        return node.body()
+        attributes = {**span_names.attempt_attributes, **self._own_attributes, Attribute.ATTEMPT: number}
+        self._attempt_node = node = self._node.start_child(span_names.attempt_name, attributes)
+        return node.new_context()
 
-    def attempted(self, number: int, error: BaseException | None) -> None:  # noqa: ARG002 - there is one at a time
-        node = self._attempt
+    def on_attempt_end(self, number: int, error: BaseException | None) -> None:  # noqa: ARG002 - there is one at a time
+        node = self._attempt_node
         if error is not None:
-            record(node, error, format_traceback(error, self._options), self._options)
-            blame(node, error, self._options)
+            add_exception_event(node, error, format_traceback(error, self._options), self._options)
+            record_exception(node, error, self._options)
         node.end()
 
 
-class Watched:
-    """A transaction that is recorded."""
+class RecordedTransaction:
+    """A recorded transaction."""
 
     recording = True
 
-    __slots__ = ("_attempts", "_node", "_options", "_outline", "_own", "_remember", "_step", "_step_name")
+    __slots__ = (
+        "_attempts",
+        "_node",
+        "_on_span_ended",
+        "_options",
+        "_own_attributes",
+        "_span_names",
+        "_step_name",
+        "_step_node",
+    )
 
     def __init__(
-        self, node: Node, outline: Outline, own: Mapping[str, Any], *, options: TelemetryOptions, remember: Remember
+        self,
+        node: SpanNode,
+        span_names: SpanNames,
+        own_attributes: Mapping[str, Any],
+        *,
+        options: TelemetryOptions,
+        on_span_ended: OnSpanEnded,
     ) -> None:
         self._node = node
-        self._outline = outline
-        self._own = own
+        self._span_names = span_names
+        self._own_attributes = own_attributes
         self._options = options
-        self._remember = remember
-        #: The present step; before the first there is none, and nobody asks for it.
-        self._step = node
+        self._on_span_ended = on_span_ended
+        #: The span of the current step; not used before the first one.
+        self._step_node = node
         self._step_name = ""
-        #: Its attempts; None if the step is not recorded.
-        self._attempts: Attempts | None = None
+        #: The attempts of the current step; None if the step is not recorded.
+        self._attempts: AttemptSpans | None = None
 
-    def step(self, step: Step) -> Attempts | Unrecorded:
-        outline = self._outline.steps[step.name]
+    def on_step_start(self, step: Step) -> AttemptSpans | UnsampledTransaction:
+        span_names = self._span_names.steps[step.name]
         self._step_name = step.name
-        self._step = node = self._node.child(outline.name, self._own)
-        self._attempts = Attempts(node, outline, self._own, self._options) if node.recording else None
-        return self._attempts or Unrecorded(node, forget)
+        self._step_node = node = self._node.start_child(span_names.name, self._own_attributes)
+        self._attempts = AttemptSpans(node, span_names, self._own_attributes, self._options) if node.recording else None
+        return self._attempts or UnsampledTransaction(node, ignore_outcome)
 
-    def stepped(self, ended: Ended) -> None:
-        node = self._step
+    def on_step_end(self, result: StepResult) -> None:
+        node = self._step_node
         if self._attempts is not None:
-            node.tell({Attribute.ATTEMPTS: self._attempts.count})
-        if isinstance(ended, Failed | Deferred):
-            blame(node, ended.error, self._options)
-            node.tell({Attribute.OUTCOME: "failed" if isinstance(ended, Failed) else "deferred"})
-        elif isinstance(ended, Stopped):
-            node.tell({Attribute.OUTCOME: "stopped"})
+            node.set_attributes({Attribute.ATTEMPTS: self._attempts.count})
+        if isinstance(result, Failed | Deferred):
+            record_exception(node, result.error, self._options)
+            node.set_attributes({Attribute.OUTCOME: "failed" if isinstance(result, Failed) else "deferred"})
+        elif isinstance(result, Interrupted):
+            node.set_attributes({Attribute.OUTCOME: "stopped"})
         elif self._step_name == "produce":
-            node.tell(_result(ended, self._options))
+            node.set_attributes(_build_result_attributes(result, self._options))
         node.end()
 
-    def ended(self, outcome: Outcome) -> None:
+    def on_end(self, outcome: Outcome) -> None:
         node = self._node
-        told = {Attribute.OUTCOME: outcome.kind.value, Attribute.ATTEMPTS: outcome.attempts}
+        attributes = {Attribute.OUTCOME: outcome.kind.value, Attribute.ATTEMPTS: outcome.attempts}
         if outcome.reason is not None:
-            told[Attribute.REASON] = outcome.reason
-        node.tell(told)
+            attributes[Attribute.REASON] = outcome.reason
+        node.set_attributes(attributes)
         if outcome.error is not None:
-            if outcome.kind is Kind.FAILED or outcome.kind is Kind.HANDLER_FAILED:
-                self._record(outcome)
-            blame(node, outcome.error, self._options)
+            if outcome.kind is OutcomeKind.FAILED or outcome.kind is OutcomeKind.HANDLER_FAILED:
+                self._record_errors(outcome)
+            record_exception(node, outcome.error, self._options)
         node.end()
-        self._remember(outcome, node)
+        self._on_span_ended(outcome, node)
 
-    def _record(self, outcome: Outcome) -> None:
+    def _record_errors(self, outcome: Outcome) -> None:
         """Record the error, and that of the exception handler."""
-        tracebacks = tracebacks_of(outcome, self._options)
+        tracebacks = get_tracebacks(outcome, self._options)
         for error, trace in zip((outcome.error, outcome.handler_error), tracebacks, strict=True):
             if error is not None:
-                record(self._node, error, trace, self._options)
+                add_exception_event(self._node, error, trace, self._options)
 
 
-def tracebacks_of(outcome: Outcome, options: TelemetryOptions) -> tuple[str | None, str | None]:
+def get_tracebacks(outcome: Outcome, options: TelemetryOptions) -> tuple[str | None, str | None]:
     """Return the tracebacks of the error of *outcome* and of its handler, formatted once."""
     tracebacks = outcome.tracebacks
     if tracebacks is None:
@@ -151,44 +168,46 @@ def tracebacks_of(outcome: Outcome, options: TelemetryOptions) -> tuple[str | No
     return tracebacks
 
 
-def record(node: Node, error: BaseException, trace: str | None, options: TelemetryOptions) -> None:
+def add_exception_event(node: SpanNode, error: BaseException, trace: str | None, options: TelemetryOptions) -> None:
     """Record *error* as an event of *node*, with the traceback *trace* if there is one."""
     raised = find_raised(error)
     attributes = {
         ExceptionEvent.TYPE: type(raised).__qualname__,
-        ExceptionEvent.MESSAGE: _message(raised, options),
+        ExceptionEvent.MESSAGE: _redact_message(raised, options),
     }
-    node.record(attributes if trace is None else attributes | {ExceptionEvent.STACKTRACE: trace})
+    node.add_exception_event(attributes if trace is None else attributes | {ExceptionEvent.STACKTRACE: trace})
 
 
-def blame(node: Node, error: BaseException, options: TelemetryOptions) -> None:
-    """Say in *node* what went wrong."""
+def record_exception(node: SpanNode, error: BaseException, options: TelemetryOptions) -> None:
+    """Set the error attributes and the error status of *node*."""
     cause = error.__cause__ if isinstance(error, ErgonError) and error.__cause__ is not None else error
-    text = _message(error, options)
-    attributes: dict[str, Any] = {Attribute.EXCEPTION_TYPE: type(cause).__name__, Attribute.EXCEPTION_MESSAGE: text}
+    message = _redact_message(error, options)
+    attributes: dict[str, Any] = {Attribute.EXCEPTION_TYPE: type(cause).__name__, Attribute.EXCEPTION_MESSAGE: message}
     if isinstance(error, ErgonError):
         attributes[Attribute.CATEGORY] = error.category.value
         if error.code is not None:
             attributes[Attribute.CODE] = error.code
-    node.tell(attributes)
-    node.fail(text)
+    node.set_attributes(attributes)
+    node.set_error(message)
 
 
-def _message(error: BaseException, options: TelemetryOptions) -> str:
-    return redaction.message(options.redact, Attribute.EXCEPTION_MESSAGE, error, values=options.record_payloads)
+def _redact_message(error: BaseException, options: TelemetryOptions) -> str:
+    return redaction.redacted_message(
+        options.redact, Attribute.EXCEPTION_MESSAGE, error, values=options.record_payloads
+    )
 
 
-def _result(ended: Ok, options: TelemetryOptions) -> dict[str, Any]:
-    """Type and size of a result; its value only if that was asked for."""
-    value = ended.value
+def _build_result_attributes(result: Ok, options: TelemetryOptions) -> dict[str, Any]:
+    """Return type and size of a result, and its value if the options request it."""
+    value = result.value
     attributes: dict[str, Any] = {Attribute.RESULT_TYPE: type(value).__name__}
-    # Only what is known to answer at once: the length of something else may be anything.
+    # Only types with a fast len(): that of a third-party type may take any time.
     if isinstance(value, str | bytes | bytearray | list | tuple | dict | set | frozenset):
         attributes[Attribute.RESULT_SIZE] = len(value)
     if options.record_results:
-        attributes[Attribute.RESULT_VALUE] = redaction.shown(options.redact, Attribute.RESULT_VALUE, value)
+        attributes[Attribute.RESULT_VALUE] = redaction.redacted_repr(options.redact, Attribute.RESULT_VALUE, value)
     return attributes
 
 
-def forget(outcome: Outcome, node: Node) -> None:
-    """For what is no transaction: nobody will ask where it can be found."""
+def ignore_outcome(outcome: Outcome, node: SpanNode) -> None:
+    """Ignore the end of a span that belongs to no transaction."""

@@ -1,4 +1,4 @@
-"""The trace context: how it enters with a transaction, reaches its bodies and leaves with what they send."""
+"""The trace context: extracted from a transaction, current in its handlers, and injected into what they send."""
 
 from __future__ import annotations
 
@@ -24,33 +24,35 @@ from ergon_framework.transaction import Transaction
 
 _trace: Final = TraceContextTextMapPropagator()
 _baggage: Final = W3CBaggagePropagator()
-#: A traceparent as nearly all of them are. Reading it here takes a third of the time that the propagator
-#: takes, and every transaction pays for it, also the one that nobody records.
-_EVERYDAY: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
-#: Nothing of where the loop was started belongs into a trace that began elsewhere.
-_NOTHING: Final = Context()
+#: A traceparent in its usual form. Parsing it here takes a third of the propagator's time, and every transaction has to
+#: be parsed, including those that are not recorded.
+_TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+#: A trace that began elsewhere must not contain the context in which the loop was started.
+_EMPTY_CONTEXT: Final = Context()
 
 
-def inbound(carrier: Mapping[str, str]) -> Context | None:
-    """The context that *carrier* brings, with its own baggage and nobody else's; None if it brings no trace."""
-    parent = carrier.get("traceparent")
-    if parent is None:
+def extract_context(carrier: Mapping[str, str]) -> Context | None:
+    """Extract the context from *carrier*, with only its own baggage; return None if it has no trace."""
+    traceparent = carrier.get("traceparent")
+    if traceparent is None:
         return None
-    everyday = _EVERYDAY.fullmatch(parent) if "tracestate" not in carrier else None
-    if everyday is None:
-        found = _trace.extract(carrier, _NOTHING)
-        came = get_current_span(found).get_span_context()
+    match = _TRACEPARENT.fullmatch(traceparent) if "tracestate" not in carrier else None
+    if match is None:
+        context = _trace.extract(carrier, _EMPTY_CONTEXT)
+        span_context = get_current_span(context).get_span_context()
     else:
-        trace_id, span_id, flags = everyday.groups()
-        came = SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16)))
-        found = set_span_in_context(NonRecordingSpan(came), _NOTHING)
-    if not came.is_valid:
+        trace_id, span_id, flags = match.groups()
+        span_context = SpanContext(
+            int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16))
+        )
+        context = set_span_in_context(NonRecordingSpan(span_context), _EMPTY_CONTEXT)
+    if not span_context.is_valid:
         return None
-    return _baggage.extract(carrier, found) if "baggage" in carrier else found
+    return _baggage.extract(carrier, context) if "baggage" in carrier else context
 
 
-def outbound() -> dict[str, str]:
-    """The carrier of what is current here: empty where there is no trace."""
+def inject_carrier() -> dict[str, str]:
+    """Return a carrier of the current context; empty if there is no trace."""
     carrier: dict[str, str] = {}
     if get_current_span().get_span_context().is_valid:
         _trace.inject(carrier)
@@ -58,27 +60,27 @@ def outbound() -> dict[str, str]:
     return carrier
 
 
-def carried(transaction: Transaction) -> Transaction:
-    """*transaction* with the current trace as its carrier, unless it has one already or there is none."""
+def with_current_trace(transaction: Transaction) -> Transaction:
+    """Return *transaction* with the current trace as its carrier, unless it has one or there is no trace."""
     if transaction.trace:
         return transaction
-    carrier = outbound()
+    carrier = inject_carrier()
     return transaction.replace(trace=carrier) if carrier else transaction
 
 
-def within(variables: Variables, context: Context) -> Variables:
-    """A copy of *variables* in which *context* is the current one."""
+def context_with(variables: Variables, context: Context) -> Variables:
+    """Return a copy of *variables* in which *context* is the current one."""
     copy = variables.copy()
     copy.run(api.attach, context)
     return copy
 
 
-def ids(span: Span) -> tuple[str, str] | None:
-    """Trace and span id in hexadecimal; None where there is no trace."""
-    found = span.get_span_context()
-    return (f"{found.trace_id:032x}", f"{found.span_id:016x}") if found.is_valid else None
+def span_ids(span: Span) -> tuple[str, str] | None:
+    """Return the trace and span ids in hexadecimal; None if there is no trace."""
+    span_context = span.get_span_context()
+    return (f"{span_context.trace_id:032x}", f"{span_context.span_id:016x}") if span_context.is_valid else None
 
 
 def current_ids() -> tuple[str, str] | None:
-    """The ids of the span that is current here."""
-    return ids(get_current_span())
+    """Return the trace and span ids of the current span."""
+    return span_ids(get_current_span())

@@ -1,38 +1,40 @@
-"""Exposition: numbers as the text that Prometheus reads. Names are those that OpenTelemetry's rules give them there."""
+"""Render metrics in the text format of Prometheus, with the names that OpenTelemetry's rules give them there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ergon_framework.errors import Category, extra
+from ergon_framework.errors import Category, require_extra
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import HISTOGRAMS, Numbers
 from ergon_framework.telemetry.names import METRICS, Metric
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-_UNITS: Final = {"s": "_seconds", "By": "_bytes", "1": "_ratio"}
-_PARTS: Final = {
+_UNIT_SUFFIXES: Final = {"s": "_seconds", "By": "_bytes", "1": "_ratio"}
+_HISTOGRAM_PARTS: Final = {
     part.name: (histogram.bucket.name.removesuffix(".bucket"), suffix)
     for histogram in HISTOGRAMS
     for part, suffix in ((histogram.count, "_count"), (histogram.total, "_sum"), (histogram.bucket, "_bucket"))
 }
-_OUTCOMES: Final = (
+_OUTCOME_VALUES: Final = (
     ("succeeded", ""),
     *((outcome, category.value) for outcome in ("failed", "handler_failed") for category in Category),
     ("deferred", ""),
     ("released", ""),
 )
-_REFUSALS: Final = tuple((reason,) for reason in ("done", "expired", "max_deliveries", "missing_key", "undecodable"))
-#: What is 0 before it happens for the first time: a rate sees no rise in a series that begins with it. Of each
-#: metric the one that says whose series there are, how many of its attributes they share, and what the others are.
-_ZEROS: Final[tuple[tuple[Metric, Metric, int, tuple[tuple[str, ...], ...]], ...]] = (
-    (names.TRANSACTIONS, names.PROCESSES, 1, _OUTCOMES),
+_REJECTION_REASONS: Final = tuple(
+    (reason,) for reason in ("done", "expired", "max_deliveries", "missing_key", "undecodable")
+)
+#: Series that start with 0 before their first event, because a rate sees no rise in a series that begins with it. For
+#: each metric: the metric whose series it follows, how many attributes they share, and the values of the others.
+_ZERO_SERIES: Final[tuple[tuple[Metric, Metric, int, tuple[tuple[str, ...], ...]], ...]] = (
+    (names.TRANSACTIONS, names.PROCESSES, 1, _OUTCOME_VALUES),
     *((metric, names.PROCESSES, 1, (("process",),)) for metric in (names.RETRIES, names.WAITED, names.BLOCKED)),
     *((metric, names.PROCESSES, 1, ((),)) for metric in (names.EMPTY_FETCHES, names.FAILED_FETCHES, names.ABANDONED)),
     *((metric, names.PROCESSES, 1, ((),)) for metric in (names.FENCED, names.BREACHES, names.PROCESSES_DIED)),
-    (names.REFUSED, names.PROCESSES, 1, _REFUSALS),
+    (names.REFUSED, names.PROCESSES, 1, _REJECTION_REASONS),
     (names.SETTLED, names.PROCESSES, 1, (("settled",), ("lost",), ("failed",))),
     (names.PROVIDER_ATTEMPTS, names.PROVIDER_ATTEMPTS, 2, (("failed", "circuit_open"), ("failed", "quota_exhausted"))),
     (names.PROVIDER_BREAKERS, names.PROVIDER_ATTEMPTS, 2, (("closed",), ("half_open",), ("open",))),
@@ -46,34 +48,34 @@ _ZEROS: Final[tuple[tuple[Metric, Metric, int, tuple[tuple[str, ...], ...]], ...
 )
 
 
-def exposed(numbers: Numbers) -> bytes:
-    """All of *numbers*, in Prometheus' text format; ConfigurationError where the library is missing."""
-    exposition = extra("prometheus", "prometheus_client.exposition")
-    core = extra("prometheus", "prometheus_client.metrics_core")
-    text: bytes = exposition.generate_latest(_Collected(core.Metric, numbers | _zeros(numbers)))
+def render_prometheus(numbers: Numbers) -> bytes:
+    """Render *numbers* in Prometheus' text format; raise ConfigurationError if the library is missing."""
+    exposition = require_extra("prometheus", "prometheus_client.exposition")
+    core = require_extra("prometheus", "prometheus_client.metrics_core")
+    text: bytes = exposition.generate_latest(_MetricsCollector(core.Metric, numbers | _create_zero_series(numbers)))
     return text
 
 
-def exposed_name(metric: Metric) -> str:
-    """What *metric* is called in Prometheus; of a counter without the `_total` that its samples have."""
-    return metric.name.replace(".", "_") + _UNITS.get(metric.unit, "")
+def prometheus_name(metric: Metric) -> str:
+    """Return the Prometheus name of *metric*; of a counter without the `_total` of its samples."""
+    return metric.name.replace(".", "_") + _UNIT_SUFFIXES.get(metric.unit, "")
 
 
 def sample_name(metric: Metric) -> str:
-    """What its values are called there."""
-    if metric.name in _PARTS:
-        family, suffix = _PARTS[metric.name]
+    """Return the Prometheus name of the samples of *metric*."""
+    if metric.name in _HISTOGRAM_PARTS:
+        family, suffix = _HISTOGRAM_PARTS[metric.name]
         return family.replace(".", "_") + "_seconds" + suffix
-    return exposed_name(metric) + ("_total" if metric.kind == "counter" else "")
+    return prometheus_name(metric) + ("_total" if metric.kind == "counter" else "")
 
 
-def exposed_label(attribute: str) -> str:
-    """What *attribute* is called there."""
+def prometheus_label(attribute: str) -> str:
+    """Return the Prometheus label of *attribute*."""
     return attribute.replace(".", "_")
 
 
-class _Collected:
-    """What the library asks for all that there is."""
+class _MetricsCollector:
+    """The collector that the library asks for all metric families."""
 
     def __init__(self, family: Any, numbers: Numbers) -> None:
         self._family = family
@@ -84,41 +86,43 @@ class _Collected:
         for (name, values), value in self._numbers.items():
             by_metric.setdefault(name, []).append((values, value))
         for metric in METRICS:
-            if metric.name not in _PARTS and metric.name in by_metric:
-                yield self._one(metric, by_metric[metric.name])
+            if metric.name not in _HISTOGRAM_PARTS and metric.name in by_metric:
+                yield self._build_family(metric, by_metric[metric.name])
         for histogram in HISTOGRAMS:
             if histogram.bucket.name in by_metric:
                 parts = (histogram.bucket, histogram.total, histogram.count)
-                yield self._histogram(histogram.total, {part: by_metric[part.name] for part in parts})
+                yield self._build_histogram(histogram.total, {part: by_metric[part.name] for part in parts})
 
-    def _one(self, metric: Metric, rows: list[tuple[tuple[str, ...], float]]) -> Any:
-        family = self._family(exposed_name(metric), metric.description, metric.kind)
+    def _build_family(self, metric: Metric, rows: list[tuple[tuple[str, ...], float]]) -> Any:
+        family = self._family(prometheus_name(metric), metric.description, metric.kind)
         suffix = "_total" if metric.kind == "counter" else ""
         for values, value in sorted(rows):
-            family.add_sample(family.name + suffix, _labels(metric, values), value)
+            family.add_sample(family.name + suffix, _build_labels(metric, values), value)
         return family
 
-    def _histogram(self, total: Metric, parts: Mapping[Metric, list[tuple[tuple[str, ...], float]]]) -> Any:
-        family = self._family(_PARTS[total.name][0].replace(".", "_") + "_seconds", total.description, "histogram")
+    def _build_histogram(self, total: Metric, parts: Mapping[Metric, list[tuple[tuple[str, ...], float]]]) -> Any:
+        family = self._family(
+            _HISTOGRAM_PARTS[total.name][0].replace(".", "_") + "_seconds", total.description, "histogram"
+        )
         for part, rows in parts.items():
-            for values, value in sorted(rows, key=_by_bound) if part.attributes[-1] == "le" else sorted(rows):
-                family.add_sample(family.name + _PARTS[part.name][1], _labels(part, values), value)
+            for values, value in sorted(rows, key=_bucket_sort_key) if part.attributes[-1] == "le" else sorted(rows):
+                family.add_sample(family.name + _HISTOGRAM_PARTS[part.name][1], _build_labels(part, values), value)
         return family
 
 
-def _by_bound(row: tuple[tuple[str, ...], float]) -> tuple[tuple[str, ...], float]:
+def _bucket_sort_key(row: tuple[tuple[str, ...], float]) -> tuple[tuple[str, ...], float]:
     return row[0][:-1], float(row[0][-1])
 
 
-def _labels(metric: Metric, values: tuple[str, ...]) -> dict[str, str]:
+def _build_labels(metric: Metric, values: tuple[str, ...]) -> dict[str, str]:
     labels = zip(metric.attributes, values, strict=True)
-    return {exposed_label(name): value for name, value in labels if value}
+    return {prometheus_label(name): value for name, value in labels if value}
 
 
-def _zeros(numbers: Numbers) -> Numbers:
-    found: Numbers = {}
-    for metric, known, shared, others in _ZEROS:
+def _create_zero_series(numbers: Numbers) -> Numbers:
+    zeros: Numbers = {}
+    for metric, followed, shared, others in _ZERO_SERIES:
         for name, values in numbers:
-            if name == known.name:
-                found.update({(metric.name, (*values[:shared], *other)): 0 for other in others})
-    return {key: value for key, value in found.items() if key not in numbers}
+            if name == followed.name:
+                zeros.update({(metric.name, (*values[:shared], *other)): 0 for other in others})
+    return {key: value for key, value in zeros.items() if key not in numbers}

@@ -1,4 +1,4 @@
-"""Log events: logged once, where something becomes final, with fields and never with a payload.
+"""Log events: logged once, where a result becomes final, with fields and never with a payload.
 
 The message of a record is the event followed by its fields as logfmt, so that it is complete under any formatter. The
 record also has each field as an attribute (``extra=``) and the event itself as ``event``, for structured formatters.
@@ -18,14 +18,14 @@ from ergon_framework.telemetry.context import current_ids
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 from ergon_framework.telemetry.tracebacks import ExcInfo
 
-#: What the loops say.
+#: The logger of the loops.
 log: Final = logging.getLogger(f"{LIBRARY}.task")
-_own: Final = logging.getLogger(__name__)
+_logger: Final = logging.getLogger(__name__)
 #: Attributes of every log record; all others were passed as fields.
 _STANDARD_ATTRIBUTES: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def say(
+def log_event(
     level: int,
     event: str,
     fields: Mapping[str, Any],
@@ -39,18 +39,18 @@ def say(
 
     Fields that are None are left out; with *keep_none* they stay attributes of the record. A record about a transaction
     has a correlation id, which is the transaction's id if it has no other. The text of fields is redacted. *raised* is
-    an error with its traceback as it may be printed; *exc_info* is one that is printed as it is.
+    an error with its redacted traceback; *exc_info* is an error that is formatted unchanged.
     """
     if not to.isEnabledFor(level):
         return
-    # Filters and handlers are foreign code, and must not end the loop that logs.
+    # Filters and handlers are third-party code, and must not end the loop that logs.
     with suppress(Exception):
-        fields = {name: _redacted(value) for name, value in _with_correlation(fields).items()}
-        known = {name: value for name, value in fields.items() if value is not None}
+        fields = {name: _redact(value) for name, value in _add_correlation(fields).items()}
+        present = {name: value for name, value in fields.items() if value is not None}
         # The template is the same for each record of an event, so that error trackers group them.
-        template = " ".join([event, *(f"{name}=%s" for name in known)])
-        extra = {Field.EVENT: event, **(fields if keep_none else known)}
-        values = tuple(map(quote, known.values()))
+        template = " ".join([event, *(f"{name}=%s" for name in present)])
+        extra = {Field.EVENT: event, **(fields if keep_none else present)}
+        values = tuple(map(quote, present.values()))
         if raised is None:
             to.log(level, template, *values, extra=extra, exc_info=exc_info, stacklevel=2)
             return
@@ -61,23 +61,23 @@ def say(
         to.handle(record)
 
 
-def _redacted(value: Any) -> Any:
+def _redact(value: Any) -> Any:
     return redact_text(value) if type(value) is str else value
 
 
-def _with_correlation(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def _add_correlation(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     transaction_id = fields.get(Field.TRANSACTION_ID)
     if transaction_id is None or fields.get(Field.CORRELATION_ID) is not None:
         return fields
-    below = scope.current()
-    if below is not None and below.transaction_id == transaction_id:
-        return {**fields, Field.CORRELATION_ID: below.correlation}
+    current_scope = scope.current()
+    if current_scope is not None and current_scope.transaction_id == transaction_id:
+        return {**fields, Field.CORRELATION_ID: current_scope.correlation}
     return {**fields, Field.CORRELATION_ID: transaction_id}
 
 
-def telemetry_failed(error: BaseException) -> None:
+def log_telemetry_failure(error: BaseException) -> None:
     """Log that a sampler, processor or exporter raised; the loop goes on without its span."""
-    say(logging.WARNING, Event.TELEMETRY_FAILED, {Field.ERROR_TYPE: type(error).__name__}, to=_own)
+    log_event(logging.WARNING, Event.TELEMETRY_FAILED, {Field.ERROR_TYPE: type(error).__name__}, to=_logger)
 
 
 def is_own(record: logging.LogRecord) -> bool:
@@ -85,14 +85,14 @@ def is_own(record: logging.LogRecord) -> bool:
     return record.name.partition(".")[0] == LIBRARY
 
 
-def event_of(record: logging.LogRecord) -> str:
+def get_event(record: logging.LogRecord) -> str:
     """Return the event of a record of this package, and the message of any other record."""
     if is_own(record):
         return getattr(record, Field.EVENT, None) or record.getMessage()
     return record.getMessage()
 
 
-def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+def get_fields(record: logging.LogRecord) -> dict[str, Any]:
     """Return the fields of *record* that are not None, without its event."""
     return {
         name: value
@@ -101,9 +101,9 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     }
 
 
-def logfmt(fields: Mapping[str, Any]) -> str:
+def format_logfmt(fields: Mapping[str, Any]) -> str:
     """Return *fields* as one line of logfmt."""
-    return " ".join(f"{_key(name)}={quote(value)}" for name, value in fields.items())
+    return " ".join(f"{_clean_key(name)}={quote(value)}" for name, value in fields.items())
 
 
 def quote(value: Any) -> str:
@@ -112,36 +112,36 @@ def quote(value: Any) -> str:
     if text and text.isprintable() and not any(mark in text for mark in ' ="\\'):
         return text
     # Line ends, control characters and lone surrogates are escaped; all other letters stay readable.
-    return '"' + "".join(_escape(letter) for letter in text) + '"'
+    return '"' + "".join(_escape(char) for char in text) + '"'
 
 
-def _escape(letter: str) -> str:
-    return letter if letter.isprintable() and letter not in '"\\' else json.dumps(letter)[1:-1]
+def _escape(char: str) -> str:
+    return char if char.isprintable() and char not in '"\\' else json.dumps(char)[1:-1]
 
 
-def _key(name: str) -> str:
-    """Return *name* without what would end a key of logfmt."""
-    return "".join(letter if letter.isprintable() and letter not in ' ="\\' else "_" for letter in name)
+def _clean_key(name: str) -> str:
+    """Return *name* without characters that would end a key of logfmt."""
+    return "".join(char if char.isprintable() and char not in ' ="\\' else "_" for char in name)
 
 
 class TransactionFilter(logging.Filter):
-    """Adds to every record below a handler whose it is; put it on a handler of the logging configuration.
+    """Adds the current transaction and its trace to records logged inside a handler; attach it to a logging handler.
 
-    What a record already has under one of these names is left as it is.
+    Fields that a record already has are left unchanged.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
         fields = record.__dict__
-        below = scope.current()
-        if below is not None:
-            fields.setdefault(Field.TRANSACTION_ID, below.transaction_id)
-            fields.setdefault(Field.CORRELATION_ID, below.correlation)
-            fields.setdefault(Field.TENANT_ID, below.tenant)
-            fields.setdefault(Field.STEP, below.step)
-            # People count attempts from 1.
-            fields.setdefault(Field.ATTEMPT, below.attempt + 1)
-        found = current_ids()
-        if found is not None:
-            fields.setdefault(Field.TRACE_ID, found[0])
-            fields.setdefault(Field.SPAN_ID, found[1])
+        current_scope = scope.current()
+        if current_scope is not None:
+            fields.setdefault(Field.TRANSACTION_ID, current_scope.transaction_id)
+            fields.setdefault(Field.CORRELATION_ID, current_scope.correlation)
+            fields.setdefault(Field.TENANT_ID, current_scope.tenant)
+            fields.setdefault(Field.STEP, current_scope.step)
+            # Attempts in logs count from 1.
+            fields.setdefault(Field.ATTEMPT, current_scope.attempt + 1)
+        trace_ids = current_ids()
+        if trace_ids is not None:
+            fields.setdefault(Field.TRACE_ID, trace_ids[0])
+            fields.setdefault(Field.SPAN_ID, trace_ids[1])
         return True

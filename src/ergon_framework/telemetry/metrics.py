@@ -1,8 +1,7 @@
-"""Metrics: plain numbers that loops count up, and instruments that read them when somebody collects.
+"""Metrics: plain numbers that loops increment, and instruments that read them at collection.
 
-A record on an instrument of the SDK costs more than all the rest of a transaction, so no loop
-ever touches one. Each loop has numbers of its own, each of them written by one of its scripts
-only; what a loop has counted is added to the process's totals when it is over.
+To record on an instrument of the SDK takes longer than the rest of a transaction, so no loop does it. Each loop has its
+own numbers, each written by only one of its scripts; when a loop ends, its counters are added to the process's totals.
 """
 
 from __future__ import annotations
@@ -21,102 +20,119 @@ from opentelemetry.metrics import CallbackOptions, Meter, MeterProvider, Observa
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.names import LIBRARY, METRICS, Metric
 
-#: Upper bounds of the buckets of durations, in seconds; there is one more above them.
-BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-_LE: Final = (*(f"{bound:g}" for bound in BOUNDS), "+Inf")
+#: Upper bounds of the buckets of durations, in seconds; there is one more bucket above them.
+BUCKET_BOUNDS_SECONDS: Final = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+)
+_BUCKET_LABELS: Final = (*(f"{bound:g}" for bound in BUCKET_BOUNDS_SECONDS), "+Inf")
 
-#: How many values of one label are told apart, and what all further ones are called.
-VALUES: Final = 100
-OTHER: Final = "other"
+#: Number of distinct values of one label, and the value that replaces all further ones.
+MAX_LABEL_VALUES: Final = 100
+OTHER_VALUE: Final = "other"
 
-#: A metric's name and the values of its attributes after the first, which is the task, or the provider.
-Key: TypeAlias = tuple[str, tuple[str, ...]]
-Numbers: TypeAlias = dict[Key, float]
-#: Running, abandoned, held.
-Usage: TypeAlias = Callable[[], tuple[int, int, int]]
-_STATES: Final = ("running", "abandoned", "held")
+#: A metric's name and the values of its attributes after the first, which is the task or the provider.
+SeriesKey: TypeAlias = tuple[str, tuple[str, ...]]
+Numbers: TypeAlias = dict[SeriesKey, float]
+#: Returns the numbers of running, abandoned and held slots.
+SlotUsage: TypeAlias = Callable[[], tuple[int, int, int]]
+_SLOT_STATES: Final = ("running", "abandoned", "held")
 
 
-class Durations:
-    """How long one step took, as a histogram."""
+class HistogramValues:
+    """The durations of one step, as a histogram."""
 
     __slots__ = ("buckets", "total")
 
     def __init__(self) -> None:
-        self.buckets = [0] * len(_LE)
+        self.buckets = [0] * len(_BUCKET_LABELS)
         self.total = 0.0
 
     def add(self, seconds: float) -> None:
-        self.buckets[bisect_left(BOUNDS, seconds)] += 1
+        self.buckets[bisect_left(BUCKET_BOUNDS_SECONDS, seconds)] += 1
         self.total += seconds
 
 
-class Counts:
-    """What one loop counts.
+class LoopMetrics:
+    """The metrics of one loop.
 
-    ``plain`` and ``single`` are the everyday cases: both steps succeeded at once, or the first
-    did and there was no second.
+    ``plain`` and ``single`` count the common cases: both steps succeeded at the first attempt, or the
+    first did and there was no second.
     """
 
-    def __init__(self, task: str, *, steps: Iterable[str], everyday: tuple[str, str], bound: Bound) -> None:
+    def __init__(self, task: str, *, steps: Iterable[str], success_steps: tuple[str, str], bound: LabelLimiter) -> None:
         self.task = task
         self.plain = 0
         self.single = 0
-        self.durations = {step: Durations() for step in steps}
-        self.usage: Usage | None = None
+        self.durations = {step: HistogramValues() for step in steps}
+        self.usage: SlotUsage | None = None
         self.fenced: Callable[[], int] | None = None
         self.age: float | None = None
         self.oldest: float | None = None
-        self.waited = Durations()
+        self.waited = HistogramValues()
         self.paused: str | None = None
-        self._everyday = everyday
+        self._success_steps = success_steps
         self._bound = bound
         self._numbers: Numbers = {}
 
     def add(self, metric: Metric, *values: str, amount: float = 1) -> None:
-        """Count *amount* for the attributes after the task; an empty value means that there is none."""
+        """Add *amount* for the attributes after the task; an empty value means that the attribute is absent."""
         _add(self._numbers, (metric.name, self._bound(metric, values)), amount)
 
-    def aged(self, seconds: float) -> None:
+    def observe_age(self, seconds: float) -> None:
         self.age = seconds
         self.waited.add(seconds)
         if self.oldest is None or seconds > self.oldest:
             self.oldest = seconds
 
-    def counted(self) -> Numbers:
-        """Every counter of this loop as it stands."""
-        found: Numbers = dict(list(self._numbers.items()))
-        for made, steps in ((self.plain, self._everyday), (self.single, self._everyday[:1])):
-            if made:
-                _add(found, (names.TRANSACTIONS.name, ("succeeded", "")), made)
+    def counters(self) -> Numbers:
+        """Return the current value of every counter of this loop."""
+        numbers: Numbers = dict(list(self._numbers.items()))
+        for successes, steps in ((self.plain, self._success_steps), (self.single, self._success_steps[:1])):
+            if successes:
+                _add(numbers, (names.TRANSACTIONS.name, ("succeeded", "")), successes)
                 for step in steps:
-                    _add(found, (names.ATTEMPTS.name, (step,)), made)
+                    _add(numbers, (names.ATTEMPTS.name, (step,)), successes)
         for step, durations in self.durations.items():
-            found.update(_histogram(STEP_DURATION, (step,), durations))
-        found.update(_histogram(QUEUE_WAIT, (), self.waited))
+            numbers.update(_build_histogram(STEP_DURATION, (step,), durations))
+        numbers.update(_build_histogram(QUEUE_WAIT, (), self.waited))
         if self.fenced is not None and (fenced := self.fenced()):
-            _add(found, (names.FENCED.name, ()), fenced)
-        return found
+            _add(numbers, (names.FENCED.name, ()), fenced)
+        return numbers
 
-    def gauged(self) -> Numbers:
-        """Every gauge of this loop that can be added to those of others."""
-        found: Numbers = {}
+    def gauges(self) -> Numbers:
+        """Return every gauge of this loop that can be added to those of other loops."""
+        numbers: Numbers = {}
         if self.usage is not None:
-            for state, count in zip(_STATES, self.usage(), strict=True):
-                found[names.SLOTS.name, (state,)] = count
+            for state, count in zip(_SLOT_STATES, self.usage(), strict=True):
+                numbers[names.SLOTS.name, (state,)] = count
         if self.paused is not None:
-            found[names.PAUSED.name, self._bound(names.PAUSED, (self.paused,))] = 1
-        return found
+            numbers[names.PAUSED.name, self._bound(names.PAUSED, (self.paused,))] = 1
+        return numbers
 
-    def oldest_since(self) -> float | None:
-        """The largest age since this was last asked."""
+    def take_oldest_age(self) -> float | None:
+        """Return the largest age since the last call, and reset it."""
         oldest, self.oldest = self.oldest, None
         return oldest
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """The three counters that are one histogram, to those who know such a thing."""
+    """The three counters that form one histogram, for systems that support histograms."""
 
     count: Metric
     total: Metric
@@ -128,153 +144,155 @@ QUEUE_WAIT: Final = Histogram(names.QUEUE_WAITS, names.QUEUE_WAITED, names.QUEUE
 HISTOGRAMS: Final = (STEP_DURATION, QUEUE_WAIT)
 
 
-def _histogram(histogram: Histogram, values: tuple[str, ...], durations: Durations) -> Numbers:
-    found: Numbers = {}
-    so_far = 0
-    for le, count in zip(_LE, list(durations.buckets), strict=True):
-        so_far += count
-        found[histogram.bucket.name, (*values, le)] = so_far
-    found[histogram.count.name, values] = so_far
-    found[histogram.total.name, values] = durations.total
-    return found if so_far else {}
+def _build_histogram(histogram: Histogram, values: tuple[str, ...], durations: HistogramValues) -> Numbers:
+    numbers: Numbers = {}
+    cumulative = 0
+    for le, count in zip(_BUCKET_LABELS, list(durations.buckets), strict=True):
+        cumulative += count
+        numbers[histogram.bucket.name, (*values, le)] = cumulative
+    numbers[histogram.count.name, values] = cumulative
+    numbers[histogram.total.name, values] = durations.total
+    return numbers if cumulative else {}
 
 
-C = TypeVar("C", bound=Counts)
+C = TypeVar("C", bound=LoopMetrics)
 
 
-class Bound:
-    """Keeps labels few: after so many values of one, the others are one and the same."""
+class LabelLimiter:
+    """Limits the cardinality of labels: after a number of values of one label, all further ones are replaced."""
 
-    def __init__(self, limit: int = VALUES) -> None:
+    def __init__(self, limit: int = MAX_LABEL_VALUES) -> None:
         self._limit = limit
-        self._known: dict[tuple[str, int], set[str]] = {}
+        self._seen_values: dict[tuple[str, int], set[str]] = {}
 
     def __call__(self, metric: Metric, values: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(self.value((metric.name, place), value) for place, value in enumerate(values))
+        return tuple(self.limit_value((metric.name, index), value) for index, value in enumerate(values))
 
-    def value(self, label: tuple[str, int], value: str) -> str:
-        known = self._known.setdefault(label, set())
-        if value in known:
+    def limit_value(self, label: tuple[str, int], value: str) -> str:
+        seen = self._seen_values.setdefault(label, set())
+        if value in seen:
             return value
-        if len(known) >= self._limit:
-            return OTHER
-        known.add(value)
+        if len(seen) >= self._limit:
+            return OTHER_VALUE
+        seen.add(value)
         return value
 
 
 class Registry:
-    """All that this process has counted and is counting, for one meter provider."""
+    """The metrics of all ended and running loops of this process, for one meter provider."""
 
-    def __init__(self, limit: int = VALUES) -> None:
+    def __init__(self, limit: int = MAX_LABEL_VALUES) -> None:
         self._lock = threading.Lock()
-        self._bound = Bound(limit)
-        # In the order in which they began: who is counted first keeps its label when there are too many.
-        self._live: dict[Counts, None] = {}
-        #: What loops that are over have counted, by task.
+        self._bound = LabelLimiter(limit)
+        # In the order of their start: with too many labels, the first ones keep theirs.
+        self._live: dict[LoopMetrics, None] = {}
+        #: The counters of ended loops, by task.
         self._totals: dict[str, Numbers] = {}
-        #: What brokers have said about the queues of tasks, by task.
-        self._levels: dict[str, Numbers] = {}
+        #: The depths of queues that brokers have reported, by task.
+        self._depths: dict[str, Numbers] = {}
 
-    def counts(self, task: str, *, steps: Iterable[str], everyday: tuple[str, str]) -> Counts:
-        """The numbers of a new loop of *task*; they are seen once it is opened."""
-        return Counts(self._bound.value(("", 0), task), steps=steps, everyday=everyday, bound=self._bound)
+    def new_loop_metrics(self, task: str, *, steps: Iterable[str], success_steps: tuple[str, str]) -> LoopMetrics:
+        """Create the metrics of a new loop of *task*; they are collected once they are opened."""
+        return LoopMetrics(
+            self._bound.limit_value(("", 0), task), steps=steps, success_steps=success_steps, bound=self._bound
+        )
 
-    def join(self, kind: Callable[..., C], name: str) -> C:
-        """Numbers of a kind of their own, called *name* where others name a task; they are seen at once, and stay."""
-        counts = kind(self._bound.value(("", 0), name), bound=self._bound)
-        self.open(counts)
-        return counts
+    def register(self, metrics_class: Callable[..., C], name: str) -> C:
+        """Create and open metrics of another class, with *name* in place of a task; they are never closed here."""
+        loop_metrics = metrics_class(self._bound.limit_value(("", 0), name), bound=self._bound)
+        self.open(loop_metrics)
+        return loop_metrics
 
-    def open(self, counts: Counts) -> None:
+    def open(self, loop_metrics: LoopMetrics) -> None:
         with self._lock:
-            self._live[counts] = None
+            self._live[loop_metrics] = None
 
-    def close(self, counts: Counts) -> None:
-        """The loop is over: what it has counted is kept, and it is forgotten."""
+    def close(self, loop_metrics: LoopMetrics) -> None:
+        """Add the counters of an ended loop to the totals, and drop the loop."""
         with self._lock:
-            if counts in self._live:
-                self._live.pop(counts, None)
-                _add_all(self._totals, counts.task, counts.counted())
+            if loop_metrics in self._live:
+                self._live.pop(loop_metrics, None)
+                _add_all(self._totals, loop_metrics.task, loop_metrics.counters())
 
-    def level(self, task: str, depth: Mapping[str, int] | None, oldest: float | None = None) -> None:
-        """How full the queue of *task* is, by state, and how old the oldest that waits there; None: unknown."""
+    def set_queue_depth(self, task: str, depth: Mapping[str, int] | None, oldest: float | None = None) -> None:
+        """Set the depth of the queue of *task* by state, and the age of its oldest waiting message; None: unknown."""
         with self._lock:
-            task = self._bound.value(("", 0), task)
+            task = self._bound.limit_value(("", 0), task)
             if depth is None:
-                self._levels.pop(task, None)
+                self._depths.pop(task, None)
                 return
             numbers: Numbers = {(names.QUEUE_DEPTH.name, (state,)): count for state, count in depth.items()}
             numbers[names.QUEUE_LAG.name, ()] = oldest or 0.0
-            self._levels[task] = numbers
+            self._depths[task] = numbers
 
     def read(self, metric: Metric) -> list[tuple[dict[str, str], float]]:
-        """The metric's values now, each with its attributes."""
+        """Return the metric's current values, each with its attributes."""
         with self._lock:
-            found = self._ages(metric) if metric in _AGES else self._sums(metric.kind)
+            by_task = self._collect_ages(metric) if metric in _AGE_METRICS else self._sum_by_task(metric.kind)
         return [
-            (_labels(metric, task, values), value)
-            for task, numbers in found.items()
+            (_build_labels(metric, task, values), value)
+            for task, numbers in by_task.items()
             for (name, values), value in numbers.items()
             if name == metric.name
         ]
 
     def snapshot(self) -> Numbers:
-        """Every value now, by the metric's name and the values of all its attributes.
+        """Return every current value, by the metric's name and the values of all its attributes.
 
-        The largest age since somebody last read it is left out: it belongs to whoever collects through OpenTelemetry.
+        The largest age since the last reading is left out: reading resets it, and it belongs to OpenTelemetry's reader.
         """
         with self._lock:
-            parts = (self._sums("counter"), self._sums("gauge"), self._ages(names.QUEUE_AGE))
+            parts = (self._sum_by_task("counter"), self._sum_by_task("gauge"), self._collect_ages(names.QUEUE_AGE))
         return {
             (name, (task, *values)): value
-            for found in parts
-            for task, numbers in found.items()
+            for part in parts
+            for task, numbers in part.items()
             for (name, values), value in numbers.items()
         }
 
     def instrument(self, meter: Meter) -> None:
-        """Have *meter* read everything when it collects."""
+        """Create the instruments on *meter*, which read all values at collection."""
         for metric in METRICS:
-            make = meter.create_observable_counter if metric.kind == "counter" else meter.create_observable_gauge
-            callback = partial(self._observed, metric)
-            make(metric.name, callbacks=[callback], unit=metric.unit, description=metric.description)
+            create = meter.create_observable_counter if metric.kind == "counter" else meter.create_observable_gauge
+            callback = partial(self._observe, metric)
+            create(metric.name, callbacks=[callback], unit=metric.unit, description=metric.description)
 
-    def _observed(self, metric: Metric, _: CallbackOptions) -> Iterable[Observation]:
+    def _observe(self, metric: Metric, _: CallbackOptions) -> Iterable[Observation]:
         return [Observation(value, labels) for labels, value in self.read(metric)]
 
-    def _sums(self, kind: str) -> dict[str, Numbers]:
-        counter = kind == "counter"
-        told = self._totals if counter else self._levels
-        found = {task: dict(numbers) for task, numbers in told.items()}
-        for counts in self._live:
-            _add_all(found, counts.task, counts.counted() if counter else counts.gauged())
-        return found
+    def _sum_by_task(self, kind: str) -> dict[str, Numbers]:
+        is_counter = kind == "counter"
+        base = self._totals if is_counter else self._depths
+        by_task = {task: dict(numbers) for task, numbers in base.items()}
+        for loop_metrics in self._live:
+            _add_all(by_task, loop_metrics.task, loop_metrics.counters() if is_counter else loop_metrics.gauges())
+        return by_task
 
-    def _ages(self, metric: Metric) -> dict[str, Numbers]:
-        found: dict[str, Numbers] = {}
-        for counts in self._live:
-            age = counts.age if metric is names.QUEUE_AGE else counts.oldest_since()
+    def _collect_ages(self, metric: Metric) -> dict[str, Numbers]:
+        by_task: dict[str, Numbers] = {}
+        for loop_metrics in self._live:
+            age = loop_metrics.age if metric is names.QUEUE_AGE else loop_metrics.take_oldest_age()
             if age is not None:
-                numbers = found.setdefault(counts.task, {})
+                numbers = by_task.setdefault(loop_metrics.task, {})
                 numbers[metric.name, ()] = max(age, numbers.get((metric.name, ()), age))
-        return found
+        return by_task
 
 
-BY_NAME: Final = {metric.name: metric for metric in METRICS}
-_AGES: Final = (names.QUEUE_AGE, names.QUEUE_AGE_MAX)
+METRICS_BY_NAME: Final = {metric.name: metric for metric in METRICS}
+_AGE_METRICS: Final = (names.QUEUE_AGE, names.QUEUE_AGE_MAX)
 
 
-def _add(numbers: Numbers, key: Key, amount: float) -> None:
+def _add(numbers: Numbers, key: SeriesKey, amount: float) -> None:
     numbers[key] = numbers.get(key, 0) + amount
 
 
-def _add_all(sums: dict[str, Numbers], task: str, numbers: Numbers) -> None:
-    into = sums.setdefault(task, {})
+def _add_all(totals: dict[str, Numbers], task: str, numbers: Numbers) -> None:
+    target = totals.setdefault(task, {})
     for key, amount in numbers.items():
-        _add(into, key, amount)
+        _add(target, key, amount)
 
 
-def _labels(metric: Metric, task: str, values: tuple[str, ...]) -> dict[str, str]:
+def _build_labels(metric: Metric, task: str, values: tuple[str, ...]) -> dict[str, str]:
     labels = dict(zip(metric.attributes[1:], values, strict=True))
     return {metric.attributes[0]: task} | {name: value for name, value in labels.items() if value}
 
@@ -283,13 +301,13 @@ _registries: WeakKeyDictionary[MeterProvider, Registry] = WeakKeyDictionary()
 _lock: Final = threading.Lock()
 
 
-def registry_of(provider: MeterProvider | None = None) -> Registry:
-    """The registry that *provider* reads, or the process's own if there is none given.
+def get_registry(provider: MeterProvider | None = None) -> Registry:
+    """Return the registry that *provider* reads; the process's own if *provider* is None.
 
-    Without a provider the instruments are made on the global one; set later, it takes them over.
+    Without a provider the instruments are created on the global one; a provider that is set later takes them over.
     """
-    # The global provider is replaced when the SDK is set up; its stand-in would be a second registry.
-    key = provider or _GLOBAL
+    # The global provider is replaced when the SDK is set up; its proxy would be the key of a second registry.
+    key = provider or _GLOBAL_PROVIDER_KEY
     with _lock:
         registry = _registries.get(key)
         if registry is None:
@@ -299,20 +317,20 @@ def registry_of(provider: MeterProvider | None = None) -> Registry:
 
 
 def snapshot() -> Numbers:
-    """All that this process has counted, for whichever provider."""
+    """Return all values of this process, of all providers."""
     with _lock:
         registries = list(_registries.values())
-    found: Numbers = {}
+    numbers: Numbers = {}
     for registry in registries:
-        add(found, registry.snapshot())
-    return found
+        merge_numbers(numbers, registry.snapshot())
+    return numbers
 
 
-def add(into: Numbers, numbers: Numbers) -> None:
-    """Put *numbers* together with what is there, as each metric says."""
+def merge_numbers(target: Numbers, numbers: Numbers) -> None:
+    """Merge *numbers* into *into*, as each metric defines."""
     for key, value in numbers.items():
-        metric = BY_NAME[key[0]]
-        into[key] = max(value, into.get(key, value)) if metric.across == "max" else into.get(key, 0) + value
+        metric = METRICS_BY_NAME[key[0]]
+        target[key] = max(value, target.get(key, value)) if metric.across == "max" else target.get(key, 0) + value
 
 
-_GLOBAL: Final = api.NoOpMeterProvider()
+_GLOBAL_PROVIDER_KEY: Final = api.NoOpMeterProvider()

@@ -1,6 +1,6 @@
-"""Every name that dashboards, alerts and queries hold on to: spans, attributes, metrics and log events.
+"""The stable names for dashboards, alerts and queries: spans, attributes, metrics and log events.
 
-They are promises like the names in policies: added to, never renamed. docs/telemetry.md lists them.
+Like the names in policies, they are only added to and never renamed. docs/telemetry.md lists them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Span:
     HANDLE_PRODUCE_EXCEPTION_ATTEMPT: Final = "handle_produce_exception.attempt"
     PROVIDER_CALL: Final = "provider_call"
     PROVIDER_CALL_ATTEMPT: Final = "provider_call.attempt"
-    #: The executor document's name, which other runtimes use too.
+    #: The name in the executor document, which other runtimes use too.
     EXECUTOR: Final = "rrq.executor"
 
 
@@ -98,21 +98,21 @@ class Attribute:
     STATUS: Final = "ergon.fact.status"
     ROOM: Final = "ergon.fact.room"
     METHOD: Final = "ergon.fact.method"
-    #: The upper bound of a bucket; spelled as those who read histograms expect it.
+    #: The upper bound of a bucket; spelled as histogram readers expect it.
     LE: Final = "le"
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One instrument: a counter only rises, a gauge says how it is now."""
+    """One instrument: a counter that only rises, or a gauge with the current value."""
 
     name: str
     kind: Literal["counter", "gauge"]
     unit: str
     description: str
     attributes: tuple[str, ...] = (Attribute.TASK,)
-    #: How the values of several processes become one: what each has of its own is added, and of what all of them
-    #: look at the largest is the one that holds.
+    #: How the values of several processes are merged: the sum where each process has its own part, the maximum where
+    #: all processes observe the same thing.
     across: Literal["sum", "max"] = "sum"
 
 
@@ -464,7 +464,7 @@ METRICS: Final = (
 
 
 class Event:
-    """Messages of log records: an event each, with its particulars as fields."""
+    """Messages of log records: one event each, with its details as fields."""
 
     ATTEMPT_FAILED: Final = "attempt failed"
     TRANSACTION_FAILED: Final = "transaction failed"
@@ -598,6 +598,6 @@ class Field:
     IGNORED: Final = "ignored"
 
 
-def listed(names: type) -> list[str]:
-    """The values of one of the classes above."""
+def values_of(names: type) -> list[str]:
+    """Return the values of one of the classes above."""
     return [value for key, value in vars(names).items() if key.isupper() and isinstance(value, str)]

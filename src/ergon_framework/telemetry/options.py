@@ -1,4 +1,4 @@
-"""What a task may say about its telemetry."""
+"""The telemetry options of a task."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ergon_framework.telemetry.redaction import Redact, redact
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryOptions:
-    """Set as the attribute ``telemetry`` of a task; without it, the defaults.
+    """The options, set as the attribute ``telemetry`` of a task; without it, the defaults apply.
 
-    Results and payloads are recorded only if they are asked for here, and then only as *redact*
+    Results and payloads are recorded only if they are enabled here, and then only as *redact*
     leaves them; with payloads, validation errors quote their input too. ``record_tracebacks=False`` leaves
-    tracebacks out of logs, spans and failure records. The providers are the global ones unless they are given.
+    tracebacks out of logs, spans and failure records. The providers default to the global ones.
     """
 
     record_results: bool = False
@@ -30,21 +30,21 @@ class TelemetryOptions:
     meter_provider: MeterProvider | None = None
 
 
-DEFAULTS = TelemetryOptions()
+DEFAULT_OPTIONS = TelemetryOptions()
 
 
-def without_tracebacks(task: Any) -> None:
-    """Turn tracebacks off for *task*, also if its own options turn them on."""
-    task.telemetry = replace(options_of(task), record_tracebacks=False)
+def disable_tracebacks(task: Any) -> None:
+    """Turn tracebacks off for *task*, even if its own options turn them on."""
+    task.telemetry = replace(get_options(task), record_tracebacks=False)
 
 
-def options_of(task: object) -> TelemetryOptions:
-    """The options that *task* carries; ConfigurationError if the rules of redaction are invalid."""
+def get_options(task: object) -> TelemetryOptions:
+    """Return the options of *task*; raise ConfigurationError if the redaction rules are invalid."""
     try:
         load_environment()
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    options = getattr(task, "telemetry", DEFAULTS)
+    options = getattr(task, "telemetry", DEFAULT_OPTIONS)
     if not isinstance(options, TelemetryOptions):
         raise ConfigurationError(
             f"the attribute telemetry of {type(task).__name__} must be a TelemetryOptions, not "

@@ -1,4 +1,4 @@
-"""Spans of calls that go out: one for the call, one below it for each attempt. None of it can fail the call."""
+"""Spans of outgoing calls: one for the call, one child for each attempt. A telemetry error never fails the call."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, TracerProvider, set_span_in_context
 
 from ergon_framework.telemetry import logs
-from ergon_framework.telemetry.context import within
+from ergon_framework.telemetry.context import context_with
 from ergon_framework.telemetry.names import LIBRARY
 
 
-class Outgoing:
+class ClientSpan:
     """The spans of one call."""
 
-    __slots__ = ("_attempt", "_call", "_tracer")
+    __slots__ = ("_attempt_span", "_call_span", "_tracer")
 
     def __init__(self, tracer: Tracer, name: str, attributes: Mapping[str, Any]) -> None:
         self._tracer = tracer
-        self._attempt: Span | None = None
-        self._call = self._started(name, None, attributes)
+        self._attempt_span: Span | None = None
+        self._call_span = self._start_span(name, None, attributes)
 
-    def attempt(self, name: str, attributes: Mapping[str, Any]) -> Context | None:
-        """Begin an attempt; the variables that its body is to run in."""
-        if self._call is None:
+    def start_attempt(self, name: str, attributes: Mapping[str, Any]) -> Context | None:
+        """Begin an attempt; return the context variables in which its body is to run."""
+        if self._call_span is None:
             return None
-        self._attempt = span = self._started(name, self._call, attributes)
-        return None if span is None else within(copy_context(), set_span_in_context(span))
+        self._attempt_span = span = self._start_span(name, self._call_span, attributes)
+        return None if span is None else context_with(copy_context(), set_span_in_context(span))
 
-    def attempted(self, attributes: Mapping[str, Any], failure: str | None) -> None:
-        """End the attempt; *failure* is the name of what went wrong."""
-        span, self._attempt = self._attempt, None
-        _ended(span, attributes, failure)
+    def end_attempt(self, attributes: Mapping[str, Any], failure: str | None) -> None:
+        """End the attempt; *failure* is the name of the error."""
+        span, self._attempt_span = self._attempt_span, None
+        _end_span(span, attributes, failure)
 
-    def over(self, attributes: Mapping[str, Any], failure: str | None) -> None:
-        """End the call, and the attempt in the middle of which it was interrupted."""
-        _ended(self._attempt, {}, None)
-        _ended(self._call, attributes, failure)
+    def end(self, attributes: Mapping[str, Any], failure: str | None) -> None:
+        """End the call, and an interrupted attempt."""
+        _end_span(self._attempt_span, {}, None)
+        _end_span(self._call_span, attributes, failure)
 
-    def _started(self, name: str, above: Span | None, attributes: Mapping[str, Any]) -> Span | None:
-        context = None if above is None else set_span_in_context(above)
-        kind = SpanKind.INTERNAL if above is None else SpanKind.CLIENT
+    def _start_span(self, name: str, parent: Span | None, attributes: Mapping[str, Any]) -> Span | None:
+        context = None if parent is None else set_span_in_context(parent)
+        kind = SpanKind.INTERNAL if parent is None else SpanKind.CLIENT
         try:
             return self._tracer.start_span(name, context, kind, attributes)
-        except Exception as error:  # noqa: BLE001 - samplers and processors are foreign code
-            logs.telemetry_failed(error)
+        except Exception as error:  # noqa: BLE001 - samplers and processors are third-party code
+            logs.log_telemetry_failure(error)
             return None
 
 
-def _ended(span: Span | None, attributes: Mapping[str, Any], failure: str | None) -> None:
+def _end_span(span: Span | None, attributes: Mapping[str, Any], failure: str | None) -> None:
     if span is None:
         return
     try:
@@ -60,14 +60,14 @@ def _ended(span: Span | None, attributes: Mapping[str, Any], failure: str | None
             span.set_status(Status(StatusCode.ERROR, failure))
         span.end()
     except Exception as error:  # noqa: BLE001 - as above
-        logs.telemetry_failed(error)
+        logs.log_telemetry_failure(error)
 
 
 _tracers: Final[dict[TracerProvider, Tracer]] = {}
 
 
 def current_tracer() -> Tracer | None:
-    """Who makes the spans of a call that begins here; None where nobody has asked for any."""
+    """Return the tracer for a call that begins here; None if no tracer provider is set."""
     provider = trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
         return None

@@ -1,27 +1,26 @@
-"""Redaction: nothing that a user wrote is recorded without having passed a hook."""
+"""Redaction: user data is recorded only after it has passed a hook."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from ergon_framework.failure import MESSAGE, describe
-from ergon_framework.redaction import HIDDEN
-from ergon_framework.redaction import is_secret_name as secret
-from ergon_framework.redaction import redact_text as masked
+from ergon_framework.failure import MAX_MESSAGE_CHARS, describe_error
+from ergon_framework.redaction import HIDDEN, is_secret_name
+from ergon_framework.redaction import redact_text as mask_credentials
 
-__all__ = ["HIDDEN", "Redact", "masked", "message", "redact", "secret", "shown"]
+__all__ = ["HIDDEN", "Redact", "is_secret_name", "mask_credentials", "redact", "redacted_message", "redacted_repr"]
 
-#: Gets the key under which a value would be recorded; answers what may be recorded of it.
+#: Receives the key under which a value would be recorded, and the value; returns what may be recorded of it.
 Redact: TypeAlias = Callable[[str, Any], Any]
 
 
 def redact(key: str, value: Any) -> Any:
-    """The default hook: hides what has a secret's name, in mappings at any depth and in text."""
-    if secret(key):
+    """Hide values with a secret's name, in mappings at any depth and in text; the default hook."""
+    if is_secret_name(key):
         return HIDDEN
     if isinstance(value, str):
-        return masked(value)
+        return mask_credentials(value)
     if isinstance(value, Mapping):
         return {str(name): redact(str(name), item) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -29,26 +28,26 @@ def redact(key: str, value: Any) -> Any:
     return value
 
 
-def shown(hook: Redact, key: str, value: Any) -> str:
-    """What may be recorded of *value*, as short text. A hook that breaks hides everything."""
+def redacted_repr(hook: Redact, key: str, value: Any) -> str:
+    """Return what may be recorded of *value*, as short text. A hook that raises hides everything."""
     try:
-        kept = hook(key, _readable(value))
-        return _short(kept if isinstance(kept, str) else masked(repr(kept)))
-    except Exception:  # noqa: BLE001 - the hook is foreign code; when in doubt nothing is shown
+        redacted = hook(key, _to_readable(value))
+        return _shorten(redacted if isinstance(redacted, str) else mask_credentials(repr(redacted)))
+    except Exception:  # noqa: BLE001 - the hook is third-party code; in doubt nothing is recorded
         return HIDDEN
 
 
-def message(hook: Redact, key: str, error: BaseException, *, values: bool = False) -> str:
-    """What may be recorded of an error's message: at most 500 characters; *values* as for ``describe``."""
-    told = describe(error, values=values)
+def redacted_message(hook: Redact, key: str, error: BaseException, *, values: bool = False) -> str:
+    """Return what may be recorded of an error's message: at most 500 characters; *values* as for ``describe_error``."""
+    text = describe_error(error, values=values)
     # The default hook would apply the same rules again.
-    return told if hook is redact else shown(hook, key, told)
+    return text if hook is redact else redacted_repr(hook, key, text)
 
 
-def _readable(value: Any) -> Any:
+def _to_readable(value: Any) -> Any:
     return value.decode(errors="replace") if isinstance(value, bytes | bytearray) else value
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     text = text.encode(errors="backslashreplace").decode()
-    return text if len(text) <= MESSAGE else text[: MESSAGE - 1] + "…"
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"

@@ -1,4 +1,4 @@
-"""Spans: how a loop's are started, what they tell, and that none of it can break the loop."""
+"""Spans of a loop: started, filled and ended so that no telemetry error can break the loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
 from ergon_framework.telemetry import logs
-from ergon_framework.telemetry.context import ids, inbound, within
+from ergon_framework.telemetry.context import context_with, extract_context, span_ids
 from ergon_framework.telemetry.names import LIBRARY, ExceptionEvent
 from ergon_framework.telemetry.options import TelemetryOptions
 
 
-class Node:
-    """A span, and the context in which whatever is below it runs."""
+class SpanNode:
+    """A span, and the context in which its children run."""
 
     __slots__ = ("_links", "_tracing", "context", "recording", "span")
 
@@ -27,45 +27,45 @@ class Node:
         self._tracing = tracing
         self.span = span
         self.context = set_span_in_context(span, context)
-        #: Whether anybody will see it; below one that nobody sees there are no further spans.
+        #: Whether the span is recorded; one that is not recorded has no child spans.
         self.recording = span.is_recording()
         self._links: Sequence[Link] | None = None
 
-    def child(self, name: str, attributes: Mapping[str, Any] | None = None) -> Node:
+    def start_child(self, name: str, attributes: Mapping[str, Any] | None = None) -> SpanNode:
         tracing = self._tracing
-        return Node(tracing, tracing.start(name, self.context, attributes=attributes), self.context)
+        return SpanNode(tracing, tracing.start_span(name, self.context, attributes=attributes), self.context)
 
-    def body(self) -> Variables:
-        """Where a body below this span runs; a new one for each, because it keeps what the body leaves in it."""
-        return within(self._tracing.variables, self.context)
+    def new_context(self) -> Variables:
+        """Return the context variables of a handler call in this span; a new copy, because a call may change it."""
+        return context_with(self._tracing.variables, self.context)
 
     @property
     def links(self) -> Sequence[Link]:
-        """A link to this span, made once for all that carry it."""
+        """A link to this span, created once for all spans that carry it."""
         if self._links is None:
-            found = self.span.get_span_context()
-            self._links = (Link(found),) if found.is_valid else ()
+            span_context = self.span.get_span_context()
+            self._links = (Link(span_context),) if span_context.is_valid else ()
         return self._links
 
     @property
     def ids(self) -> tuple[str, str] | None:
-        return ids(self.span)
+        return span_ids(self.span)
 
-    def tell(self, attributes: Mapping[str, Any]) -> None:
+    def set_attributes(self, attributes: Mapping[str, Any]) -> None:
         self.span.set_attributes(attributes)
 
-    def record(self, attributes: Mapping[str, Any]) -> None:
+    def add_exception_event(self, attributes: Mapping[str, Any]) -> None:
         """Add an event that records an exception."""
         self.span.add_event(ExceptionEvent.NAME, attributes)
 
-    def fail(self, message: str) -> None:
+    def set_error(self, message: str) -> None:
         self.span.set_status(Status(StatusCode.ERROR, message))
 
     def end(self) -> None:
         try:
             self.span.end()
-        except Exception as error:  # noqa: BLE001 - span processors are foreign code and must not end a loop
-            logs.telemetry_failed(error)
+        except Exception as error:  # noqa: BLE001 - span processors are third-party code and must not end a loop
+            logs.log_telemetry_failure(error)
 
 
 class Tracing:
@@ -75,24 +75,24 @@ class Tracing:
         self._tracer = tracer
         self._kind = SpanKind.CONSUMER if consumer else SpanKind.PRODUCER
         self.variables = copy_context()
-        self._outer = api.get_current()
+        self._outer_context = api.get_current()
 
-    def root(self, name: str, attributes: Mapping[str, Any]) -> Node:
-        return Node(self, self.start(name, self._outer, attributes=attributes), self._outer)
+    def start_root(self, name: str, attributes: Mapping[str, Any]) -> SpanNode:
+        return SpanNode(self, self.start_span(name, self._outer_context, attributes=attributes), self._outer_context)
 
-    def transaction(
-        self, name: str, root: Node | None, carrier: Mapping[str, str] | None, attributes: Mapping[str, Any]
-    ) -> Node:
-        """The span of one transaction: it continues the trace that it came with, or else belongs to *root*."""
-        came_with = inbound(carrier) if carrier else None
-        if came_with is not None:
+    def start_transaction(
+        self, name: str, root: SpanNode | None, carrier: Mapping[str, str] | None, attributes: Mapping[str, Any]
+    ) -> SpanNode:
+        """Start the span of one transaction: it continues the trace in *carrier*, or otherwise belongs to *root*."""
+        remote_context = extract_context(carrier) if carrier else None
+        if remote_context is not None:
             links = () if root is None else root.links
-            span = self.start(name, came_with, attributes=attributes, kind=self._kind, links=links)
-            return Node(self, span, came_with)
-        above = self._outer if root is None else root.context
-        return Node(self, self.start(name, above, attributes=attributes, kind=self._kind), above)
+            span = self.start_span(name, remote_context, attributes=attributes, kind=self._kind, links=links)
+            return SpanNode(self, span, remote_context)
+        parent = self._outer_context if root is None else root.context
+        return SpanNode(self, self.start_span(name, parent, attributes=attributes, kind=self._kind), parent)
 
-    def start(
+    def start_span(
         self,
         name: str,
         context: Context,
@@ -103,13 +103,13 @@ class Tracing:
     ) -> Span:
         try:
             return self._tracer.start_span(name, context, kind, attributes, links)
-        except Exception as error:  # noqa: BLE001 - samplers and processors are foreign code and must not end a loop
-            logs.telemetry_failed(error)
+        except Exception as error:  # noqa: BLE001 - samplers and processors are third-party code, must not end a loop
+            logs.log_telemetry_failure(error)
             return INVALID_SPAN
 
 
-def tracing(options: TelemetryOptions, *, consumer: bool = True) -> Tracing | None:
-    """What starts a loop's spans; None when nobody has asked for any, which is decided once per loop."""
+def create_tracing(options: TelemetryOptions, *, consumer: bool = True) -> Tracing | None:
+    """Return the tracing of a loop; None if no tracer provider is set, which is decided once per loop."""
     provider = options.tracer_provider or trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
         return None

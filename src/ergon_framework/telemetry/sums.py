@@ -1,4 +1,4 @@
-"""Sums: what several processes have counted, as one. A counter never goes back, whoever dies."""
+"""The merged metrics of several processes. A counter never decreases, even if a process is killed."""
 
 from __future__ import annotations
 
@@ -6,77 +6,85 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from ergon_framework.telemetry.metrics import BY_NAME, VALUES, Bound, Key, Numbers, add, snapshot
+from ergon_framework.telemetry.metrics import (
+    MAX_LABEL_VALUES,
+    METRICS_BY_NAME,
+    LabelLimiter,
+    Numbers,
+    SeriesKey,
+    merge_numbers,
+    snapshot,
+)
 
-#: How many values go into one report: a line of them stays far below the longest that is read.
-PART: Final = 2_000
+#: Values of one report: a line with that many stays far below the longest line that is read.
+MAX_REPORT_VALUES: Final = 2_000
 
 
-class Sums:
-    """Adds up what this process counts, and what others tell of themselves. Any thread may tell, and any may read."""
+class MultiprocessMetrics:
+    """Merges the metrics of this process with the reports of others. Thread-safe."""
 
-    def __init__(self, own: Callable[[], Numbers] = snapshot, *, limit: int = VALUES) -> None:
-        self._own = own
+    def __init__(self, read_own: Callable[[], Numbers] = snapshot, *, limit: int = MAX_LABEL_VALUES) -> None:
+        self._read_own = read_own
         self._lock = threading.Lock()
-        self._bound = Bound(limit)
-        self._told: dict[int, Numbers] = {}
-        #: Of reports that are not complete yet.
+        self._bound = LabelLimiter(limit)
+        self._reports: dict[int, Numbers] = {}
+        #: The parts of incomplete reports.
         self._parts: dict[int, Numbers] = {}
-        self._gone: Numbers = {}
-        self._shown: Numbers = {}
+        self._ended_counters: Numbers = {}
+        self._last_shown: Numbers = {}
 
-    def tell(self, source: int, report: dict[str, Any]) -> None:
-        """A part of what process *source* has counted so far; with the last one all of it takes the place of before."""
+    def update(self, source: int, report: dict[str, Any]) -> None:
+        """Add a part of the report of process *source*; the last part replaces the report before."""
         with self._lock:
             parts = self._parts.setdefault(source, {})
-            parts.update(_heard(report.get("numbers")))
+            parts.update(_parse_rows(report.get("numbers")))
             if report.get("last") is True:
-                self._told[source] = self._parts.pop(source)
+                self._reports[source] = self._parts.pop(source)
 
-    def gone(self, source: int) -> None:
-        """Process *source* is no more: what it has counted is kept, how it was is not."""
+    def remove(self, source: int) -> None:
+        """Remove an ended process: its counters are kept, its gauges are not."""
         with self._lock:
             self._parts.pop(source, None)
-            left = {key: value for key, value in self._told.pop(source, {}).items() if _counts(key)}
-            add(self._gone, self._bounded(left))
+            counters = {key: value for key, value in self._reports.pop(source, {}).items() if _is_counter(key)}
+            merge_numbers(self._ended_counters, self._limit_labels(counters))
 
     def read(self) -> Numbers:
-        """Every value now, by the metric's name and the values of all its attributes."""
-        own = self._own()
+        """Return every current value, by the metric's name and the values of all its attributes."""
+        own_numbers = self._read_own()
         with self._lock:
-            found = dict(self._gone)
-            for numbers in (own, *self._told.values()):
-                add(found, self._bounded(numbers))
-            for key in filter(_counts, found):
-                # Fractions come out otherwise by a hair when they are added in another order, as after a death. To
-                # whoever collects, a counter that goes back by a hair has begun anew.
-                found[key] = self._shown[key] = max(found[key], self._shown.get(key, 0))
-        return found
+            merged = dict(self._ended_counters)
+            for numbers in (own_numbers, *self._reports.values()):
+                merge_numbers(merged, self._limit_labels(numbers))
+            for key in filter(_is_counter, merged):
+                # A float sum depends slightly on its order, which changes when a process ends. A collector would take
+                # the smallest decrease of a counter for a restart.
+                merged[key] = self._last_shown[key] = max(merged[key], self._last_shown.get(key, 0))
+        return merged
 
-    def _bounded(self, numbers: Numbers) -> Numbers:
-        """Each process has bounded its own labels; those of many, one after the other, are bounded here."""
-        found: Numbers = {}
+    def _limit_labels(self, numbers: Numbers) -> Numbers:
+        """Limit the labels of all processes together: each process has limited only its own."""
+        limited: Numbers = {}
         for key, value in numbers.items():
-            metric = BY_NAME[key[0]]
-            add(found, {(metric.name, self._bound(metric, key[1])): value})
-        return found
+            metric = METRICS_BY_NAME[key[0]]
+            merge_numbers(limited, {(metric.name, self._bound(metric, key[1])): value})
+        return limited
 
 
-def told(numbers: Numbers) -> Iterator[dict[str, Any]]:
-    """*numbers* as reports of plain data; there is always one that is the last."""
+def serialize_numbers(numbers: Numbers) -> Iterator[dict[str, Any]]:
+    """Serialize *numbers* to reports of plain data; exactly one report, the final one, is marked as the last."""
     rows = [[name, list(values), value] for (name, values), value in numbers.items()]
-    for at in range(0, max(1, len(rows)), PART):
-        yield {"numbers": rows[at : at + PART], "last": at + PART >= len(rows)}
+    for start in range(0, max(1, len(rows)), MAX_REPORT_VALUES):
+        yield {"numbers": rows[start : start + MAX_REPORT_VALUES], "last": start + MAX_REPORT_VALUES >= len(rows)}
 
 
-def _heard(rows: Any) -> Iterator[tuple[Key, float]]:
-    """Of plain data, nothing is believed but what fits."""
+def _parse_rows(rows: Any) -> Iterator[tuple[SeriesKey, float]]:
+    """Parse plain data; skip rows that do not match a known metric."""
     for row in rows if isinstance(rows, list) else ():
         match row:
-            case [str(name), list(values), int() | float() as value] if name in BY_NAME:
-                if len(values) == len(BY_NAME[name].attributes):
+            case [str(name), list(values), int() | float() as value] if name in METRICS_BY_NAME:
+                if len(values) == len(METRICS_BY_NAME[name].attributes):
                     yield (name, tuple(map(str, values))), value
 
 
-def _counts(key: Key) -> bool:
-    return BY_NAME[key[0]].kind == "counter"
+def _is_counter(key: SeriesKey) -> bool:
+    return METRICS_BY_NAME[key[0]].kind == "counter"

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from ergon_framework.errors import ErgonError, particulars_of, text, to_one_line, to_storable
-from ergon_framework.failure import SEARCHED, TRACEBACK, cut, describe
+from ergon_framework.errors import ErgonError, error_message, get_details, to_one_line, to_storable
+from ergon_framework.failure import MAX_SEARCHED_CHARS, MAX_TRACEBACK_BYTES, cut, describe_error
 from ergon_framework.telemetry import redaction
 from ergon_framework.telemetry.names import LIBRARY, Attribute, ExceptionEvent
 from ergon_framework.telemetry.options import TelemetryOptions
@@ -18,8 +18,8 @@ from ergon_framework.telemetry.options import TelemetryOptions
 #: The most frames and errors of a chain that one traceback has.
 MAX_FRAMES: Final = 20
 MAX_ERRORS: Final = 5
-#: The longest file name or source line, in characters.
-MAX_LINE: Final = 160
+#: Longest file name or source line, in characters.
+MAX_LINE_CHARS: Final = 160
 
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None]
 _Frames: TypeAlias = list[tuple[FrameType, int]]
@@ -33,16 +33,16 @@ def format_traceback(error: BaseException | None, options: TelemetryOptions) -> 
     """
     if error is None or not options.record_tracebacks:
         return None
-    remote = particulars_of(error).get("traceback") if isinstance(error, ErgonError) else None
+    remote = get_details(error).get("traceback") if isinstance(error, ErgonError) else None
     if remote is not None:
-        # Its end names the error.
-        return _redact(remote, options)[-TRACEBACK:].decode(errors="ignore")
+        # The tail is kept, because it names the error.
+        return _redact(remote, options)[-MAX_TRACEBACK_BYTES:].decode(errors="ignore")
     try:
         chain = _build_chain(find_raised(error))
         if not any(frames for _, frames in chain):
             return None
-        return _redact("\n".join(_format_chain(chain, options)), options)[:TRACEBACK].decode(errors="ignore")
-    except Exception:  # noqa: BLE001 - errors and hooks are foreign code; a failure is recorded without its traceback
+        return _redact("\n".join(_format_chain(chain, options)), options)[:MAX_TRACEBACK_BYTES].decode(errors="ignore")
+    except Exception:  # noqa: BLE001 - errors and hooks are third-party code; the failure is recorded without traceback
         return None
 
 
@@ -56,58 +56,60 @@ def to_exc_info(error: BaseException, options: TelemetryOptions) -> ExcInfo:
     entry = _skip_framework(raised.__traceback__)
     if all(_is_shown_as_raised(link, options) for link in _list_errors(raised)):
         return type(raised), raised, entry
-    message = _message(raised, options)
+    message = _redact_message(raised, options)
     return ErgonError, ErgonError(f"{type(raised).__qualname__}: {message}").with_traceback(entry), entry
 
 
 def find_raised(error: BaseException) -> BaseException:
-    """Return what user code raised: the engine wraps it in an error that was never raised itself."""
+    """Return the error that user code raised: the engine wraps it in an error that was never raised itself."""
     while error.__traceback__ is None and error.__cause__ is not None and not _hides_causes(error):
         error = error.__cause__
     return error
 
 
-def _is_shown_as_raised(link: _Link, options: TelemetryOptions) -> bool:
-    raised = text(link.error, values=True, raw=True)
+def _is_shown_as_raised(link: _ErrorLink, options: TelemetryOptions) -> bool:
+    raised = error_message(link.error, values=True, raw=True)
     return (
         not link.hidden
-        and len(raised) <= SEARCHED
-        and redaction.masked(raised) == raised
-        and _message(link.error, options) == cut(raised or type(link.error).__qualname__)
+        and len(raised) <= MAX_SEARCHED_CHARS
+        and redaction.mask_credentials(raised) == raised
+        and _redact_message(link.error, options) == cut(raised or type(link.error).__qualname__)
     )
 
 
-def _message(error: BaseException, options: TelemetryOptions) -> str:
-    return redaction.message(options.redact, Attribute.EXCEPTION_MESSAGE, error, values=options.record_payloads)
+def _redact_message(error: BaseException, options: TelemetryOptions) -> str:
+    return redaction.redacted_message(
+        options.redact, Attribute.EXCEPTION_MESSAGE, error, values=options.record_payloads
+    )
 
 
 # -- the chain ------------------------------------------------------------------------------------
 
 
-class _Link(NamedTuple):
-    """One error of a chain, the words that join it to the one before, and whether its message is hidden."""
+class _ErrorLink(NamedTuple):
+    """One error of a chain, the text that joins it to the one before, and whether its message is hidden."""
 
     error: BaseException
     relation: str = ""
     hidden: bool = False
 
 
-def _list_errors(error: BaseException) -> list[_Link]:
-    """List *error* and what led to it, outermost first."""
-    waiting, errors = [_Link(error)], list[_Link]()
-    while waiting and len(errors) < MAX_ERRORS:
-        link = waiting.pop(0)
-        one = link.error
-        if any(one is known.error for known in errors):
+def _list_errors(error: BaseException) -> list[_ErrorLink]:
+    """List *error* and its causes, outermost first."""
+    pending, errors = [_ErrorLink(error)], list[_ErrorLink]()
+    while pending and len(errors) < MAX_ERRORS:
+        link = pending.pop(0)
+        current = link.error
+        if any(current is seen.error for seen in errors):
             continue
         errors.append(link)
-        hidden = link.hidden or _hides_causes(one)
-        if isinstance(one, BaseExceptionGroup):
-            waiting += [_Link(member, "member of the group:", hidden) for member in one.exceptions]
-        if one.__cause__ is not None:
-            waiting.append(_Link(one.__cause__, "caused by:", hidden))
-        elif one.__context__ is not None and not one.__suppress_context__:
-            waiting.append(_Link(one.__context__, "raised while handling:", hidden))
+        hidden = link.hidden or _hides_causes(current)
+        if isinstance(current, BaseExceptionGroup):
+            pending += [_ErrorLink(member, "member of the group:", hidden) for member in current.exceptions]
+        if current.__cause__ is not None:
+            pending.append(_ErrorLink(current.__cause__, "caused by:", hidden))
+        elif current.__context__ is not None and not current.__suppress_context__:
+            pending.append(_ErrorLink(current.__context__, "raised while handling:", hidden))
     return errors
 
 
@@ -115,7 +117,7 @@ def _hides_causes(error: BaseException) -> bool:
     return isinstance(error, ErgonError) and error.hides_causes
 
 
-def _build_chain(error: BaseException) -> list[tuple[_Link, _Frames]]:
+def _build_chain(error: BaseException) -> list[tuple[_ErrorLink, _Frames]]:
     """List the errors of a chain with their frames; no frames at all if no user code is among them."""
     chain = [(link, _list_frames(link.error.__traceback__)) for link in _list_errors(error)]
     if isinstance(error, ErgonError) and not any(_is_user_code(frame) for _, frames in chain for frame, _ in frames):
@@ -129,43 +131,43 @@ def _list_frames(trace: TracebackType | None) -> _Frames:
 
 def _skip_framework(trace: TracebackType | None) -> TracebackType | None:
     """Return *trace* from the first frame of user code on; all of it where there is none."""
-    users = trace
-    while users is not None and not _is_user_code(users.tb_frame):
-        users = users.tb_next
-    return users or trace
+    entry = trace
+    while entry is not None and not _is_user_code(entry.tb_frame):
+        entry = entry.tb_next
+    return entry or trace
 
 
 def _is_user_code(frame: FrameType) -> bool:
-    top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return top != LIBRARY and top not in sys.stdlib_module_names
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package != LIBRARY and package not in sys.stdlib_module_names
 
 
 # -- the text -------------------------------------------------------------------------------------
 
 
-def _format_chain(chain: Sequence[tuple[_Link, _Frames]], options: TelemetryOptions) -> list[str]:
+def _format_chain(chain: Sequence[tuple[_ErrorLink, _Frames]], options: TelemetryOptions) -> list[str]:
     lines: list[str] = []
     spare = MAX_FRAMES - sum(min(len(frames), MAX_FRAMES // len(chain)) for _, frames in chain)
     for link, frames in chain:
         share = min(len(frames), MAX_FRAMES // len(chain))
-        more = min(spare, len(frames) - share)
-        spare -= more
+        extra = min(spare, len(frames) - share)
+        spare -= extra
         lines += [link.relation] if link.relation else []
-        lines += _format_frames(frames, share + more)
+        lines += _format_frames(frames, share + extra)
         lines.append(_format_title(link, options))
     return lines
 
 
-def _format_title(link: _Link, options: TelemetryOptions) -> str:
+def _format_title(link: _ErrorLink, options: TelemetryOptions) -> str:
     name = type(link.error).__qualname__
-    # A message of several lines must not look like frames, nor like a record of its own in a log.
-    return name if link.hidden else f"{name}: {to_one_line(describe(link.error, values=options.record_payloads))}"
+    # A message of several lines must look neither like frames nor like a separate log record.
+    return name if link.hidden else f"{name}: {to_one_line(describe_error(link.error, values=options.record_payloads))}"
 
 
-def _format_frames(frames: _Frames, most: int) -> list[str]:
-    """Show *most* of *frames*: the first ones, where the user's function is, and the last ones, where it failed."""
-    first = len(frames) if len(frames) <= most else most // 4
-    last = len(frames) - (most - first)
+def _format_frames(frames: _Frames, max_frames: int) -> list[str]:
+    """Format *max_frames* frames: the first ones, with the user's function, and the last ones, where it failed."""
+    first = len(frames) if len(frames) <= max_frames else max_frames // 4
+    last = len(frames) - (max_frames - first)
     lines = [line for frame in frames[:first] for line in _format_frame(*frame)]
     if first < last:
         lines.append(f"... {last - first} frames left out")
@@ -174,14 +176,14 @@ def _format_frames(frames: _Frames, most: int) -> list[str]:
 
 def _format_frame(frame: FrameType, number: int) -> list[str]:
     code = frame.f_code
-    place = f"{code.co_filename[-MAX_LINE:]}:{number} in {code.co_name[:MAX_LINE]}"
-    source = linecache.getline(code.co_filename, number, frame.f_globals).strip()[:MAX_LINE]
-    return [place, f"    {source}"] if source else [place]
+    location = f"{code.co_filename[-MAX_LINE_CHARS:]}:{number} in {code.co_name[:MAX_LINE_CHARS]}"
+    source = linecache.getline(code.co_filename, number, frame.f_globals).strip()[:MAX_LINE_CHARS]
+    return [location, f"    {source}"] if source else [location]
 
 
-def _redact(shown: str, options: TelemetryOptions) -> bytes:
+def _redact(traceback_text: str, options: TelemetryOptions) -> bytes:
     try:
-        kept: Any = options.redact(ExceptionEvent.STACKTRACE, to_storable(shown))
-    except Exception:  # noqa: BLE001 - the hook is foreign code; when in doubt nothing is shown
-        kept = None
-    return (kept if isinstance(kept, str) else redaction.HIDDEN).encode(errors="backslashreplace")
+        redacted: Any = options.redact(ExceptionEvent.STACKTRACE, to_storable(traceback_text))
+    except Exception:  # noqa: BLE001 - the hook is third-party code; in doubt nothing is recorded
+        redacted = None
+    return (redacted if isinstance(redacted, str) else redaction.HIDDEN).encode(errors="backslashreplace")

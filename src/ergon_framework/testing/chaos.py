@@ -1,4 +1,4 @@
-"""Chaos for a task of yours: random mishaps, by seed and in virtual time; whatever counts must count once in each."""
+"""Chaos tests for a task: random faults by seed, in virtual time; every effect must happen exactly once per run."""
 
 from __future__ import annotations
 
@@ -8,50 +8,60 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError
-from ergon_framework.testing.mishaps import Mishap, Plan, dies, dies_after, hangs, loses, raises, takes, written
-from ergon_framework.testing.trial import Result, Trial
+from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError
+from ergon_framework.testing.mishaps import (
+    Fault,
+    Plan,
+    format_plan,
+    hangs,
+    loses_response,
+    raises,
+    takes_longer,
+    worker_dies_after,
+    worker_dies_before,
+)
+from ergon_framework.testing.trial import Result, TaskHarness
 from ergon_framework.transaction import Transaction
 
-#: What may happen to any call.
-_ANYWHERE: Final[tuple[Callable[[random.Random], Mishap], ...]] = (
-    lambda _: dies(),
-    lambda _: dies_after(),
-    lambda _: loses(),
-    lambda _: raises(ConnectionLost("planned")),
-    lambda dice: takes(dice.choice([1.0, 5.0, 20.0, 45.0, 120.0])),
+#: Faults that may be planned for any call.
+_ANYWHERE: Final[tuple[Callable[[random.Random], Fault], ...]] = (
+    lambda _: worker_dies_before(),
+    lambda _: worker_dies_after(),
+    lambda _: loses_response(),
+    lambda _: raises(ConnectionLostError("planned")),
+    lambda dice: takes_longer(dice.choice([1.0, 5.0, 20.0, 45.0, 120.0])),
     lambda _: hangs(),
 )
-#: Renewals of claims: how many there are goes by time, and they say nothing about the task.
+#: Places without faults: the number of lease renewals depends on time and does not depend on the task.
 _QUIET: Final = frozenset({"extend"})
-#: How many plans are tried to make one smaller.
+#: Maximum number of runs to shrink a plan.
 _SHRINKING: Final = 200
 
-#: A mishap with its place and the number of its call.
-_Planned: TypeAlias = tuple[str, int, Mishap]
+#: A fault with its place and the number of its call.
+_Planned: TypeAlias = tuple[str, int, Fault]
 
 
-class NotOnce(ErgonError, AssertionError):
-    """A transaction was lost or ended twice, or an effect happened more or less than once."""
+class NotExactlyOnceError(ErgonError, AssertionError):
+    """A transaction was lost or ended twice, or an effect did not happen exactly once."""
 
     final = True
     code = "not_once"
 
 
 class Effects:
-    """Where the fakes of a test write down what happened for good: a charge, a mail, a row.
+    """Record of the effects in the fakes of a test: a charge, a mail, a row.
 
-    An effect has a name, for example the order that was charged. With a *key* that the other side honours it happens
-    once however often it is asked for; under two keys, or without one, it happens twice.
+    An effect has a name, for example the charged order. With an idempotency *key* it happens once however often it is
+    requested; under two keys, or without a key, it happens twice.
     """
 
     def __init__(self) -> None:
         self._keys: dict[str, list[str | None]] = {}
-        #: Says whether whoever writes is alive; what a dead worker's code still does is done by nobody.
+        #: Returns whether the calling worker is alive; effects of a killed worker's code are not recorded.
         self.alive: Callable[[], bool] = lambda: True
 
-    def happen(self, name: str, *, key: str | None = None) -> bool:
-        """Write an effect down; False if it had happened before under this key."""
+    def record(self, name: str, *, key: str | None = None) -> bool:
+        """Record an effect; return False if it was recorded before under this key."""
         if not self.alive():
             return False
         keys = self._keys.setdefault(name, [])
@@ -62,19 +72,19 @@ class Effects:
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each effect has happened."""
+        """The number of occurrences of each effect."""
         return Counter({name: len(keys) for name, keys in self._keys.items()})
 
 
-#: Makes a trial with its transactions sent, whose fakes write effects down; called once for each run.
-Make: TypeAlias = Callable[[Effects], Trial]
-#: The names of the effects that a transaction must have had if it was acked.
+#: Creates a harness with its transactions sent, whose fakes record their effects; called once per run.
+Make: TypeAlias = Callable[[Effects], TaskHarness]
+#: Returns the names of the effects that an acked transaction must have had.
 Owes: TypeAlias = Callable[[str], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Survived:
-    """What was tried and found in order."""
+class ChaosResult:
+    """The number of runs, faults and killed workers of a chaos test that passed."""
 
     runs: int
     seed: int
@@ -82,18 +92,20 @@ class Survived:
     deaths: int
 
 
-def survives(make: Make, *, runs: int = 100, seed: int = 0, mishaps: int = 4, owes: Owes | None = None) -> Survived:
-    """Run the task of *make* under *runs* random plans of up to *mishaps* each, and count after each.
+def assert_survives(
+    make: Make, *, runs: int = 100, seed: int = 0, mishaps: int = 4, owes: Owes | None = None
+) -> ChaosResult:
+    """Run the task of *make_harness* under *runs* random plans of up to *max_faults* each, and check every run.
 
-    Every transaction must be acked, or a dead letter, or still in the queue: one of them, and once. No effect may have
-    happened twice, and those that *owes* names for the id of an acked transaction must have happened. Where that does
-    not hold NotOnce is raised, with the seed, and with the smallest plan that still shows it.
+    Every transaction must be acked, dead-lettered or still queued, exactly once. No effect may happen twice, and the
+    effects that *required_effects* names for the id of an acked transaction must have happened. Raises
+    NotExactlyOnceError otherwise, with the seed and the smallest plan that reproduces the violation.
     """
     if runs < 1 or mishaps < 1:
         raise ConfigurationError(f"chaos needs at least one run and one mishap, not {runs} and {mishaps}")
     calm, found = _judged(make, {}, seed, owes)
     if found:
-        raise NotOnce(f"without any mishap: {'; '.join(found)}")
+        raise NotExactlyOnceError(f"without any mishap: {'; '.join(found)}")
     total = deaths = 0
     for number in range(runs):
         dice = random.Random(f"{seed}/{number}")  # noqa: S311 - not a secret
@@ -103,16 +115,16 @@ def survives(make: Make, *, runs: int = 100, seed: int = 0, mishaps: int = 4, ow
             _tell(make, planned, owes, run=number, seed=seed, found=found)
         total += len(planned)
         deaths += result.deaths
-    return Survived(runs, seed, total, deaths)
+    return ChaosResult(runs, seed, total, deaths)
 
 
 def _drawn(dice: random.Random, calm: Result, most: int) -> list[_Planned]:
-    """Some calls among those that a run without mishaps makes, and a few after them, each with its mishap."""
+    """Draw some calls of a run without faults, and a few calls after them, each with a fault."""
     made = Counter(call.place for call in calm.calls if call.place not in _QUIET)
     places = sorted(made)
     if not places:
         raise ConfigurationError("the trial made no call at all; send it transactions")
-    planned: dict[tuple[str, int], Mishap] = {}
+    planned: dict[tuple[str, int], Fault] = {}
     for _ in range(dice.randint(1, most)):
         place = dice.choice(places)
         planned[place, dice.randint(0, made[place] + 1)] = dice.choice(_ANYWHERE)(dice)
@@ -120,17 +132,17 @@ def _drawn(dice: random.Random, calm: Result, most: int) -> list[_Planned]:
 
 
 def _plan(planned: Sequence[_Planned]) -> Plan:
-    plan: dict[str, dict[int, Mishap]] = {}
+    plan: dict[str, dict[int, Fault]] = {}
     for place, number, mishap in sorted(planned, key=lambda one: one[:2]):
         plan.setdefault(place, {})[number] = mishap
     return plan
 
 
 def _judged(make: Make, plan: Plan, seed: int, owes: Owes | None) -> tuple[Result, list[str]]:
-    """One run, and what did not happen once in it."""
+    """Run the harness once; return its result and the violations."""
     effects = Effects()
     trial = make(effects)
-    # What the maker planned itself goes on to happen.
+    # Faults planned by the factory stay in effect.
     trial.faults = _both(trial.faults, plan)
     trial.seed = seed
     effects.alive = lambda: not trial.dead
@@ -149,7 +161,7 @@ def _both(own: Plan, more: Plan) -> Plan:
 
 def _faults(result: Result, effects: Counter[str], owes: Owes | None) -> list[str]:
     found = []
-    acked, buried, left = result.acked, result.buried, Counter(result.left)
+    acked, buried, left = result.acked, result.dead_lettered, Counter(result.left)
     for name, sent in Counter(result.sent).items():
         ended = acked[name] + buried[name] + left[name]
         if ended != sent:
@@ -168,10 +180,10 @@ def _faults(result: Result, effects: Counter[str], owes: Owes | None) -> list[st
 
 def _tell(make: Make, planned: list[_Planned], owes: Owes | None, *, run: int, seed: int, found: list[str]) -> None:
     planned, found = _shrunk(make, planned, owes, seed=seed + run, found=found)
-    raise NotOnce(
+    raise NotExactlyOnceError(
         f"{'; '.join(found)}\n"
         f"seed {seed}, run {run}; the smallest plan that shows it:\n"
-        f"faults = {written(_plan(planned))}\n"
+        f"faults = {format_plan(_plan(planned))}\n"
         f"give it to the trial as faults=faults, with seed={seed + run}, to see it again"
     )
 
@@ -179,7 +191,7 @@ def _tell(make: Make, planned: list[_Planned], owes: Owes | None, *, run: int, s
 def _shrunk(
     make: Make, planned: list[_Planned], owes: Owes | None, *, seed: int, found: list[str]
 ) -> tuple[list[_Planned], list[str]]:
-    """The plan with every mishap taken out, and every number made smaller, that is not needed."""
+    """Remove faults and reduce call numbers while the violation remains."""
     tries = 0
     smaller = True
     while smaller:
@@ -207,7 +219,7 @@ def _candidates(planned: list[_Planned]) -> list[list[_Planned]]:
     return fewer + earlier
 
 
-def owed_by(transactions: Sequence[Transaction], name: Callable[[Transaction], str]) -> Owes:
-    """That each of *transactions*, if it was acked, had one effect, which *name* names."""
+def assert_one_effect_per_ack(transactions: Sequence[Transaction], name: Callable[[Transaction], str]) -> Owes:
+    """Return required effects: each acked transaction of *transactions* had the effect that *name* returns."""
     names = {transaction.id: [name(transaction)] for transaction in transactions}
     return lambda transaction: names.get(transaction, [])

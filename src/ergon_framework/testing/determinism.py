@@ -1,11 +1,11 @@
-"""Whether a function that makes ids makes the same one again, whatever happens in between."""
+"""Check that a function makes the same id for the same event, whatever happens in between."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle  # nosec - read by a process that is started here
-import subprocess  # nosec - our own file, with the interpreter that runs this
+import subprocess  # nosec - the framework's own file, with the interpreter that runs this
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,14 +13,14 @@ from typing import Any, Final
 
 from ergon_framework.errors import ConfigurationError, ErgonError
 
-#: Seconds by which the clock is moved: more than a year, and no whole number of days.
+#: Seconds by which the clock is shifted: more than a year, and not a whole number of days.
 MOVED: Final = 400 * 86_400 + 12_345.678
-#: Seconds that a fresh process may take.
+#: Timeout of a fresh process in seconds.
 PATIENCE: Final = 60.0
 
 
 class NotDeterministic(ErgonError, AssertionError):
-    """The same event was given two ids: a retry would append it twice."""
+    """One event has two ids: a retry would append it twice."""
 
     final = True
     code = "not_deterministic"
@@ -29,10 +29,10 @@ class NotDeterministic(ErgonError, AssertionError):
 def assert_deterministic(
     make: Callable[..., Any], *args: Any, ignores: Mapping[str, Sequence[Any]] | None = None, **fields: Any
 ) -> None:
-    """Fail unless ``make(*args, **fields)`` makes the same id twice, in a fresh process, and when the clock is moved.
+    """Fail unless ``make(*args, **fields)`` makes the same id again, in a fresh process, and with the clock shifted.
 
-    *ignores* names fields that are no part of the key, each with other values that must change nothing.
-    *make* is a function of a module, so that another process can import it.
+    *ignores* maps fields that are not part of the key to other values, which must not change the id. *make* is a
+    function of a module, so that another process can import it.
     """
     first = make(*args, **fields)
     _same(first, make(*args, **fields), "called a second time", "is it random, or does it count?")
@@ -57,7 +57,7 @@ def _compare(first: str, again: str, when: str, hint: str) -> None:
 
 
 def _elsewhere(make: Callable[..., Any], args: tuple[Any, ...], fields: dict[str, Any]) -> tuple[str, str]:
-    """What a process makes that has nothing in common with this one but the files: at once, and later."""
+    """Return two ids from a process that shares only the files with this one: immediately, and with a shifted clock."""
     try:
         work = pickle.dumps((make, args, fields))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -65,9 +65,9 @@ def _elsewhere(make: Callable[..., Any], args: tuple[Any, ...], fields: dict[str
             f"{make!r:.80} cannot be called in another process ({error}); give a function of a module, and plain values"
         ) from error
     asked = pickle.dumps({"path": sys.path, "work": work, "moved": MOVED})
-    # Texts have other hashes there, whatever they have here.
+    # The hash seed of the fresh process differs from the seed of this process.
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    done = subprocess.run(  # noqa: S603  # nosec - our own file
+    done = subprocess.run(  # noqa: S603  # nosec - the framework's own file
         [sys.executable, str(Path(__file__).with_name("fresh.py"))],
         input=asked,
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Faults by plan: what goes wrong at which call of which step, so that a test says it in one line."""
+"""Planned faults: which call of which step fails, so that a test plans it in one line."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Final, TypeAlias, TypeVar
 
-from ergon_framework.errors import Category, ConnectionLost
+from ergon_framework.errors import Category, ConnectionLostError
 from ergon_framework.task.exceptions import TransactionException
 
 T = TypeVar("T")
 
-#: None is "all is well"; anything else is called at its turn, raises what it makes, and goes on if it made nothing.
+#: None plans no fault; a callable is called at its turn, and the error that it returns is raised, None is ignored.
 Fault: TypeAlias = Callable[[], BaseException | None] | None
 
-#: Method of a task or connector -> the step it belongs to.
+#: Step of each method of a task or connector.
 STEPS: Final = {
     "process_transaction": "process",
     "handle_transaction_success": "success",
@@ -37,29 +37,29 @@ STEPS: Final = {
 
 
 def business() -> BaseException:
-    """The work is impossible."""
+    """Create a business error: the work is impossible."""
     return TransactionException("planned", Category.BUSINESS)
 
 
 def system() -> BaseException:
-    """The machinery broke."""
+    """Create a system error: the infrastructure failed."""
     return TransactionException("planned", Category.SYSTEM)
 
 
 def timeout() -> BaseException:
-    """Something below took too long."""
+    """Create a timeout error: a called service took too long."""
     return TransactionException("planned", Category.TIMEOUT)
 
 
-def lost() -> BaseException:
-    """The line to the broker is down."""
-    return ConnectionLost("planned")
+def connection_lost() -> BaseException:
+    """Create a connection error: the connection to the broker is lost."""
+    return ConnectionLostError("planned")
 
 
 class Faults:
-    """Call n of a step meets fault n of that step's list; beyond the list all is well.
+    """Raises fault n of a step's list at call n of that step; later calls have no fault.
 
-    ``calls`` counts what was called, ``steps`` keeps the order.
+    ``calls`` counts the calls per step, ``steps`` has their order.
     """
 
     def __init__(self, faults: Mapping[str, Sequence[Fault]]) -> None:
@@ -72,8 +72,8 @@ class Faults:
         self.calls: Counter[str] = Counter()
         self.steps: list[str] = []
 
-    def meet(self, step: str) -> None:
-        """Count a call of *step*, and raise what is planned for it."""
+    def raise_next(self, step: str) -> None:
+        """Count a call of *step*, and raise the fault planned for it."""
         with self._lock:
             number = self.calls[step]
             self.calls[step] += 1
@@ -84,8 +84,8 @@ class Faults:
         if error is not None:
             raise error
 
-    def plague(self, target: T) -> T:
-        """Have every step of *target*, a task or a connector, meet its faults first; *target* itself is changed."""
+    def patch(self, target: T) -> T:
+        """Wrap every step of *target*, a task or a connector, to raise its faults first; changes *target* in place."""
         for method, step in STEPS.items():
             inner = getattr(target, method, None)
             if inner is not None:
@@ -97,14 +97,14 @@ class Faults:
 
             @wraps(inner)
             async def faulty_async(*args: Any, **kwargs: Any) -> Any:
-                self.meet(step)
+                self.raise_next(step)
                 return await inner(*args, **kwargs)
 
             return faulty_async
 
         @wraps(inner)
         def faulty(*args: Any, **kwargs: Any) -> Any:
-            self.meet(step)
+            self.raise_next(step)
             return inner(*args, **kwargs)
 
         return faulty

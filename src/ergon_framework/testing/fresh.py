@@ -1,7 +1,7 @@
-"""A fresh process in which an id is made twice, the second time with the clock moved. Run as a program, by its path.
+"""Program for a fresh process that makes an id twice, the second time with the clock shifted; run by its path.
 
-It imports nothing of ours, and what it is asked for only after the clock is in its hands: a name that
-was imported from ``time`` before could not be moved.
+It imports nothing of the framework, and loads the requested function only after the clock is patched: a name that was
+imported from ``time`` before could not be shifted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import date as RealDate  # noqa: N812 - what is replaced below
 from datetime import datetime as RealDatetime  # noqa: N812 - as above
 from typing import Any
 
-#: Seconds by which the clock is ahead.
+#: Seconds by which the clock is shifted.
 moved = 0.0
 
 
@@ -34,7 +34,7 @@ def _formatted(real: Callable[..., str]) -> Callable[..., str]:
 
 
 class _AnyDate(type):
-    """What others have made, also in C, is an instance too."""
+    """Metaclass that accepts every real date as an instance, also one created in C."""
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, RealDate)
@@ -65,8 +65,8 @@ class _Datetime(RealDatetime, metaclass=_AnyDatetime):
         return cls.now(dt.UTC).replace(tzinfo=None)
 
 
-def take_the_clock() -> None:
-    """From here on whoever asks for the time is told ``moved`` seconds more."""
+def patch_clock() -> None:
+    """Shift all clocks of this process by ``clock_offset_seconds``."""
     given: dict[str, Any] = {
         name: _ahead(getattr(time, name), unit)
         for name, unit in (
@@ -88,12 +88,12 @@ def take_the_clock() -> None:
 
 
 def main() -> None:
-    """Read what to do, and write what came of it, as JSON."""
+    """Read the request from stdin, and write the result to stdout as JSON."""
     global moved  # noqa: PLW0603 - it is the clock of this process
-    answer, sys.stdout = sys.stdout, sys.stderr  # what the function prints is no answer
+    answer, sys.stdout = sys.stdout, sys.stderr  # output of the function must not mix with the result
     asked = pickle.load(sys.stdin.buffer)  # noqa: S301  # nosec - see above
     sys.path[:] = asked["path"]
-    take_the_clock()
+    patch_clock()
     make, args, fields = pickle.loads(asked["work"])  # noqa: S301  # nosec - see above
     fresh = make(*args, **fields)
     moved = asked["moved"]

@@ -1,4 +1,4 @@
-"""Isolation: a handler is given its connections; one that opens its own is found out here."""
+"""Isolation of handlers: connections are injected, and a handler that opens its own socket fails."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from ergon_framework import scope
 from ergon_framework.errors import ErgonError
 
 
-class NotIsolatedError(ErgonError, AssertionError):
-    """A handler opened a socket of its own instead of using what was injected."""
+class SocketOpenedError(ErgonError, AssertionError):
+    """A handler opened its own socket instead of using an injected client."""
 
     final = True
     code = "not_isolated"
 
 
 @contextmanager
-def isolated() -> Iterator[None]:
-    """Fail every handler that opens a socket in here, and raise at the end if one did, even if it hid the error.
+def forbid_sockets() -> Iterator[None]:
+    """Fail every handler that opens a socket in the context; raise at its end too if a handler hid the error.
 
-    Loops, connectors and lifespans may open what they like. A socket is noticed when Python's
-    ``socket`` class makes it below a handler; a client written in C, or a thread that the handler
-    starts without its context, is not. As a fixture::
+    Loops, connectors and lifespans may open sockets. A socket is detected when Python's ``socket`` class creates it
+    inside a handler; a client written in C, or a thread that the handler starts without its context, is not
+    detected. As a fixture::
 
         @pytest.fixture(autouse=True)
         def no_connections():
-            with isolated():
+            with forbid_sockets():
                 yield
     """
-    seen: list[NotIsolatedError] = []
+    seen: list[SocketOpenedError] = []
     made = socket.socket.__init__
 
     def init(self: socket.socket, *args: Any, **kwargs: Any) -> None:
         where = scope.current()
-        # With a descriptor it is no new one: accepted, or one half of a pair.
+        # A call with a descriptor opens no new socket: it is accepted, or one half of a pair.
         if where is not None and len(args) <= 3 and kwargs.get("fileno") is None:  # noqa: PLR2004 - fileno is the fourth
-            error = NotIsolatedError(
+            error = SocketOpenedError(
                 f"the {where.step} step of transaction {where.transaction_id!r} opened a socket; "
                 "inject a client as a service instead"
             )

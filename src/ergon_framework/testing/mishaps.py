@@ -1,4 +1,4 @@
-"""Mishaps: what goes wrong at which call of which place, for tests of a task; ``trial`` has them happen."""
+"""Faults for tests of a task: what fails at which call of which place; the test harness raises them."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
-from ergon_framework.errors import ConfigurationError, ConnectionLost
+from ergon_framework.errors import ConfigurationError, ConnectionLostError
 
-#: Virtual seconds that whatever hangs takes: longer than any limit of time that somebody would set, and no lease lasts.
+#: Virtual seconds of a hanging call: longer than any configured timeout and any lease.
 HUNG: Final = 86_400.0
 
-#: Places of the machinery, in the order in which a transaction comes by.
+#: Places of the framework, in the order in which a transaction passes them.
 PLACES: Final = ("fetch", "process", "success", "exception", "dispatch", "settle", "extend")
 
 
 class Kind(StrEnum):
-    """What may go wrong with one call."""
+    """Kinds of faults of one call."""
 
     RAISES = "raises"
-    LOSES = "loses"
-    TAKES = "takes"
+    LOSES = "loses_response"
+    TAKES = "takes_longer"
     HANGS = "hangs"
-    ANSWERS = "answers"
-    DIES = "dies"
-    DIES_AFTER = "dies_after"
+    ANSWERS = "returns"
+    DIES = "worker_dies_before"
+    DIES_AFTER = "worker_dies_after"
 
 
 @dataclass(frozen=True, slots=True)
-class Mishap:
-    """One thing that goes wrong; the functions below make them."""
+class Fault:
+    """One planned fault, created by the functions below."""
 
     kind: Kind
     error: BaseException | None = None
@@ -40,7 +40,7 @@ class Mishap:
     value: Any = None
 
     def __str__(self) -> str:
-        """As it is written in a test."""
+        """Return the expression that creates the fault in a test."""
         given = {
             Kind.RAISES: repr(self.error),
             Kind.TAKES: f"{self.seconds:g}",
@@ -49,58 +49,59 @@ class Mishap:
         return f"{self.kind}({given.get(self.kind, '')})"
 
 
-def raises(error: BaseException) -> Mishap:
-    """The call is not made; *error* is raised in its place."""
-    return Mishap(Kind.RAISES, error=error)
+def raises(error: BaseException) -> Fault:
+    """Raise *error* instead of making the call."""
+    return Fault(Kind.RAISES, error=error)
 
 
-def loses(error: BaseException | None = None) -> Mishap:
-    """The call is carried out and its answer is lost: *error* is raised after it, ConnectionLost unless given."""
-    return Mishap(Kind.LOSES, error=error or ConnectionLost("planned: the answer was lost"))
+def loses_response(error: BaseException | None = None) -> Fault:
+    """Make the call and lose its response: raise *error* after it, by default ConnectionLostError."""
+    return Fault(Kind.LOSES, error=error or ConnectionLostError("planned: the answer was lost"))
 
 
-def takes(seconds: float) -> Mishap:
-    """The call takes *seconds* of virtual time more."""
+def takes_longer(seconds: float) -> Fault:
+    """Add *seconds* of virtual time to the duration of the call."""
     if not 0 <= seconds <= HUNG:
         raise ConfigurationError(f"a call can take from 0 to {HUNG:g} seconds, not {seconds!r}; use hangs() for more")
-    return Mishap(Kind.TAKES, seconds=seconds)
+    return Fault(Kind.TAKES, seconds=seconds)
 
 
-def hangs() -> Mishap:
-    """The call does not come back for a day; what waits for it has to give up."""
-    return Mishap(Kind.HANGS, seconds=HUNG)
+def hangs() -> Fault:
+    """Delay the call's return by a day, so that its caller times out."""
+    return Fault(Kind.HANGS, seconds=HUNG)
 
 
-def answers(value: Any) -> Mishap:
-    """The call is not made, and *value* is its answer: for what a test cannot call."""
-    return Mishap(Kind.ANSWERS, value=value)
+def returns(value: Any) -> Fault:
+    """Return *value* without making the call, for services that a test cannot call."""
+    return Fault(Kind.ANSWERS, value=value)
 
 
-def dies() -> Mishap:
-    """The worker is gone before the call, as if it was killed; another one begins."""
-    return Mishap(Kind.DIES)
+def worker_dies_before() -> Fault:
+    """Kill the worker before the call; another worker starts."""
+    return Fault(Kind.DIES)
 
 
-def dies_after() -> Mishap:
-    """The call is carried out, and the worker is gone before anybody hears of it; another one begins."""
-    return Mishap(Kind.DIES_AFTER)
+def worker_dies_after() -> Fault:
+    """Make the call and kill the worker before its result is received; another worker starts."""
+    return Fault(Kind.DIES_AFTER)
 
 
-#: For each place the mishap of call n, counted from 0; or one mishap that happens to every call.
-Plan: TypeAlias = Mapping[str, Mapping[int, Mishap] | Mishap]
+#: For each place the fault of call n, counted from 0; or one fault for every call.
+Plan: TypeAlias = Mapping[str, Mapping[int, Fault] | Fault]
 
 
 def check_plan(plan: Plan, known: Mapping[str, Any]) -> None:
-    """Refuse a plan for a place that there is not, or for a call before the first; *known* is what is watched."""
+    """Reject a plan with an unknown place or a negative call number; *watched* maps names to recorded objects."""
     for place, planned in plan.items():
         _check_place(place, known)
-        if isinstance(planned, Mishap):
+        if isinstance(planned, Fault):
             continue
         for number, mishap in planned.items():
-            if number < 0 or not isinstance(mishap, Mishap):
+            if number < 0 or not isinstance(mishap, Fault):
                 raise ConfigurationError(
                     f"the plan for {place!r} says {number!r}: {mishap!r}; calls count from 0, and what happens to one "
-                    "is made by raises(), loses(), takes(), hangs(), answers(), dies() or dies_after()"
+                    "is made by raises(), loses_response(), takes_longer(), hangs(), returns(), worker_dies_before() "
+                    "or worker_dies_after()"
                 )
 
 
@@ -122,20 +123,20 @@ def _check_place(place: str, known: Mapping[str, Any]) -> None:
 
 
 def methods_of(target: Any) -> list[str]:
-    """The public methods of an object that can be watched on it: none where it has no attributes of its own."""
+    """Return the public methods that can be recorded on an object; empty if it has no instance attributes."""
     if inspect.isroutine(target) or inspect.isclass(target) or not hasattr(target, "__dict__"):
         return []
     kind = type(target)
     return [name for name in dir(kind) if not name.startswith("_") and inspect.isroutine(getattr(kind, name))]
 
 
-def written(plan: Plan) -> str:
-    """*plan* as it is written in a test."""
+def format_plan(plan: Plan) -> str:
+    """Format *plan* as the source code of a test."""
     lines = []
     for place, planned in plan.items():
         inside = (
             str(planned)
-            if isinstance(planned, Mishap)
+            if isinstance(planned, Fault)
             else "{" + ", ".join(f"{number}: {mishap}" for number, mishap in sorted(planned.items())) + "}"
         )
         lines.append(f"    {place!r}: {inside},\n")

@@ -1,4 +1,4 @@
-"""The scene of a trial: every call is noted here, and meets what was planned for it."""
+"""Recorder of the test harness: it records every call and raises the planned faults."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-from ergon_framework.connectors.base import Confirmation, Delivery, Settlement, SettleResult, Settling
+from ergon_framework.connectors.base import Confirmation, Delivery, Settlement, SettlementRequest, SettleResult
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.engine.outcome import Err, Ok
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.scope import current
-from ergon_framework.testing.mishaps import Kind, Mishap, Plan
+from ergon_framework.testing.mishaps import Fault, Kind, Plan
 from ergon_framework.testing.virtual import DAWN
 from ergon_framework.transaction import Transaction
 
 _BEFORE = frozenset({Kind.RAISES, Kind.ANSWERS, Kind.DIES})
 
 
-class Death(SystemExit):
-    """The worker is gone: no handler catches it by accident, and an event loop lets it through; the trial does not."""
+class WorkerKilled(SystemExit):
+    """The worker is killed: an exit that handlers do not catch by accident and an event loop passes on."""
 
 
 @dataclass(slots=True)
-class Called:
-    """One call: where, with what, when in virtual seconds, for which transaction, and what came of it."""
+class RecordedCall:
+    """One call: place, arguments, virtual time, transaction, and result or error."""
 
     place: str
     at: float
@@ -41,8 +41,8 @@ class Called:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """One settlement that the queue was given, and its answer."""
+class RecordedSettlement:
+    """One settlement received by the queue, and its result."""
 
     id: str
     settlement: Settlement
@@ -50,31 +50,31 @@ class Settled:
     at: float
 
 
-class Scene:
-    """Notes calls and has mishaps happen, in the time of whoever runs the trial."""
+class CallRecorder:
+    """Records calls and raises planned faults, in the virtual time of the harness."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.clock: Callable[[], float] = lambda: 0.0
-        #: Has a plain function take so many virtual seconds; coroutines sleep.
+        #: Adds virtual seconds to the duration of a plain function; coroutines sleep instead.
         self.pass_by: Callable[[float], None] = _nobody_waits
-        #: Ends the worker; what it raises ends the body that it is called in.
+        #: Kills the worker; the error that it raises ends the handler call in progress.
         self.kill: Callable[[], None] = _nobody_waits
         self.dead = False
-        self.calls: list[Called] = []
+        self.calls: list[RecordedCall] = []
         self.counts: Counter[str] = Counter()
-        self.settled: list[Settled] = []
+        self.settled: list[RecordedSettlement] = []
         self.dispatched: list[tuple[str, Transaction]] = []
         self.deaths = 0
 
     def time(self) -> float:
-        """Virtual seconds, by the clock of whoever runs now."""
+        """Return the virtual seconds of the current clock."""
         return self.clock()
 
     # -- one call ------------------------------------------------------------------------------------
 
     def call(self, place: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Make a call of a plain function, with what was planned for it."""
+        """Call a plain function with the fault planned for it."""
         called, mishap = self._begun(place, args, kwargs)
         with _noting(called):
             if mishap is None:
@@ -83,7 +83,7 @@ class Scene:
                 called.result = self._before(mishap)
             else:
                 answer = self._answered(inner, args, kwargs)
-                called.result = getattr(answer, "value", None)  # known here, also if nobody hears of it
+                called.result = getattr(answer, "value", None)  # recorded even if the caller does not receive it
                 self._after(mishap)
                 if mishap.seconds:
                     self.pass_by(mishap.seconds)
@@ -91,14 +91,14 @@ class Scene:
         return called.result
 
     def _answered(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ok | Err:
-        """What came of a call; an error is an answer too, which comes late, or is lost."""
+        """Call *inner* and return its result; an error is a result too, which may be delayed or lost."""
         try:
             return Ok(inner(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - handed on as data
+        except Exception as error:  # noqa: BLE001 - passed on as data
             return Err(error)
 
     async def call_async(self, place: str, inner: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
-        """Make a call of a coroutine function, with what was planned for it."""
+        """Call a coroutine function with the fault planned for it."""
         called, mishap = self._begun(place, args, kwargs)
         with _noting(called):
             if mishap is None:
@@ -106,7 +106,7 @@ class Scene:
             elif mishap.kind in _BEFORE:
                 called.result = self._before(mishap)
             else:
-                # Who is cancelled leaves: that is no answer.
+                # A cancellation propagates; it is not a result.
                 answer = await self._answered_async(inner, args, kwargs)
                 called.result = getattr(answer, "value", None)
                 self._after(mishap)
@@ -123,26 +123,26 @@ class Scene:
         except Exception as error:  # noqa: BLE001 - as above
             return Err(error)
 
-    def _begun(self, place: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Called, Mishap | None]:
+    def _begun(self, place: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[RecordedCall, Fault | None]:
         where = current()
-        called = Called(place, self.clock(), args, kwargs, None if where is None else where.transaction_id)
+        called = RecordedCall(place, self.clock(), args, kwargs, None if where is None else where.transaction_id)
         if self.dead:
-            # Whatever a dead worker still tries reaches nobody, and counts for nothing.
-            raise ConnectionLost("planned: this worker is dead")
+            # Calls of a killed worker are not made and not counted.
+            raise ConnectionLostError("planned: this worker is dead")
         self.calls.append(called)
         number = self.counts[place]
         self.counts[place] += 1
         planned = self.plan.get(place, {})
-        return called, planned if isinstance(planned, Mishap) else planned.get(number)
+        return called, planned if isinstance(planned, Fault) else planned.get(number)
 
-    def _before(self, mishap: Mishap) -> Any:
+    def _before(self, mishap: Fault) -> Any:
         if mishap.kind is Kind.DIES:
             self._die()
         if mishap.error is not None:
             raise mishap.error
         return mishap.value
 
-    def _after(self, mishap: Mishap) -> None:
+    def _after(self, mishap: Fault) -> None:
         if mishap.kind is Kind.DIES_AFTER:
             self._die()
         if mishap.error is not None:
@@ -152,20 +152,20 @@ class Scene:
         self.dead = True
         self.deaths += 1
         self.kill()
-        raise Death
+        raise WorkerKilled
 
-    # -- whom it watches -----------------------------------------------------------------------------
+    # -- wrapping ------------------------------------------------------------------------------------
 
     @contextmanager
-    def watching(self, target: Any, places: Mapping[str, str]) -> Iterator[None]:
-        """Have the methods of *target* be called here for as long as this lasts: names of methods, and places."""
+    def wrap_object(self, target: Any, places: Mapping[str, str]) -> Iterator[None]:
+        """Record the calls of *target* inside the context; *places* maps its method names to places."""
         if not places:
             yield
             return
         own = vars(target)
         before = {method: own[method] for method in places if method in own}
         for method, place in places.items():
-            own[method] = self.watched(getattr(target, method), place)
+            own[method] = self.wrap(getattr(target, method), place)
         try:
             yield
         finally:
@@ -173,8 +173,8 @@ class Scene:
                 del own[method]
             own.update(before)
 
-    def watched(self, inner: Callable[..., Any], place: str) -> Callable[..., Any]:
-        """*inner*, called here."""
+    def wrap(self, inner: Callable[..., Any], place: str) -> Callable[..., Any]:
+        """Return *inner* wrapped so that its calls are recorded."""
         if inspect.iscoroutinefunction(inner):
 
             @wraps(inner)
@@ -191,18 +191,18 @@ class Scene:
 
 
 class FakeQueue(MemoryConnector):
-    """A queue in memory and in virtual time, whose calls meet what was planned for them."""
+    """An in-memory queue in virtual time that records its calls and raises planned faults."""
 
-    def __init__(self, name: str, scene: Scene, *, lease: float = 30.0) -> None:
+    def __init__(self, name: str, scene: CallRecorder, *, lease: float = 30.0) -> None:
         super().__init__(name, lease=lease, clock=scene.time, wall=lambda: DAWN + scene.time())
         self._scene = scene
 
     def send(self, transactions: Sequence[Transaction]) -> None:
-        """Put them in, as somebody outside of the trial."""
+        """Dispatch *transactions* from outside the harness: neither recorded nor affected by faults."""
         super().dispatch(transactions)
 
     def fetch_transactions(self, batch_size: int, **_extra: Any) -> Sequence[Delivery]:
-        # Without waiting: nothing else could happen meanwhile.
+        # Without waiting: nothing else could run meanwhile.
         found: Sequence[Delivery] = self._scene.call("fetch", self._claim, batch_size)
         return found
 
@@ -210,19 +210,19 @@ class FakeQueue(MemoryConnector):
         found: Sequence[Delivery] = await self._scene.call_async("fetch", _later(self._claim), batch_size)
         return found
 
-    def settle(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        results: Sequence[SettleResult] = self._scene.call("settle", self._settle_all, settlings)
+    def settle(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        results: Sequence[SettleResult] = self._scene.call("settle", self._settle_all, requests)
         return results
 
-    async def settle_async(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        results: Sequence[SettleResult] = await self._scene.call_async("settle", _later(self._settle_all), settlings)
+    async def settle_async(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        results: Sequence[SettleResult] = await self._scene.call_async("settle", _later(self._settle_all), requests)
         return results
 
-    def _settle_all(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
+    def _settle_all(self, settlings: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
         results = super().settle(settlings)
         now = self._scene.clock()
         for (delivery, settlement), result in zip(settlings, results, strict=True):
-            self._scene.settled.append(Settled(delivery.transaction.id, settlement, result, now))
+            self._scene.settled.append(RecordedSettlement(delivery.transaction.id, settlement, result, now))
         return results
 
     def extend(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
@@ -244,15 +244,15 @@ class FakeQueue(MemoryConnector):
         return confirmed
 
     def _dispatch_all(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
-        stamped = [self.stamped(transaction) for transaction in transactions]
+        stamped = [self.prepare(transaction) for transaction in transactions]
         confirmed = super().dispatch(stamped)
         self._scene.dispatched += [(self.name, transaction) for transaction in stamped]
         return confirmed
 
     def ids(self) -> list[str]:
-        """Of everything that is ready, delayed or in flight; an id that is there twice, twice."""
+        """Return the ids of all ready, delayed and claimed transactions, with duplicates."""
         with self._lock:
-            return [self._id(message) for message in self._alive()]
+            return [self._read_id(message) for message in self._iter_messages()]
 
 
 def _raise(answer: Ok | Err) -> None:
@@ -261,7 +261,7 @@ def _raise(answer: Ok | Err) -> None:
 
 
 @contextmanager
-def _noting(called: Called) -> Iterator[None]:
+def _noting(called: RecordedCall) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
@@ -277,4 +277,4 @@ def _later(inner: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
 
 
 def _nobody_waits(*_: Any) -> None:
-    """No trial runs."""
+    """Do nothing: the harness is not running."""

@@ -1,4 +1,4 @@
-"""The simulated driver: no threads, no event loop, no real time; one seed is one interleaving, again and again."""
+"""The simulated driver: no threads, no event loop, no real time; one seed always gives the same interleaving."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 from ergon_framework import scope
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.engine.effects import Call, R, Script
-from ergon_framework.engine.outcome import Answer, Err, Ok
-from ergon_framework.engine.senses import Senses
-from ergon_framework.engine.slots import Mailbox, Slot, Slots
+from ergon_framework.engine.outcome import CallResult, Err, Ok
+from ergon_framework.engine.senses import Clock
+from ergon_framework.engine.slots import Mailbox, Scheduler, Slot
 from ergon_framework.errors import ErgonError
-from ergon_framework.task.consume import Broker, Consumption, Lost
+from ergon_framework.task.consume import ClaimsLost, ConnectorCalls, ConsumeLoop
 from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.gates import Gate
-from ergon_framework.task.loops import loops_of
+from ergon_framework.task.loops import running_loops
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
 from ergon_framework.task.report import Outcome, ProduceReport, Report
 from ergon_framework.testing.virtual import DAWN, Deadlock
@@ -33,15 +33,15 @@ Action = Callable[[], object]
 
 
 class SimulationError(ErgonError):
-    """Simulated code did what a simulation cannot follow."""
+    """Simulated code used something that a simulation does not support."""
 
     code = "simulation"
     final = True
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """One thing that happened to a body: "begins", "returns", "raises", or "late" when it came back fenced."""
+class SimulationEvent:
+    """One event of a call: "begins", "returns", "raises", or "late" when a fenced call returned."""
 
     at: float
     what: str
@@ -54,20 +54,19 @@ class Moment:
         return f"{self.at:10.3f} {self.step}{name} {self.what}"
 
 
-class Simulation(Slots):
+class Simulation(Scheduler):
     """Runs a task's loops in one thread and in virtual time.
 
-    What is ready at the same moment goes on in an order drawn from *seed*. Plain functions run at
-    one moment; they say with ``takes`` how long they would have been at it. Coroutines await
-    ``sleep``, and are cancelled as in asyncio. Connectors have to take this ``clock``, and must
-    not wait: nothing else happens while they do.
+    Actions that are ready at the same time run in an order drawn from *seed*. Plain functions run in no virtual time;
+    they report their duration with ``busy_for``. Coroutines await ``sleep``, and are cancelled as in asyncio.
+    Connectors must use this ``clock`` and must not block: nothing else runs meanwhile.
     """
 
     def __init__(self, seed: int = 0, *, start: float = 0.0) -> None:
         self._random = random.Random(seed)  # noqa: S311 - not a secret
         self._now = start
-        super().__init__(Senses(clock=lambda: self._now, wall=lambda: DAWN + self._now, dice=self._random.random))
-        self.trace: list[Moment] = []
+        super().__init__(Clock(monotonic=lambda: self._now, wall=lambda: DAWN + self._now, random=self._random.random))
+        self.trace: list[SimulationEvent] = []
         self._context = copy_context()
         self._ready: list[Action] = []
         self._events: list[tuple[float, int, Action]] = []
@@ -85,52 +84,54 @@ class Simulation(Slots):
         gates: Sequence[Gate] | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
     ) -> Report:
-        """What ``task.consume_transactions`` does, of either variant, in this simulation."""
+        """Run ``task.consume_transactions``, of either variant, in this simulation."""
         policy = choose_policy(task, policy, ConsumerPolicy)
-        consumption: Consumption = task._consume_transactions(  # noqa: SLF001 - the documents' name of it
+        consumption: ConsumeLoop = task._consume_transactions(  # noqa: SLF001 - name given by the source documents
             policy, self, _broker(task.connector, policy), gates=gates, on_outcome=on_outcome
         )
-        unlisten = task.connector.listen(_Ears(self, consumption))
+        unlisten = task.connector.listen(_ConnectorListener(self, consumption))
         try:
-            with loops_of(task).entered(consumption, self.stop):
+            with running_loops(task).track(consumption, self.stop):
                 return self.run(consumption.run())
         finally:
             unlisten()
-            consumption.report.fenced = self.fenced
+            consumption.report.fenced = self.late_results
 
     def produce(
         self, task: Any, transactions: Sequence[Transaction], policy: ProducerPolicy | None = None
     ) -> ProduceReport:
-        """What ``task.produce_transactions`` does, of either variant, in this simulation."""
+        """Run ``task.produce_transactions``, of either variant, in this simulation."""
         policy = choose_policy(task, policy, ProducerPolicy)
         production = task._produce_transactions(transactions, policy, self)  # noqa: SLF001 - as above
-        with loops_of(task).entered(production, self.stop):
+        with running_loops(task).track(production, self.stop):
             report: ProduceReport = self.run(production.run())
             return report
 
     def at(self, moment: float, action: Action) -> None:
-        """Have *action* called at *moment*, in seconds since this simulation began."""
+        """Schedule *action* at *moment*, in seconds since the start of the simulation."""
         heapq.heappush(self._events, (moment, next(self._numbers), action))
 
-    def takes(self, seconds: float) -> None:
-        """The plain function that calls this would have taken *seconds* (more); its result comes that much later."""
+    def busy_for(self, seconds: float) -> None:
+        """Add *seconds* to the duration of the calling plain function; its result is delivered that much later."""
         if self._taken is None:
-            raise SimulationError("takes() belongs into a plain function run by this simulation; await sleep() instead")
+            raise SimulationError(
+                "busy_for() belongs into a plain function run by this simulation; await sleep() instead"
+            )
         self._taken += seconds
 
     def sleep(self, seconds: float) -> Awaitable[None]:
-        """For coroutines run by this simulation."""
-        return _Nap(seconds)
+        """Return an awaitable that sleeps, for coroutines run by this simulation."""
+        return _SimulatedSleep(seconds)
 
-    def rest(self) -> None:
-        """Let time pass until nothing is due, so that whoever can leave has left."""
+    def run_until_idle(self) -> None:
+        """Let time pass until nothing is due, so that all calls that can exit have exited."""
         while self._step():
             pass
 
     # -- the driver ------------------------------------------------------------------------------
 
     def run(self, script: Script[R]) -> R:
-        """Perform *script* to its end."""
+        """Run *script* to its end."""
         self._closed, self._result = False, None
         self.start(script)
         while self._result is None:
@@ -148,7 +149,7 @@ class Simulation(Slots):
         return result
 
     def stop(self) -> None:
-        self.halt()
+        self.interrupt_root()
 
     def signal(self, mailbox: Mailbox, item: Any) -> None:
         mailbox.put(item, urgent=True)
@@ -157,22 +158,22 @@ class Simulation(Slots):
         if not self._closed:
             self._ready.append(partial(self._drive, slot, answer))
 
-    def _poke(self, until: float) -> None:
-        """Not needed: every step looks for what is due first."""
+    def _reschedule_timer(self, until: float) -> None:
+        """Do nothing: every step looks for due actions first."""
 
     def _finish(self, value: Any, error: BaseException | None) -> None:
         self._result = value, error
 
     def _step(self) -> bool:
-        """Do one thing that is ready, drawn by lot, after letting time pass if need be; False if none is left."""
+        """Run one ready action, drawn at random, advancing the time if necessary; return False if none is left."""
         if not self._ready:
-            due = min((slot.due for slot in self.live), default=float("inf"))
+            due = min((slot.due for slot in self.live_slots), default=float("inf"))
             moment = min(due, self._events[0][0] if self._events else float("inf"))
             if moment == float("inf"):
                 return False
             self._now = max(self._now, moment)
             if due <= self._now:
-                self._ready.append(self.expire)
+                self._ready.append(self.expire_due)
             while self._events and self._events[0][0] <= self._now:
                 self._ready.append(heapq.heappop(self._events)[2])
         ready = self._ready
@@ -182,31 +183,31 @@ class Simulation(Slots):
         return True
 
     def _drive(self, slot: Slot, answer: Any) -> None:
-        call = self.advance(slot, answer)
+        call = self.step(slot, answer)
         if call is not None:
             self._tell(call, "begins")
             _Body(self, slot, call).begin(call.context or self._context.copy())
 
     def after(self, seconds: float, action: Action) -> None:
-        """Have *action* done after *seconds*; after none, at this moment but not at once."""
+        """Schedule *action* after *seconds*; zero seconds schedules it at the current time, not immediately."""
         if seconds > 0:
             self.at(self._now + seconds, action)
         else:
             self._ready.append(action)
 
     def atomically(self, call: Call) -> tuple[Any, float]:
-        """Run a plain function; what it returned, and how long it says that it took."""
+        """Run a plain function; return its result and its reported duration."""
         self._taken = 0.0
         try:
-            scope.enter(call.scope)
+            scope.set_scope(call.scope)
             value = call.fn(*call.args)
-        except BaseException as error:  # noqa: BLE001 - an answer is data; the script classifies it
+        except BaseException as error:  # noqa: BLE001 - a result is data; the script classifies it
             value = Err(error)
         taken, self._taken = self._taken, None
         return value, taken
 
-    def came_back(self, slot: Slot, call: Call, answer: Answer) -> None:
-        told = self.returned(slot, call, answer)
+    def came_back(self, slot: Slot, call: Call, answer: CallResult) -> None:
+        told = self.accept_result(slot, call, answer)
         if told is not answer:
             self._tell(call, "late")
         else:
@@ -217,23 +218,23 @@ class Simulation(Slots):
     def _tell(self, call: Call, what: str) -> None:
         inside = call.scope
         name, attempt = (None, None) if inside is None else (inside.transaction_id, inside.attempt)
-        self.trace.append(Moment(self._now, what, call.step, name, attempt))
+        self.trace.append(SimulationEvent(self._now, what, call.step, name, attempt))
 
 
-class _Nap:
-    """What a simulated coroutine waits with."""
+class _SimulatedSleep:
+    """The awaitable that a simulated coroutine sleeps with."""
 
     __slots__ = ("seconds",)
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def __await__(self) -> Generator[_Nap, None, None]:
+    def __await__(self) -> Generator[_SimulatedSleep, None, None]:
         yield self
 
 
 class _Body:
-    """One body under way."""
+    """One running handler call."""
 
     __slots__ = ("_call", "_context", "_coroutine", "_over", "_simulation", "_slot", "_turn")
 
@@ -243,7 +244,7 @@ class _Body:
         self._call = call
         self._coroutine: Coroutine[Any, Any, Any] | None = None
         self._context: Context | None = None
-        #: Which waking is the valid one: a cancellation overtakes a nap.
+        #: Number of the valid wakeup: a cancellation supersedes a sleep.
         self._turn = 0
         self._over = False
 
@@ -259,18 +260,18 @@ class _Body:
         self._simulation.after(taken, partial(self._end, answer))
 
     def _go_on(self, step: Callable[[Any], Any], value: Any) -> None:
-        assert self._context is not None  # noqa: S101 - begun
+        assert self._context is not None  # noqa: S101 - set by begin
         self._turn += 1
         try:
             awaited = self._context.run(step, value)
         except StopIteration as stop:
             self._end(Ok(stop.value))
             return
-        except BaseException as error:  # noqa: BLE001 - an answer is data; the script classifies it
+        except BaseException as error:  # noqa: BLE001 - a result is data; the script classifies it
             self._end(Err(error))
             return
         assert self._coroutine is not None  # noqa: S101 - as above
-        if awaited is None or isinstance(awaited, _Nap):
+        if awaited is None or isinstance(awaited, _SimulatedSleep):
             seconds = 0.0 if awaited is None else awaited.seconds
             self._simulation.after(seconds, partial(self._woken, self._turn, self._coroutine.send, None))
             return
@@ -287,33 +288,33 @@ class _Body:
         self._turn += 1
         self._simulation.after(0.0, partial(self._woken, self._turn, self._coroutine.throw, asyncio.CancelledError()))
 
-    def _end(self, answer: Answer) -> None:
+    def _end(self, answer: CallResult) -> None:
         self._over = True
         self._simulation.came_back(self._slot, self._call, answer)
 
 
-class _Ears:
-    """Hears the connector, and tells the loop."""
+class _ConnectorListener:
+    """Listens to the connector and notifies the consume loop."""
 
-    def __init__(self, simulation: Simulation, consumption: Consumption) -> None:
+    def __init__(self, simulation: Simulation, consumption: ConsumeLoop) -> None:
         self._simulation = simulation
         self._consumption = consumption
 
     def wake(self) -> None:
         self._consumption.wake(self._simulation.signal)
 
-    def lost(self, receipts: Sequence[Any]) -> None:
-        self._simulation.signal(self._consumption.mailbox, Lost(tuple(receipts)))
+    def on_lost(self, receipts: Sequence[Any]) -> None:
+        self._simulation.signal(self._consumption.mailbox, ClaimsLost(tuple(receipts)))
 
 
-def _broker(connector: Connector | AsyncConnector, policy: ConsumerPolicy) -> Broker:
+def _broker(connector: Connector | AsyncConnector, policy: ConsumerPolicy) -> ConnectorCalls:
     extra, able = policy.steps.fetch.extra, connector.capabilities
     lease = able.lease if able.renewable else None
     if isinstance(connector, Connector):
         fetch = partial(connector.fetch_transactions, **extra)
-        return Broker(fetch=fetch, settle=connector.settle, extend=connector.extend, lease=lease)
+        return ConnectorCalls(fetch=fetch, settle=connector.settle, extend=connector.extend, lease=lease)
     fetch_async = partial(connector.fetch_transactions_async, **extra)
-    return Broker(fetch=fetch_async, settle=connector.settle_async, extend=connector.extend_async, lease=lease)
+    return ConnectorCalls(fetch=fetch_async, settle=connector.settle_async, extend=connector.extend_async, lease=lease)
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""A trial: a task of yours against a queue in memory, in virtual time, with what you want to go wrong."""
+"""Test harness for one task: it runs against an in-memory queue, in virtual time, with planned faults."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from ergon_framework.connectors.base import Ack, DeadLetter, SettleResult
 from ergon_framework.connectors.deadletters import DeadLetterRecord
-from ergon_framework.engine.drivers.aio import Asyncio
+from ergon_framework.engine.drivers.aio import AsyncioDriver
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.providers.memory import MemoryBooks
-from ergon_framework.providers.process_state import replace_process_books
+from ergon_framework.providers.memory import MemoryProviderState
+from ergon_framework.providers.process_state import replace_process_state
 from ergon_framework.runner.queues import NamedQueue
 from ergon_framework.task.base import Services
 from ergon_framework.task.defaults import choose_policy
@@ -24,13 +24,13 @@ from ergon_framework.task.exceptions import FetchException, LoopStalled, LoopTim
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.report import Outcome, Report
-from ergon_framework.testing.mishaps import Mishap, Plan, check_plan, methods_of
-from ergon_framework.testing.scene import Called, Death, FakeQueue, Scene, Settled
+from ergon_framework.testing.mishaps import Fault, Plan, check_plan, methods_of
+from ergon_framework.testing.scene import CallRecorder, FakeQueue, RecordedCall, RecordedSettlement, WorkerKilled
 from ergon_framework.testing.simulation import Simulation
 from ergon_framework.testing.virtual import Deadlock, VirtualLoop
 from ergon_framework.transaction import Transaction
 
-#: How often workers are started before what is left counts as left.
+#: Maximum number of worker starts before the queued transactions count as remaining.
 ROUNDS: Final = 100
 
 _CONTRACT: Final = (
@@ -38,7 +38,7 @@ _CONTRACT: Final = (
     "close",
     "dispatch",
     "depth",
-    "queued",
+    "find_queued",
     "list_dead",
     "replay_dead",
     "discard_dead",
@@ -51,8 +51,8 @@ _HANDLERS: Final = {
 }
 
 
-class Ended(StrEnum):
-    """Where a transaction is in the end."""
+class FinalState(StrEnum):
+    """Final states of a transaction."""
 
     ACKED = "acked"
     DEAD = "dead"
@@ -61,81 +61,87 @@ class Ended(StrEnum):
 
 @dataclass(slots=True)
 class Result:
-    """What came of a trial, as plain data to assert on."""
+    """The result of a harness run, as plain data for assertions."""
 
-    #: Of each worker that ended by itself; one that died has none.
+    #: Reports of workers that ended on their own; a killed worker has no report.
     reports: list[Report] = field(default_factory=list)
-    #: In the order in which they came, one for each time that a transaction was handled to its end.
+    #: In order of completion, one for each time that a transaction was handled to its end.
     outcomes: list[Outcome] = field(default_factory=list)
-    settled: list[Settled] = field(default_factory=list)
+    settled: list[RecordedSettlement] = field(default_factory=list)
     dead: Sequence[DeadLetterRecord] = ()
-    #: Ids that are still in the queue; more than once if they are.
+    #: Ids that are still in the queue, with duplicates.
     left: list[str] = field(default_factory=list)
-    #: What handlers have dispatched, with the name of the queue.
+    #: Transactions dispatched by handlers, with the name of the queue.
     dispatched: list[tuple[str, Transaction]] = field(default_factory=list)
-    #: Every call of the queue, of handlers and of services, in order.
-    calls: list[Called] = field(default_factory=list)
-    #: Workers that died, as was planned.
+    #: All calls of the queue, of handlers and of services, in order.
+    calls: list[RecordedCall] = field(default_factory=list)
+    #: Number of workers killed by planned faults.
     deaths: int = 0
-    #: Why loops ended that did not come to their end: nothing could be fetched, all slots were held, time was over.
+    #: Errors that ended loops early: failed fetch, all slots stalled, loop timeout.
     errors: list[FetchException | LoopStalled | LoopTimeout] = field(default_factory=list)
-    #: Virtual seconds that it all took.
+    #: Virtual seconds of the whole run.
     seconds: float = 0.0
     sent: list[str] = field(default_factory=list)
-    #: Planned mishaps that nothing met, because no such call was made: place and number.
+    #: Planned faults that were not raised, because no such call was made: place and number.
     unmet: list[tuple[str, int]] = field(default_factory=list)
 
     @property
     def acked(self) -> Counter[str]:
-        """How often each transaction was acked; more than once is a defect."""
+        """The number of acks per transaction; more than one is a defect."""
         return Counter(one.id for one in self.settled if _took(one) and isinstance(one.settlement, Ack))
 
     @property
-    def buried(self) -> Counter[str]:
-        """How often each transaction became a dead letter."""
+    def dead_lettered(self) -> Counter[str]:
+        """The number of dead-letterings per transaction."""
         return Counter(one.id for one in self.settled if _took(one) and isinstance(one.settlement, DeadLetter))
 
     @property
-    def ends(self) -> dict[str, Ended]:
-        """Where each transaction that was sent is in the end; one that is nowhere is not among them."""
-        acked, buried, left = self.acked, self.buried, set(self.left)
+    def ends(self) -> dict[str, FinalState]:
+        """The final state of each sent transaction; a lost transaction is missing."""
+        acked, buried, left = self.acked, self.dead_lettered, set(self.left)
         where = {
-            name: Ended.LEFT if name in left else Ended.DEAD if buried[name] else Ended.ACKED if acked[name] else None
+            name: FinalState.LEFT
+            if name in left
+            else FinalState.DEAD
+            if buried[name]
+            else FinalState.ACKED
+            if acked[name]
+            else None
             for name in self.sent
         }
         return {name: end for name, end in where.items() if end is not None}
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Why each dead letter is one."""
+        """The reason of each dead letter, by transaction id."""
         return {letter.id: letter.reason for letter in self.dead}
 
     @property
     def attempts(self) -> Counter[str]:
-        """How often the handler was called for each transaction."""
+        """The number of handler calls per transaction."""
         return Counter(one.transaction for one in self.calls if one.place == "process" and one.transaction is not None)
 
-    def calls_of(self, place: str) -> list[Called]:
-        """The calls of one place: ``process``, ``settle``, ``bank.charge`` and so on."""
+    def calls_of(self, place: str) -> list[RecordedCall]:
+        """Return the calls of one place: ``process``, ``settle``, ``bank.charge`` and so on."""
         return [one for one in self.calls if one.place == place]
 
     def payloads(self, queue: str) -> list[Any]:
-        """The payloads that were dispatched to *queue*, in order."""
+        """Return the payloads that were dispatched to *queue*, in order."""
         return [transaction.payload for name, transaction in self.dispatched if name == queue]
 
 
-def _took(one: Settled) -> bool:
+def _took(one: RecordedSettlement) -> bool:
     return one.result is SettleResult.SETTLED
 
 
-class Trial:
-    """Runs one consumer against a queue in memory, in virtual time; nothing sleeps and no server is asked.
+class TaskHarness:
+    """Runs one consumer against an in-memory queue, in virtual time, without sleeping and without a server.
 
-    Keywords are services, in place of the task's own; *lifespan* enters the task's, which is left out otherwise: it
-    would open what is real. Public methods of services are noted, and of whatever *watch* names besides: providers,
-    facts, clients that are globals. *queues* are others that handlers dispatch to; they are in memory meanwhile.
-    *faults* says what goes wrong at which call. A plain function takes no time unless a fault says so; coroutines
-    may sleep. Work on threads or processes of the handler's own is not followed.
+    Keyword arguments are services that replace the task's own. *lifespan* enters the task's lifespan, which is skipped
+    by default because it would open real resources. Calls of the services' public methods are recorded, and of the
+    objects in *watch*: providers, facts, global clients. *queues* are further queues that handlers dispatch to; they
+    are in memory during the run. *faults* plans what fails at which call. A plain function takes no time unless a fault
+    plans it; coroutines may sleep. Work on a handler's own threads or processes is not tracked.
     """
 
     def __init__(
@@ -170,15 +176,15 @@ class Trial:
                     "give it to the task as a service, or watch the object that it belongs to"
                 )
         check_plan(faults or {}, self._watched)
-        self._scene = Scene(faults or {})
+        self._scene = CallRecorder(faults or {})
         self._result = Result()
         self._now = 0.0
-        self._books = MemoryBooks()
+        self._books = MemoryProviderState()
         self._original: Any = task.connector
         self.queue = FakeQueue(self._original.name, self._scene)
         self._fakes = {name: FakeQueue(name, self._scene) for name in self._others}
 
-    # -- before --------------------------------------------------------------------------------------
+    # -- setup ---------------------------------------------------------------------------------------
 
     def send(self, *transactions: Transaction) -> None:
         """Put transactions into the queue."""
@@ -187,7 +193,7 @@ class Trial:
 
     @property
     def faults(self) -> Plan:
-        """What goes wrong at which call."""
+        """The plan of faults: what fails at which call."""
         return self._scene.plan
 
     @faults.setter
@@ -197,13 +203,13 @@ class Trial:
 
     @property
     def dead(self) -> bool:
-        """Whether the worker that runs is dead: what its code still does is done by nobody."""
+        """Whether the running worker was killed; effects of its remaining code do not count."""
         return self._scene.dead
 
     # -- the run -------------------------------------------------------------------------------------
 
     def run(self, *, rounds: int = ROUNDS) -> Result:
-        """Run workers, one after the other, until nothing is left that will become due, *rounds* of them at most."""
+        """Run workers, one after the other and at most *max_starts*, until nothing is left that will become due."""
         _refuse_another_loop()
         result, run = self._result, self._run_async if isinstance(self._task, AsyncConsumerMixin) else self._run_sync
         with ExitStack() as stack:
@@ -213,20 +219,20 @@ class Trial:
                 try:
                     report = run(self.seed + number)
                     result.reports.append(report)
-                except Death:
+                except WorkerKilled:
                     pass
                 except (FetchException, LoopStalled, LoopTimeout) as error:
-                    # What ends a worker in earnest, too: whoever runs it starts another.
+                    # These errors end a real worker too, and its supervisor starts another one.
                     result.errors.append(error)
                 due = self._due()
                 if due is None:
                     break
-                # Whoever starts workers again does not wait for the last moment either.
+                # The next worker starts when the next transaction becomes due.
                 self._now += due
         return self._concluded()
 
     def _due(self) -> float | None:
-        """Seconds until there is something to do; None if that will never be."""
+        """Return the seconds until a transaction becomes due; None if none ever will."""
         depth = self.queue.depth()
         return 0.0 if depth.ready else self.queue.next_due()
 
@@ -238,14 +244,14 @@ class Trial:
         result.unmet = [
             (place, number)
             for place, planned in scene.plan.items()
-            for number in ([0] if isinstance(planned, Mishap) else planned)
+            for number in ([0] if isinstance(planned, Fault) else planned)
             if number >= scene.counts[place]
         ]
         return result
 
     def _run_sync(self, seed: int) -> Report:
-        simulation = _Mortal(self._scene, seed, start=self._now)
-        self._scene.clock, self._scene.pass_by, self._scene.kill = simulation.clock, simulation.takes, _nothing
+        simulation = _KillableSimulation(self._scene, seed, start=self._now)
+        self._scene.clock, self._scene.pass_by, self._scene.kill = simulation.clock, simulation.busy_for, _nothing
         task = self._task
         try:
             with self._opened_sync():
@@ -277,7 +283,7 @@ class Trial:
             report: Report = await task.consume_transactions(
                 self._rules(),
                 on_outcome=self._result.outcomes.append,
-                driver=lambda: Asyncio(loop.senses),
+                driver=lambda: AsyncioDriver(loop.senses),
             )
             return report
 
@@ -287,34 +293,34 @@ class Trial:
 
     def _rules(self) -> ConsumerPolicy:
         policy = choose_policy(self._task, self._policy, ConsumerPolicy)
-        # A loop that goes on when the queue is empty would go on for ever: no time passes in between.
+        # A streaming loop on an empty queue would never end, because no virtual time passes between its fetches.
         return policy.model_copy(update={"loop": policy.loop.model_copy(update={"streaming": False})})
 
-    # -- what is put in place ------------------------------------------------------------------------
+    # -- replacements --------------------------------------------------------------------------------
 
     def _set_up(self, stack: ExitStack) -> None:
         task, scene = self._task, self._scene
         stack.enter_context(_replaced(task, "connector", self.queue))
-        # The state of the process may be a shared database, and knows keys of other trials.
-        stack.enter_context(replace_process_books(self._books))
+        # The process-wide provider state may be a shared database, and has keys of other harness runs.
+        stack.enter_context(replace_process_state(self._books))
         for queue, fake in (
             (self._original, self.queue),
             *((self._others[name], f) for name, f in self._fakes.items()),
         ):
             stack.enter_context(_stood_in_for(queue, fake))
-        # A handler that nothing is planned for stays as it is: the engine has a shorter way for those that do nothing.
+        # Handlers without planned faults are not wrapped: the engine has a fast path for handlers that do nothing.
         handlers = {method: place for method, place in _HANDLERS.items() if place == "process" or place in scene.plan}
-        stack.enter_context(scene.watching(task, handlers))
+        stack.enter_context(scene.wrap_object(task, handlers))
         for name, target in self._watched.items():
-            stack.enter_context(scene.watching(target, {one: f"{name}.{one}" for one in methods_of(target)}))
+            stack.enter_context(scene.wrap_object(target, {one: f"{name}.{one}" for one in methods_of(target)}))
         if isinstance(getattr(task, "services", None), Services):
             services = {**task.services, **self._services, **self._functions()}
             stack.enter_context(_replaced(task, "services", Services(services, owner=task.name)))
 
     def _functions(self) -> dict[str, Any]:
-        """Services that are functions: they are replaced, because they have no methods to watch."""
+        """Return recorded replacements of services that are functions, which have no methods to wrap."""
         return {
-            name: self._scene.watched(given, name) for name, given in self._services.items() if inspect.isroutine(given)
+            name: self._scene.wrap(given, name) for name, given in self._services.items() if inspect.isroutine(given)
         }
 
     @contextmanager
@@ -323,20 +329,20 @@ class Trial:
             self._check_services()
             yield
             return
-        with self._task.opened(), self._given_last():
+        with self._task.open(), self._given_last():
             yield
 
     def _opened_async(self) -> Any:
         return _AsyncOpened(self._task, self._given_last, self._check_services, lifespan=self._lifespan)
 
     def _check_services(self) -> None:
-        given = getattr(self._task, "_given", None)
+        given = getattr(self._task, "_merge_services", None)
         if given is not None:
-            given(None)  # raises, and says what there is, if a service is missing
+            given(None)  # raises an error that lists the available services if one is missing
 
     @contextmanager
     def _given_last(self) -> Iterator[None]:
-        """Over what the lifespan yields, what the trial was given."""
+        """Override the services that the lifespan yields by those passed to the harness."""
         task = self._task
         services = {**task.services, **self._services, **self._functions()}
         with _replaced(task, "services", Services(services, owner=task.name)):
@@ -344,9 +350,9 @@ class Trial:
 
 
 def _check_taken(task: Any, services: Collection[str]) -> None:
-    """Refuse a service that reaches nobody: in its place the task would call its own, which is real."""
-    # Of a class nobody can say: it may look for any name in its services.
-    taken: Any = getattr(task, "taken", None)
+    """Reject a service that the task does not use: the task would call its own real service instead."""
+    # A task class is not checked: it may look up any name in its services.
+    taken: Any = getattr(task, "service_names", None)
     for name in services if isinstance(taken, frozenset) else ():
         if name not in taken and name not in task.services:
             there = ", ".join(sorted(taken)) or "none"
@@ -354,7 +360,7 @@ def _check_taken(task: Any, services: Collection[str]) -> None:
 
 
 class _AsyncOpened:
-    """The lifespan of an async task, if it is wanted."""
+    """The lifespan of an async task, if it is enabled."""
 
     def __init__(self, task: Any, given: Callable[[], Any], check: Callable[[], None], *, lifespan: bool) -> None:
         self._task, self._given, self._check, self._lifespan = task, given, check, lifespan
@@ -363,7 +369,7 @@ class _AsyncOpened:
 
     async def __aenter__(self) -> None:
         if self._lifespan:
-            self._opened = self._task.opened()
+            self._opened = self._task.open()
             await self._opened.__aenter__()
             self._stack.enter_context(self._given())
         else:
@@ -375,32 +381,32 @@ class _AsyncOpened:
             await self._opened.__aexit__(*how)
 
 
-class _Mortal(Simulation):
-    """A simulation that is over at once when its worker has died."""
+class _KillableSimulation(Simulation):
+    """A simulation that ends immediately when its worker is killed."""
 
-    def __init__(self, scene: Scene, seed: int, *, start: float) -> None:
+    def __init__(self, scene: CallRecorder, seed: int, *, start: float) -> None:
         super().__init__(seed, start=start)
         self._scene = scene
 
     def _step(self) -> bool:
         if self._scene.dead:
-            raise Death
+            raise WorkerKilled
         return super()._step()
 
 
 def _end_loop() -> None:
-    raise Death
+    raise WorkerKilled
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    """Have every coroutine leave; one that waits for what nobody will do is left, as a dead process would leave it."""
+    """Cancel all coroutines; abandon one that waits for something that never happens, as a killed process would."""
     while tasks := asyncio.all_tasks(loop):
         for task in tasks:
             task.cancel()
         try:
             loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        except Death:
-            continue  # it was on its way when the loop had ended already
+        except WorkerKilled:
+            continue  # the kill was scheduled when the loop had already ended
         except Deadlock:
             return
 
@@ -414,7 +420,7 @@ def _refuse_another_loop() -> None:
 
 
 def _nothing(*_: Any) -> None:
-    """Nobody has to be told."""
+    """Do nothing; there is nothing to notify."""
 
 
 def _refuse_to_block(seconds: float) -> None:
@@ -440,9 +446,9 @@ def _replaced(target: Any, attribute: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _stood_in_for(queue: Any, fake: FakeQueue) -> Iterator[None]:
-    """Whoever calls *queue* meanwhile reaches *fake*."""
+    """Redirect calls of *queue* to *fake*."""
     if isinstance(queue, NamedQueue):
-        with _replaced(queue, "_found", fake):
+        with _replaced(queue, "_connector", fake):
             yield
         return
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Virtual time under the real drivers: nothing sleeps, and an hour passes as soon as nobody has anything to do."""
+"""Virtual time for the real drivers: nothing sleeps, and time jumps ahead as soon as all threads and tasks wait."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
-from ergon_framework.engine.drivers.waiting import Alarm, Inbox
-from ergon_framework.engine.senses import Senses
+from ergon_framework.engine.drivers.waiting import Inbox, Wakeup
+from ergon_framework.engine.senses import Clock
 from ergon_framework.errors import ErgonError
 
 R = TypeVar("R")
 
-#: What the clock of the day shows when virtual time begins.
+#: Wall clock time at which virtual time starts.
 DAWN = 1_700_000_000.0
 
-#: Real seconds that a virtual event loop waits for a thread of somebody else.
+#: Real seconds that a virtual event loop waits for an external thread.
 PATIENCE = 30.0
 
 
 class Deadlock(ErgonError):
-    """Everybody waits and nothing is due: in real time this would hang for ever."""
+    """All threads or tasks wait and nothing is due: in real time this would hang forever."""
 
     code = "deadlock"
     final = True
 
 
 class _Waiter:
-    """One thread that waits; whoever takes it out of its waiting counts it as busy from that moment."""
+    """One waiting thread; the waker counts it as busy from the moment of the wakeup."""
 
     __slots__ = ("_gate", "error", "item", "thread", "woken")
 
@@ -58,15 +58,15 @@ class _Waiter:
 
 
 class VirtualTime:
-    """Time for real threads: it stands still while any of them is busy, then jumps to what is due next.
+    """Virtual time for real threads: it stops while any thread is busy, then jumps to the next due time.
 
-    Give it to the thread driver as its *waiting*. It has to know every thread and every wait, so
-    user code sleeps with ``sleep`` of this object; a thread that waits for anything else counts as
-    busy, and time stands still meanwhile. The thread that made it counts as busy too.
+    Pass it to the thread driver as its *waiting*. It must know every thread and every wait, so user code sleeps with
+    ``sleep`` of this object; a thread that waits for anything else counts as busy, and time stops meanwhile. The
+    thread that created this object counts as busy too.
     """
 
     def __init__(self, seed: int = 0, *, start: float = 0.0) -> None:
-        self.senses = Senses(clock=self.clock, wall=lambda: DAWN + self._now, dice=random.Random(seed).random)  # noqa: S311 - not a secret
+        self.time_source = Clock(monotonic=self.clock, wall=lambda: DAWN + self._now, random=random.Random(seed).random)  # noqa: S311 - not a secret
         self._now = start
         self._lock = threading.Lock()
         self._busy = 1
@@ -79,12 +79,12 @@ class VirtualTime:
     def clock(self) -> float:
         return self._now
 
-    # -- what the thread driver waits with -------------------------------------------------------
+    # -- interface for the thread driver ---------------------------------------------------------
 
-    def inbox(self) -> Inbox:
+    def create_inbox(self) -> Inbox:
         return _VirtualInbox(self)
 
-    def alarm(self) -> Alarm:
+    def create_wakeup(self) -> Wakeup:
         return _VirtualAlarm(self)
 
     def start(self, thread: threading.Thread) -> None:
@@ -92,37 +92,37 @@ class VirtualTime:
             self._busy += 1
         thread.start()
 
-    def ended(self) -> None:
+    def thread_ended(self) -> None:
         with self._lock:
             self._busy -= 1
         self._move()
 
-    # -- what tests use --------------------------------------------------------------------------
+    # -- interface for tests ---------------------------------------------------------------------
 
     def sleep(self, seconds: float) -> None:
-        """Wait; in virtual time, so it takes no real time."""
+        """Sleep in virtual time, which takes no real time."""
         with self._lock:
             waiter = self._wait(self._now + seconds)
         self._move()
         waiter.pass_through()
 
     def at(self, moment: float, action: Callable[[], object]) -> None:
-        """Have *action* called at *moment* by whichever thread sees that time has come; it must not wait."""
+        """Schedule *action* at *moment*; any thread may call it, and it must not wait."""
         with self._lock:
             heapq.heappush(self._timers, (moment, next(self._numbers), action))
 
-    def rest(self) -> None:
-        """Let time pass until nothing is due any more, so that whoever can leave has left."""
+    def run_until_idle(self) -> None:
+        """Let time pass until nothing is due, so that all calls that can exit have exited."""
         with self._lock:
             waiter = self._wait(None)
             self._resting.append(waiter)
         self._move()
         waiter.pass_through()
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------
 
     def _wait(self, until: float | None) -> _Waiter:
-        """The calling thread is about to wait; the lock is held."""
+        """Register the calling thread as waiting; the caller holds the lock."""
         waiter = _Waiter()
         self._busy -= 1
         if until is not None:
@@ -130,13 +130,13 @@ class VirtualTime:
         return waiter
 
     def _wake(self, waiter: _Waiter) -> None:
-        """Have *waiter* go on; the lock is held."""
+        """Wake *waiter*; the caller holds the lock."""
         self._busy += 1
         self._alarms.discard(waiter)
         waiter.open()
 
     def _move(self) -> None:
-        """Let time go on if nobody is busy: to the first thing that is due, and that alone."""
+        """Advance the time if no thread is busy: to the first due entry, and only to that one."""
         while True:
             with self._lock:
                 if self._busy:
@@ -144,7 +144,7 @@ class VirtualTime:
                 action = self._next()
                 if action is None:
                     return
-                # Whoever acts is busy: what it wakes must not find time moving on.
+                # The calling thread counts as busy, so that threads woken by the action do not see the time advance.
                 self._busy += 1
             try:
                 action()
@@ -153,7 +153,7 @@ class VirtualTime:
                     self._busy -= 1
 
     def _next(self) -> Callable[[], object] | None:
-        """Wake who is due first, or return what is to be done then; the lock is held."""
+        """Wake the waiter that is due first, or return the action that is due; the caller holds the lock."""
         while self._timers:
             moment, _, due = heapq.heappop(self._timers)
             if isinstance(due, _Waiter) and due.woken:
@@ -170,7 +170,7 @@ class VirtualTime:
         if self._resting:
             self._wake(self._resting.pop())
             return
-        # The one who made this is told: an error on a driver's own thread would be heard by nobody.
+        # The owner thread gets the error: an error on a driver's thread would be lost.
         for waiter in [waiter for waiter in self._alarms if waiter.thread == self._maker] or list(self._alarms):
             waiter.error = Deadlock(
                 f"at {self._now:.6f} virtual seconds every thread waits and nothing is due; "
@@ -187,7 +187,7 @@ class _VirtualInbox:
 
     def put(self, item: Any) -> None:
         time = self._time
-        with time._lock:  # noqa: SLF001 - inbox and time are one thing
+        with time._lock:  # noqa: SLF001 - inbox and time share their state
             if self._waiting:
                 waiter = self._waiting.popleft()
                 waiter.item = item
@@ -212,9 +212,9 @@ class _VirtualAlarm:
         self._rung = False
         self._waiter: _Waiter | None = None
 
-    def ring(self) -> None:
+    def set(self) -> None:
         time = self._time
-        with time._lock:  # noqa: SLF001 - alarm and time are one thing
+        with time._lock:  # noqa: SLF001 - wakeup and time share their state
             self._rung = True
             if self._waiter is not None and not self._waiter.woken:
                 time._wake(self._waiter)  # noqa: SLF001 - as above
@@ -240,20 +240,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, seed: int = 0, *, start: float = 0.0) -> None:
         self._now = start
-        #: Calls on threads of executors; while one runs, time stands still.
+        #: Running calls on executor threads; time stops while there is one.
         self._outside = 0
         super().__init__(_Selector(self))
-        self.senses = Senses(clock=self.time, wall=lambda: DAWN + self._now, dice=random.Random(seed).random)  # noqa: S311 - not a secret
+        self.senses = Clock(monotonic=self.time, wall=lambda: DAWN + self._now, random=random.Random(seed).random)  # noqa: S311 - not a secret
 
     def time(self) -> float:
         return self._now
 
-    def pass_by(self, seconds: float) -> None:
-        """Time goes on; the selector says so when nothing is ready."""
+    def advance(self, seconds: float) -> None:
+        """Advance the time; the selector calls this when nothing is ready."""
         self._now += seconds
 
     @property
-    def waits_outside(self) -> bool:
+    def external_wait(self) -> bool:
         return self._outside > 0
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
@@ -274,7 +274,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Selector(selectors.DefaultSelector):
-    """Never blocks for a timer: it lets virtual time pass instead."""
+    """A selector that advances virtual time instead of blocking for a timer."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
@@ -284,18 +284,18 @@ class _Selector(selectors.DefaultSelector):
         ready = super().select(0)
         if ready or timeout == 0:
             return ready
-        if self._loop.waits_outside:
+        if self._loop.external_wait:
             return super().select(PATIENCE)
         if timeout is None:
             raise Deadlock(
                 f"at {self._loop.time():.6f} virtual seconds every task waits and nothing is due; "
                 "somebody waits for what nobody will do"
             )
-        self._loop.pass_by(timeout)
+        self._loop.advance(timeout)
         return ready
 
 
 def run_virtual(main: Coroutine[Any, Any, R], *, seed: int = 0) -> R:
-    """``asyncio.run`` in virtual time."""
+    """Run *main* like ``asyncio.run``, in virtual time."""
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(seed)) as runner:
         return runner.run(main)

@@ -1,7 +1,7 @@
-"""The line between two zones: two network namespaces, and a relay that carries packets from the one to the other.
+"""The link between two zones: two network namespaces and a relay that forwards packets between them.
 
-The relay is a process of its own between two TUN devices. What it does to packets is told on its stdin, one word a
-line: good, cut (they vanish), reset (every connection is refused), delayed, lossy. When its stdin ends, so does it.
+The relay is a separate process between two TUN devices. It reads one mode per line from its stdin: good, cut (packets
+vanish), reset (every connection is refused), delayed, lossy. It exits when its stdin ends.
 """
 
 from __future__ import annotations
@@ -22,41 +22,43 @@ import threading
 import time
 from pathlib import Path
 
-#: Large, so that a relay in Python keeps pace.
+#: Large, so that a relay in Python keeps up.
 MTU = 60_000
 _TUNSETIFF, _TUN, _NO_PACKET_INFORMATION = 0x400454CA, 0x0001, 0x1000
 _NEWNET = 0x40000000
-MOODS = ("good", "cut", "reset", "delayed", "lossy")
-LOSS = 0.05
-DELAY = 0.1
+MODES = ("good", "cut", "reset", "delayed", "lossy")
+LOSS_RATE = 0.05
+DELAY_SECONDS = 0.1
 
 
-class Line:
+class ZoneLink:
     """Two namespaces with an address each, and the relay between them."""
 
     def __init__(self, name: str) -> None:
-        self.spaces = (f"{name}-a", f"{name}-b")
+        self.namespaces = (f"{name}-a", f"{name}-b")
         self.addresses = ("10.77.0.1", "10.77.0.2")
         self._relay: subprocess.Popen[str] | None = None
-        self.mood = "good"
+        self.mode = "good"
 
     def start(self) -> None:
-        for space in self.spaces:
-            _ip("netns", "add", space)
-            _ip("-n", space, "link", "set", "lo", "up")
+        for namespace in self.namespaces:
+            _run_ip("netns", "add", namespace)
+            _run_ip("-n", namespace, "link", "set", "lo", "up")
         self._relay = subprocess.Popen(
-            [sys.executable, __file__, *self.spaces], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, *self.namespaces], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         if self._relay.stdout.readline().strip() != "ready":
             raise RuntimeError("the relay did not start; it needs root and /dev/net/tun")
-        for space, own, other in zip(self.spaces, self.addresses, reversed(self.addresses), strict=True):
-            _ip("-n", space, "addr", "add", own, "peer", other, "dev", "line")
-            _ip("-n", space, "link", "set", "line", "mtu", str(MTU), "up")
+        for namespace, own_address, peer_address in zip(
+            self.namespaces, self.addresses, reversed(self.addresses), strict=True
+        ):
+            _run_ip("-n", namespace, "addr", "add", own_address, "peer", peer_address, "dev", "line")
+            _run_ip("-n", namespace, "link", "set", "line", "mtu", str(MTU), "up")
 
-    def turn(self, mood: str) -> None:
-        """Let it be so from now on."""
-        self.mood = mood
-        self._relay.stdin.write(f"{mood}\n")
+    def set_mode(self, mode: str) -> None:
+        """Set the mode of the link."""
+        self.mode = mode
+        self._relay.stdin.write(f"{mode}\n")
         self._relay.stdin.flush()
 
     def end(self) -> None:
@@ -64,90 +66,90 @@ class Line:
             self._relay.stdin.close()
             self._relay.wait(10)
             self._relay.stdout.close()
-        for space in self.spaces:
-            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+        for namespace in self.namespaces:
+            subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def _run_ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
 # -- the relay ---------------------------------------------------------------------------------------------
 
 
-def _device(space: str) -> int:
-    """A TUN device called "line" inside of *space*; its descriptor may be used by anybody."""
-    found: list[int] = []
+def _open_device(namespace: str) -> int:
+    """Open a TUN device called "line" inside *space*; its descriptor works in every namespace."""
+    descriptors: list[int] = []
 
     def enter() -> None:
-        # A namespace is a thread's: this one is for nothing else.
-        with Path(f"/run/netns/{space}").open("rb") as file:
+        # A namespace belongs to a thread, so this thread does nothing else.
+        with Path(f"/run/netns/{namespace}").open("rb") as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), "setns")
         device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"line", _TUN | _NO_PACKET_INFORMATION))
-        found.append(device)
+        descriptors.append(device)
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    return found[0]
+    return descriptors[0]
 
 
 class _Relay:
-    def __init__(self, spaces: list[str]) -> None:
-        self._devices = [_device(space) for space in spaces]
-        self._mood = "good"
-        self._late: list[tuple[float, int, int, bytes]] = []
+    def __init__(self, namespaces: list[str]) -> None:
+        self._devices = [_open_device(namespace) for namespace in namespaces]
+        self._mode = "good"
+        self._delayed: list[tuple[float, int, int, bytes]] = []
         self._numbers = itertools.count()
-        self._dice = random.Random(1)
+        self._rng = random.Random(1)
 
     def run(self) -> None:
         print("ready", flush=True)
         stdin = sys.stdin.fileno()
         os.set_blocking(stdin, False)
         while True:
-            wait = max(0.0, self._late[0][0] - time.monotonic()) if self._late else None
-            ready, _, _ = select.select([*self._devices, stdin], [], [], wait)
+            timeout = max(0.0, self._delayed[0][0] - time.monotonic()) if self._delayed else None
+            ready, _, _ = select.select([*self._devices, stdin], [], [], timeout)
             if stdin in ready:
-                words = os.read(stdin, 4096)
-                if not words:
+                text = os.read(stdin, 4096)
+                if not text:
                     return
-                self._mood = words.decode().split()[-1]
-            while self._late and self._late[0][0] <= time.monotonic():
-                _, _, device, packet = heapq.heappop(self._late)
+                self._mode = text.decode().split()[-1]
+            while self._delayed and self._delayed[0][0] <= time.monotonic():
+                _, _, device, packet = heapq.heappop(self._delayed)
                 self._send(device, packet)
             for device in ready:
                 if device != stdin:
-                    self._carry(device)
+                    self._forward(device)
 
-    def _carry(self, device: int) -> None:
+    def _forward(self, device: int) -> None:
         other = self._devices[device == self._devices[0]]
         for _ in range(64):
             try:
                 packet = os.read(device, MTU + 100)
             except BlockingIOError:
                 return
-            if self._mood == "cut" or (self._mood == "lossy" and self._dice.random() < LOSS):
+            if self._mode == "cut" or (self._mode == "lossy" and self._rng.random() < LOSS_RATE):
                 continue
-            if self._mood == "reset":
-                answer = _refusal(packet)
-                if answer is not None:
-                    self._send(device, answer)
-            elif self._mood == "delayed":
-                due = time.monotonic() + DELAY * (0.5 + self._dice.random())
-                heapq.heappush(self._late, (due, next(self._numbers), other, packet))
+            if self._mode == "reset":
+                reset = _build_reset(packet)
+                if reset is not None:
+                    self._send(device, reset)
+            elif self._mode == "delayed":
+                due = time.monotonic() + DELAY_SECONDS * (0.5 + self._rng.random())
+                heapq.heappush(self._delayed, (due, next(self._numbers), other, packet))
             else:
                 self._send(other, packet)
 
     def _send(self, device: int, packet: bytes) -> None:
-        # A device that is down, or has no room, loses packets as others do.
+        # A device that is down or has no free buffer loses packets.
         with contextlib.suppress(OSError):
             os.write(device, packet)
 
 
-def _refusal(packet: bytes) -> bytes | None:
-    """The answer that ends the connection of a TCP packet; None if it is none, or is such an answer."""
+def _build_reset(packet: bytes) -> bytes | None:
+    """Build the RST for a TCP packet; None if it is not TCP, or is an RST itself."""
     if packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
         return None
     header = (packet[0] & 15) * 4
@@ -155,8 +157,10 @@ def _refusal(packet: bytes) -> bytes | None:
     if flags & 4:
         return None
     length = len(packet) - header - (offset >> 4) * 4 + bool(flags & 2) + bool(flags & 1)
-    place, kind = (acknowledged, 4) if flags & 16 else (0, 20)
-    tcp = struct.pack("!HHIIBBHHH", target, source, place, (sequence + length) % 2**32, 80, kind, 0, 0, 0)
+    reset_sequence, reset_flags = (acknowledged, 4) if flags & 16 else (0, 20)
+    tcp = struct.pack(
+        "!HHIIBBHHH", target, source, reset_sequence, (sequence + length) % 2**32, 80, reset_flags, 0, 0, 0
+    )
     pseudo = packet[16:20] + packet[12:16] + struct.pack("!BBH", 0, socket.IPPROTO_TCP, len(tcp))
     tcp = tcp[:16] + struct.pack("!H", _checksum(pseudo + tcp)) + tcp[18:]
     ip = struct.pack("!BBHHHBBH", 69, 0, 20 + len(tcp), 0, 0, 64, socket.IPPROTO_TCP, 0) + packet[16:20] + packet[12:16]

@@ -1,4 +1,4 @@
-"""The processes of a zone: its service, its replicator and its producer. Each is killed at any moment, and comes back.
+"""The processes of a zone: its service, its replicator and its producer; each is killed at any time and restarted.
 
 python -m tests.chaos.facts.parts serve|follow|produce '{"zone": ..., ...}'
 """
@@ -15,122 +15,132 @@ from pathlib import Path
 from typing import Any
 
 from ergon_framework.errors import ErgonError
-from ergon_framework.facts.boundary import confirmed
-from ergon_framework.facts.model import Pair, Side
+from ergon_framework.facts.boundary import raise_if_error
+from ergon_framework.facts.model import BoundarySide, ZonePair
 from ergon_framework.facts.policy import ReplicationPolicy
 from ergon_framework.facts.replicator import AsyncReplicator, Replicator
-from ergon_framework.facts.service.address import Address
+from ergon_framework.facts.service.address import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
 from ergon_framework.facts.service.client_aio import AsyncBoundaryClient
 from ergon_framework.facts.service.files import TlsFiles
 from ergon_framework.facts.service.server import BoundaryServer
-from ergon_framework.facts.stores.files import FileContents
+from ergon_framework.facts.stores.files import FileContentStore
 from ergon_framework.facts.stores.postgres import PostgresBoundary
 from tests.chaos.facts.mix import Mix
-from tests.chaos.facts.moody import Moody
+from tests.chaos.facts.moody import UnreliableBoundary
 
-BATCH = 100
+BATCH_SIZE = 100
 POLICY = ReplicationPolicy(timeout=8.0, poll=0.5, survey=5.0, backoff=0.1, cap=2.0, drain=2.0)
 
 
-def store_of(given: dict[str, Any]) -> PostgresBoundary:
-    """The zone's own store."""
+def open_store(settings: dict[str, Any]) -> PostgresBoundary:
+    """Open the zone's own store."""
     return PostgresBoundary(
-        given["dsn"],
-        side=Side(given["side"]),
-        contents=FileContents(given["contents"]),
-        # Tests that cut no power run without fsync.
-        accept_loss=given.get("accept_loss", False),
+        settings["dsn"],
+        side=BoundarySide(settings["side"]),
+        contents=FileContentStore(settings["contents"]),
+        # Tests without power loss run without fsync.
+        accept_loss=settings.get("accept_loss", False),
     )
 
 
-def _address(given: dict[str, Any], host: str) -> Address:
-    return Address(
+def _make_address(settings: dict[str, Any], host: str) -> ServiceAddress:
+    return ServiceAddress(
         host=host,
-        files=TlsFiles(*(Path(path) for path in given["tls"])),
+        files=TlsFiles(*(Path(path) for path in settings["tls"])),
         name="localhost",
         deadline=5.0,
         keepalive=10.0,
-        keepalive_patience=5.0,
+        keepalive_timeout=5.0,
     )
 
 
-def serve(given: dict[str, Any]) -> None:
+def serve(settings: dict[str, Any]) -> None:
     async def main() -> None:
-        files = TlsFiles(*(Path(path) for path in given["server_tls"]))
-        server = BoundaryServer(store=store_of(given), zones=[given["zone"]], files=files, listen=given["listen"])
+        files = TlsFiles(*(Path(path) for path in settings["server_tls"]))
+        server = BoundaryServer(
+            store=open_store(settings), zones=[settings["zone"]], files=files, listen=settings["listen"]
+        )
         await server.start()
-        over = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
-        await over.wait()
-        await server.drain(2.0)
+        stopping = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
+        await stopping.wait()
+        await server.stop_gracefully(2.0)
 
     asyncio.run(main())
 
 
-def follow(given: dict[str, Any]) -> None:
+def follow(settings: dict[str, Any]) -> None:
     """Pull the other zone's facts; the inner zone on threads, the outer one on asyncio."""
-    pair, seed = Pair(given["peer"], given["zone"]), os.getpid()
-    destination = Moody(store_of(given), seed=seed)
-    if given["side"] == Side.INNER:
-        source = Moody(BoundaryClient(_address(given, given["peer_address"])), seed=seed + 1)
-        replicator = Replicator(source, destination, pair, policy=POLICY, on_change=_say)  # type: ignore[arg-type]
+    pair, seed = ZonePair(settings["peer"], settings["zone"]), os.getpid()
+    destination = UnreliableBoundary(open_store(settings), seed=seed)
+    if settings["side"] == BoundarySide.INNER:
+        source = UnreliableBoundary(BoundaryClient(_make_address(settings, settings["peer_address"])), seed=seed + 1)
+        replicator = Replicator(source, destination, pair, policy=POLICY, on_change=_print_state)  # type: ignore[arg-type]
         signal.signal(signal.SIGTERM, lambda *_: replicator.stop())
         replicator.run()
         return
 
     async def main() -> None:
-        source = Moody(AsyncBoundaryClient(_address(given, given["peer_address"])), seed=seed + 1)
-        replicator = AsyncReplicator(source, destination, pair, policy=POLICY, on_change=_say)  # type: ignore[arg-type]
+        source = UnreliableBoundary(
+            AsyncBoundaryClient(_make_address(settings, settings["peer_address"])), seed=seed + 1
+        )
+        replicator = AsyncReplicator(source, destination, pair, policy=POLICY, on_change=_print_state)  # type: ignore[arg-type]
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, replicator.stop)
         await replicator.run()
 
     asyncio.run(main())
 
 
-def _say(state: Any) -> None:
-    why = "" if state.trouble is None else state.trouble.reason
-    print(f"{time.time():.1f} {state.status} at {state.offset} {why}", flush=True)
+def _print_state(state: Any) -> None:
+    reason = "" if state.problem is None else state.problem.reason
+    print(f"{time.time():.1f} {state.status} at {state.offset} {reason}", flush=True)
 
 
-def produce(given: dict[str, Any]) -> None:
-    """Append all facts of the mix through the zone's service, and note what was confirmed, synced, before going on."""
-    mix = Mix(Pair(given["zone"], given["peer"]), given["facts"], given["artifacts"], given["bytes"], given["seed"])
-    client = Moody(BoundaryClient(_address(given, given["own_address"])), seed=os.getpid())
-    journal = Path(given["journal"])
-    done = _noted(journal)
-    pause = given["seconds"] / max(1, mix.facts / BATCH)
+def produce(settings: dict[str, Any]) -> None:
+    """Append all facts of the mix through the zone's service; record each confirmation, synced, before the next."""
+    mix = Mix(
+        ZonePair(settings["zone"], settings["peer"]),
+        settings["facts"],
+        settings["artifacts"],
+        settings["bytes"],
+        settings["seed"],
+    )
+    client = UnreliableBoundary(BoundaryClient(_make_address(settings, settings["own_address"])), seed=os.getpid())
+    journal = Path(settings["journal"])
+    confirmed_count = _count_confirmed(journal)
+    pause = settings["seconds"] / max(1, mix.facts / BATCH_SIZE)
     with journal.open("ab") as file:
-        for first in range(done, mix.facts, BATCH):
-            began = time.monotonic()
-            numbers = range(first, min(first + BATCH, mix.facts))
-            for number, offset in zip(numbers, _appended(client, mix, numbers), strict=True):
+        for first in range(confirmed_count, mix.facts, BATCH_SIZE):
+            started_at = time.monotonic()
+            numbers = range(first, min(first + BATCH_SIZE, mix.facts))
+            for number, offset in zip(numbers, _append_batch(client, mix, numbers), strict=True):
                 file.write(f"{number} {offset}\n".encode())
             file.flush()
             os.fsync(file.fileno())
-            time.sleep(max(0.0, pause - (time.monotonic() - began)))
+            time.sleep(max(0.0, pause - (time.monotonic() - started_at)))
 
 
-def _noted(journal: Path) -> int:
-    """How many are known to be confirmed: the last line may be half of one."""
+def _count_confirmed(journal: Path) -> int:
+    """Count the facts that are known to be confirmed: the last line may be incomplete."""
     lines = journal.read_bytes().split(b"\n")[:-1] if journal.exists() else []
     with journal.open("wb") as file:
         file.write(b"".join(line + b"\n" for line in lines))
     return len(lines)
 
 
-def _appended(client: Any, mix: Mix, numbers: range) -> list[int]:
+def _append_batch(client: Any, mix: Mix, numbers: range) -> list[int]:
     while True:
         try:
             facts = []
             for number in numbers:
-                stored = mix.expected(number)
+                stored = mix.describe_artifact(number)
                 if stored is not None:
-                    place = mix.bucket, mix.key(number)
-                    begin = client.received(*place, stored)
-                    client.put_object(*place, mix.pieces(number, begin), expected=stored, begin=begin)
-                facts.append((mix.envelope(number), mix.fact(number, stored)))
-            return [confirmed(answer).offset for answer in client.append_facts(facts)]
+                    location = mix.bucket, mix.key(number)
+                    begin = client.uploaded_bytes(*location, stored)
+                    client.put_object(*location, mix.iter_pieces(number, begin), expected=stored, begin=begin)
+                facts.append((mix.make_envelope(number), mix.make_fact(number, stored)))
+            return [raise_if_error(answer).offset for answer in client.append_facts(facts)]
         except ErgonError as error:
             print(f"{time.time():.1f} {numbers} {type(error).__name__}: {error}", flush=True)
             if error.final:

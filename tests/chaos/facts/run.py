@@ -1,11 +1,11 @@
 """Chaos between zones: two network namespaces, each with a PostgreSQL, a service, a replicator and a producer.
 
-The line between them is cut silently, reset, delayed and lossy by turns; answers are lost after the effect and whole
+The link between them is cut silently, reset, delayed and lossy by turns; answers are lost after the effect and whole
 calls made twice; services, replicators, producers and databases are killed. At the end both zones hold the same facts
-once, offsets are dense, digests right, and no fact is missing that was ever confirmed.
+once, offsets are dense, digests match, and no confirmed fact is missing.
 
-Progress goes to stderr, the last line of stdout is JSON. The exit code is 1 if anything is wrong, or too little was
-done. It needs root, for the namespaces.
+Progress goes to stderr, the last line of stdout is JSON. The exit code is 1 if a check failed or too few faults were
+injected. It needs root, for the namespaces.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from ergon_framework.facts.model import Side
-from tests.chaos.facts.line import MOODS, Line
+from ergon_framework.facts.model import BoundarySide
+from tests.chaos.facts.line import MODES, ZoneLink
 from tests.chaos.facts.mix import Mix
-from tests.chaos.facts.verdict import Verdict, judge
-from tests.chaos.facts.zone import PORT, Keeper, Part, Zone
-from tests.servers.certificates import Authority
+from tests.chaos.facts.verdict import Verdict, evaluate
+from tests.chaos.facts.zone import PORT, Zone, ZoneProcessSlot, ZoneSupervisor
+from tests.servers.certificates import CertificateAuthority
 
-#: What a whole run has; shorter ones in proportion.
-FACTS, ARTIFACTS, BYTES = 100_000, 1_000, 4 * 1024**3
-#: How often each is killed.
-KILLS = {"serve": 12, "database": 10, "follow": 8, "produce": 4}
-#: Of services and databases together.
-LEAST = 20
-#: Seconds that a mood of the line lasts.
-SHORT, LONG = 2.0, 12.0
+#: Sizes of a full run; shorter ones have proportionally less.
+FACT_COUNT, ARTIFACT_COUNT, TOTAL_BYTES = 100_000, 1_000, 4 * 1024**3
+#: Number of kills of each kind of process.
+KILL_COUNTS = {"serve": 12, "database": 10, "follow": 8, "produce": 4}
+#: Minimum number of kills of services and databases together.
+MIN_KILLS = 20
+#: Minimum and maximum seconds that a mode of the link lasts.
+MIN_MODE_SECONDS, MAX_MODE_SECONDS = 2.0, 12.0
 
 
-class Torment:
-    """Turns the line and kills, at moments that are drawn, until the time is over."""
+class ZoneFaultInjector:
+    """Changes the link and kills processes at random moments until the time is over."""
 
-    def __init__(self, line: Line, zones: list[Zone], dice: random.Random) -> None:
-        self._line = line
+    def __init__(self, link: ZoneLink, zones: list[Zone], rng: random.Random) -> None:
+        self._link = link
         self._zones = zones
-        self._dice = dice
+        self._rng = rng
         self.counts: Counter[str] = Counter()
         self.errors: list[str] = []
 
     def run(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        threads = [threading.Thread(target=self._turn, args=(until,), daemon=True)]
-        for kind, times in KILLS.items():
-            # Spread, and with luck at any step of whatever its victim does.
-            moments = sorted(self._dice.uniform(seconds * 0.03, seconds) for _ in range(times))
-            victims = [self._dice.choice(self._zones) for _ in moments]
+        deadline = time.monotonic() + seconds
+        threads = [threading.Thread(target=self._change_link, args=(deadline,), daemon=True)]
+        for kind, count in KILL_COUNTS.items():
+            # Spread, so that kills hit any step of their victim's work.
+            moments = sorted(self._rng.uniform(seconds * 0.03, seconds) for _ in range(count))
+            victims = [self._rng.choice(self._zones) for _ in moments]
             threads.append(
                 threading.Thread(target=self._kill, args=(kind, moments, victims, time.monotonic()), daemon=True)
             )
@@ -65,166 +65,174 @@ class Torment:
             thread.start()
         for thread in threads:
             thread.join()
-        self._line.turn("good")
+        self._link.set_mode("good")
 
-    def _turn(self, until: float) -> None:
-        moods = list(MOODS)
-        while time.monotonic() < until:
-            self._dice.shuffle(moods)
-            for mood in moods:
-                self._line.turn(mood)
-                self.counts[mood] += 1
-                longest = SHORT * 2 if mood == "reset" else LONG
-                time.sleep(min(self._dice.uniform(SHORT, longest), max(0.0, until - time.monotonic())))
+    def _change_link(self, deadline: float) -> None:
+        modes = list(MODES)
+        while time.monotonic() < deadline:
+            self._rng.shuffle(modes)
+            for mode in modes:
+                self._link.set_mode(mode)
+                self.counts[mode] += 1
+                max_seconds = MIN_MODE_SECONDS * 2 if mode == "reset" else MAX_MODE_SECONDS
+                time.sleep(min(self._rng.uniform(MIN_MODE_SECONDS, max_seconds), max(0.0, deadline - time.monotonic())))
 
-    def _kill(self, kind: str, moments: list[float], victims: list[Zone], began: float) -> None:
+    def _kill(self, kind: str, moments: list[float], victims: list[Zone], started_at: float) -> None:
         for moment, zone in zip(moments, victims, strict=True):
-            time.sleep(max(0.0, began + moment - time.monotonic()))
+            time.sleep(max(0.0, started_at + moment - time.monotonic()))
             try:
                 if kind == "database":
                     zone.server.kill()
-                    time.sleep(self._dice.uniform(0.0, 2.0))
+                    time.sleep(self._rng.uniform(0.0, 2.0))
                     zone.server.start()
-                elif not self._ended(zone.parts[kind]):
+                elif not self._kill_process(zone.slots[kind]):
                     continue
             except Exception as error:
                 self.errors.append(f"{kind}: {type(error).__name__}: {error}")
             else:
                 self.counts[f"killed {kind}"] += 1
 
-    def _ended(self, part: Part) -> bool:
-        with part.lock:
-            if part.over or not part.running:
+    def _kill_process(self, slot: ZoneProcessSlot) -> bool:
+        with slot.lock:
+            if slot.is_finished or not slot.is_running:
                 return False
-            part.kill()
-            time.sleep(self._dice.uniform(0.0, 1.0))
+            slot.kill()
+            time.sleep(self._rng.uniform(0.0, 1.0))
             return True
 
 
 def main() -> int:
-    options = _options()
+    options = _parse_options()
     folder = Path(tempfile.mkdtemp(prefix="ergon-chaos-facts-"))
     folder.chmod(0o755)
-    line = Line("ergon")
+    link = ZoneLink("ergon")
     zones: list[Zone] = []
-    told: dict[str, Any] = {"ok": False}
+    summary: dict[str, Any] = {"ok": False}
     try:
-        line.start()
-        zones.extend(_zones(line, folder, options))
-        told = run(line, zones, options)
+        link.start()
+        zones.extend(_create_zones(link, folder, options))
+        summary = run(link, zones, options)
     finally:
         for zone in zones:
             zone.end()
-        line.end()
-        if told["ok"] and not options.keep:
+        link.end()
+        if summary["ok"] and not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            say(f"databases, artifacts and logs are kept in {folder}")
-    print(json.dumps(told))
-    return 0 if told["ok"] else 1
+            report(f"databases, artifacts and logs are kept in {folder}")
+    print(json.dumps(summary))
+    return 0 if summary["ok"] else 1
 
 
-def _zones(line: Line, folder: Path, options: argparse.Namespace) -> list[Zone]:
-    authority = Authority(folder)
+def _create_zones(link: ZoneLink, folder: Path, options: argparse.Namespace) -> list[Zone]:
+    authority = CertificateAuthority(folder)
     server = authority.issue("server")
     names = ("plant", "headquarters")
     zones = []
-    for place, side in enumerate((Side.INNER, Side.OUTER)):
-        name, peer = names[place], names[1 - place]
+    for index, side in enumerate((BoundarySide.INNER, BoundarySide.OUTER)):
+        name, peer = names[index], names[1 - index]
         tls = authority.issue(name, zones=[name])
-        given = {
+        settings = {
             "peer": peer,
             "listen": f"0.0.0.0:{PORT}",
             "own_address": f"127.0.0.1:{PORT}",
-            "peer_address": f"{line.addresses[1 - place]}:{PORT}",
+            "peer_address": f"{link.addresses[1 - index]}:{PORT}",
             "tls": [str(path) for path in (tls.certificate, tls.key, authority.path)],
             "server_tls": [str(path) for path in (server.certificate, server.key, authority.path)],
-            "facts": max(200, int(FACTS * options.share)),
+            "facts": max(200, int(FACT_COUNT * options.share)),
             # Of both directions together.
-            "artifacts": max(2, int(ARTIFACTS * options.share / 2)),
-            "bytes": int(BYTES * options.share / 2),
+            "artifacts": max(2, int(ARTIFACT_COUNT * options.share / 2)),
+            "bytes": int(TOTAL_BYTES * options.share / 2),
             "seed": options.seed,
             "seconds": options.minutes * 60 * 0.8,
         }
-        zones.append(Zone(name, side, folder / name, space=line.spaces[place], given=given))
+        zones.append(Zone(name, side, folder / name, namespace=link.namespaces[index], settings=settings))
     return zones
 
 
-def run(line: Line, zones: list[Zone], options: argparse.Namespace) -> dict[str, Any]:
-    began, verdict = time.monotonic(), Verdict()
+def run(link: ZoneLink, zones: list[Zone], options: argparse.Namespace) -> dict[str, Any]:
+    started_at, verdict = time.monotonic(), Verdict()
     for zone in zones:
         zone.prepare()
-    watching = [zone.store() for zone in zones]
+    stores = [zone.open_store() for zone in zones]
     mixes = [
-        Mix(zone.pair_to(other), *(zone.given[name] for name in ("facts", "artifacts", "bytes", "seed")))
+        Mix(zone.pair_to(other), *(zone.settings[name] for name in ("facts", "artifacts", "bytes", "seed")))
         for zone, other in (zones, reversed(zones))
     ]
-    keeper, torment = Keeper(zones), Torment(line, zones, random.Random(options.seed))
-    keeper.start()
-    tormenting = threading.Thread(target=torment.run, args=(options.minutes * 60,), daemon=True)
-    tormenting.start()
-    last = [0, 0]
-    while tormenting.is_alive():
-        last = _progress(began, zones, watching, mixes=mixes, line=line, torment=torment)
+    supervisor, injector = ZoneSupervisor(zones), ZoneFaultInjector(link, zones, random.Random(options.seed))
+    supervisor.start()
+    fault_thread = threading.Thread(target=injector.run, args=(options.minutes * 60,), daemon=True)
+    fault_thread.start()
+    arrived = [0, 0]
+    while fault_thread.is_alive():
+        arrived = _print_progress(started_at, zones, stores, mixes=mixes, link=link, injector=injector)
         time.sleep(5.0)
-    until = time.monotonic() + options.patience
-    while last != [mix.facts for mix in mixes] and time.monotonic() < until:
+    deadline = time.monotonic() + options.patience
+    while arrived != [mix.facts for mix in mixes] and time.monotonic() < deadline:
         time.sleep(2.0)
-        last = _progress(began, zones, watching, mixes=mixes, line=line, torment=torment)
-    settled = time.monotonic() - began
-    keeper.end()
+        arrived = _print_progress(started_at, zones, stores, mixes=mixes, link=link, injector=injector)
+    settled_after = time.monotonic() - started_at
+    supervisor.end()
     for zone in zones:
-        for part in zone.parts.values():
-            part.kill()
-    if last != [mix.facts for mix in mixes]:
-        verdict.wrong("did not come to rest", f"{last} of {[mix.facts for mix in mixes]}; {zones[0].said()}")
-    say("judging")
-    for mix, zone, (source, destination) in zip(mixes, zones, (watching, watching[::-1]), strict=True):
-        judge(verdict, mix, source, destination, zone.confirmed())
-    deaths = torment.counts["killed serve"] + torment.counts["killed database"]
-    if deaths < LEAST:
-        verdict.wrong("too little was done", f"{deaths} services and databases were killed, not {LEAST}")
-    for error in torment.errors:
-        verdict.wrong("a fault could not be made", error)
-    for fallen in keeper.fallen:
-        verdict.wrong("a process ended by itself", fallen)
+        for slot in zone.slots.values():
+            slot.kill()
+    if arrived != [mix.facts for mix in mixes]:
+        verdict.add_finding(
+            "did not come to rest", f"{arrived} of {[mix.facts for mix in mixes]}; {zones[0].read_logs()}"
+        )
+    report("judging")
+    for mix, zone, (source, destination) in zip(mixes, zones, (stores, stores[::-1]), strict=True):
+        evaluate(verdict, mix, source, destination, zone.read_confirmed())
+    kills = injector.counts["killed serve"] + injector.counts["killed database"]
+    if kills < MIN_KILLS:
+        verdict.add_finding("too little was done", f"{kills} services and databases were killed, not {MIN_KILLS}")
+    for error in injector.errors:
+        verdict.add_finding("a fault could not be made", error)
+    for exit_description in supervisor.unexpected_exits:
+        verdict.add_finding("a process ended by itself", exit_description)
     return {
-        "ok": verdict.ok,
+        "ok": verdict.is_ok,
         "seed": options.seed,
         "share": options.share,
-        "seconds": round(time.monotonic() - began),
-        "settled_after": round(settled),
-        "faults": dict(torment.counts),
+        "seconds": round(time.monotonic() - started_at),
+        "settled_after": round(settled_after),
+        "faults": dict(injector.counts),
         "counts": dict(verdict.counts),
-        "wrong": verdict.wrongs,
+        "wrong": verdict.findings,
     }
 
 
-def _progress(
-    began: float, zones: list[Zone], stores: list[Any], *, mixes: list[Mix], line: Line, torment: Torment
+def _print_progress(
+    started_at: float,
+    zones: list[Zone],
+    stores: list[Any],
+    *,
+    mixes: list[Mix],
+    link: ZoneLink,
+    injector: ZoneFaultInjector,
 ) -> list[int]:
-    """Say how it stands; how many facts of each direction have arrived."""
-    here = []
+    """Print the progress; return how many facts of each direction have arrived."""
+    arrived = []
     for mix, store in zip(mixes, stores[::-1], strict=True):
         try:
-            end = store.end_of(mix.pair)
-            here.append(0 if end is None else end.offset)
+            end = store.last_offset(mix.pair)
+            arrived.append(0 if end is None else end.offset)
         except Exception:
-            here.append(-1)  # the database is down
-    noted = [zone.noted for zone in zones]
-    deaths = sum(count for kind, count in torment.counts.items() if kind.startswith("killed"))
-    say(
-        f"{time.monotonic() - began:5.0f} s: {noted[0]} confirmed, {here[0]} there; "
-        f"{noted[1]} confirmed, {here[1]} here; the line is {line.mood}, {deaths} killed"
+            arrived.append(-1)  # the database is down
+    confirmed = [zone.confirmed_count for zone in zones]
+    kills = sum(count for kind, count in injector.counts.items() if kind.startswith("killed"))
+    report(
+        f"{time.monotonic() - started_at:5.0f} s: {confirmed[0]} confirmed, {arrived[0]} there; "
+        f"{confirmed[1]} confirmed, {arrived[1]} here; the line is {link.mode}, {kills} killed"
     )
-    return here
+    return arrived
 
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long things go wrong")

@@ -1,4 +1,4 @@
-"""A zone: a PostgreSQL, a folder of artifacts, and processes that are started again whenever they die."""
+"""A zone: a PostgreSQL, a folder of artifacts, and processes that are restarted whenever they exit."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ergon_framework.facts.model import Pair, Side
+from ergon_framework.facts.model import BoundarySide, ZonePair
 from ergon_framework.schema.migrate import upgrade
-from tests.chaos.facts.parts import store_of
+from tests.chaos.facts.parts import open_store
 from tests.servers.postgres import PrivatePostgres
 
 ROOT = Path(__file__).parents[3]
 PORT = 7443
-PARTS = ("serve", "follow", "produce")
+PROCESS_NAMES = ("serve", "follow", "produce")
 
 
-class Part:
-    """A place for one process after the other; whoever torments it holds the lock."""
+class ZoneProcessSlot:
+    """A slot for one process after the other; the fault injector holds its lock during a fault."""
 
     def __init__(self, zone: Zone, name: str) -> None:
         self.zone = zone
         self.name = name
         self.lock = threading.Lock()
-        self.lives = 0
+        self.start_count = 0
         self.process: subprocess.Popen[bytes] | None = None
-        self.began = 0.0
-        #: A producer that has said all is not started again.
-        self.over = False
+        self.started_at = 0.0
+        #: A producer that has appended all facts is not restarted.
+        self.is_finished = False
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
         zone = self.zone
-        words = ["ip", "netns", "exec", zone.space, sys.executable, "-m", "tests.chaos.facts.parts", self.name]
+        command = ["ip", "netns", "exec", zone.namespace, sys.executable, "-m", "tests.chaos.facts.parts", self.name]
         with (zone.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [*words, json.dumps(zone.given)], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [*command, json.dumps(zone.settings)], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
-        self.lives += 1
-        self.began = time.monotonic()
+        self.start_count += 1
+        self.started_at = time.monotonic()
 
     def kill(self) -> None:
         if self.process is not None:
@@ -54,12 +54,14 @@ class Part:
 
 
 class Zone:
-    """One side of the line. Its database is reached by a socket, which namespaces do not cut: it is the zone's own."""
+    """One side of the link. Its database is reached by a socket, which network namespaces do not cut."""
 
-    def __init__(self, name: str, side: Side, folder: Path, *, space: str, given: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, side: BoundarySide, folder: Path, *, namespace: str, settings: dict[str, Any]
+    ) -> None:
         self.name = name
         self.folder = folder
-        self.space = space
+        self.namespace = namespace
         folder.mkdir(parents=True)
         folder.chmod(0o755)
         self.server = PrivatePostgres(
@@ -67,81 +69,81 @@ class Zone:
         )
         contents = folder / "contents"
         contents.mkdir()
-        self.given = {
-            **given,
+        self.settings = {
+            **settings,
             "zone": name,
             "side": side.value,
             "contents": str(contents),
             "journal": str(folder / "journal"),
         }
-        self.parts = {part: Part(self, part) for part in PARTS}
+        self.slots = {name: ZoneProcessSlot(self, name) for name in PROCESS_NAMES}
 
     def prepare(self) -> None:
         self.server.start()
         upgrade(self.server.create_database("facts"))
         sockets = self.server.folder / "sockets"
-        self.given["dsn"] = f"host={sockets} port={self.server.port} user=postgres dbname=facts"
+        self.settings["dsn"] = f"host={sockets} port={self.server.port} user=postgres dbname=facts"
 
-    def store(self) -> Any:
-        """Its store, for whoever looks on."""
-        return store_of(self.given)
+    def open_store(self) -> Any:
+        """Open its store for observers."""
+        return open_store(self.settings)
 
     @property
-    def noted(self) -> int:
-        journal = Path(self.given["journal"])
+    def confirmed_count(self) -> int:
+        journal = Path(self.settings["journal"])
         return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
-    def confirmed(self) -> list[tuple[int, int]]:
-        """Number and offset of every fact that its producer was told to be durable."""
-        lines = Path(self.given["journal"]).read_text(encoding="ascii").splitlines()
+    def read_confirmed(self) -> list[tuple[int, int]]:
+        """Return number and offset of every fact that its producer saw confirmed."""
+        lines = Path(self.settings["journal"]).read_text(encoding="ascii").splitlines()
         return [(int(number), int(offset)) for number, offset in map(str.split, lines)]
 
-    def pair_to(self, other: Zone) -> Pair:
-        return Pair(self.name, other.name)
+    def pair_to(self, other: Zone) -> ZonePair:
+        return ZonePair(self.name, other.name)
 
     def end(self) -> None:
-        for part in self.parts.values():
-            part.kill()
+        for slot in self.slots.values():
+            slot.kill()
         self.server.kill()
 
-    def said(self) -> str:
-        """The end of what its processes have written."""
+    def read_logs(self) -> str:
+        """Return the end of the output of its processes."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-600:]}" for log in logs)
 
 
-class Keeper:
-    """Starts again whatever has died."""
+class ZoneSupervisor:
+    """Restarts every process that has exited."""
 
     def __init__(self, zones: list[Zone]) -> None:
-        self._parts = [part for zone in zones for part in zone.parts.values()]
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._keep, daemon=True)
-        #: Parts that ended by themselves, and how; a database that is gone ends nobody.
-        self.fallen: list[str] = []
+        self._slots = [slot for zone in zones for slot in zone.slots.values()]
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._restart_exited, daemon=True)
+        #: Processes that exited on their own, and how; losing the database must not end any of them.
+        self.unexpected_exits: list[str] = []
 
     def start(self) -> None:
-        for part in self._parts:
-            part.start()
+        for slot in self._slots:
+            slot.start()
         self._thread.start()
 
     def end(self) -> None:
-        self._over.set()
+        self._stopping.set()
         self._thread.join()
 
-    def _keep(self) -> None:
-        while not self._over.wait(0.05):
-            for part in self._parts:
-                if part.over or part.running or not part.lock.acquire(blocking=False):
+    def _restart_exited(self) -> None:
+        while not self._stopping.wait(0.05):
+            for slot in self._slots:
+                if slot.is_finished or slot.is_running or not slot.lock.acquire(blocking=False):
                     continue
                 try:
-                    code = part.process.returncode if part.process is not None else None
-                    if part.name == "produce" and code == 0:
-                        part.over = True
+                    exit_code = slot.process.returncode if slot.process is not None else None
+                    if slot.name == "produce" and exit_code == 0:
+                        slot.is_finished = True
                         continue
-                    if code not in (None, -9):
-                        self.fallen.append(f"{part.zone.name} {part.name}: {code}")
+                    if exit_code not in (None, -9):
+                        self.unexpected_exits.append(f"{slot.zone.name} {slot.name}: {exit_code}")
                         time.sleep(0.5)
-                    part.start()
+                    slot.start()
                 finally:
-                    part.lock.release()
+                    slot.lock.release()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from work import Wanted, perform
+from work import RetryRequestedError, perform
 
 from ergon_framework.executor.job import current_job
-from ergon_framework.executor.registry import Registry, Retry
+from ergon_framework.executor.registry import HandlerRegistry, Retry
 
-registry = Registry()
+registry = HandlerRegistry()
 
 
 @registry.handler("chaos.work")
-def work(told: dict[str, Any]) -> Any:
+def work(instructions: dict[str, Any]) -> Any:
     job = current_job()
     try:
-        return perform(told, job.job_id, job.attempt, "python")
-    except Wanted:
+        return perform(instructions, job.job_id, job.attempt, "python")
+    except RetryRequestedError:
         raise Retry("not this time", after=0.2) from None

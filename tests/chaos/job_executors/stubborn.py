@@ -1,4 +1,4 @@
-"""An executor that ends neither with its input nor by SIGTERM, and has a child and a grandchild of the same kind."""
+"""An executor that ignores both the end of its input and SIGTERM, and has a child and a grandchild that do too."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import subprocess
 import sys
 import time
 
-from work import Wanted, perform
+from work import RetryRequestedError, perform
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-# What is ignored stays ignored in children. The second one is nobody's child as soon as it is there.
+# Ignored signals stay ignored in children. The second child is orphaned immediately.
 for script in ("exec sleep 100000", "sleep 100000 & exit"):
     subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
@@ -28,7 +28,7 @@ for line in sys.stdin:
         context = request["context"]
         try:
             answer["result"] = perform(*request["args"], context["job_id"], context["attempt"], "stubborn")
-        except Wanted:
+        except RetryRequestedError:
             answer |= {"status": "retry", "retry_after_seconds": 0.2}
         except Exception as error:
             answer |= {"status": "error", "error_type": type(error).__name__, "error_message": str(error)}

@@ -1,4 +1,4 @@
-"""Work: what a job of the chaos run does, as its argument says; its start and end are on the disk.
+"""The work of a job of the chaos run, as its argument says; its start and end are synced to disk.
 
 The executors in other languages do the same.
 """
@@ -14,38 +14,38 @@ from typing import Any
 _FOREVER = 100_000
 
 
-class Refused(Exception):
-    """The job is to fail this time."""
+class JobFailedError(Exception):
+    """The job must fail this time."""
 
 
-class Wanted(Exception):
-    """The job asks to be tried again."""
+class RetryRequestedError(Exception):
+    """The job asks for a retry."""
 
 
-def perform(told: dict[str, Any], job: str, attempt: int, language: str) -> dict[str, Any]:
-    """Do what is *told*, in an attempt that is as bad as it should be until there were enough of those."""
-    note("start", job, attempt)
-    time.sleep(told["takes"])
-    mode = told["mode"] if attempt <= told["until"] else "echo"
+def perform(instructions: dict[str, Any], job: str, attempt: int, language: str) -> dict[str, Any]:
+    """Do what *instructions* say; attempts up to their ``until`` run in their mode, later ones echo."""
+    record("start", job, attempt)
+    time.sleep(instructions["takes"])
+    mode = instructions["mode"] if attempt <= instructions["until"] else "echo"
     if mode == "hang":
         time.sleep(_FOREVER)
     if mode == "crash":
         os._exit(9)
     if mode == "kill":
         kill_orchestrator()
-    if told["mode"] == "print":
+    if instructions["mode"] == "print":
         # On stdout this would be an outcome.
         print(json.dumps({"job_id": job, "status": "error", "error_message": "printed"}), flush=True)
-    note("end", job, attempt)
+    record("end", job, attempt)
     if mode == "fail":
-        raise Refused("not this time")
+        raise JobFailedError("not this time")
     if mode == "retry":
-        raise Wanted
+        raise RetryRequestedError
     return {"job": job, "attempt": attempt, "language": language}
 
 
 def kill_orchestrator() -> None:
-    """SIGKILL it, as long as it is there: whoever is the parent afterwards has done nothing."""
+    """SIGKILL the orchestrator while it is the parent: a later parent has no part in this."""
     if os.getppid() == int(os.environ["CHAOS_PARENT"]):
         os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(_FOREVER)
@@ -54,11 +54,11 @@ def kill_orchestrator() -> None:
 _file: int | None = None
 
 
-def note(what: str, job: str, attempt: int) -> None:
-    """Have it on the disk before anything else happens; each process has a file of its own."""
+def record(event: str, job: str, attempt: int) -> None:
+    """Sync the record before anything else happens; each process has a separate file."""
     global _file  # noqa: PLW0603 - opened by the first one
     if _file is None:
         path = f"{os.environ['CHAOS_JOURNALS']}/{os.getpid()}-{time.time_ns()}.journal"
         _file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.write(_file, json.dumps([time.time(), what, job, attempt]).encode() + b"\n")
+    os.write(_file, json.dumps([time.time(), event, job, attempt]).encode() + b"\n")
     os.fdatasync(_file)

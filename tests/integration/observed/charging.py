@@ -9,23 +9,23 @@ from ergon_framework.providers.base import ProviderBase
 from ergon_framework.providers.errors import ProviderDependencyError, ProviderError
 from ergon_framework.providers.policy import ProviderPolicy
 
-RULES = ConsumerPolicy.load(
+POLICY = ConsumerPolicy.load(
     {
         "loop": {"streaming": True, "drain_timeout": 1.0, "empty_queue": {"backoff": 0.1, "cap": 0.1}},
         "steps": {"process": {"retry": {"max_attempts": 2, "backoff": 0.01}}},
     }
 )
 #: One that breaks opens after two faults; one that is metered has one call an hour.
-QUICK = {"retry": {"max_attempts": 2, "base_delay_seconds": 0.01, "max_delay_seconds": 0.01}}
+QUICK_RETRY = {"retry": {"max_attempts": 2, "base_delay_seconds": 0.01, "max_delay_seconds": 0.01}}
 ORDERS = PostgresQueue("orders")
 
 
-class Synthetic(ProviderBase):
+class ObservedProvider(ProviderBase):
     capability = "charging"
 
     def __init__(self, name, fails=False, **policy):
         self.provider_name = name
-        self.policy = ProviderPolicy.load(QUICK | policy)
+        self.policy = ProviderPolicy.load(QUICK_RETRY | policy)
         self._fails = fails
         super().__init__()
 
@@ -36,9 +36,9 @@ class Synthetic(ProviderBase):
 
 
 PROVIDERS = (
-    Synthetic("well"),
-    Synthetic("broken", fails=True, breaker={"failure_threshold": 2, "open_cooldown_seconds": 60}),
-    Synthetic("metered", quota={"hour": 1}),
+    ObservedProvider("well"),
+    ObservedProvider("broken", fails=True, breaker={"failure_threshold": 2, "open_cooldown_seconds": 60}),
+    ObservedProvider("metered", quota={"hour": 1}),
 )
 
 
@@ -47,7 +47,7 @@ def gate():
     return Pause("every now and then", 0.3) if time.time() % 2 < 0.6 else None
 
 
-@consumer(ORDERS, policy=RULES, gates=[gate])
+@consumer(ORDERS, policy=POLICY, gates=[gate])
 def charge(order: dict):
     number = order["number"]
     if number % 10 == 0:

@@ -5,20 +5,22 @@ import sys
 
 from ergon_framework import ConsumerPolicy
 from ergon_framework.executor.jobs.cron import Cron
-from ergon_framework.executor.jobs.orchestrator import Executors, Orchestrator
+from ergon_framework.executor.jobs.orchestrator import ExecutorGroup, Orchestrator
 from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import Command
+from ergon_framework.executor.process import ExecutorCommand
 
-RULES = ConsumerPolicy.load(
+POLICY = ConsumerPolicy.load(
     {
         "loop": {"streaming": True, "drain_timeout": 1.0, "empty_queue": {"backoff": 0.1, "cap": 0.1}},
         "steps": {"process": {"retry": {"max_attempts": 2, "backoff": 0.05, "timeout": 10.0}}},
     }
 )
-EXECUTORS = Executors(
-    command=Command(words=(sys.executable, "-S", os.environ["STUBBORN"]), environment={"PATH": os.environ["PATH"]}),
+EXECUTORS = ExecutorGroup(
+    command=ExecutorCommand(
+        words=(sys.executable, "-S", os.environ["STUBBORN"]), environment={"PATH": os.environ["PATH"]}
+    ),
     pool=PoolPolicy(size=1, grace=0.2),
 )
 orchestrator = Orchestrator(
-    {"python": EXECUTORS}, policy=RULES, crons=[Cron("pulse", "* * * * * *", "echo", ["beat"], misfire="skip")]
+    {"python": EXECUTORS}, policy=POLICY, crons=[Cron("pulse", "* * * * * *", "echo", ["beat"], misfire="skip")]
 )

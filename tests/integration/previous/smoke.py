@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from ergon_framework.connectors.base import Ack, DeadLetter, Later, Release, SettleResult
-from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
+from ergon_framework.connectors.base import Ack, DeadLetter, Defer, Release, SettleResult
+from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.transaction import Transaction
 
@@ -16,8 +16,8 @@ def exercise(dsn: str) -> None:
     queue.open()
     try:
         _deliver(queue)
-        _bury_and_replay(queue)
-        _remember(queue)
+        _dead_letter_and_replay(queue)
+        _recognize_duplicate(queue)
         depth = queue.depth()
         assert (depth.ready, depth.delayed, depth.in_flight, depth.dead) == (0, 0, 0, 0), depth
     finally:
@@ -33,36 +33,38 @@ def _deliver(queue: PostgresQueue) -> None:
         Transaction("second", {"n": 4}, key="k"),
     ]
     assert [confirmed.transaction_id for confirmed in queue.dispatch(sent)] == ["plain", "urgent", "first", "second"]
-    held = {delivery.transaction.id: delivery for delivery in queue.fetch_transactions(1)}
-    assert set(held) == {"urgent"}
-    held |= {delivery.transaction.id: delivery for delivery in queue.fetch_transactions(10, wait=5.0)}
-    assert set(held) == {"urgent", "plain", "first"}
-    assert held["plain"].transaction.payload == {"n": 1}
-    assert None not in queue.extend(list(held.values()))
-    _settle(queue, (held["urgent"], Release()), (held["plain"], Later(0.0, attempts=1)), (held["first"], Ack()))
-    again = {delivery.transaction.id: delivery for delivery in queue.fetch_transactions(10, wait=5.0)}
-    assert set(again) == {"urgent", "plain", "second"}
-    _settle(queue, *((delivery, Ack()) for delivery in again.values()))
+    claimed = {delivery.transaction.id: delivery for delivery in queue.fetch_transactions(1)}
+    assert set(claimed) == {"urgent"}
+    claimed |= {delivery.transaction.id: delivery for delivery in queue.fetch_transactions(10, wait=5.0)}
+    assert set(claimed) == {"urgent", "plain", "first"}
+    assert claimed["plain"].transaction.payload == {"n": 1}
+    assert None not in queue.extend(list(claimed.values()))
+    _settle(
+        queue, (claimed["urgent"], Release()), (claimed["plain"], Defer(0.0, attempts=1)), (claimed["first"], Ack())
+    )
+    redelivered = {delivery.transaction.id: delivery for delivery in queue.fetch_transactions(10, wait=5.0)}
+    assert set(redelivered) == {"urgent", "plain", "second"}
+    _settle(queue, *((delivery, Ack()) for delivery in redelivered.values()))
 
 
-def _bury_and_replay(queue: PostgresQueue) -> None:
+def _dead_letter_and_replay(queue: PostgresQueue) -> None:
     queue.dispatch([Transaction("doomed", {"n": 5}), Transaction("hopeless", {"n": 6})])
     dead = queue.fetch_transactions(10, wait=5.0)
     _settle(queue, *((delivery, DeadLetter("declined")) for delivery in dead))
     letters = {record.id: record for record in queue.list_dead(DeadLetterQuery(reason="declined"))}
     assert set(letters) == {"doomed", "hopeless"}
-    assert [done.became for done in queue.discard_dead([letters["hopeless"].place])] == [Became.DISCARDED]
-    assert [done.became for done in queue.replay_dead([letters["doomed"].place])] == [Became.REPLAYED]
+    assert [done.outcome for done in queue.discard_dead([letters["hopeless"].handle])] == [DeadLetterResult.DISCARDED]
+    assert [done.outcome for done in queue.replay_dead([letters["doomed"].handle])] == [DeadLetterResult.REPLAYED]
     (replayed,) = queue.fetch_transactions(10, wait=5.0)
     assert (replayed.transaction.id, replayed.deliveries) == ("doomed", 1)
     _settle(queue, (replayed, Ack()))
 
 
-def _remember(queue: PostgresQueue) -> None:
+def _recognize_duplicate(queue: PostgresQueue) -> None:
     queue.dispatch([Transaction("doomed", {"n": 7})])
-    (known,) = queue.fetch_transactions(10, wait=5.0)
-    assert known.done
-    _settle(queue, (known, Ack()))
+    (duplicate,) = queue.fetch_transactions(10, wait=5.0)
+    assert duplicate.done
+    _settle(queue, (duplicate, Ack()))
 
 
 def _settle(queue: PostgresQueue, *settlings: tuple[object, object]) -> None:

@@ -1,4 +1,4 @@
-"""The hub: it books what it hears of the plant."""
+"""The hub: it records the facts of the plant."""
 
 import zones
 from plant import RULES

@@ -1,4 +1,4 @@
-"""Places orders as a web application would: with a span of its own around each, and then it is gone."""
+"""Place orders as a web application does: each in its own span, and then exit."""
 
 import os
 
@@ -6,9 +6,9 @@ from opentelemetry import trace
 
 from ergon_framework import Transaction
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
-from ergon_framework.runner.exporting import export
+from ergon_framework.runner.exporting import configure_otlp
 
-export("web")
+configure_otlp("web")
 orders = RabbitMQQueue(os.environ["QUEUE"])
 for number in range(2):
     with trace.get_tracer("web").start_as_current_span("place order", attributes={"order": number}):

@@ -1,4 +1,4 @@
-"""The plant: a consumer, a provider that has the work done by a job, and the executor that states a fact about it."""
+"""The plant: a consumer, a provider that runs its work as a job, and the executor that publishes a fact about it."""
 
 import os
 import sys
@@ -8,10 +8,10 @@ import zones
 from ergon_framework import ConsumerPolicy, consumer
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 from ergon_framework.executor.jobs.client import JobClient
-from ergon_framework.executor.jobs.orchestrator import Executors, Orchestrator
+from ergon_framework.executor.jobs.orchestrator import ExecutorGroup, Orchestrator
 from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import Command
-from ergon_framework.executor.registry import Registry
+from ergon_framework.executor.process import ExecutorCommand
+from ergon_framework.executor.registry import HandlerRegistry
 from ergon_framework.facts.facts import Facts
 from ergon_framework.providers.base import ProviderBase
 
@@ -19,10 +19,10 @@ RULES = ConsumerPolicy.load(
     {"loop": {"streaming": True, "drain_timeout": 2.0, "empty_queue": {"backoff": 0.1, "cap": 0.1}}}
 )
 ERGON = (sys.executable, "-c", "from ergon_framework.cli.main import main; main()")
-#: An executor sees no variable but those that it is given.
-SEEN = ("PATH", "OTEL_", "ERGON_", "QUEUE", "PLANT", "HUB_DSN", "CERTIFICATES")
+#: An executor sees only the variables that it is passed.
+PASSED_VARIABLES = ("PATH", "OTEL_", "ERGON_", "QUEUE", "PLANT", "HUB_DSN", "CERTIFICATES")
 
-registry = Registry()
+registry = HandlerRegistry()
 
 
 @registry.handler
@@ -31,7 +31,7 @@ def press(number: int) -> None:
         Facts(boundary, zone=zones.PLANT).append(zones.HUB, subject=f"order:{number}", predicate="pressed")
 
 
-class Pressing(ProviderBase):
+class PressingProvider(ProviderBase):
     provider_name = "works"
     capability = "pressing"
 
@@ -40,7 +40,7 @@ class Pressing(ProviderBase):
             return {"job": jobs.submit("press", payload["number"]).id}
 
 
-WORKS = Pressing()
+WORKS = PressingProvider()
 
 
 @consumer(RabbitMQQueue(os.environ["QUEUE"]), policy=RULES)
@@ -50,10 +50,10 @@ def take(order: dict) -> None:
 
 orchestrator = Orchestrator(
     {
-        "python": Executors(
-            command=Command(
+        "python": ExecutorGroup(
+            command=ExecutorCommand(
                 words=(*ERGON, "executor", "run", "--handlers", "plant:registry"),
-                environment={name: value for name, value in os.environ.items() if name.startswith(SEEN)},
+                environment={name: value for name, value in os.environ.items() if name.startswith(PASSED_VARIABLES)},
             ),
             pool=PoolPolicy(size=1, grace=2.0),
         )

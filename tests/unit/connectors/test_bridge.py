@@ -13,52 +13,52 @@ from contextvars import ContextVar
 import pytest
 
 from ergon_framework.connectors.base import Ack, Release, SettleResult
-from ergon_framework.connectors.bridge import AsyncBridge, SyncBridge, _Outcome, as_async, as_sync
+from ergon_framework.connectors.bridge import AsyncBridge, SyncBridge, _CallResult, as_async, as_sync
 from ergon_framework.connectors.memory import MemoryConnector
-from ergon_framework.errors import ConfigurationError, ConnectionLost
-from tests.unit.connectors.worlds import Ear, OnlyAsync, OnlySync, ids, orders
+from ergon_framework.errors import ConfigurationError, ConnectionLostError
+from tests.unit.connectors.worlds import OnlyAsync, OnlySync, RecordingListener, ids_of, make_orders
 
-WHO = ContextVar("who", default="nobody")
+CALLER_NAME = ContextVar("who", default="nobody")
 
 
-class Held(OnlySync):
+class BlockingConnector(OnlySync):
     """A sync connector whose fetch waits for the test, and which says what was settled."""
 
     def __init__(self, inner):
         super().__init__(inner)
-        self.begun, self.gate, self.settled = threading.Event(), threading.Event(), threading.Event()
+        self.started, self.gate, self.settle_called = threading.Event(), threading.Event(), threading.Event()
         self.settlings = []
 
     def fetch_transactions(self, batch_size, **extra):
-        self.begun.set()
+        self.started.set()
         assert self.gate.wait(10.0)
         return super().fetch_transactions(batch_size, **extra)
 
-    def settle(self, settlings):
-        self.settlings.extend(settlings)
+    def settle(self, requests):
+        self.settlings.extend(requests)
         try:
-            return super().settle(settlings)
+            return super().settle(requests)
         finally:
-            self.settled.set()
+            self.settle_called.set()
 
 
-async def until(event):
+async def wait_for(event):
     """Wait for a thread's event without blocking the loop and without the default executor."""
-    done = asyncio.get_running_loop().create_future()
+    future = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
 
-    def watch():
-        found = event.wait(10.0)
-        loop.call_soon_threadsafe(done.set_result, found)
+    def wait_in_thread():
+        was_set = event.wait(10.0)
+        loop.call_soon_threadsafe(future.set_result, was_set)
 
-    threading.Thread(target=watch, daemon=True).start()
-    assert await done
+    threading.Thread(target=wait_in_thread, daemon=True).start()
+    assert await future
 
 
 # -- which bridge -----------------------------------------------------------------------------------------
 
 
-def test_a_flavour_that_is_there_needs_no_bridge():
+def test_an_implemented_variant_needs_no_bridge():
     memory = MemoryConnector()
     sync, aio = OnlySync(memory), OnlyAsync(memory)
     assert as_sync(memory) is as_async(memory) is memory
@@ -66,14 +66,14 @@ def test_a_flavour_that_is_there_needs_no_bridge():
     assert as_async(aio) is aio
 
 
-def test_a_flavour_that_is_missing_is_bridged():
+def test_a_missing_variant_is_bridged():
     memory = MemoryConnector()
     assert isinstance(as_sync(OnlyAsync(memory)), SyncBridge)
     assert isinstance(as_async(OnlySync(memory)), AsyncBridge)
 
 
 @pytest.mark.parametrize("bridge", [as_sync, as_async])
-def test_what_is_no_connector_is_refused(bridge):
+def test_an_object_that_is_not_a_connector_is_rejected(bridge):
     with pytest.raises(ConfigurationError, match="dict"):
         bridge({})
 
@@ -82,21 +82,21 @@ def test_what_is_no_connector_is_refused(bridge):
 
 
 def test_errors_pass_to_async_unchanged():
-    error = ConnectionLost("cut")
+    error = ConnectionLostError("cut")
 
-    class Cut(OnlySync):
+    class FailingConnector(OnlySync):
         def depth(self):
             raise error
 
         def dispatch(self, transactions):
             raise SystemExit(3)
 
-        def settle(self, settlings):
+        def settle(self, requests):
             raise StopIteration
 
-    async def world():
-        bridge = as_async(Cut(MemoryConnector()))
-        with pytest.raises(ConnectionLost) as caught:
+    async def main():
+        bridge = as_async(FailingConnector(MemoryConnector()))
+        with pytest.raises(ConnectionLostError) as caught:
             await bridge.depth_async()
         assert caught.value is error
         with pytest.raises(SystemExit):
@@ -106,160 +106,160 @@ def test_errors_pass_to_async_unchanged():
             await bridge.settle_async([])
         await bridge.close_async()
 
-    asyncio.run(world())
+    asyncio.run(main())
 
 
 def test_calls_run_on_daemon_threads_of_the_bridge_with_the_callers_context():
-    seen = []
+    calls = []
 
-    class Curious(OnlySync):
+    class RecordingConnector(OnlySync):
         def depth(self):
-            seen.append((WHO.get(), threading.current_thread()))
+            calls.append((CALLER_NAME.get(), threading.current_thread()))
 
-    async def world():
-        WHO.set("caller")
-        bridge = as_async(Curious(MemoryConnector("orders")))
+    async def main():
+        CALLER_NAME.set("caller")
+        bridge = as_async(RecordingConnector(MemoryConnector("orders")))
         await bridge.depth_async()
         await bridge.close_async()
 
-    asyncio.run(world())
-    ((who, thread),) = seen
-    assert who == "caller"
+    asyncio.run(main())
+    ((caller_name, thread),) = calls
+    assert caller_name == "caller"
     assert thread.daemon
     assert thread.name == "ergon-orders-calls"
 
 
-def test_a_blocked_fetch_keeps_nobody_from_settling():
+def test_a_blocked_fetch_does_not_block_settling():
     memory = MemoryConnector()
-    held = Held(memory)
-    memory.dispatch(orders("a"))
+    blocking = BlockingConnector(memory)
+    memory.dispatch(make_orders("a"))
     (delivery,) = memory.fetch_transactions(1)
 
-    async def world():
-        bridge = as_async(held)
+    async def main():
+        bridge = as_async(blocking)
         fetches = [asyncio.create_task(bridge.fetch_transactions_async(1)) for _ in range(20)]
-        await until(held.begun)
+        await wait_for(blocking.started)
         results = await bridge.settle_async([(delivery, Ack())])
-        held.gate.set()
+        blocking.gate.set()
         await asyncio.gather(*fetches)
         await bridge.close_async()
         return results
 
-    assert asyncio.run(world()) == [SettleResult.SETTLED]
+    assert asyncio.run(main()) == [SettleResult.SETTLED]
 
 
-def test_a_fetch_whose_caller_gave_up_is_released_when_it_comes_home():
+def test_deliveries_of_a_cancelled_fetch_are_released_when_it_returns():
     memory = MemoryConnector()
-    held = Held(memory)
-    memory.dispatch(orders("a"))
+    blocking = BlockingConnector(memory)
+    memory.dispatch(make_orders("a"))
 
-    async def world():
-        bridge = as_async(held)
+    async def main():
+        bridge = as_async(blocking)
         fetch = asyncio.create_task(bridge.fetch_transactions_async(1))
-        await until(held.begun)
+        await wait_for(blocking.started)
         fetch.cancel()
         with pytest.raises(asyncio.CancelledError):
             await fetch
-        held.gate.set()
-        await until(held.settled)
+        blocking.gate.set()
+        await wait_for(blocking.settle_called)
         await bridge.close_async()
 
-    asyncio.run(world())
-    assert [type(settlement) for _, settlement in held.settlings] == [Release]
+    asyncio.run(main())
+    assert [type(settlement) for _, settlement in blocking.settlings] == [Release]
     assert [delivery.deliveries for delivery in memory.fetch_transactions(1)] == [1]
 
 
-def test_a_fetch_that_outlives_its_event_loop_is_released():
+def test_deliveries_of_a_fetch_that_outlives_its_event_loop_are_released():
     memory = MemoryConnector()
-    held = Held(memory)
-    memory.dispatch(orders("a"))
+    blocking = BlockingConnector(memory)
+    memory.dispatch(make_orders("a"))
 
-    async def world():
-        task = asyncio.create_task(as_async(held).fetch_transactions_async(1))
-        await until(held.begun)
+    async def main():
+        task = asyncio.create_task(as_async(blocking).fetch_transactions_async(1))
+        await wait_for(blocking.started)
         task.cancel()
 
-    asyncio.run(world())
-    held.gate.set()
-    assert held.settled.wait(10.0)
+    asyncio.run(main())
+    blocking.gate.set()
+    assert blocking.settle_called.wait(10.0)
     assert memory.depth().in_flight == 0
 
 
-def test_a_fetch_that_came_home_in_the_step_of_its_cancellation_is_released():
+def test_deliveries_of_a_fetch_that_returns_during_its_cancellation_are_released():
     memory = MemoryConnector()
-    held = Held(memory)
-    held.gate.set()
-    memory.dispatch(orders("a"))
+    blocking = BlockingConnector(memory)
+    blocking.gate.set()
+    memory.dispatch(make_orders("a"))
 
-    async def world():
-        bridge = as_async(held)
+    async def main():
+        bridge = as_async(blocking)
         loop = asyncio.get_running_loop()
         fetch = asyncio.create_task(bridge.fetch_transactions_async(1))
-        signal = loop.call_soon_threadsafe
+        call_soon_threadsafe = loop.call_soon_threadsafe
 
-        def with_cancellation(arrive, outcome, **extra):
+        def cancel_after_arrival(callback, outcome, **extra):
             # The result and then, in the same step, the caller's end.
-            signal(lambda: (arrive(outcome), fetch.cancel()))
+            call_soon_threadsafe(lambda: (callback(outcome), fetch.cancel()))
 
-        loop.call_soon_threadsafe = with_cancellation
+        loop.call_soon_threadsafe = cancel_after_arrival
         try:
             with pytest.raises(asyncio.CancelledError):
                 await fetch
         finally:
-            loop.call_soon_threadsafe = signal
-        await until(held.settled)
+            loop.call_soon_threadsafe = call_soon_threadsafe
+        await wait_for(blocking.settle_called)
         await bridge.close_async()
 
-    asyncio.run(world())
+    asyncio.run(main())
     assert memory.depth().ready == 1
 
 
-def test_a_call_that_was_cancelled_before_it_began_is_never_made():
+def test_a_call_that_is_cancelled_before_it_starts_is_never_made():
     memory = MemoryConnector()
-    held = Held(memory)
+    blocking = BlockingConnector(memory)
     calls = []
 
-    class Counting(Held):
+    class CountingConnector(BlockingConnector):
         def dispatch(self, transactions):
             calls.append(transactions)
             return super().dispatch(transactions)
 
-    held = Counting(memory)
+    blocking = CountingConnector(memory)
 
-    async def world():
-        bridge = as_async(held)
+    async def main():
+        bridge = as_async(blocking)
         fetches = [asyncio.create_task(bridge.fetch_transactions_async(1)) for _ in range(4)]  # every thread is taken
-        await until(held.begun)
-        dispatch = asyncio.create_task(bridge.dispatch_async(orders("a")))
+        await wait_for(blocking.started)
+        dispatch = asyncio.create_task(bridge.dispatch_async(make_orders("a")))
         await asyncio.sleep(0)
         dispatch.cancel()
         await asyncio.gather(dispatch, return_exceptions=True)
-        held.gate.set()
+        blocking.gate.set()
         await asyncio.gather(*fetches)
         await bridge.depth_async()  # behind the dispatch in the line
         await bridge.close_async()
 
-    asyncio.run(world())
+    asyncio.run(main())
     assert calls == []
 
 
-def test_a_late_release_that_fails_is_said(caplog):
-    class Broken(Held):
-        def settle(self, settlings):
-            self.settled.set()
-            raise ConnectionLost("cut")
+def test_a_late_release_that_fails_is_logged(caplog):
+    class FailingConnector(BlockingConnector):
+        def settle(self, requests):
+            self.settle_called.set()
+            raise ConnectionLostError("cut")
 
     memory = MemoryConnector("orders")
-    broken = Broken(memory)
-    memory.dispatch(orders("a"))
+    failing = FailingConnector(memory)
+    memory.dispatch(make_orders("a"))
     caplog.set_level(logging.WARNING)
-    bridge = as_async(broken)
-    bridge._give_back(memory.fetch_transactions(1))
+    bridge = as_async(failing)
+    bridge._release_deliveries(memory.fetch_transactions(1))
     (record,) = caplog.records
-    assert (record.queue, record.deliveries, record.error) == ("orders", 1, "ConnectionLost")
+    assert (record.queue, record.deliveries, record.error) == ("orders", 1, "ConnectionLostError")
 
 
-def test_a_hung_call_does_not_hold_up_the_end_of_the_process():
+def test_a_hung_call_does_not_block_process_exit():
     code = (
         "import asyncio, threading\n"
         "from tests.unit.connectors.worlds import OnlySync\n"
@@ -284,46 +284,51 @@ def test_a_hung_call_does_not_hold_up_the_end_of_the_process():
 # -- to sync ----------------------------------------------------------------------------------------------
 
 
-class Aio(OnlyAsync):
+class AsyncBlockingConnector(OnlyAsync):
     """An async connector whose fetch waits for the test."""
 
     def __init__(self, inner):
         super().__init__(inner)
-        self.begun, self.settled, self.threads, self.who = threading.Event(), threading.Event(), set(), []
+        self.started, self.settle_called, self.threads, self.caller_names = (
+            threading.Event(),
+            threading.Event(),
+            set(),
+            [],
+        )
 
     async def fetch_transactions_async(self, batch_size, **extra):
         self.gate = asyncio.Event()
         self.loop = asyncio.get_running_loop()
-        self.begun.set()
+        self.started.set()
         await self.gate.wait()
         return await super().fetch_transactions_async(batch_size, **extra)
 
-    async def settle_async(self, settlings):
-        results = await super().settle_async(settlings)
-        self.settled.set()
+    async def settle_async(self, requests):
+        results = await super().settle_async(requests)
+        self.settle_called.set()
         return results
 
     async def depth_async(self):
         self.threads.add(threading.current_thread())
-        self.who.append(WHO.get())
+        self.caller_names.append(CALLER_NAME.get())
         return await super().depth_async()
 
-    def let_go(self):
+    def release_fetch(self):
         self.loop.call_soon_threadsafe(self.gate.set)
 
 
-def test_errors_pass_to_sync_unchanged_and_spoil_no_later_call():
-    error = ConnectionLost("cut")
+def test_errors_pass_to_sync_unchanged_and_do_not_affect_later_calls():
+    error = ConnectionLostError("cut")
 
-    class Cut(OnlyAsync):
+    class FailingConnector(OnlyAsync):
         async def extend_async(self, deliveries):
             raise error
 
         async def dispatch_async(self, transactions):
             raise SystemExit(3)
 
-    bridge = as_sync(Cut(MemoryConnector()))
-    with pytest.raises(ConnectionLost) as caught:
+    bridge = as_sync(FailingConnector(MemoryConnector()))
+    with pytest.raises(ConnectionLostError) as caught:
         bridge.extend([])
     assert caught.value is error
     with pytest.raises(SystemExit):
@@ -333,22 +338,22 @@ def test_errors_pass_to_sync_unchanged_and_spoil_no_later_call():
 
 
 def test_one_loop_on_one_daemon_thread_with_each_callers_context():
-    aio = Aio(MemoryConnector("orders"))
+    aio = AsyncBlockingConnector(MemoryConnector("orders"))
     bridge = as_sync(aio)
-    token = WHO.set("first")
+    token = CALLER_NAME.set("first")
     bridge.depth()
-    WHO.reset(token)
+    CALLER_NAME.reset(token)
     bridge.depth()
     (thread,) = aio.threads
     assert (thread.name, thread.daemon) == ("ergon-orders-loop", True)
-    assert aio.who == ["first", "nobody"]
+    assert aio.caller_names == ["first", "nobody"]
     bridge.close()
     thread.join(10.0)
     assert not thread.is_alive()
 
 
 def test_closing_ends_a_waiting_fetch_with_connection_lost():
-    aio = Aio(MemoryConnector())
+    aio = AsyncBlockingConnector(MemoryConnector())
     bridge, errors = as_sync(aio), []
 
     def fetch():
@@ -359,74 +364,74 @@ def test_closing_ends_a_waiting_fetch_with_connection_lost():
 
     thread = threading.Thread(target=fetch, daemon=True)
     thread.start()
-    assert aio.begun.wait(10.0)
+    assert aio.started.wait(10.0)
     bridge.close()
     thread.join(10.0)
-    assert [type(error) for error in errors] == [ConnectionLost]
+    assert [type(error) for error in errors] == [ConnectionLostError]
 
 
-class Interrupted(Future):
+class InterruptedFuture(Future):
     """A future whose waiter is interrupted, as the main thread is by Ctrl-C."""
 
     def exception(self, timeout=None):
         raise KeyboardInterrupt
 
 
-def test_a_fetch_whose_waiter_was_interrupted_is_released_when_it_comes_home(monkeypatch):
+def test_deliveries_of_an_interrupted_fetch_are_released_when_it_returns(monkeypatch):
     memory = MemoryConnector()
-    aio = Aio(memory)
-    memory.dispatch(orders("a"))
+    aio = AsyncBlockingConnector(memory)
+    memory.dispatch(make_orders("a"))
     bridge = as_sync(aio)
-    monkeypatch.setattr("asyncio.tasks.concurrent.futures.Future", Interrupted)
+    monkeypatch.setattr("asyncio.tasks.concurrent.futures.Future", InterruptedFuture)
     with pytest.raises(KeyboardInterrupt):
         bridge.fetch_transactions(1)
     monkeypatch.undo()
-    assert aio.begun.wait(10.0)
-    aio.let_go()
-    assert aio.settled.wait(10.0)
+    assert aio.started.wait(10.0)
+    aio.release_fetch()
+    assert aio.settle_called.wait(10.0)
     assert [delivery.deliveries for delivery in memory.fetch_transactions(1)] == [1]
     bridge.close()
 
 
-def test_a_late_fetch_of_a_closed_bridge_is_said(caplog):
+def test_a_late_fetch_of_a_closed_bridge_is_logged(caplog):
     memory = MemoryConnector("orders")
-    memory.dispatch(orders("a"))
+    memory.dispatch(make_orders("a"))
     bridge = as_sync(OnlyAsync(memory))
     late: Future = Future()
-    late.set_result(_Outcome(memory.fetch_transactions(1)))
+    late.set_result(_CallResult(memory.fetch_transactions(1)))
     caplog.set_level(logging.WARNING)
     bridge._release(late)
     (record,) = caplog.records
-    assert (record.queue, record.deliveries, record.error) == ("orders", 1, "ConnectionLost")
+    assert (record.queue, record.deliveries, record.error) == ("orders", 1, "ConnectionLostError")
 
 
-def test_a_late_fetch_in_the_moment_of_closing_is_said(caplog):
+def test_a_late_fetch_during_close_is_logged(caplog):
     memory = MemoryConnector("orders")
-    memory.dispatch(orders("a"))
+    memory.dispatch(make_orders("a"))
     bridge = as_sync(OnlyAsync(memory))
     bridge._loop = asyncio.new_event_loop()
     bridge._loop.close()
     late: Future = Future()
-    late.set_result(_Outcome(memory.fetch_transactions(1)))
+    late.set_result(_CallResult(memory.fetch_transactions(1)))
     caplog.set_level(logging.WARNING)
     bridge._release(late)
     assert [record.error for record in caplog.records] == ["RuntimeError"]
 
 
-def test_a_late_release_on_the_loop_that_fails_is_said(caplog):
-    class Broken(OnlyAsync):
-        async def settle_async(self, settlings):
-            raise ConnectionLost("cut")
+def test_a_late_release_on_the_loop_that_fails_is_logged(caplog):
+    class FailingConnector(OnlyAsync):
+        async def settle_async(self, requests):
+            raise ConnectionLostError("cut")
 
     memory = MemoryConnector("orders")
-    memory.dispatch(orders("a"))
+    memory.dispatch(make_orders("a"))
     caplog.set_level(logging.WARNING)
-    asyncio.run(as_sync(Broken(memory))._give_back(memory.fetch_transactions(1)))
-    assert [record.error for record in caplog.records] == ["ConnectionLost"]
+    asyncio.run(as_sync(FailingConnector(memory))._release_deliveries(memory.fetch_transactions(1)))
+    assert [record.error for record in caplog.records] == ["ConnectionLostError"]
 
 
-@pytest.mark.parametrize("outcome", [_Outcome([]), _Outcome(error=ConnectionLost("cut")), None])
-def test_a_late_fetch_that_brought_nothing_leaves_nothing_to_do(outcome, caplog):
+@pytest.mark.parametrize("outcome", [_CallResult([]), _CallResult(error=ConnectionLostError("cut")), None])
+def test_a_late_fetch_without_deliveries_logs_nothing(outcome, caplog):
     late: Future = Future()
     if outcome is None:
         late.cancel()
@@ -438,14 +443,14 @@ def test_a_late_fetch_that_brought_nothing_leaves_nothing_to_do(outcome, caplog)
     assert caplog.records == []
 
 
-def test_a_bridge_is_described_by_its_connector():
+def test_a_bridge_has_the_name_and_capabilities_of_its_connector():
     memory = MemoryConnector("orders")
     for bridge in (as_sync(OnlyAsync(memory)), as_async(OnlySync(memory))):
         assert (bridge.name, bridge.capabilities) == ("orders", memory.capabilities)
 
 
 def test_calling_from_its_own_loop_is_an_error_and_not_a_deadlock():
-    class Calling(Ear):
+    class CallbackListener(RecordingListener):
         def wake(self):
             super().wake()
             try:
@@ -453,28 +458,33 @@ def test_calling_from_its_own_loop_is_an_error_and_not_a_deadlock():
             except ConfigurationError as error:
                 self.error = error
 
-    ear = Calling()
+    listener = CallbackListener()
     bridge = as_sync(OnlyAsync(MemoryConnector()))
-    bridge.listen(ear)
-    bridge.dispatch(orders("a"))
-    assert "own event loop" in str(ear.error)
+    bridge.listen(listener)
+    bridge.dispatch(make_orders("a"))
+    assert "own event loop" in str(listener.error)
     bridge.close()
 
 
 def test_a_closed_bridge_starts_again():
     bridge = as_sync(OnlyAsync(MemoryConnector()))
-    bridge.dispatch(orders("a"))
+    bridge.dispatch(make_orders("a"))
     bridge.close()
     bridge.open()
-    assert ids(bridge.fetch_transactions(1)) == ["a"]
+    assert ids_of(bridge.fetch_transactions(1)) == ["a"]
     bridge.close()
 
 
-def test_a_connector_has_one_bridge_however_often_it_is_asked_for():
-    only = OnlyAsync(MemoryConnector())
-    assert as_sync(only) is as_sync(only)
+def test_a_connector_has_one_bridge():
+    connector = OnlyAsync(MemoryConnector())
+    assert as_sync(connector) is as_sync(connector)
 
 
 def test_a_connector_makes_transactions_of_its_own_queue():
-    made = MemoryConnector("orders").transaction({"total": 3}, id="7", type="order")
-    assert (made.source, made.id, made.type, made.payload) == ("orders", "7", "order", {"total": 3})
+    transaction = MemoryConnector("orders").transaction({"total": 3}, id="7", type="order")
+    assert (transaction.source, transaction.id, transaction.type, transaction.payload) == (
+        "orders",
+        "7",
+        "order",
+        {"total": 3},
+    )

@@ -12,16 +12,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ergon_framework.connectors.base import UndecodableError
-from ergon_framework.connectors.codec import MAX_DEPTH, WIRE, Form, JsonCodec, UnencodableError, decode
+from ergon_framework.connectors.codec import MAX_DEPTH, WIRE, HeaderFormat, JsonCodec, UnencodableError, decode
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.errors import Category
 from ergon_framework.failure import Attempt
 from ergon_framework.task.decorators import consumer
 from ergon_framework.task.mixins.policies import ConsumerPolicy
-from ergon_framework.transaction import HISTORY, Transaction
+from ergon_framework.transaction import MAX_HISTORY, Transaction
 
 CODEC = JsonCodec()
-SPEC = Path(__file__).parents[3] / "docs" / "spec" / "wire.md"
+WIRE_SPEC_PATH = Path(__file__).parents[3] / "docs" / "spec" / "wire.md"
 HEADERS = {"ergon-id": "order-7"}
 
 visible = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=256)
@@ -58,7 +58,7 @@ transactions = st.builds(
     created_at=st.none() | moments,
     expires_at=st.none() | moments,
     attempts=st.integers(0, 999_999_999),
-    history=st.lists(attempts, max_size=HISTORY).map(tuple),
+    history=st.lists(attempts, max_size=MAX_HISTORY).map(tuple),
     trace=st.dictionaries(st.sampled_from(["traceparent", "tracestate", "baggage"]), visible),
 )
 
@@ -68,7 +68,7 @@ transactions = st.builds(
 
 @pytest.mark.spec("CNN-03")
 @given(transactions)
-def test_a_transaction_comes_back_as_it_was(transaction):
+def test_a_transaction_is_equal_after_a_round_trip(transaction):
     body, headers = CODEC.encode(transaction)
     assert CODEC.decode(body, headers) == transaction
 
@@ -76,11 +76,11 @@ def test_a_transaction_comes_back_as_it_was(transaction):
 @given(transactions)
 def test_every_header_is_a_string_within_its_length(transaction):
     _, headers = CODEC.encode(transaction)
-    longest = {row.header: row.longest for row in WIRE}
-    assert all(type(text) is str and 0 < len(text) <= longest[header] for header, text in headers.items())
+    max_lengths = {row.header: row.max_chars for row in WIRE}
+    assert all(type(text) is str and 0 < len(text) <= max_lengths[header] for header, text in headers.items())
 
 
-def test_what_is_as_without_a_header_is_not_written():
+def test_default_values_are_not_written_as_headers():
     assert CODEC.encode(Transaction("order-7")) == (b"null", {"ergon-id": "order-7"})
 
 
@@ -97,11 +97,11 @@ def test_times_are_rfc_3339_in_utc():
 @pytest.mark.parametrize(
     "text", ["2025-12-31T23:59:59Z", "2025-12-31T23:59:59+00:00", "2025-12-31T23:59:59.000000000Z"]
 )
-def test_every_way_to_write_utc_is_read(text):
+def test_every_notation_of_utc_is_parsed(text):
     assert CODEC.decode(b"1", {**HEADERS, "ergon-expires-at": text}).expires_at == 1767225599.0
 
 
-def test_the_last_ten_attempts_travel():
+def test_the_last_ten_attempts_are_encoded():
     history = tuple(Attempt(attempt=number, category=Category.SYSTEM) for number in range(15))
     body, headers = CODEC.encode(Transaction("order-7", history=history))
     assert CODEC.decode(body, headers).history == history[-10:]
@@ -110,32 +110,32 @@ def test_the_last_ten_attempts_travel():
 def test_a_history_that_is_too_long_loses_its_oldest():
     history = tuple(Attempt(attempt=number, category=Category.SYSTEM, error="ü" * 500) for number in range(10))
     body, headers = CODEC.encode(Transaction("order-7", history=history))
-    kept = CODEC.decode(body, headers).history
-    assert 0 < len(kept) < 10
-    assert kept == history[-len(kept) :]
+    decoded_history = CODEC.decode(body, headers).history
+    assert 0 < len(decoded_history) < 10
+    assert decoded_history == history[-len(decoded_history) :]
 
 
-def test_headers_that_are_not_ours_are_ignored():
+def test_unknown_headers_are_ignored():
     assert CODEC.decode(b"1", {**HEADERS, "x-death": "\x00", "ergon-future": "1"}).id == "order-7"
 
 
-def test_only_the_w3c_names_of_a_trace_travel():
+def test_only_w3c_trace_headers_are_encoded():
     _, headers = CODEC.encode(Transaction("order-7", trace={"traceparent": "00-a-b-01", "x-b3": "1"}))
     assert headers == {"ergon-id": "order-7", "traceparent": "00-a-b-01"}
 
 
 @pytest.mark.parametrize("text", ["", " ", "a\nb", "x" * 513])
-def test_a_broken_trace_costs_nobody_the_message(text):
+def test_an_invalid_trace_header_does_not_make_a_message_undecodable(text):
     assert CODEC.decode(b"1", {**HEADERS, "traceparent": text}).trace == {}
 
 
 # -- hostile headers -----------------------------------------------------------------------------------
 
-HOSTILE = {
-    Form.ID: ["", " ", "a b", "a\x00", "a\r\nergon-tenant: other", "\u200b", "é", "x" * 257],
-    Form.TEXT: ["", " x", "x ", "a\nb", "a\x7f", "\u2028", "\ud800", "x" * 257],
-    Form.COUNT: ["", "-1", "+1", "1.0", " 1", "1_0", "٣", "9" * 10, "9" * 5000, "nan"],
-    Form.TIME: [
+HOSTILE_HEADERS = {
+    HeaderFormat.ID: ["", " ", "a b", "a\x00", "a\r\nergon-tenant: other", "\u200b", "é", "x" * 257],
+    HeaderFormat.TEXT: ["", " x", "x ", "a\nb", "a\x7f", "\u2028", "\ud800", "x" * 257],
+    HeaderFormat.COUNT: ["", "-1", "+1", "1.0", " 1", "1_0", "٣", "9" * 10, "9" * 5000, "nan"],
+    HeaderFormat.TIME: [
         "",
         "now",
         "0",
@@ -147,19 +147,30 @@ HOSTILE = {
         "0000-01-01T00:00:00Z",
         "٢025-12-31T23:59:59Z",
     ],
-    Form.HISTORY: ["", "{}", "1", "[1]", "[{}]", '[{"attempt": NaN, "category": "SYSTEM"}]', "[" * 16000, "x" * 16385],
+    HeaderFormat.HISTORY: [
+        "",
+        "{}",
+        "1",
+        "[1]",
+        "[{}]",
+        '[{"attempt": NaN, "category": "SYSTEM"}]',
+        "[" * 16000,
+        "x" * 16385,
+    ],
 }
 
 
 @pytest.mark.spec("CNN-05")
-@pytest.mark.parametrize("header,text", [(row.header, text) for row in WIRE for text in HOSTILE.get(row.form, ())])
+@pytest.mark.parametrize(
+    "header,text", [(row.header, text) for row in WIRE for text in HOSTILE_HEADERS.get(row.format, ())]
+)
 def test_a_hostile_header_is_undecodable(header, text):
     with pytest.raises(UndecodableError, match=header):
         CODEC.decode(b"1", {**HEADERS, header: text})
 
 
 @pytest.mark.parametrize("value", [None, b"order-7", 7, ["order-7"]])
-def test_a_header_that_is_no_string_is_undecodable(value):
+def test_a_header_that_is_not_a_string_is_undecodable(value):
     with pytest.raises(UndecodableError, match="ergon-id"):
         CODEC.decode(b"1", {"ergon-id": value})
 
@@ -171,7 +182,7 @@ def test_without_an_id_there_is_no_transaction():
 
 # -- hostile bodies ------------------------------------------------------------------------------------
 
-BODIES = {
+HOSTILE_BODIES = {
     "nothing": b"",
     "half a document": b'{"a": ',
     "two documents": b"1 2",
@@ -190,7 +201,7 @@ BODIES = {
 
 
 @pytest.mark.spec("CNN-05")
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+@pytest.mark.parametrize("body", HOSTILE_BODIES.values(), ids=HOSTILE_BODIES)
 def test_a_hostile_body_is_undecodable(body):
     with pytest.raises(UndecodableError, match=str(len(body))):
         CODEC.decode(body, HEADERS)
@@ -198,16 +209,16 @@ def test_a_hostile_body_is_undecodable(body):
 
 @given(st.binary(max_size=200))
 @example(b'"' + b'\\"' * 50)
-def test_bytes_are_either_a_transaction_that_can_be_written_again_or_undecodable(body):
+def test_bytes_either_decode_to_an_encodable_transaction_or_are_undecodable(body):
     try:
         transaction = CODEC.decode(body, HEADERS)
     except UndecodableError:
         return
-    again, headers = CODEC.encode(transaction)
-    assert CODEC.decode(again, headers) == transaction
+    encoded, headers = CODEC.encode(transaction)
+    assert CODEC.decode(encoded, headers) == transaction
 
 
-def test_depth_counts_brackets_and_not_those_in_strings():
+def test_depth_counts_brackets_except_those_in_strings():
     deepest = b"[" * MAX_DEPTH + b"]" * MAX_DEPTH
     assert CODEC.decode(deepest, HEADERS)
     text = '[{"\\"' * 200
@@ -215,16 +226,16 @@ def test_depth_counts_brackets_and_not_those_in_strings():
     assert CODEC.decode(json.dumps(wide).encode(), HEADERS).payload == wide
 
 
-def test_a_large_hostile_body_is_refused_in_linear_time():
+def test_a_large_hostile_body_is_rejected_in_linear_time():
     quotes = b'"' + b'\\"' * 100_000 + b"[" * 65 + b"\\"
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     with pytest.raises(UndecodableError):
         CODEC.decode(quotes, HEADERS)
     # Looking from every quote to the end would take far longer.
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - started_at < 5
 
 
-def test_the_size_limit_is_the_codecs_own():
+def test_each_codec_has_its_own_size_limit():
     small = JsonCodec(max_bytes=10)
     assert small.decode(b'"12345678"', HEADERS).payload == "12345678"
     with pytest.raises(UndecodableError, match="11 bytes; the limit is 10"):
@@ -234,7 +245,7 @@ def test_the_size_limit_is_the_codecs_own():
     assert JsonCodec().max_bytes == 1024 * 1024
 
 
-def test_a_codec_takes_at_least_one_byte():
+def test_max_bytes_must_be_at_least_one():
     with pytest.raises(ValueError, match="max_bytes"):
         JsonCodec(max_bytes=0)
 
@@ -259,13 +270,13 @@ def test_an_error_shows_no_payload_not_even_through_its_causes(body):
     [float("nan"), float("inf"), object(), {"a": b"bytes"}, "\ud800", {(1, 2): 3}],
     ids=["nan", "inf", "object", "bytes", "half a pair", "a tuple as key"],
 )
-def test_what_json_cannot_hold_is_unencodable(payload):
+def test_a_payload_that_json_cannot_represent_is_unencodable(payload):
     with pytest.raises(UnencodableError, match="order-7") as caught:
         CODEC.encode(Transaction("order-7", payload))
     assert caught.value.__context__ is None
 
 
-def test_what_contains_itself_is_unencodable():
+def test_a_payload_that_contains_itself_is_unencodable():
     payload: list = []
     payload.append(payload)
     with pytest.raises(UnencodableError):
@@ -289,7 +300,7 @@ def test_what_contains_itself_is_unencodable():
     ],
     ids=repr,
 )
-def test_nothing_is_written_that_could_not_be_read(fields):
+def test_fields_that_could_not_be_decoded_are_unencodable(fields):
     with pytest.raises(UnencodableError, match=next(iter(fields))):
         CODEC.encode(Transaction(**{"id": "order-7"} | fields))
 
@@ -307,17 +318,17 @@ def test_the_stand_in_of_an_undecodable_message_has_its_bytes_and_a_stable_id():
     assert isinstance(first.error, UndecodableError)
 
 
-def test_the_stand_in_keeps_a_sound_id():
+def test_the_stand_in_keeps_a_valid_id():
     assert decode(CODEC, b"\xff", HEADERS, source="").transaction.id == "order-7"
     assert decode(CODEC, b"1", {"ergon-id": "a b"}, source="").transaction.id.startswith("undecodable-")
 
 
-def test_a_codec_that_breaks_is_an_undecodable_message():
-    class Broken(JsonCodec):
+def test_an_error_in_a_codec_makes_the_message_undecodable():
+    class FailingCodec(JsonCodec):
         def decode(self, body, headers, *, source=""):
             return {}["4111"]
 
-    stand_in = decode(Broken(), b"4111", HEADERS, source="")
+    stand_in = decode(FailingCodec(), b"4111", HEADERS, source="")
     assert "KeyError" in str(stand_in.error)
     assert "4111" not in str(stand_in.error)
 
@@ -325,19 +336,19 @@ def test_a_codec_that_breaks_is_an_undecodable_message():
 # -- the spec ----------------------------------------------------------------------------------------------
 
 
-def test_the_documents_table_is_the_codes_table():
-    rows = [line.strip("|\n ").split("|") for line in SPEC.read_text().splitlines() if line.startswith("| `")]
-    written = [tuple(cell.strip(" `") for cell in row[:4]) for row in rows]
-    assert written == [(row.field, row.header, row.form.value, str(row.longest)) for row in WIRE]
+def test_the_documented_header_table_equals_the_table_in_code():
+    rows = [line.strip("|\n ").split("|") for line in WIRE_SPEC_PATH.read_text().splitlines() if line.startswith("| `")]
+    documented = [tuple(cell.strip(" `") for cell in row[:4]) for row in rows]
+    assert documented == [(row.field, row.header, row.format.value, str(row.max_chars)) for row in WIRE]
 
 
 def test_every_field_of_a_transaction_but_the_payload_has_a_header():
     assert {row.field for row in WIRE} == set(Transaction.__mro__[1].__slots__) - {"payload"}
 
 
-def test_the_absent_value_is_the_transactions_default():
+def test_the_value_of_an_absent_header_is_the_transaction_default():
     bare = Transaction("order-7")
-    assert all(getattr(bare, row.field) == row.absent for row in WIRE if row.field not in ("id", "trace"))
+    assert all(getattr(bare, row.field) == row.default for row in WIRE if row.field not in ("id", "trace"))
 
 
 # -- the short ways -------------------------------------------------------------------------------
@@ -349,37 +360,37 @@ FRACTIONS = ["", ".0", ".5", ".123456", ".1234567", ".999999999"]
 @pytest.mark.parametrize("zone", ["Z", "+00:00"])
 @pytest.mark.parametrize("fraction", FRACTIONS)
 @pytest.mark.parametrize("second", SECONDS)
-def test_a_moment_is_read_as_the_calendar_reads_it(second, fraction, zone):
+def test_times_are_parsed_like_datetime_fromisoformat(second, fraction, zone):
     text = second + fraction + zone
-    read = CODEC.decode(b"1", HEADERS | {"ergon-created-at": text}).created_at
-    assert read == datetime.fromisoformat(text).timestamp()
+    created_at = CODEC.decode(b"1", HEADERS | {"ergon-created-at": text}).created_at
+    assert created_at == datetime.fromisoformat(text).timestamp()
 
 
 @pytest.mark.parametrize("second", [*SECONDS, "2026-13-16T08:40:02", "2026-11-16T24:00:00"])
 @pytest.mark.parametrize(
-    "rest", ["", "z", "+01:00", ".Z", ".Z5", ".1", ".1z", ".1ZZ", ".1 Z", ".-1Z", ".1_0Z", ".\u0661Z", ".1234567890Z"]
+    "suffix", ["", "z", "+01:00", ".Z", ".Z5", ".1", ".1z", ".1ZZ", ".1 Z", ".-1Z", ".1_0Z", ".\u0661Z", ".1234567890Z"]
 )
-def test_what_is_no_moment_is_refused(second, rest):
+def test_an_invalid_time_is_undecodable(second, suffix):
     with pytest.raises(UndecodableError, match="is not a time"):
-        CODEC.decode(b"1", HEADERS | {"ergon-created-at": second + rest})
+        CODEC.decode(b"1", HEADERS | {"ergon-created-at": second + suffix})
 
 
 @pytest.mark.parametrize(
     "second", ["2026-13-16T08:40:02", "2026-11-16T24:00:00", "2026-11-16 08:40:02", "20261116T084002", "2026-W47-1", ""]
 )
-def test_what_is_no_second_is_refused_with_any_fraction(second):
+def test_an_invalid_time_with_a_fraction_is_undecodable(second):
     for fraction in FRACTIONS:
         with pytest.raises(UndecodableError, match="is not a time"):
             CODEC.decode(b"1", HEADERS | {"ergon-created-at": f"{second}{fraction}Z"})
 
 
 @pytest.mark.parametrize("body", [b" 1", b"1 ", b"\n[1]\n", b'\t{"a": 1}\r\n'])
-def test_blanks_around_a_body_mean_nothing(body):
+def test_whitespace_around_a_body_is_ignored(body):
     assert CODEC.decode(body, HEADERS).payload == json.loads(body)
 
 
 @pytest.mark.parametrize("body", [b"", b" ", b"1 2", b"[1]]", b"{}x", b"nul", b'"a', b"\xa01"])
-def test_a_body_is_one_value_and_nothing_else(body):
+def test_a_body_that_is_not_exactly_one_json_value_is_undecodable(body):
     with pytest.raises(UndecodableError):
         CODEC.decode(body, HEADERS)
 
@@ -410,7 +421,7 @@ def test_a_repeated_key_of_a_header_is_undecodable(name, text):
 @pytest.mark.invariant
 def test_a_message_with_a_repeated_key_is_a_dead_letter_with_its_bytes():
     orders = MemoryConnector("orders", codec=JsonCodec())
-    orders.receive(b'{"amount": 1, "amount": 900}', {"ergon-id": "order-1"})
+    orders.inject(b'{"amount": 1, "amount": 900}', {"ergon-id": "order-1"})
     handled = []
 
     @consumer(orders)

@@ -6,30 +6,30 @@ import subprocess
 import sys
 import threading
 
-from ergon_framework.connectors.daemons import Daemons
+from ergon_framework.connectors.daemons import DaemonExecutor
 
 
-def where(daemons):
+def get_job_thread(daemons):
     """The thread that a job ran on."""
-    done, seen = threading.Event(), []
+    done, threads = threading.Event(), []
 
     def job():
-        seen.append(threading.current_thread())
+        threads.append(threading.current_thread())
         done.set()
 
     daemons.submit(job)
     assert done.wait(10.0)
-    return seen[0]
+    return threads[0]
 
 
-def left(threads):
+def join_all(threads):
     for thread in threads:
         thread.join(10.0)
     return [thread for thread in threads if thread.is_alive()]
 
 
-def test_jobs_run_on_at_most_so_many_daemon_threads():
-    daemons = Daemons("few", size=2)
+def test_jobs_run_on_at_most_size_daemon_threads():
+    daemons = DaemonExecutor("few", size=2)
     gate, started, threads, lock = threading.Event(), threading.Semaphore(0), set(), threading.Lock()
 
     def job():
@@ -49,29 +49,29 @@ def test_jobs_run_on_at_most_so_many_daemon_threads():
     assert len(threads) == 2
     assert all(thread.daemon for thread in threads)
     daemons.close()
-    assert left(threads) == []
+    assert join_all(threads) == []
 
 
-def test_threads_leave_at_close_and_a_later_job_still_runs():
-    daemons = Daemons("few", size=2)
-    first = where(daemons)
+def test_threads_exit_at_close_and_a_later_job_still_runs():
+    daemons = DaemonExecutor("few", size=2)
+    first = get_job_thread(daemons)
     daemons.close()
-    assert left([first]) == []
-    second = where(daemons)
-    assert left([second]) == []
+    assert join_all([first]) == []
+    second = get_job_thread(daemons)
+    assert join_all([second]) == []
     daemons.open()
-    third = where(daemons)
+    third = get_job_thread(daemons)
     assert third.is_alive()
     daemons.close()
-    assert left([third]) == []
+    assert join_all([third]) == []
 
 
-def test_a_hung_job_does_not_hold_up_the_end_of_the_process():
+def test_a_hung_job_does_not_block_process_exit():
     code = (
         "import threading\n"
-        "from ergon_framework.connectors.daemons import Daemons\n"
+        "from ergon_framework.connectors.daemons import DaemonExecutor\n"
         "begun = threading.Event()\n"
-        "Daemons('hung', size=1).submit(lambda: (begun.set(), threading.Event().wait()))\n"
+        "DaemonExecutor('hung', size=1).submit(lambda: (begun.set(), threading.Event().wait()))\n"
         "begun.wait()"
     )
     env = {"PYTHONPATH": ":".join(filter(None, sys.path))}

@@ -8,7 +8,7 @@ from ergon_framework.connectors.nats.api import NO_MESSAGE, NO_STREAM, NO_SUCH_S
 
 
 @pytest.mark.parametrize(
-    "number, words, gone",
+    "number, message, is_gone",
     [
         (NO_MESSAGE, "no message found", True),
         (NO_SUCH_SEQUENCE, "sequence 7 not found", True),
@@ -20,5 +20,5 @@ from ergon_framework.connectors.nats.api import NO_MESSAGE, NO_STREAM, NO_SUCH_S
         (NO_STREAM, "stream not found", False),
     ],
 )
-def test_only_a_store_that_is_open_knows_that_a_message_is_gone(number, words, gone):
-    assert ApiError(words, number=number).gone is gone
+def test_a_message_is_gone_only_if_an_open_store_reports_it(number, message, is_gone):
+    assert ApiError(message, number=number).is_not_found is is_gone

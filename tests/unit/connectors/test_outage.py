@@ -14,10 +14,10 @@ from ergon_framework.connectors.outage import outage_log
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 from ergon_framework.connectors.redis import RedisQueue
-from ergon_framework.errors import ConnectionLost
-from tests.log_events import events_of
+from ergon_framework.errors import ConnectionLostError
+from tests.log_events import list_events
 
-LOST = ConnectionLost("the server at amqp://someone:open-sesame@host is gone")
+LOST = ConnectionLostError("the server at amqp://someone:open-sesame@host is gone")
 
 
 @pytest.fixture
@@ -33,36 +33,36 @@ def test_two_users_of_a_queue_log_one_outage(outage, caplog):
     for _ in range(3):
         outage.note_answer(began=time.monotonic())
     lost, restored = caplog.records
-    assert events_of(caplog.records) == ["connection lost", "connection restored"]
-    assert (lost.levelno, lost.address, lost.error_type) == (logging.WARNING, "amqp://host:5672", "ConnectionLost")
+    assert list_events(caplog.records) == ["connection lost", "connection restored"]
+    assert (lost.levelno, lost.address, lost.error_type) == (logging.WARNING, "amqp://host:5672", "ConnectionLostError")
     assert (restored.levelno, restored.queue) == (logging.INFO, lost.queue)
     assert 0 <= restored.seconds < 60
     assert "open-sesame" not in caplog.text + str(vars(lost))
 
 
 @pytest.mark.spec("DX-12")
-def test_a_call_from_before_a_change_is_no_news(outage, caplog):
+def test_the_result_of_a_call_from_before_a_state_change_is_ignored(outage, caplog):
     before = time.monotonic()
     outage.note_answer(began=before)
     outage.note_failure(LOST, began=time.monotonic())
     outage.note_answer(began=before)
-    assert events_of(caplog.records) == ["connection lost"]
+    assert list_events(caplog.records) == ["connection lost"]
     during = time.monotonic()
     outage.note_answer(began=time.monotonic())
     outage.note_failure(LOST, began=during)
-    assert events_of(caplog.records) == ["connection lost", "connection restored"]
+    assert list_events(caplog.records) == ["connection lost", "connection restored"]
     outage.note_failure(LOST, began=time.monotonic())
-    assert events_of(caplog.records) == ["connection lost", "connection restored", "connection lost"]
+    assert list_events(caplog.records) == ["connection lost", "connection restored", "connection lost"]
 
 
-def test_a_queue_has_one_log_and_the_child_of_a_fork_another(outage):
+def test_a_queue_has_one_outage_log_and_a_forked_child_another(outage):
     name = uuid.uuid4().hex
-    mine = outage_log(name, None)
-    assert outage_log(name, None) is mine
-    assert outage_log(name, "amqp://host") is not mine
+    log = outage_log(name, None)
+    assert outage_log(name, None) is log
+    assert outage_log(name, "amqp://host") is not log
     child = os.fork()
     if child == 0:
-        os._exit(0 if outage_log(name, None) is not mine else 1)
+        os._exit(0 if outage_log(name, None) is not log else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 

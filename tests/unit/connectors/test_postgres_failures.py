@@ -6,13 +6,13 @@ import pytest
 from psycopg import errors
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.errors import ConfigurationError, ConnectionLost
-from ergon_framework.schema.failures import translated
+from ergon_framework.errors import ConfigurationError, ConnectionLostError
+from ergon_framework.schema.failures import translate_error
 
 
 @pytest.mark.spec("SEC-15")
 @pytest.mark.parametrize(
-    "state, words",
+    "state, prefix",
     [
         ("53000", "the database is short of resources: "),
         ("53100", "the disk of the database is full: "),
@@ -30,19 +30,19 @@ from ergon_framework.schema.failures import translated
         ("57P05", "the database ended the idle session: "),
     ],
 )
-def test_a_server_that_cannot_serve_at_present_is_waited_out_and_the_cause_is_named(state, words):
-    error = translated(errors.lookup(state)("as the server says it"), broken=False, other=ConnectorError)
-    assert type(error) is ConnectionLost
-    assert str(error) == f"{words}as the server says it"
+def test_a_temporary_server_error_is_a_lost_connection_that_names_the_cause(state, prefix):
+    error = translate_error(errors.lookup(state)("as the server says it"), is_broken=False, error_type=ConnectorError)
+    assert type(error) is ConnectionLostError
+    assert str(error) == f"{prefix}as the server says it"
 
 
 @pytest.mark.spec("SEC-15")
 @pytest.mark.parametrize(
-    "words", ['FATAL:  could not write file "x": No space left on device', "could not write init file"]
+    "message", ['FATAL:  could not write file "x": No space left on device', "could not write init file"]
 )
-def test_a_full_disk_is_named_also_where_a_new_connection_is_refused(words):
-    error = translated(errors.OperationalError(words), broken=True)
-    assert type(error) is ConnectionLost
+def test_a_full_disk_is_named_also_when_a_new_connection_is_rejected(message):
+    error = translate_error(errors.OperationalError(message), is_broken=True)
+    assert type(error) is ConnectionLostError
     assert str(error).startswith("the disk of the database is full")
 
 
@@ -60,12 +60,12 @@ def test_a_full_disk_is_named_also_where_a_new_connection_is_refused(words):
         ("XX001", ConnectorError),
     ],
 )
-def test_what_waiting_does_not_cure_is_not_waited_out(state, kind):
-    error = translated(errors.lookup(state)("as the server says it"), broken=False, other=ConnectorError)
+def test_a_permanent_error_is_not_a_lost_connection(state, kind):
+    error = translate_error(errors.lookup(state)("as the server says it"), is_broken=False, error_type=ConnectorError)
     assert type(error) is kind
 
 
 @pytest.mark.spec("SEC-15")
-def test_a_connection_that_broke_says_why_where_the_server_has_said_it():
-    assert str(translated(errors.AdminShutdown("bye"), broken=True)) == "the database is being stopped: bye"
-    assert str(translated(errors.OperationalError("gone"), broken=True)) == "the database is out of reach: gone"
+def test_a_broken_connection_has_the_reason_that_the_server_reported():
+    assert str(translate_error(errors.AdminShutdown("bye"), is_broken=True)) == "the database is being stopped: bye"
+    assert str(translate_error(errors.OperationalError("gone"), is_broken=True)) == "the database is out of reach: gone"

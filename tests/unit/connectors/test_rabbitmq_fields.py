@@ -47,21 +47,21 @@ TABLES = st.dictionaries(
 
 @pytest.mark.spec("DX-21")
 @given(TABLES)
-def test_a_table_is_read_as_it_was_written(table):
-    pieces: list[bytes] = []
-    encode_table(pieces, table)
-    encoded = b"".join(pieces)
+def test_a_table_is_equal_after_a_round_trip(table):
+    chunks: list[bytes] = []
+    encode_table(chunks, table)
+    encoded = b"".join(chunks)
     assert decode_table(encoded, 0) == (table, len(encoded))
 
 
 @pytest.mark.spec("DX-21")
 @given(TABLES.filter(bool), st.none() | st.text(max_size=20), st.none() | st.text(max_size=20))
-def test_properties_with_any_headers_are_read_as_they_were_written(table, content_type, message_id):
+def test_properties_with_any_headers_are_equal_after_a_round_trip(table, content_type, message_id):
     written = Properties(headers=table, content_type=content_type, message_id=message_id, priority=3, timestamp=7)
-    found = read(frame.Header(1, 5, written).marshal() + b"rest")
-    assert found.channel_number == 1
-    assert found.body_size == 5
-    assert {**vars(found.properties), "problem": ""} == {**vars(written), "problem": ""}
+    parsed = read_frame(frame.Header(1, 5, written).marshal() + b"rest")
+    assert parsed.channel_number == 1
+    assert parsed.body_size == 5
+    assert {**vars(parsed.properties), "problem": ""} == {**vars(written), "problem": ""}
 
 
 def test_a_single_float_is_read_exactly():
@@ -69,43 +69,43 @@ def test_a_single_float_is_read_exactly():
     assert decode_table(encoded, 0) == ({"f": 1.5}, 11)
 
 
-def read(buffer, kind=FaithfulSelectConnection):
+def read_frame(buffer, kind=FaithfulSelectConnection):
     """The first frame of *buffer*, read by a connection that is not connected."""
     connection = kind.__new__(kind)
     connection._frame_buffer = buffer
-    size, found = connection._read_frame()
+    size, parsed = connection._read_frame()
     assert buffer[size:] in (b"", b"rest")
-    return found
+    return parsed
 
 
 @pytest.mark.spec("DX-21")
 @pytest.mark.parametrize("kind", [FaithfulAsyncioConnection, FaithfulSelectConnection])
-def test_the_client_reads_a_frame_that_it_cannot_decode_with_the_problem_beside(kind):
+def test_a_frame_that_pika_cannot_decode_is_read_with_its_problem(kind):
     buffer = frame.Header(1, 0, Properties(headers={"sent": MILLISECONDS, "kind": "order"})).marshal()
     with pytest.raises(ValueError, match="year"):
         frame.decode_frame(buffer)
-    found = read(buffer, kind)
-    assert found.properties.headers == {"sent": MILLISECONDS, "kind": "order"}
-    assert found.properties.problem.startswith("ValueError: year")
+    parsed = read_frame(buffer, kind)
+    assert parsed.properties.headers == {"sent": MILLISECONDS, "kind": "order"}
+    assert parsed.properties.problem.startswith("ValueError: year")
 
 
-def test_headers_of_a_type_that_nobody_knows_are_left_out_with_the_problem_beside():
+def test_headers_of_an_unknown_type_are_omitted_with_the_problem():
     encoded = struct.pack(">HIB", pika.BasicProperties.FLAG_HEADERS, 3, 1) + b"a?"
     content = struct.pack(">HHQ", 60, 0, 0) + encoded
-    found = read(struct.pack(">BHL", 2, 1, len(content)) + content + b"\xce")
-    assert found.properties.headers == {}
-    assert "InvalidFieldType" in found.properties.problem
+    parsed = read_frame(struct.pack(">BHL", 2, 1, len(content)) + content + b"\xce")
+    assert parsed.properties.headers == {}
+    assert "InvalidFieldType" in parsed.properties.problem
 
 
 def test_other_frames_are_read_by_the_client():
-    assert read(frame.Heartbeat().marshal()).NAME == "Heartbeat"
-    plain = read(frame.Header(1, 0, pika.BasicProperties(headers={"a": "b"})).marshal())
+    assert read_frame(frame.Heartbeat().marshal()).NAME == "Heartbeat"
+    plain = read_frame(frame.Header(1, 0, pika.BasicProperties(headers={"a": "b"})).marshal())
     assert type(plain.properties) is pika.BasicProperties
     with pytest.raises(pika.exceptions.InvalidFrameError):
-        read(b"\x01\x00\x01\x00\x00\x00\x00?")
+        read_frame(b"\x01\x00\x01\x00\x00\x00\x00?")
 
 
-def test_pika_loses_what_is_read_here():
+def test_pika_still_cannot_read_these_fields():
     """Where pika learns it, all of this can go."""
     table = struct.pack(">IB", 11, 1) + b"d" + struct.pack(">cd", b"d", 1.5)
     assert pika.data.decode_table(table, 0)[0] == {"d": 1}
@@ -114,7 +114,7 @@ def test_pika_loses_what_is_read_here():
 
 
 @pytest.mark.spec("DX-21")
-def test_the_private_names_of_the_client_are_there_and_its_version_is_capped():
+def test_the_private_names_of_pika_exist_and_its_version_is_capped():
     assert list(inspect.signature(Connection._read_frame).parameters) == ["self"]
     assert "self._frame_buffer" in inspect.getsource(Connection._read_frame)
     assert "_impl_class" in inspect.signature(pika.BlockingConnection).parameters

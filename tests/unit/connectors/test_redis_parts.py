@@ -7,17 +7,17 @@ import doctest
 import pytest
 from redis import exceptions
 
-from ergon_framework.connectors.base import Ack, ConnectorError, Delivery, Later, SettleResult
+from ergon_framework.connectors.base import Ack, ConnectorError, Defer, Delivery, SettleResult
 from ergon_framework.connectors.codec import JsonCodec, UnencodableError
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
 from ergon_framework.connectors.redis import durability, keys
-from ergon_framework.connectors.redis.claiming import Claiming
-from ergon_framework.connectors.redis.durability import judged
-from ergon_framework.connectors.redis.failures import translated
-from ergon_framework.connectors.redis.messages import Messages, counted
-from ergon_framework.connectors.redis.receipt import Receipt
-from ergon_framework.connectors.redis.settling import Settler
-from ergon_framework.errors import ConfigurationError, ConnectionLost
+from ergon_framework.connectors.redis.claiming import ClaimManager
+from ergon_framework.connectors.redis.durability import assess_durability
+from ergon_framework.connectors.redis.failures import translate_error
+from ergon_framework.connectors.redis.messages import Messages, previous_deliveries
+from ergon_framework.connectors.redis.receipt import RedisReceipt
+from ergon_framework.connectors.redis.settling import RedisSettler
+from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.transaction import Transaction
 
 
@@ -28,56 +28,56 @@ def test_the_examples_of_the_documentation_hold(module):
 
 @pytest.mark.spec("CNN-07", "SEC-15")
 @pytest.mark.parametrize(
-    "error, kind, words",
+    "error, kind, message",
     [
-        (exceptions.ConnectionError("Connection refused"), ConnectionLost, "out of reach"),
-        (exceptions.TimeoutError("no answer"), ConnectionLost, "out of reach"),
-        (exceptions.BusyLoadingError("Redis is loading"), ConnectionLost, "out of reach"),
-        (exceptions.ClusterDownError("The cluster is down"), ConnectionLost, "out of reach"),
-        (exceptions.MasterDownError("Link with MASTER is down"), ConnectionLost, "out of reach"),
-        (exceptions.ResponseError("UNBLOCKED force unblock"), ConnectionLost, "out of reach"),
-        (exceptions.ReadOnlyError("You can't write"), ConnectionLost, "the primary's address"),
-        (exceptions.ResponseError("READONLY You can't write"), ConnectionLost, "the primary's address"),
-        (exceptions.AskError("7 127.0.0.1:7000"), ConnectionLost, "ask again"),
-        (exceptions.TryAgainError("Multiple keys"), ConnectionLost, "ask again"),
+        (exceptions.ConnectionError("Connection refused"), ConnectionLostError, "out of reach"),
+        (exceptions.TimeoutError("no answer"), ConnectionLostError, "out of reach"),
+        (exceptions.BusyLoadingError("Redis is loading"), ConnectionLostError, "out of reach"),
+        (exceptions.ClusterDownError("The cluster is down"), ConnectionLostError, "out of reach"),
+        (exceptions.MasterDownError("Link with MASTER is down"), ConnectionLostError, "out of reach"),
+        (exceptions.ResponseError("UNBLOCKED force unblock"), ConnectionLostError, "out of reach"),
+        (exceptions.ReadOnlyError("You can't write"), ConnectionLostError, "the primary's address"),
+        (exceptions.ResponseError("READONLY You can't write"), ConnectionLostError, "the primary's address"),
+        (exceptions.AskError("7 127.0.0.1:7000"), ConnectionLostError, "ask again"),
+        (exceptions.TryAgainError("Multiple keys"), ConnectionLostError, "ask again"),
         (exceptions.AuthenticationError("WRONGPASS"), ConfigurationError, "check the user"),
         (exceptions.NoPermissionError("no permissions"), ConfigurationError, "check the user"),
-        (exceptions.OutOfMemoryError("command not allowed"), ConnectionLost, "raise maxmemory"),
-        (exceptions.ResponseError("OOM command not allowed"), ConnectionLost, "raise maxmemory"),
-        (exceptions.ResponseError("MISCONF cannot persist"), ConnectionLost, "cannot write to its disk"),
+        (exceptions.OutOfMemoryError("command not allowed"), ConnectionLostError, "raise maxmemory"),
+        (exceptions.ResponseError("OOM command not allowed"), ConnectionLostError, "raise maxmemory"),
+        (exceptions.ResponseError("MISCONF cannot persist"), ConnectionLostError, "cannot write to its disk"),
         (exceptions.ResponseError("WRONGTYPE Operation"), ConfigurationError, "another name"),
         (exceptions.ResponseError("ERR unknown command"), ConnectorError, "unknown command"),
     ],
 )
-def test_each_error_says_what_to_do(error, kind, words):
-    told = translated(error)
-    assert type(told) is kind
-    assert words in str(told)
+def test_each_error_is_translated_with_a_remedy(error, kind, message):
+    result = translate_error(error)
+    assert type(result) is kind
+    assert message in str(result)
 
 
 def test_unknown_settings_are_not_durable():
-    assert judged({"appendonly": "yes"}).durable is None
-    assert judged({"appendonly": "yes", "appendfsync": "never heard of"}).durable is False
+    assert assess_durability({"appendonly": "yes"}).durable is None
+    assert assess_durability({"appendonly": "yes", "appendfsync": "never heard of"}).durable is False
 
 
 @pytest.mark.parametrize("text, count", [(None, 0), ("3", 3), ("", 0), ("-1", 0), ("9" * 10, 0), ("²", 0), ("many", 0)])
-def test_a_producers_nonsense_counts_nothing(text, count):
-    assert counted({} if text is None else {"ergon-deliveries": text}) == count
+def test_an_invalid_delivery_count_is_zero(text, count):
+    assert previous_deliveries({} if text is None else {"ergon-deliveries": text}) == count
 
 
-class Odd(JsonCodec):
+class BodyHeaderCodec(JsonCodec):
     def encode(self, transaction):
         body, headers = super().encode(transaction)
         return body, {**headers, "body": "no"}
 
 
-def test_a_header_cannot_be_called_as_the_body():
-    messages = Messages(Odd(), name="odd", body="body")
+def test_a_header_cannot_have_the_name_of_the_body_field():
+    messages = Messages(BodyHeaderCodec(), name="odd", body_field="body")
     with pytest.raises(UnencodableError, match="as the body"):
-        messages.fields(Transaction("tx", {}))
+        messages.encode_fields(Transaction("tx", {}))
 
 
-class Clock:
+class FakeClock:
     def __init__(self):
         self.now = 0.0
 
@@ -85,12 +85,12 @@ class Clock:
         return self.now
 
 
-def settled(settler, settling, answer):
+def settle_with_reply(settler, settling, reply):
     """What *settler* says when the server answers with *answer*."""
-    work = settler.settle([settling])
-    next(work)
+    script = settler.settle([settling])
+    next(script)
     try:
-        work.send(answer)
+        script.send(reply)
     except StopIteration as stop:
         ((result,), _) = stop.value
         return result
@@ -98,19 +98,19 @@ def settled(settler, settling, answer):
 
 
 @pytest.mark.spec("CNN-12")
-def test_what_is_gone_was_settled_by_us_only_while_nobody_else_can_have_had_it():
-    clock = Clock()
-    where = keys.keys_of("orders")
-    messages = Messages(JsonCodec(), name="orders", body="body")
-    claiming = Claiming(where, messages, consumer="me", lease=10.0, limits=FetchLimits(MAX_FETCH_BYTES))
-    settler = Settler(where, claiming, codec=JsonCodec(), clock=clock)
-    delivery = Delivery(Transaction("tx", {}), Receipt(b"1-0", "me", 1, 1), lease_until=10.0)
-    assert settled(settler, (delivery, Ack()), b"l") is SettleResult.LOST
-    settler.doubt([(delivery, Ack())])
-    assert settled(settler, (delivery, Later(1.0)), b"l") is SettleResult.LOST
-    settler.doubt([(delivery, Ack())])
+def test_a_missing_message_was_settled_here_only_while_its_lease_lasts():
+    clock = FakeClock()
+    queue_keys = keys.queue_keys("orders")
+    messages = Messages(JsonCodec(), name="orders", body_field="body")
+    claims = ClaimManager(queue_keys, messages, consumer="me", lease=10.0, limits=FetchLimits(MAX_FETCH_BYTES))
+    settler = RedisSettler(queue_keys, claims, codec=JsonCodec(), clock=clock)
+    delivery = Delivery(Transaction("tx", {}), RedisReceipt(b"1-0", "me", 1, 1), lease_until=10.0)
+    assert settle_with_reply(settler, (delivery, Ack()), b"l") is SettleResult.LOST
+    settler.mark_unknown([(delivery, Ack())])
+    assert settle_with_reply(settler, (delivery, Defer(1.0)), b"l") is SettleResult.LOST
+    settler.mark_unknown([(delivery, Ack())])
     clock.now = 9.0
-    assert settled(settler, (delivery, Ack()), b"l") is SettleResult.SETTLED
-    settler.doubt([(delivery, Ack())])
+    assert settle_with_reply(settler, (delivery, Ack()), b"l") is SettleResult.SETTLED
+    settler.mark_unknown([(delivery, Ack())])
     clock.now = 10.0
-    assert settled(settler, (delivery, Ack()), b"l") is SettleResult.LOST
+    assert settle_with_reply(settler, (delivery, Ack()), b"l") is SettleResult.LOST

@@ -11,30 +11,30 @@ import pytest
 
 from ergon_framework import (
     ConfigurationError,
-    ConnectionLost,
+    ConnectionLostError,
     ConsumerPolicy,
     DeadLetter,
+    Defer,
     FetchException,
-    Later,
     SimpleConnector,
     Transaction,
     consumer,
 )
 from ergon_framework.connectors.base import Release, SettleResult
 from ergon_framework.failure import Attempt, Deferral
-from tests.log_events import event_of
+from tests.log_events import get_event
 
 
-class Numbers(SimpleConnector):
+class BatchConnector(SimpleConnector):
     """Hands out what it was given, in order."""
 
     def __init__(self, *batches: Any) -> None:
         super().__init__("numbers")
         self.batches = list(batches)
-        self.asked: list[Any] = []
+        self.fetch_calls: list[Any] = []
 
     def fetch(self, batch_size: int, **extra: Any) -> Iterable[Transaction]:
-        self.asked.append((batch_size, extra))
+        self.fetch_calls.append((batch_size, extra))
         batch = self.batches.pop(0) if self.batches else []
         if isinstance(batch, Exception):
             raise batch
@@ -49,19 +49,19 @@ def transactions(*names: str) -> list[Transaction]:
 def run(request: pytest.FixtureRequest) -> Any:
     """Consumes with a function of either variant, and the default policy unless there is one."""
 
-    def consume(connector: SimpleConnector, body: Any, policy: ConsumerPolicy | None = None) -> Any:
+    def consume(connector: SimpleConnector, function: Any, policy: ConsumerPolicy | None = None) -> Any:
         options = {} if policy is None else {"policy": policy}
         if request.param == "threads":
 
             @consumer(connector, **options)
             def handle(payload: Any) -> Any:
-                return body(payload)
+                return function(payload)
 
             return handle.run()
 
         @consumer(connector, **options)
         async def handle_async(payload: Any) -> Any:
-            return body(payload)
+            return function(payload)
 
         return asyncio.run(handle_async.run())
 
@@ -70,18 +70,18 @@ def run(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.spec("DX-08")
 def test_a_connector_of_one_method_is_consumed_until_it_is_empty(run: Any) -> None:
-    seen: list[str] = []
-    source = Numbers(transactions("a", "b"), transactions("c"))
-    report = run(source, lambda payload: seen.append(payload["name"]))
-    assert sorted(seen) == ["a", "b", "c"]
+    handled: list[str] = []
+    source = BatchConnector(transactions("a", "b"), transactions("c"))
+    report = run(source, lambda payload: handled.append(payload["name"]))
+    assert sorted(handled) == ["a", "b", "c"]
     assert report.settled == {"settled": 3}
 
 
 @pytest.mark.spec("DX-08")
-def test_the_extra_of_the_policy_is_handed_to_fetch(run: Any) -> None:
-    source = Numbers()
+def test_the_extra_options_of_the_policy_are_passed_to_fetch(run: Any) -> None:
+    source = BatchConnector()
     run(source, None, ConsumerPolicy.load({"steps": {"fetch": {"extra": {"region": "north"}}}}))
-    assert source.asked == [(10, {"region": "north"})]
+    assert source.fetch_calls == [(10, {"region": "north"})]
 
 
 @pytest.mark.spec("DX-08")
@@ -93,9 +93,9 @@ def test_a_failed_transaction_is_retried_and_then_logged(run: Any, caplog: pytes
         raise OSError("down")
 
     policy = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 2, "backoff": 0.0}}}})
-    report = run(Numbers(transactions("a")), fail, policy)
+    report = run(BatchConnector(transactions("a")), fail, policy)
     assert (attempts, report.finished) == (["a", "a"], 1)
-    (record,) = [record for record in caplog.records if event_of(record) == "dead letter not kept"]
+    (record,) = [record for record in caplog.records if get_event(record) == "dead letter not kept"]
     assert (record.levelno, record.queue, record.transaction_id, record.reason) == (  # type: ignore[attr-defined]
         logging.WARNING,
         "numbers",
@@ -107,7 +107,7 @@ def test_a_failed_transaction_is_retried_and_then_logged(run: Any, caplog: pytes
 @pytest.mark.spec("DX-08")
 @pytest.mark.parametrize("junk", [{"name": "x"}, "text", None])
 def test_anything_but_transactions_is_an_error_and_nothing_is_lost(run: Any, junk: Any) -> None:
-    source = Numbers([*transactions("a"), junk])
+    source = BatchConnector([*transactions("a"), junk])
     with pytest.raises(FetchException, match=rf"item 2 of 2 is a {type(junk).__name__}; expected Delivery.*SimpleConn"):
         run(source, lambda payload: None)
     assert [delivery.transaction.id for delivery in source.fetch_transactions(10)] == ["a"]
@@ -115,18 +115,18 @@ def test_anything_but_transactions_is_an_error_and_nothing_is_lost(run: Any, jun
 
 @pytest.mark.spec("DX-08")
 @pytest.mark.parametrize("value", [None, 7, "text", {"name": "x"}])
-def test_a_fetch_that_returns_no_list_is_an_error(run: Any, value: Any) -> None:
+def test_a_fetch_that_does_not_return_a_sequence_is_an_error(run: Any, value: Any) -> None:
     policy = ConsumerPolicy.load({"steps": {"fetch": {"retry": {"max_attempts": 1}}}})
     with pytest.raises(FetchException, match=f"must return a sequence of deliveries, not {type(value).__name__}"):
-        run(Numbers(value), lambda payload: None, policy)
+        run(BatchConnector(value), lambda payload: None, policy)
 
 
-def test_an_error_of_fetch_is_raised_as_it_is() -> None:
-    with pytest.raises(ConnectionLost, match="down"):
-        Numbers(ConnectionLost("down")).fetch_transactions(1)
+def test_an_error_in_fetch_is_raised_unchanged() -> None:
+    with pytest.raises(ConnectionLostError, match="down"):
+        BatchConnector(ConnectionLostError("down")).fetch_transactions(1)
 
 
-def test_a_generator_is_read_as_far_as_the_batch_goes() -> None:
+def test_a_generator_is_read_up_to_the_batch_size() -> None:
     class Endless(SimpleConnector):
         read = 0
 
@@ -141,17 +141,17 @@ def test_a_generator_is_read_as_far_as_the_batch_goes() -> None:
 
 
 def test_the_queue_is_the_source_of_a_transaction_that_has_none() -> None:
-    source = Numbers([Transaction("a"), Transaction("b", source="elsewhere")])
+    source = BatchConnector([Transaction("a"), Transaction("b", source="elsewhere")])
     assert [each.transaction.source for each in source.fetch_transactions(2)] == ["numbers", "elsewhere"]
 
 
-def test_released_and_deferred_transactions_come_again_before_new_ones() -> None:
-    source = Numbers(transactions("a", "b", "c"), transactions("d"))
+def test_released_and_deferred_transactions_are_redelivered_before_new_ones() -> None:
+    source = BatchConnector(transactions("a", "b", "c"), transactions("d"))
     first, second, third = source.fetch_transactions(3)
     history = (Attempt(attempt=0, category="SYSTEM"),)
     deferral = Deferral(count=1, since=1.0, at=1.0, until=3601.0)
-    later = Later(0.0, attempts=2, history=history, deferral=deferral)
-    settlings = [(first, Release()), (second, Later(3600.0)), (third, later)]
+    later = Defer(0.0, attempts=2, history=history, deferral=deferral)
+    settlings = [(first, Release()), (second, Defer(3600.0)), (third, later)]
     assert source.settle(settlings) == [SettleResult.SETTLED] * 3
     (again,) = source.fetch_transactions(1)
     assert (again.transaction, again.deliveries) == (first.transaction, 1)
@@ -163,7 +163,7 @@ def test_released_and_deferred_transactions_come_again_before_new_ones() -> None
 
 
 def test_a_delivery_is_settled_once() -> None:
-    source = Numbers(transactions("a"))
+    source = BatchConnector(transactions("a"))
     (delivery,) = source.fetch_transactions(1)
     assert source.settle([(delivery, DeadLetter("odd")), (delivery, Release())]) == [
         SettleResult.SETTLED,
@@ -172,8 +172,8 @@ def test_a_delivery_is_settled_once() -> None:
     assert source.fetch_transactions(1) == []
 
 
-def test_it_promises_what_it_does_and_refuses_to_send() -> None:
-    source = Numbers()
+def test_capabilities_are_minimal_and_dispatch_is_rejected() -> None:
+    source = BatchConnector()
     assert source.name == "numbers"
     assert (source.capabilities.durable, source.capabilities.dead_letters, source.depth()) == (False, False, None)
     with pytest.raises(ConfigurationError, match="'numbers' only reads: override dispatch"):

@@ -6,7 +6,7 @@ from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.transaction import Transaction
 
 
-class Clock:
+class ManualClock:
     def __init__(self):
         self.now = 1000.0
 
@@ -17,7 +17,7 @@ class Clock:
         self.now += seconds
 
 
-class Ear:
+class RecordingListener:
     """A listener that remembers what it was told."""
 
     def __init__(self):
@@ -27,11 +27,11 @@ class Ear:
     def wake(self):
         self.wakes += 1
 
-    def lost(self, receipts):
+    def on_lost(self, receipts):
         self.gone.extend(receipts)
 
 
-class _Half:
+class _ConnectorWrapper:
     def __init__(self, inner):
         self.inner = inner
 
@@ -47,14 +47,14 @@ class _Half:
         return self.inner.listen(listener)
 
 
-class OnlySync(_Half, Connector):
+class OnlySync(_ConnectorWrapper, Connector):
     """A connector that has the sync flavour alone."""
 
     def fetch_transactions(self, batch_size, **extra):
         return self.inner.fetch_transactions(batch_size, **extra)
 
-    def settle(self, settlings):
-        return self.inner.settle(settlings)
+    def settle(self, requests):
+        return self.inner.settle(requests)
 
     def extend(self, deliveries):
         return self.inner.extend(deliveries)
@@ -65,20 +65,20 @@ class OnlySync(_Half, Connector):
     def depth(self):
         return self.inner.depth()
 
-    def queued(self, ids):
-        return self.inner.queued(ids)
+    def find_queued(self, ids):
+        return self.inner.find_queued(ids)
 
     def list_dead(self, query, *, after=None, limit=100):
         return self.inner.list_dead(query, after=after, limit=limit)
 
-    def replay_dead(self, places):
-        return self.inner.replay_dead(places)
+    def replay_dead(self, handles):
+        return self.inner.replay_dead(handles)
 
-    def discard_dead(self, places):
-        return self.inner.discard_dead(places)
+    def discard_dead(self, handles):
+        return self.inner.discard_dead(handles)
 
-    def replace_dead(self, place, transaction):
-        return self.inner.replace_dead(place, transaction)
+    def replace_dead(self, handle, transaction):
+        return self.inner.replace_dead(handle, transaction)
 
     def open(self):
         self.inner.open()
@@ -87,14 +87,14 @@ class OnlySync(_Half, Connector):
         self.inner.close()
 
 
-class OnlyAsync(_Half, AsyncConnector):
+class OnlyAsync(_ConnectorWrapper, AsyncConnector):
     """A connector that has the async flavour alone."""
 
     async def fetch_transactions_async(self, batch_size, **extra):
         return await self.inner.fetch_transactions_async(batch_size, **extra)
 
-    async def settle_async(self, settlings):
-        return await self.inner.settle_async(settlings)
+    async def settle_async(self, requests):
+        return await self.inner.settle_async(requests)
 
     async def extend_async(self, deliveries):
         return await self.inner.extend_async(deliveries)
@@ -105,20 +105,20 @@ class OnlyAsync(_Half, AsyncConnector):
     async def depth_async(self):
         return await self.inner.depth_async()
 
-    async def queued_async(self, ids):
-        return await self.inner.queued_async(ids)
+    async def find_queued_async(self, ids):
+        return await self.inner.find_queued_async(ids)
 
     async def list_dead_async(self, query, *, after=None, limit=100):
         return await self.inner.list_dead_async(query, after=after, limit=limit)
 
-    async def replay_dead_async(self, places):
-        return await self.inner.replay_dead_async(places)
+    async def replay_dead_async(self, handles):
+        return await self.inner.replay_dead_async(handles)
 
-    async def discard_dead_async(self, places):
-        return await self.inner.discard_dead_async(places)
+    async def discard_dead_async(self, handles):
+        return await self.inner.discard_dead_async(handles)
 
-    async def replace_dead_async(self, place, transaction):
-        return await self.inner.replace_dead_async(place, transaction)
+    async def replace_dead_async(self, handle, transaction):
+        return await self.inner.replace_dead_async(handle, transaction)
 
     async def open_async(self):
         await self.inner.open_async()
@@ -127,9 +127,9 @@ class OnlyAsync(_Half, AsyncConnector):
         await self.inner.close_async()
 
 
-def orders(*ids, **fields):
+def make_orders(*ids, **fields):
     return [Transaction(name, {"order": name}, **fields) for name in ids]
 
 
-def ids(deliveries):
+def ids_of(deliveries):
     return [delivery.transaction.id for delivery in deliveries]

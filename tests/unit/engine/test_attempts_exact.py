@@ -7,86 +7,103 @@ from typing import Any
 
 import pytest
 
-from ergon_framework.engine.attempts import Deferred, Failed, Note, Overrun, Step, attempts
-from ergon_framework.engine.effects import NEVER, Call, Gone, Script, Sleep
-from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
-from ergon_framework.engine.senses import Senses
+from ergon_framework.engine.attempts import Deferred, Failed, FailedAttempt, Overrun, Step, run_step
+from ergon_framework.engine.effects import NEVER, AwaitExit, Call, Script, Sleep
+from ergon_framework.engine.outcome import Err, Expired, Interrupted, Ok
+from ergon_framework.engine.senses import Clock
 from ergon_framework.errors import Category, ErgonError
 from ergon_framework.failure import Deferral
 from ergon_framework.task.mixins.policies import RetryPolicy
 from ergon_framework.transaction import Transaction
 
-TX = Transaction("1")
+TRANSACTION = Transaction("1")
 
 
-def late(step: Step, overrun: Overrun, lifetime: float | None) -> ErgonError:
+def make_timeout_error(step: Step, overrun: Overrun, lifetime: float | None) -> ErgonError:
     return ErgonError(f"{step.name}: {overrun.value} of {lifetime}", category=Category.TIMEOUT)
 
 
-def own(error: BaseException) -> ErgonError:
+def to_ergon_error(error: BaseException) -> ErgonError:
     assert isinstance(error, ErgonError)
     return error
 
 
-def fn(*_args: Any) -> None: ...
+def do_nothing(*_args: Any) -> None: ...
 
 
-class World:
+class StepHarness:
     """One step, the clock it looks at, and what it last asked for or came to."""
 
     def __init__(
-        self, *, defers: bool | None = None, now: float = 0.0, transaction: Transaction = TX, **given: Any
+        self, *, defers: bool | None = None, now: float = 0.0, transaction: Transaction = TRANSACTION, **options: Any
     ) -> None:
-        chosen = {name: given.pop(name) for name in ("first", "limit", "lifetime", "watch") if name in given}
-        limits = {name: given.pop(name) for name in ("max_deferral",) if name in given}
-        transaction = transaction.replace(deferral=given.pop("deferral", None))
-        told = {name: given.pop(name) for name in ("on_retry",) if name in given}
-        rules = RetryPolicy(**({"max_attempts": 5, "timeout": 60.0, "backoff": 4.0, "multiplier": 1.0} | given))
+        run_options = {
+            name: options.pop(name) for name in ("first", "limit", "lifetime", "observer") if name in options
+        }
+        step_limits = {name: options.pop(name) for name in ("max_deferral",) if name in options}
+        transaction = transaction.replace(deferral=options.pop("deferral", None))
+        callbacks = {name: options.pop(name) for name in ("on_retry",) if name in options}
+        rules = RetryPolicy(**({"max_attempts": 5, "timeout": 60.0, "backoff": 4.0, "multiplier": 1.0} | options))
         self.now = now
-        senses = Senses(clock=lambda: self.now, wall=lambda: 1_000.0 + self.now, dice=lambda: 0.5)
+        clock = Clock(monotonic=lambda: self.now, wall=lambda: 1_000.0 + self.now, random=lambda: 0.5)
         defer = {} if defers is None else {"defers": defers}
-        self.step = Step("process", fn, rules, classify=own, expired=late, **defer, **limits, **told)
-        self.notes: list[Note] = []
-        self.script: Script[Any] = attempts(self.step, (7,), self.notes, transaction, senses, **chosen)
+        self.step = Step(
+            "process",
+            do_nothing,
+            rules,
+            classify=to_ergon_error,
+            timeout_error=make_timeout_error,
+            **defer,
+            **step_limits,
+            **callbacks,
+        )
+        self.notes: list[FailedAttempt] = []
+        self.script: Script[Any] = run_step(self.step, (7,), self.notes, transaction, clock, **run_options)
         self.effect: Any = None
         self.result: Any = None
         self.answer(None)
 
-    def answer(self, answer: Any) -> World:
+    def answer(self, answer: Any) -> StepHarness:
         try:
             self.effect = self.script.send(answer)
         except StopIteration as stop:
             self.effect, self.result = None, stop.value
         return self
 
-    def fail(self, **verdict: Any) -> World:
-        return self.answer(Err(ErgonError("no", **verdict)))
+    def fail(self, **classification: Any) -> StepHarness:
+        return self.answer(Err(ErgonError("no", **classification)))
 
     @property
-    def note(self) -> Note:
+    def note(self) -> FailedAttempt:
         return self.notes[-1]
 
 
 def test_an_attempt_is_a_call_within_its_own_scope() -> None:
-    world = World(now=3.0, timeout=60.0)
-    call = world.effect
+    harness = StepHarness(now=3.0, timeout=60.0)
+    call = harness.effect
     assert isinstance(call, Call)
-    assert (call.step, call.fn, call.args, call.until, call.context) == ("process", fn, (TX, 7), 63.0, None)
+    assert (call.step, call.fn, call.args, call.until, call.context) == (
+        "process",
+        do_nothing,
+        (TRANSACTION, 7),
+        63.0,
+        None,
+    )
     scope = call.scope
     assert scope is not None
-    assert (scope.transaction, scope.step, scope.attempt, scope.deadline) == (TX, "process", 0, 63.0)
+    assert (scope.transaction, scope.step, scope.attempt, scope.deadline) == (TRANSACTION, "process", 0, 63.0)
     assert scope.clock() == 3.0
 
 
 @pytest.mark.spec("DX-10")
-def test_every_attempt_has_the_payload_as_it_was_delivered() -> None:
-    world = World(transaction=(original := Transaction("1", {"lines": [1]})))
+def test_every_attempt_gets_the_payload_as_delivered() -> None:
+    harness = StepHarness(transaction=(original := Transaction("1", {"lines": [1]})))
     for _ in range(3):
-        (transaction, _), scope = world.effect.args, world.effect.scope
+        (transaction, _), scope = harness.effect.args, harness.effect.scope
         assert transaction.payload == {"lines": [1]}
         assert scope.transaction is transaction, "what a handler finds in its scope is what it was given"
         transaction.payload["lines"].append(2)
-        world.fail().answer(None)
+        harness.fail().answer(None)
     assert original.payload == {"lines": [1]}
 
 
@@ -95,351 +112,353 @@ def test_every_attempt_has_the_payload_as_it_was_delivered() -> None:
     [(60.0, 50.0, 50.0), (60.0, 63.0, 63.0), (60.0, 64.0, 63.0), (None, 50.0, 50.0), (None, NEVER, NEVER)],
 )
 def test_an_attempt_ends_at_its_own_limit_or_the_lifecycles(timeout: float | None, limit: float, until: float) -> None:
-    call = World(now=3.0, timeout=timeout, limit=limit).effect
+    call = StepHarness(now=3.0, timeout=timeout, limit=limit).effect
     assert (call.until, call.scope.deadline) == (until, None if until == NEVER else until)
 
 
-def test_nothing_is_begun_in_the_moment_the_lifecycle_ends() -> None:
-    world = World(now=5.0, limit=5.0, lifetime=4.0, first=2)
-    assert isinstance(world.result, Failed)
-    assert (world.result.attempt, world.result.body, world.notes) == (2, None, [])
-    assert str(world.result.error) == "process: unstarted of 4.0"
-    assert world.result.error.category is Category.TIMEOUT
-    assert World(now=4.0, limit=5.0).effect.until == 5.0, "a moment earlier it is"
+def test_no_attempt_starts_when_the_lifecycle_ends() -> None:
+    harness = StepHarness(now=5.0, limit=5.0, lifetime=4.0, first=2)
+    assert isinstance(harness.result, Failed)
+    assert (harness.result.attempt, harness.result.abandoned_call, harness.notes) == (2, None, [])
+    assert str(harness.result.error) == "process: unstarted of 4.0"
+    assert harness.result.error.category is Category.TIMEOUT
+    assert StepHarness(now=4.0, limit=5.0).effect.until == 5.0, "a moment earlier it is"
 
 
-@pytest.mark.parametrize("answer", [Ok("x"), Stopped()])
-def test_a_value_and_a_stop_end_the_step_as_they_are(answer: Any) -> None:
-    world = World().answer(answer)
-    assert world.result is answer
-    assert world.notes == []
+@pytest.mark.parametrize("answer", [Ok("x"), Interrupted()])
+def test_a_value_or_a_stop_is_the_result_of_the_step(answer: Any) -> None:
+    harness = StepHarness().answer(answer)
+    assert harness.result is answer
+    assert harness.notes == []
 
 
-def test_an_attempt_that_fails_is_noted_with_its_number_and_the_wait_after_it() -> None:
-    world = World(now=10.0)
+def test_a_failed_attempt_is_recorded_with_its_number_and_delay() -> None:
+    harness = StepHarness(now=10.0)
     error = ErgonError("no")
-    world.now = 12.0
-    world.answer(Err(error))
-    note = world.note
-    assert (note.step, note.attempt, note.error, note.at, note.delay) == ("process", 0, error, 1_012.0, 4.0)
-    assert isinstance(world.effect, Sleep)
-    assert world.effect.until == 16.0
-    world.now = 16.0
-    again = world.answer(None).effect
-    assert (again.until, again.scope.attempt, again.scope.deadline) == (76.0, 1, 76.0)
-    world.fail()
-    assert [note.attempt for note in world.notes] == [0, 1]
-    assert world.answer(None).effect.scope.attempt == 2
+    harness.now = 12.0
+    harness.answer(Err(error))
+    note = harness.note
+    assert (note.step, note.attempt, note.error, note.occurred_at, note.delay) == ("process", 0, error, 1_012.0, 4.0)
+    assert isinstance(harness.effect, Sleep)
+    assert harness.effect.until == 16.0
+    harness.now = 16.0
+    next_call = harness.answer(None).effect
+    assert (next_call.until, next_call.scope.attempt, next_call.scope.deadline) == (76.0, 1, 76.0)
+    harness.fail()
+    assert [note.attempt for note in harness.notes] == [0, 1]
+    assert harness.answer(None).effect.scope.attempt == 2
 
 
-def test_the_numbers_go_on_from_those_of_earlier_deliveries() -> None:
-    world = World(first=3)
-    assert world.effect.scope.attempt == 3
-    world.fail()
-    assert world.answer(None).effect.scope.attempt == 4
-    world.fail()
-    assert isinstance(world.result, Failed)
-    assert (world.result.attempt, [note.attempt for note in world.notes]) == (4, [3, 4])
+def test_attempt_numbers_continue_from_earlier_deliveries() -> None:
+    harness = StepHarness(first=3)
+    assert harness.effect.scope.attempt == 3
+    harness.fail()
+    assert harness.answer(None).effect.scope.attempt == 4
+    harness.fail()
+    assert isinstance(harness.result, Failed)
+    assert (harness.result.attempt, [note.attempt for note in harness.notes]) == (4, [3, 4])
 
 
-def test_the_last_attempt_is_followed_by_no_wait() -> None:
-    world = World(max_attempts=2)
-    world.fail()
-    world.answer(None)
+def test_no_wait_follows_the_last_attempt() -> None:
+    harness = StepHarness(max_attempts=2)
+    harness.fail()
+    harness.answer(None)
     error = ErgonError("again")
-    world.answer(Err(error))
-    failed = world.result
+    harness.answer(Err(error))
+    failed = harness.result
     assert isinstance(failed, Failed)
-    assert (failed.error, failed.attempt, failed.body, world.note.delay) == (error, 1, None, None)
+    assert (failed.error, failed.attempt, failed.abandoned_call, harness.note.delay) == (error, 1, None, None)
 
 
-@pytest.mark.parametrize("verdict", [{"category": Category.BUSINESS}, {"final": True}])
-def test_what_cannot_get_better_is_not_tried_again(verdict: dict[str, Any]) -> None:
-    world = World().fail(**verdict)
-    assert isinstance(world.result, Failed)
-    assert (world.result.attempt, world.note.delay) == (0, None)
+@pytest.mark.parametrize("classification", [{"category": Category.BUSINESS}, {"final": True}])
+def test_a_permanent_error_is_not_retried(classification: dict[str, Any]) -> None:
+    harness = StepHarness().fail(**classification)
+    assert isinstance(harness.result, Failed)
+    assert (harness.result.attempt, harness.note.delay) == (0, None)
 
 
-def test_a_stop_within_the_wait_ends_the_step() -> None:
-    stopped, world = Stopped(), World().fail()
-    assert world.note.delay == 4.0
-    assert world.answer(stopped).result is stopped
-    assert world.note.delay is None, "a wait that was interrupted is none"
+def test_a_stop_during_the_wait_ends_the_step() -> None:
+    stopped, harness = Interrupted(), StepHarness().fail()
+    assert harness.note.delay == 4.0
+    assert harness.answer(stopped).result is stopped
+    assert harness.note.delay is None, "a wait that was interrupted is none"
 
 
-def test_no_wait_is_no_sleep() -> None:
-    world = World(backoff=0.0).fail()
-    assert isinstance(world.effect, Call)
-    assert (world.effect.scope.attempt, world.note.delay) == (1, 0.0)
+def test_a_delay_of_zero_does_not_sleep() -> None:
+    harness = StepHarness(backoff=0.0).fail()
+    assert isinstance(harness.effect, Call)
+    assert (harness.effect.scope.attempt, harness.note.delay) == (1, 0.0)
 
 
-def test_the_shortest_wait_is_slept() -> None:
-    world = World(backoff=0.25).fail()
-    assert isinstance(world.effect, Sleep)
-    assert world.effect.until == 0.25
+def test_a_short_delay_sleeps() -> None:
+    harness = StepHarness(backoff=0.25).fail()
+    assert isinstance(harness.effect, Sleep)
+    assert harness.effect.until == 0.25
 
 
-@pytest.mark.parametrize("asked, waited", [(None, 4.0), (3.0, 4.0), (9.0, 9.0)])
-def test_the_longer_of_the_policys_wait_and_the_errors_is_waited(asked: float | None, waited: float) -> None:
-    world = World().fail(retry_after=asked)
-    assert (world.effect.until, world.note.delay) == (waited, waited)
+@pytest.mark.parametrize("retry_after, expected_delay", [(None, 4.0), (3.0, 4.0), (9.0, 9.0)])
+def test_the_delay_is_the_longer_of_backoff_and_retry_after(retry_after: float | None, expected_delay: float) -> None:
+    harness = StepHarness().fail(retry_after=retry_after)
+    assert (harness.effect.until, harness.note.delay) == (expected_delay, expected_delay)
 
 
-def test_an_error_that_asks_for_nothing_adds_no_wait() -> None:
-    assert World(backoff=0.5).fail().effect.until == 0.5
+def test_an_error_without_retry_after_adds_no_delay() -> None:
+    assert StepHarness(backoff=0.5).fail().effect.until == 0.5
 
 
-def test_the_dice_move_the_wait() -> None:
-    world = World(jitter=1.0)
-    assert world.fail().effect.until == 4.0, "a half is the middle"
+def test_jitter_changes_the_delay() -> None:
+    harness = StepHarness(jitter=1.0)
+    assert harness.fail().effect.until == 4.0, "a half is the middle"
 
 
-@pytest.mark.parametrize("hold, deferred", [(3.0, True), (4.0, False), (5.0, False)])
-def test_a_wait_beyond_what_is_held_goes_back_to_the_broker(hold: float, deferred: bool) -> None:
-    world = World(defers=True, hold=hold, first=1)
+@pytest.mark.parametrize("max_inline_delay, is_deferred", [(3.0, True), (4.0, False), (5.0, False)])
+def test_a_delay_above_max_inline_delay_is_deferred_to_the_broker(max_inline_delay: float, is_deferred: bool) -> None:
+    harness = StepHarness(defers=True, hold=max_inline_delay, first=1)
     error = ErgonError("no")
-    world.answer(Err(error))
-    assert world.note.delay == 4.0
-    if deferred:
-        assert isinstance(world.result, Deferred)
-        assert (world.result.error, world.result.attempt, world.result.delay) == (error, 1, 4.0)
+    harness.answer(Err(error))
+    assert harness.note.delay == 4.0
+    if is_deferred:
+        assert isinstance(harness.result, Deferred)
+        assert (harness.result.error, harness.result.attempt, harness.result.delay) == (error, 1, 4.0)
     else:
-        assert isinstance(world.effect, Sleep)
+        assert isinstance(harness.effect, Sleep)
 
 
 @pytest.mark.spec("PRV-31")
-@pytest.mark.parametrize("asked, waited", [(None, 4.0), (3.0, 4.0), (9.0, 9.0)])
-@pytest.mark.parametrize("given", [{}, {"hold": 30.0}, {"max_attempts": 1}, {"max_attempts": 3, "first": 2}])
-def test_what_could_not_even_be_tried_goes_back_at_once_and_costs_no_attempt(
-    given: dict[str, Any], asked: float | None, waited: float
+@pytest.mark.parametrize("retry_after, expected_delay", [(None, 4.0), (3.0, 4.0), (9.0, 9.0)])
+@pytest.mark.parametrize("options", [{}, {"hold": 30.0}, {"max_attempts": 1}, {"max_attempts": 3, "first": 2}])
+def test_a_later_error_is_deferred_immediately_and_costs_no_attempt(
+    options: dict[str, Any], retry_after: float | None, expected_delay: float
 ) -> None:
-    world = World(defers=True, **given)
-    error = ErgonError("not now", later=True, retry_after=asked)
-    world.answer(Err(error))
-    deferred = world.result
-    assert isinstance(deferred, Deferred)
-    assert (deferred.error, deferred.attempt, deferred.delay) == (error, given.get("first", 0), waited)
-    assert world.notes == []
+    harness = StepHarness(defers=True, **options)
+    error = ErgonError("not now", not_attempted=True, retry_after=retry_after)
+    harness.answer(Err(error))
+    result = harness.result
+    assert isinstance(result, Deferred)
+    assert (result.error, result.attempt, result.delay) == (error, options.get("first", 0), expected_delay)
+    assert harness.notes == []
 
 
 @pytest.mark.spec("PRV-31")
-def test_the_attempts_before_it_keep_their_notes() -> None:
-    world = World(defers=True).fail()
-    assert isinstance(world.answer(None).fail(later=True).result, Deferred)
-    assert [(note.attempt, note.delay) for note in world.notes] == [(0, 4.0)]
+def test_attempts_before_a_later_error_stay_recorded() -> None:
+    harness = StepHarness(defers=True).fail()
+    assert isinstance(harness.answer(None).fail(not_attempted=True).result, Deferred)
+    assert [(note.attempt, note.delay) for note in harness.notes] == [(0, 4.0)]
 
 
 @pytest.mark.spec("PRV-31")
-@pytest.mark.parametrize("verdict", [{"category": Category.BUSINESS}, {"final": True}])
-def test_an_error_that_says_both_later_and_never_means_never(verdict: dict[str, Any]) -> None:
-    assert isinstance(World(defers=True).fail(later=True, **verdict).result, Failed)
+@pytest.mark.parametrize("classification", [{"category": Category.BUSINESS}, {"final": True}])
+def test_a_permanent_error_is_final_also_if_it_asks_for_later(classification: dict[str, Any]) -> None:
+    assert isinstance(StepHarness(defers=True).fail(not_attempted=True, **classification).result, Failed)
 
 
-def test_a_step_that_does_not_defer_takes_later_for_any_other_failure() -> None:
-    world = World(defers=False).fail(later=True, retry_after=9.0)
-    assert (world.effect.until, world.note.delay) == (9.0, 9.0)
+def test_a_step_without_deferral_retries_a_later_error_like_any_other() -> None:
+    harness = StepHarness(defers=False).fail(not_attempted=True, retry_after=9.0)
+    assert (harness.effect.until, harness.note.delay) == (9.0, 9.0)
 
 
 # -- deferred while a service is unavailable -------------------------------------------------------
 
 #: The clock of a World that begins at 0 shows this time of day.
-WALL = 1_000.0
+WALL_TIME_AT_START = 1_000.0
 
 
-def deferred(count: int = 1, *, since: float = WALL, exempt: float = 0.0) -> Deferral:
+def make_deferral(count: int = 1, *, since: float = WALL_TIME_AT_START, exempt: float = 0.0) -> Deferral:
     return Deferral(count=count, since=since, at=since, until=since + exempt + 60.0, exempt=exempt, error="before")
 
 
 @pytest.mark.spec("DX-27")
 @pytest.mark.parametrize("final", [False, True])
-@pytest.mark.parametrize("given", [{}, {"max_attempts": 1}, {"max_attempts": 3, "first": 2}])
-def test_a_temporary_failure_is_deferred_and_costs_no_attempt(given: dict[str, Any], final: bool) -> None:
-    world = World(defers=True, max_deferral=60.0, now=5.0, **given)
+@pytest.mark.parametrize("options", [{}, {"max_attempts": 1}, {"max_attempts": 3, "first": 2}])
+def test_a_temporary_failure_is_deferred_and_costs_no_attempt(options: dict[str, Any], final: bool) -> None:
+    harness = StepHarness(defers=True, max_deferral=60.0, now=5.0, **options)
     error = ErgonError("the bank is down", temporary=True, final=final, code="down")
-    world.answer(Err(error))
-    result = world.result
+    harness.answer(Err(error))
+    result = harness.result
     assert isinstance(result, Deferred)
-    assert (result.error, result.attempt, result.delay) == (error, given.get("first", 0), 4.0)
+    assert (result.error, result.attempt, result.delay) == (error, options.get("first", 0), 4.0)
     assert result.deferral == Deferral(
         count=1, since=1005.0, at=1005.0, until=1065.0, code="down", error="the bank is down"
     )
-    assert world.notes == []
+    assert harness.notes == []
 
 
 @pytest.mark.spec("DX-27")
-@pytest.mark.parametrize("count, asked, waited", [(1, None, 4.0), (2, None, 8.0), (4, None, 20.0), (2, 9.0, 9.0)])
-def test_each_deferral_waits_longer_up_to_the_cap_and_as_long_as_it_is_asked(
-    count: int, asked: float | None, waited: float
+@pytest.mark.parametrize(
+    "count, retry_after, expected_delay", [(1, None, 4.0), (2, None, 8.0), (4, None, 20.0), (2, 9.0, 9.0)]
+)
+def test_each_deferral_waits_longer_up_to_the_cap_and_at_least_retry_after(
+    count: int, retry_after: float | None, expected_delay: float
 ) -> None:
     rules = {"backoff": 2.0, "multiplier": 2.0, "cap": 20.0}
-    world = World(defers=True, max_deferral=60.0, now=30.0, deferral=deferred(count, exempt=7.0), **rules)
-    result = world.fail(temporary=True, retry_after=asked).result
-    assert (result.delay, result.deferral.count) == (waited, count + 1)
+    harness = StepHarness(defers=True, max_deferral=60.0, now=30.0, deferral=make_deferral(count, exempt=7.0), **rules)
+    result = harness.fail(temporary=True, retry_after=retry_after).result
+    assert (result.delay, result.deferral.count) == (expected_delay, count + 1)
     assert (result.deferral.since, result.deferral.at, result.deferral.until) == (1000.0, 1030.0, 1067.0)
     assert result.deferral.exempt == 7.0
 
 
 @pytest.mark.spec("DX-27")
 @pytest.mark.parametrize(
-    "now, exempt, ends", [(59.0, 0.0, False), (60.0, 0.0, True), (66.0, 7.0, False), (67.0, 7.0, True)]
+    "now, exempt, is_final", [(59.0, 0.0, False), (60.0, 0.0, True), (66.0, 7.0, False), (67.0, 7.0, True)]
 )
-def test_after_max_deferral_a_temporary_failure_is_a_failed_attempt(now: float, exempt: float, ends: bool) -> None:
-    world = World(defers=True, max_deferral=60.0, now=now, deferral=deferred(exempt=exempt))
-    result = world.fail(temporary=True, final=True).result
-    assert isinstance(result, Failed if ends else Deferred)
-    assert len(world.notes) == ends
+def test_after_max_deferral_a_temporary_failure_is_a_failed_attempt(now: float, exempt: float, is_final: bool) -> None:
+    harness = StepHarness(defers=True, max_deferral=60.0, now=now, deferral=make_deferral(exempt=exempt))
+    result = harness.fail(temporary=True, final=True).result
+    assert isinstance(result, Failed if is_final else Deferred)
+    assert len(harness.notes) == is_final
 
 
 @pytest.mark.spec("DX-27")
 @pytest.mark.parametrize("rules", [{"defers": True, "max_deferral": 0.0}, {"defers": True}, {"defers": False}])
 def test_without_deferrals_a_temporary_failure_is_like_any_other(rules: dict[str, Any]) -> None:
-    assert isinstance(World(**rules).fail(temporary=True, final=True).result, Failed)
-    assert isinstance(World(**rules).fail(temporary=True).effect, Sleep)
+    assert isinstance(StepHarness(**rules).fail(temporary=True, final=True).result, Failed)
+    assert isinstance(StepHarness(**rules).fail(temporary=True).effect, Sleep)
 
 
 @pytest.mark.spec("DX-27")
 def test_a_business_failure_is_never_temporary() -> None:
-    world = World(defers=True, max_deferral=60.0).fail(temporary=True, category=Category.BUSINESS)
-    assert isinstance(world.result, Failed)
+    harness = StepHarness(defers=True, max_deferral=60.0).fail(temporary=True, category=Category.BUSINESS)
+    assert isinstance(harness.result, Failed)
 
 
 @pytest.mark.spec("DX-27", "PRV-31")
 def test_the_wait_for_a_circuit_breaker_does_not_count_towards_max_deferral() -> None:
-    world = World(defers=True, max_deferral=60.0, now=500.0, deferral=deferred(3, exempt=7.0))
-    result = world.fail(later=True, temporary=True, retry_after=30.0).result
-    assert (result.delay, result.deferral) == (30.0, deferred(3, exempt=37.0))
-    assert World(defers=True, max_deferral=60.0).fail(later=True).result.deferral is None
+    harness = StepHarness(defers=True, max_deferral=60.0, now=500.0, deferral=make_deferral(3, exempt=7.0))
+    result = harness.fail(not_attempted=True, temporary=True, retry_after=30.0).result
+    assert (result.delay, result.deferral) == (30.0, make_deferral(3, exempt=37.0))
+    assert StepHarness(defers=True, max_deferral=60.0).fail(not_attempted=True).result.deferral is None
 
 
 @pytest.mark.spec("DX-27")
 def test_a_long_wait_of_a_failed_attempt_keeps_the_deferrals() -> None:
-    world = World(defers=True, hold=0.0, deferral=deferred(2))
-    assert world.fail().result.deferral == deferred(2)
+    harness = StepHarness(defers=True, hold=0.0, deferral=make_deferral(2))
+    assert harness.fail().result.deferral == make_deferral(2)
 
 
 @pytest.mark.parametrize("defers", [None, False])
-def test_a_step_that_does_not_defer_sleeps_however_long_it_takes(defers: bool | None) -> None:
-    assert isinstance(World(defers=defers, hold=0.0).fail().effect, Sleep)
+def test_a_step_without_deferral_sleeps_for_any_delay(defers: bool | None) -> None:
+    assert isinstance(StepHarness(defers=defers, hold=0.0).fail().effect, Sleep)
 
 
-@pytest.mark.parametrize("limit, goes_on", [(14.0, False), (14.5, True)])
-def test_a_wait_that_reaches_the_lifecycles_end_is_not_begun(limit: float, goes_on: bool) -> None:
-    world = World(limit=limit, first=1)
-    world.now = 10.0
+@pytest.mark.parametrize("limit, is_retried", [(14.0, False), (14.5, True)])
+def test_a_wait_that_reaches_the_end_of_the_lifecycle_is_not_started(limit: float, is_retried: bool) -> None:
+    harness = StepHarness(limit=limit, first=1)
+    harness.now = 10.0
     error = ErgonError("no")
-    world.answer(Err(error))
-    if goes_on:
-        assert (world.effect.until, world.note.delay) == (14.0, 4.0)
+    harness.answer(Err(error))
+    if is_retried:
+        assert (harness.effect.until, harness.note.delay) == (14.0, 4.0)
     else:
-        assert isinstance(world.result, Failed)
-        assert (world.result.error, world.result.attempt, world.result.body) == (error, 1, None)
-        assert world.note.delay is None
+        assert isinstance(harness.result, Failed)
+        assert (harness.result.error, harness.result.attempt, harness.result.abandoned_call) == (error, 1, None)
+        assert harness.note.delay is None
 
 
-@pytest.mark.parametrize("now, deferred", [(9.0, True), (10.0, False), (11.0, False)])
-def test_after_the_lifecycles_end_nothing_is_deferred(now: float, deferred: bool) -> None:
-    world = World(defers=True, hold=0.0, limit=10.0, first=1)
-    world.now = now
-    world.fail()
-    assert isinstance(world.result, Deferred if deferred else Failed)
-    assert world.result.attempt == 1
-    assert world.note.delay == (4.0 if deferred else None)
+@pytest.mark.parametrize("now, is_deferred", [(9.0, True), (10.0, False), (11.0, False)])
+def test_nothing_is_deferred_after_the_end_of_the_lifecycle(now: float, is_deferred: bool) -> None:
+    harness = StepHarness(defers=True, hold=0.0, limit=10.0, first=1)
+    harness.now = now
+    harness.fail()
+    assert isinstance(harness.result, Deferred if is_deferred else Failed)
+    assert harness.result.attempt == 1
+    assert harness.note.delay == (4.0 if is_deferred else None)
 
 
-def test_a_body_that_is_too_late_is_given_its_grace_to_leave() -> None:
-    world = World(now=10.0, timeout=2.5, abandon_grace=5.0)
-    body = world.effect
-    world.now = 13.0
-    gone = world.answer(Expired(body)).effect
-    assert isinstance(gone, Gone)
-    assert (gone.body, gone.until) == (body, 18.0)
-    assert str(world.note.error) == "process: attempt of None"
-    assert (world.note.error.category, world.note.at) == (Category.TIMEOUT, 1_013.0)
-    world.now = 15.0
-    assert world.answer(True).effect.until == 19.0, "the wait begins when it has left"
+def test_a_timed_out_call_gets_its_grace_to_exit() -> None:
+    harness = StepHarness(now=10.0, timeout=2.5, abandon_grace=5.0)
+    call = harness.effect
+    harness.now = 13.0
+    await_exit_effect = harness.answer(Expired(call)).effect
+    assert isinstance(await_exit_effect, AwaitExit)
+    assert (await_exit_effect.call, await_exit_effect.until) == (call, 18.0)
+    assert str(harness.note.error) == "process: attempt of None"
+    assert (harness.note.error.category, harness.note.occurred_at) == (Category.TIMEOUT, 1_013.0)
+    harness.now = 15.0
+    assert harness.answer(True).effect.until == 19.0, "the wait begins when it has left"
 
 
 @pytest.mark.spec("DX-11")
 @pytest.mark.parametrize(
-    "timeout, limit, which",
+    "timeout, limit, limit_name",
     [(2.5, NEVER, "attempt"), (2.5, 12.5, "attempt"), (2.5, 12.4, "lifecycle"), (None, 12.5, "lifecycle")],
 )
-def test_a_timeout_says_which_limit_is_over(timeout: float | None, limit: float, which: str) -> None:
-    world = World(now=10.0, timeout=timeout, limit=limit, lifetime=9.0)
-    world.answer(Expired(world.effect))
-    assert str(world.note.error) == f"process: {which} of 9.0"
+def test_a_timeout_names_the_limit_that_passed(timeout: float | None, limit: float, limit_name: str) -> None:
+    harness = StepHarness(now=10.0, timeout=timeout, limit=limit, lifetime=9.0)
+    harness.answer(Expired(harness.effect))
+    assert str(harness.note.error) == f"process: {limit_name} of 9.0"
 
 
-def test_a_body_that_does_not_leave_ends_the_step_and_is_handed_on() -> None:
-    world = World(first=1)
-    body = world.effect
-    failed = world.answer(Expired(body)).answer(False).result
+def test_a_call_that_does_not_exit_ends_the_step_and_is_in_its_result() -> None:
+    harness = StepHarness(first=1)
+    call = harness.effect
+    failed = harness.answer(Expired(call)).answer(False).result
     assert isinstance(failed, Failed)
-    assert (failed.body, failed.attempt, failed.error) == (body, 1, world.note.error)
-    assert world.note.delay is None
+    assert (failed.abandoned_call, failed.attempt, failed.error) == (call, 1, harness.note.error)
+    assert harness.note.delay is None
 
 
-def test_a_stop_while_a_body_is_waited_for_hands_the_body_on() -> None:
-    world = World()
-    body = world.effect
-    stopped = world.answer(Expired(body)).answer(Stopped()).result
-    assert isinstance(stopped, Stopped)
-    assert stopped.body is body
+def test_a_stop_during_the_wait_for_exit_has_the_abandoned_call() -> None:
+    harness = StepHarness()
+    call = harness.effect
+    stopped = harness.answer(Expired(call)).answer(Interrupted()).result
+    assert isinstance(stopped, Interrupted)
+    assert stopped.call is call
 
 
-class Watching:
+class AttemptObserver:
     """A watch that gives every attempt a context of its own."""
 
     def __init__(self) -> None:
         self.contexts: list[Context] = []
-        self.heard: list[Any] = []
+        self.events: list[Any] = []
 
-    def attempt(self, number: int) -> Context:
-        self.heard.append(number)
+    def on_attempt_start(self, number: int) -> Context:
+        self.events.append(number)
         self.contexts.append(copy_context())
         return self.contexts[-1]
 
-    def attempted(self, number: int, error: BaseException | None) -> None:
-        self.heard.append((number, error))
+    def on_attempt_end(self, number: int, error: BaseException | None) -> None:
+        self.events.append((number, error))
 
 
 @pytest.mark.spec("DX-13")
-def test_each_failed_attempt_that_another_follows_is_told_before_the_wait() -> None:
-    told: list[tuple[Any, int, float | None]] = []
-    world = World(
-        max_attempts=3, on_retry=lambda transaction, note: told.append((transaction, note.attempt, note.delay))
+def test_on_retry_is_called_before_each_wait_for_another_attempt() -> None:
+    retries: list[tuple[Any, int, float | None]] = []
+    harness = StepHarness(
+        max_attempts=3, on_retry=lambda transaction, note: retries.append((transaction, note.attempt, note.delay))
     )
-    world.fail()
-    assert told == [(TX, 0, 4.0)]
-    world.answer(None).fail()
-    assert told == [(TX, 0, 4.0), (TX, 1, 4.0)]
-    world.answer(None).fail()
-    assert isinstance(world.result, Failed)
-    assert len(told) == 2
+    harness.fail()
+    assert retries == [(TRANSACTION, 0, 4.0)]
+    harness.answer(None).fail()
+    assert retries == [(TRANSACTION, 0, 4.0), (TRANSACTION, 1, 4.0)]
+    harness.answer(None).fail()
+    assert isinstance(harness.result, Failed)
+    assert len(retries) == 2
 
 
 @pytest.mark.spec("DX-13")
-def test_an_attempt_whose_wait_goes_back_to_the_broker_is_told_and_one_that_no_other_follows_is_not() -> None:
-    told: list[float | None] = []
+def test_on_retry_is_called_for_a_deferred_attempt_and_not_for_the_last() -> None:
+    delays: list[float | None] = []
 
-    def on_retry(_: object, note: Note) -> None:
-        told.append(note.delay)
+    def on_retry(_: object, note: FailedAttempt) -> None:
+        delays.append(note.delay)
 
-    assert isinstance(World(defers=True, hold=1.0, on_retry=on_retry).fail().result, Deferred)
-    assert told == [4.0]
-    assert isinstance(World(limit=3.0, on_retry=on_retry).fail().result, Failed)
-    assert told == [4.0]
+    assert isinstance(StepHarness(defers=True, hold=1.0, on_retry=on_retry).fail().result, Deferred)
+    assert delays == [4.0]
+    assert isinstance(StepHarness(limit=3.0, on_retry=on_retry).fail().result, Failed)
+    assert delays == [4.0]
 
 
-def test_a_watch_supplies_the_context_and_hears_the_end_of_every_attempt() -> None:
-    watch = Watching()
-    world = World(backoff=0.0, watch=watch)
-    assert world.effect.context is watch.contexts[0]
+def test_an_observer_supplies_the_context_and_gets_the_end_of_every_attempt() -> None:
+    observer = AttemptObserver()
+    harness = StepHarness(backoff=0.0, observer=observer)
+    assert harness.effect.context is observer.contexts[0]
     error = ErgonError("no")
-    world.answer(Err(error))
-    assert world.effect.context is watch.contexts[1]
-    world.answer(Expired(world.effect)).answer(True)
-    world.answer(Ok(None))
-    overdue = watch.heard[3][1]
-    assert watch.heard == [0, (0, error), 1, (1, overdue), 2, (2, None)]
+    harness.answer(Err(error))
+    assert harness.effect.context is observer.contexts[1]
+    harness.answer(Expired(harness.effect)).answer(True)
+    harness.answer(Ok(None))
+    overdue = observer.events[3][1]
+    assert observer.events == [0, (0, error), 1, (1, overdue), 2, (2, None)]
     assert isinstance(overdue, TimeoutError)

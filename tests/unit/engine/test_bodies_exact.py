@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ergon_framework.engine.drivers.bodies import checked
+from ergon_framework.engine.drivers.bodies import reject_unstarted_coroutine
 
 
 async def coroutine() -> None: ...
@@ -22,19 +22,19 @@ async def stream() -> Any:
 
 
 @pytest.mark.parametrize("value", [None, 0, [], coroutine, object()])
-def test_a_value_is_itself(value: Any) -> None:
-    assert checked(value) is value
+def test_a_plain_value_is_returned_unchanged(value: Any) -> None:
+    assert reject_unstarted_coroutine(value) is value
 
 
-@pytest.mark.parametrize("make, name", [(coroutine, "coroutine"), (generator, "generator")])
-def test_what_has_not_begun_is_refused_and_closed(make: Any, name: str) -> None:
-    body = make()
+@pytest.mark.parametrize("create, name", [(coroutine, "coroutine"), (generator, "generator")])
+def test_an_unstarted_coroutine_or_generator_is_rejected_and_closed(create: Any, name: str) -> None:
+    unstarted = create()
     with pytest.raises(TypeError, match=f"returned a {name} in place of a result"):
-        checked(body)
+        reject_unstarted_coroutine(unstarted)
     state = inspect.getcoroutinestate if name == "coroutine" else inspect.getgeneratorstate
-    assert state(body) in {inspect.CORO_CLOSED, inspect.GEN_CLOSED}
+    assert state(unstarted) in {inspect.CORO_CLOSED, inspect.GEN_CLOSED}
 
 
-def test_a_stream_is_refused_too() -> None:
+def test_an_async_generator_is_rejected() -> None:
     with pytest.raises(TypeError, match="returned a async_generator in place of a result"):
-        checked(stream())
+        reject_unstarted_coroutine(stream())

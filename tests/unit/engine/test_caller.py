@@ -16,178 +16,178 @@ import pytest
 
 from ergon_framework import scope
 from ergon_framework.engine.drivers import caller as module
-from ergon_framework.engine.drivers.caller import AsyncCaller, Caller
-from ergon_framework.engine.effects import NEVER, Call, Gone, Sleep, Visit
-from ergon_framework.engine.outcome import Err, Expired, NotBegunError, Ok, Stopped
+from ergon_framework.engine.drivers.caller import AsyncInlineRunner, InlineRunner
+from ergon_framework.engine.effects import NEVER, AwaitExit, Call, SelfTimedCall, Sleep
+from ergon_framework.engine.outcome import Err, Expired, Interrupted, NotStartedError, Ok
 from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.scope import Scope
 from ergon_framework.testing.virtual import VirtualLoop, VirtualTime, run_virtual
 from ergon_framework.transaction import Transaction
 
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nothing")
-FLAVOURS = ("threads", "asyncio")
+VARIANTS = ("threads", "asyncio")
 
 
-@pytest.fixture(params=FLAVOURS)
-def flavour(request):
+@pytest.fixture(params=VARIANTS)
+def variant(request):
     return request.param
 
 
-def perform(flavour, make):
+def run_script(variant, make_script):
     """What the script that *make* makes of a clock comes to, in virtual time, and when."""
-    if flavour == "threads":
+    if variant == "threads":
         virtual = VirtualTime()
-        return Caller(virtual).perform(make(virtual.clock, virtual.sleep)), virtual.clock()
+        return InlineRunner(virtual).run(make_script(virtual.clock, virtual.sleep)), virtual.clock()
 
     async def main():
         loop = asyncio.get_running_loop()
-        return await AsyncCaller().perform(make(loop.time, asyncio.sleep)), loop.time()
+        return await AsyncInlineRunner().run(make_script(loop.time, asyncio.sleep)), loop.time()
 
     return run_virtual(main())
 
 
-def body(flavour, sleep, act):
+def make_handler(variant, sleep, function):
     """*act* after so many seconds, as that flavour has it."""
 
-    def threaded(seconds):
+    def handle(seconds):
         if seconds:
             sleep(seconds)
-        return act()
+        return function()
 
-    async def tasked(seconds):
+    async def handle_async(seconds):
         if seconds:
             await sleep(seconds)
-        return act()
+        return function()
 
-    return threaded if flavour == "threads" else tasked
+    return handle if variant == "threads" else handle_async
 
 
 @pytest.mark.parametrize("until", [5.0, NEVER])
-def test_a_call_is_answered_with_what_it_returned_or_raised(flavour, until):
+def test_a_call_gets_the_value_or_the_error_of_its_handler(variant, until):
     error = ValueError("no")
 
     def fail():
         raise error
 
-    def make(clock, sleep):
-        good = yield Call("x", body(flavour, sleep, lambda: 7), (0,), until)
-        bad = yield Call("x", body(flavour, sleep, fail), (0,), until)
+    def script(clock, sleep):
+        good = yield Call("x", make_handler(variant, sleep, lambda: 7), (0,), until)
+        bad = yield Call("x", make_handler(variant, sleep, fail), (0,), until)
         return good, bad
 
-    (good, bad), _ = perform(flavour, make)
+    (good, bad), _ = run_script(variant, script)
     assert (type(good), good.value, type(bad), bad.error) == (Ok, 7, Err, error)
 
 
-def test_a_visit_is_answered_with_what_it_returned_or_with_an_error_of_ours(flavour):
+def test_a_self_timed_call_gets_its_value_or_a_framework_error(variant):
     error = ErgonError("no")
 
     def fail():
         raise error
 
-    def make(clock, sleep):
-        good = yield Visit("x", body(flavour, sleep, lambda: (7, threading.get_ident())), (0,))
-        bad = yield Visit("x", body(flavour, sleep, fail), (0,))
+    def script(clock, sleep):
+        good = yield SelfTimedCall("x", make_handler(variant, sleep, lambda: (7, threading.get_ident())), (0,))
+        bad = yield SelfTimedCall("x", make_handler(variant, sleep, fail), (0,))
         return good, bad
 
-    (good, bad), _ = perform(flavour, make)
+    (good, bad), _ = run_script(variant, script)
     assert (type(good), good.value, type(bad), bad.error) == (Ok, (7, threading.get_ident()), Err, error)
 
 
-def test_a_call_that_does_not_come_back_is_abandoned_in_time_and_its_scope_cancelled(flavour):
+def test_a_timed_out_call_is_abandoned_and_its_scope_cancelled(variant):
     inner = Scope(Transaction("1"), "process", 0)
     seen = []
 
-    def make(clock, sleep):
-        call = Call("x", body(flavour, sleep, lambda: seen.append("late")), (50.0,), 2.0, inner)
+    def script(clock, sleep):
+        call = Call("x", make_handler(variant, sleep, lambda: seen.append("late")), (50.0,), 2.0, inner)
         answer = yield call
         return answer, call, inner.cancelled, clock()
 
-    (answer, call, cancelled, at), _ = perform(flavour, make)
+    (answer, call, cancelled, at), _ = run_script(variant, script)
     assert isinstance(answer, Expired)
-    assert (answer.body, cancelled, at, seen) == (call, True, 2.0, [])
+    assert (answer.call, cancelled, at, seen) == (call, True, 2.0, [])
 
 
-def test_a_sleep_takes_its_time_and_one_that_is_over_none(flavour):
-    def make(clock, sleep):
+def test_a_sleep_lasts_until_its_time_and_a_past_one_does_not_wait(variant):
+    def script(clock, sleep):
         first = yield Sleep(clock() + 3.0)
         second = yield Sleep(clock() - 1.0)
         return first, second
 
-    answers, at = perform(flavour, make)
+    answers, at = run_script(variant, script)
     assert (answers, at) == ((None, None), 3.0)
 
 
-def test_a_body_sees_the_callers_variables_and_its_own_scope_and_leaves_nothing_behind(flavour):
+def test_a_handler_sees_the_callers_variables_and_its_scope_and_changes_neither(variant):
     inner = Scope(Transaction("1"), "process", 0)
     seen = []
 
-    def act():
+    def record_state():
         seen.append((variable.get(), scope.current()))
         variable.set("changed")
 
-    def make(clock, sleep):
+    def script(clock, sleep):
         variable.set("the caller's")
-        yield Call("x", body(flavour, sleep, act), (0,), 5.0, inner)
+        yield Call("x", make_handler(variant, sleep, record_state), (0,), 5.0, inner)
         seen.append((variable.get(), scope.current()))
 
-    perform(flavour, make)
+    run_script(variant, script)
     assert seen == [("the caller's", inner), ("the caller's", None)]
 
 
-def test_a_body_without_a_scope_of_its_own_is_in_the_callers(flavour):
+def test_a_handler_without_its_own_scope_runs_in_that_of_the_caller(variant):
     outer, inner = (Scope(Transaction(name), "process", 0) for name in ("outer", "inner"))
 
-    def make(clock, sleep):
-        mine = yield Call("x", body(flavour, sleep, scope.current), (0,), clock() + 9)
-        own = yield Call("x", body(flavour, sleep, scope.current), (0,), clock() + 9, inner)
-        return mine.value, own.value
+    def script(clock, sleep):
+        without_scope = yield Call("x", make_handler(variant, sleep, scope.current), (0,), clock() + 9)
+        with_scope = yield Call("x", make_handler(variant, sleep, scope.current), (0,), clock() + 9, inner)
+        return without_scope.value, with_scope.value
 
-    def within():
-        scope.enter(outer)
-        return perform(flavour, make)
+    def run_in_outer_scope():
+        scope.set_scope(outer)
+        return run_script(variant, script)
 
-    found, _ = contextvars.copy_context().run(within)
-    assert found == (outer, inner)
+    scopes, _ = contextvars.copy_context().run(run_in_outer_scope)
+    assert scopes == (outer, inner)
     assert not inner.cancelled, "it came back in time"
 
 
-def test_a_body_runs_in_the_context_that_its_call_brings(flavour):
+def test_a_handler_runs_in_the_context_of_its_call(variant):
     context = contextvars.copy_context()
     context.run(variable.set, "brought")
     seen = []
 
-    def make(clock, sleep):
-        yield Call("x", body(flavour, sleep, lambda: seen.append(variable.get())), (0,), 5.0, None, context)
+    def script(clock, sleep):
+        yield Call("x", make_handler(variant, sleep, lambda: seen.append(variable.get())), (0,), 5.0, None, context)
 
-    perform(flavour, make)
+    run_script(variant, script)
     assert seen == ["brought"]
 
 
-def test_only_calls_and_sleeps_are_known(flavour):
-    def make(clock, sleep):
-        yield Gone(Call("x", abs, (1,)), 1.0)
+def test_only_calls_and_sleeps_are_accepted(variant):
+    def script(clock, sleep):
+        yield AwaitExit(Call("x", abs, (1,)), 1.0)
 
     with pytest.raises(ConfigurationError, match="nothing else"):
-        perform(flavour, make)
+        run_script(variant, script)
 
 
-def test_a_body_that_has_not_even_begun_is_no_result(flavour):
+def test_an_unstarted_coroutine_is_not_a_result(variant):
     async def inner(): ...
 
-    def make(clock, sleep):
-        return (yield Call("x", body(flavour, sleep, inner), (0,), 5.0))
+    def script(clock, sleep):
+        return (yield Call("x", make_handler(variant, sleep, inner), (0,), 5.0))
 
-    answer, _ = perform(flavour, make)
+    answer, _ = run_script(variant, script)
     assert isinstance(answer.error, TypeError)
 
 
-def test_an_error_of_the_script_itself_comes_out(flavour):
-    def make(clock, sleep):
+def test_an_error_in_the_script_is_raised(variant):
+    def script(clock, sleep):
         yield Sleep(1.0)
         raise LookupError("a defect")
 
     with pytest.raises(LookupError):
-        perform(flavour, make)
+        run_script(variant, script)
 
 
 # -- threads --------------------------------------------------------------------------------------
@@ -197,188 +197,188 @@ def test_a_call_without_a_deadline_is_made_in_the_callers_own_thread():
     def script(until):
         return (yield Call("x", threading.get_ident, (), until))
 
-    caller = Caller()
-    assert caller.perform(script(NEVER)).value == threading.get_ident()
-    assert caller.perform(script(time.monotonic() + 9)).value != threading.get_ident()
+    caller = InlineRunner()
+    assert caller.run(script(NEVER)).value == threading.get_ident()
+    assert caller.run(script(time.monotonic() + 9)).value != threading.get_ident()
 
 
-@pytest.mark.parametrize("blow", [KeyboardInterrupt, RuntimeError])
-def test_what_else_a_visit_raises_has_struck_the_thread(blow):
-    told = []
+@pytest.mark.parametrize("error_type", [KeyboardInterrupt, RuntimeError])
+def test_another_exception_of_a_self_timed_call_interrupts_the_thread(error_type):
+    answers = []
 
-    def struck():
-        raise blow("called away")
+    def raise_error():
+        raise error_type("called away")
 
     def script():
-        told.append((yield Visit("books", struck, ())))
-        told.append((yield Visit("books", lambda: "concluded", ())).value)
+        answers.append((yield SelfTimedCall("books", raise_error, ())))
+        answers.append((yield SelfTimedCall("books", lambda: "concluded", ())).value)
 
-    with pytest.raises(blow, match="called away"):
-        Caller().perform(script())
-    assert isinstance(told[0], Stopped)
-    assert told[0].body.step == "books"
-    assert told[1] == "concluded"
+    with pytest.raises(error_type, match="called away"):
+        InlineRunner().run(script())
+    assert isinstance(answers[0], Interrupted)
+    assert answers[0].call.step == "books"
+    assert answers[1] == "concluded"
 
 
-def test_bodies_run_in_threads_that_are_kept_and_named():
-    caller = Caller()
-    answer = caller.perform(one(Call("x", threading.current_thread, (), time.monotonic() + 9)))
+def test_handlers_run_in_reused_and_named_threads():
+    caller = InlineRunner()
+    answer = caller.run(yield_effect(Call("x", threading.current_thread, (), time.monotonic() + 9)))
     assert answer.value.name.startswith("ergon-call")
-    assert caller._daemons() is caller._daemons()
+    assert caller._get_executor() is caller._get_executor()
 
 
-def test_who_was_struck_leaves_nothing_behind():
+def test_an_interrupted_wait_leaves_no_reference_cycle():
     """Not even until the garbage collector comes: what an exception holds may be sockets."""
 
-    class Struck(Exception):
+    class WaitError(Exception):
         pass
 
-    class Bell:
-        def ring(self): ...
+    class RaisingWakeup:
+        def set(self): ...
 
         def wait(self, seconds):
-            raise Struck
+            raise WaitError
 
-    def strike(caller):
-        with contextlib.suppress(Struck):
-            caller.perform(one(Sleep(time.monotonic() + 9)))
+    def interrupt_wait(caller):
+        with contextlib.suppress(WaitError):
+            caller.run(yield_effect(Sleep(time.monotonic() + 9)))
 
-    caller: Any = Caller()
-    caller._waiting.alarm = Bell
+    caller: Any = InlineRunner()
+    caller._waiting.create_wakeup = RaisingWakeup
     try:
-        assert not left_by(Struck, lambda: strike(caller))
+        assert not find_uncollected(WaitError, lambda: interrupt_wait(caller))
     finally:
-        del caller._waiting.alarm
+        del caller._waiting.create_wakeup
 
 
-def test_a_call_for_which_no_thread_was_free_never_runs():
-    inside, hold, ran = threading.Event(), threading.Event(), []
-    caller = Caller(threads=1)
+def test_a_call_without_a_free_thread_never_runs():
+    is_occupied, release, ran = threading.Event(), threading.Event(), []
+    caller = InlineRunner(threads=1)
 
     def occupy():
-        inside.set()
-        hold.wait()
+        is_occupied.set()
+        release.wait()
 
-    def call(act, *args, seconds=60.0):
-        return caller.perform(one(Call("x", act, args, time.monotonic() + seconds)))
+    def call(function, *args, seconds=60.0):
+        return caller.run(yield_effect(Call("x", function, args, time.monotonic() + seconds)))
 
     other = threading.Thread(target=call, args=(occupy,))
     other.start()
-    inside.wait()
+    is_occupied.wait()
     answer = call(ran.append, 1, seconds=0.02)
-    hold.set()
+    release.set()
     other.join()
     after = call(lambda: 3)
-    assert isinstance(answer.error, NotBegunError)
+    assert isinstance(answer.error, NotStartedError)
     assert answer.error.code == "not_begun"
     assert (after.value, ran) == (3, [])
 
 
-def test_a_body_that_comes_back_in_the_moment_it_is_given_up_is_heard():
+def test_a_result_that_arrives_at_the_deadline_is_used():
     """The alarm has not rung, the deadline is over, and yet the answer is there."""
 
-    class Deaf:
-        def ring(self): ...
+    class TimerOnlyWakeup:
+        def set(self): ...
 
         def wait(self, seconds):
             time.sleep(seconds)
 
-    caller: Any = Caller()
-    caller._waiting.alarm = Deaf
+    caller: Any = InlineRunner()
+    caller._waiting.create_wakeup = TimerOnlyWakeup
     try:
-        answer = caller.perform(one(Call("x", lambda: 5, (), time.monotonic() + 0.05)))
+        answer = caller.run(yield_effect(Call("x", lambda: 5, (), time.monotonic() + 0.05)))
     finally:
-        del caller._waiting.alarm
+        del caller._waiting.create_wakeup
     assert answer.value == 5
 
 
-def one(effect):
+def yield_effect(effect):
     return (yield effect)
 
 
-def left_by(kind, act):
+def find_uncollected(kind, act):
     """The objects of *kind* that only the garbage collector would take away after *act*."""
 
-    def there():
-        return [found for found in gc.get_objects() if type(found) is kind]
+    def list_instances():
+        return [instance for instance in gc.get_objects() if type(instance) is kind]
 
     gc.collect()
     gc.disable()
     try:
-        before = there()
+        before = list_instances()
         act()
-        return [found for found in there() if not any(found is known for known in before)]
+        return [instance for instance in list_instances() if not any(instance is earlier for earlier in before)]
     finally:
         gc.enable()
 
 
-def test_what_strikes_the_waiting_thread_is_told_to_the_script_and_raised_at_its_end():
-    told = []
+def test_an_exception_in_the_wait_stops_the_script_and_is_raised_at_its_end():
+    answers = []
     inner = Scope(Transaction("1"), "process", 0)
 
-    class Struck(Exception):
+    class WaitError(Exception):
         pass
 
-    class Bell:
-        def ring(self): ...
+    class RaisingWakeup:
+        def set(self): ...
 
         def wait(self, seconds):
-            raise Struck
+            raise WaitError
 
     def script():
         call = Call("x", time.sleep, (0.05,), time.monotonic() + 9, inner)
-        told.append((yield call))
-        told.append((yield Call("books", lambda: "concluded", ())).value)
+        answers.append((yield call))
+        answers.append((yield Call("books", lambda: "concluded", ())).value)
 
-    caller: Any = Caller()
-    caller._waiting.alarm = Bell
+    caller: Any = InlineRunner()
+    caller._waiting.create_wakeup = RaisingWakeup
     try:
-        with pytest.raises(Struck):
-            caller.perform(script())
+        with pytest.raises(WaitError):
+            caller.run(script())
     finally:
-        del caller._waiting.alarm
-    assert isinstance(told[0], Stopped)
-    assert told[0].body.step == "x"
-    assert told[1] == "concluded"
+        del caller._waiting.create_wakeup
+    assert isinstance(answers[0], Interrupted)
+    assert answers[0].call.step == "x"
+    assert answers[1] == "concluded"
     assert inner.cancelled
 
 
-def test_who_is_struck_twice_leaves_at_once():
-    blows, told = iter([KeyboardInterrupt("first"), KeyboardInterrupt("second")]), []
+def test_a_second_exception_in_the_wait_is_raised_immediately():
+    errors, answers = iter([KeyboardInterrupt("first"), KeyboardInterrupt("second")]), []
 
-    class Bell:
-        def ring(self): ...
+    class RaisingWakeup:
+        def set(self): ...
 
         def wait(self, seconds):
-            raise next(blows)
+            raise next(errors)
 
     def script():
         try:
-            told.append((yield Sleep(time.monotonic() + 9)).body)
+            answers.append((yield Sleep(time.monotonic() + 9)).call)
             yield Sleep(time.monotonic() + 9)
-            told.append("went on")
+            answers.append("went on")
         finally:
-            told.append("closed")
+            answers.append("closed")
 
-    caller: Any = Caller()
-    caller._waiting.alarm = Bell
+    caller: Any = InlineRunner()
+    caller._waiting.create_wakeup = RaisingWakeup
     try:
         with pytest.raises(KeyboardInterrupt, match="second"):
-            caller.perform(script())
+            caller.run(script())
     finally:
-        del caller._waiting.alarm
-    assert told == [None, "closed"]
+        del caller._waiting.create_wakeup
+    assert answers == [None, "closed"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_has_threads_of_its_own():
-    caller = Caller()
-    assert caller.perform(one(Call("x", lambda: 1, (), time.monotonic() + 9))).value == 1
+def test_a_forked_child_has_its_own_threads():
+    caller = InlineRunner()
+    assert caller.run(yield_effect(Call("x", lambda: 1, (), time.monotonic() + 9))).value == 1
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(10)
-        answer = caller.perform(one(Call("x", lambda: 2, (), time.monotonic() + 5)))
+        answer = caller.run(yield_effect(Call("x", lambda: 2, (), time.monotonic() + 5)))
         os.write(writer, b"2" if isinstance(answer, Ok) and answer.value == 2 else b"0")
         os._exit(0)
     os.waitpid(child, 0)
@@ -390,16 +390,16 @@ def test_a_forked_child_has_threads_of_its_own():
 # -- asyncio --------------------------------------------------------------------------------------
 
 
-def test_a_cancellation_is_told_to_the_script_and_passed_on_at_its_end():
-    told = []
+def test_a_cancellation_stops_the_script_and_is_raised_at_its_end():
+    answers = []
 
     def script(loop):
-        told.append((yield Call("x", asyncio.sleep, (50,), loop.time() + 99, Scope(Transaction("1"), "process", 0))))
-        told.append((yield Call("books", asyncio.sleep, (0.1, "concluded"))).value)
+        answers.append((yield Call("x", asyncio.sleep, (50,), loop.time() + 99, Scope(Transaction("1"), "process", 0))))
+        answers.append((yield Call("books", asyncio.sleep, (0.1, "concluded"))).value)
 
     async def main():
         loop = asyncio.get_running_loop()
-        task = asyncio.create_task(AsyncCaller().perform(script(loop)))
+        task = asyncio.create_task(AsyncInlineRunner().run(script(loop)))
         await asyncio.sleep(1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -407,106 +407,106 @@ def test_a_cancellation_is_told_to_the_script_and_passed_on_at_its_end():
         return loop.time()
 
     assert run_virtual(main()) == pytest.approx(1.1)
-    assert isinstance(told[0], Stopped)
-    assert told[0].body.scope.cancelled
-    assert told[1] == "concluded"
+    assert isinstance(answers[0], Interrupted)
+    assert answers[0].call.scope.cancelled
+    assert answers[1] == "concluded"
 
 
-def test_a_task_that_was_cancelled_leaves_nothing_behind():
+def test_a_cancelled_task_leaves_no_reference_cycle():
     async def main():
-        perform = AsyncCaller().perform(one(Sleep(asyncio.get_running_loop().time() + 50)))
+        perform = AsyncInlineRunner().run(yield_effect(Sleep(asyncio.get_running_loop().time() + 50)))
         task = asyncio.create_task(perform)
         await asyncio.sleep(0)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
-    assert not left_by(asyncio.CancelledError, lambda: asyncio.run(main()))
+    assert not find_uncollected(asyncio.CancelledError, lambda: asyncio.run(main()))
 
 
-def test_a_second_cancellation_ends_it_at_once():
-    told = []
+def test_a_second_cancellation_ends_the_run_immediately():
+    answers = []
 
     def script(loop):
         try:
-            told.append((yield Sleep(loop.time() + 50)).body)
+            answers.append((yield Sleep(loop.time() + 50)).call)
             yield Call("books", asyncio.sleep, (50,))
-            told.append("went on")
+            answers.append("went on")
         finally:
-            told.append("closed")
+            answers.append("closed")
 
     async def main():
         loop = asyncio.get_running_loop()
-        task = asyncio.create_task(AsyncCaller().perform(script(loop)))
-        for word in ("first", "second"):
+        task = asyncio.create_task(AsyncInlineRunner().run(script(loop)))
+        for message in ("first", "second"):
             await asyncio.sleep(1)
-            task.cancel(word)
+            task.cancel(message)
         with pytest.raises(asyncio.CancelledError, match="second"):
             await task
         return loop.time()
 
     assert run_virtual(main()) == 2.0
-    assert told == [None, "closed"]
+    assert answers == [None, "closed"]
 
 
-def test_a_cancellation_in_a_call_without_a_deadline_is_told_as_one():
-    told = []
+def test_a_cancellation_during_a_call_without_a_deadline_stops_the_script():
+    answers = []
 
     def script():
-        told.append((yield Call("books", asyncio.sleep, (50,))))
+        answers.append((yield Call("books", asyncio.sleep, (50,))))
 
     async def main():
-        task = asyncio.create_task(AsyncCaller().perform(script()))
+        task = asyncio.create_task(AsyncInlineRunner().run(script()))
         await asyncio.sleep(1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     run_virtual(main())
-    assert isinstance(told[0], Stopped)
-    assert told[0].body.step == "books"
+    assert isinstance(answers[0], Interrupted)
+    assert answers[0].call.step == "books"
 
 
 @pytest.mark.parametrize("until", [5.0, NEVER])
-def test_a_cancellation_that_a_body_raises_is_an_answer(until):
-    async def leaves():
+def test_a_cancellation_raised_by_a_handler_is_its_result(until):
+    async def raise_cancelled():
         raise asyncio.CancelledError("its own")
 
-    answer = run_virtual(AsyncCaller().perform(one(Call("x", leaves, (), until))))
+    answer = run_virtual(AsyncInlineRunner().run(yield_effect(Call("x", raise_cancelled, (), until))))
     assert isinstance(answer.error, asyncio.CancelledError)
 
 
 def test_an_abandoned_task_is_cancelled():
-    left = []
+    events = []
 
-    async def hangs():
+    async def hang():
         try:
             await asyncio.sleep(1000)
         except asyncio.CancelledError:
-            left.append(asyncio.get_running_loop().time())
+            events.append(asyncio.get_running_loop().time())
             raise
 
     async def main():
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: left.append(context))
-        answer = await AsyncCaller().perform(one(Call("body", hangs, (), 2.0)))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: events.append(context))
+        answer = await AsyncInlineRunner().run(yield_effect(Call("body", hang, (), 2.0)))
         await asyncio.sleep(1.0)
         return answer
 
     assert isinstance(run_virtual(main()), Expired)
-    assert left == [2.0]
+    assert events == [2.0]
 
 
-def test_a_call_that_came_back_leaves_no_timer_behind():
+def test_a_returned_call_leaves_no_timer():
     async def main():
         loop: Any = asyncio.get_running_loop()
-        await AsyncCaller().perform(one(Call("body", asyncio.sleep, (0,), loop.time() + 50)))
+        await AsyncInlineRunner().run(yield_effect(Call("body", asyncio.sleep, (0,), loop.time() + 50)))
         return [timer for timer in loop._scheduled if not timer.cancelled()]
 
     assert asyncio.run(main()) == []
 
 
-def test_a_body_that_ignores_its_cancellation_is_not_awaited():
-    async def stubborn():
+def test_a_call_that_ignores_its_cancellation_is_not_awaited():
+    async def ignore_cancellation():
         end = asyncio.get_running_loop().time() + 30
         while asyncio.get_running_loop().time() < end:
             try:
@@ -515,87 +515,87 @@ def test_a_body_that_ignores_its_cancellation_is_not_awaited():
                 continue
 
     async def main():
-        caller = AsyncCaller()
-        answer = await caller.perform(one(Call("x", stubborn, (), 2.0)))
-        at, left = asyncio.get_running_loop().time(), len(caller._left)
+        caller = AsyncInlineRunner()
+        answer = await caller.run(yield_effect(Call("x", ignore_cancellation, (), 2.0)))
+        at, left = asyncio.get_running_loop().time(), len(caller._abandoned_tasks)
         await asyncio.sleep(60)
-        return answer, at, left, len(caller._left)
+        return answer, at, left, len(caller._abandoned_tasks)
 
     answer, at, left, later = run_virtual(main())
     assert isinstance(answer, Expired)
     assert (at, left, later) == (2.0, 1, 0), "somebody holds it until it has ended"
 
 
-def test_a_body_that_comes_late_after_all_tells_nobody():
-    told = []
+def test_a_late_result_is_ignored():
+    loop_errors = []
 
-    async def late():
+    async def return_late():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(1000)
         return "too late"
 
     async def main():
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-        answer = await AsyncCaller().perform(one(Call("body", late, (), 2.0)))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context))
+        answer = await AsyncInlineRunner().run(yield_effect(Call("body", return_late, (), 2.0)))
         await asyncio.sleep(1.0)
         gc.collect()
         return answer
 
     assert isinstance(run_virtual(main()), Expired)
-    assert told == []
+    assert loop_errors == []
 
 
-def test_a_body_that_somebody_else_cancels_is_not_waited_for():
-    async def cancelled():
+def test_an_externally_cancelled_call_is_not_awaited():
+    async def get_cancelled():
         task = asyncio.current_task()
         asyncio.get_running_loop().call_soon(task.cancel)
         await asyncio.sleep(1000)
 
     async def main():
         with pytest.raises(asyncio.CancelledError):
-            await AsyncCaller().perform(one(Call("body", cancelled, (), 500.0)))
+            await AsyncInlineRunner().run(yield_effect(Call("body", get_cancelled, (), 500.0)))
         return asyncio.get_running_loop().time()
 
     assert run_virtual(main()) == 0.0
 
 
-def test_a_body_that_comes_back_in_the_turn_of_its_deadline_is_heard():
-    async def just():
+def test_a_result_in_the_turn_of_its_deadline_is_used():
+    async def return_at_deadline():
         asyncio.get_running_loop().call_soon(time.sleep, 0.1)  # both moments pass meanwhile
         await asyncio.sleep(0.01)
         return "done"
 
     async def main():
         until = asyncio.get_running_loop().time() + 0.02
-        return await AsyncCaller().perform(one(Call("body", just, (), until)))
+        return await AsyncInlineRunner().run(yield_effect(Call("body", return_at_deadline, (), until)))
 
     assert asyncio.run(main()).value == "done"
 
 
-def test_a_body_that_raises_at_once_is_an_answer():
-    def broken():
+def test_an_error_before_the_first_await_is_a_result():
+    def fail():
         raise LookupError("before it was a coroutine")
 
-    answer = run_virtual(AsyncCaller().perform(one(Call("x", broken, (), 5.0))))
+    answer = run_virtual(AsyncInlineRunner().run(yield_effect(Call("x", fail, (), 5.0))))
     assert isinstance(answer.error, LookupError)
 
 
-def test_the_clock_is_the_running_event_loops_or_the_one_that_was_given():
-    caller = AsyncCaller()
+def test_the_clock_is_that_of_the_running_event_loop_or_the_given_one():
+    caller = AsyncInlineRunner()
 
     async def main():
-        assert caller.senses is caller.senses
-        return caller.senses.clock()
+        assert caller.clock is caller.clock
+        return caller.clock.monotonic()
 
     assert run_virtual(main()) == 0.0
     assert asyncio.run(main()) > 0.0, "another loop, another clock"
     loop = VirtualLoop()
-    assert AsyncCaller(loop.senses).senses is loop.senses
+    assert AsyncInlineRunner(loop.senses).clock is loop.senses
     loop.close()
-    assert module.THREADS >= 1
+    assert module.MAX_THREADS >= 1
 
 
-def test_what_does_not_wait_need_not_be_a_coroutine():
-    answer = run_virtual(AsyncCaller().perform(one(Call("books", lambda: 7, ()))))
+def test_a_handler_may_be_a_plain_function():
+    answer = run_virtual(AsyncInlineRunner().run(yield_effect(Call("books", lambda: 7, ()))))
     assert answer.value == 7
-    assert Caller().senses.clock is time.monotonic
+    assert InlineRunner().clock.monotonic is time.monotonic

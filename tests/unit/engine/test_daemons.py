@@ -14,7 +14,7 @@ from ergon_framework.engine.drivers.daemons import DaemonExecutor
 
 
 @pytest.mark.spec("CON-11", "PRO-06")
-def test_it_is_an_executor_that_returns_results_and_raises_errors() -> None:
+def test_the_executor_returns_results_and_raises_errors() -> None:
     with DaemonExecutor(2) as executor:
         assert isinstance(executor, Executor)
         assert executor.submit(divmod, 7, 2).result(5) == (3, 1)
@@ -24,36 +24,36 @@ def test_it_is_an_executor_that_returns_results_and_raises_errors() -> None:
 
 
 @pytest.mark.spec("CON-11")
-def test_it_never_runs_more_threads_than_it_was_given() -> None:
+def test_the_executor_runs_at_most_size_threads() -> None:
     executor = DaemonExecutor(2)
     gate, entered = threading.Event(), threading.Semaphore(0)
 
-    def body() -> str:
+    def block() -> str:
         entered.release()
         gate.wait(5)
         return threading.current_thread().name
 
-    futures = [executor.submit(body) for _ in range(6)]
+    futures = [executor.submit(block) for _ in range(6)]
     assert entered.acquire(timeout=5)
     assert entered.acquire(timeout=5)
     assert not entered.acquire(blocking=False), "the third waits for a thread"
     gate.set()
     assert len({future.result(5) for future in futures}) == 2
-    assert executor.threads == 2
+    assert executor.thread_count == 2
     executor.shutdown()
 
 
-def test_an_idle_thread_is_used_again() -> None:
+def test_an_idle_thread_is_reused() -> None:
     with DaemonExecutor(8) as executor:
         done = threading.Event()
         executor.submit(done.set).result(5)
         # The thread counts as idle a moment after its future is done: ask until it does.
         for _ in range(50):
             executor.submit(int).result(5)
-        assert executor.threads < 8
+        assert executor.thread_count < 8
 
 
-def test_without_a_limit_it_grows_as_needed() -> None:
+def test_without_a_limit_threads_are_added_as_needed() -> None:
     executor = DaemonExecutor()
     barrier = threading.Barrier(5)
     futures = [executor.submit(barrier.wait, 5) for _ in range(5)]
@@ -61,7 +61,7 @@ def test_without_a_limit_it_grows_as_needed() -> None:
     executor.shutdown()
 
 
-def test_after_shutdown_nothing_is_taken() -> None:
+def test_submit_after_shutdown_is_rejected() -> None:
     executor = DaemonExecutor(1)
     executor.shutdown()
     executor.shutdown()
@@ -69,14 +69,14 @@ def test_after_shutdown_nothing_is_taken() -> None:
         executor.submit(int)
 
 
-def test_shutdown_finishes_what_waits_unless_told_to_cancel_it() -> None:
+def test_shutdown_finishes_waiting_jobs_unless_it_cancels_them() -> None:
     for cancel in (False, True):
         executor = DaemonExecutor(1)
         gate, entered = threading.Event(), threading.Event()
         first = executor.submit(lambda entered=entered, gate=gate: (entered.set(), gate.wait(5)))
         assert entered.wait(5)
         waiting = [executor.submit(int) for _ in range(3)]
-        executor.execute(int)
+        executor.submit_nowait(int)
         executor.shutdown(wait=False, cancel_futures=cancel)
         gate.set()
         wait([first, *waiting], 5)
@@ -95,7 +95,7 @@ def test_a_future_cancelled_before_its_turn_does_not_run() -> None:
     assert ran == []
 
 
-def test_what_is_submitted_runs_in_a_copy_of_the_callers_context() -> None:
+def test_a_job_runs_in_a_copy_of_the_callers_context() -> None:
     variable = contextvars.ContextVar("variable", default="unset")
     variable.set("caller's")
     with DaemonExecutor(1) as executor:
@@ -105,18 +105,18 @@ def test_what_is_submitted_runs_in_a_copy_of_the_callers_context() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_a_size_below_one_is_refused(size: int) -> None:
+def test_a_size_below_one_is_rejected(size: int) -> None:
     with pytest.raises(ValueError, match=f"not {size}"):
         DaemonExecutor(size)
 
 
 @pytest.mark.spec("CON-11")
-def test_a_hung_thread_does_not_hold_up_the_end_of_the_process() -> None:
+def test_a_hung_thread_does_not_block_process_exit() -> None:
     program = (
         "import threading\n"
         "from ergon_framework.engine.drivers.daemons import DaemonExecutor\n"
         "entered = threading.Event()\n"
-        "DaemonExecutor(1).execute(lambda: (entered.set(), threading.Event().wait()))\n"
+        "DaemonExecutor(1).submit_nowait(lambda: (entered.set(), threading.Event().wait()))\n"
         "assert entered.wait(5)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=20)

@@ -10,34 +10,34 @@ from typing import Any
 
 import pytest
 
-from ergon_framework.engine.drivers.aio import Asyncio
-from ergon_framework.engine.drivers.threads import Threads
-from ergon_framework.engine.effects import NEVER, Call, Script, call, gone, interrupt, sleep, spawn, wait
-from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
-from ergon_framework.engine.slots import Done, Freed, Slots
+from ergon_framework.engine.drivers.aio import AsyncioDriver
+from ergon_framework.engine.drivers.threads import ThreadDriver
+from ergon_framework.engine.effects import NEVER, Call, Script, await_exit, call, interrupt, sleep, spawn, wait
+from ergon_framework.engine.outcome import Err, Expired, Interrupted, Ok
+from ergon_framework.engine.slots import Scheduler, ScriptEnded, SlotFreed
 
 
-def drive(flavour: str, script: Callable[[Slots], Script[Any]]) -> Any:
+def drive(variant: str, script: Callable[[Scheduler], Script[Any]]) -> Any:
     """Run ``script(driver)`` with the driver of *flavour*."""
-    if flavour == "threads":
-        threads = Threads(2)
+    if variant == "threads":
+        threads = ThreadDriver(2)
         return threads.run(script(threads))
 
     async def main() -> Any:
-        driver = Asyncio()
+        driver = AsyncioDriver()
         return await driver.run(script(driver))
 
     return asyncio.run(main())
 
 
 @pytest.fixture(params=["threads", "asyncio"])
-def flavour(request: pytest.FixtureRequest) -> str:
+def variant(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def body(flavour: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+def adapt_handler(variant: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """*fn* as the driver wants it."""
-    if flavour == "threads":
+    if variant == "threads":
         return fn
 
     async def coroutine(*args: Any) -> Any:
@@ -46,24 +46,24 @@ def body(flavour: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     return coroutine
 
 
-def test_a_call_is_answered_with_its_value_or_its_error(flavour: str) -> None:
-    def script(_driver: Slots) -> Script[Any]:
-        value = yield from call(Call("x", body(flavour, divmod), (7, 2)))
-        error = yield from call(Call("x", body(flavour, divmod), (7, 0)))
+def test_a_call_gets_its_value_or_its_error(variant: str) -> None:
+    def script(_driver: Scheduler) -> Script[Any]:
+        value = yield from call(Call("x", adapt_handler(variant, divmod), (7, 2)))
+        error = yield from call(Call("x", adapt_handler(variant, divmod), (7, 0)))
         return value, error
 
-    value, error = drive(flavour, script)
+    value, error = drive(variant, script)
     assert isinstance(value, Ok)
     assert value.value == (3, 1)
     assert isinstance(error, Err)
     assert isinstance(error.error, ZeroDivisionError)
 
 
-def test_an_expired_call_is_fenced_and_its_late_value_handed_over(flavour: str) -> None:
+def test_a_late_value_of_an_expired_call_goes_to_its_callback(variant: str) -> None:
     late: list[Any] = []
     release = threading.Event()
 
-    async def stubborn() -> str:
+    async def ignore_cancellation() -> str:
         while not release.is_set():
             try:
                 await asyncio.sleep(0.01)
@@ -71,27 +71,27 @@ def test_an_expired_call_is_fenced_and_its_late_value_handed_over(flavour: str) 
                 release.set()
         return "late"
 
-    def slow() -> str:
+    def block_until_released() -> str:
         release.wait(5)
         return "late"
 
-    def script(driver: Slots) -> Script[Any]:
-        fn = slow if flavour == "threads" else stubborn
+    def script(driver: Scheduler) -> Script[Any]:
+        fn = block_until_released if variant == "threads" else ignore_cancellation
         answer = yield from call(Call("x", fn, (), driver.clock() + 0.02, None, None, late.append))
         assert isinstance(answer, Expired)
-        in_time = yield from gone(answer.body, driver.clock())
+        in_time = yield from await_exit(answer.call, driver.clock())
         release.set()
-        at_last = yield from gone(answer.body, driver.clock() + 5)
-        again = yield from gone(answer.body, NEVER)
-        return in_time, at_last, again, driver.fenced
+        at_last = yield from await_exit(answer.call, driver.clock() + 5)
+        again = yield from await_exit(answer.call, NEVER)
+        return in_time, at_last, again, driver.late_results
 
-    assert drive(flavour, script) == (False, True, True, 1)
+    assert drive(variant, script) == (False, True, True, 1)
     assert late == ["late"]
 
 
-def test_a_mailbox_wakes_at_its_count_or_for_something_urgent_or_in_time(flavour: str) -> None:
-    def script(driver: Slots) -> Script[Any]:
-        box = driver.mailbox()
+def test_a_mailbox_wakes_at_its_count_for_an_urgent_item_or_at_its_deadline(variant: str) -> None:
+    def script(driver: Scheduler) -> Script[Any]:
+        box = driver.create_mailbox()
         threading.Timer(0.01, driver.signal, (box, "urgent")).start()
         urgent = yield from wait(box, count=9)
         nothing = yield from wait(box, until=driver.clock() + 0.01)
@@ -103,20 +103,20 @@ def test_a_mailbox_wakes_at_its_count_or_for_something_urgent_or_in_time(flavour
         at_once = yield from wait(box, until=driver.clock())
         return urgent, nothing, two, partial, at_once
 
-    assert drive(flavour, script) == (["urgent"], [], ["a", "b"], ["c"], [])
+    assert drive(variant, script) == (["urgent"], [], ["a", "b"], ["c"], [])
 
 
-def test_an_interrupt_answers_the_present_effect_or_the_next(flavour: str) -> None:
-    def sleeper(driver: Slots) -> Script[Any]:
+def test_an_interrupt_ends_the_pending_effect_or_the_next(variant: str) -> None:
+    def sleeper(driver: Scheduler) -> Script[Any]:
         return (yield from sleep(driver.clock() + 60))
 
-    def waiter(driver: Slots) -> Script[Any]:
-        return (yield from wait(driver.mailbox()))
+    def waiter(driver: Scheduler) -> Script[Any]:
+        return (yield from wait(driver.create_mailbox()))
 
-    def script(driver: Slots) -> Script[Any]:
-        box = driver.mailbox()
-        first = yield from spawn(sleeper(driver), told=box, counted=True)
-        second = yield from spawn(waiter(driver), told=box, counted=True)
+    def script(driver: Scheduler) -> Script[Any]:
+        box = driver.create_mailbox()
+        first = yield from spawn(sleeper(driver), notify=box, counted=True)
+        second = yield from spawn(waiter(driver), notify=box, counted=True)
         slots = [first, second]
         for slot in slots:
             yield from interrupt(slot)
@@ -129,29 +129,31 @@ def test_an_interrupt_answers_the_present_effect_or_the_next(flavour: str) -> No
             yield from interrupt(slot)  # nobody is there any more
         return ended
 
-    ended = drive(flavour, script)
-    assert all(isinstance(event, Done) and isinstance(event.value, Stopped) and event.freed for event in ended)
+    ended = drive(variant, script)
+    assert all(
+        isinstance(event, ScriptEnded) and isinstance(event.value, Interrupted) and event.freed for event in ended
+    )
 
 
-def test_an_interrupted_call_leaves_its_body_behind_until_it_comes_back(flavour: str) -> None:
+def test_an_interrupted_call_occupies_its_slot_until_it_exits(variant: str) -> None:
     entered, release = threading.Event(), threading.Event()
 
-    async def ignoring() -> None:
+    async def ignore_cancellation() -> None:
         entered.set()
         # The release comes from a script, which knows nothing of this event loop.
         while not release.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
-    def blocking() -> None:
+    def block() -> None:
         entered.set()
         release.wait(5)
 
-    def child(_driver: Slots) -> Script[Any]:
-        return (yield from call(Call("x", blocking if flavour == "threads" else ignoring, ())))
+    def child(_driver: Scheduler) -> Script[Any]:
+        return (yield from call(Call("x", block if variant == "threads" else ignore_cancellation, ())))
 
-    def script(driver: Slots) -> Script[Any]:
-        box = driver.mailbox()
-        slot = yield from spawn(child(driver), told=box, counted=True)
+    def script(driver: Scheduler) -> Script[Any]:
+        box = driver.create_mailbox()
+        slot = yield from spawn(child(driver), notify=box, counted=True)
         while not entered.is_set():
             yield from sleep(driver.clock() + 0.005)
         yield from interrupt(slot)
@@ -160,87 +162,87 @@ def test_an_interrupted_call_leaves_its_body_behind_until_it_comes_back(flavour:
         (freed,) = yield from wait(box)
         return done, freed
 
-    done, freed = drive(flavour, script)
-    assert (done.freed, type(done.value), type(freed)) == (False, Stopped, Freed)
+    done, freed = drive(variant, script)
+    assert (done.freed, type(done.value), type(freed)) == (False, Interrupted, SlotFreed)
 
 
-def test_a_stop_that_comes_before_the_script_begins_is_not_lost(flavour: str) -> None:
-    def script(driver: Slots) -> Script[Any]:
+def test_a_stop_before_the_script_starts_is_not_lost(variant: str) -> None:
+    def script(driver: Scheduler) -> Script[Any]:
         return (yield from sleep(driver.clock() + 60))
 
-    if flavour == "threads":
-        threads = Threads(1)
+    if variant == "threads":
+        threads = ThreadDriver(1)
         threads.stop()
         answer = threads.run(script(threads))
     else:
 
         async def main() -> Any:
-            driver = Asyncio()
-            driver.halt()
+            driver = AsyncioDriver()
+            driver.interrupt_root()
             return await driver.run(script(driver))
 
         answer = asyncio.run(main())
-    assert isinstance(answer, Stopped)
+    assert isinstance(answer, Interrupted)
 
 
-def test_a_pending_interrupt_keeps_the_next_call_from_being_made(flavour: str) -> None:
-    made: list[int] = []
+def test_a_pending_interrupt_prevents_the_next_call(variant: str) -> None:
+    calls: list[int] = []
 
-    def script(driver: Slots) -> Script[Any]:
-        return (yield from call(Call("x", body(flavour, made.append), (1,))))
+    def script(driver: Scheduler) -> Script[Any]:
+        return (yield from call(Call("x", adapt_handler(variant, calls.append), (1,))))
 
-    if flavour == "threads":
-        threads = Threads(1)
+    if variant == "threads":
+        threads = ThreadDriver(1)
         threads.stop()
         answer = threads.run(script(threads))
     else:
 
         async def main() -> Any:
-            driver = Asyncio()
-            driver.halt()
+            driver = AsyncioDriver()
+            driver.interrupt_root()
             return await driver.run(script(driver))
 
         answer = asyncio.run(main())
-    assert isinstance(answer, Stopped)
-    assert made == []
+    assert isinstance(answer, Interrupted)
+    assert calls == []
 
 
-def test_a_script_that_breaks_ends_the_run_with_its_error(flavour: str) -> None:
-    def broken() -> Script[None]:
+def test_an_error_in_a_script_ends_the_run(variant: str) -> None:
+    def fail() -> Script[None]:
         yield from ()
         raise LookupError("defect")
 
-    def script(driver: Slots) -> Script[Any]:
-        yield from spawn(broken(), told=driver.mailbox(), counted=True)
+    def script(driver: Scheduler) -> Script[Any]:
+        yield from spawn(fail(), notify=driver.create_mailbox(), counted=True)
         yield from sleep(driver.clock() + 60)
 
     with pytest.raises(LookupError, match="defect"):
-        drive(flavour, script)
+        drive(variant, script)
 
 
-def test_the_first_of_two_scripts_that_break_is_the_error(flavour: str) -> None:
-    def broken(message: str) -> Script[None]:
+def test_the_first_of_two_script_errors_is_raised(variant: str) -> None:
+    def fail(message: str) -> Script[None]:
         yield from ()
         raise LookupError(message)
 
-    def script(driver: Slots) -> Script[Any]:
-        box = driver.mailbox()
+    def script(driver: Scheduler) -> Script[Any]:
+        box = driver.create_mailbox()
         driver._finish(None, LookupError("first"))
-        yield from spawn(broken("second"), told=box, counted=True)
+        yield from spawn(fail("second"), notify=box, counted=True)
         yield from sleep(driver.clock() + 60)
 
     with pytest.raises(LookupError, match="first"):
-        drive(flavour, script)
+        drive(variant, script)
 
 
-@pytest.mark.parametrize("go_on", [True, False])
-def test_an_idle_worker_that_somebody_cancels_is_replaced(go_on: bool) -> None:
-    async def body() -> str:
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_cancelled_idle_worker_is_replaced(continues: bool) -> None:
+    async def handler() -> str:
         await asyncio.sleep(0.01)
         return "made"
 
-    def made() -> Script[Any]:
-        answer = yield from call(Call("x", body, ()))
+    def call_handler() -> Script[Any]:
+        answer = yield from call(Call("x", handler, ()))
         assert isinstance(answer, Ok)
         return answer.value
 
@@ -249,67 +251,67 @@ def test_an_idle_worker_that_somebody_cancels_is_replaced(go_on: bool) -> None:
         for task in asyncio.all_tasks() - {main, asyncio.current_task()}:
             task.cancel()
 
-    def script(driver: Slots) -> Script[Any]:
-        box = driver.mailbox()
+    def script(driver: Scheduler) -> Script[Any]:
+        box = driver.create_mailbox()
         for _ in range(3):
-            yield from spawn(made(), told=box, counted=True)
+            yield from spawn(call_handler(), notify=box, counted=True)
         yield from wait(box, count=3)
         cancel_the_others()
         yield from sleep(driver.clock() + 0.01)
-        if not go_on:
+        if not continues:
             return "ended"
         for _ in range(3):
-            yield from spawn(made(), told=box, counted=True)
+            yield from spawn(call_handler(), notify=box, counted=True)
         done = yield from wait(box, count=3)
         assert isinstance(done, list)
         return [event.value for event in done]
 
-    assert drive("asyncio", script) == (["made"] * 3 if go_on else "ended")
+    assert drive("asyncio", script) == (["made"] * 3 if continues else "ended")
 
 
-def test_what_is_put_or_stopped_after_the_end_is_ignored(flavour: str) -> None:
-    kept: list[Slots] = []
+def test_stop_signal_and_start_after_the_end_are_ignored(variant: str) -> None:
+    drivers: list[Scheduler] = []
 
-    def script(driver: Slots) -> Script[Any]:
-        kept.append(driver)
+    def script(driver: Scheduler) -> Script[Any]:
+        drivers.append(driver)
         yield from ()
         return "end"
 
-    assert drive(flavour, script) == "end"
-    driver = kept[0]
+    assert drive(variant, script) == "end"
+    driver = drivers[0]
     assert driver.closed
     driver.stop()
-    driver.signal(driver.mailbox(), "x")
-    driver.start(script(driver), told=driver.mailbox())
+    driver.signal(driver.create_mailbox(), "x")
+    driver.start(script(driver), notify=driver.create_mailbox())
 
 
-def test_bodies_do_not_see_each_others_context(flavour: str) -> None:
+def test_handlers_do_not_see_each_others_context(variant: str) -> None:
     variable = contextvars.ContextVar("variable", default="clean")
 
-    def leave() -> str:
+    def set_variable() -> str:
         seen = variable.get()
         variable.set("dirty")
         return seen
 
-    async def leave_async() -> str:
-        seen = leave()
+    async def set_variable_async() -> str:
+        seen = set_variable()
         await asyncio.sleep(0)
         assert variable.get() == "dirty", "its own value survives a suspension"
         return seen
 
-    def script(_driver: Slots) -> Script[Any]:
+    def script(_driver: Scheduler) -> Script[Any]:
         seen = []
         for _ in range(3):
-            answer = yield from call(Call("x", leave if flavour == "threads" else leave_async, ()))
+            answer = yield from call(Call("x", set_variable if variant == "threads" else set_variable_async, ()))
             assert isinstance(answer, Ok)
             seen.append(answer.value)
         return seen
 
-    assert drive(flavour, script) == ["clean"] * 3
+    assert drive(variant, script) == ["clean"] * 3
 
 
 def test_asyncio_takes_any_awaitable_and_plain_values() -> None:
-    def script(_driver: Slots) -> Script[Any]:
+    def script(_driver: Scheduler) -> Script[Any]:
         plain = yield from call(Call("x", int, ()))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[str] = loop.create_future()
@@ -320,49 +322,49 @@ def test_asyncio_takes_any_awaitable_and_plain_values() -> None:
     assert drive("asyncio", script) == (0, "set")
 
 
-def test_asyncio_gives_others_a_turn_however_busy_it_is() -> None:
+def test_a_busy_asyncio_driver_lets_other_tasks_run() -> None:
     async def main() -> int:
-        driver, turns, over = Asyncio(), 0, False
+        driver, turns, is_over = AsyncioDriver(), 0, False
 
-        async def other() -> None:
+        async def count_turns() -> None:
             nonlocal turns
-            while not over:
+            while not is_over:
                 turns += 1
                 await asyncio.sleep(0)
 
         def script() -> Script[None]:
             until = driver.clock() + 0.1
-            box = driver.mailbox()
+            box = driver.create_mailbox()
             while driver.clock() < until:
-                yield from spawn(quick(), told=box, counted=True)
+                yield from spawn(run_quick_call(), notify=box, counted=True)
                 yield from wait(box)
 
-        def quick() -> Script[None]:
+        def run_quick_call() -> Script[None]:
             yield from call(Call("x", int, ()))
 
-        task = asyncio.create_task(other())
+        task = asyncio.create_task(count_turns())
         await driver.run(script())
-        over = True
+        is_over = True
         await task
         return turns
 
     assert asyncio.run(main()) >= 5
 
 
-def test_a_body_that_cancels_its_own_task_strikes_nobody_else() -> None:
-    async def reckless() -> str:
+def test_a_handler_that_cancels_its_own_task_affects_no_other() -> None:
+    async def cancel_own_task() -> str:
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
         return "returned all the same"
 
-    async def next_one() -> str:
+    async def return_after_suspension() -> str:
         await asyncio.sleep(0)
         return "unharmed"
 
-    def script(_driver: Slots) -> Script[Any]:
-        first = yield from call(Call("x", reckless, ()))
-        second = yield from call(Call("x", next_one, ()))
+    def script(_driver: Scheduler) -> Script[Any]:
+        first = yield from call(Call("x", cancel_own_task, ()))
+        second = yield from call(Call("x", return_after_suspension, ()))
         return first, second
 
     first, second = drive("asyncio", script)
@@ -370,16 +372,16 @@ def test_a_body_that_cancels_its_own_task_strikes_nobody_else() -> None:
     assert second.value == "unharmed"
 
 
-def test_cancelling_the_caller_stops_the_script_and_is_passed_on() -> None:
+def test_cancelling_the_caller_stops_the_script_and_is_raised() -> None:
     seen: list[Any] = []
 
-    def script(driver: Slots) -> Script[None]:
+    def script(driver: Scheduler) -> Script[None]:
         seen.append((yield from sleep(driver.clock() + 60)))
         seen.append((yield from sleep(driver.clock() + 60)))
 
     async def main() -> None:
         async def run() -> None:
-            driver = Asyncio()
+            driver = AsyncioDriver()
             await driver.run(script(driver))
 
         task = asyncio.create_task(run())
@@ -392,31 +394,31 @@ def test_cancelling_the_caller_stops_the_script_and_is_passed_on() -> None:
             await task
 
     asyncio.run(main())
-    assert [type(answer) for answer in seen] == [Stopped, Stopped]
+    assert [type(answer) for answer in seen] == [Interrupted, Interrupted]
 
 
-def test_the_workers_of_a_closed_event_loop_let_their_bodies_go() -> None:
+def test_closing_the_event_loop_cancels_abandoned_calls() -> None:
     closed: list[str] = []
 
-    async def hung() -> None:
+    async def hang() -> None:
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             closed.append("cancelled")
             raise
 
-    def script(driver: Slots) -> Script[Any]:
-        return (yield from call(Call("x", hung, (), driver.clock() + 0.01)))
+    def script(driver: Scheduler) -> Script[Any]:
+        return (yield from call(Call("x", hang, (), driver.clock() + 0.01)))
 
     assert isinstance(drive("asyncio", script), Expired)
     assert closed == ["cancelled"], "the end of the event loop cancelled what was left"
 
 
-def test_a_coroutine_that_is_dropped_is_closed_in_its_own_context() -> None:
+def test_a_dropped_coroutine_is_closed_in_its_own_context() -> None:
     variable = contextvars.ContextVar("variable", default="worker's")
     seen: list[str] = []
 
-    async def hung() -> None:
+    async def hang() -> None:
         variable.set("body's")
         try:
             await asyncio.Event().wait()
@@ -427,10 +429,10 @@ def test_a_coroutine_that_is_dropped_is_closed_in_its_own_context() -> None:
     loop = asyncio.new_event_loop()
 
     async def main() -> Any:
-        driver = Asyncio()
+        driver = AsyncioDriver()
 
         def script() -> Script[Any]:
-            return (yield from call(Call("x", hung, (), driver.clock() + 0.01)))
+            return (yield from call(Call("x", hang, (), driver.clock() + 0.01)))
 
         answer = await driver.run(script())
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -440,12 +442,12 @@ def test_a_coroutine_that_is_dropped_is_closed_in_its_own_context() -> None:
     try:
         assert isinstance(loop.run_until_complete(main()), Expired)
     finally:
-        loop.run_until_complete(_cancelled(loop))
+        loop.run_until_complete(_cancel_all(loop))
         loop.close()
     assert seen == ["body's"]
 
 
-async def _cancelled(loop: asyncio.AbstractEventLoop) -> None:
+async def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     tasks = asyncio.all_tasks(loop) - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

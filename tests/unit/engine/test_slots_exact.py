@@ -8,652 +8,690 @@ import pytest
 
 from ergon_framework.engine.effects import (
     NEVER,
-    Afterwards,
+    AwaitExit,
     Call,
-    Gone,
     Interrupt,
+    OnExit,
     Script,
     Sleep,
     Spawn,
     Wait,
-    afterwards,
+    await_exit,
     call,
-    gone,
     interrupt,
+    on_exit,
     sleep,
     spawn,
     wait,
 )
-from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
-from ergon_framework.engine.senses import Senses
-from ergon_framework.engine.slots import Done, Freed, Mailbox, Slot, Slots
+from ergon_framework.engine.outcome import Err, Expired, Interrupted, Ok
+from ergon_framework.engine.senses import Clock
+from ergon_framework.engine.slots import Mailbox, Scheduler, ScriptEnded, Slot, SlotFreed
 from ergon_framework.scope import Scope
 from ergon_framework.transaction import Transaction
 
-OK = Ok("value")
+OK_RESULT = Ok("value")
 
 
-class Desk(Slots):
+class RecordingScheduler(Scheduler):
     """A driver that only writes down what it is asked to do."""
 
     def __init__(self) -> None:
         self.now = 10.0
-        super().__init__(Senses(clock=lambda: self.now))
+        super().__init__(Clock(monotonic=lambda: self.now))
         self.resumed: list[tuple[Slot, Any]] = []
-        self.poked: list[float] = []
+        self.timer_requests: list[float] = []
         self.finished: list[tuple[Any, BaseException | None]] = []
-        self.meant: list[float] = []
+        self.wake_times: list[float] = []
 
     def stop(self) -> None:
-        self.halt()
+        self.interrupt_root()
 
     def signal(self, mailbox: Mailbox, item: Any) -> None:
         mailbox.put(item, urgent=True)
 
     def resume(self, slot: Slot, answer: Any) -> None:
         self.resumed.append((slot, answer))
-        self.meant.append(self.watcher.wakes_at)
+        self.wake_times.append(self.deadline_timer.wakes_at)
 
-    def _poke(self, until: float) -> None:
-        self.poked.append(until)
+    def _reschedule_timer(self, until: float) -> None:
+        self.timer_requests.append(until)
 
     def _finish(self, value: Any, error: BaseException | None) -> None:
         self.finished.append((value, error))
 
-    def take(self) -> list[tuple[Slot, Any]]:
+    def pop_resumed(self) -> list[tuple[Slot, Any]]:
         """What was resumed since this was asked last."""
         resumed, self.resumed = self.resumed, []
         return resumed
 
-    def begin(self, *effects: Any, told: Mailbox | None = None) -> Tape:
+    def start_script(self, *effects: Any, notify: Mailbox | None = None) -> ScriptProbe:
         """A script that asks for *effects* one after the other, at the first that waits."""
-        tape = Tape(self, effects, told)
-        assert self.take() == [(tape.slot, None)]
-        tape.go(None)
-        return tape
+        probe = ScriptProbe(self, effects, notify)
+        assert self.pop_resumed() == [(probe.slot, None)]
+        probe.step(None)
+        return probe
 
 
-class Tape:
+class ScriptProbe:
     """A script in progress, and all that it was told."""
 
-    def __init__(self, desk: Desk, effects: tuple[Any, ...], told: Mailbox | None) -> None:
-        self.desk = desk
+    def __init__(self, scheduler: RecordingScheduler, effects: tuple[Any, ...], notify: Mailbox | None) -> None:
+        self.scheduler = scheduler
         self.effects = effects
-        self.heard: list[Any] = []
-        self.call: Call | None = None
-        self.slot = desk.start(self._script(), told=told)
+        self.answers: list[Any] = []
+        self.next_call: Call | None = None
+        self.slot = scheduler.start(self._script(), notify=notify)
 
     def _script(self) -> Script[str]:
         for effect in self.effects:
-            self.heard.append((yield effect))
+            self.answers.append((yield effect))
         return "end"
 
-    def go(self, answer: Any) -> Call | None:
-        self.call = self.desk.advance(self.slot, answer)
-        return self.call
+    def step(self, answer: Any) -> Call | None:
+        self.next_call = self.scheduler.step(self.slot, answer)
+        return self.next_call
 
-    def resumed(self) -> Any:
+    def pop_answer(self) -> Any:
         """The one answer with which it is to go on."""
-        ((slot, answer),) = self.desk.take()
+        ((slot, answer),) = self.scheduler.pop_resumed()
         assert slot is self.slot
         return answer
 
     @property
-    def parked(self) -> tuple[Any, float]:
-        return self.slot.ticket, self.slot.due
+    def waiting_on(self) -> tuple[Any, float]:
+        return self.slot.pending_effect, self.slot.due
 
 
-def made(until: float = NEVER, **given: Any) -> Call:
-    return Call("x", abs, (1,), until, Scope(Transaction("1"), "x", 0), **given)
+def make_call(until: float = NEVER, **options: Any) -> Call:
+    return Call("x", abs, (1,), until, Scope(Transaction("1"), "x", 0), **options)
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def scheduler() -> RecordingScheduler:
+    return RecordingScheduler()
 
 
 # -- beginning ----------------------------------------------------------------------------------
 
 
-def test_a_driver_begins_with_nothing(desk: Desk) -> None:
-    assert (desk.live, desk.fenced, desk.came_late(), desk.closed) == (set(), 0, 0, False)
-    assert (desk.watcher.wakes_at, desk.senses.clock(), desk.clock()) == (NEVER, 10.0, 10.0)
-    assert len(desk.mailbox()) == 0
+def test_a_new_scheduler_is_empty(scheduler: RecordingScheduler) -> None:
+    assert (scheduler.live_slots, scheduler.late_results, scheduler.late_result_count(), scheduler.closed) == (
+        set(),
+        0,
+        0,
+        False,
+    )
+    assert (scheduler.deadline_timer.wakes_at, scheduler.time_source.monotonic(), scheduler.clock()) == (
+        NEVER,
+        10.0,
+        10.0,
+    )
+    assert len(scheduler.create_mailbox()) == 0
 
 
-def test_a_started_script_is_live_and_goes_on_with_nothing(desk: Desk) -> None:
+def test_a_started_script_is_live_and_resumed_with_none(scheduler: RecordingScheduler) -> None:
     script: Script[None] = iter(())  # type: ignore[assignment]
-    slot = desk.start(script)
-    assert desk.take() == [(slot, None)]
-    assert desk.live == {slot}
-    assert (slot.script, slot.told, slot.counted) == (script, None, False)
-    assert (slot.ticket, slot.due, slot.bodies, slot.ended, slot.interrupted) == (None, NEVER, 0, False, 0)
+    slot = scheduler.start(script)
+    assert scheduler.pop_resumed() == [(slot, None)]
+    assert scheduler.live_slots == {slot}
+    assert (slot.script, slot.notify, slot.counted) == (script, None, False)
+    assert (slot.pending_effect, slot.due, slot.abandoned_calls, slot.ended, slot.pending_interrupts) == (
+        None,
+        NEVER,
+        0,
+        False,
+        0,
+    )
 
 
-def test_spawning_answers_with_a_slot_that_knows_whom_to_tell(desk: Desk) -> None:
-    box = desk.mailbox()
+def test_spawn_returns_a_slot_with_the_mailbox_to_notify(scheduler: RecordingScheduler) -> None:
+    box = scheduler.create_mailbox()
     child: Script[None] = iter(())  # type: ignore[assignment]
-    root = desk.begin(Spawn(child, box, counted=True), Sleep(NEVER))
-    (spawned,) = root.heard
-    assert (spawned.script, spawned.told, spawned.counted) == (child, box, True)
-    assert desk.live == {root.slot, spawned}
-    assert desk.take() == [(spawned, None)]
+    root = scheduler.start_script(Spawn(child, box, counted=True), Sleep(NEVER))
+    (spawned,) = root.answers
+    assert (spawned.script, spawned.notify, spawned.counted) == (child, box, True)
+    assert scheduler.live_slots == {root.slot, spawned}
+    assert scheduler.pop_resumed() == [(spawned, None)]
 
 
-def test_a_halt_interrupts_the_first_script_and_no_other(desk: Desk) -> None:
-    root = desk.begin(Sleep(NEVER))
-    desk.begin(Sleep(NEVER), told=desk.mailbox())
-    desk.halt()
-    assert isinstance(root.resumed(), Stopped)
-    assert desk.start(iter(())).interrupted == 0, "it was meant for that one"  # type: ignore[arg-type]
+def test_a_halt_interrupts_the_first_script_and_no_other(scheduler: RecordingScheduler) -> None:
+    root = scheduler.start_script(Sleep(NEVER))
+    scheduler.start_script(Sleep(NEVER), notify=scheduler.create_mailbox())
+    scheduler.interrupt_root()
+    assert isinstance(root.pop_answer(), Interrupted)
+    assert scheduler.start(iter(())).pending_interrupts == 0, "it was meant for that one"  # type: ignore[arg-type]
 
 
-def test_a_halt_before_the_beginning_waits_for_the_first_script(desk: Desk) -> None:
-    desk.halt()
-    other = desk.begin(Sleep(NEVER), told=desk.mailbox())
-    assert (other.heard, desk.take()) == ([], [])
-    root = desk.begin(Sleep(NEVER), Sleep(NEVER))
-    assert [type(answer) for answer in root.heard] == [Stopped]
-    assert root.slot.interrupted == 0
+def test_a_halt_before_the_start_interrupts_the_first_script(scheduler: RecordingScheduler) -> None:
+    scheduler.interrupt_root()
+    other = scheduler.start_script(Sleep(NEVER), notify=scheduler.create_mailbox())
+    assert (other.answers, scheduler.pop_resumed()) == ([], [])
+    root = scheduler.start_script(Sleep(NEVER), Sleep(NEVER))
+    assert [type(answer) for answer in root.answers] == [Interrupted]
+    assert root.slot.pending_interrupts == 0
 
 
-@pytest.mark.parametrize("effects", [(made(), made(), made()), (Sleep(NEVER), Sleep(NEVER), Sleep(NEVER))])
-def test_as_many_effects_are_stopped_as_there_were_interrupts(desk: Desk, effects: tuple[Any, ...]) -> None:
-    desk.halt()
-    desk.halt()
-    root = Tape(desk, effects, None)
-    assert root.slot.interrupted == 2
-    root.go(None)
-    assert [type(answer) for answer in root.heard] == [Stopped, Stopped]
-    assert (root.slot.ticket, root.slot.interrupted) == (effects[2], 0)
+@pytest.mark.parametrize(
+    "effects", [(make_call(), make_call(), make_call()), (Sleep(NEVER), Sleep(NEVER), Sleep(NEVER))]
+)
+def test_as_many_effects_are_stopped_as_there_were_interrupts(
+    scheduler: RecordingScheduler, effects: tuple[Any, ...]
+) -> None:
+    scheduler.interrupt_root()
+    scheduler.interrupt_root()
+    root = ScriptProbe(scheduler, effects, None)
+    assert root.slot.pending_interrupts == 2
+    root.step(None)
+    assert [type(answer) for answer in root.answers] == [Interrupted, Interrupted]
+    assert (root.slot.pending_effect, root.slot.pending_interrupts) == (effects[2], 0)
 
 
-def test_interrupts_are_counted_while_a_script_decides(desk: Desk) -> None:
-    tape = Tape(desk, (Sleep(NEVER), made(), Sleep(NEVER)), None)
-    desk.interrupt(tape.slot)
-    desk.interrupt(tape.slot)
-    assert tape.slot.interrupted == 2
-    tape.go(None)
-    assert [type(answer) for answer in tape.heard] == [Stopped, Stopped]
+def test_interrupts_are_counted_while_a_script_runs(scheduler: RecordingScheduler) -> None:
+    probe = ScriptProbe(scheduler, (Sleep(NEVER), make_call(), Sleep(NEVER)), None)
+    scheduler.interrupt(probe.slot)
+    scheduler.interrupt(probe.slot)
+    assert probe.slot.pending_interrupts == 2
+    probe.step(None)
+    assert [type(answer) for answer in probe.answers] == [Interrupted, Interrupted]
 
 
 # -- calls --------------------------------------------------------------------------------------
 
 
-def test_a_call_is_handed_out_and_its_slot_holds_the_ticket(desk: Desk) -> None:
-    effect = made(15.0)
-    root = desk.begin(effect)
-    assert root.call is effect
-    assert root.parked == (effect, 15.0)
-    assert (desk.poked, desk.resumed) == ([15.0], [])
+def test_a_call_is_returned_and_is_the_pending_effect_of_its_slot(scheduler: RecordingScheduler) -> None:
+    effect = make_call(15.0)
+    root = scheduler.start_script(effect)
+    assert root.next_call is effect
+    assert root.waiting_on == (effect, 15.0)
+    assert (scheduler.timer_requests, scheduler.resumed) == ([15.0], [])
 
 
-@pytest.mark.parametrize("wakes_at, poked", [(16.0, [15.0]), (15.0, []), (14.0, [])])
-@pytest.mark.parametrize("effect", [made(15.0), Sleep(15.0)])
-def test_only_what_is_due_before_the_watcher_wakes_pokes_it(
-    desk: Desk, effect: Any, wakes_at: float, poked: list[float]
+@pytest.mark.parametrize("wakes_at, timer_requests", [(16.0, [15.0]), (15.0, []), (14.0, [])])
+@pytest.mark.parametrize("effect", [make_call(15.0), Sleep(15.0)])
+def test_only_an_effect_due_before_the_next_timer_reschedules_it(
+    scheduler: RecordingScheduler, effect: Any, wakes_at: float, timer_requests: list[float]
 ) -> None:
-    desk.watcher.wakes_at = wakes_at
-    desk.begin(effect)
-    assert desk.poked == poked
+    scheduler.deadline_timer.wakes_at = wakes_at
+    scheduler.start_script(effect)
+    assert scheduler.timer_requests == timer_requests
 
 
-@pytest.mark.parametrize("effect", [made(), Sleep(NEVER)])
-def test_what_is_never_due_pokes_nobody(desk: Desk, effect: Any) -> None:
-    desk.begin(effect)
-    assert desk.poked == []
+@pytest.mark.parametrize("effect", [make_call(), Sleep(NEVER)])
+def test_an_effect_without_a_deadline_does_not_reschedule_the_timer(scheduler: RecordingScheduler, effect: Any) -> None:
+    scheduler.start_script(effect)
+    assert scheduler.timer_requests == []
 
 
-def test_a_body_that_comes_back_in_time_is_the_answer(desk: Desk) -> None:
+def test_a_value_before_the_deadline_is_the_result(scheduler: RecordingScheduler) -> None:
     late: list[Any] = []
-    effect = made(15.0, late=late.append)
-    root = desk.begin(effect)
-    desk.now = 14.0
-    assert desk.returned(root.slot, effect, OK) is OK
-    assert root.parked == (None, NEVER)
-    assert (root.slot.bodies, desk.fenced, effect.left, late) == (0, 0, False, [])
+    effect = make_call(15.0, on_late_result=late.append)
+    root = scheduler.start_script(effect)
+    scheduler.now = 14.0
+    assert scheduler.accept_result(root.slot, effect, OK_RESULT) is OK_RESULT
+    assert root.waiting_on == (None, NEVER)
+    assert (root.slot.abandoned_calls, scheduler.late_results, effect.exited, late) == (0, 0, False, [])
     assert effect.scope is not None
     assert not effect.scope.cancelled
 
 
-def test_a_body_that_comes_back_at_its_deadline_has_expired(desk: Desk) -> None:
+def test_a_value_at_the_deadline_is_late_and_the_call_expires(scheduler: RecordingScheduler) -> None:
     late: list[Any] = []
-    effect = made(15.0, late=late.append)
-    root = desk.begin(effect)
-    desk.now = 15.0
-    answer = desk.returned(root.slot, effect, OK)
+    effect = make_call(15.0, on_late_result=late.append)
+    root = scheduler.start_script(effect)
+    scheduler.now = 15.0
+    answer = scheduler.accept_result(root.slot, effect, OK_RESULT)
     assert isinstance(answer, Expired)
-    assert answer.body is effect
-    assert root.parked == (None, NEVER)
-    assert (root.slot.bodies, desk.fenced, desk.came_late(), effect.left, late) == (0, 1, 1, True, ["value"])
+    assert answer.call is effect
+    assert root.waiting_on == (None, NEVER)
+    assert (root.slot.abandoned_calls, scheduler.late_results, scheduler.late_result_count(), effect.exited, late) == (
+        0,
+        1,
+        1,
+        True,
+        ["value"],
+    )
     assert effect.scope is not None
     assert effect.scope.cancelled
-    assert desk.live == {root.slot}
-    assert desk.take() == []
+    assert scheduler.live_slots == {root.slot}
+    assert scheduler.pop_resumed() == []
 
 
-def test_a_pending_interrupt_answers_the_next_call_before_it_is_made(desk: Desk) -> None:
-    first, second = made(), made()
-    tape = Tape(desk, (first, second), None)
-    desk.interrupt(tape.slot)
-    assert tape.slot.interrupted == 1
-    assert tape.go(None) is second
-    (stopped,) = tape.heard
-    assert isinstance(stopped, Stopped)
-    assert (stopped.body, tape.slot.interrupted, tape.slot.bodies) == (None, 0, 0)
+def test_a_pending_interrupt_ends_the_next_call_before_it_is_made(scheduler: RecordingScheduler) -> None:
+    first, second = make_call(), make_call()
+    probe = ScriptProbe(scheduler, (first, second), None)
+    scheduler.interrupt(probe.slot)
+    assert probe.slot.pending_interrupts == 1
+    assert probe.step(None) is second
+    (stopped,) = probe.answers
+    assert isinstance(stopped, Interrupted)
+    assert (stopped.call, probe.slot.pending_interrupts, probe.slot.abandoned_calls) == (None, 0, 0)
 
 
-def test_what_a_fenced_body_returns_is_told_and_what_it_raises_is_not(desk: Desk) -> None:
+def test_the_late_value_of_a_call_goes_to_its_callback_and_a_late_error_does_not(scheduler: RecordingScheduler) -> None:
     late: list[Any] = []
-    for answer in (OK, Err(ValueError("no"))):
-        effect = made(late=late.append)
-        root = desk.begin(effect, Sleep(NEVER))
-        desk.interrupt(root.slot)
-        assert desk.returned(root.slot, effect, answer) is None
-        assert effect.left
-        desk.take()
-    assert (late, desk.fenced) == (["value"], 2)
+    for answer in (OK_RESULT, Err(ValueError("no"))):
+        effect = make_call(on_late_result=late.append)
+        root = scheduler.start_script(effect, Sleep(NEVER))
+        scheduler.interrupt(root.slot)
+        assert scheduler.accept_result(root.slot, effect, answer) is None
+        assert effect.exited
+        scheduler.pop_resumed()
+    assert (late, scheduler.late_results) == (["value"], 2)
 
 
-def test_a_fenced_value_that_nobody_wants_is_dropped(desk: Desk) -> None:
-    effect = made()
-    root = desk.begin(effect, Sleep(NEVER))
-    desk.interrupt(root.slot)
-    assert desk.returned(root.slot, effect, OK) is None
+def test_a_late_value_without_a_callback_is_dropped(scheduler: RecordingScheduler) -> None:
+    effect = make_call()
+    root = scheduler.start_script(effect, Sleep(NEVER))
+    scheduler.interrupt(root.slot)
+    assert scheduler.accept_result(root.slot, effect, OK_RESULT) is None
 
 
-def test_a_fenced_body_takes_nothing_from_the_effect_that_is_waited_for_now(desk: Desk) -> None:
-    box = desk.mailbox()
-    effect, pause = made(), Sleep(20.0)
-    tape = desk.begin(effect, pause, told=box)
-    desk.interrupt(tape.slot)
-    tape.go(tape.resumed())
-    assert desk.returned(tape.slot, effect, OK) is None
-    assert tape.parked == (pause, 20.0)
-    assert (desk.take(), len(box), desk.live) == ([], 0, {tape.slot})
+def test_a_late_value_does_not_end_the_pending_effect(scheduler: RecordingScheduler) -> None:
+    box = scheduler.create_mailbox()
+    effect, pause = make_call(), Sleep(20.0)
+    probe = scheduler.start_script(effect, pause, notify=box)
+    scheduler.interrupt(probe.slot)
+    probe.step(probe.pop_answer())
+    assert scheduler.accept_result(probe.slot, effect, OK_RESULT) is None
+    assert probe.waiting_on == (pause, 20.0)
+    assert (scheduler.pop_resumed(), len(box), scheduler.live_slots) == ([], 0, {probe.slot})
 
 
 # -- time ---------------------------------------------------------------------------------------
 
 
-def test_whoever_is_due_is_answered_and_nobody_else(desk: Desk) -> None:
-    box, effect = desk.mailbox(), made(15.0)
+def test_only_due_effects_expire(scheduler: RecordingScheduler) -> None:
+    box, effect = scheduler.create_mailbox(), make_call(15.0)
     box.put("here")
-    tapes = [
-        desk.begin(effect),
-        desk.begin(Sleep(15.0)),
-        desk.begin(Gone(made(), 15.0)),
-        desk.begin(Wait(box, 2, 15.0)),
+    probes = [
+        scheduler.start_script(effect),
+        scheduler.start_script(Sleep(15.0)),
+        scheduler.start_script(AwaitExit(make_call(), 15.0)),
+        scheduler.start_script(Wait(box, 2, 15.0)),
     ]
-    later = [desk.begin(made(15.5)), desk.begin(Sleep(15.5))]
-    desk.now = 14.5
-    desk.expire()
-    assert desk.take() == []
-    desk.now = 15.0
-    desk.expire()
-    answers = dict(desk.take())
-    called, slept, went, waited = (answers.pop(tape.slot) for tape in tapes)
+    later = [scheduler.start_script(make_call(15.5)), scheduler.start_script(Sleep(15.5))]
+    scheduler.now = 14.5
+    scheduler.expire_due()
+    assert scheduler.pop_resumed() == []
+    scheduler.now = 15.0
+    scheduler.expire_due()
+    answers = dict(scheduler.pop_resumed())
+    called, slept, went, waited = (answers.pop(probe.slot) for probe in probes)
     assert not answers
     assert isinstance(called, Expired)
-    assert (called.body, slept, went, waited) == (effect, None, False, ["here"])
-    assert [tape.parked for tape in tapes] == [(None, NEVER)] * 4
-    assert [tape.slot.bodies for tape in tapes] == [1, 0, 0, 0]
-    assert [tape.slot.due for tape in later] == [15.5, 15.5]
+    assert (called.call, slept, went, waited) == (effect, None, False, ["here"])
+    assert [probe.waiting_on for probe in probes] == [(None, NEVER)] * 4
+    assert [probe.slot.abandoned_calls for probe in probes] == [1, 0, 0, 0]
+    assert [probe.slot.due for probe in later] == [15.5, 15.5]
     assert effect.scope is not None
     assert effect.scope.cancelled
     box.put("late")
     box.put("later")
-    assert desk.take() == [], "nobody waits any more"
+    assert scheduler.pop_resumed() == [], "nobody waits any more"
 
 
-@pytest.mark.parametrize("until, parked", [(9.0, False), (10.0, False), (10.5, True)])
-def test_a_wait_whose_time_is_over_is_answered_at_once(desk: Desk, until: float, parked: bool) -> None:
-    box = desk.mailbox()
-    for effect, answer in ((Sleep(until), None), (Gone(made(), until), False), (Wait(box, 1, until), [])):
-        tape = desk.begin(effect, Sleep(NEVER))
-        assert tape.heard == ([] if parked else [answer])
-        assert (tape.slot.ticket is effect) is parked
-        assert (tape.slot.due == until) is parked
+@pytest.mark.parametrize("until, is_waiting", [(9.0, False), (10.0, False), (10.5, True)])
+def test_a_wait_with_a_past_deadline_ends_immediately(
+    scheduler: RecordingScheduler, until: float, is_waiting: bool
+) -> None:
+    box = scheduler.create_mailbox()
+    for effect, answer in ((Sleep(until), None), (AwaitExit(make_call(), until), False), (Wait(box, 1, until), [])):
+        probe = scheduler.start_script(effect, Sleep(NEVER))
+        assert probe.answers == ([] if is_waiting else [answer])
+        assert (probe.slot.pending_effect is effect) is is_waiting
+        assert (probe.slot.due == until) is is_waiting
     box.put("x")
-    assert len(desk.take()) == parked, "who was answered waits no more"
+    assert len(scheduler.pop_resumed()) == is_waiting, "who was answered waits no more"
 
 
-def test_the_watcher_answers_what_is_due_and_looks_again_at_the_nearest(desk: Desk) -> None:
-    first = desk.begin(Sleep(12.0))
-    desk.begin(Sleep(30.0))
-    desk.begin(Sleep(20.0))
-    desk.watcher.wakes_at = 12.0
-    desk.now = 12.0
-    desk.meant.clear()
-    assert desk.watcher.look(desk) == 20.0
-    assert desk.watcher.wakes_at == 20.0
-    assert first.resumed() is None
-    assert desk.meant == [NEVER], "while it looks, whatever begins pokes it"
+def test_the_timer_expires_due_effects_and_fires_again_at_the_next_deadline(scheduler: RecordingScheduler) -> None:
+    first = scheduler.start_script(Sleep(12.0))
+    scheduler.start_script(Sleep(30.0))
+    scheduler.start_script(Sleep(20.0))
+    scheduler.deadline_timer.wakes_at = 12.0
+    scheduler.now = 12.0
+    scheduler.wake_times.clear()
+    assert scheduler.deadline_timer.fire_due(scheduler) == 20.0
+    assert scheduler.deadline_timer.wakes_at == 20.0
+    assert first.pop_answer() is None
+    assert scheduler.wake_times == [NEVER], "while it looks, whatever begins pokes it"
 
 
-def test_a_watcher_with_nobody_to_look_after_sleeps_for_ever(desk: Desk) -> None:
-    desk.watcher.wakes_at = 12.0
-    assert desk.watcher.look(desk) == NEVER
-    assert desk.watcher.wakes_at == NEVER
+def test_a_timer_without_deadlines_never_fires(scheduler: RecordingScheduler) -> None:
+    scheduler.deadline_timer.wakes_at = 12.0
+    assert scheduler.deadline_timer.fire_due(scheduler) == NEVER
+    assert scheduler.deadline_timer.wakes_at == NEVER
 
 
 # -- leaving ------------------------------------------------------------------------------------
 
 
-def abandoned(desk: Desk, *, told: Mailbox | None, until: float = NEVER) -> tuple[Tape, Call]:
+def start_abandoned(
+    scheduler: RecordingScheduler, *, notify: Mailbox | None, until: float = NEVER
+) -> tuple[ScriptProbe, Call]:
     """A script that waits for the body of its interrupted call to leave."""
-    effect = made()
-    tape = desk.begin(effect, Gone(effect, until), told=told)
-    desk.interrupt(tape.slot)
-    tape.go(tape.resumed())
-    return tape, effect
+    effect = make_call()
+    probe = scheduler.start_script(effect, AwaitExit(effect, until), notify=notify)
+    scheduler.interrupt(probe.slot)
+    probe.step(probe.pop_answer())
+    return probe, effect
 
 
-def test_a_body_that_leaves_answers_whoever_waits_for_it(desk: Desk) -> None:
-    box = desk.mailbox()
-    tape, effect = abandoned(desk, told=box, until=30.0)
-    assert tape.slot.due == 30.0
-    assert desk.returned(tape.slot, effect, OK) is None
-    assert tape.resumed() is True
-    assert tape.parked == (None, NEVER)
-    assert (tape.slot.bodies, len(box), desk.live) == (0, 0, {tape.slot})
+def test_the_exit_of_a_call_ends_the_wait_for_it(scheduler: RecordingScheduler) -> None:
+    box = scheduler.create_mailbox()
+    probe, effect = start_abandoned(scheduler, notify=box, until=30.0)
+    assert probe.slot.due == 30.0
+    assert scheduler.accept_result(probe.slot, effect, OK_RESULT) is None
+    assert probe.pop_answer() is True
+    assert probe.waiting_on == (None, NEVER)
+    assert (probe.slot.abandoned_calls, len(box), scheduler.live_slots) == (0, 0, {probe.slot})
 
 
-def test_another_body_that_leaves_answers_nobody(desk: Desk) -> None:
-    first, second = made(), made()
-    tape = desk.begin(first, second, Gone(second, NEVER))
+def test_the_exit_of_another_call_does_not_end_the_wait(scheduler: RecordingScheduler) -> None:
+    first, second = make_call(), make_call()
+    probe = scheduler.start_script(first, second, AwaitExit(second, NEVER))
     for _ in range(2):
-        desk.interrupt(tape.slot)
-        tape.go(tape.resumed())
-    assert tape.slot.bodies == 2
-    desk.returned(tape.slot, first, OK)
-    assert (desk.take(), tape.slot.bodies) == ([], 1)
-    desk.returned(tape.slot, second, OK)
-    assert (tape.resumed(), tape.slot.bodies) == (True, 0)
+        scheduler.interrupt(probe.slot)
+        probe.step(probe.pop_answer())
+    assert probe.slot.abandoned_calls == 2
+    scheduler.accept_result(probe.slot, first, OK_RESULT)
+    assert (scheduler.pop_resumed(), probe.slot.abandoned_calls) == ([], 1)
+    scheduler.accept_result(probe.slot, second, OK_RESULT)
+    assert (probe.pop_answer(), probe.slot.abandoned_calls) == (True, 0)
 
 
-def test_a_body_is_asked_to_leave_once(desk: Desk) -> None:
-    asked: list[str] = []
-    effect = made()
-    effect.cancel = lambda: asked.append("please")
-    tape = desk.begin(Gone(effect, 10.0), Gone(effect, 10.0), Gone(made(), 10.0))
-    assert (tape.heard, asked, effect.cancel) == ([False, False, False], ["please"], None)
+def test_a_call_is_cancelled_once(scheduler: RecordingScheduler) -> None:
+    cancel_requests: list[str] = []
+    effect = make_call()
+    effect.cancel = lambda: cancel_requests.append("please")
+    probe = scheduler.start_script(AwaitExit(effect, 10.0), AwaitExit(effect, 10.0), AwaitExit(make_call(), 10.0))
+    assert (probe.answers, cancel_requests, effect.cancel) == ([False, False, False], ["please"], None)
 
 
-def test_a_body_that_has_left_is_not_asked(desk: Desk) -> None:
-    asked: list[str] = []
-    effect = made()
-    effect.cancel = lambda: asked.append("please")
-    effect.left = True
-    tape = desk.begin(Gone(effect, 30.0), Gone(effect, 10.0))
-    assert (tape.heard, asked) == ([True, True], [])
+def test_an_exited_call_is_not_cancelled(scheduler: RecordingScheduler) -> None:
+    cancel_requests: list[str] = []
+    effect = make_call()
+    effect.cancel = lambda: cancel_requests.append("please")
+    effect.exited = True
+    probe = scheduler.start_script(AwaitExit(effect, 30.0), AwaitExit(effect, 10.0))
+    assert (probe.answers, cancel_requests) == ([True, True], [])
 
 
-def test_a_body_is_asked_to_leave_also_by_a_script_that_is_interrupted(desk: Desk) -> None:
-    asked: list[str] = []
-    effect = made()
-    effect.cancel = lambda: asked.append("please")
-    tape = Tape(desk, (Gone(effect, NEVER), Sleep(NEVER)), None)
-    desk.interrupt(tape.slot)
-    tape.go(None)
-    assert [type(answer) for answer in tape.heard] == [Stopped]
-    assert (asked, tape.slot.interrupted) == (["please"], 0)
+def test_an_interrupted_script_also_cancels_its_call(scheduler: RecordingScheduler) -> None:
+    cancel_requests: list[str] = []
+    effect = make_call()
+    effect.cancel = lambda: cancel_requests.append("please")
+    probe = ScriptProbe(scheduler, (AwaitExit(effect, NEVER), Sleep(NEVER)), None)
+    scheduler.interrupt(probe.slot)
+    probe.step(None)
+    assert [type(answer) for answer in probe.answers] == [Interrupted]
+    assert (cancel_requests, probe.slot.pending_interrupts) == (["please"], 0)
 
 
 # -- ending -------------------------------------------------------------------------------------
 
 
-def test_the_end_of_the_first_script_is_the_end(desk: Desk) -> None:
-    root = desk.begin()
-    assert (root.call, root.slot.ended, desk.live, desk.finished) == (None, True, set(), [("end", None)])
+def test_the_end_of_the_first_script_is_the_end_of_the_run(scheduler: RecordingScheduler) -> None:
+    root = scheduler.start_script()
+    assert (root.next_call, root.slot.ended, scheduler.live_slots, scheduler.finished) == (
+        None,
+        True,
+        set(),
+        [("end", None)],
+    )
 
 
-def test_the_end_of_a_spawned_script_is_told(desk: Desk) -> None:
-    box = desk.mailbox()
-    tape = desk.begin(told=box)
+def test_the_end_of_a_spawned_script_notifies_its_mailbox(scheduler: RecordingScheduler) -> None:
+    box = scheduler.create_mailbox()
+    probe = scheduler.start_script(notify=box)
     (done,) = box.take()
-    assert isinstance(done, Done)
-    assert (done.slot, done.value, done.freed) == (tape.slot, "end", True)
-    assert (tape.slot.ended, desk.live, desk.finished) == (True, set(), [])
+    assert isinstance(done, ScriptEnded)
+    assert (done.slot, done.value, done.freed) == (probe.slot, "end", True)
+    assert (probe.slot.ended, scheduler.live_slots, scheduler.finished) == (True, set(), [])
 
 
-def test_a_script_that_leaves_a_body_behind_is_freed_when_that_leaves(desk: Desk) -> None:
-    box = desk.mailbox()
-    first, second = made(), made()
-    tape = desk.begin(first, second, told=box)
+def test_a_slot_with_abandoned_calls_is_freed_when_they_exit(scheduler: RecordingScheduler) -> None:
+    box = scheduler.create_mailbox()
+    first, second = make_call(), make_call()
+    probe = scheduler.start_script(first, second, notify=box)
     for _ in range(2):
-        desk.interrupt(tape.slot)
-        tape.go(tape.resumed())
+        scheduler.interrupt(probe.slot)
+        probe.step(probe.pop_answer())
     (done,) = box.take()
-    assert (done.freed, tape.slot.ended, desk.live) == (False, True, {tape.slot})
-    desk.returned(tape.slot, first, OK)
-    assert (len(box), desk.live) == (0, {tape.slot})
-    desk.returned(tape.slot, second, OK)
+    assert (done.freed, probe.slot.ended, scheduler.live_slots) == (False, True, {probe.slot})
+    scheduler.accept_result(probe.slot, first, OK_RESULT)
+    assert (len(box), scheduler.live_slots) == (0, {probe.slot})
+    scheduler.accept_result(probe.slot, second, OK_RESULT)
     (freed,) = box.take()
-    assert isinstance(freed, Freed)
-    assert (freed.slot, desk.live) == (tape.slot, set())
-    assert (desk.take(), desk.fenced) == ([], 2)
+    assert isinstance(freed, SlotFreed)
+    assert (freed.slot, scheduler.live_slots) == (probe.slot, set())
+    assert (scheduler.pop_resumed(), scheduler.late_results) == ([], 2)
 
 
-def test_the_first_scripts_last_body_frees_nobody(desk: Desk) -> None:
-    effect = made()
-    root = desk.begin(effect)
-    desk.interrupt(root.slot)
-    root.go(root.resumed())
-    assert desk.live == {root.slot}
-    assert desk.returned(root.slot, effect, OK) is None
-    assert (desk.live, desk.finished, desk.take()) == (set(), [("end", None)], [])
+def test_the_last_call_of_the_first_script_sends_no_notification(scheduler: RecordingScheduler) -> None:
+    effect = make_call()
+    root = scheduler.start_script(effect)
+    scheduler.interrupt(root.slot)
+    root.step(root.pop_answer())
+    assert scheduler.live_slots == {root.slot}
+    assert scheduler.accept_result(root.slot, effect, OK_RESULT) is None
+    assert (scheduler.live_slots, scheduler.finished, scheduler.pop_resumed()) == (set(), [("end", None)], [])
 
 
 @pytest.mark.parametrize("error", [LookupError("defect"), KeyboardInterrupt()])
-def test_a_script_that_breaks_ends_everything_with_its_error(desk: Desk, error: BaseException) -> None:
-    def broken() -> Script[None]:
+def test_an_error_in_a_script_ends_the_run(scheduler: RecordingScheduler, error: BaseException) -> None:
+    def fail() -> Script[None]:
         yield Sleep(10.0)
         raise error
 
-    box = desk.mailbox()
-    slot = desk.start(broken(), told=box)
-    assert desk.advance(slot, None) is None
-    assert (desk.finished, slot.ended, desk.live, len(box)) == ([(None, error)], True, set(), 0)
+    box = scheduler.create_mailbox()
+    slot = scheduler.start(fail(), notify=box)
+    assert scheduler.step(slot, None) is None
+    assert (scheduler.finished, slot.ended, scheduler.live_slots, len(box)) == ([(None, error)], True, set(), 0)
 
 
-def test_an_interrupt_of_a_script_that_has_ended_is_nothing(desk: Desk) -> None:
-    tape = desk.begin(told=desk.mailbox())
-    desk.interrupt(tape.slot)
-    assert (desk.take(), tape.slot.interrupted) == ([], 0)
+def test_interrupting_an_ended_script_does_nothing(scheduler: RecordingScheduler) -> None:
+    probe = scheduler.start_script(notify=scheduler.create_mailbox())
+    scheduler.interrupt(probe.slot)
+    assert (scheduler.pop_resumed(), probe.slot.pending_interrupts) == ([], 0)
 
 
 # -- interrupting -------------------------------------------------------------------------------
 
 
-def test_an_interrupted_call_leaves_its_body_behind(desk: Desk) -> None:
-    effect = made(15.0)
-    root = desk.begin(effect)
-    desk.interrupt(root.slot)
-    stopped = root.resumed()
-    assert isinstance(stopped, Stopped)
-    assert stopped.body is effect
-    assert root.parked == (None, NEVER)
-    assert (root.slot.bodies, root.slot.interrupted, effect.left) == (1, 0, False)
+def test_an_interrupted_call_is_abandoned(scheduler: RecordingScheduler) -> None:
+    effect = make_call(15.0)
+    root = scheduler.start_script(effect)
+    scheduler.interrupt(root.slot)
+    stopped = root.pop_answer()
+    assert isinstance(stopped, Interrupted)
+    assert stopped.call is effect
+    assert root.waiting_on == (None, NEVER)
+    assert (root.slot.abandoned_calls, root.slot.pending_interrupts, effect.exited) == (1, 0, False)
     assert effect.scope is not None
     assert effect.scope.cancelled
 
 
-def test_an_interrupted_call_needs_no_scope(desk: Desk) -> None:
+def test_an_interrupted_call_needs_no_scope(scheduler: RecordingScheduler) -> None:
     effect = Call("x", abs, (1,))
-    root = desk.begin(effect)
-    desk.interrupt(root.slot)
-    assert root.resumed().body is effect
+    root = scheduler.start_script(effect)
+    scheduler.interrupt(root.slot)
+    assert root.pop_answer().call is effect
 
 
-@pytest.mark.parametrize("effect", [Sleep(15.0), Gone(made(), 15.0)])
-def test_an_interrupted_wait_ends_without_a_body(desk: Desk, effect: Any) -> None:
-    root = desk.begin(effect)
-    desk.interrupt(root.slot)
-    stopped = root.resumed()
-    assert isinstance(stopped, Stopped)
-    assert stopped.body is None
-    assert root.parked == (None, NEVER)
-    assert root.slot.bodies == 0
+@pytest.mark.parametrize("effect", [Sleep(15.0), AwaitExit(make_call(), 15.0)])
+def test_an_interrupted_wait_abandons_no_call(scheduler: RecordingScheduler, effect: Any) -> None:
+    root = scheduler.start_script(effect)
+    scheduler.interrupt(root.slot)
+    stopped = root.pop_answer()
+    assert isinstance(stopped, Interrupted)
+    assert stopped.call is None
+    assert root.waiting_on == (None, NEVER)
+    assert root.slot.abandoned_calls == 0
 
 
-def test_a_script_interrupts_another_and_is_answered_nothing(desk: Desk) -> None:
-    other = desk.begin(Sleep(NEVER), told=desk.mailbox())
-    root = desk.begin(Interrupt(other.slot), Sleep(NEVER))
-    assert root.heard == [None]
-    assert isinstance(other.resumed(), Stopped)
+def test_a_script_can_interrupt_another(scheduler: RecordingScheduler) -> None:
+    other = scheduler.start_script(Sleep(NEVER), notify=scheduler.create_mailbox())
+    root = scheduler.start_script(Interrupt(other.slot), Sleep(NEVER))
+    assert root.answers == [None]
+    assert isinstance(other.pop_answer(), Interrupted)
 
 
 # -- closing ------------------------------------------------------------------------------------
 
 
-def test_closing_fences_every_body_and_takes_every_ticket(desk: Desk) -> None:
-    effect = made(15.0)
-    calling, sleeping = desk.begin(effect), desk.begin(Sleep(15.0))
-    running = desk.start(iter(()))  # type: ignore[arg-type]
-    desk.take()
-    desk.close()
-    assert desk.closed is True
-    assert (calling.parked, sleeping.parked) == ((None, NEVER), (None, NEVER))
-    assert (calling.slot.bodies, sleeping.slot.bodies, running.bodies) == (1, 0, 0)
+def test_close_abandons_every_call_and_clears_every_pending_effect(scheduler: RecordingScheduler) -> None:
+    effect = make_call(15.0)
+    calling, sleeping = scheduler.start_script(effect), scheduler.start_script(Sleep(15.0))
+    running = scheduler.start(iter(()))  # type: ignore[arg-type]
+    scheduler.pop_resumed()
+    scheduler.close()
+    assert scheduler.closed is True
+    assert (calling.waiting_on, sleeping.waiting_on) == ((None, NEVER), (None, NEVER))
+    assert (calling.slot.abandoned_calls, sleeping.slot.abandoned_calls, running.abandoned_calls) == (1, 0, 0)
     assert effect.scope is not None
     assert effect.scope.cancelled
-    assert desk.returned(calling.slot, effect, OK) is None
-    desk.now = 99.0
-    desk.expire()
-    assert (desk.take(), desk.fenced) == ([], 1)
+    assert scheduler.accept_result(calling.slot, effect, OK_RESULT) is None
+    scheduler.now = 99.0
+    scheduler.expire_due()
+    assert (scheduler.pop_resumed(), scheduler.late_results) == ([], 1)
 
 
 # -- mailboxes ----------------------------------------------------------------------------------
 
 
-def test_a_mailbox_answers_at_its_count_and_not_before(desk: Desk) -> None:
-    box = desk.mailbox()
+def test_a_mailbox_ends_the_wait_at_its_count_and_not_before(scheduler: RecordingScheduler) -> None:
+    box = scheduler.create_mailbox()
     effect = Wait(box, 2, 30.0)
-    root = desk.begin(effect, Wait(box))
+    root = scheduler.start_script(effect, Wait(box))
     box.put("a")
-    assert (desk.take(), len(box), root.parked) == ([], 1, (effect, 30.0))
+    assert (scheduler.pop_resumed(), len(box), root.waiting_on) == ([], 1, (effect, 30.0))
     box.put("b")
-    assert root.resumed() == ["a", "b"]
-    assert (len(box), root.parked) == (0, (None, NEVER))
+    assert root.pop_answer() == ["a", "b"]
+    assert (len(box), root.waiting_on) == (0, (None, NEVER))
     box.put("c")
-    assert (desk.take(), len(box)) == ([], 1), "it is not waiting now"
-    root.go(["a", "b"])
-    assert root.heard == [["a", "b"], ["c"]], "one is enough where no number is given"
+    assert (scheduler.pop_resumed(), len(box)) == ([], 1), "it is not waiting now"
+    root.step(["a", "b"])
+    assert root.answers == [["a", "b"], ["c"]], "one is enough where no number is given"
 
 
-def test_a_mailbox_that_holds_enough_answers_at_once_with_all(desk: Desk) -> None:
-    box = desk.mailbox()
+def test_a_mailbox_with_enough_items_returns_all_immediately(scheduler: RecordingScheduler) -> None:
+    box = scheduler.create_mailbox()
     for item in "abc":
         box.put(item)
-    root = desk.begin(Wait(box, 2), Wait(box))
-    assert root.heard == [["a", "b", "c"]]
+    root = scheduler.start_script(Wait(box, 2), Wait(box))
+    assert root.answers == [["a", "b", "c"]]
     box.put("d")
-    assert root.resumed() == ["d"]
+    assert root.pop_answer() == ["d"]
 
 
-def test_something_urgent_ends_the_wait_whatever_the_count(desk: Desk) -> None:
-    box = desk.mailbox()
-    root = desk.begin(Wait(box, 9), Wait(box, 9))
+def test_an_urgent_item_ends_the_wait_whatever_the_count(scheduler: RecordingScheduler) -> None:
+    box = scheduler.create_mailbox()
+    root = scheduler.start_script(Wait(box, 9), Wait(box, 9))
     box.put("a")
     box.put("b", urgent=True)
-    assert root.resumed() == ["a", "b"]
-    root.go(["a", "b"])
+    assert root.pop_answer() == ["a", "b"]
+    root.step(["a", "b"])
     box.put("c")
-    assert desk.take() == [], "the urgency is over"
+    assert scheduler.pop_resumed() == [], "the urgency is over"
 
 
-def test_something_urgent_that_came_before_the_wait_is_not_forgotten(desk: Desk) -> None:
-    box = desk.mailbox()
+def test_an_urgent_item_before_the_wait_is_not_lost(scheduler: RecordingScheduler) -> None:
+    box = scheduler.create_mailbox()
     box.put("a", urgent=True)
     box.put("b")
-    root = desk.begin(Wait(box, 9), Wait(box, 9))
-    assert root.heard == [["a", "b"]]
-    assert root.slot.ticket is root.effects[1]
+    root = scheduler.start_script(Wait(box, 9), Wait(box, 9))
+    assert root.answers == [["a", "b"]]
+    assert root.slot.pending_effect is root.effects[1]
 
 
-def test_an_interrupted_wait_leaves_what_was_there(desk: Desk) -> None:
-    box = desk.mailbox()
-    root = desk.begin(Wait(box, 2, 30.0))
+def test_an_interrupted_wait_keeps_the_items(scheduler: RecordingScheduler) -> None:
+    box = scheduler.create_mailbox()
+    root = scheduler.start_script(Wait(box, 2, 30.0))
     box.put("a")
-    desk.interrupt(root.slot)
-    stopped = root.resumed()
-    assert isinstance(stopped, Stopped)
-    assert (stopped.body, root.parked) == (None, (None, NEVER))
+    scheduler.interrupt(root.slot)
+    stopped = root.pop_answer()
+    assert isinstance(stopped, Interrupted)
+    assert (stopped.call, root.waiting_on) == (None, (None, NEVER))
     box.put("b")
-    assert (desk.take(), len(box)) == ([], 2)
+    assert (scheduler.pop_resumed(), len(box)) == ([], 2)
 
 
-def test_a_pending_interrupt_answers_the_next_wait_and_only_that(desk: Desk) -> None:
-    box = desk.mailbox()
+def test_a_pending_interrupt_ends_only_the_next_wait(scheduler: RecordingScheduler) -> None:
+    box = scheduler.create_mailbox()
     box.put("a")
-    tape = Tape(desk, (Wait(box), Wait(box)), None)
-    desk.interrupt(tape.slot)
-    tape.go(None)
-    stopped, items = tape.heard
-    assert (type(stopped), items) == (Stopped, ["a"])
+    probe = ScriptProbe(scheduler, (Wait(box), Wait(box)), None)
+    scheduler.interrupt(probe.slot)
+    probe.step(None)
+    stopped, items = probe.answers
+    assert (type(stopped), items) == (Interrupted, ["a"])
 
 
-def test_a_mailbox_says_whether_there_is_anything_to_wait_for(desk: Desk) -> None:
-    box, slot = desk.mailbox(), Slot(iter(()), told=None, counted=False)  # type: ignore[arg-type]
-    assert box.await_by(slot, 1) is True
-    box.leave()
+def test_registering_a_waiter_fails_if_there_are_enough_items(scheduler: RecordingScheduler) -> None:
+    box, slot = scheduler.create_mailbox(), Slot(iter(()), notify=None, counted=False)  # type: ignore[arg-type]
+    assert box.register_waiter(slot, 1) is True
+    box.clear_waiter()
     box.put("a")
-    assert box.await_by(slot, 2) is True
-    assert box.await_by(slot, 1) is False
+    assert box.register_waiter(slot, 2) is True
+    assert box.register_waiter(slot, 1) is False
 
 
 # -- afterwards ---------------------------------------------------------------------------------
 
 
-def test_what_comes_afterwards_is_done_at_once_where_no_body_is_left(desk: Desk) -> None:
+def test_on_exit_runs_immediately_without_an_abandoned_call(scheduler: RecordingScheduler) -> None:
     done: list[str] = []
-    box = desk.mailbox()
-    tape = desk.begin(Afterwards(lambda: done.append(f"then, before {len(box)} are told")), told=box)
-    assert (tape.heard, done, len(box)) == ([None], ["then, before 0 are told"], 1)
+    box = scheduler.create_mailbox()
+    probe = scheduler.start_script(OnExit(lambda: done.append(f"then, before {len(box)} are told")), notify=box)
+    assert (probe.answers, done, len(box)) == ([None], ["then, before 0 are told"], 1)
 
 
-def test_what_comes_afterwards_waits_for_the_last_body_and_nobody_else_has_to_hear_of_it(desk: Desk) -> None:
+def test_on_exit_runs_after_the_exit_of_the_last_abandoned_call(scheduler: RecordingScheduler) -> None:
     done: list[str] = []
-    box, first, second = desk.mailbox(), made(11.0), made(11.0)
-    tape = desk.begin(first, second, Afterwards(lambda: done.append(f"before {len(box)}")), told=box)
-    for body in (first, second):
-        desk.now += 2.0
-        body.until = tape.slot.due = desk.now
-        desk.expire()
-        tape.go(tape.resumed())
-    assert (done, tape.slot.ended) == ([], True)
-    assert desk.returned(tape.slot, first, OK) is None
+    box, first, second = scheduler.create_mailbox(), make_call(11.0), make_call(11.0)
+    probe = scheduler.start_script(first, second, OnExit(lambda: done.append(f"before {len(box)}")), notify=box)
+    for effect in (first, second):
+        scheduler.now += 2.0
+        effect.until = probe.slot.due = scheduler.now
+        scheduler.expire_due()
+        probe.step(probe.pop_answer())
+    assert (done, probe.slot.ended) == ([], True)
+    assert scheduler.accept_result(probe.slot, first, OK_RESULT) is None
     assert done == []
-    assert desk.returned(tape.slot, second, OK) is None
+    assert scheduler.accept_result(probe.slot, second, OK_RESULT) is None
     assert done == ["before 1"]
-    assert [type(each) for each in box.take()] == [Done, Freed]
+    assert [type(each) for each in box.take()] == [ScriptEnded, SlotFreed]
 
 
-def test_the_first_script_may_have_something_done_afterwards_too(desk: Desk) -> None:
+def test_on_exit_also_runs_for_the_first_script(scheduler: RecordingScheduler) -> None:
     done: list[str] = []
-    body = made(11.0)
-    tape = desk.begin(body, Afterwards(lambda: done.append("then")))
-    desk.now = 11.0
-    desk.expire()
-    tape.go(tape.resumed())
-    assert desk.returned(tape.slot, body, OK) is None
+    effect = make_call(11.0)
+    probe = scheduler.start_script(effect, OnExit(lambda: done.append("then")))
+    scheduler.now = 11.0
+    scheduler.expire_due()
+    probe.step(probe.pop_answer())
+    assert scheduler.accept_result(probe.slot, effect, OK_RESULT) is None
     assert done == ["then"]
 
 
 # -- words --------------------------------------------------------------------------------------
 
 
-def test_the_typed_helpers_ask_for_their_effect_and_return_its_answer(desk: Desk) -> None:
-    box, body, slot = desk.mailbox(), made(), Slot(iter(()), told=None, counted=False)  # type: ignore[arg-type]
+def test_the_typed_helpers_yield_their_effect_and_return_its_result(scheduler: RecordingScheduler) -> None:
+    box, call_effect, slot = scheduler.create_mailbox(), make_call(), Slot(iter(()), notify=None, counted=False)  # type: ignore[arg-type]
     child: Script[None] = iter(())  # type: ignore[assignment]
     scripts: list[tuple[Script[Any], type, dict[str, Any]]] = [
-        (call(body), Call, {"step": "x", "fn": abs, "args": (1,), "until": NEVER, "left": False, "cancel": None}),
+        (
+            call(call_effect),
+            Call,
+            {"step": "x", "fn": abs, "args": (1,), "until": NEVER, "exited": False, "cancel": None},
+        ),
         (sleep(3.0), Sleep, {"until": 3.0}),
-        (gone(body, 3.0), Gone, {"body": body, "until": 3.0}),
+        (await_exit(call_effect, 3.0), AwaitExit, {"call": call_effect, "until": 3.0}),
         (wait(box), Wait, {"mailbox": box, "count": 1, "until": NEVER}),
         (wait(box, count=2, until=3.0), Wait, {"mailbox": box, "count": 2, "until": 3.0}),
-        (spawn(child, told=box, counted=True), Spawn, {"script": child, "told": box, "counted": True}),
+        (spawn(child, notify=box, counted=True), Spawn, {"script": child, "notify": box, "counted": True}),
     ]
     for script, kind, fields in scripts:
         effect = next(script)
@@ -663,9 +701,9 @@ def test_the_typed_helpers_ask_for_their_effect_and_return_its_answer(desk: Desk
         with pytest.raises(StopIteration) as stop:
             script.send(answer)
         assert stop.value.value is answer
-    meant = next(afterwards(desk.stop))
-    assert isinstance(meant, Afterwards)
-    assert meant.then == desk.stop
-    asked = next(interrupt(slot))
-    assert isinstance(asked, Interrupt)
-    assert asked.slot is slot
+    on_exit_effect = next(on_exit(scheduler.stop))
+    assert isinstance(on_exit_effect, OnExit)
+    assert on_exit_effect.callback == scheduler.stop
+    interrupt_effect = next(interrupt(slot))
+    assert isinstance(interrupt_effect, Interrupt)
+    assert interrupt_effect.slot is slot

@@ -16,86 +16,86 @@ import pytest
 from ergon_framework import scope
 from ergon_framework.engine.drivers import daemons
 from ergon_framework.engine.drivers.daemons import DaemonExecutor
-from ergon_framework.engine.drivers.threads import Threads
+from ergon_framework.engine.drivers.threads import ThreadDriver
 from ergon_framework.engine.drivers.waiting import RealTime
 from ergon_framework.engine.effects import NEVER, Call, Script, Sleep
-from ergon_framework.engine.outcome import Err, Ok, Stopped
-from ergon_framework.engine.senses import Senses
+from ergon_framework.engine.outcome import Err, Interrupted, Ok
+from ergon_framework.engine.senses import Clock
 from ergon_framework.scope import Scope
 from ergon_framework.transaction import Transaction
 
 
-class Tray:
+class FakeInbox:
     """An inbox in which things lie; whoever looks into it does *at_get* first."""
 
     def __init__(self) -> None:
-        self.put_in = 0
-        self.taken = 0
-        self.at_get: Callable[[], object] = list
+        self.put_count = 0
+        self.get_count = 0
+        self.on_get: Callable[[], object] = list
 
     def put(self, item: Any) -> None:
-        self.put_in += 1
+        self.put_count += 1
 
     def get(self) -> Any:
-        self.taken += 1
-        self.at_get()
+        self.get_count += 1
+        self.on_get()
 
 
-class Bell:
+class FakeWakeup:
     """An alarm that writes down who waits for how long, and wakes everybody at once."""
 
     def __init__(self) -> None:
-        self.rung = 0
+        self.set_count = 0
         self.waits: list[float | None] = []
-        self.at_wait: Callable[[], object] = list
+        self.on_wait: Callable[[], object] = list
 
-    def ring(self) -> None:
-        self.rung += 1
+    def set(self) -> None:
+        self.set_count += 1
 
     def wait(self, seconds: float | None) -> None:
         self.waits.append(seconds)
         assert len(self.waits) < 9, "this wait leads nowhere"
-        self.at_wait()
+        self.on_wait()
 
 
-class Still:
+class FakeThreadClock:
     """Waiting in which nothing happens by itself: threads are kept and not started."""
 
     def __init__(self) -> None:
         self.now = 10.0
-        self.senses = Senses(clock=lambda: self.now)
-        self.trays: list[Tray] = []
-        self.bells: list[Bell] = []
+        self.time_source = Clock(monotonic=lambda: self.now)
+        self.inboxes: list[FakeInbox] = []
+        self.wakeups: list[FakeWakeup] = []
         self.threads: list[threading.Thread] = []
         self.joined: list[str] = []
-        self.over = 0
+        self.ended_count = 0
         #: How many more threads the machine has.
-        self.room = 99
+        self.max_threads = 99
 
-    def inbox(self) -> Tray:
-        self.trays.append(Tray())
-        return self.trays[-1]
+    def create_inbox(self) -> FakeInbox:
+        self.inboxes.append(FakeInbox())
+        return self.inboxes[-1]
 
-    def alarm(self) -> Bell:
-        self.bells.append(Bell())
-        return self.bells[-1]
+    def create_wakeup(self) -> FakeWakeup:
+        self.wakeups.append(FakeWakeup())
+        return self.wakeups[-1]
 
     def start(self, thread: threading.Thread) -> None:
-        if len(self.threads) == self.room:
+        if len(self.threads) == self.max_threads:
             raise RuntimeError("can't start new thread")
         self.threads.append(thread)
         thread.join = lambda timeout=None: self.joined.append(thread.name)  # type: ignore[method-assign]
 
-    def ended(self) -> None:
-        self.over += 1
+    def thread_ended(self) -> None:
+        self.ended_count += 1
 
 
 @pytest.fixture
-def still() -> Still:
-    return Still()
+def fake_clock() -> FakeThreadClock:
+    return FakeThreadClock()
 
 
-def bounded(fn: Callable[..., Any], *args: Any) -> Any:
+def run_with_timeout(fn: Callable[..., Any], *args: Any) -> Any:
     """``fn(*args)`` on a thread of its own, so that one that never ends is noticed."""
     future: Future[Any] = Future()
 
@@ -112,241 +112,241 @@ def bounded(fn: Callable[..., Any], *args: Any) -> Any:
 # -- the executor -------------------------------------------------------------------------------
 
 
-def test_the_first_job_starts_one_daemon_thread_and_the_next_wait_for_it(still: Still) -> None:
-    executor, ran = DaemonExecutor(3, name="x", waiting=still), []
+def test_the_first_job_starts_one_daemon_thread_and_later_jobs_wait_for_it(fake_clock: FakeThreadClock) -> None:
+    executor, ran = DaemonExecutor(3, name="x", waiting=fake_clock), []
     for job in "abc":
-        executor.execute(ran.append, job)
-    (thread,) = still.threads
-    assert (executor.threads, thread.daemon, ran) == (1, True, [])
+        executor.submit_nowait(ran.append, job)
+    (thread,) = fake_clock.threads
+    assert (executor.thread_count, thread.daemon, ran) == (1, True, [])
     assert thread.name.startswith("x-")
     assert thread.name.endswith("-0")
-    assert executor._done() is True
-    assert (ran, executor.threads) == (["a", "b", "c"], 2), "it called for one more, and not for each"
-    assert still.threads[1].name == thread.name[:-1] + "1"
+    assert executor._run_jobs() is True
+    assert (ran, executor.thread_count) == (["a", "b", "c"], 2), "it called for one more, and not for each"
+    assert fake_clock.threads[1].name == thread.name[:-1] + "1"
 
 
-def test_a_thread_without_more_to_do_calls_for_nobody(still: Still) -> None:
-    executor, ran = DaemonExecutor(3, waiting=still), []
-    executor.execute(ran.append, "a")
-    assert executor._done() is True
-    assert (ran, executor.threads, still.trays[0].put_in) == (["a"], 1, 0)
+def test_a_thread_without_more_jobs_starts_no_other(fake_clock: FakeThreadClock) -> None:
+    executor, ran = DaemonExecutor(3, waiting=fake_clock), []
+    executor.submit_nowait(ran.append, "a")
+    assert executor._run_jobs() is True
+    assert (ran, executor.thread_count, fake_clock.inboxes[0].put_count) == (["a"], 1, 0)
 
 
-def test_an_idle_thread_is_woken_rather_than_another_started(still: Still) -> None:
-    executor, ran = DaemonExecutor(3, waiting=still), []
-    executor.execute(ran.append, "a")
-    executor._done()
-    executor.execute(ran.append, "b")
-    executor.execute(ran.append, "c")
-    assert (executor.threads, still.trays[0].put_in) == (1, 1), "one wake is enough for both"
-    executor.execute(lambda: executor.execute(ran.append, "e"))
-    executor._done()
-    assert (executor.threads, still.trays[0].put_in) == (2, 1), "nobody idled when more was found"
+def test_an_idle_thread_is_woken_rather_than_another_started(fake_clock: FakeThreadClock) -> None:
+    executor, ran = DaemonExecutor(3, waiting=fake_clock), []
+    executor.submit_nowait(ran.append, "a")
+    executor._run_jobs()
+    executor.submit_nowait(ran.append, "b")
+    executor.submit_nowait(ran.append, "c")
+    assert (executor.thread_count, fake_clock.inboxes[0].put_count) == (1, 1), "one wake is enough for both"
+    executor.submit_nowait(lambda: executor.submit_nowait(ran.append, "e"))
+    executor._run_jobs()
+    assert (executor.thread_count, fake_clock.inboxes[0].put_count) == (2, 1), "nobody idled when more was found"
     assert ran == ["a", "b", "c", "e"]
 
 
-def test_a_job_that_comes_while_one_runs_calls_for_a_thread(still: Still) -> None:
-    executor, seen = DaemonExecutor(2, waiting=still), []
+def test_a_job_that_arrives_while_one_runs_starts_a_thread(fake_clock: FakeThreadClock) -> None:
+    executor, seen = DaemonExecutor(2, waiting=fake_clock), []
 
-    def body() -> None:
-        executor.execute(seen.append, "inner")
-        seen.append(executor.threads)
+    def handler() -> None:
+        executor.submit_nowait(seen.append, "inner")
+        seen.append(executor.thread_count)
 
-    executor.execute(body)
-    executor._done()
+    executor.submit_nowait(handler)
+    executor._run_jobs()
     assert seen == [2, "inner"]
 
 
-def test_where_no_more_threads_are_allowed_the_job_waits(still: Still) -> None:
-    executor, seen = DaemonExecutor(1, waiting=still), []
+def test_at_the_thread_limit_a_job_waits(fake_clock: FakeThreadClock) -> None:
+    executor, seen = DaemonExecutor(1, waiting=fake_clock), []
 
-    def body() -> None:
-        executor.execute(seen.append, "inner")
-        seen.append(executor.threads)
+    def handler() -> None:
+        executor.submit_nowait(seen.append, "inner")
+        seen.append(executor.thread_count)
 
-    executor.execute(body)
-    executor._done()
-    assert (seen, still.trays[0].put_in) == ([1, "inner"], 0)
+    executor.submit_nowait(handler)
+    executor._run_jobs()
+    assert (seen, fake_clock.inboxes[0].put_count) == ([1, "inner"], 0)
 
 
-def test_a_machine_without_any_thread_refuses_the_job(still: Still) -> None:
-    executor, ran = DaemonExecutor(2, waiting=still), []
-    still.room = 0
+def test_a_job_is_rejected_if_no_thread_can_be_started(fake_clock: FakeThreadClock) -> None:
+    executor, ran = DaemonExecutor(2, waiting=fake_clock), []
+    fake_clock.max_threads = 0
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        executor.execute(ran.append, "refused")
-    assert executor.threads == 0
-    still.room = 1
-    executor.execute(ran.append, "taken")
-    executor._done()
-    assert (ran, executor.threads) == (["taken"], 1)
+        executor.submit_nowait(ran.append, "refused")
+    assert executor.thread_count == 0
+    fake_clock.max_threads = 1
+    executor.submit_nowait(ran.append, "taken")
+    executor._run_jobs()
+    assert (ran, executor.thread_count) == (["taken"], 1)
 
 
-def test_a_machine_without_another_thread_leaves_the_job_to_those_there_are(still: Still) -> None:
-    executor, ran = DaemonExecutor(3, waiting=still), []
-    still.room = 1
-    executor.execute(lambda: (executor.execute(ran.append, "a"), ran.append(executor.threads)))
-    executor._done()
-    assert (ran, executor.threads) == ([1, "a"], 1)
-    still.room = 2
-    executor.execute(lambda: executor.execute(ran.append, "b"))
-    executor._done()
-    assert (ran[2:], executor.threads) == (["b"], 2), "nobody was taken to be on the way"
+def test_a_job_waits_for_an_existing_thread_if_no_other_can_be_started(fake_clock: FakeThreadClock) -> None:
+    executor, ran = DaemonExecutor(3, waiting=fake_clock), []
+    fake_clock.max_threads = 1
+    executor.submit_nowait(lambda: (executor.submit_nowait(ran.append, "a"), ran.append(executor.thread_count)))
+    executor._run_jobs()
+    assert (ran, executor.thread_count) == ([1, "a"], 1)
+    fake_clock.max_threads = 2
+    executor.submit_nowait(lambda: executor.submit_nowait(ran.append, "b"))
+    executor._run_jobs()
+    assert (ran[2:], executor.thread_count) == (["b"], 2), "nobody was taken to be on the way"
 
 
-def test_a_shutdown_wakes_those_who_idle_once_and_joins_all(still: Still) -> None:
-    executor = DaemonExecutor(4, waiting=still)
+def test_shutdown_wakes_idle_threads_once_and_joins_all(fake_clock: FakeThreadClock) -> None:
+    executor = DaemonExecutor(4, waiting=fake_clock)
     for _ in range(2):
-        executor.execute(lambda: executor.execute(int))
-    executor._done()
-    executor._done()
-    started = [thread.name for thread in still.threads]
+        executor.submit_nowait(lambda: executor.submit_nowait(int))
+    executor._run_jobs()
+    executor._run_jobs()
+    started = [thread.name for thread in fake_clock.threads]
     assert len(started) == 2
     executor.shutdown(wait=False)
-    assert (still.trays[0].put_in, still.joined) == (2, [])
+    assert (fake_clock.inboxes[0].put_count, fake_clock.joined) == (2, [])
     executor.shutdown()
-    assert (still.trays[0].put_in, still.joined) == (2, started)
+    assert (fake_clock.inboxes[0].put_count, fake_clock.joined) == (2, started)
 
 
-def test_after_a_shutdown_a_thread_does_what_is_left_and_goes(still: Still) -> None:
-    executor, ran = DaemonExecutor(1, waiting=still), []
-    executor.execute(ran.append, "a")
+def test_after_shutdown_a_thread_finishes_waiting_jobs_and_ends(fake_clock: FakeThreadClock) -> None:
+    executor, ran = DaemonExecutor(1, waiting=fake_clock), []
+    executor.submit_nowait(ran.append, "a")
     executor.shutdown(wait=False)
-    assert executor._done() is False
+    assert executor._run_jobs() is False
     assert ran == ["a"]
     executor.shutdown(wait=False)
-    assert still.trays[0].put_in == 0, "it does not idle, so that nobody has to wake it"
+    assert fake_clock.inboxes[0].put_count == 0, "it does not idle, so that nobody has to wake it"
     with pytest.raises(RuntimeError, match="after shutdown"):
-        executor.execute(ran.append, "b")
-    assert executor._done() is False
+        executor.submit_nowait(ran.append, "b")
+    assert executor._run_jobs() is False
     assert ran == ["a"], "what was refused was not kept"
 
 
-def test_a_shutdown_cancels_what_waits_only_when_asked(still: Still) -> None:
+def test_shutdown_cancels_waiting_futures_only_with_cancel_futures(fake_clock: FakeThreadClock) -> None:
     ran: list[str] = []
-    for keywords, cancelled in (({}, False), ({"cancel_futures": True}, True)):
-        executor = DaemonExecutor(1, waiting=still)
+    for options, cancelled in (({}, False), ({"cancel_futures": True}, True)):
+        executor = DaemonExecutor(1, waiting=fake_clock)
         future = executor.submit(ran.append, "submitted")
-        executor.execute(ran.append, "executed")
-        executor.shutdown(wait=False, **keywords)
+        executor.submit_nowait(ran.append, "executed")
+        executor.shutdown(wait=False, **options)
         assert future.cancelled() is cancelled
-        assert executor._done() is False
+        assert executor._run_jobs() is False
     assert ran == ["submitted", "executed"]
 
 
-def test_a_thread_waits_between_its_jobs_and_says_when_it_ends(still: Still) -> None:
-    executor, ran = DaemonExecutor(1, waiting=still), []
-    still.trays[0].at_get = lambda: (ran.append(still.over), executor.shutdown(wait=False))
-    executor.execute(ran.append, "a")
-    bounded(executor._work)
-    assert (ran, still.trays[0].taken, still.over) == (["a", 0], 1, 1)
+def test_a_thread_waits_between_its_jobs_and_reports_its_end(fake_clock: FakeThreadClock) -> None:
+    executor, ran = DaemonExecutor(1, waiting=fake_clock), []
+    fake_clock.inboxes[0].on_get = lambda: (ran.append(fake_clock.ended_count), executor.shutdown(wait=False))
+    executor.submit_nowait(ran.append, "a")
+    run_with_timeout(executor._work)
+    assert (ran, fake_clock.inboxes[0].get_count, fake_clock.ended_count) == (["a", 0], 1, 1)
 
 
-def test_a_thread_does_its_jobs_before_it_ends(still: Still) -> None:
-    executor, ran = DaemonExecutor(1, waiting=still), []
-    executor.execute(ran.append, "a")
+def test_a_thread_does_its_jobs_before_it_ends(fake_clock: FakeThreadClock) -> None:
+    executor, ran = DaemonExecutor(1, waiting=fake_clock), []
+    executor.submit_nowait(ran.append, "a")
     executor.shutdown(wait=False)
     executor._work()
-    assert (ran, still.trays[0].taken, still.over) == (["a"], 0, 1)
+    assert (ran, fake_clock.inboxes[0].get_count, fake_clock.ended_count) == (["a"], 0, 1)
 
 
-def test_an_idle_thread_keeps_nothing_of_its_last_job(still: Still) -> None:
+def test_an_idle_thread_keeps_nothing_of_its_last_job(fake_clock: FakeThreadClock) -> None:
     class Payload: ...
 
-    executor, kept = DaemonExecutor(1, waiting=still), []
+    executor, payloads = DaemonExecutor(1, waiting=fake_clock), []
     payload = Payload()
-    remembered = weakref.ref(payload)
-    executor.execute(id, payload)
+    payload_ref = weakref.ref(payload)
+    executor.submit_nowait(id, payload)
     del payload
 
-    def look() -> None:
-        kept.append(remembered())
+    def record_payload() -> None:
+        payloads.append(payload_ref())
         executor.shutdown(wait=False)
 
-    still.trays[0].at_get = look
-    bounded(executor._work)
-    assert kept == [None]
+    fake_clock.inboxes[0].on_get = record_payload
+    run_with_timeout(executor._work)
+    assert payloads == [None]
 
 
-def test_submitted_work_takes_keywords_and_answers_through_its_future(still: Still) -> None:
-    executor = DaemonExecutor(1, waiting=still)
+def test_submit_takes_keywords_and_returns_a_future(fake_clock: FakeThreadClock) -> None:
+    executor = DaemonExecutor(1, waiting=fake_clock)
     good: Future[int] = executor.submit(int, "11", base=2)
     bad = executor.submit(int, "x")
     dropped = executor.submit(pytest.fail, "it was cancelled")
     dropped.cancel()
-    executor._done()
+    executor._run_jobs()
     assert good.result(0) == 3
     assert isinstance(bad.exception(0), ValueError)
     assert dropped.cancelled()
 
 
-def test_what_ends_a_process_belongs_to_whoever_waits_for_the_future(still: Still) -> None:
-    executor = DaemonExecutor(1, waiting=still)
+def test_system_exit_of_a_job_is_raised_by_its_future(fake_clock: FakeThreadClock) -> None:
+    executor = DaemonExecutor(1, waiting=fake_clock)
 
-    def leave() -> None:
+    def exit_process() -> None:
         raise SystemExit
 
-    future = executor.submit(leave)
-    executor._done()
+    future = executor.submit(exit_process)
+    executor._run_jobs()
     assert isinstance(future.exception(0), SystemExit)
 
 
-def test_one_thread_is_a_size() -> None:
-    assert DaemonExecutor(1, waiting=Still()).threads == 0
+def test_one_thread_is_a_valid_size() -> None:
+    assert DaemonExecutor(1, waiting=FakeThreadClock()).thread_count == 0
 
 
-def test_executors_are_named_ergon_and_numbered_from_one(still: Still) -> None:
+def test_executors_are_named_ergon_and_numbered_from_one(fake_clock: FakeThreadClock) -> None:
     spec = importlib.util.find_spec(daemons.__name__)
     assert spec is not None
     assert spec.loader is not None
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
     for number in (1, 2):
-        fresh.DaemonExecutor(1, waiting=still).execute(int)
-        assert still.threads[-1].name == f"ergon-{number}-0"
+        fresh.DaemonExecutor(1, waiting=fake_clock).submit_nowait(int)
+        assert fake_clock.threads[-1].name == f"ergon-{number}-0"
 
 
 # -- waiting ------------------------------------------------------------------------------------
 
 
-def test_an_alarm_that_nobody_has_rung_makes_wait() -> None:
-    alarm, began = RealTime().alarm(), time.monotonic()
-    alarm.wait(0.1)
+def test_a_wakeup_that_is_not_set_waits() -> None:
+    wakeup, began = RealTime().create_wakeup(), time.monotonic()
+    wakeup.wait(0.1)
     assert time.monotonic() - began >= 0.09
-    alarm.ring()
-    alarm.ring()
-    alarm.wait(1000.0)
+    wakeup.set()
+    wakeup.set()
+    wakeup.wait(1000.0)
 
 
-def test_an_alarm_waits_as_long_as_it_is_told_and_forgets_the_ring() -> None:
-    alarm: Any = RealTime().alarm()
-    heard: list[Any] = []
+def test_a_wakeup_waits_for_its_timeout_and_is_cleared() -> None:
+    wakeup: Any = RealTime().create_wakeup()
+    lock_calls: list[Any] = []
 
     class Lock:
         def acquire(self, *, timeout: float) -> None:
-            heard.append(timeout)
+            lock_calls.append(timeout)
 
         def release(self) -> None:
-            heard.append("rung")
+            lock_calls.append("rung")
 
-    alarm._lock = Lock()
-    alarm.ring()
-    alarm.wait(3.0)
-    assert heard == ["rung", 3.0]
-    heard.clear()
-    alarm.wait(None)
-    alarm.wait(1e300)
-    alarm.wait(-1e-9)
-    assert heard == [-1, threading.TIMEOUT_MAX, 0.0], (
+    wakeup._lock = Lock()
+    wakeup.set()
+    wakeup.wait(3.0)
+    assert lock_calls == ["rung", 3.0]
+    lock_calls.clear()
+    wakeup.wait(None)
+    wakeup.wait(1e300)
+    wakeup.wait(-1e-9)
+    assert lock_calls == [-1, threading.TIMEOUT_MAX, 0.0], (
         "nobody can wait longer, and a moment that has passed is no 'for ever'"
     )
 
 
-def test_a_ring_that_comes_first_is_heard_once_however_often_it_rang() -> None:
-    alarm: Any = RealTime().alarm()
-    alarm.ring()
-    alarm.ring()
-    alarm.wait(2.0)
-    assert alarm._lock.locked()
+def test_a_wakeup_that_is_set_twice_ends_one_wait() -> None:
+    wakeup: Any = RealTime().create_wakeup()
+    wakeup.set()
+    wakeup.set()
+    wakeup.wait(2.0)
+    assert wakeup._lock.locked()
 
 
 def test_real_threads_are_started() -> None:
@@ -355,8 +355,8 @@ def test_real_threads_are_started() -> None:
     assert ran.wait(1)
 
 
-def test_an_inbox_gives_what_was_put() -> None:
-    inbox = RealTime().inbox()
+def test_an_inbox_returns_its_items() -> None:
+    inbox = RealTime().create_inbox()
     inbox.put("x")
     assert inbox.get() == "x"
 
@@ -364,225 +364,227 @@ def test_an_inbox_gives_what_was_put() -> None:
 # -- the driver ---------------------------------------------------------------------------------
 
 
-class World:
+class ThreadsHarness:
     """A thread driver whose threads do nothing by themselves."""
 
-    def __init__(self, still: Still) -> None:
-        self.still = still
-        self.driver = Threads(2, waiting=still)
-        self.watch, self.end = still.bells
-        self.heard: list[Any] = []
+    def __init__(self, fake_clock: FakeThreadClock) -> None:
+        self.fake_clock = fake_clock
+        self.driver = ThreadDriver(2, waiting=fake_clock)
+        self.timer_wakeup, self.end_wakeup = fake_clock.wakeups
+        self.answers: list[Any] = []
 
-    def script(self, *effects: Any) -> Script[str]:
+    def make_script(self, *effects: Any) -> Script[str]:
         for effect in effects:
-            self.heard.append((yield effect))
+            self.answers.append((yield effect))
         return "end"
 
-    def work(self) -> None:
+    def run_pending(self) -> None:
         """What the threads would do now."""
-        self.driver._workers._done()
-        self.driver._aides._done()
+        self.driver._workers._run_jobs()
+        self.driver._helpers._run_jobs()
 
 
 @pytest.fixture
-def world(still: Still) -> World:
-    return World(still)
+def harness(fake_clock: FakeThreadClock) -> ThreadsHarness:
+    return ThreadsHarness(fake_clock)
 
 
-def named(still: Still) -> list[str]:
-    return [thread.name.rsplit("-", 2)[0] for thread in still.threads]
+def get_thread_names(fake_clock: FakeThreadClock) -> list[str]:
+    return [thread.name.rsplit("-", 2)[0] for thread in fake_clock.threads]
 
 
 @pytest.mark.parametrize(
     "counted, bodies, name", [(True, 0, "worker"), (True, 1, "aide"), (False, 0, "aide"), (False, 1, "aide")]
 )
-def test_a_counted_script_has_a_worker_unless_a_body_occupies_it(
-    still: Still, world: World, counted: bool, bodies: int, name: str
+def test_a_counted_script_runs_on_a_worker_unless_a_call_occupies_it(
+    fake_clock: FakeThreadClock, harness: ThreadsHarness, counted: bool, bodies: int, name: str
 ) -> None:
-    slot = world.driver.start(world.script(), told=world.driver.mailbox(), counted=counted)
-    world.work()
-    still.threads.clear()
-    slot.bodies = bodies
-    world.driver = Threads(2, waiting=still)
-    world.driver.resume(slot, None)
-    assert named(still) == [f"ergon-{name}"]
+    slot = harness.driver.start(harness.make_script(), notify=harness.driver.create_mailbox(), counted=counted)
+    harness.run_pending()
+    fake_clock.threads.clear()
+    slot.abandoned_calls = bodies
+    harness.driver = ThreadDriver(2, waiting=fake_clock)
+    harness.driver.resume(slot, None)
+    assert get_thread_names(fake_clock) == [f"ergon-{name}"]
 
 
-def test_a_driver_runs_as_many_counted_scripts_as_it_was_told(still: Still, world: World) -> None:
-    driver = world.driver
+def test_a_driver_runs_at_most_its_number_of_counted_scripts(
+    fake_clock: FakeThreadClock, harness: ThreadsHarness
+) -> None:
+    driver = harness.driver
     names: list[int] = []
 
-    def body() -> None:
+    def handler() -> None:
         # Each occupies its thread while the next one is begun.
         if len(names) < 4:
-            names.append(driver._workers.threads)
-            driver._workers._done()
+            names.append(driver._workers.thread_count)
+            driver._workers._run_jobs()
 
     for _ in range(4):
-        driver.start(world.script(Call("x", body, ())), told=driver.mailbox(), counted=True)
-    driver._workers._done()
+        driver.start(harness.make_script(Call("x", handler, ())), notify=driver.create_mailbox(), counted=True)
+    driver._workers._run_jobs()
     assert max(names) == 2
 
 
-def test_a_body_runs_within_its_scope_and_its_context(world: World) -> None:
+def test_a_handler_runs_in_its_scope_and_its_context(harness: ThreadsHarness) -> None:
     variable = contextvars.ContextVar("variable", default="unset")
-    given = contextvars.copy_context()
-    given.run(variable.set, "given")
-    inside = Scope(Transaction("1"), "x", 0)
+    context = contextvars.copy_context()
+    context.run(variable.set, "given")
+    call_scope = Scope(Transaction("1"), "x", 0)
 
-    def body(number: int) -> Any:
+    def handler(number: int) -> Any:
         return number, variable.get(), scope.current()
 
-    effects = Call("x", body, (1,), NEVER, inside, given), Call("x", body, (2,)), Call("x", divmod, (1, 0))
-    world.driver.start(world.script(*effects))
-    world.work()
-    first, second, third = world.heard
-    assert (first.value, second.value) == ((1, "given", inside), (2, "unset", None))
+    effects = Call("x", handler, (1,), NEVER, call_scope, context), Call("x", handler, (2,)), Call("x", divmod, (1, 0))
+    harness.driver.start(harness.make_script(*effects))
+    harness.run_pending()
+    first, second, third = harness.answers
+    assert (first.value, second.value) == ((1, "given", call_scope), (2, "unset", None))
     assert isinstance(third, Err)
     assert isinstance(third.error, ZeroDivisionError)
-    assert world.driver._result == ("end", None)
+    assert harness.driver._result == ("end", None)
 
 
-def test_a_body_that_was_given_up_on_leads_nowhere(world: World) -> None:
-    driver = world.driver
-    slot = driver.start(world.script(Call("x", lambda: driver.interrupt(slot), ()), Sleep(NEVER)))
-    driver._aides._done()
-    (stopped,) = world.heard
-    assert isinstance(stopped, Stopped)
-    assert (stopped.body.left, driver.fenced, slot.bodies) == (True, 1, 0)
+def test_the_result_of_an_abandoned_call_is_ignored(harness: ThreadsHarness) -> None:
+    driver = harness.driver
+    slot = driver.start(harness.make_script(Call("x", lambda: driver.interrupt(slot), ()), Sleep(NEVER)))
+    driver._helpers._run_jobs()
+    (stopped,) = harness.answers
+    assert isinstance(stopped, Interrupted)
+    assert (stopped.call.exited, driver.late_results, slot.abandoned_calls) == (True, 1, 0)
 
 
-def test_the_watcher_waits_for_what_is_due_next(world: World) -> None:
-    driver = world.driver
-    world.watch.at_wait = driver.close
-    bounded(driver._watch)
-    assert world.watch.waits == [None]
-    driver._watch()
-    assert world.watch.waits == [None], "a closed driver needs no watcher"
+def test_the_timer_waits_for_the_next_deadline(harness: ThreadsHarness) -> None:
+    driver = harness.driver
+    harness.timer_wakeup.on_wait = driver.close
+    run_with_timeout(driver._run_timer)
+    assert harness.timer_wakeup.waits == [None]
+    driver._run_timer()
+    assert harness.timer_wakeup.waits == [None], "a closed driver needs no watcher"
 
 
-@pytest.mark.parametrize("moved, seconds", [(0.0, 5.5), (5.5, 0.0), (6.0, 0.0)])
-def test_the_watcher_never_waits_for_less_than_nothing(
-    still: Still, world: World, moved: float, seconds: float
+@pytest.mark.parametrize("elapsed, seconds", [(0.0, 5.5), (5.5, 0.0), (6.0, 0.0)])
+def test_the_timer_never_waits_for_a_negative_time(
+    fake_clock: FakeThreadClock, harness: ThreadsHarness, elapsed: float, seconds: float
 ) -> None:
-    driver = world.driver
-    driver.start(world.script(Sleep(15.5)))
-    driver._aides._done()
-    assert world.watch.rung == 1, "whoever is due earlier pokes it"
-    world.watch.at_wait = driver.close
-    looked: list[float] = []
+    driver = harness.driver
+    driver.start(harness.make_script(Sleep(15.5)))
+    driver._helpers._run_jobs()
+    assert harness.timer_wakeup.set_count == 1, "whoever is due earlier pokes it"
+    harness.timer_wakeup.on_wait = driver.close
+    readings: list[float] = []
 
     def clock() -> float:
         # The first look at it finds nothing due; then time goes by.
-        looked.append(still.now)
-        return still.now if len(looked) == 1 else still.now + moved
+        readings.append(fake_clock.now)
+        return fake_clock.now if len(readings) == 1 else fake_clock.now + elapsed
 
     driver.clock = clock
-    bounded(driver._watch)
-    assert world.watch.waits == [seconds]
+    run_with_timeout(driver._run_timer)
+    assert harness.timer_wakeup.waits == [seconds]
 
 
-def test_the_first_end_is_the_end_and_rings_every_time(world: World) -> None:
+def test_the_first_result_is_kept_and_every_end_wakes_the_caller(harness: ThreadsHarness) -> None:
     error = LookupError("first")
-    world.driver._finish(None, error)
-    world.driver._finish("second", None)
-    assert (world.driver._result, world.end.rung) == ((None, error), 2)
+    harness.driver._finish(None, error)
+    harness.driver._finish("second", None)
+    assert (harness.driver._result, harness.end_wakeup.set_count) == ((None, error), 2)
 
 
-def test_closing_ends_the_threads_and_waits_for_none(still: Still, world: World) -> None:
-    driver = world.driver
-    driver.start(world.script(Sleep(NEVER)))
-    driver.start(world.script(Sleep(NEVER)), told=driver.mailbox(), counted=True)
-    world.work()
+def test_close_ends_the_threads_without_joining_them(fake_clock: FakeThreadClock, harness: ThreadsHarness) -> None:
+    driver = harness.driver
+    driver.start(harness.make_script(Sleep(NEVER)))
+    driver.start(harness.make_script(Sleep(NEVER)), notify=driver.create_mailbox(), counted=True)
+    harness.run_pending()
     driver._close()
-    assert (driver.closed, world.watch.rung, still.joined) == (True, 1, [])
-    assert [tray.put_in for tray in still.trays] == [1, 1]
-    driver.resume(driver.start(world.script()), None)
-    assert len(still.threads) == 2
+    assert (driver.closed, harness.timer_wakeup.set_count, fake_clock.joined) == (True, 1, [])
+    assert [inbox.put_count for inbox in fake_clock.inboxes] == [1, 1]
+    driver.resume(driver.start(harness.make_script()), None)
+    assert len(fake_clock.threads) == 2
 
 
-def test_a_closed_driver_begins_nothing(still: Still, world: World) -> None:
-    world.driver.close()
-    world.driver.start(world.script())
-    assert still.threads == []
+def test_a_closed_driver_starts_nothing(fake_clock: FakeThreadClock, harness: ThreadsHarness) -> None:
+    harness.driver.close()
+    harness.driver.start(harness.make_script())
+    assert fake_clock.threads == []
 
 
-def test_a_resume_that_is_overtaken_by_the_end_is_dropped(world: World) -> None:
-    world.driver._aides.shutdown(wait=False)
-    world.driver.start(world.script())
-    assert world.heard == []
+def test_a_resume_after_the_end_is_dropped(harness: ThreadsHarness) -> None:
+    harness.driver._helpers.shutdown(wait=False)
+    harness.driver.start(harness.make_script())
+    assert harness.answers == []
 
 
-def test_a_run_returns_what_the_script_returned(world: World) -> None:
-    driver = world.driver
-    world.watch.at_wait = driver.close
-    world.end.at_wait = driver._aides._done
-    assert bounded(driver.run, world.script(Call("x", abs, (-1,)))) == "end"
-    assert isinstance(world.heard[0], Ok)
-    assert (world.end.waits, world.watch.waits) == ([None], [None])
-    assert world.watch.rung == 1, "the end wakes the watcher"
+def test_a_run_returns_the_value_of_its_script(harness: ThreadsHarness) -> None:
+    driver = harness.driver
+    harness.timer_wakeup.on_wait = driver.close
+    harness.end_wakeup.on_wait = driver._helpers._run_jobs
+    assert run_with_timeout(driver.run, harness.make_script(Call("x", abs, (-1,)))) == "end"
+    assert isinstance(harness.answers[0], Ok)
+    assert (harness.end_wakeup.waits, harness.timer_wakeup.waits) == ([None], [None])
+    assert harness.timer_wakeup.set_count == 1, "the end wakes the watcher"
 
 
-def test_a_run_raises_what_broke_a_script(world: World) -> None:
-    def broken() -> Script[None]:
+def test_a_run_raises_the_error_of_a_script(harness: ThreadsHarness) -> None:
+    def fail() -> Script[None]:
         yield from ()
         raise LookupError("defect")
 
-    world.watch.at_wait = world.driver.close
-    world.end.at_wait = world.driver._aides._done
+    harness.timer_wakeup.on_wait = harness.driver.close
+    harness.end_wakeup.on_wait = harness.driver._helpers._run_jobs
     with pytest.raises(LookupError, match="defect"):
-        bounded(world.driver.run, broken())
-    assert world.watch.rung == 1
+        run_with_timeout(harness.driver.run, fail())
+    assert harness.timer_wakeup.set_count == 1
 
 
 @pytest.mark.spec("CON-35")
-def test_one_ctrl_c_is_a_stop_and_is_raised_at_the_end(world: World) -> None:
-    driver = world.driver
+def test_one_ctrl_c_stops_the_script_and_is_raised_at_the_end(harness: ThreadsHarness) -> None:
+    driver = harness.driver
 
-    def press() -> None:
-        world.end.at_wait = driver._aides._done
+    def press_ctrl_c() -> None:
+        harness.end_wakeup.on_wait = driver._helpers._run_jobs
         raise KeyboardInterrupt
 
-    world.watch.at_wait = driver.close
-    world.end.at_wait = press
+    harness.timer_wakeup.on_wait = driver.close
+    harness.end_wakeup.on_wait = press_ctrl_c
     with pytest.raises(KeyboardInterrupt):
-        bounded(driver.run, world.script(Call("x", abs, (1,))))
-    assert [type(answer) for answer in world.heard] == [Stopped]
-    assert len(world.end.waits) == 2
+        run_with_timeout(driver.run, harness.make_script(Call("x", abs, (1,))))
+    assert [type(answer) for answer in harness.answers] == [Interrupted]
+    assert len(harness.end_wakeup.waits) == 2
 
 
-def test_two_ctrl_c_wait_for_nothing(world: World) -> None:
-    def press() -> None:
+def test_a_second_ctrl_c_ends_the_run_immediately(harness: ThreadsHarness) -> None:
+    def press_ctrl_c() -> None:
         raise KeyboardInterrupt
 
-    world.end.at_wait = press
+    harness.end_wakeup.on_wait = press_ctrl_c
     with pytest.raises(KeyboardInterrupt):
-        bounded(world.driver.run, world.script(Sleep(NEVER)))
-    assert (len(world.end.waits), world.driver.closed, world.watch.rung) == (2, True, 1)
+        run_with_timeout(harness.driver.run, harness.make_script(Sleep(NEVER)))
+    assert (len(harness.end_wakeup.waits), harness.driver.closed, harness.timer_wakeup.set_count) == (2, True, 1)
 
 
-def test_whatever_strikes_the_caller_ends_everything(world: World) -> None:
-    def strike() -> None:
+def test_an_exception_in_the_callers_wait_ends_the_run(harness: ThreadsHarness) -> None:
+    def raise_exit() -> None:
         raise SystemExit
 
-    world.end.at_wait = strike
+    harness.end_wakeup.on_wait = raise_exit
     with pytest.raises(SystemExit):
-        bounded(world.driver.run, world.script(Sleep(NEVER)))
-    assert (len(world.end.waits), world.driver.closed, world.watch.rung) == (1, True, 1)
+        run_with_timeout(harness.driver.run, harness.make_script(Sleep(NEVER)))
+    assert (len(harness.end_wakeup.waits), harness.driver.closed, harness.timer_wakeup.set_count) == (1, True, 1)
 
 
-def test_a_machine_without_any_thread_runs_nothing(still: Still, world: World) -> None:
-    still.room = 0
+def test_a_run_fails_if_no_thread_can_be_started(fake_clock: FakeThreadClock, harness: ThreadsHarness) -> None:
+    fake_clock.max_threads = 0
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        bounded(world.driver.run, world.script())
-    assert world.driver.closed
+        run_with_timeout(harness.driver.run, harness.make_script())
+    assert harness.driver.closed
 
 
-def test_a_signal_is_urgent_and_a_stop_is_a_halt(world: World) -> None:
-    driver = world.driver
-    box = driver.mailbox()
+def test_a_signal_is_urgent_and_a_stop_interrupts_the_root(harness: ThreadsHarness) -> None:
+    driver = harness.driver
+    box = driver.create_mailbox()
     driver.signal(box, "x")
-    slot = driver.start(world.script())
-    assert box.await_by(slot, 9) is False
+    slot = driver.start(harness.make_script())
+    assert box.register_waiter(slot, 9) is False
     driver.stop()
-    assert slot.interrupted
+    assert slot.pending_interrupts

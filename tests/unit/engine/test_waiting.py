@@ -7,86 +7,86 @@ from typing import Any
 
 import pytest
 
-from ergon_framework.engine.drivers.threads import Threads
-from ergon_framework.engine.drivers.waiting import Alarm, RealTime
-from ergon_framework.engine.effects import Call, Script, call, gone, sleep, spawn
-from ergon_framework.engine.outcome import Expired, Stopped
+from ergon_framework.engine.drivers.threads import ThreadDriver
+from ergon_framework.engine.drivers.waiting import RealTime, Wakeup
+from ergon_framework.engine.effects import Call, Script, await_exit, call, sleep, spawn
+from ergon_framework.engine.outcome import Expired, Interrupted
 
 
-class Impatient:
+class InterruptingWakeup:
     """An alarm at which Ctrl-C is pressed *times* times, each time after somebody has said so."""
 
-    def __init__(self, times: int, ready: threading.Semaphore) -> None:
-        self._times = times
+    def __init__(self, interrupts: int, ready: threading.Semaphore) -> None:
+        self._interrupts_left = interrupts
         self._ready = ready
         self._event = threading.Event()
 
-    def ring(self) -> None:
+    def set(self) -> None:
         self._event.set()
 
     def wait(self, seconds: float | None) -> None:
-        if self._times:
-            self._times -= 1
+        if self._interrupts_left:
+            self._interrupts_left -= 1
             assert self._ready.acquire(timeout=10)
             raise KeyboardInterrupt
         self._event.wait(seconds)
         self._event.clear()
 
 
-class Pressing(RealTime):
+class InterruptingClock(RealTime):
     """Real time in which somebody presses Ctrl-C while the caller waits."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, interrupts: int) -> None:
         self.ready = threading.Semaphore(0)
-        self._times = times
-        self._alarms = 0
+        self._interrupts = interrupts
+        self._wakeup_count = 0
 
-    def alarm(self) -> Alarm:
-        self._alarms += 1
-        return super().alarm() if self._alarms == 1 else Impatient(self._times, self.ready)
+    def create_wakeup(self) -> Wakeup:
+        self._wakeup_count += 1
+        return super().create_wakeup() if self._wakeup_count == 1 else InterruptingWakeup(self._interrupts, self.ready)
 
 
 @pytest.mark.spec("CON-35")
 def test_ctrl_c_stops_the_script_and_is_raised_when_it_has_ended() -> None:
-    pressing = Pressing(1)
-    driver = Threads(1, waiting=pressing)
+    clock = InterruptingClock(1)
+    driver = ThreadDriver(1, waiting=clock)
     seen: list[Any] = []
 
     def script() -> Script[None]:
-        pressing.ready.release()
+        clock.ready.release()
         seen.append((yield from sleep(driver.clock() + 60)))
 
     with pytest.raises(KeyboardInterrupt):
         driver.run(script())
-    assert [type(answer) for answer in seen] == [Stopped]
+    assert [type(answer) for answer in seen] == [Interrupted]
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_end() -> None:
-    pressing = Pressing(2)
-    driver = Threads(1, waiting=pressing)
+    clock = InterruptingClock(2)
+    driver = ThreadDriver(1, waiting=clock)
     release = threading.Event()
 
-    def body() -> None:
-        pressing.ready.release()
+    def block() -> None:
+        clock.ready.release()
         release.wait(10)
 
-    def stubborn() -> Script[None]:
+    def call_until_released() -> Script[None]:
         while not release.is_set():
-            yield from call(Call("x", body, ()))
+            yield from call(Call("x", block, ()))
 
     with pytest.raises(KeyboardInterrupt):
-        driver.run(stubborn())
+        driver.run(call_until_released())
     assert driver.closed
     release.set()
 
 
-class Drowsy:
+class ManualWakeup:
     """An alarm that wakes nobody by itself."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
 
-    def ring(self) -> None:
+    def set(self) -> None:
         self._event.set()
 
     def wait(self, seconds: float | None) -> None:
@@ -94,34 +94,34 @@ class Drowsy:
         self._event.clear()
 
 
-class Late(RealTime):
+class LateClock(RealTime):
     """Real time with a watcher that comes too late, as on a machine that is too busy."""
 
-    def alarm(self) -> Alarm:
-        return Drowsy()
+    def create_wakeup(self) -> Wakeup:
+        return ManualWakeup()
 
 
 @pytest.mark.spec("CON-28")
-def test_a_body_that_comes_back_after_its_deadline_has_timed_out_though_nobody_looked() -> None:
-    driver = Threads(1, waiting=Late())
-    late: list[Any] = []
+def test_a_value_after_the_deadline_is_late_even_if_the_timer_has_not_fired() -> None:
+    driver = ThreadDriver(1, waiting=LateClock())
+    late_values: list[Any] = []
 
-    def body() -> str:
+    def return_late() -> str:
         until = driver.clock() + 0.02
         while driver.clock() < until:
             pass
         return "late"
 
     def script() -> Script[Any]:
-        answer = yield from call(Call("x", body, (), driver.clock() + 0.01, None, None, late.append))
+        answer = yield from call(Call("x", return_late, (), driver.clock() + 0.01, None, None, late_values.append))
         assert isinstance(answer, Expired)
-        return (yield from gone(answer.body, driver.clock() + 60))
+        return (yield from await_exit(answer.call, driver.clock() + 60))
 
     assert driver.run(script()) is True
-    assert (late, driver.fenced) == (["late"], 1)
+    assert (late_values, driver.late_results) == (["late"], 1)
 
 
-class Exhausted(RealTime):
+class NoThreadsClock(RealTime):
     """A machine that has no thread left for workers."""
 
     def start(self, thread: threading.Thread) -> None:
@@ -130,14 +130,14 @@ class Exhausted(RealTime):
         super().start(thread)
 
 
-def test_a_machine_without_threads_is_an_error_and_no_silence() -> None:
-    driver = Threads(1, waiting=Exhausted())
+def test_a_run_raises_if_no_worker_thread_can_be_started() -> None:
+    driver = ThreadDriver(1, waiting=NoThreadsClock())
 
     def child() -> Script[None]:
         yield from ()
 
     def script() -> Script[None]:
-        yield from spawn(child(), told=driver.mailbox(), counted=True)
+        yield from spawn(child(), notify=driver.create_mailbox(), counted=True)
         yield from sleep(driver.clock() + 60)
 
     with pytest.raises(RuntimeError, match="can't start new thread"):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ergon_framework.engine.effects import Call
-from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
+from ergon_framework.engine.outcome import Err, Expired, Interrupted, Ok
 
 
-def test_answers_show_types_and_errors_but_no_values() -> None:
+def test_repr_of_results_shows_types_and_errors_but_no_values() -> None:
     call = Call("process", int, ())
-    assert [repr(word) for word in (Ok({"card": "4111"}), Err(ValueError("no")), Expired(call), Stopped())] == [
+    assert [repr(result) for result in (Ok({"card": "4111"}), Err(ValueError("no")), Expired(call), Interrupted())] == [
         "Ok(dict)",
         "Err(ValueError('no'))",
         "Expired(Call(process))",
-        "Stopped(None)",
+        "Interrupted(None)",
     ]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 
 
-def request(function_name="echo", *args, job_id="job-1", **more):
-    context = {"job_id": job_id, "attempt": 1, "enqueue_time": "2026-01-01T12:00:00Z"} | more.pop("context", {})
+def build_request(function_name="echo", *args, job_id="job-1", **fields):
+    context = {"job_id": job_id, "attempt": 1, "enqueue_time": "2026-01-01T12:00:00Z"} | fields.pop("context", {})
     return {
         "protocol_version": "1",
         "job_id": job_id,
         "function_name": function_name,
         "args": list(args),
-        "kwargs": more.pop("kwargs", {}),
+        "kwargs": fields.pop("kwargs", {}),
         "context": context,
-    } | more
+    } | fields
 
 
-def line(*args, **more):
-    return json.dumps(request(*args, **more)).encode() + b"\n"
+def encode_request(*args, **fields):
+    return json.dumps(build_request(*args, **fields)).encode() + b"\n"

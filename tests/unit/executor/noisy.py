@@ -11,9 +11,9 @@ import threading
 import time
 
 from ergon_framework import scope
-from ergon_framework.executor.registry import Registry
+from ergon_framework.executor.registry import HandlerRegistry
 
-registry = Registry()
+registry = HandlerRegistry()
 print("printed at import")
 os.write(1, b"written at import\n")
 
@@ -43,8 +43,8 @@ def child_reads():
 @registry.handler
 def descriptors():
     """What a child inherits besides the three it should."""
-    told = subprocess.run(["ls", "/proc/self/fd"], capture_output=True, check=True, close_fds=False, text=True)
-    return sorted(int(number) for number in told.stdout.split())
+    listing = subprocess.run(["ls", "/proc/self/fd"], capture_output=True, check=True, close_fds=False, text=True)
+    return sorted(int(number) for number in listing.stdout.split())
 
 
 @registry.handler
@@ -69,7 +69,7 @@ def leave_a_fork():
     return pid
 
 
-async def never():
+async def wait_forever():
     while True:
         try:
             await asyncio.sleep(60)
@@ -80,11 +80,11 @@ async def never():
 @registry.handler
 async def leave_a_task():
     """A task that nobody can cancel."""
-    left.append(asyncio.create_task(never()))
+    leaked_tasks.append(asyncio.create_task(wait_forever()))
     await asyncio.sleep(0)
 
 
-left = []
+leaked_tasks = []
 
 
 @registry.handler

@@ -36,7 +36,7 @@ def forge(job_id, other):
     return "true"
 
 
-def said(text):
+def write_stderr(text):
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -52,7 +52,7 @@ def fill(job_id, unit, size):
     )
 
 
-def last(job_id, unit, size):
+def fill_and_exit(job_id, unit, size):
     """The same, as its last words."""
     fill(job_id, unit, size)
     os._exit(0)
@@ -61,19 +61,19 @@ def last(job_id, unit, size):
 def escape(seconds):
     """Start a process in a session of its own, whose parent ends, and one that has no environment; then go on."""
     program = "import os, time; os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(300)"
-    words = [sys.executable, "-S", "-c", program]
-    orphan = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE, text=True)
-    orphaned = int(orphan.stdout.readline())
+    command = [sys.executable, "-S", "-c", program]
+    orphan = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    orphan_pid = int(orphan.stdout.readline())
     orphan.wait()
     bare = subprocess.Popen(["/bin/sleep", "300"], start_new_session=True, env={}, stdout=subprocess.DEVNULL)
-    sys.stderr.write(f"escaped {orphaned} {bare.pid}\n")
+    sys.stderr.write(f"escaped {orphan_pid} {bare.pid}\n")
     sys.stderr.flush()
     time.sleep(seconds)
 
 
 HANDLERS = {
     "fill": fill,
-    "last": last,
+    "last": fill_and_exit,
     "lines": lambda _, count: write("\n" * count),
     "echo": lambda _, value: value,
     "sleep": lambda _, seconds: time.sleep(seconds),
@@ -85,7 +85,7 @@ HANDLERS = {
     "environment": lambda _: dict(os.environ),
     "limits": lambda _: [resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_CPU)[0]],
     "forge": forge,
-    "say": lambda _, text: said(text),
+    "say": lambda _, text: write_stderr(text),
     "child": lambda _: subprocess.Popen(["sleep", "300"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid,
     "session": lambda _: subprocess.Popen(["sleep", "300"], start_new_session=True, stdout=subprocess.DEVNULL).pid,
     "escape": lambda _, seconds: escape(seconds),
@@ -105,10 +105,10 @@ def execute(request):
 
 if __name__ == "__main__":
     time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 0)
-    stubborn = len(sys.argv) > 2
-    if stubborn:
+    is_stubborn = len(sys.argv) > 2
+    if is_stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    for line in sys.stdin:
-        threading.Thread(target=execute, args=(json.loads(line),), daemon=not stubborn).start()
-    if stubborn:
+    for request_line in sys.stdin:
+        threading.Thread(target=execute, args=(json.loads(request_line),), daemon=not is_stubborn).start()
+    if is_stubborn:
         time.sleep(300)

@@ -11,25 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ergon_framework.executor import lines
-from ergon_framework.executor.lines import MAX_DEPTH, MAX_LINE, LineError, Reason
-from ergon_framework.executor.pieces import _PIECE as PIECE
+from ergon_framework.executor.lines import MAX_DEPTH, MAX_LINE_BYTES, LineError, LineErrorReason
+from ergon_framework.executor.pieces import _CHUNK_CHARS as PIECE
 from ergon_framework.executor.protocol import (
-    LONGEST_MESSAGE,
-    LONGEST_TRACEBACK,
-    BadLine,
+    MAX_MESSAGE_CHARS,
+    MAX_TRACEBACK_BYTES,
     ErrorType,
     ExecutionContext,
     ExecutionOutcome,
     ExecutionRequest,
+    InvalidMessage,
     Status,
-    cut,
+    format_request_line,
     read_outcome,
     read_request,
-    write_call,
+    truncate_utf8_tail,
     write_outcome,
     write_request,
 )
-from tools.schemas import FOLDER, MESSAGES, schema
+from tools.schemas import FOLDER, MESSAGES, build_schema
 
 CONTEXT = {"job_id": "job-1", "attempt": 1, "enqueue_time": "2025-01-01T12:00:00Z", "queue_name": "default"}
 REQUEST = {
@@ -43,11 +43,11 @@ REQUEST = {
 }
 
 
-def line(value, **changes):
+def encode(value, **changes):
     return json.dumps(value | changes).encode()
 
 
-def nested(depth):
+def nest_lists(depth):
     value = []
     for _ in range(depth - 1):
         value = [value]
@@ -58,19 +58,24 @@ def nested(depth):
 
 
 @pytest.mark.spec("EXE-01", "EXE-02", "EXE-03")
-def test_the_request_of_the_document_is_read_as_it_stands():
-    got = read_request(line(REQUEST) + b"\n")
-    assert (got.job_id, got.function_name, got.args, got.kwargs) == ("job-1", "my_handler", [1, "two"], {"flag": True})
-    assert got.context.attempt == 1
-    assert got.context.enqueue_time == datetime(2025, 1, 1, 12, tzinfo=UTC)
-    assert got.context.deadline == datetime(2025, 1, 1, 12, 5, tzinfo=UTC)
-    assert (got.context.queue_name, got.context.worker_id) == ("default", "rrq_worker_123")
-    assert got.context.carrier == {"traceparent": "..."}
+def test_the_request_of_the_specification_is_parsed():
+    parsed = read_request(encode(REQUEST) + b"\n")
+    assert (parsed.job_id, parsed.function_name, parsed.args, parsed.kwargs) == (
+        "job-1",
+        "my_handler",
+        [1, "two"],
+        {"flag": True},
+    )
+    assert parsed.context.attempt == 1
+    assert parsed.context.enqueue_time == datetime(2025, 1, 1, 12, tzinfo=UTC)
+    assert parsed.context.deadline == datetime(2025, 1, 1, 12, 5, tzinfo=UTC)
+    assert (parsed.context.queue_name, parsed.context.worker_id) == ("default", "rrq_worker_123")
+    assert parsed.context.carrier == {"traceparent": "..."}
 
 
 @pytest.mark.spec("EXE-01")
-def test_a_written_request_has_exactly_the_fields_of_the_document():
-    written = write_request(read_request(line(REQUEST)))
+def test_an_encoded_request_has_exactly_the_fields_of_the_specification():
+    written = write_request(read_request(encode(REQUEST)))
     assert json.loads(written) == REQUEST
     assert written.count(b"\n") == 1
     assert written.endswith(b"}\n")
@@ -78,25 +83,25 @@ def test_a_written_request_has_exactly_the_fields_of_the_document():
 
 @pytest.mark.spec("EXE-02")
 def test_unknown_fields_are_ignored():
-    known = read_request(line(REQUEST))
-    assert read_request(line(REQUEST, later={"v": 2}, context=REQUEST["context"] | {"shard": 7})) == known
+    expected = read_request(encode(REQUEST))
+    assert read_request(encode(REQUEST, later={"v": 2}, context=REQUEST["context"] | {"shard": 7})) == expected
     assert read_outcome(b'{"job_id":"a","status":"success","since":1}').status is Status.SUCCESS
 
 
 @pytest.mark.spec("EXE-03")
-def test_what_is_optional_may_be_absent_or_null():
+def test_optional_fields_may_be_absent_or_null():
     bare = {name: value for name, value in CONTEXT.items() if name != "queue_name"}
-    got = read_request(line(REQUEST, context=bare)).context
-    assert (got.queue_name, got.deadline, got.trace_context, got.worker_id) == ("default", None, None, None)
+    parsed = read_request(encode(REQUEST, context=bare)).context
+    assert (parsed.queue_name, parsed.deadline, parsed.trace_context, parsed.worker_id) == ("default", None, None, None)
     nulls = CONTEXT | {"deadline": None, "trace_context": None, "worker_id": None}
-    assert read_request(line(REQUEST, context=nulls)).context == got
+    assert read_request(encode(REQUEST, context=nulls)).context == parsed
 
 
 @pytest.mark.spec("EXE-02")
-def test_another_version_is_told_apart_from_a_bad_request():
-    got = read_request(line(REQUEST, protocol_version="2", args="whatever comes then"))
-    assert (got.reason, got.job_id, got.error_type) == (
-        Reason.UNSUPPORTED_VERSION,
+def test_another_version_is_distinguished_from_a_bad_request():
+    parsed = read_request(encode(REQUEST, protocol_version="2", args="whatever comes then"))
+    assert (parsed.reason, parsed.job_id, parsed.error_type) == (
+        LineErrorReason.UNSUPPORTED_VERSION,
         "job-1",
         ErrorType.UNSUPPORTED_VERSION,
     )
@@ -126,27 +131,31 @@ def test_another_version_is_told_apart_from_a_bad_request():
     ],
 )
 def test_a_bad_field_is_named_with_the_job_and_without_its_value(changes, field):
-    got = read_request(line(REQUEST, **changes))
-    assert isinstance(got, BadLine)
-    assert (got.reason, got.job_id, got.error_type) == (Reason.BAD_FIELD, "job-1", ErrorType.BAD_REQUEST)
-    assert field in got.message
-    assert "soon" not in got.message
+    parsed = read_request(encode(REQUEST, **changes))
+    assert isinstance(parsed, InvalidMessage)
+    assert (parsed.reason, parsed.job_id, parsed.error_type) == (
+        LineErrorReason.BAD_FIELD,
+        "job-1",
+        ErrorType.BAD_REQUEST,
+    )
+    assert field in parsed.message
+    assert "soon" not in parsed.message
 
 
 @pytest.mark.spec("EXE-02")
 @pytest.mark.parametrize("name", ["protocol_version", "job_id", "function_name", "args", "kwargs", "context"])
-def test_a_missing_field_makes_it_no_request(name):
-    got = read_request(line({key: value for key, value in REQUEST.items() if key != name}))
-    assert name in got.message
-    assert got.job_id == (None if name == "job_id" else "job-1")
+def test_a_request_with_a_missing_field_is_rejected(name):
+    parsed = read_request(encode({key: value for key, value in REQUEST.items() if key != name}))
+    assert name in parsed.message
+    assert parsed.job_id == (None if name == "job_id" else "job-1")
 
 
 @pytest.mark.parametrize(
     "value", ["2025-01-01T12:00:00Z", "2025-01-01T12:00:00+00:00", "2025-01-01T12:00:00.000000001Z"]
 )
 def test_times_are_rfc_3339_in_utc(value):
-    got = read_request(line(REQUEST, context=CONTEXT | {"enqueue_time": value}))
-    assert got.context.enqueue_time == datetime(2025, 1, 1, 12, tzinfo=UTC)
+    parsed = read_request(encode(REQUEST, context=CONTEXT | {"enqueue_time": value}))
+    assert parsed.context.enqueue_time == datetime(2025, 1, 1, 12, tzinfo=UTC)
 
 
 def test_a_time_without_its_zone_cannot_be_sent():
@@ -154,10 +163,10 @@ def test_a_time_without_its_zone_cannot_be_sent():
         ExecutionContext(job_id="a", attempt=1, enqueue_time=datetime(2025, 1, 1))  # noqa: DTZ001 - the point
 
 
-def test_a_broken_trace_never_costs_the_job():
+def test_an_invalid_trace_does_not_fail_the_job():
     carrier = {"traceparent": 7, "tracestate": "x" * 5000, "baggage": "a=1", "x-other": "y"}
-    got = read_request(line(REQUEST, context=CONTEXT | {"trace_context": carrier}))
-    assert got.context.carrier == {"baggage": "a=1"}
+    parsed = read_request(encode(REQUEST, context=CONTEXT | {"trace_context": carrier}))
+    assert parsed.context.carrier == {"baggage": "a=1"}
 
 
 # -- lines that are none --------------------------------------------------------------------------
@@ -167,57 +176,61 @@ def test_a_broken_trace_never_costs_the_job():
 @pytest.mark.parametrize(
     "text, reason, job_id",
     [
-        (b"", Reason.NOT_JSON, None),
-        (b"hello", Reason.NOT_JSON, None),
-        (b"[1]", Reason.NOT_AN_OBJECT, None),
-        (b'"job_id"', Reason.NOT_AN_OBJECT, None),
-        (b'{"job_id": "a", "status": "succ', Reason.NOT_JSON, None),
-        (b'{"job_id": "a", "st{"job_id": "b", "status": "success"}', Reason.NOT_JSON, None),
-        (b'{"job_id": "a"}{"job_id": "b"}', Reason.NOT_JSON, None),
-        (b'{"job_id": "a", "result": NaN}', Reason.NOT_JSON, "a"),
-        (b'{"job_id": "a", "result": [-Infinity]}', Reason.NOT_JSON, "a"),
-        (b'{"job_id": "a", "result": 1e999}', Reason.NOT_JSON, "a"),
-        (b'{"job_id": "a", "result": ' + b"9" * 5000 + b"}", Reason.NOT_JSON, "a"),
-        (b'{"job_id": "a", "result": {"x": 1, "x": 2}}', Reason.REPEATED_KEY, "a"),
-        (b'{"job_id": "a", "job_id": "b"}', Reason.REPEATED_KEY, None),
-        (b'{"job_id": "a", "result": {"job_id": "b"}, "result": 1}', Reason.REPEATED_KEY, "a"),
-        (b'{"job_id": "a", "result": "\\ud800"}', Reason.LONE_SURROGATE, "a"),
-        (b'{"job_id": "\\udfff", "status": "success"}', Reason.LONE_SURROGATE, None),
-        (b'{"job_id": "a", "result": "\xff"}', Reason.NOT_UTF8, "a"),
-        (b'{"job_id": "a", "result": "\xed\xa0\x80"}', Reason.NOT_UTF8, "a"),
-        (b"\xef\xbb\xbf{}", Reason.NOT_JSON, None),
-        (b'{"job_id": 7, "status": "success"}', Reason.BAD_FIELD, None),
-        (b'{"job_id": "a", "status": "done"}', Reason.BAD_FIELD, "a"),
-        (b'{"job_id": "a", "status": "retry", "retry_after_seconds": "5"}', Reason.BAD_FIELD, "a"),
-        (b'{"job_id": "a", "status": "retry", "retry_after_seconds": 1' + b"0" * 400 + b"}", Reason.BAD_FIELD, "a"),
-        (b'{"job_id": "", "status": "success"}', Reason.BAD_FIELD, None),
-        (b'{"job_id": "' + b"x" * 2000 + b'", "status": "success"}', Reason.BAD_FIELD, None),
-        (b'{"result": {"job_id": "b"}, "status": "success"}', Reason.BAD_FIELD, None),
-        (b'{"status": 1, "result": "\\"job_id\\": \\"b\\"", "job_id": "a"}', Reason.BAD_FIELD, "a"),
-        (b'{"status": 1, "result": "{[", "job_id": "a"}', Reason.BAD_FIELD, "a"),
-        (b'{"status": 1, ' + b'"x": {"job_id": "b"}, ' * 20 + b'"job_id": "a"}', Reason.REPEATED_KEY, "a"),
-        (b'{"{"job_id": "b", "status": "success", "result": "]"}', Reason.NOT_JSON, None),
+        (b"", LineErrorReason.NOT_JSON, None),
+        (b"hello", LineErrorReason.NOT_JSON, None),
+        (b"[1]", LineErrorReason.NOT_AN_OBJECT, None),
+        (b'"job_id"', LineErrorReason.NOT_AN_OBJECT, None),
+        (b'{"job_id": "a", "status": "succ', LineErrorReason.NOT_JSON, None),
+        (b'{"job_id": "a", "st{"job_id": "b", "status": "success"}', LineErrorReason.NOT_JSON, None),
+        (b'{"job_id": "a"}{"job_id": "b"}', LineErrorReason.NOT_JSON, None),
+        (b'{"job_id": "a", "result": NaN}', LineErrorReason.NOT_JSON, "a"),
+        (b'{"job_id": "a", "result": [-Infinity]}', LineErrorReason.NOT_JSON, "a"),
+        (b'{"job_id": "a", "result": 1e999}', LineErrorReason.NOT_JSON, "a"),
+        (b'{"job_id": "a", "result": ' + b"9" * 5000 + b"}", LineErrorReason.NOT_JSON, "a"),
+        (b'{"job_id": "a", "result": {"x": 1, "x": 2}}', LineErrorReason.REPEATED_KEY, "a"),
+        (b'{"job_id": "a", "job_id": "b"}', LineErrorReason.REPEATED_KEY, None),
+        (b'{"job_id": "a", "result": {"job_id": "b"}, "result": 1}', LineErrorReason.REPEATED_KEY, "a"),
+        (b'{"job_id": "a", "result": "\\ud800"}', LineErrorReason.LONE_SURROGATE, "a"),
+        (b'{"job_id": "\\udfff", "status": "success"}', LineErrorReason.LONE_SURROGATE, None),
+        (b'{"job_id": "a", "result": "\xff"}', LineErrorReason.NOT_UTF8, "a"),
+        (b'{"job_id": "a", "result": "\xed\xa0\x80"}', LineErrorReason.NOT_UTF8, "a"),
+        (b"\xef\xbb\xbf{}", LineErrorReason.NOT_JSON, None),
+        (b'{"job_id": 7, "status": "success"}', LineErrorReason.BAD_FIELD, None),
+        (b'{"job_id": "a", "status": "done"}', LineErrorReason.BAD_FIELD, "a"),
+        (b'{"job_id": "a", "status": "retry", "retry_after_seconds": "5"}', LineErrorReason.BAD_FIELD, "a"),
+        (
+            b'{"job_id": "a", "status": "retry", "retry_after_seconds": 1' + b"0" * 400 + b"}",
+            LineErrorReason.BAD_FIELD,
+            "a",
+        ),
+        (b'{"job_id": "", "status": "success"}', LineErrorReason.BAD_FIELD, None),
+        (b'{"job_id": "' + b"x" * 2000 + b'", "status": "success"}', LineErrorReason.BAD_FIELD, None),
+        (b'{"result": {"job_id": "b"}, "status": "success"}', LineErrorReason.BAD_FIELD, None),
+        (b'{"status": 1, "result": "\\"job_id\\": \\"b\\"", "job_id": "a"}', LineErrorReason.BAD_FIELD, "a"),
+        (b'{"status": 1, "result": "{[", "job_id": "a"}', LineErrorReason.BAD_FIELD, "a"),
+        (b'{"status": 1, ' + b'"x": {"job_id": "b"}, ' * 20 + b'"job_id": "a"}', LineErrorReason.REPEATED_KEY, "a"),
+        (b'{"{"job_id": "b", "status": "success", "result": "]"}', LineErrorReason.NOT_JSON, None),
     ],
 )
-def test_a_line_that_is_no_outcome_says_why_and_whose_it_is_only_if_that_is_certain(text, reason, job_id):
-    got = read_outcome(text)
-    assert (got.reason, got.job_id, got.size) == (reason, job_id, len(text))
-    assert len(got.message) < 300
+def test_an_invalid_line_has_a_reason_and_a_job_id_only_if_it_is_certain(text, reason, job_id):
+    parsed = read_outcome(text)
+    assert (parsed.reason, parsed.job_id, parsed.size) == (reason, job_id, len(text))
+    assert len(parsed.message) < 300
 
 
 @pytest.mark.spec("EXE-25")
 def test_the_depth_is_counted_with_the_message_itself():
-    fits = write_outcome(ExecutionOutcome(job_id="a", status=Status.SUCCESS, result=nested(MAX_DEPTH - 1)))
-    assert read_outcome(fits).result == nested(MAX_DEPTH - 1)
-    with pytest.raises(LineError) as refused:
-        write_outcome(ExecutionOutcome(job_id="a", status=Status.SUCCESS, result=nested(MAX_DEPTH)))
-    assert refused.value.reason is Reason.TOO_DEEP
-    got = read_outcome(b'{"job_id":"a","status":"success","result":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}")
-    assert (got.reason, got.job_id) == (Reason.TOO_DEEP, "a")
+    fits = write_outcome(ExecutionOutcome(job_id="a", status=Status.SUCCESS, result=nest_lists(MAX_DEPTH - 1)))
+    assert read_outcome(fits).result == nest_lists(MAX_DEPTH - 1)
+    with pytest.raises(LineError) as caught:
+        write_outcome(ExecutionOutcome(job_id="a", status=Status.SUCCESS, result=nest_lists(MAX_DEPTH)))
+    assert caught.value.reason is LineErrorReason.TOO_DEEP
+    parsed = read_outcome(b'{"job_id":"a","status":"success","result":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}")
+    assert (parsed.reason, parsed.job_id) == (LineErrorReason.TOO_DEEP, "a")
 
 
 @pytest.mark.spec("EXE-25")
-def test_brackets_in_text_nest_nothing_and_many_beside_each_other_neither():
+def test_brackets_in_strings_and_sibling_arrays_do_not_count_as_depth():
     result = ["[{" * 500, '"[' * 500, "\\[" * 500, [[] for _ in range(500)]]
     outcome = ExecutionOutcome(job_id="a", status=Status.SUCCESS, result=result)
     assert read_outcome(write_outcome(outcome)) == outcome
@@ -225,21 +238,21 @@ def test_brackets_in_text_nest_nothing_and_many_beside_each_other_neither():
 
 @pytest.mark.spec("EXE-25")
 @pytest.mark.parametrize("depth", [1_000, 300_000])
-def test_a_tower_of_brackets_is_refused_and_not_climbed(depth):
+def test_deeply_nested_brackets_are_rejected_without_recursion(depth):
     for text in (b"[" * depth, b"[" * depth + b"]" * depth, b'{"a":' * depth, b'"' + b'\\"' * depth):
-        assert read_outcome(text).reason in {Reason.NOT_JSON, Reason.TOO_DEEP}
+        assert read_outcome(text).reason in {LineErrorReason.NOT_JSON, LineErrorReason.TOO_DEEP}
 
 
 @pytest.mark.spec("EXE-25")
 def test_a_line_has_at_most_16_mebibytes_in_both_directions():
     frame = len(write_outcome(ExecutionOutcome(job_id="a", status=Status.SUCCESS, result=""))) - 1
-    fits = ExecutionOutcome(job_id="a", status=Status.SUCCESS, result="x" * (MAX_LINE - frame))
+    fits = ExecutionOutcome(job_id="a", status=Status.SUCCESS, result="x" * (MAX_LINE_BYTES - frame))
     assert read_outcome(write_outcome(fits)[:-1]) == fits
-    with pytest.raises(LineError) as refused:
+    with pytest.raises(LineError) as caught:
         write_outcome(fits.model_copy(update={"result": fits.result + "x"}))
-    assert refused.value.reason is Reason.TOO_LONG
-    got = read_outcome(b" " * (MAX_LINE + 1))
-    assert (got.reason, got.job_id, got.size) == (Reason.TOO_LONG, None, MAX_LINE + 1)
+    assert caught.value.reason is LineErrorReason.TOO_LONG
+    parsed = read_outcome(b" " * (MAX_LINE_BYTES + 1))
+    assert (parsed.reason, parsed.job_id, parsed.size) == (LineErrorReason.TOO_LONG, None, MAX_LINE_BYTES + 1)
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -249,35 +262,35 @@ def test_a_line_has_at_most_16_mebibytes_in_both_directions():
 @pytest.mark.parametrize(
     "result, reason",
     [
-        (math.nan, Reason.NOT_JSON),
-        ([math.inf], Reason.NOT_JSON),
-        (object(), Reason.NOT_JSON),
-        ({1, 2}, Reason.NOT_JSON),
-        ({(1, 2): 3}, Reason.NOT_JSON),
-        (10**5000, Reason.NOT_JSON),
-        ("\ud800", Reason.LONE_SURROGATE),
-        ({"\udfff": 1}, Reason.LONE_SURROGATE),
-        (nested(100_000), Reason.TOO_DEEP),
+        (math.nan, LineErrorReason.NOT_JSON),
+        ([math.inf], LineErrorReason.NOT_JSON),
+        (object(), LineErrorReason.NOT_JSON),
+        ({1, 2}, LineErrorReason.NOT_JSON),
+        ({(1, 2): 3}, LineErrorReason.NOT_JSON),
+        (10**5000, LineErrorReason.NOT_JSON),
+        ("\ud800", LineErrorReason.LONE_SURROGATE),
+        ({"\udfff": 1}, LineErrorReason.LONE_SURROGATE),
+        (nest_lists(100_000), LineErrorReason.TOO_DEEP),
     ],
-    ids=lambda value: value.value if isinstance(value, Reason) else type(value).__name__,
+    ids=lambda value: value.value if isinstance(value, LineErrorReason) else type(value).__name__,
 )
-def test_what_cannot_be_sent_is_refused_with_its_reason(result, reason):
-    with pytest.raises(LineError) as refused:
+def test_a_result_that_cannot_be_sent_is_rejected_with_its_reason(result, reason):
+    with pytest.raises(LineError) as caught:
         write_outcome(ExecutionOutcome.model_construct(job_id="a", status=Status.SUCCESS, result=result))
-    assert refused.value.reason is reason
+    assert caught.value.reason is reason
 
 
-def test_a_value_that_contains_itself_is_refused():
+def test_a_value_that_contains_itself_is_rejected():
     circle = []
     circle.append(circle)
-    with pytest.raises(LineError) as refused:
-        lines.write({"result": circle})
-    assert refused.value.reason is Reason.NOT_JSON
+    with pytest.raises(LineError) as caught:
+        lines.format_line({"result": circle})
+    assert caught.value.reason is LineErrorReason.NOT_JSON
 
 
 @pytest.mark.spec("EXE-01")
 @pytest.mark.parametrize("character", ["\n", "\r", "\u2028", "\u2029", "\x85", "\x0b", "\x1c"])
-def test_no_text_makes_two_lines_of_one_for_any_reader(character):
+def test_no_character_splits_a_line_for_any_reader(character):
     outcome = ExecutionOutcome(job_id="a", status=Status.SUCCESS, result=f"one{character}two")
     written = write_outcome(outcome)
     assert len(written.decode().splitlines()) == 1
@@ -294,32 +307,36 @@ def test_an_outcome_always_has_its_six_fields_and_the_extension_only_if_there_is
 
 @pytest.mark.spec("EXE-25")
 @pytest.mark.parametrize("character", ["x", "ü", "€", "😀"])
-def test_a_traceback_is_cut_at_a_character_and_keeps_its_end(character):
-    kept = cut("begin" + character * LONGEST_TRACEBACK + "end", LONGEST_TRACEBACK)
-    assert LONGEST_TRACEBACK - 4 < len(kept.encode()) <= LONGEST_TRACEBACK
-    assert kept.endswith(character + "end")
-    assert "\ufffd" not in kept
-    assert read_outcome(line({"job_id": "a", "status": "error", "error_traceback": character * 99_999})).error_traceback
+def test_a_traceback_is_truncated_at_a_character_and_keeps_its_end(character):
+    truncated = truncate_utf8_tail("begin" + character * MAX_TRACEBACK_BYTES + "end", MAX_TRACEBACK_BYTES)
+    assert MAX_TRACEBACK_BYTES - 4 < len(truncated.encode()) <= MAX_TRACEBACK_BYTES
+    assert truncated.endswith(character + "end")
+    assert "\ufffd" not in truncated
+    assert read_outcome(
+        encode({"job_id": "a", "status": "error", "error_traceback": character * 99_999})
+    ).error_traceback
 
 
-def test_an_extension_field_of_somebody_else_is_ignored():
+def test_a_third_party_extension_field_is_ignored():
     assert read_outcome(b'{"job_id":"a","status":"error","error_traceback":{"frames":[]}}').error_traceback is None
 
 
-def test_what_an_error_says_is_cut_when_it_is_read_too():
-    got = read_outcome(line({"job_id": "a", "status": "error", "error_message": "m" * 9000, "error_type": "t" * 9000}))
-    assert (len(got.error_message), len(got.error_type)) == (LONGEST_MESSAGE, 1024)
-    assert read_outcome(write_outcome(got)) == got
+def test_the_message_of_an_error_is_also_truncated_when_it_is_parsed():
+    parsed = read_outcome(
+        encode({"job_id": "a", "status": "error", "error_message": "m" * 9000, "error_type": "t" * 9000})
+    )
+    assert (len(parsed.error_message), len(parsed.error_type)) == (MAX_MESSAGE_CHARS, 1024)
+    assert read_outcome(write_outcome(parsed)) == parsed
 
 
-def test_an_error_is_never_lost_for_how_it_is_worded():
+def test_an_error_with_an_unencodable_message_is_not_lost():
     outcome = ExecutionOutcome.model_construct(
         job_id="a", status=Status.ERROR, error_message="\ud800" + "x" * 99_999, error_type="\udfff"
     )
-    got = read_outcome(write_outcome(outcome))
-    assert got.error_message.startswith("\\ud800xxx")
-    assert len(got.error_message) <= LONGEST_MESSAGE + 5
-    assert got.error_type == "\\udfff"
+    parsed = read_outcome(write_outcome(outcome))
+    assert parsed.error_message.startswith("\\ud800xxx")
+    assert len(parsed.error_message) <= MAX_MESSAGE_CHARS + 5
+    assert parsed.error_type == "\\udfff"
 
 
 # -- at random ------------------------------------------------------------------------------------
@@ -365,13 +382,13 @@ outcomes = st.builds(
 @pytest.mark.spec("EXE-01", "EXE-02", "EXE-03")
 @settings(max_examples=50, deadline=None)
 @given(requests())
-def test_every_request_survives_the_wire(request_):
+def test_every_request_is_equal_after_a_round_trip(request_):
     assert read_request(write_request(request_)) == request_
 
 
 @pytest.mark.spec("EXE-02", "EXE-03")
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid_fields",
     [
         {"function_name": ""},
         {"function_name": 7},
@@ -385,55 +402,55 @@ def test_every_request_survives_the_wire(request_):
         {"kwargs": {1: 2}},
     ],
 )
-def test_a_call_is_held_to_the_rules_of_the_request_that_it_writes(wrong):
+def test_a_call_follows_the_rules_of_the_request_that_it_writes(invalid_fields):
     call = {"function_name": "f", "job_id": "a", "attempt_number": 1, "enqueue_time": datetime(2025, 1, 1, tzinfo=UTC)}
-    assert isinstance(read_request(write_call(**call)), ExecutionRequest)
-    with pytest.raises(LineError) as refused:
-        write_call(**call | wrong)
-    assert refused.value.reason is Reason.BAD_FIELD
+    assert isinstance(read_request(format_request_line(**call)), ExecutionRequest)
+    with pytest.raises(LineError) as caught:
+        format_request_line(**call | invalid_fields)
+    assert caught.value.reason is LineErrorReason.BAD_FIELD
 
 
 @pytest.mark.spec("EXE-01", "EXE-04")
 @settings(max_examples=50, deadline=None)
 @given(outcomes)
-def test_every_outcome_survives_the_wire(outcome):
+def test_every_outcome_is_equal_after_a_round_trip(outcome):
     assert read_outcome(write_outcome(outcome)) == outcome
 
 
-pieces = st.sampled_from(b'{ } [ ] " \\ : , "job_id" "a" "b" NaN 1e999 \\ud800 \xff'.split(b" "))
+fragments = st.sampled_from(b'{ } [ ] " \\ : , "job_id" "a" "b" NaN 1e999 \\ud800 \xff'.split(b" "))
 
 
 @pytest.mark.spec("EXE-02", "EXE-10")
 @settings(max_examples=100, deadline=None)
-@given(st.lists(pieces | st.binary(max_size=8), max_size=40).map(b"".join))
-def test_whatever_comes_is_a_message_or_a_reason(text):
+@given(st.lists(fragments | st.binary(max_size=8), max_size=40).map(b"".join))
+def test_any_input_is_a_message_or_a_reason(text):
     for read in (read_request, read_outcome):
-        got = read(text)
-        if isinstance(got, BadLine):
-            assert got.size == len(text)
-            assert got.job_id is None or got.job_id.encode()
+        parsed = read(text)
+        if isinstance(parsed, InvalidMessage):
+            assert parsed.size == len(text)
+            assert parsed.job_id is None or parsed.job_id.encode()
         else:
-            assert got.job_id
+            assert parsed.job_id
 
 
 @pytest.mark.spec("EXE-10")
 @settings(max_examples=50, deadline=None)
 @given(outcomes, st.data())
-def test_half_a_line_belongs_to_nobody(outcome, data):
+def test_a_truncated_line_belongs_to_no_job(outcome, data):
     written = write_outcome(outcome)[:-1]
-    got = read_outcome(written[: data.draw(st.integers(0, len(written) - 1))])
-    assert isinstance(got, BadLine)
-    assert got.job_id is None
+    parsed = read_outcome(written[: data.draw(st.integers(0, len(written) - 1))])
+    assert isinstance(parsed, InvalidMessage)
+    assert parsed.job_id is None
 
 
 @pytest.mark.spec("EXE-10")
 @settings(max_examples=50, deadline=None)
 @given(outcomes, outcomes, st.data())
-def test_two_lines_written_into_each_other_are_nobodys_outcome(first, second, data):
+def test_two_interleaved_lines_are_the_outcome_of_no_job(first, second, data):
     one, two = write_outcome(first)[:-1], write_outcome(second)[:-1]
-    got = read_outcome(one[: data.draw(st.integers(1, len(one)))] + two)
-    assert isinstance(got, BadLine)
-    assert got.job_id is None
+    parsed = read_outcome(one[: data.draw(st.integers(1, len(one)))] + two)
+    assert isinstance(parsed, InvalidMessage)
+    assert parsed.job_id is None
 
 
 def test_a_deadline_keeps_its_microseconds():
@@ -448,12 +465,12 @@ def test_a_deadline_keeps_its_microseconds():
 
 @pytest.mark.spec("EXE-02", "EXE-04")
 @pytest.mark.parametrize("name", MESSAGES)
-def test_the_schemas_in_the_documents_are_those_of_the_code(name):
-    assert (FOLDER / name).read_text(encoding="utf-8") == schema(name), "run python tools/schemas.py"
+def test_the_documented_schemas_are_those_of_the_code(name):
+    assert (FOLDER / name).read_text(encoding="utf-8") == build_schema(name), "run python tools/schemas.py"
 
 
-def test_the_schemas_ask_for_what_the_document_lists():
-    request, outcome = (json.loads(schema(name)) for name in MESSAGES)
+def test_the_schemas_require_the_documented_fields():
+    request, outcome = (json.loads(build_schema(name)) for name in MESSAGES)
     assert set(request["required"]) == {"protocol_version", "job_id", "function_name", "args", "kwargs", "context"}
     assert set(request["$defs"]["ExecutionContext"]["required"]) == {"job_id", "attempt", "enqueue_time"}
     assert set(outcome["required"]) == {"job_id", "status"}
@@ -463,15 +480,15 @@ def test_the_schemas_ask_for_what_the_document_lists():
 # -- long lines -----------------------------------------------------------------------------------
 
 
-def outcome_of(data, *, yielding):
+def read_or_reason(data, *, yielding):
     try:
-        return lines.read(data, yielding=yielding)
+        return lines.parse_line(data, yielding=yielding)
     except LineError as error:
         return error.reason
 
 
 #: Bytes of an array that is read in more than one piece.
-LONG = 3 * PIECE // 2
+LONG_ARRAY_BYTES = 3 * PIECE // 2
 TEXTS = st.text(alphabet=st.sampled_from('[]{},:"\\ \n\u2028aé0123456789-+.eEntrufalsINy'), max_size=30)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -482,17 +499,17 @@ VALUES = st.recursive(
 @pytest.mark.spec("EXE-25")
 @settings(max_examples=200)
 @given(VALUES, TEXTS, st.integers(0, 200), st.booleans())
-def test_a_line_says_the_same_whether_it_is_read_at_once_or_in_pieces(value, noise, place, ascii_only):
-    told = json.dumps({"job_id": "a", "result": value}, ensure_ascii=ascii_only)
-    for text in (told, told[:place] + noise + told[place:], noise):
+def test_a_line_has_the_same_value_read_in_one_call_or_in_chunks(value, noise, position, ascii_only):
+    encoded = json.dumps({"job_id": "a", "result": value}, ensure_ascii=ascii_only)
+    for text in (encoded, encoded[:position] + noise + encoded[position:], noise):
         data = text.encode(errors="surrogatepass")
-        assert same(outcome_of(data, yielding=True), outcome_of(data, yielding=False))
-        assert lines.job_id_of(data, yielding=True) == lines.job_id_of(data)
+        assert is_same(read_or_reason(data, yielding=True), read_or_reason(data, yielding=False))
+        assert lines.extract_job_id(data, yielding=True) == lines.extract_job_id(data)
 
 
-def same(first, second):
+def is_same(first, second):
     # What is wrong in two ways may be refused for either.
-    return isinstance(first, Reason) and isinstance(second, Reason) if first != second else True
+    return isinstance(first, LineErrorReason) and isinstance(second, LineErrorReason) if first != second else True
 
 
 @pytest.mark.spec("EXE-25")
@@ -515,8 +532,8 @@ def same(first, second):
 @pytest.mark.parametrize(
     "end", ["", ",", ", ]", ', {"a": 1, "a": 2}', ", NaN", ', "\\ud83d"', ", " + "[" * 63 + "]" * 63]
 )
-def test_a_long_array_says_the_same_whether_it_is_read_at_once_or_in_pieces(unit, end):
-    units = [unit] * (LONG // (len(unit) + 1))
+def test_a_long_array_has_the_same_value_read_in_one_call_or_in_chunks(unit, end):
+    units = [unit] * (LONG_ARRAY_BYTES // (len(unit) + 1))
     data = ('{"job_id": "a", "result": [' + ",".join(units) + end + "]}").encode()
-    assert same(outcome_of(data, yielding=True), outcome_of(data, yielding=False))
-    assert lines.job_id_of(data, yielding=True) == lines.job_id_of(data)
+    assert is_same(read_or_reason(data, yielding=True), read_or_reason(data, yielding=False))
+    assert lines.extract_job_id(data, yielding=True) == lines.extract_job_id(data)

@@ -27,36 +27,36 @@ from ergon_framework import scope
 from ergon_framework.errors import Category, ConfigurationError, ErgonError
 from ergon_framework.executor import observe
 from ergon_framework.executor.job import current_job
-from ergon_framework.executor.lines import MAX_LINE, Overlong, Splitter
-from ergon_framework.executor.protocol import LONGEST_TRACEBACK, ExecutionOutcome, read_outcome
-from ergon_framework.executor.registry import Registry, Retry
+from ergon_framework.executor.lines import MAX_LINE_BYTES, LineSplitter, OverlongLine
+from ergon_framework.executor.protocol import MAX_TRACEBACK_BYTES, ExecutionOutcome, read_outcome
+from ergon_framework.executor.registry import HandlerRegistry, Retry
 from ergon_framework.executor.runtime import Runtime
-from ergon_framework.telemetry.context import outbound
+from ergon_framework.telemetry.context import inject_carrier
 from ergon_framework.telemetry.spans import Tracing
 from ergon_framework.transaction import Transaction
-from tests.log_events import event_of
-from tests.unit.executor.messages import line, request
+from tests.log_events import get_event
+from tests.unit.executor.messages import build_request, encode_request
 
 
-def runtime_of(*functions, **named):
-    registry = Registry()
+def make_runtime(*functions, **named_functions):
+    registry = HandlerRegistry()
     for function in functions:
         registry.handler(function)
-    for name, function in named.items():
+    for name, function in named_functions.items():
         registry.handler(name)(function)
     return Runtime(registry)
 
 
-def asked(function, *args, **more):
+def run_handler(function, *args, **fields):
     """What becomes of a request to *function*; it is named for what it does."""
-    runtime = runtime_of(handler=function)
+    runtime = make_runtime(handler=function)
     try:
-        return read_outcome(runtime.reply(line("handler", *args, **more)))
+        return read_outcome(runtime.reply(encode_request("handler", *args, **fields)))
     finally:
         runtime.close()
 
 
-def told(outcome):
+def get_status(outcome):
     return outcome.status.value, outcome.error_type
 
 
@@ -81,7 +81,7 @@ class Adder:
 
 
 @functools.wraps(add)
-def decorated(*args, **kwargs):
+def decorated_add(*args, **kwargs):
     return add(*args, **kwargs)
 
 
@@ -91,31 +91,31 @@ def returns_a_coroutine(a: int, b: int):
 
 @pytest.mark.spec("EXE-24")
 @pytest.mark.parametrize(
-    "function", [add, add_async, returns_a_coroutine, functools.partial(add), Adder(), Adder().add, decorated]
+    "function", [add, add_async, returns_a_coroutine, functools.partial(add), Adder(), Adder().add, decorated_add]
 )
 def test_sync_and_async_handlers_both_work(function):
-    assert asked(function, 1, 2).result == 3
-    assert asked(function, kwargs={"a": 1, "b": 2}).result == 3
-    assert asked(function, 1, "x").error_message.startswith("handler: b: Input should be a valid integer")
+    assert run_handler(function, 1, 2).result == 3
+    assert run_handler(function, kwargs={"a": 1, "b": 2}).result == 3
+    assert run_handler(function, 1, "x").error_message.startswith("handler: b: Input should be a valid integer")
 
 
 @pytest.mark.spec("EXE-24")
-@pytest.mark.parametrize("flavour", ["sync", "async"])
+@pytest.mark.parametrize("variant", ["sync", "async"])
 @pytest.mark.parametrize(
     "error", [ValueError("no"), KeyError("k"), RecursionError("deep"), SystemExit(3), GeneratorExit()]
 )
-def test_whatever_a_handler_raises_is_its_outcome(flavour, error):
+def test_any_exception_of_a_handler_is_its_outcome(variant, error):
     def fails():
         raise error
 
     async def fails_async():
         raise error
 
-    got = asked(fails if flavour == "sync" else fails_async)
-    assert told(got) == ("error", type(error).__name__)
-    assert got.error_message == str(error)
-    assert "in fails" in got.error_traceback
-    assert "executor/runtime.py" not in got.error_traceback
+    outcome = run_handler(fails if variant == "sync" else fails_async)
+    assert get_status(outcome) == ("error", type(error).__name__)
+    assert outcome.error_message == str(error)
+    assert "in fails" in outcome.error_traceback
+    assert "executor/runtime.py" not in outcome.error_traceback
 
 
 class Invoice(BaseModel):
@@ -127,10 +127,10 @@ def test_a_validation_error_of_a_handler_shows_no_value():
     def validates(total: str):
         Invoice.model_validate({"total": total})
 
-    got = asked(validates, "secret-value")
-    assert got.error_message == "1 validation error for Invoice: total: int_parsing"
-    assert "in validates" in got.error_traceback
-    assert "secret-value" not in got.error_traceback
+    outcome = run_handler(validates, "secret-value")
+    assert outcome.error_message == "1 validation error for Invoice: total: int_parsing"
+    assert "in validates" in outcome.error_traceback
+    assert "secret-value" not in outcome.error_traceback
 
 
 @pytest.mark.spec("DX-18")
@@ -141,15 +141,15 @@ def test_a_validator_of_an_argument_shows_no_value():
     def takes(code: Annotated[str, AfterValidator(refuse)]): ...
 
     takes.__annotations__ = {"code": Annotated[str, AfterValidator(refuse)]}
-    assert asked(takes, "secret-value").error_message == "handler: code: value_error"
+    assert run_handler(takes, "secret-value").error_message == "handler: code: value_error"
 
 
 @pytest.mark.spec("EXE-24")
-def test_a_cancellation_of_the_handlers_own_is_an_error():
+def test_a_cancellation_raised_by_the_handler_is_an_error():
     async def gives_up():
         raise asyncio.CancelledError
 
-    assert told(asked(gives_up)) == ("error", "CancelledError")
+    assert get_status(run_handler(gives_up)) == ("error", "CancelledError")
 
 
 @pytest.mark.spec("EXE-25")
@@ -159,13 +159,13 @@ def test_a_long_traceback_keeps_its_end():
             climbs(n - 1)
         raise ValueError("x" * 50_000 + "the end")
 
-    got = asked(climbs, 100)
-    assert len(got.error_traceback.encode()) <= LONGEST_TRACEBACK
-    assert got.error_traceback.endswith("the end\n")
-    assert len(got.error_message) == 4096
+    outcome = run_handler(climbs, 100)
+    assert len(outcome.error_traceback.encode()) <= MAX_TRACEBACK_BYTES
+    assert outcome.error_traceback.endswith("the end\n")
+    assert len(outcome.error_message) == 4096
 
 
-def test_an_error_that_cannot_speak_is_told_all_the_same():
+def test_an_error_whose_str_raises_is_reported():
     class Mute(Exception):
         def __str__(self):
             raise RuntimeError
@@ -173,18 +173,18 @@ def test_an_error_that_cannot_speak_is_told_all_the_same():
     def fails():
         raise Mute
 
-    assert told(asked(fails))[1].endswith("Mute")
+    assert get_status(run_handler(fails))[1].endswith("Mute")
 
 
 @pytest.mark.spec("EXE-09")
-def test_a_class_of_a_handler_cannot_pass_for_a_word_of_the_protocol():
-    impostor = type("handler_not_found", (Exception,), {})
+def test_an_exception_class_cannot_pose_as_a_protocol_error_type():
+    exception_type = type("handler_not_found", (Exception,), {})
 
     def fails():
-        raise impostor
+        raise exception_type
 
-    assert asked(fails).error_type.endswith(".handler_not_found")
-    assert asked(fails).error_type != "handler_not_found"
+    assert run_handler(fails).error_type.endswith(".handler_not_found")
+    assert run_handler(fails).error_type != "handler_not_found"
 
 
 @pytest.mark.spec("EXE-06")
@@ -197,8 +197,8 @@ def test_a_retry_may_be_raised_or_returned(after):
         return Retry("busy", after=after)
 
     for function in (raises, returns):
-        got = asked(function)
-        assert (got.status.value, got.error_message, got.retry_after_seconds) == ("retry", "busy", after)
+        outcome = run_handler(function)
+        assert (outcome.status.value, outcome.error_message, outcome.retry_after_seconds) == ("retry", "busy", after)
 
 
 @pytest.mark.parametrize("after", [-1, math.nan, math.inf])
@@ -208,16 +208,16 @@ def test_a_retry_without_bound_cannot_be_made(after):
 
 
 @pytest.mark.spec("EXE-06")
-def test_an_error_of_ours_that_says_when_is_a_retry_and_one_that_is_final_is_not():
+def test_a_framework_error_with_retry_after_is_a_retry_unless_it_is_final():
     def fails(final: bool):
         raise ErgonError("later", retry_after=9, final=final)
 
     def declines():
         raise ErgonError("declined", retry_after=9, category=Category.BUSINESS)
 
-    assert asked(fails, False).retry_after_seconds == 9
-    assert told(asked(fails, True)) == ("error", "ErgonError")
-    assert told(asked(declines)) == ("error", "ErgonError")
+    assert run_handler(fails, False).retry_after_seconds == 9
+    assert get_status(run_handler(fails, True)) == ("error", "ErgonError")
+    assert get_status(run_handler(declines)) == ("error", "ErgonError")
 
 
 # -- names and versions ---------------------------------------------------------------------------
@@ -225,38 +225,40 @@ def test_an_error_of_ours_that_says_when_is_a_retry_and_one_that_is_final_is_not
 
 @pytest.mark.spec("EXE-09")
 def test_an_unknown_handler_is_named_with_the_nearest_one():
-    got = read_outcome(runtime_of(add).reply(line("ad", 1, 2)))
-    assert told(got) == ("error", "handler_not_found")
-    assert "did you mean 'add'?" in got.error_message
+    outcome = read_outcome(make_runtime(add).reply(encode_request("ad", 1, 2)))
+    assert get_status(outcome) == ("error", "handler_not_found")
+    assert "did you mean 'add'?" in outcome.error_message
 
 
 @pytest.mark.spec("EXE-02")
 @pytest.mark.parametrize(
-    "sent, kind",
+    "data, error_type",
     [
-        (line("add", 1, 2, protocol_version="2"), "unsupported_version"),
-        (line("add", 1, 2, args="none"), "bad_request"),
+        (encode_request("add", 1, 2, protocol_version="2"), "unsupported_version"),
+        (encode_request("add", 1, 2, args="none"), "bad_request"),
         (b'{"job_id": "job-1"}', "bad_request"),
-        (line("add").replace(b"[]", b"[NaN]"), "bad_request"),
-        (line("add").replace(b"[]", b"[" * 70 + b"]" * 70), "bad_request"),
+        (encode_request("add").replace(b"[]", b"[NaN]"), "bad_request"),
+        (encode_request("add").replace(b"[]", b"[" * 70 + b"]" * 70), "bad_request"),
     ],
 )
-def test_what_names_its_job_is_answered(sent, kind):
-    got = read_outcome(runtime_of(add).reply(sent))
-    assert (got.job_id, *told(got)) == ("job-1", "error", kind)
+def test_an_invalid_request_with_a_job_id_is_answered(data, error_type):
+    outcome = read_outcome(make_runtime(add).reply(data))
+    assert (outcome.job_id, *get_status(outcome)) == ("job-1", "error", error_type)
 
 
 @pytest.mark.spec("EXE-02")
-@pytest.mark.parametrize("sent", [b"", b"hello\n", b'{"job_id": 7}', b'{"job_id": "a', Overlong(MAX_LINE + 1)])
-def test_what_names_no_job_is_logged_and_not_answered(sent, caplog):
-    assert runtime_of(add).reply(sent) is None
+@pytest.mark.parametrize(
+    "data", [b"", b"hello\n", b'{"job_id": 7}', b'{"job_id": "a', OverlongLine(MAX_LINE_BYTES + 1)]
+)
+def test_an_invalid_request_without_a_job_id_is_logged_and_not_answered(data, caplog):
+    assert make_runtime(add).reply(data) is None
     (record,) = caplog.records
-    assert event_of(record) == "executor line refused"
-    assert record.bytes == (sent.size if isinstance(sent, Overlong) else len(sent))
+    assert get_event(record) == "executor line refused"
+    assert record.bytes == (data.size if isinstance(data, OverlongLine) else len(data))
 
 
 def test_a_flood_of_refused_lines_is_logged_as_a_count(caplog):
-    runtime = runtime_of(add)
+    runtime = make_runtime(add)
     for _ in range(2_500):
         assert runtime.reply(b"") is None
     assert len(caplog.records) == 12
@@ -278,8 +280,8 @@ def charge(order: Order, at: dt.datetime, *, currency: Literal["EUR", "USD"] = "
 SECRET = "hunter2"
 
 
-def test_arguments_become_what_the_annotations_say():
-    assert asked(charge, {"id": "o", "total": 5}, "2026-01-01T00:00:00Z").result == "o 5 EUR 2026"
+def test_arguments_are_converted_to_their_annotations():
+    assert run_handler(charge, {"id": "o", "total": 5}, "2026-01-01T00:00:00Z").result == "o 5 EUR 2026"
 
 
 @pytest.mark.parametrize(
@@ -295,26 +297,26 @@ def test_arguments_become_what_the_annotations_say():
     ],
 )
 def test_an_argument_that_does_not_fit_names_its_parameter_and_no_value(args, kwargs, parameter, caplog):
-    got = asked(charge, *args, kwargs=kwargs)
-    assert told(got) == ("error", "invalid_argument")
-    assert f"handler: {parameter}: " in got.error_message
-    assert SECRET not in got.error_message
-    assert got.error_traceback is None
+    outcome = run_handler(charge, *args, kwargs=kwargs)
+    assert get_status(outcome) == ("error", "invalid_argument")
+    assert f"handler: {parameter}: " in outcome.error_message
+    assert SECRET not in outcome.error_message
+    assert outcome.error_traceback is None
     assert caplog.records == []
 
 
-def test_a_validation_inside_of_a_handler_is_no_bad_argument():
+def test_a_validation_error_inside_a_handler_is_not_an_invalid_argument():
     def validates():
         Order.model_validate({})
 
-    assert told(asked(validates)) == ("error", "ValidationError")
+    assert get_status(run_handler(validates)) == ("error", "ValidationError")
 
 
-def test_annotations_may_name_what_is_defined_below():
-    assert asked(uses_what_comes_later, {"x": 1}).result == 1
+def test_annotations_may_name_later_definitions():
+    assert run_handler(use_later_class, {"x": 1}).result == 1
 
 
-def uses_what_comes_later(later: Later) -> int:
+def use_later_class(later: Later) -> int:
     return later.x
 
 
@@ -322,16 +324,16 @@ class Later(BaseModel):
     x: int
 
 
-def test_annotations_that_cannot_be_used_are_told_at_the_start():
+def test_unusable_annotations_are_reported_at_startup():
     def broken(x: Missing):  # noqa: F821 - the point
         ...
 
     with pytest.raises(ConfigurationError, match=r"'handler' cannot be used.*Missing"):
-        asked(broken)
+        run_handler(broken)
 
 
 @pytest.mark.parametrize(
-    "wrong, told",
+    "register, message",
     [
         (lambda registry: registry.handler(lambda: 1), "no name of its own"),
         (lambda registry: registry.handler("")(add), "1 to 1024"),
@@ -339,9 +341,9 @@ def test_annotations_that_cannot_be_used_are_told_at_the_start():
         (lambda registry: [registry.handler(add), registry.handler(add)], "already a handler 'add'"),
     ],
 )
-def test_a_handler_needs_a_name_of_its_own(wrong, told):
-    with pytest.raises(ConfigurationError, match=told):
-        wrong(Registry())
+def test_a_handler_needs_its_own_name(register, message):
+    with pytest.raises(ConfigurationError, match=message):
+        register(HandlerRegistry())
 
 
 # -- results --------------------------------------------------------------------------------------
@@ -358,7 +360,7 @@ class Point:
 
 
 @pytest.mark.parametrize(
-    "value, sent",
+    "value, expected",
     [
         (Order(id="o", total=1), {"id": "o", "total": 1}),
         (Point(1, dt.date(2026, 1, 2)), {"x": 1, "at": "2026-01-02"}),
@@ -369,9 +371,9 @@ class Point:
         (None, None),
     ],
 )
-def test_everyday_values_are_results(value, sent):
-    got = asked(lambda: value)
-    assert (got.status.value, got.result) == ("success", sent)
+def test_common_values_are_results(value, expected):
+    outcome = run_handler(lambda: value)
+    assert (outcome.status.value, outcome.result) == ("success", expected)
 
 
 def circle():
@@ -380,7 +382,7 @@ def circle():
     return value
 
 
-def nested(depth):
+def nest_lists(depth):
     value = []
     for _ in range(depth - 1):
         value = [value]
@@ -405,10 +407,10 @@ class Explodes(dict):
         "\ud800",
         b"bytes",
         threading.Lock(),
-        nested(64),
-        nested(50_000),
+        nest_lists(64),
+        nest_lists(50_000),
         circle(),
-        "x" * MAX_LINE,
+        "x" * MAX_LINE_BYTES,
         10**5000,
         {(1, 2): 3},
         (n for n in range(3)),
@@ -420,9 +422,9 @@ class Explodes(dict):
     ids=lambda value: type(value).__name__,
 )
 def test_a_result_that_cannot_be_sent_is_an_error_outcome(value):
-    got = asked(lambda: value)
-    assert told(got) == ("error", "invalid_result")
-    assert len(got.error_message) < 500
+    outcome = run_handler(lambda: value)
+    assert get_status(outcome) == ("error", "invalid_result")
+    assert len(outcome.error_message) < 500
 
 
 class Table(BaseModel):
@@ -451,10 +453,10 @@ class Named(enum.Enum):
         ([Named.ROWS], "7"),
     ],
 )
-def test_a_result_with_two_keys_that_are_written_alike_says_which(value, key):
-    got = asked(lambda: value)
-    assert told(got) == ("error", "invalid_result")
-    assert got.error_message == f"the result cannot be sent: two keys of one object are both written as {key!r}"
+def test_a_result_with_two_keys_of_the_same_text_names_the_key(value, key):
+    outcome = run_handler(lambda: value)
+    assert get_status(outcome) == ("error", "invalid_result")
+    assert outcome.error_message == f"the result cannot be sent: two keys of one object are both written as {key!r}"
 
 
 @pytest.mark.spec("EXE-17")
@@ -462,20 +464,20 @@ def test_an_async_generator_is_no_result():
     async def many():
         yield 1
 
-    assert told(asked(many)) == ("error", "invalid_result")
+    assert get_status(run_handler(many)) == ("error", "invalid_result")
 
 
 @pytest.mark.spec("EXE-17", "EXE-25")
 def test_the_deepest_and_longest_results_that_fit_are_sent():
-    assert asked(lambda: nested(63)).result == nested(63)
-    assert len(asked(lambda: "x" * (MAX_LINE - 500)).result) == MAX_LINE - 500
+    assert run_handler(lambda: nest_lists(63)).result == nest_lists(63)
+    assert len(run_handler(lambda: "x" * (MAX_LINE_BYTES - 500)).result) == MAX_LINE_BYTES - 500
 
 
-odd = st.one_of(
+unusual_values = st.one_of(
     st.none(), st.floats(), st.binary(max_size=3), st.complex_numbers(), st.text(), st.just(object()), st.integers()
 )
-anything = st.recursive(
-    odd,
+nested_values = st.recursive(
+    unusual_values,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.integers(), inner, max_size=3),
     max_leaves=8,
 )
@@ -483,45 +485,45 @@ anything = st.recursive(
 
 @pytest.mark.spec("EXE-17")
 @settings(max_examples=40, deadline=None)
-@given(anything)
+@given(nested_values)
 def test_any_return_value_gives_exactly_one_line(value):
-    replied = runtime_of(handler=lambda: value).reply(line("handler"))
-    assert replied.count(b"\n") == 1
-    assert replied.endswith(b"\n")
+    reply = make_runtime(handler=lambda: value).reply(encode_request("handler"))
+    assert reply.count(b"\n") == 1
+    assert reply.endswith(b"\n")
     # Keys that are text already and keys that become the same text are the only doubt that a reader may have.
-    got = read_outcome(replied)
-    assert isinstance(got, ExecutionOutcome) or got.reason.value == "repeated_key"
-    assert got.job_id == "job-1"
+    outcome = read_outcome(reply)
+    assert isinstance(outcome, ExecutionOutcome) or outcome.reason.value == "repeated_key"
+    assert outcome.job_id == "job-1"
 
 
 # -- scope, deadline, trace -----------------------------------------------------------------------
 
 
-def seen():
+def read_scope():
     here = scope.current()
     return [here.transaction_id, here.attempt, here.step, here.transaction.source, here.derive("charge")]
 
 
-@pytest.mark.parametrize("flavour", ["sync", "async"])
-def test_a_handler_has_the_scope_of_its_job(flavour):
-    async def seen_async():
-        return seen()
+@pytest.mark.parametrize("variant", ["sync", "async"])
+def test_a_handler_has_the_scope_of_its_job(variant):
+    async def read_scope_async():
+        return read_scope()
 
     context = {"attempt": 3, "queue_name": "orders"}
-    got = asked(seen if flavour == "sync" else seen_async, context=context)
-    assert got.result == ["job-1", 2, "process", "orders", Transaction("job-1", source="orders").derive("charge")]
+    outcome = run_handler(read_scope if variant == "sync" else read_scope_async, context=context)
+    assert outcome.result == ["job-1", 2, "process", "orders", Transaction("job-1", source="orders").derive("charge")]
     assert scope.current() is None
 
 
 @pytest.mark.spec("EXE-03")
 def test_a_handler_may_ask_for_the_context_of_its_job():
     context = {"attempt": 3, "worker_id": "w-1", "queue_name": "orders"}
-    got = asked(lambda: current_job().model_dump(include=set(context)), context=context)
-    assert got.result == context
+    outcome = run_handler(lambda: current_job().model_dump(include=set(context)), context=context)
+    assert outcome.result == context
     assert current_job() is None
 
 
-def moment(seconds):
+def format_deadline(seconds):
     return (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
 
 
@@ -530,8 +532,8 @@ def test_the_deadline_is_in_the_scope():
     def remaining():
         return scope.current().remaining()
 
-    assert 50 < asked(remaining, context={"deadline": moment(60)}).result <= 60
-    assert asked(remaining).result is None
+    assert 50 < run_handler(remaining, context={"deadline": format_deadline(60)}).result <= 60
+    assert run_handler(remaining).result is None
 
 
 @pytest.mark.spec("EXE-07")
@@ -544,29 +546,29 @@ def test_an_async_handler_is_cancelled_at_its_deadline():
         finally:
             ended.append("cancelled")
 
-    assert asked(hangs, context={"deadline": moment(0.05)}).status.value == "timeout"
+    assert run_handler(hangs, context={"deadline": format_deadline(0.05)}).status.value == "timeout"
     assert ended == ["cancelled"]
 
 
 @pytest.mark.spec("EXE-07")
-def test_a_job_that_comes_too_late_does_not_run():
+def test_a_job_after_its_deadline_does_not_run():
     ran = []
-    got = asked(lambda: ran.append(1), context={"deadline": moment(-1)})
-    assert (got.status.value, ran) == ("timeout", [])
+    outcome = run_handler(lambda: ran.append(1), context={"deadline": format_deadline(-1)})
+    assert (outcome.status.value, ran) == ("timeout", [])
 
 
-def test_a_timeout_error_of_the_handlers_own_is_an_error():
+def test_a_timeout_error_raised_by_the_handler_is_an_error():
     async def raises():
         raise TimeoutError
 
-    assert told(asked(raises, context={"deadline": moment(60)})) == ("error", "TimeoutError")
+    assert get_status(run_handler(raises, context={"deadline": format_deadline(60)})) == ("error", "TimeoutError")
 
 
-def test_nothing_is_left_behind_for_the_next_job():
-    runtime = runtime_of(seen=lambda: scope.current().transaction_id, fails=lambda: 1 / 0)
+def test_no_scope_leaks_into_the_next_job():
+    runtime = make_runtime(seen=lambda: scope.current().transaction_id, fails=lambda: 1 / 0)
     for job in ("a", "b"):
-        runtime.reply(line("fails", job_id=job))
-        assert read_outcome(runtime.reply(line("seen", job_id=job))).result == job
+        runtime.reply(encode_request("fails", job_id=job))
+        assert read_outcome(runtime.reply(encode_request("seen", job_id=job))).result == job
     assert scope.current() is None
 
 
@@ -576,9 +578,9 @@ def test_async_handlers_share_one_event_loop():
     async def remembers():
         loops.append(asyncio.get_running_loop())
 
-    runtime = runtime_of(remembers)
-    runtime.reply(line("remembers"))
-    runtime.reply(line("remembers"))
+    runtime = make_runtime(remembers)
+    runtime.reply(encode_request("remembers"))
+    runtime.reply(encode_request("remembers"))
     runtime.close()
     assert loops[0] is loops[1]
     assert loops[0].is_closed()
@@ -591,26 +593,28 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def spans(monkeypatch):
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(observe, "tracing", lambda _: Tracing(provider.get_tracer("test")))
+    monkeypatch.setattr(observe, "create_tracing", lambda _: Tracing(provider.get_tracer("test")))
     return exporter
 
 
 @pytest.mark.spec("EXE-14")
-@pytest.mark.parametrize("flavour", ["sync", "async"])
-def test_the_trace_of_the_request_is_continued(flavour, spans):
+@pytest.mark.parametrize("variant", ["sync", "async"])
+def test_the_trace_of_the_request_is_continued(variant, spans):
     def current():
-        found = trace.get_current_span().get_span_context()
-        return [f"{found.trace_id:032x}", f"{found.span_id:016x}", baggage.get_baggage("tenant")]
+        span_context = trace.get_current_span().get_span_context()
+        return [f"{span_context.trace_id:032x}", f"{span_context.span_id:016x}", baggage.get_baggage("tenant")]
 
     async def current_async():
         return current()
 
     carrier = {"traceparent": PARENT, "baggage": "tenant=acme"}
-    got = asked(current if flavour == "sync" else current_async, context={"trace_context": carrier, "attempt": 2})
+    outcome = run_handler(
+        current if variant == "sync" else current_async, context={"trace_context": carrier, "attempt": 2}
+    )
     (span,) = spans.get_finished_spans()
     assert span.name == "rrq.executor"
     assert (span.context.trace_id, span.parent.span_id) == (0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
-    assert got.result == [f"{span.context.trace_id:032x}", f"{span.context.span_id:016x}", "acme"]
+    assert outcome.result == [f"{span.context.trace_id:032x}", f"{span.context.span_id:016x}", "acme"]
     assert dict(span.attributes) == {
         "ergon.transaction.id": "job-1",
         "ergon.executor.handler": "handler",
@@ -621,29 +625,32 @@ def test_the_trace_of_the_request_is_continued(flavour, spans):
 
 
 @pytest.mark.spec("EXE-14", "RUN-04")
-@pytest.mark.parametrize("flavour", ["sync", "async"])
-def test_where_nothing_is_recorded_the_trace_of_the_request_is_passed_on(flavour, monkeypatch):
-    monkeypatch.setattr(observe, "tracing", lambda _: None)
+@pytest.mark.parametrize("variant", ["sync", "async"])
+def test_without_tracing_the_trace_of_the_request_is_passed_on(variant, monkeypatch):
+    monkeypatch.setattr(observe, "create_tracing", lambda _: None)
 
-    async def sent_async():
-        return outbound()
+    async def outbound_async():
+        return inject_carrier()
 
-    handler = outbound if flavour == "sync" else sent_async
+    handler = inject_carrier if variant == "sync" else outbound_async
     carrier = {"traceparent": PARENT, "baggage": "tenant=acme"}
-    runtime = runtime_of(handler=handler)
-    got = [read_outcome(runtime.reply(line("handler", context={"trace_context": each}))) for each in (carrier, None)]
+    runtime = make_runtime(handler=handler)
+    outcomes = [
+        read_outcome(runtime.reply(encode_request("handler", context={"trace_context": each})))
+        for each in (carrier, None)
+    ]
     runtime.close()
     # What came with one job is not left behind for the next.
-    assert [one.result for one in got] == [carrier, {}]
+    assert [one.result for one in outcomes] == [carrier, {}]
 
 
 @pytest.mark.spec("EXE-14")
-def test_a_failure_is_seen_in_its_span_without_its_words(spans):
+def test_a_failure_is_recorded_in_its_span_without_its_message(spans):
     def fails():
         raise ValueError(SECRET)
 
-    asked(fails)
-    asked(object)
+    run_handler(fails)
+    run_handler(object)
     first, second = spans.get_finished_spans()
     assert (first.status.is_ok, first.attributes["ergon.code"]) == (False, "ValueError")
     assert first.parent is None
@@ -651,13 +658,13 @@ def test_a_failure_is_seen_in_its_span_without_its_words(spans):
     assert second.attributes["ergon.code"] == "invalid_result"
 
 
-def test_telemetry_that_breaks_costs_no_job(monkeypatch):
+def test_failing_telemetry_fails_no_job(monkeypatch):
     class Broken:
         def transaction(self, *_):
             raise RuntimeError
 
-    monkeypatch.setattr(observe, "tracing", lambda _: Broken())
-    assert asked(add, 1, 2).result == 3
+    monkeypatch.setattr(observe, "create_tracing", lambda _: Broken())
+    assert run_handler(add, 1, 2).result == 3
 
 
 # -- the stream -----------------------------------------------------------------------------------
@@ -665,26 +672,26 @@ def test_telemetry_that_breaks_costs_no_job(monkeypatch):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.binary(max_size=12).filter(lambda data: b"\n" not in data), max_size=8), st.data())
-def test_lines_come_out_whole_however_they_come_in(lines, data):
+def test_lines_are_complete_for_every_chunking(lines, data):
     stream = b"".join(line + b"\n" for line in lines) + b"partial"
-    splitter, found = Splitter(longest=10), []
+    splitter, received = LineSplitter(max_bytes=10), []
     while stream:
         size = data.draw(st.integers(1, len(stream)))
-        found += splitter.feed(stream[:size])
+        received += splitter.feed(stream[:size])
         stream = stream[size:]
-    assert found == [line if len(line) <= 10 else Overlong(len(line)) for line in lines]
+    assert received == [line if len(line) <= 10 else OverlongLine(len(line)) for line in lines]
 
 
 @pytest.mark.spec("EXE-25")
-def test_no_more_than_one_line_is_ever_held():
-    splitter = Splitter(longest=100)
+def test_at_most_one_line_is_buffered():
+    splitter = LineSplitter(max_bytes=100)
     for _ in range(1000):
         assert list(splitter.feed(b"x" * 50)) == []
-        assert len(splitter._held) <= 100
-    assert list(splitter.feed(b"\nshort\n")) == [Overlong(50_000), b"short"]
+        assert len(splitter._buffer) <= 100
+    assert list(splitter.feed(b"\nshort\n")) == [OverlongLine(50_000), b"short"]
 
 
-def test_a_stop_cancels_what_runs_and_lets_it_answer():
+def test_a_stop_cancels_the_running_handler_and_sends_its_outcome():
     started, stopped = threading.Event(), []
 
     async def hangs():
@@ -694,22 +701,22 @@ def test_a_stop_cancels_what_runs_and_lets_it_answer():
         finally:
             stopped.append(scope.current().cancelled)
 
-    runtime = runtime_of(hangs)
+    runtime = make_runtime(hangs)
     threading.Thread(target=lambda: started.wait(10) and runtime.stop("SIGTERM"), daemon=True).start()
-    got = read_outcome(runtime.reply(line("hangs")))
+    outcome = read_outcome(runtime.reply(encode_request("hangs")))
     runtime.close()
-    assert told(got) == ("error", "terminated")
+    assert get_status(outcome) == ("error", "terminated")
     assert stopped == [True]
 
 
-def test_a_sync_handler_is_told_and_its_answer_counts():
+def test_a_sync_handler_sees_the_stop_and_its_result_counts():
     def looks():
         runtime.stop("SIGTERM")
         return scope.current().cancelled
 
-    runtime = runtime_of(looks)
-    assert read_outcome(runtime.reply(line("looks"))).result is True
+    runtime = make_runtime(looks)
+    assert read_outcome(runtime.reply(encode_request("looks"))).result is True
 
 
-def test_requests_of_the_tests_are_those_of_the_document():
-    assert json.loads(line("f", 1)) == request("f", 1)
+def test_the_request_builders_agree():
+    assert json.loads(encode_request("f", 1)) == build_request("f", 1)

@@ -12,83 +12,85 @@ from hypothesis import strategies as st
 
 from ergon_framework.errors import Category
 from ergon_framework.executor import verdict
-from ergon_framework.executor.protocol import BadLine, ErrorType, ExecutionOutcome, Reason, Status
-from ergon_framework.executor.routing import NoRoute, Route, route
-from ergon_framework.executor.verdict import Again, Bury, Complete, judge
+from ergon_framework.executor.protocol import ErrorType, ExecutionOutcome, InvalidMessage, LineErrorReason, Status
+from ergon_framework.executor.routing import Route, UnroutableJob, route_job
+from ergon_framework.executor.verdict import Complete, Fail, Retry, decide
 from ergon_framework.task.mixins.policies import RetryPolicy
 
 POLICY = RetryPolicy(max_attempts=3, backoff=2, multiplier=3, cap=60)
-KNOWN = ["python", "rust"]
+EXECUTORS = ["python", "rust"]
 
 
-def outcome(status, **fields):
+def make_outcome(status, **fields):
     return ExecutionOutcome(job_id="a", status=status, **fields)
 
 
-def judged(status, *, attempt_number=1, **fields):
-    return judge(outcome(status, **fields), attempt_number=attempt_number, policy=POLICY)
+def decide_for_status(status, *, attempt_number=1, **fields):
+    return decide(make_outcome(status, **fields), attempt_number=attempt_number, policy=POLICY)
 
 
 @pytest.mark.spec("EXE-05")
 @pytest.mark.parametrize("attempt_number", [1, 3, 99])
-def test_a_success_is_complete_whatever_attempt_it_was(attempt_number):
-    got = judged(Status.SUCCESS, result={"ok": True}, error_type="handler_not_found", attempt_number=attempt_number)
-    assert got == Complete({"ok": True})
+def test_a_success_is_complete_on_every_attempt(attempt_number):
+    decision = decide_for_status(
+        Status.SUCCESS, result={"ok": True}, error_type="handler_not_found", attempt_number=attempt_number
+    )
+    assert decision == Complete({"ok": True})
 
 
 @pytest.mark.spec("EXE-07", "EXE-08", "EXE-11")
 @pytest.mark.parametrize("status", [Status.RETRY, Status.TIMEOUT, Status.ERROR])
-def test_whatever_did_not_succeed_is_tried_by_policy_and_then_buried(status):
-    got = [judged(status, error_message="no", attempt_number=number) for number in (1, 2, 3, 4)]
-    assert [type(each) for each in got] == [Again, Again, Bury, Bury]
-    assert [each.delay for each in got[:2]] == [2.0, 6.0]
-    assert [each.blame.message for each in got] == ["no"] * 4
-    assert not got[2].fatal
+def test_a_failure_is_retried_by_policy_and_then_dead_lettered(status):
+    decision = [decide_for_status(status, error_message="no", attempt_number=number) for number in (1, 2, 3, 4)]
+    assert [type(each) for each in decision] == [Retry, Retry, Fail, Fail]
+    assert [each.delay for each in decision[:2]] == [2.0, 6.0]
+    assert [each.cause.message for each in decision] == ["no"] * 4
+    assert not decision[2].fatal
 
 
 @pytest.mark.spec("EXE-06")
 @pytest.mark.parametrize(
-    "asked, delay",
+    "requested_delay, delay",
     [(5, 5.0), (0, 0.0), (-3, 0.0), (1e300, 86_400.0), (math.nan, 0.0), (math.inf, 86_400.0), (None, 2.0)],
 )
-def test_a_requested_delay_is_clamped(asked, delay):
-    asking = outcome(Status.RETRY).model_copy(update={"retry_after_seconds": asked})
-    assert judge(asking, attempt_number=1, policy=POLICY).delay == delay
+def test_a_requested_delay_is_clamped(requested_delay, delay):
+    retry_outcome = make_outcome(Status.RETRY).model_copy(update={"retry_after_seconds": requested_delay})
+    assert decide(retry_outcome, attempt_number=1, policy=POLICY).delay == delay
 
 
 @pytest.mark.spec("EXE-06")
-def test_policy_may_allow_less_than_is_asked_for():
-    got = judge(outcome(Status.RETRY, retry_after_seconds=50), attempt_number=1, policy=POLICY, longest_delay=10)
-    assert got.delay == 10
+def test_a_policy_may_allow_less_than_the_requested_delay():
+    decision = decide(make_outcome(Status.RETRY, retry_after_seconds=50), attempt_number=1, policy=POLICY, max_delay=10)
+    assert decision.delay == 10
 
 
 @pytest.mark.spec("EXE-06")
 @pytest.mark.parametrize("status", [Status.TIMEOUT, Status.ERROR])
-def test_only_a_retry_may_ask_for_a_delay(status):
-    assert judged(status, retry_after_seconds=50).delay == 2.0
+def test_only_a_retry_may_request_a_delay(status):
+    assert decide_for_status(status, retry_after_seconds=50).delay == 2.0
 
 
 @pytest.mark.spec("DX-34", "EXE-09")
 @pytest.mark.parametrize("status", [Status.ERROR, Status.RETRY, Status.TIMEOUT])
-def test_a_handler_that_does_not_exist_is_buried_at_once_whatever_the_status(status):
-    got = judged(status, error_type="handler_not_found", error_message="no 'f'")
-    assert (got.fatal, got.blame.code, got.blame.message) == (True, "handler_not_found", "no 'f'")
+def test_a_missing_handler_is_dead_lettered_immediately_for_every_status(status):
+    decision = decide_for_status(status, error_type="handler_not_found", error_message="no 'f'")
+    assert (decision.fatal, decision.cause.code, decision.cause.message) == (True, "handler_not_found", "no 'f'")
 
 
 @pytest.mark.spec("DX-34", "EXE-09")
 @pytest.mark.parametrize("status", [Status.ERROR, Status.RETRY, Status.TIMEOUT])
 @pytest.mark.parametrize(
-    "kind",
+    "error_type",
     [
         *sorted(kind.value for kind in ErrorType if kind is not ErrorType.HANDLER_NOT_FOUND),
         *("killed", "ValueError", "HANDLER_NOT_FOUND", None),
     ],
 )
-def test_no_other_error_is_fatal(status, kind):
-    got = judged(status, error_type=kind)
-    assert (type(got), got.blame.final) == (Again, False)
-    assert got.blame.category is (Category.TIMEOUT if status is Status.TIMEOUT else Category.SYSTEM)
-    assert isinstance(judged(status, error_type=kind, attempt_number=3), Bury)
+def test_no_other_error_is_fatal(status, error_type):
+    decision = decide_for_status(status, error_type=error_type)
+    assert (type(decision), decision.cause.final) == (Retry, False)
+    assert decision.cause.category is (Category.TIMEOUT if status is Status.TIMEOUT else Category.SYSTEM)
+    assert isinstance(decide_for_status(status, error_type=error_type, attempt_number=3), Fail)
 
 
 @pytest.mark.spec("DX-34")
@@ -101,53 +103,57 @@ def test_the_table_of_the_specification_names_one_fatal_error_type():
 
 
 @pytest.mark.spec("EXE-07")
-def test_a_timeout_is_told_as_one():
-    assert judged(Status.TIMEOUT).blame.category is Category.TIMEOUT
-    assert judged(Status.ERROR).blame.category is Category.SYSTEM
+def test_a_timeout_has_its_own_category():
+    assert decide_for_status(Status.TIMEOUT).cause.category is Category.TIMEOUT
+    assert decide_for_status(Status.ERROR).cause.category is Category.SYSTEM
 
 
 def test_type_and_traceback_are_kept():
-    blame = judged(Status.ERROR, error_type="ValueError", error_traceback="Traceback …").blame
+    blame = decide_for_status(Status.ERROR, error_type="ValueError", error_traceback="Traceback …").cause
     assert (blame.code, blame.error_type, blame.traceback) == ("executor_error", "ValueError", "Traceback …")
 
 
 @pytest.mark.parametrize(
-    "made, code",
+    "execution_outcome, code",
     [
-        (verdict.timed_out("a", after=2.5), "hard_timeout"),
-        (verdict.died("a", how="SIGKILL"), "executor_died"),
-        (verdict.unreadable("a", BadLine(Reason.NOT_JSON, "no JSON", 7)), "bad_outcome"),
+        (verdict.job_timed_out("a", after=2.5), "hard_timeout"),
+        (verdict.executor_died("a", exit_description="SIGKILL"), "executor_died"),
+        (verdict.invalid_outcome("a", InvalidMessage(LineErrorReason.NOT_JSON, "no JSON", 7)), "bad_outcome"),
     ],
 )
-def test_what_executors_do_not_report_is_judged_like_what_they_do(made, code):
-    got = judge(made, attempt_number=1, policy=POLICY)
-    assert (type(got), got.blame.code, made.job_id) == (Again, code, "a")
-    assert isinstance(judge(made, attempt_number=3, policy=POLICY), Bury)
+def test_outcomes_made_by_the_pool_are_classified_like_reported_outcomes(execution_outcome, code):
+    decision = decide(execution_outcome, attempt_number=1, policy=POLICY)
+    assert (type(decision), decision.cause.code, execution_outcome.job_id) == (Retry, code, "a")
+    assert isinstance(decide(execution_outcome, attempt_number=3, policy=POLICY), Fail)
 
 
-def test_a_kill_is_no_outcome_that_an_executor_could_claim_for_itself():
-    made = verdict.killed("a")
-    assert (made.job_id, made.status, made.error_type) == ("a", Status.ERROR, "killed")
+def test_a_kill_has_an_outcome_that_no_executor_can_report():
+    execution_outcome = verdict.job_killed("a")
+    assert (execution_outcome.job_id, execution_outcome.status, execution_outcome.error_type) == (
+        "a",
+        Status.ERROR,
+        "killed",
+    )
 
 
 def test_attempts_count_from_one():
     with pytest.raises(ValueError, match="from 1"):
-        judge(outcome(Status.ERROR), attempt_number=0, policy=POLICY)
+        decide(make_outcome(Status.ERROR), attempt_number=0, policy=POLICY)
 
 
-def test_dice_move_a_delay_of_the_policy():
+def test_the_random_source_jitters_a_delay_of_the_policy():
     policy = POLICY.model_copy(update={"jitter": 0.5})
-    assert judge(outcome(Status.ERROR), attempt_number=1, policy=policy, dice=lambda: 0.0).delay == 1.0
+    assert decide(make_outcome(Status.ERROR), attempt_number=1, policy=policy, random_source=lambda: 0.0).delay == 1.0
 
 
 @pytest.mark.spec("EXE-06", "EXE-08")
 @given(st.floats(), st.integers(1, 50), st.integers(1, 10))
-def test_no_job_is_tried_for_ever_and_no_delay_is_without_bound(asked, attempt_number, attempts):
-    asking = outcome(Status.RETRY).model_copy(update={"retry_after_seconds": asked})
-    got = judge(asking, attempt_number=attempt_number, policy=RetryPolicy(max_attempts=attempts))
-    assert isinstance(got, Bury) == (attempt_number >= attempts)
-    if isinstance(got, Again):
-        assert 0 <= got.delay <= 86_400
+def test_attempts_and_delays_are_bounded(requested_delay, attempt_number, attempts):
+    retry_outcome = make_outcome(Status.RETRY).model_copy(update={"retry_after_seconds": requested_delay})
+    decision = decide(retry_outcome, attempt_number=attempt_number, policy=RetryPolicy(max_attempts=attempts))
+    assert isinstance(decision, Fail) == (attempt_number >= attempts)
+    if isinstance(decision, Retry):
+        assert 0 <= decision.delay <= 86_400
 
 
 # -- routing --------------------------------------------------------------------------------------
@@ -155,7 +161,7 @@ def test_no_job_is_tried_for_ever_and_no_delay_is_without_bound(asked, attempt_n
 
 @pytest.mark.spec("EXE-13")
 @pytest.mark.parametrize(
-    "name, found",
+    "name, expected",
     [
         ("rust#send_email", Route("rust", "send_email")),
         ("send_email", Route("python", "send_email")),
@@ -163,13 +169,13 @@ def test_no_job_is_tried_for_ever_and_no_delay_is_without_bound(asked, attempt_n
         ("rust##b", Route("rust", "#b")),
     ],
 )
-def test_what_precedes_the_first_mark_selects_the_executor(name, found):
-    assert route(name, default="python", executors=KNOWN) == found
+def test_the_prefix_before_the_first_hash_selects_the_executor(name, expected):
+    assert route_job(name, default="python", executors=EXECUTORS) == expected
 
 
 @pytest.mark.spec("EXE-13")
 @pytest.mark.parametrize(
-    "name, default, told",
+    "name, default, message",
     [
         ("go#x", "python", "the executor 'go', which does not exist; known: python, rust"),
         ("Rust#x", "python", "'Rust'"),
@@ -181,7 +187,7 @@ def test_what_precedes_the_first_mark_selects_the_executor(name, found):
         ("x" * 1025, "python", "not 1025"),
     ],
 )
-def test_what_nobody_can_take_says_so(name, default, told):
-    got = route(name, default=default, executors=KNOWN)
-    assert isinstance(got, NoRoute)
-    assert told in got.message
+def test_a_name_without_a_route_has_a_reason(name, default, message):
+    decision = route_job(name, default=default, executors=EXECUTORS)
+    assert isinstance(decision, UnroutableJob)
+    assert message in decision.message

@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.executor.jobs import crontab
 from ergon_framework.executor.jobs.cron import Cron
-from ergon_framework.executor.jobs.crontab import GROUP, MOST, planned
-from ergon_framework.executor.jobs.timetable import Timetable
+from ergon_framework.executor.jobs.crontab import MAX_CATCH_UP_JOBS, MAX_TRANSACTION_JOBS, plan_ticks
+from ergon_framework.executor.jobs.timetable import CronSchedule
 
 BERLIN = "Europe/Berlin"
 
 
-def at(text):
+def parse_utc(text):
     return datetime.fromisoformat(text).replace(tzinfo=UTC)
 
 
-def ticks(expression, zone, since, until):
-    timetable, found, moment = Timetable(expression, zone), [], at(since)
-    while (moment := timetable.after(moment)) <= at(until):
-        found.append(f"{moment:%d %H:%M}")
-    return found
+def list_ticks(expression, zone, since, until):
+    timetable, times, moment = CronSchedule(expression, zone), [], parse_utc(since)
+    while (moment := timetable.after(moment)) <= parse_utc(until):
+        times.append(f"{moment:%d %H:%M}")
+    return times
 
 
 @pytest.mark.spec("EXE-27")
@@ -44,23 +44,23 @@ def ticks(expression, zone, since, until):
     ],
 )
 def test_times_are_those_of_the_zone_once_each(expression, zone, since, until, expected):
-    assert ticks(expression, zone, since, until) == expected
+    assert list_ticks(expression, zone, since, until) == expected
 
 
 @pytest.mark.spec("EXE-27")
-def test_an_hour_that_comes_twice_fires_once_even_for_one_who_asks_in_its_second_half():
+def test_a_repeated_hour_fires_once_even_if_computed_in_its_second_half():
     # 02:10 for the second time: 02:30 was an hour before.
-    assert Timetable("30 2 * * *", BERLIN).after(at("2026-10-25T01:10")) == at("2026-10-26T01:30")
+    assert CronSchedule("30 2 * * *", BERLIN).after(parse_utc("2026-10-25T01:10")) == parse_utc("2026-10-26T01:30")
 
 
 def test_six_fields_begin_with_seconds():
-    assert Timetable("*/20 * * * * *").after(at("2026-01-01T00:00:05")) == at("2026-01-01T00:00:20")
-    assert Timetable("* * * * * *").after(at("2026-01-01T00:00:05.25")) == at("2026-01-01T00:00:06")
+    assert CronSchedule("*/20 * * * * *").after(parse_utc("2026-01-01T00:00:05")) == parse_utc("2026-01-01T00:00:20")
+    assert CronSchedule("* * * * * *").after(parse_utc("2026-01-01T00:00:05.25")) == parse_utc("2026-01-01T00:00:06")
 
 
 @pytest.mark.spec("EXE-27")
 @pytest.mark.parametrize(
-    "expression, zone, words",
+    "expression, zone, message",
     [
         ("every day", "UTC", "'every day' is no cron expression: Wrong number of fields"),
         ("", "UTC", "Wrong number of fields"),
@@ -76,13 +76,13 @@ def test_six_fields_begin_with_seconds():
         ("* * * * *", "", "no time zone"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_reason(expression, zone, words):
-    with pytest.raises(ConfigurationError, match=words):
+def test_an_invalid_schedule_is_rejected_with_the_reason(expression, zone, message):
+    with pytest.raises(ConfigurationError, match=message):
         Cron("wrong", expression, "echo", zone=zone)
 
 
 @pytest.mark.parametrize(
-    "told, words",
+    "options, message",
     [
         ({"name": ""}, "1 to 200 printable characters"),
         ({"name": "a\0b"}, "1 to 200 printable characters"),
@@ -93,9 +93,9 @@ def test_what_cannot_be_read_is_refused_with_the_reason(expression, zone, words)
         ({"priority": 1000}, "a priority is"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_value(told, words):
-    with pytest.raises(ConfigurationError, match=words):
-        Cron(**{"name": "wrong", "expression": "* * * * *", "function": "echo", **told})
+def test_an_invalid_option_is_rejected_with_its_value(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Cron(**{"name": "wrong", "expression": "* * * * *", "function": "echo", **options})
 
 
 EXPRESSIONS = ["* * * * * *", "*/7 * * * *", "*/20 */3 * * * *", "30 2 * * *", "0,30 1-3 * * *", "15 * * * SUN"]
@@ -110,81 +110,83 @@ EXPRESSIONS = ["* * * * * *", "*/7 * * * *", "*/20 */3 * * * *", "30 2 * * *", "
     st.integers(0, 2 * 86_400),
     st.tuples(st.integers(0, 3000), st.integers(1, 40)),
 )
-def test_the_last_of_a_past_are_those_that_were_to_come(expression, zone, day, begin, sizes):
-    length, most = sizes
-    timetable = Timetable(expression, zone)
-    since = timetable.after(at(day) + timedelta(seconds=begin))
+def test_the_last_past_ticks_equal_those_computed_forwards(expression, zone, day, begin, sizes):
+    length, limit = sizes
+    timetable = CronSchedule(expression, zone)
+    since = timetable.after(parse_utc(day) + timedelta(seconds=begin))
     until = since + timedelta(seconds=length, milliseconds=length % 1000)
     if expression[-1] != "*" or expression[0] != "*":
         until += timedelta(days=length % 3)
-    wanted, moment = [since], since
+    expected, moment = [since], since
     while (moment := timetable.after(moment)) <= until:
-        wanted.append(moment)
-    assert timetable.passed(since, until, most=most) == wanted[-most:]
+        expected.append(moment)
+    assert timetable.between(since, until, limit=limit) == expected[-limit:]
 
 
-def test_a_past_of_ten_years_is_not_walked_through(monkeypatch):
-    timetable, steps = Timetable("* * * * * *"), []
-    own = Timetable._ticks
-    monkeypatch.setattr(Timetable, "_ticks", lambda *a, **k: (steps.append(tick) or tick for tick in own(*a, **k)))
-    found = timetable.passed(at("2016-01-01T00:00"), at("2026-01-01T00:00"), most=1000)
-    assert (found[0], found[-1], len(found)) == (at("2025-12-31T23:43:21"), at("2026-01-01T00:00"), 1000)
+def test_ten_past_years_are_not_iterated(monkeypatch):
+    timetable, steps = CronSchedule("* * * * * *"), []
+    original = CronSchedule._ticks
+    monkeypatch.setattr(
+        CronSchedule, "_ticks", lambda *a, **k: (steps.append(tick) or tick for tick in original(*a, **k))
+    )
+    times = timetable.between(parse_utc("2016-01-01T00:00"), parse_utc("2026-01-01T00:00"), limit=1000)
+    assert (times[0], times[-1], len(times)) == (parse_utc("2025-12-31T23:43:21"), parse_utc("2026-01-01T00:00"), 1000)
     assert len(steps) < 2100
 
 
 # -- what is due, by policy ---------------------------------------------------------------------------
 
-NEXT = at("2026-01-01T12:00")
+NEXT = parse_utc("2026-01-01T12:00")
 
 
-def plan(late, *, expression="* * * * *", **told):
-    cron = Cron("report", expression, "echo", **told)
-    return planned(cron, next_at=NEXT, now=NEXT + timedelta(seconds=late))
+def plan_late(late, *, expression="* * * * *", **options):
+    cron = Cron("report", expression, "echo", **options)
+    return plan_ticks(cron, next_at=NEXT, now=NEXT + timedelta(seconds=late))
 
 
 @pytest.mark.spec("EXE-27")
 @pytest.mark.parametrize("misfire", ["skip", "once", "all"])
 def test_within_the_grace_each_time_that_has_passed_is_fired(misfire):
-    found = plan(45.5, expression="*/10 * * * * *", misfire=misfire)
-    assert [tick.second for tick in found.ticks] == [0, 10, 20, 30, 40]
-    assert (found.next_at.second, found.missed) == (50, False)
+    result = plan_late(45.5, expression="*/10 * * * * *", misfire=misfire)
+    assert [tick.second for tick in result.ticks] == [0, 10, 20, 30, 40]
+    assert (result.next_at.second, result.missed) == (50, False)
 
 
 @pytest.mark.spec("EXE-27")
-def test_at_the_grace_it_is_in_time_and_after_it_missed():
-    assert not plan(60.0).missed
-    assert plan(60.001).missed
-    assert not plan(3600, grace=3600.0).missed
-    assert plan(0.5, grace=0.0).missed
+def test_a_tick_is_in_time_within_the_grace_and_missed_after_it():
+    assert not plan_late(60.0).missed
+    assert plan_late(60.001).missed
+    assert not plan_late(3600, grace=3600.0).missed
+    assert plan_late(0.5, grace=0.0).missed
 
 
 @pytest.mark.spec("EXE-27")
 def test_skip_goes_on_with_the_next_time_to_come():
-    found = plan(330, misfire="skip")
-    assert (found.ticks, found.next_at) == ([], NEXT + timedelta(minutes=6))
+    result = plan_late(330, misfire="skip")
+    assert (result.ticks, result.next_at) == ([], NEXT + timedelta(minutes=6))
 
 
 @pytest.mark.spec("EXE-27")
 def test_once_is_the_last_time_however_many_were_missed():
-    found = plan(330, misfire="once")
-    assert (found.ticks, found.next_at) == ([NEXT + timedelta(minutes=5)], NEXT + timedelta(minutes=6))
+    result = plan_late(330, misfire="once")
+    assert (result.ticks, result.next_at) == ([NEXT + timedelta(minutes=5)], NEXT + timedelta(minutes=6))
     # The one that was missed is the last one.
-    found = plan(330, expression="0 * * * *", misfire="once")
-    assert (found.ticks, found.next_at) == ([NEXT], NEXT + timedelta(hours=1))
+    result = plan_late(330, expression="0 * * * *", misfire="once")
+    assert (result.ticks, result.next_at) == ([NEXT], NEXT + timedelta(hours=1))
 
 
 @pytest.mark.spec("EXE-27")
-def test_all_is_every_time_in_groups_and_of_very_many_the_last_thousand():
-    found = plan(330, misfire="all")
-    assert [tick.minute for tick in found.ticks] == [0, 1, 2, 3, 4, 5]
-    now, next_at, got = NEXT + timedelta(days=30), NEXT, []
+def test_all_is_every_time_in_batches_and_at_most_the_last_thousand():
+    result = plan_late(330, misfire="all")
+    assert [tick.minute for tick in result.ticks] == [0, 1, 2, 3, 4, 5]
+    now, next_at, fired = NEXT + timedelta(days=30), NEXT, []
     cron = Cron("report", "* * * * *", "echo", misfire="all")
     while next_at <= now:
-        found = planned(cron, next_at=next_at, now=now)
-        assert len(found.ticks) <= GROUP
-        got += found.ticks
-        next_at = found.next_at
-    assert got == [now - timedelta(minutes=n) for n in range(MOST)][::-1]
+        result = plan_ticks(cron, next_at=next_at, now=now)
+        assert len(result.ticks) <= MAX_TRANSACTION_JOBS
+        fired += result.ticks
+        next_at = result.next_at
+    assert fired == [now - timedelta(minutes=n) for n in range(MAX_CATCH_UP_JOBS)][::-1]
 
 
 def test_the_module_of_operations_has_no_clock():

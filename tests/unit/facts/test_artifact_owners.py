@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 
 from ergon_framework.facts.errors import AccessDenied, ArtifactUnknown
-from ergon_framework.facts.model import Envelope, Fact, Pair, Side, digest_of
-from ergon_framework.facts.replica import Status
+from ergon_framework.facts.model import BoundarySide, Envelope, Fact, ZonePair, fact_digest
+from ergon_framework.facts.replica import ReplicaStatus
 from ergon_framework.facts.replicator import Replicator
-from ergon_framework.facts.service.access import Access
+from ergon_framework.facts.service.access import AccessPolicy
 from ergon_framework.facts.service.identity import Identity
 from ergon_framework.facts.stores.memory import MemoryBoundary
 
 pytestmark = pytest.mark.spec("SEC-10")
 
-PAIR = Pair("HQ", "Plant A")
+PAIR = ZonePair("HQ", "Plant A")
 HQ = Identity(frozenset({"HQ"}), None, 0, 2**40, "00" * 32)
 SECRET = b"the payroll of November"
 
@@ -28,36 +28,36 @@ def reference(bucket, key, content):
     return {"bucket": bucket, "key": key, "digest": digest, "size": len(content)}
 
 
-class Lying(MemoryBoundary):
+class LyingPeer(MemoryBoundary):
     """The store of a peer, which sends a fact about an artifact of which it knows the digest only."""
 
-    lie = Fact.of("payroll", "has_file", reference("private", "payroll.csv", SECRET))
+    lie = Fact.create("payroll", "has_file", reference("private", "payroll.csv", SECRET))
 
-    def fetch_facts(self, reader, pair, limit, *, after=None, **how):
+    def fetch_facts(self, reader, pair, limit, *, after=None, **options):
         return [
-            replace(stored, fact=self.lie, digest=digest_of(stored.envelope, self.lie))
-            for stored in super().fetch_facts(reader, pair, limit, after=after, **how)
+            replace(stored, fact=self.lie, digest=fact_digest(stored.envelope, self.lie))
+            for stored in super().fetch_facts(reader, pair, limit, after=after, **options)
         ]
 
 
 def append(store, message_id, value=None):
     envelope = Envelope(message_id=message_id, from_zone="HQ", to_zone="Plant A", produced_at_unix_ms=1)
-    store.append_fact(envelope, Fact.of("x", "y", value))
+    store.append_fact(envelope, Fact.create("x", "y", value))
 
 
-def replicated(source, destination):
+def replicate(source, destination):
     """The status after the fact has arrived, or the pair has stopped."""
-    settled = threading.Event()
+    finished = threading.Event()
 
-    def changed(state):
-        if state.status not in {Status.STARTING, Status.FOLLOWING}:
-            settled.set()
+    def on_change(state):
+        if state.status not in {ReplicaStatus.STARTING, ReplicaStatus.FOLLOWING}:
+            finished.set()
 
-    unlisten = destination.listen(settled.set)
-    replicator = Replicator(source, destination, PAIR, on_change=changed)
+    unlisten = destination.listen(finished.set)
+    replicator = Replicator(source, destination, PAIR, on_change=on_change)
     running = threading.Thread(target=replicator.run)
     running.start()
-    assert settled.wait(10)
+    assert finished.wait(10)
     status = replicator.state().status
     replicator.stop()
     running.join()
@@ -67,29 +67,29 @@ def replicated(source, destination):
 
 def may_read(store, bucket, key):
     try:
-        Access({"Plant A"}).get(HQ, bucket, key, store.known_object(bucket, key))
+        AccessPolicy({"Plant A"}).check_get(HQ, bucket, key, store.stat_object(bucket, key))
     except (AccessDenied, ArtifactUnknown):
         return False
     return True
 
 
 def test_a_fact_that_names_a_digest_gives_its_sender_no_access():
-    plant, hq = MemoryBoundary(side=Side.INNER), Lying(side=Side.OUTER)
+    plant, hq = MemoryBoundary(side=BoundarySide.INNER), LyingPeer(side=BoundarySide.OUTER)
     plant.put_object("private", "payroll.csv", [SECRET])
     append(hq, "probe")
-    status = replicated(hq, plant)
+    status = replicate(hq, plant)
     assert not may_read(plant, "private", "payroll.csv")
     # The bytes have to come from the sender, who has none.
-    assert status is Status.ARTIFACT_LOST
-    assert plant.end_of(PAIR) is None
+    assert status is ReplicaStatus.ARTIFACT_LOST
+    assert plant.last_offset(PAIR) is None
 
 
-def test_a_peer_cannot_take_a_name():
-    plant, hq = MemoryBoundary(side=Side.INNER), MemoryBoundary(side=Side.OUTER)
+def test_a_peer_cannot_claim_an_artifact_name():
+    plant, hq = MemoryBoundary(side=BoundarySide.INNER), MemoryBoundary(side=BoundarySide.OUTER)
     theirs, own = b"IBAN of the attacker", b"the plant's own invoice"
     hq.put_object("invoices", "2026/18.txt", [theirs])
     append(hq, "first", reference("invoices", "2026/18.txt", theirs))
-    replicated(hq, plant)
+    replicate(hq, plant)
     plant.put_object("invoices", "2026/18.txt", [own])
     assert b"".join(plant.get_object("invoices", "2026/18.txt")) == own
     assert b"".join(plant.get_object("invoices", "2026/18.txt", zone="HQ")) == theirs

@@ -20,16 +20,23 @@ import pytest
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.errors import BufferFull, FactError
 from ergon_framework.facts.stores import file_system, file_uploads
-from ergon_framework.facts.stores.file_uploads import SYNC
-from ergon_framework.facts.stores.files import FileContents
-from ergon_framework.testing.conformance.contents_words import LATER, break_off, keep, read, some, stored_of
+from ergon_framework.facts.stores.file_uploads import SYNC_INTERVAL_BYTES
+from ergon_framework.facts.stores.files import FileContentStore
+from ergon_framework.testing.conformance.contents_words import (
+    LATER,
+    interrupt_upload,
+    read,
+    sample_bytes,
+    store_content,
+    stored_of,
+)
 
 pytestmark = pytest.mark.spec("FAC-21")
 
 
 @pytest.fixture
 def contents(tmp_path):
-    return FileContents(tmp_path / "zone" / "artifacts")
+    return FileContentStore(tmp_path / "zone" / "artifacts")
 
 
 @pytest.fixture
@@ -37,7 +44,7 @@ def folder(contents, tmp_path):
     return tmp_path / "zone" / "artifacts"
 
 
-def place(folder, digest):
+def object_path(folder, digest):
     digits = digest.removeprefix("sha256:")
     return folder / "objects" / digits[:2] / digits[2:4] / digits
 
@@ -45,118 +52,118 @@ def place(folder, digest):
 # -- what lies there ------------------------------------------------------------------------------------
 
 
-def test_nobody_else_may_read_or_write(contents, folder):
-    break_off(contents, b"half", "left")
-    stored = keep(contents, b"x")
+def test_only_the_owner_may_read_or_write(contents, folder):
+    interrupt_upload(contents, b"half", "left")
+    stored = store_content(contents, b"x")
     for path in [folder, *folder.rglob("*")]:
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode == (0o700 if path.is_dir() else 0o600), f"{path} has {mode:o}"
-    assert place(folder, stored.digest).read_bytes() == b"x"
+    assert object_path(folder, stored.digest).read_bytes() == b"x"
 
 
-def test_what_is_damaged_without_being_shorter_is_replaced_too(contents, folder):
-    stored = keep(contents, b"good")
-    place(folder, stored.digest).write_bytes(b"baad")
-    keep(contents, b"good")
+def test_damaged_content_of_the_same_size_is_replaced_too(contents, folder):
+    stored = store_content(contents, b"good")
+    object_path(folder, stored.digest).write_bytes(b"baad")
+    store_content(contents, b"good")
     assert read(contents, stored.digest) == b"good"
 
 
 def test_uploads_leave_nothing_but_contents(contents, folder):
-    keep(contents, b"x")
-    keep(contents, b"y", "named")
-    break_off(contents, b"z")
+    store_content(contents, b"x")
+    store_content(contents, b"y", "named")
+    interrupt_upload(contents, b"z")
     assert list((folder / "uploads").iterdir()) == []
 
 
-def test_somebody_elses_file_is_not_swept(contents, folder):
+def test_a_third_party_file_is_not_cleaned_up(contents, folder):
     (folder / "uploads" / "not-an-upload.txt").write_text("mine")
     (folder / "uploads" / "subfolder").mkdir()
-    assert contents.sweep(LATER) == 0
+    assert contents.delete_stale_uploads(LATER) == 0
     assert {path.name for path in (folder / "uploads").iterdir()} == {"not-an-upload.txt", "subfolder"}
 
 
-def test_a_folder_that_cannot_be_used_is_said_at_once(tmp_path):
+def test_an_unusable_folder_is_reported_immediately(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match=r"cannot keep artifacts in .*file"):
-        FileContents(tmp_path / "file" / "below")
+        FileContentStore(tmp_path / "file" / "below")
 
 
-def open_below(folder):
+def list_open_paths(folder):
     """Which files and folders below it this process holds open. Others are not counted: what earlier tests left
     behind is closed whenever the collector comes by."""
-    held = []
+    paths = []
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            held.append(str(fd.readlink()))
-    return sorted(path for path in held if path.startswith(str(folder)))
+            paths.append(str(fd.readlink()))
+    return sorted(path for path in paths if path.startswith(str(folder)))
 
 
 def test_no_file_stays_open(contents, folder):
-    before = open_below(folder)
-    stored = keep(contents, some(600_000), "named")
+    before = list_open_paths(folder)
+    stored = store_content(contents, sample_bytes(600_000), "named")
     half_read = contents.read(stored.digest)
     next(half_read)
-    assert len(open_below(folder)) == len(before) + 1, "a content that is being read is open"
-    break_off(contents, b"half", "other")
+    assert len(list_open_paths(folder)) == len(before) + 1, "a content that is being read is open"
+    interrupt_upload(contents, b"half", "other")
     for begin in (99, -1):
-        with pytest.raises(FactError), contents.receive("other", begin=begin):
+        with pytest.raises(FactError), contents.begin_upload("other", begin=begin):
             pass
-    with pytest.raises(FactError), contents.receive(begin=1):
+    with pytest.raises(FactError), contents.begin_upload(begin=1):
         pass
-    contents.received("other")
-    contents.sweep(LATER)
+    contents.uploaded_bytes("other")
+    contents.delete_stale_uploads(LATER)
     contents.size_of(stored.digest)
     contents.remove(stored.digest)
     del half_read
-    assert open_below(folder) == before
+    assert list_open_paths(folder) == before
 
 
-def test_a_folder_that_was_let_go_of_is_not_held_open(tmp_path):
-    contents = FileContents(tmp_path)
-    assert open_below(tmp_path)
+def test_a_closed_or_collected_store_keeps_no_folder_open(tmp_path):
+    contents = FileContentStore(tmp_path)
+    assert list_open_paths(tmp_path)
     contents.close()
-    assert open_below(tmp_path) == []
+    assert list_open_paths(tmp_path) == []
     del contents
     # Nor one that is forgotten.
-    FileContents(tmp_path, max_bytes=10)
-    assert open_below(tmp_path) == []
+    FileContentStore(tmp_path, max_bytes=10)
+    assert list_open_paths(tmp_path) == []
 
 
 @pytest.mark.spec("FAC-22")
 def test_two_mebibytes_are_stored_within_half_a_second(contents):
-    took = []
+    durations = []
     for _ in range(5):
-        content = some(2 * 1024 * 1024)
-        began = time.perf_counter()
-        keep(contents, content)
-        took.append(time.perf_counter() - began)
-    assert sorted(took)[2] < 0.5
+        content = sample_bytes(2 * 1024 * 1024)
+        started_at = time.perf_counter()
+        store_content(contents, content)
+        durations.append(time.perf_counter() - started_at)
+    assert sorted(durations)[2] < 0.5
 
 
 # -- links ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("FAC-04")
-def test_a_link_in_the_way_of_a_content_is_not_followed(contents, folder, tmp_path):
+def test_a_link_in_the_path_of_a_content_is_not_followed(contents, folder, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     digits = stored_of(b"secret").digest.removeprefix("sha256:")
     (folder / "objects" / digits[:2]).symlink_to(outside)
     with pytest.raises(FactError, match="cannot keep the upload"):
-        keep(contents, b"secret")
+        store_content(contents, b"secret")
     assert list(outside.iterdir()) == []
 
 
 @pytest.mark.spec("FAC-04")
 def test_a_link_in_place_of_a_content_is_not_read_and_is_replaced(contents, folder, tmp_path):
     (tmp_path / "secret").write_bytes(b"secret of somebody else")
-    stored = keep(contents, b"abc")
-    place(folder, stored.digest).unlink()
-    place(folder, stored.digest).symlink_to(tmp_path / "secret")
+    stored = store_content(contents, b"abc")
+    object_path(folder, stored.digest).unlink()
+    object_path(folder, stored.digest).symlink_to(tmp_path / "secret")
     assert contents.size_of(stored.digest) is None
     with pytest.raises(KeyError):
         contents.read(stored.digest)
-    keep(contents, b"abc")
+    store_content(contents, b"abc")
     assert read(contents, stored.digest) == b"abc"
     assert (tmp_path / "secret").read_bytes() == b"secret of somebody else"
 
@@ -166,7 +173,7 @@ def test_a_link_in_place_of_a_content_is_not_read_and_is_replaced(contents, fold
 def test_a_link_in_place_of_an_upload_is_not_written_through(contents, folder, tmp_path, name):
     (tmp_path / "victim").write_bytes(b"dear to somebody")
     (folder / "uploads" / name).symlink_to(tmp_path / "victim")
-    with pytest.raises(FactError), contents.receive("planted") as receiving:
+    with pytest.raises(FactError), contents.begin_upload("planted") as receiving:
         receiving.add(b"overwritten")
     assert (tmp_path / "victim").read_bytes() == b"dear to somebody"
 
@@ -174,71 +181,79 @@ def test_a_link_in_place_of_an_upload_is_not_written_through(contents, folder, t
 # -- power ----------------------------------------------------------------------------------------------
 
 
-def other_boot(folder, name):
+def simulate_reboot(folder, name):
     claim = folder / "uploads" / name
     claim.write_bytes(b"0" * 36 + claim.read_bytes()[36:])
 
 
 @pytest.mark.parametrize(
-    "size,left",
-    [(0, 0), (1, 0), (SYNC - 1, 0), (SYNC, 0), (SYNC + 1, SYNC), (2 * SYNC, SYNC), (2 * SYNC + 5, 2 * SYNC)],
+    "size, synced_size",
+    [
+        (0, 0),
+        (1, 0),
+        (SYNC_INTERVAL_BYTES - 1, 0),
+        (SYNC_INTERVAL_BYTES, 0),
+        (SYNC_INTERVAL_BYTES + 1, SYNC_INTERVAL_BYTES),
+        (2 * SYNC_INTERVAL_BYTES, SYNC_INTERVAL_BYTES),
+        (2 * SYNC_INTERVAL_BYTES + 5, 2 * SYNC_INTERVAL_BYTES),
+    ],
 )
-def test_after_a_loss_of_power_only_what_was_synced_counts(contents, folder, size, left):
-    content = some(size)
-    break_off(contents, content, "cut")
-    assert contents.received("cut") == size
-    other_boot(folder, "cut")
-    assert contents.received("cut") == left
-    with contents.receive("cut", begin=left) as receiving:
-        receiving.add(content[left:])
-        assert receiving.seal() == stored_of(content)
+def test_after_a_loss_of_power_only_synced_bytes_count(contents, folder, size, synced_size):
+    content = sample_bytes(size)
+    interrupt_upload(contents, content, "cut")
+    assert contents.uploaded_bytes("cut") == size
+    simulate_reboot(folder, "cut")
+    assert contents.uploaded_bytes("cut") == synced_size
+    with contents.begin_upload("cut", begin=synced_size) as receiving:
+        receiving.add(content[synced_size:])
+        assert receiving.commit() == stored_of(content)
 
 
-def test_an_upload_goes_on_where_runs_of_the_machine_have_shorter_names(contents, monkeypatch):
-    content = some(SYNC + 10)
-    break_off(contents, content, "moved")
-    monkeypatch.setattr(file_uploads, "boot", lambda: "")
-    with contents.receive("moved", begin=SYNC) as receiving:
-        receiving.add(content[SYNC:])
-        assert receiving.seal() == stored_of(content)
+def test_an_upload_resumes_without_a_boot_id(contents, monkeypatch):
+    content = sample_bytes(SYNC_INTERVAL_BYTES + 10)
+    interrupt_upload(contents, content, "moved")
+    monkeypatch.setattr(file_uploads, "boot_id", lambda: "")
+    with contents.begin_upload("moved", begin=SYNC_INTERVAL_BYTES) as receiving:
+        receiving.add(content[SYNC_INTERVAL_BYTES:])
+        assert receiving.commit() == stored_of(content)
 
 
-def test_what_was_synced_before_a_byte_was_synced_before_it(contents, monkeypatch):
-    done = []
+def test_a_large_upload_is_synced_at_every_interval(contents, monkeypatch):
+    operations = []
     write, sync = os.pwrite, os.fsync
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: done.append(at + len(data)) or write(fd, data, at))
-    monkeypatch.setattr(os, "fsync", lambda fd: done.append("sync") or sync(fd))
-    with contents.receive("big") as receiving:
-        done.clear()
-        receiving.add(some(2 * SYNC + 3))
-        assert done == [SYNC, "sync", 2 * SYNC, "sync", 2 * SYNC + 3]
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: operations.append(at + len(data)) or write(fd, data, at))
+    monkeypatch.setattr(os, "fsync", lambda fd: operations.append("sync") or sync(fd))
+    with contents.begin_upload("big") as receiving:
+        operations.clear()
+        receiving.add(sample_bytes(2 * SYNC_INTERVAL_BYTES + 3))
+        assert operations == [SYNC_INTERVAL_BYTES, "sync", 2 * SYNC_INTERVAL_BYTES, "sync", 2 * SYNC_INTERVAL_BYTES + 3]
 
 
 def test_a_content_has_its_name_only_when_it_is_on_the_disk(contents, folder, monkeypatch):
     """In this order: the bytes, the folders on the way, the name, the folder with the name."""
-    done = []
+    operations = []
     sync, rename = os.fsync, os.rename
 
-    def synced(fd):
-        done.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+    def record_sync(fd):
+        operations.append(Path(f"/proc/self/fd/{fd}").readlink().name)
         sync(fd)
 
-    def renamed(*args, **given):
-        done.append("rename")
-        rename(*args, **given)
+    def record_rename(*args, **options):
+        operations.append("rename")
+        rename(*args, **options)
 
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "rename", renamed)
-    with contents.receive() as receiving:
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    with contents.begin_upload() as receiving:
         receiving.add(b"abc")
-        done.clear()
-        digits = receiving.seal().digest.removeprefix("sha256:")
-    assert done[0].endswith(".part")
-    assert done[1:] == ["objects", digits[:2], "rename", digits[2:4]]
+        operations.clear()
+        digits = receiving.commit().digest.removeprefix("sha256:")
+    assert operations[0].endswith(".part")
+    assert operations[1:] == ["objects", digits[:2], "rename", digits[2:4]]
 
 
-def test_what_could_not_be_synced_is_thrown_away(contents, folder, monkeypatch):
-    with contents.receive("sick") as receiving:
+def test_an_upload_that_cannot_be_synced_is_discarded(contents, folder, monkeypatch):
+    with contents.begin_upload("sick") as receiving:
         receiving.add(b"abc")
 
         def fails(fd):
@@ -246,13 +261,13 @@ def test_what_could_not_be_synced_is_thrown_away(contents, folder, monkeypatch):
 
         monkeypatch.setattr(os, "fsync", fails)
         with pytest.raises(FactError, match="cannot sync the upload sick: Input/output error"):
-            receiving.seal()
+            receiving.commit()
         monkeypatch.undo()
-    assert contents.received("sick") == 0
+    assert contents.uploaded_bytes("sick") == 0
     assert contents.size_of(stored_of(b"abc").digest) is None
 
 
-SAMPLE = """\
+MOUNT_TABLE = """\
 22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/root rw
 30 22 0:26 / /memory rw,nosuid - tmpfs tmpfs rw,size=1g
 31 22 0:27 / /mnt/with\\040blank rw - xfs /dev/b rw,attr2
@@ -280,39 +295,39 @@ SAMPLE = """\
         ("/net/a", None),
     ],
 )
-def test_what_is_known_of_a_file_system(path, durable, monkeypatch):
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: SAMPLE)
-    assert file_system.keeps_what_is_synced(path) is durable
+def test_the_durability_of_a_file_system_follows_from_its_mount(path, durable, monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: MOUNT_TABLE)
+    assert file_system.is_fsync_durable(path) is durable
 
 
 @pytest.mark.spec("FAC-26")
 def test_memory_is_not_durable(tmp_path):
-    assert file_system.keeps_what_is_synced("/dev/shm") is False
+    assert file_system.is_fsync_durable("/dev/shm") is False
 
 
 # -- room -----------------------------------------------------------------------------------------------
 
-FULL = textwrap.dedent(
+FULL_DISK_PROGRAM = textwrap.dedent(
     """
     import json, subprocess, sys
     from ergon_framework.facts.errors import BufferFull
-    from ergon_framework.facts.stores.files import FileContents
-    from ergon_framework.testing.conformance.contents_words import keep, stored_of
+    from ergon_framework.facts.stores.files import FileContentStore
+    from ergon_framework.testing.conformance.contents_words import store_content, stored_of
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", sys.argv[1]], check=True)
-    contents = FileContents(sys.argv[1])
+    contents = FileContentStore(sys.argv[1])
     told = []
     for name in (None, "named"):
         try:
-            keep(contents, b"x" * 8_000_000, name)
+            store_content(contents, b"x" * 8_000_000, name)
         except BufferFull as error:
             told.append(str(error))
-    here = contents.received("named")
-    contents.sweep(2**42)
+    here = contents.uploaded_bytes("named")
+    contents.delete_stale_uploads(2**42)
     print(json.dumps({
         "told": told,
         "here": here,
         "readable": contents.size_of(stored_of(b"x" * 8_000_000).digest),
-        "then": keep(contents, b"y" * 1_000_000) == stored_of(b"y" * 1_000_000),
+        "then": store_content(contents, b"y" * 1_000_000) == stored_of(b"y" * 1_000_000),
         "durable": contents.durable,
     }))
     """
@@ -322,73 +337,84 @@ FULL = textwrap.dedent(
 @pytest.mark.spec("FAC-16")
 def test_a_full_disk_is_a_full_buffer_and_leaves_nothing(tmp_path):
     """On a disk of 4 MiB, in a name space of its own."""
-    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", FULL, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert len(told["told"]) == 2
-    assert "No space left on device; nothing was stored, make room on that disk" in told["told"][0]
-    assert 0 < told["here"] < 4 * 1024 * 1024
-    assert told["readable"] is None
-    assert told["then"] is True
-    assert told["durable"] is False
+    command = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        sys.executable,
+        "-c",
+        FULL_DISK_PROGRAM,
+        str(tmp_path),
+    ]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert completed.returncode == 0, completed.stderr
+    report = json.loads(completed.stdout)
+    assert len(report["told"]) == 2
+    assert "No space left on device; nothing was stored, make room on that disk" in report["told"][0]
+    assert 0 < report["here"] < 4 * 1024 * 1024
+    assert report["readable"] is None
+    assert report["then"] is True
+    assert report["durable"] is False
 
 
-def test_room_that_others_have_made_is_found(tmp_path):
-    contents = FileContents(tmp_path, max_bytes=1000)
-    stored = keep(contents, b"x" * 900)
-    other = FileContents(tmp_path, max_bytes=1000)
+def test_space_freed_by_another_process_is_used(tmp_path):
+    contents = FileContentStore(tmp_path, max_bytes=1000)
+    stored = store_content(contents, b"x" * 900)
+    other = FileContentStore(tmp_path, max_bytes=1000)
     with pytest.raises(BufferFull, match="900 bytes of artifacts are here and 1000 is the most"):
-        keep(other, b"y" * 200)
+        store_content(other, b"y" * 200)
     contents.remove(stored.digest)
     other._budget.INTERVAL_SECONDS = 0.0
-    assert keep(other, b"y" * 200).size == 200
+    assert store_content(other, b"y" * 200).size == 200
 
 
 # -- hands ----------------------------------------------------------------------------------------------
 
 
-def test_somebody_who_was_stopped_in_the_middle_is_not_waited_for_for_ever(contents, folder, monkeypatch):
-    break_off(contents, b"half", "stuck")
-    monkeypatch.setattr(file_uploads, "_PATIENCE", 0.05)
-    with (folder / "uploads" / "stuck").open("r+b") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+def test_the_wait_for_a_stopped_writer_is_bounded(contents, folder, monkeypatch):
+    interrupt_upload(contents, b"half", "stuck")
+    monkeypatch.setattr(file_uploads, "_LOCK_TIMEOUT_SECONDS", 0.05)
+    with (folder / "uploads" / "stuck").open("r+b") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         with pytest.raises(FactError, match=r"written by a process that has not moved for 0\.05 s"):
-            contents.received("stuck")
-    assert contents.received("stuck") == 4
+            contents.uploaded_bytes("stuck")
+    assert contents.uploaded_bytes("stuck") == 4
 
 
-def test_sweeping_spares_what_somebody_has_just_come_back_to(contents, folder):
-    break_off(contents, b"half", "old")
+def test_cleanup_spares_a_resumed_upload(contents, folder):
+    interrupt_upload(contents, b"half", "old")
     for name in ("old", "old.part"):
         os.utime(folder / "uploads" / name, (1, 1))
-    with contents.receive("old", begin=4) as receiving:
+    with contents.begin_upload("old", begin=4) as receiving:
         receiving.add(b"more")
-        assert contents.sweep(int(time.time() * 1000) - 60_000) == 0
-        assert receiving.seal() == stored_of(b"halfmore")
+        assert contents.delete_stale_uploads(int(time.time() * 1000) - 60_000) == 0
+        assert receiving.commit() == stored_of(b"halfmore")
 
 
-def test_sweeping_looks_again_when_it_has_the_lock(contents, folder, monkeypatch):
-    break_off(contents, b"half", "old")
+def test_cleanup_checks_again_when_it_has_the_lock(contents, folder, monkeypatch):
+    interrupt_upload(contents, b"half", "old")
     for name in ("old", "old.part"):
         os.utime(folder / "uploads" / name, (1, 1))
-    waits, sleep = threading.Event(), time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: waits.set() or sleep(seconds))
-    swept = []
-    sweeping = threading.Thread(target=lambda: swept.append(contents.sweep(int(time.time() * 1000) - 60_000)))
-    with (folder / "uploads" / "old").open("r+b") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        sweeping.start()
-        assert waits.wait(10)
+    waiting, sleep = threading.Event(), time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: waiting.set() or sleep(seconds))
+    counts = []
+    cleanup = threading.Thread(
+        target=lambda: counts.append(contents.delete_stale_uploads(int(time.time() * 1000) - 60_000))
+    )
+    with (folder / "uploads" / "old").open("r+b") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
+        cleanup.start()
+        assert waiting.wait(10)
         os.utime(folder / "uploads" / "old.part")
-    sweeping.join(10)
-    assert swept == [0]
-    assert contents.received("old") == 4
+    cleanup.join(10)
+    assert counts == [0]
+    assert contents.uploaded_bytes("old") == 4
 
 
-def test_a_seal_that_died_before_its_claim_was_gone_leaves_an_upload_of_nothing(contents, folder):
-    break_off(contents, b"abc", "dead")
+def test_a_commit_killed_before_its_claim_is_removed_leaves_an_empty_upload(contents, folder):
+    interrupt_upload(contents, b"abc", "dead")
     (folder / "uploads" / "dead.part").unlink()
-    assert contents.received("dead") == 0
-    assert contents.sweep(LATER) == 1
+    assert contents.uploaded_bytes("dead") == 0
+    assert contents.delete_stale_uploads(LATER) == 1
     assert list((folder / "uploads").iterdir()) == []

@@ -10,36 +10,36 @@ import pytest
 from ergon_framework.errors import Category
 from ergon_framework.facts.errors import ArtifactLost, FactConflict, InvalidFactError
 from ergon_framework.facts.model import (
-    OBJECT_JSON,
+    MAX_OBJECT_BYTES,
     ArtifactReference,
+    BoundarySide,
     Buffer,
     Cursor,
     Envelope,
     Fact,
     FactConfirmation,
-    Pair,
-    Side,
     StoredFact,
-    contiguous,
-    digest_of,
+    ZonePair,
+    fact_digest,
+    is_contiguous,
 )
 
 DIGEST = "sha256:" + "ab" * 32
 REFERENCE = {"bucket": "files", "key": "a/b.pdf", "digest": DIGEST, "size": 7}
 
 
-def envelope(**fields):
-    given = {"message_id": "m-1", "from_zone": "Plant A", "to_zone": "Enterprise", "produced_at_unix_ms": 0}
-    return Envelope(**given | fields)
+def make_envelope(**fields):
+    defaults = {"message_id": "m-1", "from_zone": "Plant A", "to_zone": "Enterprise", "produced_at_unix_ms": 0}
+    return Envelope(**defaults | fields)
 
 
-def fact(**fields):
+def make_fact(**fields):
     return Fact(**{"subject": "s", "predicate": "p", "object_json": "{}"} | fields)
 
 
 @pytest.mark.spec("FAC-01")
 @pytest.mark.parametrize(
-    "fields, words",
+    "fields, message",
     [
         ({"message_id": ""}, "1 to 256 visible"),
         ({"message_id": "x" * 257}, "1 to 256 visible"),
@@ -62,28 +62,28 @@ def fact(**fields):
         ({"labels": {"a": "x" * 16385}}, "label 'a' has 0 to 16384"),
     ],
 )
-def test_an_envelope_says_what_is_wrong_with_it(fields, words):
-    with pytest.raises(InvalidFactError, match=words) as caught:
-        envelope(**fields)
+def test_an_envelope_reports_an_invalid_field(fields, message):
+    with pytest.raises(InvalidFactError, match=message) as caught:
+        make_envelope(**fields)
     assert (caught.value.category, caught.value.final) == (Category.BUSINESS, True)
 
 
 @pytest.mark.spec("FAC-01")
-def test_an_envelope_takes_all_that_is_allowed():
+def test_an_envelope_accepts_every_valid_field():
     labels = {f"label {n}": "" for n in range(32)}
-    made = envelope(message_id="!" * 256, from_zone="Werk Süd 2", to_zone="z" * 64, labels=labels)
+    result = make_envelope(message_id="!" * 256, from_zone="Werk Süd 2", to_zone="z" * 64, labels=labels)
     labels["more"] = "x"
-    assert len(made.labels) == 32  # a copy of its own
+    assert len(result.labels) == 32  # a copy of its own
     with pytest.raises(TypeError):
-        made.labels["a"] = "b"
-    assert pickle.loads(pickle.dumps(made)) == made
-    assert hash(made) == hash(envelope(message_id="!" * 256, from_zone="Werk Süd 2", to_zone="z" * 64))
-    assert made.pair == Pair("Werk Süd 2", "z" * 64)
+        result.labels["a"] = "b"
+    assert pickle.loads(pickle.dumps(result)) == result
+    assert hash(result) == hash(make_envelope(message_id="!" * 256, from_zone="Werk Süd 2", to_zone="z" * 64))
+    assert result.pair == ZonePair("Werk Süd 2", "z" * 64)
 
 
 @pytest.mark.spec("FAC-01")
 @pytest.mark.parametrize(
-    "fields, words",
+    "fields, message",
     [
         ({"subject": ""}, "subject has 1 to 512"),
         ({"subject": "x" * 513}, "subject has 1 to 512"),
@@ -93,48 +93,50 @@ def test_an_envelope_takes_all_that_is_allowed():
         ({"object_json": "nothing"}, "no JSON"),
         ({"object_json": '"\\ud800"'}, "surrogate"),
         pytest.param({"object_json": '"\ud800"'}, "surrogate", id="half a character"),
-        pytest.param({"object_json": '"' + "x" * OBJECT_JSON + '"'}, "store an artifact", id="1 MiB"),
-        pytest.param({"object_json": '"' + "ü" * (OBJECT_JSON // 2) + '"'}, "1,048,576 bytes", id="1 MiB of umlauts"),
+        pytest.param({"object_json": '"' + "x" * MAX_OBJECT_BYTES + '"'}, "store an artifact", id="1 MiB"),
+        pytest.param(
+            {"object_json": '"' + "ü" * (MAX_OBJECT_BYTES // 2) + '"'}, "1,048,576 bytes", id="1 MiB of umlauts"
+        ),
     ],
 )
-def test_a_fact_says_what_is_wrong_with_it(fields, words):
-    with pytest.raises(InvalidFactError, match=words):
-        fact(**fields)
+def test_a_fact_reports_an_invalid_field(fields, message):
+    with pytest.raises(InvalidFactError, match=message):
+        make_fact(**fields)
 
 
 @pytest.mark.spec("FAC-01")
 def test_a_fact_keeps_the_text_of_its_object():
     text = ' {"b": 1.0, "a": 2} '
-    assert fact(object_json=text).object_json == text
-    assert fact(object_json=text).object == {"b": 1.0, "a": 2}
-    made = Fact.of("s", "p", {"grün": [1.0, 2]})
-    assert made.object_json == '{"grün":[1.0,2]}'
-    made.object["grün"].clear()
-    assert made.object == {"grün": [1.0, 2]}
+    assert make_fact(object_json=text).object_json == text
+    assert make_fact(object_json=text).object == {"b": 1.0, "a": 2}
+    result = Fact.create("s", "p", {"grün": [1.0, 2]})
+    assert result.object_json == '{"grün":[1.0,2]}'
+    result.object["grün"].clear()
+    assert result.object == {"grün": [1.0, 2]}
 
 
-def test_a_value_that_its_own_text_could_not_be_read_from_is_refused():
+def test_a_value_that_does_not_round_trip_is_rejected():
     with pytest.raises(InvalidFactError, match="beyond ±2"):
-        Fact.of("s", "p", 2**60)
+        Fact.create("s", "p", 2**60)
     with pytest.raises(InvalidFactError, match="JSON has no object"):
-        Fact.of("s", "p", object())
+        Fact.create("s", "p", object())
 
 
 @pytest.mark.spec("FAC-20")
 def test_an_object_with_four_fields_is_a_reference_and_no_other_is():
     full = REFERENCE | {"media_type": "application/pdf", "file_name": "Auftrag 7.pdf"}
-    made = Fact.of("s", "p", full).artifact
-    assert made == ArtifactReference(**full)
-    assert made.as_object() == full
-    assert Fact.of("s", "p", REFERENCE | {"pages": 3}).artifact == ArtifactReference(**REFERENCE)
+    result = Fact.create("s", "p", full).artifact
+    assert result == ArtifactReference(**full)
+    assert result.to_object() == full
+    assert Fact.create("s", "p", REFERENCE | {"pages": 3}).artifact == ArtifactReference(**REFERENCE)
     for name in REFERENCE:
-        assert Fact.of("s", "p", {key: value for key, value in REFERENCE.items() if key != name}).artifact is None
-    assert Fact.of("s", "p", [REFERENCE]).artifact is None
+        assert Fact.create("s", "p", {key: value for key, value in REFERENCE.items() if key != name}).artifact is None
+    assert Fact.create("s", "p", [REFERENCE]).artifact is None
 
 
 @pytest.mark.spec("FAC-20")
 @pytest.mark.parametrize(
-    "changed, words",
+    "changed, message",
     [
         ({"digest": "md5:00"}, "sha256"),
         ({"digest": DIGEST.upper()}, "sha256"),
@@ -150,42 +152,46 @@ def test_an_object_with_four_fields_is_a_reference_and_no_other_is():
         ({"file_name": 7}, "file_name"),
     ],
 )
-def test_a_reference_that_cannot_be_one_is_refused(changed, words):
-    with pytest.raises(InvalidFactError, match=words):
-        Fact.of("s", "p", REFERENCE | changed)
+def test_an_invalid_reference_is_rejected(changed, message):
+    with pytest.raises(InvalidFactError, match=message):
+        Fact.create("s", "p", REFERENCE | changed)
 
 
 @pytest.mark.spec("FAC-24")
 def test_each_side_has_a_store_buffer_and_a_forward_buffer():
     assert [buffer.value for buffer in Buffer] == ["ISB", "IFB", "ESB", "EFB"]
-    assert (Side.INNER.store_buffer, Side.INNER.forward_buffer) == (Buffer.ESB, Buffer.IFB)
-    assert (Side.OUTER.store_buffer, Side.OUTER.forward_buffer) == (Buffer.ISB, Buffer.EFB)
+    assert (BoundarySide.INNER.store_buffer, BoundarySide.INNER.forward_buffer) == (Buffer.ESB, Buffer.IFB)
+    assert (BoundarySide.OUTER.store_buffer, BoundarySide.OUTER.forward_buffer) == (Buffer.ISB, Buffer.EFB)
 
 
 @pytest.mark.spec("FAC-02")
-def test_a_confirmation_says_no_more_than_where_the_fact_is():
-    said = {"message_id": "m", "offset": 1, "epoch": "e", "digest": "d", "buffer": Buffer.ESB, "duplicate": False}
-    assert {field.name for field in fields(FactConfirmation)} == set(said)
-    assert vars(FactConfirmation(**said)) == said
+def test_a_confirmation_has_only_the_position_of_the_fact():
+    values = {"message_id": "m", "offset": 1, "epoch": "e", "digest": "d", "buffer": Buffer.ESB, "duplicate": False}
+    assert {field.name for field in fields(FactConfirmation)} == set(values)
+    assert vars(FactConfirmation(**values)) == values
 
 
 def test_contiguous_is_without_a_gap():
-    made = [
-        StoredFact(envelope=envelope(), fact=fact(), digest=DIGEST, offset=offset, epoch="e", stored_at_unix_ms=0)
+    facts = [
+        StoredFact(
+            envelope=make_envelope(), fact=make_fact(), digest=DIGEST, offset=offset, epoch="e", stored_at_unix_ms=0
+        )
         for offset in (3, 4, 6)
     ]
-    assert contiguous(made[:2], after=2)
-    assert not contiguous(made, after=2)
-    assert not contiguous(made[:2], after=1)
-    assert made[0].cursor == Cursor("e", 3)
+    assert is_contiguous(facts[:2], after=2)
+    assert not is_contiguous(facts, after=2)
+    assert not is_contiguous(facts[:2], after=1)
+    assert facts[0].cursor == Cursor("e", 3)
 
 
-def test_the_digest_of_a_fact_leaves_out_what_may_differ():
-    one = digest_of(envelope(labels={"a": "b"}, produced_at_unix_ms=5, correlation_id="c"), fact(object_json=" {} "))
-    assert one == digest_of(envelope(message_id="other"), fact())
+def test_the_digest_of_a_fact_ignores_fields_that_may_differ():
+    one = fact_digest(
+        make_envelope(labels={"a": "b"}, produced_at_unix_ms=5, correlation_id="c"), make_fact(object_json=" {} ")
+    )
+    assert one == fact_digest(make_envelope(message_id="other"), make_fact())
 
 
-def test_errors_keep_what_they_name_on_their_way_to_another_process():
+def test_errors_keep_their_fields_when_they_are_pickled():
     lost = ArtifactLost("gone", from_zone="A", message_id="m", bucket="b", key="k")
     again = pickle.loads(pickle.dumps(lost))
     assert (again.from_zone, again.message_id, again.bucket, again.key) == ("A", "m", "b", "k")

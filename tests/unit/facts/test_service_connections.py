@@ -13,12 +13,12 @@ from ergon_framework.facts.errors import AccessDenied, LimitExceeded
 from ergon_framework.facts.service.connections import LINGER_SECONDS, Connections, Peer, parse_peer
 from ergon_framework.facts.service.identity import Identity
 from ergon_framework.facts.service.limits import Limits
-from ergon_framework.facts.service.refusals import Refusals
+from ergon_framework.facts.service.refusals import RejectionHandler
 
 pytestmark = pytest.mark.spec("SEC-08")
 
 
-def named(zone, *, fingerprint="f"):
+def make_identity(zone, *, fingerprint="f"):
     return Identity(frozenset([zone]), None, since=0.0, until=2.0**40, fingerprint=fingerprint)
 
 
@@ -30,7 +30,7 @@ class Service:
         self._listener = stack.enter_context(socket.create_server(("0.0.0.0", 0)))
         self.port = self._listener.getsockname()[1]
         self.now = 0.0
-        self.connections = Connections(Limits(**limits), Refusals(), clock=lambda: self.now)
+        self.connections = Connections(Limits(**limits), RejectionHandler(), clock=lambda: self.now)
 
     def connect(self, address="127.0.0.1", *, port=0):
         """The caller's end and the service's end of a new connection."""
@@ -40,7 +40,7 @@ class Service:
 
     def sweep(self, seconds=0.0):
         self.now += seconds
-        self.connections.sweep(self.port)
+        self.connections.enforce_limits(self.port)
 
 
 @pytest.fixture
@@ -49,50 +49,50 @@ def serve():
         yield lambda **limits: Service(stack, **limits)
 
 
-def name(line):
-    address, port = line.getsockname()
+def peer_name(connection):
+    address, port = connection.getsockname()
     return f"ipv4:{address}:{port}"
 
 
-def is_open(line):
-    line.setblocking(False)
+def is_open(connection):
+    connection.setblocking(False)
     try:
-        return line.recv(1) != b""
+        return connection.recv(1) != b""
     except BlockingIOError:
         return True
 
 
-def test_a_connection_without_an_identity_is_closed_after_its_time(serve):
+def test_a_connection_without_an_identity_is_closed_after_its_timeout(serve):
     service = serve(identification=10.0)
-    unknown, _ = service.connect()
-    known, _ = service.connect()
+    anonymous, _ = service.connect()
+    identified, _ = service.connect()
     service.sweep()
-    service.connections.identify(name(known), named("Plant A"))
+    service.connections.identify(peer_name(identified), make_identity("Plant A"))
     service.sweep(9.9)
-    assert is_open(unknown)
+    assert is_open(anonymous)
     service.sweep(0.1)
-    assert [is_open(unknown), is_open(known)] == [False, True]
+    assert [is_open(anonymous), is_open(identified)] == [False, True]
     service.sweep(1000)
-    assert is_open(known)
+    assert is_open(identified)
 
 
 def test_a_connection_that_shows_its_identity_before_it_is_listed_keeps_it(serve):
     service = serve(identification=10.0)
-    known, _ = service.connect()
-    service.connections.identify(name(known), named("Plant A"))
+    identified, _ = service.connect()
+    service.connections.identify(peer_name(identified), make_identity("Plant A"))
     service.sweep()
     service.sweep(1000)
-    assert is_open(known)
+    assert is_open(identified)
 
 
-def test_a_refused_connection_is_closed_when_the_caller_had_time_to_read_why(serve):
+def test_a_rejected_connection_is_closed_after_the_linger(serve):
     service = serve()
     refused, _ = service.connect()
-    service.connections.refuse(name(refused))
+    service.connections.reject(peer_name(refused))
     service.sweep(LINGER_SECONDS - 0.01)
     assert is_open(refused)
     # A second refusal does not prolong it.
-    service.connections.refuse(name(refused))
+    service.connections.reject(peer_name(refused))
     service.sweep(0.01)
     assert not is_open(refused)
 
@@ -100,79 +100,79 @@ def test_a_refused_connection_is_closed_when_the_caller_had_time_to_read_why(ser
 def test_the_oldest_connections_of_an_address_are_closed_first(serve, caplog):
     caplog.set_level(logging.WARNING)
     service = serve(connections_per_address=2)
-    lines = []
+    connections = []
     for _ in range(4):
-        lines.append(service.connect()[0])
+        connections.append(service.connect()[0])
         service.now += 1
         service.sweep()
     elsewhere, _ = service.connect("127.0.0.2")
     service.sweep()
-    assert [is_open(line) for line in lines] == [False, False, True, True]
+    assert [is_open(connection) for connection in connections] == [False, False, True, True]
     assert is_open(elsewhere)
     assert "connections_per_address" in caplog.text
     assert "source=ipv4:127.0.0.1" in caplog.text
 
 
-def test_a_tenth_of_the_places_stays_free_of_connections_without_an_identity(serve, caplog):
+def test_a_tenth_of_the_slots_is_reserved_for_identified_connections(serve, caplog):
     caplog.set_level(logging.WARNING)
     service = serve(connections=20)
-    known, _ = service.connect()
-    service.connections.identify(name(known), named("Plant A"))
+    identified, _ = service.connect()
+    service.connections.identify(peer_name(identified), make_identity("Plant A"))
     service.sweep()
-    lines = []
+    connections = []
     for number in range(20):
-        lines.append(service.connect(f"127.0.0.{number + 2}")[0])
+        connections.append(service.connect(f"127.0.0.{number + 2}")[0])
         service.now += 0.1
         service.sweep()
-    assert [is_open(line) for line in lines] == [False] * 3 + [True] * 17
-    assert is_open(known)
+    assert [is_open(connection) for connection in connections] == [False] * 3 + [True] * 17
+    assert is_open(identified)
     assert "more than 18 of 20" in caplog.text
 
 
-def test_an_identity_has_so_many_connections_whatever_its_certificates(serve):
+def test_an_identity_has_a_connection_limit_across_its_certificates(serve):
     service = serve(connections_per_identity=2)
     (one, far), (two, _), (three, _) = (service.connect() for _ in range(3))
-    service.connections.identify(name(one), named("Plant A"))
-    service.connections.identify(name(two), named("Plant A", fingerprint="renewed"))
+    service.connections.identify(peer_name(one), make_identity("Plant A"))
+    service.connections.identify(peer_name(two), make_identity("Plant A", fingerprint="renewed"))
     # Each further call of a connection is no further connection.
-    service.connections.identify(name(one), named("Plant A", fingerprint="renewed"))
+    service.connections.identify(peer_name(one), make_identity("Plant A", fingerprint="renewed"))
     with pytest.raises(LimitExceeded, match=r"zone Plant A has 2 connections .*connections_per_identity"):
-        service.connections.identify(name(three), named("Plant A"))
+        service.connections.identify(peer_name(three), make_identity("Plant A"))
     service.sweep(LINGER_SECONDS)
     assert [is_open(one), is_open(two), is_open(three)] == [True, True, False]
     one.close()
     far.close()
     service.sweep()
-    service.connections.identify(name(service.connect()[0]), named("Plant A"))
+    service.connections.identify(peer_name(service.connect()[0]), make_identity("Plant A"))
     with pytest.raises(LimitExceeded):
-        service.connections.identify(name(service.connect()[0]), named("Plant A"))
-    service.connections.identify(name(service.connect()[0]), named("Plant B"))
+        service.connections.identify(peer_name(service.connect()[0]), make_identity("Plant A"))
+    service.connections.identify(peer_name(service.connect()[0]), make_identity("Plant B"))
 
 
-def test_a_connection_whose_identity_is_no_longer_let_in_is_closed(serve):
+def test_a_connection_whose_identity_is_no_longer_accepted_is_closed(serve):
     service = serve()
-    lines = [service.connect()[0] for _ in range(4)]
-    for line, zone in zip(lines, ["Plant A", "Plant B", "Plant A"], strict=False):
-        service.connections.identify(name(line), named(zone))
+    connections = [service.connect()[0] for _ in range(4)]
+    for connection, zone in zip(connections, ["Plant A", "Plant B", "Plant A"], strict=False):
+        service.connections.identify(peer_name(connection), make_identity(zone))
     service.sweep()
-    asked = []
+    checked = []
 
-    def admit(who):
-        asked.append(who.name)
-        if "Plant A" in who.zones:
+    def admit(identity):
+        checked.append(identity.name)
+        if "Plant A" in identity.zones:
             raise AccessDenied("revoked")
 
     service.connections.recheck(admit)
     service.sweep(LINGER_SECONDS)
-    assert [is_open(line) for line in lines] == [False, True, False, True]
-    assert sorted(asked) == ["zone Plant A", "zone Plant B"]
+    assert [is_open(connection) for connection in connections] == [False, True, False, True]
+    assert sorted(checked) == ["zone Plant A", "zone Plant B"]
 
 
 def test_a_connection_from_the_port_of_a_closed_one_is_a_new_one(serve):
     service = serve(identification=10.0)
     first, far = service.connect("127.0.0.3")
     address, port = first.getsockname()
-    service.connections.identify(name(first), named("Plant A"))
+    service.connections.identify(peer_name(first), make_identity("Plant A"))
     service.sweep()
     # Reset, so that the port is free at once.
     first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
@@ -192,18 +192,18 @@ def test_other_sockets_and_files_of_the_process_stay_open(serve, tmp_path):
     elsewhere, _ = other.connect()
     left, right = socket.socketpair()
     with left, right, (tmp_path / "file").open("wb") as file:
-        unknown, _ = service.connect()
+        anonymous, _ = service.connect()
         before = len(list(Path("/dev/fd").iterdir()))
         service.sweep()
         service.sweep(1)
-        assert not is_open(unknown)
+        assert not is_open(anonymous)
         assert [is_open(elsewhere), is_open(left)] == [True, True]
         file.write(b"x")
         assert len(list(Path("/dev/fd").iterdir())) == before
 
 
 @pytest.mark.parametrize(
-    "given, peer",
+    "text, peer",
     [
         ("ipv4:10.0.0.1:4321", Peer("10.0.0.1", 4321)),
         ("ipv6:%5B::1%5D:80", Peer("::1", 80)),
@@ -213,13 +213,13 @@ def test_other_sockets_and_files_of_the_process_stay_open(serve, tmp_path):
         ("unix:", None),
     ],
 )
-def test_the_far_end_of_a_connection_is_read_from_its_name(given, peer):
-    assert parse_peer(given) == peer
+def test_the_far_end_of_a_connection_is_read_from_its_name(text, peer):
+    assert parse_peer(text) == peer
 
 
 def test_connections_without_an_address_are_not_counted(serve):
     service = serve(connections_per_identity=1)
     for _ in range(3):
-        service.connections.identify("unix:", named("Plant A"))
-    service.connections.refuse("unix:")
+        service.connections.identify("unix:", make_identity("Plant A"))
+    service.connections.reject("unix:")
     service.sweep(1000)

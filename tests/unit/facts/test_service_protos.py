@@ -11,8 +11,8 @@ NAME = "ergon_framework/facts/service/boundary"
 
 
 def test_the_generated_code_is_up_to_date(tmp_path):
-    words = ["protoc", f"-I{SOURCE}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", f"{NAME}.proto"]
-    assert protoc.main(words) == 0
+    arguments = ["protoc", f"-I{SOURCE}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", f"{NAME}.proto"]
+    assert protoc.main(arguments) == 0
     for kind in (".py", ".pyi"):
-        made = (tmp_path / f"{NAME}_pb2{kind}").read_text(encoding="utf-8")
-        assert made == (SOURCE / f"{NAME}_pb2{kind}").read_text(encoding="utf-8"), "run make protos"
+        generated = (tmp_path / f"{NAME}_pb2{kind}").read_text(encoding="utf-8")
+        assert generated == (SOURCE / f"{NAME}_pb2{kind}").read_text(encoding="utf-8"), "run make protos"

@@ -7,24 +7,31 @@ import threading
 
 import pytest
 
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.facts.errors import FactError
 from ergon_framework.facts.model import Envelope, Fact
-from ergon_framework.facts.stores.postgres_batch import appending
-from ergon_framework.facts.stores.postgres_sharing import MOST, MOST_BYTES, PORTION, AsyncShared, Shared, portions
+from ergon_framework.facts.stores.postgres_batch import rows_to_append
+from ergon_framework.facts.stores.postgres_sharing import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_FACTS,
+    MAX_CALLER_FACTS,
+    AsyncCoalescer,
+    Coalescer,
+    split_batches,
+)
 
-PATIENCE = 10.0
+TIMEOUT_SECONDS = 10.0
 
 
-def items(*names, size=2):
-    made = []
+def make_items(*names, size=2):
+    facts = []
     for name in names:
         envelope = Envelope(message_id=name, from_zone="A", to_zone="B", produced_at_unix_ms=1)
-        made.append((envelope, Fact(subject="s", predicate="p", object_json=f'"{"x" * (size - 2)}"')))
-    return appending(made, frozenset())
+        facts.append((envelope, Fact(subject="s", predicate="p", object_json=f'"{"x" * (size - 2)}"')))
+    return rows_to_append(facts, frozenset())
 
 
-class Committed:
+class RecordingCommit:
     """Notes what goes together; the first commit waits until it may end."""
 
     def __init__(self, fails=None):
@@ -36,7 +43,7 @@ class Committed:
         self.groups.append(names)
         if len(self.groups) == 1:
             self.begun.set()
-            assert self.may_end.wait(PATIENCE)
+            assert self.may_end.wait(TIMEOUT_SECONDS)
         for name in names:
             if name in self._fails:
                 raise self._fails[name]
@@ -46,147 +53,150 @@ class Committed:
         return await asyncio.to_thread(self, batch)
 
 
-def threads_of(committed, *requests):
+def run_in_threads(commit, *requests):
     """What each of several threads is told; the first one is under way before the others come."""
-    shared, told = Shared(committed), {}
+    coalescer, results = Coalescer(commit), {}
 
-    def ask(names):
+    def submit(names):
         try:
-            told[names] = shared(items(*names))
+            results[names] = coalescer(make_items(*names))
         except BaseException as error:
-            told[names] = error
+            results[names] = error
 
-    threads = [threading.Thread(target=ask, args=(names,), daemon=True) for names in requests]
+    threads = [threading.Thread(target=submit, args=(names,), daemon=True) for names in requests]
     threads[0].start()
-    assert committed.begun.wait(PATIENCE)
+    assert commit.begun.wait(TIMEOUT_SECONDS)
     for number, thread in enumerate(threads[1:], 1):
         thread.start()
-        while len(shared._waiting) < number:
+        while len(coalescer._queue) < number:
             assert thread.is_alive()
-    committed.may_end.set()
+    commit.may_end.set()
     for thread in threads:
-        thread.join(PATIENCE)
-    assert not shared._busy
-    return [told[names] for names in requests]
+        thread.join(TIMEOUT_SECONDS)
+    assert not coalescer._is_busy
+    return [results[names] for names in requests]
 
 
-def tasks_of(committed, *requests):
+def run_in_tasks(commit, *requests):
     async def run():
-        shared = AsyncShared(committed.asynchronously)
-        tasks = [asyncio.create_task(shared(items(*requests[0])))]
-        await asyncio.to_thread(committed.begun.wait, PATIENCE)
-        tasks += [asyncio.create_task(shared(items(*names))) for names in requests[1:]]
+        coalescer = AsyncCoalescer(commit.asynchronously)
+        tasks = [asyncio.create_task(coalescer(make_items(*requests[0])))]
+        await asyncio.to_thread(commit.begun.wait, TIMEOUT_SECONDS)
+        tasks += [asyncio.create_task(coalescer(make_items(*names))) for names in requests[1:]]
         await asyncio.sleep(0)
-        committed.may_end.set()
+        commit.may_end.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("ask", [threads_of, tasks_of])
-def test_whoever_comes_while_a_commit_is_under_way_goes_with_the_next(ask):
-    committed = Committed()
-    told = ask(committed, ("a",), ("b", "c"), ("d",), ("e",))
-    assert committed.groups == [["a"], ["b", "c", "d", "e"]]
-    assert told == [["a"], ["b", "c"], ["d"], ["e"]]
+@pytest.mark.parametrize("submit", [run_in_threads, run_in_tasks])
+def test_callers_that_arrive_during_a_commit_join_the_next_batch(submit):
+    commit = RecordingCommit()
+    results = submit(commit, ("a",), ("b", "c"), ("d",), ("e",))
+    assert commit.groups == [["a"], ["b", "c", "d", "e"]]
+    assert results == [["a"], ["b", "c"], ["d"], ["e"]]
 
 
-@pytest.mark.parametrize("ask", [threads_of, tasks_of])
-def test_what_one_of_them_is_to_blame_for_is_his_alone(ask):
-    committed = Committed({"c": FactError("not with this one")})
-    told = ask(committed, ("a",), ("b",), ("c",), ("d",))
-    assert committed.groups == [["a"], ["b", "c", "d"], ["b"], ["c"], ["d"]]
-    assert isinstance(told.pop(2), FactError)
-    assert told == [["a"], ["b"], ["d"]]
+@pytest.mark.parametrize("submit", [run_in_threads, run_in_tasks])
+def test_an_error_of_one_request_fails_only_that_request(submit):
+    commit = RecordingCommit({"c": FactError("not with this one")})
+    results = submit(commit, ("a",), ("b",), ("c",), ("d",))
+    assert commit.groups == [["a"], ["b", "c", "d"], ["b"], ["c"], ["d"]]
+    assert isinstance(results.pop(2), FactError)
+    assert results == [["a"], ["b"], ["d"]]
 
 
-@pytest.mark.parametrize("ask", [threads_of, tasks_of])
-def test_a_line_that_broke_is_told_to_each_of_them_and_nobody_goes_again(ask):
-    committed = Committed({"c": ConnectionLost("gone")})
-    told = ask(committed, ("a",), ("b",), ("c",))
-    assert committed.groups == [["a"], ["b", "c"]]
-    assert [type(each) for each in told[1:]] == [ConnectionLost, ConnectionLost]
-    assert told[1] is not told[2], "each has an exception of his own"
+@pytest.mark.parametrize("submit", [run_in_threads, run_in_tasks])
+def test_a_lost_connection_fails_the_whole_batch_without_a_retry(submit):
+    commit = RecordingCommit({"c": ConnectionLostError("gone")})
+    results = submit(commit, ("a",), ("b",), ("c",))
+    assert commit.groups == [["a"], ["b", "c"]]
+    assert [type(each) for each in results[1:]] == [ConnectionLostError, ConnectionLostError]
+    assert results[1] is not results[2], "each has an exception of his own"
 
 
-def test_whoever_leads_and_is_interrupted_leaves_nobody_behind():
-    committed = Committed({"a": KeyboardInterrupt()})
-    told = threads_of(committed, ("a",), ("b",))
-    assert isinstance(told[0], KeyboardInterrupt)
-    assert told[1] == ["b"]
+def test_an_interrupted_flush_does_not_block_other_callers():
+    commit = RecordingCommit({"a": KeyboardInterrupt()})
+    results = run_in_threads(commit, ("a",), ("b",))
+    assert isinstance(results[0], KeyboardInterrupt)
+    assert results[1] == ["b"]
 
 
-async def alone(shared, name):
+async def submit_one(coalescer, name):
     """As somebody asks who has a single fact."""
-    return [await shared.one(items(name)[0])]
+    return [await coalescer.submit_one(make_items(name)[0])]
 
 
-async def among_others(shared, name):
-    return await shared(items(name))
+async def submit_batch(coalescer, name):
+    return await coalescer(make_items(name))
 
 
-@pytest.mark.parametrize("ask", [alone, among_others])
-def test_whoever_waits_and_is_cancelled_is_not_committed(ask):
-    committed = Committed()
+@pytest.mark.parametrize("submit", [submit_one, submit_batch])
+def test_a_waiting_caller_that_is_cancelled_is_not_committed(submit):
+    commit = RecordingCommit()
 
     async def run():
-        shared = AsyncShared(committed.asynchronously)
-        first = asyncio.create_task(ask(shared, "a"))
-        await asyncio.to_thread(committed.begun.wait, PATIENCE)
-        leaves, stays = (asyncio.create_task(ask(shared, name)) for name in "bc")
+        coalescer = AsyncCoalescer(commit.asynchronously)
+        first = asyncio.create_task(submit(coalescer, "a"))
+        await asyncio.to_thread(commit.begun.wait, TIMEOUT_SECONDS)
+        cancelled, kept = (asyncio.create_task(submit(coalescer, name)) for name in "bc")
         await asyncio.sleep(0)
-        leaves.cancel()
+        cancelled.cancel()
         await asyncio.sleep(0)
-        committed.may_end.set()
-        assert (await first, await stays) == (["a"], ["c"])
+        commit.may_end.set()
+        assert (await first, await kept) == (["a"], ["c"])
 
     asyncio.run(run())
-    assert committed.groups == [["a"], ["c"]]
+    assert commit.groups == [["a"], ["c"]]
 
 
-def test_no_commit_takes_more_than_its_share():
-    committed = Committed()
-    names = [(f"n{number}",) for number in range(MOST + 10)]
-    threads_of(committed, ("first",), *names)
-    assert [len(group) for group in committed.groups] == [1, MOST, 10]
+def test_a_commit_has_a_maximum_size():
+    commit = RecordingCommit()
+    names = [(f"n{number}",) for number in range(MAX_BATCH_FACTS + 10)]
+    run_in_threads(commit, ("first",), *names)
+    assert [len(group) for group in commit.groups] == [1, MAX_BATCH_FACTS, 10]
 
 
-def test_what_one_caller_brings_is_cut_by_number_and_by_bytes():
-    assert [len(part) for part in portions(items(*map(str, range(PORTION + 1))))] == [PORTION, 1]
-    large = items("a", "b", "c", size=MOST_BYTES // 8)
-    assert len(portions(large * 5)) == 2
-    assert portions([]) == []
+def test_a_request_is_split_by_count_and_by_bytes():
+    assert [len(part) for part in split_batches(make_items(*map(str, range(MAX_CALLER_FACTS + 1))))] == [
+        MAX_CALLER_FACTS,
+        1,
+    ]
+    large = make_items("a", "b", "c", size=MAX_BATCH_BYTES // 8)
+    assert len(split_batches(large * 5)) == 2
+    assert split_batches([]) == []
 
 
-async def turns():
+async def yield_repeatedly():
     """Let everybody go as far as he can."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 def test_a_second_commit_is_sent_only_when_it_would_be_full():
-    begun, may_end = [], asyncio.Event()
+    started_sizes, may_end = [], asyncio.Event()
 
     async def commit(batch):
-        begun.append(len(batch))
+        started_sizes.append(len(batch))
         await may_end.wait()
         return [item.envelope.message_id for item in batch]
 
     async def run():
-        shared = AsyncShared(commit)
-        tasks = [asyncio.create_task(shared(items("first")))]
-        await turns()
-        tasks += [asyncio.create_task(shared(items(f"n{number}"))) for number in range(MOST - 1)]
-        await turns()
-        assert begun == [1], "one too few"
-        tasks += [asyncio.create_task(shared(items(f"m{number}"))) for number in range(2 * MOST)]
-        await turns()
-        assert begun == [1, MOST], "never more than two"
+        coalescer = AsyncCoalescer(commit)
+        tasks = [asyncio.create_task(coalescer(make_items("first")))]
+        await yield_repeatedly()
+        tasks += [asyncio.create_task(coalescer(make_items(f"n{number}"))) for number in range(MAX_BATCH_FACTS - 1)]
+        await yield_repeatedly()
+        assert started_sizes == [1], "one too few"
+        tasks += [asyncio.create_task(coalescer(make_items(f"m{number}"))) for number in range(2 * MAX_BATCH_FACTS)]
+        await yield_repeatedly()
+        assert started_sizes == [1, MAX_BATCH_FACTS], "never more than two"
         may_end.set()
-        told = await asyncio.gather(*tasks)
-        assert len({name for (name,) in told}) == len(tasks)
-        assert shared._busy == 0
+        results = await asyncio.gather(*tasks)
+        assert len({name for (name,) in results}) == len(tasks)
+        assert coalescer._running_count == 0
         # Whoever comes when all is done is served as well.
-        assert await shared(items("late")) == ["late"]
+        assert await coalescer(make_items("late")) == ["late"]
 
-    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_SECONDS))

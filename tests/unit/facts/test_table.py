@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from ergon_framework.facts import table
 from ergon_framework.facts.errors import InvalidFactError
-from ergon_framework.facts.model import OBJECT_JSON, Envelope, Fact, digest_of
-from ergon_framework.facts.table import Table, read, read_each
+from ergon_framework.facts.model import MAX_OBJECT_BYTES, Envelope, Fact, fact_digest
+from ergon_framework.facts.table import FactColumns, columns_to_facts, columns_to_results
 
 DIGEST = "sha256:" + "ab" * 32
 REFERENCE = f'{{"size":7,"bucket":"files","key":"a/b.pdf","digest":"{DIGEST}"}}'
-SOUND = {
+VALID_ROW = {
     "message_id": "m-1",
     "from_zone": "Werk Süd",
     "to_zone": "HQ",
@@ -51,82 +51,82 @@ VALUES = [
     *[("predicate", value) for value in ("", "p" * 257, "a\u0085")],
     *[("object_json", value) for value in ("", "{", "null", '{"a":1,"a":2}', "1e999", REFERENCE, '"\\ud800"')],
     *[("object_json", REFERENCE.replace(old, new)) for old, new in (('"a/', '"../'), ("7", "-1"), ("sha256:", ""))],
-    ("object_json", '"' + "x" * (OBJECT_JSON // 4) + '"'),
-    ("object_json", '"' + "x" * OBJECT_JSON + '"'),
+    ("object_json", '"' + "x" * (MAX_OBJECT_BYTES // 4) + '"'),
+    ("object_json", '"' + "x" * MAX_OBJECT_BYTES + '"'),
 ]
 
 
-def of(rows):
-    return Table(
+def make_table(rows):
+    return FactColumns(
         **{column: [row[name] for row in rows] for column, name in COLUMNS.items()},
-        labels={place: row["labels"] for place, row in enumerate(rows) if row["labels"]},
+        labels={position: row["labels"] for position, row in enumerate(rows) if row["labels"]},
     )
 
 
-def alone(row):
+def build_one(row):
     """What the model makes of *row*."""
-    stated = {name: row[name] for name in ("subject", "predicate", "object_json")}
+    fact_fields = {name: row[name] for name in ("subject", "predicate", "object_json")}
     try:
-        return Envelope(**{name: value for name, value in row.items() if name not in stated}), Fact(**stated)
+        return Envelope(**{name: value for name, value in row.items() if name not in fact_fields}), Fact(**fact_fields)
     except InvalidFactError as error:
         return error
 
 
-def alike(got, wanted):
-    if isinstance(wanted, InvalidFactError):
-        return type(got) is type(wanted) and str(got) == str(wanted)
+def is_same(got, expected):
+    if isinstance(expected, InvalidFactError):
+        return type(got) is type(expected) and str(got) == str(expected)
     return (
-        got == wanted
-        and vars(got[0]).keys() == vars(wanted[0]).keys()
-        and vars(got[1]) == vars(wanted[1])
-        and hash(got[0]) == hash(wanted[0])
-        and digest_of(*got) == digest_of(*wanted)
-        and got[1].artifact == wanted[1].artifact
+        got == expected
+        and vars(got[0]).keys() == vars(expected[0]).keys()
+        and vars(got[1]) == vars(expected[1])
+        and hash(got[0]) == hash(expected[0])
+        and fact_digest(*got) == fact_digest(*expected)
+        and got[1].artifact == expected[1].artifact
     )
 
 
 @pytest.mark.spec("FAC-01")
 @pytest.mark.parametrize("field, value", VALUES, ids=lambda value: ascii(value)[:24])
-def test_one_value_is_judged_as_alone_and_spoils_no_neighbour(field, value):
-    rows = [SOUND, SOUND | {"message_id": "m-2", field: value}, SOUND | {"message_id": "m-3"}]
-    got = read_each(of(rows))
-    assert [alike(each, alone(row)) for each, row in zip(got, rows, strict=True)] == [True] * 3
+def test_a_value_is_validated_as_alone_and_does_not_affect_its_neighbours(field, value):
+    rows = [VALID_ROW, VALID_ROW | {"message_id": "m-2", field: value}, VALID_ROW | {"message_id": "m-3"}]
+    got = columns_to_results(make_table(rows))
+    assert [is_same(each, build_one(row)) for each, row in zip(got, rows, strict=True)] == [True] * 3
     assert not any(isinstance(each, InvalidFactError) for each in (got[0], got[2]))
 
 
 @given(st.lists(st.lists(st.sampled_from([pair for pair in VALUES if len(str(pair)) < 2_000]), max_size=2), max_size=5))
-def test_any_mixture_is_judged_as_alone(changes):
-    rows = [SOUND | {"message_id": f"m-{n}"} | dict(change) for n, change in enumerate(changes)]
-    got = read_each(of(rows))
+def test_any_mixture_is_validated_as_alone(changes):
+    rows = [VALID_ROW | {"message_id": f"m-{n}"} | dict(change) for n, change in enumerate(changes)]
+    got = columns_to_results(make_table(rows))
     assert len(got) == len(rows)
-    assert all(alike(each, alone(row)) for each, row in zip(got, rows, strict=True))
+    assert all(is_same(each, build_one(row)) for each, row in zip(got, rows, strict=True))
 
 
-def test_what_is_sound_is_not_made_one_by_one(monkeypatch):
-    monkeypatch.setattr(table, "_one", lambda *_: pytest.fail("made by itself"))
+def test_valid_rows_are_not_built_one_by_one(monkeypatch):
+    monkeypatch.setattr(table, "_build_one", lambda *_: pytest.fail("made by itself"))
     rows = [
-        SOUND | {"message_id": f"m-{n}", "object_json": text, "labels": labels, "correlation_id": correlation}
+        VALID_ROW | {"message_id": f"m-{n}", "object_json": text, "labels": labels, "correlation_id": correlation}
         for n, (text, labels, correlation) in enumerate(
             [("1", {}, None), (REFERENCE, {"a": "b"}, "c"), ('"🙂"', {}, None)]
         )
     ]
-    got = read_each(of(rows))
+    got = columns_to_results(make_table(rows))
     assert [envelope.correlation_id for envelope, _ in got] == [None, "c", None]
     assert [fact.artifact is None for _, fact in got] == [True, False, True]
 
 
-def test_where_all_must_be_sound_the_first_that_is_not_is_raised_and_no_other_looked_at(monkeypatch):
-    rows = [SOUND, SOUND | {"subject": ""}, SOUND | {"object_json": "{"}]
+def test_the_first_invalid_row_is_raised_without_validation_of_the_others(monkeypatch):
+    rows = [VALID_ROW, VALID_ROW | {"subject": ""}, VALID_ROW | {"object_json": "{"}]
     with pytest.raises(InvalidFactError, match="subject has 1 to 512"):
-        read(of(rows))
-    monkeypatch.setattr(table, "_or_error", lambda *_: pytest.fail("an error for each"))
+        columns_to_facts(make_table(rows))
+    monkeypatch.setattr(table, "_build_or_error", lambda *_: pytest.fail("an error for each"))
     with pytest.raises(InvalidFactError):
-        read(of(rows * 10))
+        columns_to_facts(make_table(rows * 10))
 
 
 @pytest.mark.spec("FAC-01")
-def test_what_was_made_at_once_is_as_frozen_as_any_other():
-    ((envelope, fact),) = read(of([SOUND | {"labels": {"a": "b"}}]))
+def test_facts_built_in_one_call_are_frozen():
+    ((envelope, fact),) = columns_to_facts(make_table([VALID_ROW | {"labels": {"a": "b"}}]))
     with pytest.raises(AttributeError):
         envelope.message_id = "x"
     with pytest.raises(AttributeError):

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from ergon_framework.facts import identity, texts
 from ergon_framework.facts.errors import InvalidFactError
-from ergon_framework.facts.identity import canonical, parse
-from ergon_framework.facts.texts import understood
+from ergon_framework.facts.identity import canonical_json, parse_strict_json
+from ergon_framework.facts.texts import parse_objects
 
 #: What the fast reader takes, or may take, otherwise than the rules want it.
-ODD = (
+IRREGULAR_DOCUMENTS = (
     *('{"a":1,"a":2}', '{"a":"\\u0022","b":1,"b":2}', '{"a":{"b":1,"b":1}}', '{"a":1,"\\u0061":2}'),
     *("9007199254740992", "9007199254740993", "-9007199254740993", "1" * 400, "123456789012345"),
     *("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "nan", "[1,NaN]"),
@@ -65,67 +65,67 @@ ODD = (
 )
 
 
-def one_by_one(given):
+def parse_one_by_one(documents):
     """Value and canonical form of each, or None if one has none."""
     try:
-        values = [parse(text) for text in given]
-        return repr(values), [canonical(value) for value in values]
+        values = [parse_strict_json(text) for text in documents]
+        return repr(values), [canonical_json(value) for value in values]
     except InvalidFactError:
         return None
 
 
-def at_once(given):
+def parse_together(documents):
     try:
-        values, written = understood(given)
+        values, written = parse_objects(documents)
     except InvalidFactError:
         return None
     return repr(list(values)), list(written)
 
 
 @pytest.mark.spec("FAC-03")
-@pytest.mark.parametrize("text", ODD, ids=lambda text: ascii(text)[:40])
-def test_what_is_odd_means_the_same_alone_and_among_others(text):
-    assert at_once([text]) == one_by_one([text])
+@pytest.mark.parametrize("text", IRREGULAR_DOCUMENTS, ids=lambda text: ascii(text)[:40])
+def test_irregular_json_means_the_same_alone_and_in_a_batch(text):
+    assert parse_together([text]) == parse_one_by_one([text])
     around = ['{"b":1,"a":[2.5,"x"]}', text, '"y"']
-    assert at_once(around) == one_by_one(around)
+    assert parse_together(around) == parse_one_by_one(around)
 
 
 @pytest.mark.spec("FAC-03")
-@given(st.lists(st.sampled_from(ODD), max_size=6))
+@given(st.lists(st.sampled_from(IRREGULAR_DOCUMENTS), max_size=6))
 @example(["1,2", "[3", "4]"])
 @example([])
-def test_any_mixture_of_them_does(given):
-    assert at_once(given) == one_by_one(given)
+def test_any_batch_of_irregular_json_means_the_same(documents):
+    assert parse_together(documents) == parse_one_by_one(documents)
 
 
-def _texts():
+def _json_documents():
     """JSON as somebody may write it: numbers in many forms, blanks, keys in any order and more than once."""
     numbers = st.integers(-(10**17), 10**17).map(str)
     numbers |= st.floats(allow_nan=False, allow_infinity=False).map(repr)
     numbers |= st.builds("{:.{}f}".format, st.floats(-1e16, 1e16), st.integers(0, 20))
     numbers |= st.builds("{:.{}e}".format, st.floats(-1e16, 1e16), st.integers(0, 20))
-    words = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters='"\\'), max_size=4)
-    strings = words.map('"{}"'.format) | st.sampled_from(('"\\n"', '"\\u0022"', '"\\""', '"\\u00e9"'))
+    plain = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters='"\\'), max_size=4)
+    strings = plain.map('"{}"'.format) | st.sampled_from(('"\\n"', '"\\u0022"', '"\\""', '"\\u00e9"'))
     keys = st.sampled_from(('"a"', '"b"', '"é"', '"\ufb33"', '"\U0001f600"')) | strings
 
-    def nested(inner):
+    def nest(inner):
         blank = st.sampled_from(("", "", "", " ", "\n"))
         lists = st.lists(inner, max_size=4).map(",".join).map("[{}]".format)
         pairs = st.builds("{}:{}{}".format, keys, blank, inner)
         return lists | st.lists(pairs, max_size=4).map(",".join).map("{{{}}}".format)
 
-    return st.recursive(numbers | strings | st.sampled_from(("null", "true", "false")), nested, max_leaves=12)
+    return st.recursive(numbers | strings | st.sampled_from(("null", "true", "false")), nest, max_leaves=12)
 
 
 @pytest.mark.spec("FAC-03")
-@given(st.lists(_texts(), max_size=5))
-def test_whatever_is_written_means_the_same(given):
-    assert at_once(given) == one_by_one(given)
+@given(st.lists(_json_documents(), max_size=5))
+def test_any_json_means_the_same_in_a_batch(documents):
+    assert parse_together(documents) == parse_one_by_one(documents)
 
 
-def test_everyday_texts_need_not_be_read_one_by_one(monkeypatch):
-    monkeypatch.setattr(texts, "parse", lambda text: pytest.fail(f"{text} was read by itself"))
-    values, written = understood(
+def test_common_json_is_not_parsed_one_by_one(monkeypatch):
+    monkeypatch.setattr(texts, "parse_strict_json", lambda text: pytest.fail(f"{text} was read by itself"))
+    values, written = parse_objects(
         ['{"total":12.5,"lines":[1,2,3],"text":"a \\"b\\" c\\n"}', '{"text":"grün 🙂","x":1.0}']
     )
     assert values == [{"total": 12.5, "lines": [1, 2, 3], "text": 'a "b" c\n'}, {"text": "grün 🙂", "x": 1.0}]
@@ -134,7 +134,7 @@ def test_everyday_texts_need_not_be_read_one_by_one(monkeypatch):
 
 @pytest.mark.spec("SEC-06")
 @pytest.mark.parametrize(
-    "given",
+    "documents",
     [
         [json.dumps({f"{place * 7919 % 100_003:x}": place for place in range(20_000)})],
         ['{"b":1,"a":[1.5]}'] * 10_000,
@@ -142,20 +142,23 @@ def test_everyday_texts_need_not_be_read_one_by_one(monkeypatch):
         ['"' + "x" * 100_000 + '"', '"' + "y" * 70_000 + '"'],
     ],
 )
-def test_no_call_of_the_encoder_keeps_other_threads_waiting_for_long(monkeypatch, given):
-    pieces, encode = [], identity.encoded
+def test_no_call_of_the_encoder_blocks_other_threads_for_long(monkeypatch, documents):
+    chunks, encode = [], identity.encode_json
 
     def record(value):
-        pieces.append(encode(value))
-        return pieces[-1]
+        chunks.append(encode(value))
+        return chunks[-1]
 
-    monkeypatch.setattr(texts, "encoded", record)
-    monkeypatch.setattr(identity, "encoded", record)
-    values, written = understood(given)
-    assert [identity.canonical_parsed(parse(text), size=len(text)) for text in given] == written
-    assert (values, written) == ([parse(text) for text in given], [canonical(value) for value in values])
+    monkeypatch.setattr(texts, "encode_json", record)
+    monkeypatch.setattr(identity, "encode_json", record)
+    values, written = parse_objects(documents)
+    assert [identity.canonical_json_of_parsed(parse_strict_json(text), size=len(text)) for text in documents] == written
+    assert (values, written) == (
+        [parse_strict_json(text) for text in documents],
+        [canonical_json(value) for value in values],
+    )
     # Between two texts stands one more.
-    assert max(map(len, pieces), default=0) <= 2 * identity.MAX_AT_ONCE
+    assert max(map(len, chunks), default=0) <= 2 * identity.MAX_ENCODER_CHARS
 
 
 @pytest.mark.parametrize(
@@ -167,12 +170,12 @@ def test_no_call_of_the_encoder_keeps_other_threads_waiting_for_long(monkeypatch
         '["' + "]" * 100 + '",' + '"\\"[",' * 80 + "[" * 63 + "1" + "]" * 63 + "]",
     ],
 )
-def test_what_is_wide_is_not_taken_for_deep(monkeypatch, text):
-    wanted = one_by_one([text])
-    monkeypatch.setattr(texts, "canonical", lambda _: pytest.fail("written value by value"))
-    monkeypatch.setattr(identity, "canonical", lambda _: pytest.fail("written value by value"))
-    assert at_once([text]) == wanted
-    assert identity.canonical_parsed(parse(text)) == wanted[1][0]
+def test_wide_json_is_not_rejected_as_deep(monkeypatch, text):
+    expected = parse_one_by_one([text])
+    monkeypatch.setattr(texts, "canonical_json", lambda _: pytest.fail("written value by value"))
+    monkeypatch.setattr(identity, "canonical_json", lambda _: pytest.fail("written value by value"))
+    assert parse_together([text]) == expected
+    assert identity.canonical_json_of_parsed(parse_strict_json(text)) == expected[1][0]
 
 
 @pytest.mark.parametrize(
@@ -182,11 +185,11 @@ def test_what_is_wide_is_not_taken_for_deep(monkeypatch, text):
         '["\\"' + "]" * 100 + '",' + '{"a":' * 65 + "1" + "}" * 65 + "]",
     ],
 )
-def test_brackets_in_texts_do_not_hide_how_deep_it_is(text):
+def test_brackets_in_strings_do_not_hide_the_depth(text):
     with pytest.raises(InvalidFactError, match="deeper than 64"):
-        understood([text])
+        parse_objects([text])
 
 
-def test_the_first_that_has_no_canonical_form_is_told():
+def test_the_first_document_without_a_canonical_form_is_reported():
     with pytest.raises(InvalidFactError, match="'b' stands twice"):
-        understood(["1", '{"b":1,"b":2}', "{"])
+        parse_objects(["1", '{"b":1,"b":2}', "{"])

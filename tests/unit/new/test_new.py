@@ -1,4 +1,4 @@
-"""``ergon new``: which names and folders it takes, and what it writes."""
+"""``ergon new``: accepted names and folders, and the written files."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from typer.testing import CliRunner
 
 from ergon_framework import ConsumerPolicy
 from ergon_framework.cli.app import app
-from ergon_framework.cli.new_work import LONGEST, Broker, NewExit, rendered, write
+from ergon_framework.cli.new_work import MAX_NAME_CHARS, Broker, NewExit, render_files, write
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner.loading import load_policy
-from ergon_framework.runner.settings import settings
+from ergon_framework.runner.settings import load_settings
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 SCHEMAS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (HERE / "schemas").glob("*.json")}
-every = pytest.mark.parametrize("broker", list(Broker))
+every_broker = pytest.mark.parametrize("broker", list(Broker))
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def new(*words):
-    return CliRunner().invoke(app, ["new", *words])
+def run_new(*arguments):
+    return CliRunner().invoke(app, ["new", *arguments])
 
 
-def project(broker, name="shop"):
-    done = new(name, "--broker", broker)
-    assert done.exit_code == NewExit.OK, done.output
+def make_project(broker, name="shop"):
+    result = run_new(name, "--broker", broker)
+    assert result.exit_code == NewExit.OK, result.output
     return Path(name)
 
 
@@ -46,7 +46,7 @@ def project(broker, name="shop"):
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, message",
     [
         ("Shop", "as 'shop'"),
         ("my-shop", "as 'my_shop'"),
@@ -64,133 +64,135 @@ def project(broker, name="shop"):
         ("ergon_framework", "would hide another"),
         ("pydantic", "would hide another"),
         ("redis", "would hide another"),
-        ("s" * (LONGEST + 1), f"at most {LONGEST}"),
+        ("s" * (MAX_NAME_CHARS + 1), f"at most {MAX_NAME_CHARS}"),
     ],
 )
-def test_a_name_that_cannot_be_used_is_refused_and_nothing_is_written(name, said, tmp_path):
-    done = new("--", name)
-    assert done.exit_code == NewExit.USAGE
-    assert said in " ".join(done.stderr.split())
+def test_an_invalid_name_is_rejected_and_nothing_is_written(name, message, tmp_path):
+    result = run_new("--", name)
+    assert result.exit_code == NewExit.USAGE
+    assert message in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broker_that_is_not_known_is_refused(tmp_path):
-    done = new("shop", "--broker", "kafka")
-    assert done.exit_code == NewExit.USAGE
-    assert "'postgres', 'rabbitmq', 'nats', 'redis'" in done.output
+def test_an_unknown_broker_is_rejected(tmp_path):
+    result = run_new("shop", "--broker", "kafka")
+    assert result.exit_code == NewExit.USAGE
+    assert "'postgres', 'rabbitmq', 'nats', 'redis'" in result.output
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_empty_stays_as_it_is(tmp_path):
+def test_a_folder_that_is_not_empty_is_unchanged(tmp_path):
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "notes").write_text("mine", encoding="utf-8")
-    done = new("shop")
-    assert (done.exit_code, "it has 'notes' in it" in done.stderr) == (NewExit.USAGE, True)
+    result = run_new("shop")
+    assert (result.exit_code, "it has 'notes' in it" in result.stderr) == (NewExit.USAGE, True)
     assert [path.name for path in tmp_path.rglob("*")] == ["shop", "notes"]
     assert (tmp_path / "shop" / "notes").read_text(encoding="utf-8") == "mine"
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "broken link"])
-def test_what_is_no_folder_stays_as_it_is(kind, tmp_path):
+def test_a_file_or_link_in_place_of_the_folder_is_unchanged(kind, tmp_path):
     target = tmp_path / "shop"
     if kind == "file":
         target.write_text("mine", encoding="utf-8")
     else:
         target.symlink_to(tmp_path if kind == "link" else tmp_path / "nowhere")
-    done = new("shop")
-    assert (done.exit_code, "is no folder" in done.stderr) == (NewExit.USAGE, True)
+    result = run_new("shop")
+    assert (result.exit_code, "is no folder" in result.stderr) == (NewExit.USAGE, True)
     assert [path.name for path in tmp_path.iterdir()] == ["shop"]
 
 
 def test_an_empty_folder_is_used(tmp_path):
     (tmp_path / "shop").mkdir()
-    assert new("shop").exit_code == NewExit.OK
+    assert run_new("shop").exit_code == NewExit.OK
     assert (tmp_path / "shop" / "shop" / "tasks.py").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["shop"]
 
 
-def test_what_came_in_between_is_not_overwritten(tmp_path):
+def test_a_file_created_in_the_meantime_is_not_overwritten(tmp_path):
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "README.md").write_text("mine", encoding="utf-8")
     with pytest.raises(ConfigurationError, match="cannot be made"):
-        write(tmp_path / "shop", rendered("shop", Broker.POSTGRES))
+        write(tmp_path / "shop", render_files("shop", Broker.POSTGRES))
     assert [path.name for path in tmp_path.rglob("*")] == ["shop", "README.md"]
 
 
 @pytest.mark.spec("RUN-05")
 def test_the_help_has_an_example():
-    said = new("--help").output
-    assert "Example: ergon new shop --broker redis" in " ".join(said.split())
+    output = run_new("--help").output
+    assert "Example: ergon new shop --broker redis" in " ".join(output.split())
 
 
-# -- what is written --------------------------------------------------------------------------------
+# -- written files ----------------------------------------------------------------------------------
 
 
-@every
-@pytest.mark.parametrize("name", ["shop", "s" * LONGEST, "a", "order_desk_2"])
-def test_no_word_of_a_template_is_left(broker, name):
-    for path, text in rendered(name, broker).items():
+@every_broker
+@pytest.mark.parametrize("name", ["shop", "s" * MAX_NAME_CHARS, "a", "order_desk_2"])
+def test_no_template_placeholder_is_left(broker, name):
+    for path, text in render_files(name, broker).items():
         assert "{{" not in text, path
         assert text.endswith("\n"), path
         assert not text.endswith("\n\n"), path
 
 
-@every
-@pytest.mark.parametrize("name", ["shop", "z" * LONGEST])
-def test_ruff_has_nothing_to_say(broker, name):
-    folder = project(broker, name)
-    for words in (["check", "--no-cache"], ["format", "--check", "--no-cache"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "ruff", *words, "."], cwd=folder, capture_output=True, text=True, check=False
+@every_broker
+@pytest.mark.parametrize("name", ["shop", "z" * MAX_NAME_CHARS])
+def test_ruff_finds_nothing(broker, name):
+    folder = make_project(broker, name)
+    for arguments in (["check", "--no-cache"], ["format", "--check", "--no-cache"]):
+        result = subprocess.run(
+            [sys.executable, "-m", "ruff", *arguments, "."], cwd=folder, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, done.stdout
+        assert result.returncode == 0, result.stdout
 
 
-@every
+@every_broker
 def test_the_settings_are_read_and_name_the_queue_without_a_password(broker):
-    folder = project(broker)
-    found = settings(folder / "ergon.toml", environ={})
-    url, options = found.queue("shop_orders")
+    folder = make_project(broker)
+    loaded = load_settings(folder / "ergon.toml", environ={})
+    url, options = loaded.queue("shop_orders")
     assert ("@" in url, options) == (False, {})
 
 
-@every
-def test_the_package_needs_what_its_broker_needs(broker):
-    told = tomllib.loads((project(broker) / "pyproject.toml").read_text(encoding="utf-8"))
-    assert re.fullmatch(rf"ergon-framework\[cli,.*\b{broker}\b.*\]>=.+", told["project"]["dependencies"][0])
+@every_broker
+def test_the_package_requires_the_extra_of_its_broker(broker):
+    project_file = tomllib.loads((make_project(broker) / "pyproject.toml").read_text(encoding="utf-8"))
+    assert re.fullmatch(rf"ergon-framework\[cli,.*\b{broker}\b.*\]>=.+", project_file["project"]["dependencies"][0])
 
 
 # -- manifests --------------------------------------------------------------------------------------
 
 
-def documents(folder):
+def load_manifests(folder):
     """Every manifest of a project with its kind."""
-    found = {"compose": yaml.safe_load((folder / "compose.yaml").read_text(encoding="utf-8"))}
+    manifests = {"compose": yaml.safe_load((folder / "compose.yaml").read_text(encoding="utf-8"))}
     for path in sorted((folder / "deploy").glob("*.yaml")):
         for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
-            found[document["kind"].lower()] = document
-    return found
+            manifests[document["kind"].lower()] = document
+    return manifests
 
 
-def faults(kind, document):
+def list_schema_errors(kind, document):
     return [error.message for error in jsonschema_rs.validator_for(SCHEMAS[kind]).iter_errors(document)]
 
 
-@every
-def test_every_manifest_is_what_its_schema_says(broker):
-    found = documents(project(broker))
-    wanted = {"compose", "configmap", "service", "networkpolicy", "deployment", "scaledobject"} | (
+@every_broker
+def test_every_manifest_matches_its_schema(broker):
+    manifests = load_manifests(make_project(broker))
+    expected = {"compose", "configmap", "service", "networkpolicy", "deployment", "scaledobject"} | (
         {"job"} if broker == "postgres" else set()
     )
-    assert set(found) == wanted
-    assert {kind: faults(kind, document) for kind, document in found.items()} == {kind: [] for kind in found}
+    assert set(manifests) == expected
+    assert {kind: list_schema_errors(kind, document) for kind, document in manifests.items()} == {
+        kind: [] for kind in manifests
+    }
 
 
-@every
+@every_broker
 @pytest.mark.spec("SEC-09")
 def test_the_probes_of_a_new_project_are_open_to_the_monitoring_only(broker):
-    found = documents(project(broker))
-    policy, pod = found["networkpolicy"]["spec"], found["deployment"]["spec"]["template"]
+    manifests = load_manifests(make_project(broker))
+    policy, pod = manifests["networkpolicy"]["spec"], manifests["deployment"]["spec"]["template"]
     assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     assert policy["policyTypes"] == ["Ingress"]
     (rule,) = policy["ingress"]
@@ -201,7 +203,7 @@ def test_the_probes_of_a_new_project_are_open_to_the_monitoring_only(broker):
 
 
 @pytest.mark.parametrize(
-    "kind, where, value",
+    "kind, path, value",
     [
         ("deployment", ("spec", "template", "spec", "terminationGracePeriod"), 35),
         ("deployment", ("spec", "template", "spec", "terminationGracePeriodSeconds"), "35s"),
@@ -220,53 +222,53 @@ def test_the_probes_of_a_new_project_are_open_to_the_monitoring_only(broker):
         ("compose", ("version",), "3"),
     ],
 )
-def test_a_broken_manifest_is_refused(kind, where, value):
-    document = documents(project(Broker.POSTGRES))[kind]
-    place = document
-    for key in where[:-1]:
-        place = place[key]
-    place[where[-1]] = value
-    assert faults(kind, document) != []
+def test_an_invalid_manifest_is_rejected(kind, path, value):
+    document = load_manifests(make_project(Broker.POSTGRES))[kind]
+    node = document
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    assert list_schema_errors(kind, document) != []
 
 
-@every
+@every_broker
 @pytest.mark.spec("RUN-01")
-def test_whoever_kills_a_worker_waits_longer_than_it_drains(broker):
-    folder = project(broker)
-    found = documents(folder)
-    # As the guide says: the grace and 1 s, in which the process is gone; and the system wants some time too.
-    needed = load_policy(folder / "policy.toml", ConsumerPolicy).loop.drain_timeout + 2
-    assert found["deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= needed
-    assert int(found["compose"]["services"]["worker"]["stop_grace_period"].removesuffix("s")) >= needed
+def test_the_termination_grace_period_is_longer_than_the_drain(broker):
+    folder = make_project(broker)
+    manifests = load_manifests(folder)
+    # The guide's value: the grace period plus 1 s for the process to exit; the system needs some time too.
+    min_seconds = load_policy(folder / "policy.toml", ConsumerPolicy).loop.drain_timeout + 2
+    assert manifests["deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= min_seconds
+    assert int(manifests["compose"]["services"]["worker"]["stop_grace_period"].removesuffix("s")) >= min_seconds
 
 
-@every
-def test_what_the_manifests_set_are_settings(broker):
-    found = documents(project(broker))
-    said = dict(found["configmap"]["data"])
-    for service in found["compose"]["services"].values():
-        said |= {name: text for name, text in service.get("environment", {}).items() if name.startswith("ERGON_")}
-    read = settings(environ=said)  # an unknown one is an error
-    assert read.run.probes.host == "0.0.0.0"
-    assert read.queue("shop_orders")[0].partition(":")[0] in {"postgresql", "amqp", "nats", "redis"}
+@every_broker
+def test_every_variable_in_the_manifests_is_a_setting(broker):
+    manifests = load_manifests(make_project(broker))
+    environ = dict(manifests["configmap"]["data"])
+    for service in manifests["compose"]["services"].values():
+        environ |= {name: text for name, text in service.get("environment", {}).items() if name.startswith("ERGON_")}
+    loaded = load_settings(environ=environ)  # unknown settings are errors
+    assert loaded.run.probes.host == "0.0.0.0"
+    assert loaded.queue("shop_orders")[0].partition(":")[0] in {"postgresql", "amqp", "nats", "redis"}
 
 
-@every
-def test_the_image_and_the_pod_run_the_same(broker):
-    folder = project(broker)
+@every_broker
+def test_the_image_and_the_pod_run_the_same_command(broker):
+    folder = make_project(broker)
     (command,) = re.findall(r"^CMD (.+)$", (folder / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
-    (worker,) = documents(folder)["deployment"]["spec"]["template"]["spec"]["containers"]
+    (worker,) = load_manifests(folder)["deployment"]["spec"]["template"]["spec"]["containers"]
     assert worker["args"] == json.loads(command)
     assert worker["args"][-2:] == ["--probe-port", str(worker["ports"][0]["containerPort"])]
 
 
 @pytest.mark.spec("RUN-04")
-def test_scaling_goes_by_a_metric_that_there_is():
-    query = documents(project(Broker.POSTGRES))["scaledobject"]["spec"]["triggers"][0]["metadata"]["query"]
-    told = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")
+def test_scaling_uses_an_existing_metric():
+    query = load_manifests(make_project(Broker.POSTGRES))["scaledobject"]["spec"]["triggers"][0]["metadata"]["query"]
+    documentation = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")
     (name, labels) = re.fullmatch(r"max\((\w+)\{(.+)\}\)", query).groups()
-    row = next(line for line in told.splitlines() if line.startswith(f"| `{name.replace('_', '.')}` | gauge"))
+    row = next(line for line in documentation.splitlines() if line.startswith(f"| `{name.replace('_', '.')}` | gauge"))
     for label in re.findall(r"(\w+)=", labels):
         assert f"`{label.replace('_', '.')}`" in row
     assert 'ergon_queue_state="ready"' in labels
-    assert "ready, delayed, in_flight or dead" in told
+    assert "ready, delayed, in_flight or dead" in documentation

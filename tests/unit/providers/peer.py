@@ -1,4 +1,4 @@
-"""A peer that behaves badly in one way: enough of a server to make real clients raise."""
+"""A misbehaving peer: enough of a server to make real clients raise."""
 
 from __future__ import annotations
 
@@ -9,72 +9,76 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-#: What the peer does with a connection on which a request has arrived.
-Habit: TypeAlias = Callable[[socket.socket], None]
+#: The peer's behaviour on a connection on which a request has arrived.
+Behaviour: TypeAlias = Callable[[socket.socket], None]
 
-_LINGER_NOT = struct.pack("ii", 1, 0)
-
-
-def resets(line: socket.socket) -> None:
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
+_NO_LINGER = struct.pack("ii", 1, 0)
 
 
-def leaves(line: socket.socket) -> None:
-    """Closes without an answer."""
+def reset_connection(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
 
 
-def waits(line: socket.socket) -> None:
-    """Until the client has left."""
+def close_connection(connection: socket.socket) -> None:
+    """Close the connection without a response."""
+
+
+def wait_for_disconnect(connection: socket.socket) -> None:
+    """Wait until the client has disconnected."""
     try:
-        while line.recv(4096):
+        while connection.recv(4096):
             pass
     except OSError:
         pass
 
 
-def answers(status: str, *headers: str, body: bytes = b"{}", length: int | None = None) -> Habit:
-    head = [f"HTTP/1.1 {status}", "Connection: close", f"Content-Length: {len(body) if length is None else length}"]
-    data = "\r\n".join([*head, *headers, "", ""]).encode() + body
-    return lambda line: line.sendall(data)
+def respond(status: str, *headers: str, body: bytes = b"{}", length: int | None = None) -> Behaviour:
+    header_lines = [
+        f"HTTP/1.1 {status}",
+        "Connection: close",
+        f"Content-Length: {len(body) if length is None else length}",
+    ]
+    data = "\r\n".join([*header_lines, *headers, "", ""]).encode() + body
+    return lambda connection: connection.sendall(data)
 
 
 @contextmanager
-def peer(habit: Habit, *, reads: bool = True) -> Iterator[int]:
-    """The port at which one with that habit listens."""
+def serve_peer(behaviour: Behaviour, *, reads: bool = True) -> Iterator[int]:
+    """Yield the port of a peer with the given behaviour."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        lines: list[threading.Thread] = []
+        threads: list[threading.Thread] = []
 
-        def serve(line: socket.socket) -> None:
-            with line:
+        def serve(connection: socket.socket) -> None:
+            with connection:
                 try:
                     if reads:
-                        line.recv(65_536)
-                    habit(line)
+                        connection.recv(65_536)
+                    behaviour(connection)
                 except OSError:
                     pass
 
         def accept() -> None:
             while True:
                 try:
-                    line, _ = server.accept()
+                    connection, _ = server.accept()
                 except OSError:
                     return
-                lines.append(threading.Thread(target=serve, args=(line,), daemon=True))
-                lines[-1].start()
+                threads.append(threading.Thread(target=serve, args=(connection,), daemon=True))
+                threads[-1].start()
 
-        accepting = threading.Thread(target=accept, daemon=True)
-        accepting.start()
+        accept_thread = threading.Thread(target=accept, daemon=True)
+        accept_thread.start()
         try:
             yield server.getsockname()[1]
         finally:
             server.shutdown(socket.SHUT_RDWR)
-            accepting.join(5)
-            for line in lines:
-                line.join(5)
+            accept_thread.join(5)
+            for thread in threads:
+                thread.join(5)
 
 
-def closed_port() -> int:
-    """A port that nobody listens at."""
+def find_closed_port() -> int:
+    """Return a port without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

@@ -1,4 +1,4 @@
-"""The step that has dead letters published: it never waits for an end that nobody will tell."""
+"""The worker step that has dead letters published: a lost callback does not block it forever."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from ergon_framework.providers import celery_feed
-from ergon_framework.providers.celery_feed import DeadLetterStep
+from ergon_framework.providers.celery_feed import DeadLetterBootstep
 
 pytestmark = pytest.mark.spec("PRV-23")
 
 
 class Worker:
-    """What the step sees of Celery: a timer, places of a pool that are handed out or forgotten, and the pool."""
+    """The parts of a Celery worker that the step uses: a timer, pool slots that are granted or lost, and the pool."""
 
     def __init__(self):
         self.sent, self.waiting, self.free = [], [], True
@@ -22,9 +22,9 @@ class Worker:
         self.controller = SimpleNamespace(semaphore=self)
         self.pool = SimpleNamespace(apply_async=lambda *given, **options: self.sent.append(options))
 
-    def acquire(self, call, *given):
+    def acquire(self, call, *args):
         if self.free:
-            call(*given)
+            call(*args)
         else:
             self.waiting.append(call)
 
@@ -36,40 +36,40 @@ def clock(monkeypatch):
     return clock
 
 
-def test_one_look_at_a_time_and_the_next_when_it_is_over(clock):
+def test_one_poll_runs_at_a_time(clock):
     worker = Worker()
-    step = DeadLetterStep(worker)
-    step._look(worker)
-    step._look(worker)
+    step = DeadLetterBootstep(worker)
+    step._poll(worker)
+    step._poll(worker)
     assert len(worker.sent) == 1
     worker.sent[0]["callback"](0)
-    step._look(worker)
+    step._poll(worker)
     assert len(worker.sent) == 2
     worker.sent[1]["error_callback"](RuntimeError())
-    step._look(worker)
+    step._poll(worker)
     assert len(worker.sent) == 3
 
 
-def test_one_that_was_forgotten_with_the_broker_does_not_hold_the_next(clock):
+def test_a_poll_lost_with_the_connection_does_not_block_the_next(clock):
     worker = Worker()
-    step = DeadLetterStep(worker)
+    step = DeadLetterBootstep(worker)
     worker.free = False
-    step._look(worker)
-    worker.waiting.clear()  # so does Celery, when its connection is gone
+    step._poll(worker)
+    worker.waiting.clear()  # Celery does the same when its connection is lost
     worker.free = True
     step.stop(worker)
     step.start(worker)
-    step._look(worker)
+    step._poll(worker)
     assert len(worker.sent) == 1
 
 
-def test_one_whose_end_is_never_told_is_over_some_time(clock):
+def test_a_poll_without_a_callback_expires(clock):
     worker = Worker()
-    step = DeadLetterStep(worker)
-    step._look(worker)
-    clock.now += celery_feed._FORGOTTEN - 1
-    step._look(worker)
+    step = DeadLetterBootstep(worker)
+    step._poll(worker)
+    clock.now += celery_feed._RUN_ABANDONED_SECONDS - 1
+    step._poll(worker)
     assert len(worker.sent) == 1
     clock.now += 2
-    step._look(worker)
+    step._poll(worker)
     assert len(worker.sent) == 2

@@ -1,4 +1,4 @@
-"""CeleryProviderTask without a worker: what is refused when it is set up, how it is sent, and what a body sees."""
+"""CeleryProviderTask without a worker: rejected setups, how a task is sent, and the input of its function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from celery.exceptions import Ignore
 from ergon_framework import scope
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
-from ergon_framework.providers.celery_feed import DeadLetterFeeder, feed_dead_letters
+from ergon_framework.providers.celery_feed import DeadLetterPublisher, publish_dead_letters
 from ergon_framework.providers.celery_task import CeleryProviderTask, provider_task
 from ergon_framework.providers.circuit_breaker import BreakerPolicy
 from ergon_framework.providers.errors import (
@@ -22,11 +22,11 @@ from ergon_framework.providers.errors import (
     ProviderError,
     ProviderInternalError,
 )
-from ergon_framework.providers.invocation import CAUSE, HEADER
-from ergon_framework.providers.memory import MemoryBooks
+from ergon_framework.providers.invocation import CAUSE_FIELD, HEADER
+from ergon_framework.providers.memory import MemoryProviderState
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.providers.retry import RetryPolicy
-from ergon_framework.providers.sql.ledger import Ledger
+from ergon_framework.providers.sql.ledger import TaskLedger
 from ergon_framework.schema.migrate import upgrade
 from ergon_framework.scope import Scope
 from ergon_framework.telemetry.options import TelemetryOptions
@@ -41,7 +41,7 @@ class Rank(ProviderBase):
     policy = ProviderPolicy(retry=RetryPolicy(max_attempts=2, base_delay_seconds=0.0))
 
     def __init__(self):
-        super().__init__(books=MemoryBooks())
+        super().__init__(state_store=MemoryProviderState())
         self.seen = []
 
     def _execute_impl(self, *, tenant_id, campaign_id, operation, payload, context):
@@ -55,23 +55,23 @@ class Rank(ProviderBase):
 def ledger(postgres):
     dsn = postgres.create_database("eager")
     upgrade(dsn)
-    made = Ledger(dsn)
-    made.dsn = dsn
-    yield made
-    made.close()
+    instance = TaskLedger(dsn)
+    instance.dsn = dsn
+    yield instance
+    instance.close()
 
 
 @pytest.fixture
 def app():
-    made = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False)
-    made.conf.task_always_eager = True
-    yield made
-    made.close()
+    instance = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False)
+    instance.conf.task_always_eager = True
+    yield instance
+    instance.close()
 
 
-def letters(ledger, task_id):
-    with psycopg.connect(ledger.dsn) as line:
-        return line.execute(
+def list_dead_letters(ledger, task_id):
+    with psycopg.connect(ledger.dsn) as connection:
+        return connection.execute(
             "select reason_code, error_message, tenant_id, attempts "
             "from ergon.provider_dead_letters where task_id = %s",
             (task_id,),
@@ -81,13 +81,13 @@ def letters(ledger, task_id):
 # -- set up -----------------------------------------------------------------------------------------
 
 
-def nothing():
-    """A body."""
+def do_nothing():
+    """Do nothing."""
 
 
 @pytest.mark.spec("PRV-30", "PRV-21")
 @pytest.mark.parametrize(
-    "options, words",
+    "options, message",
     [
         ({"provider": None}, "needs a provider"),
         ({"provider": AsyncProviderBase}, "needs a provider"),
@@ -106,11 +106,11 @@ def nothing():
         ({"timeout_budget_seconds": 9, "time_limit": 10}, "must rise in this order"),
     ],
 )
-def test_what_would_take_a_promise_away_is_refused_with_what_to_do(app, options, words):
-    app.task(nothing, **{"base": CeleryProviderTask, "provider": Rank(), "name": "odd", "shared": False, **options})
+def test_options_that_break_a_guarantee_are_rejected_with_a_remedy(app, options, message):
+    app.task(do_nothing, **{"base": CeleryProviderTask, "provider": Rank(), "name": "odd", "shared": False, **options})
     with pytest.raises(ConfigurationError) as caught:
         app.finalize()
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.spec("PRV-30")
@@ -128,14 +128,14 @@ def test_the_limits_follow_from_the_budget(app):
 
 
 @pytest.mark.spec("PRV-21")
-def test_celery_never_retries(app, ledger):
+def test_a_retry_by_celery_is_rejected(app, ledger):
     task = provider_task(app, Rank(), "snapshot", ledger=ledger)
     with pytest.raises(ConfigurationError, match="what it gave up on is final"):
         task.retry()
 
 
-class Tripping(Rank):
-    """Its first failure opens the breaker, which its second attempt meets."""
+class TrippingProvider(Rank):
+    """A provider whose first failure opens the breaker that its second attempt meets."""
 
     provider_name = "tripping"
     policy = ProviderPolicy(
@@ -145,10 +145,10 @@ class Tripping(Rank):
 
 @pytest.mark.spec("DX-29", "PRV-23")
 def test_the_dead_letter_names_the_failure_that_opened_the_breaker(app, ledger):
-    task = provider_task(app, Tripping(), "snapshot", ledger=ledger)
-    # An eager task is not sent again: it would run at once.
-    met = task.apply_async(({"fail": True},))
-    assert letters(ledger, met.id) == [
+    task = provider_task(app, TrippingProvider(), "snapshot", ledger=ledger)
+    # An eager task is not sent again: it would run immediately.
+    first = task.apply_async(({"fail": True},))
+    assert list_dead_letters(ledger, first.id) == [
         (
             "connection_error",
             "the connection broke (ConnectionResetError); then the breaker is open; the provider is not called",
@@ -156,11 +156,11 @@ def test_the_dead_letter_names_the_failure_that_opened_the_breaker(app, ledger):
             1,
         )
     ]
-    assert isinstance(met.result, ProviderConnectionError)
-    # One that was sent again brings the failure of its first delivery along; one without has only the breaker to name.
-    again = task.apply_async(({},), headers={HEADER: {CAUSE: ["timeout", "no answer within 3 s"]}})
+    assert isinstance(first.result, ProviderConnectionError)
+    # A task that was sent again carries the failure of its first delivery; one without names only the breaker.
+    again = task.apply_async(({},), headers={HEADER: {CAUSE_FIELD: ["timeout", "no answer within 3 s"]}})
     refused = task.apply_async(({},))
-    reasons = [(*letter[:2], letter[3]) for one in (again, refused) for letter in letters(ledger, one.id)]
+    reasons = [(*letter[:2], letter[3]) for one in (again, refused) for letter in list_dead_letters(ledger, one.id)]
     assert reasons == [
         ("timeout", "no answer within 3 s; then the breaker is open; the provider is not called", 0),
         ("circuit_open", "the breaker is open; the provider is not called", 0),
@@ -182,15 +182,15 @@ def test_a_key_that_no_header_can_carry_is_refused_when_it_is_sent(app):
         provider_task(app, Rank(), "snapshot").apply_async(({},), idempotency_key="a b")
 
 
-def test_tenant_and_correlation_are_inherited_below_a_handler(app, ledger):
+def test_tenant_and_correlation_are_inherited_inside_a_handler(app, ledger):
     rank = Rank()
     task = provider_task(app, rank, "snapshot", ledger=ledger)
-    scope.enter(Scope(Transaction("order-7", tenant="acme", correlation="cor"), "process", 0))
+    scope.set_scope(Scope(Transaction("order-7", tenant="acme", correlation="cor"), "process", 0))
     try:
         task.delay({})
         task.delay({}, tenant_id="given")
     finally:
-        scope.enter(None)
+        scope.set_scope(None)
     assert [(seen[0], seen[4]) for seen in rank.seen] == [("acme", "cor"), ("given", "cor")]
 
 
@@ -198,7 +198,7 @@ def test_tenant_and_correlation_are_inherited_below_a_handler(app, ledger):
 
 
 @pytest.mark.spec("PRV-12")
-def test_a_task_without_a_body_is_one_call_under_a_key_of_its_own(app, ledger):
+def test_a_task_without_a_function_is_one_call_with_its_own_key(app, ledger):
     rank = Rank()
     task = provider_task(app, rank, "snapshot", ledger=ledger)
     assert task.delay({"a": 1}, tenant_id="acme", campaign_id="c").get() == {"got": "snapshot"}
@@ -218,43 +218,43 @@ def test_a_task_that_has_ended_is_not_run_again(app, ledger):
 
 
 @pytest.mark.spec("PRV-12", "PRV-23", "PRV-25")
-def test_a_foreign_exception_becomes_canonical_and_its_words_stay_out(app, ledger):
+def test_a_third_party_exception_becomes_canonical_without_its_message(app, ledger):
     task = provider_task(app, Rank(), "snapshot", ledger=ledger)
-    ended = task.apply_async(({"fail": True},), task_id="foreign", tenant_id="acme")
-    assert letters(ledger, "foreign") == [
+    result = task.apply_async(({"fail": True},), task_id="foreign", tenant_id="acme")
+    assert list_dead_letters(ledger, "foreign") == [
         ("connection_error", "the connection broke (ConnectionResetError)", "acme", 2)
     ]
-    assert SECRET not in f"{ended.result!r} {ended.traceback}"
-    assert ended.result.__cause__ is None
-    # Delivered once more: the same failure, and no second letter.
+    assert SECRET not in f"{result.result!r} {result.traceback}"
+    assert result.result.__cause__ is None
+    # Delivered once more: the same failure, and no second dead letter.
     again = task.apply_async(({"fail": False},), task_id="foreign", tenant_id="acme")
-    assert (type(again.result), str(again.result)) == (type(ended.result), str(ended.result))
-    assert len(letters(ledger, "foreign")) == 1
+    assert (type(again.result), str(again.result)) == (type(result.result), str(result.result))
+    assert len(list_dead_letters(ledger, "foreign")) == 1
 
 
 @pytest.mark.spec("PRV-12")
-@pytest.mark.parametrize("raised", [ValueError(SECRET), MemoryError(SECRET), ProviderBadRequestError("no such page")])
-def test_whatever_a_body_raises_is_a_canonical_error(app, ledger, raised):
-    name = type(raised).__name__
+@pytest.mark.parametrize("error", [ValueError(SECRET), MemoryError(SECRET), ProviderBadRequestError("no such page")])
+def test_any_exception_of_a_task_is_a_canonical_error(app, ledger, error):
+    name = type(error).__name__
 
     @app.task(shared=False, base=CeleryProviderTask, provider=Rank(), name="raises", ledger=ledger)
     def body():
-        raise raised
+        raise error
 
-    ended = body.apply_async(task_id=name)
-    assert isinstance(ended.result, ProviderError)
-    ((reason, message, tenant, attempts),) = letters(ledger, name)
+    result = body.apply_async(task_id=name)
+    assert isinstance(result.result, ProviderError)
+    ((reason, message, tenant, attempts),) = list_dead_letters(ledger, name)
     assert reason == ("bad_request" if name.startswith("Provider") else "internal_error")
     assert (SECRET in message, tenant, attempts) == (False, "default", 1)
 
 
-def test_a_body_may_say_that_there_is_nothing_to_report(app, ledger):
+def test_a_task_may_ignore_its_result(app, ledger):
     @app.task(shared=False, base=CeleryProviderTask, provider=Rank(), name="ignores", ledger=ledger)
     def body():
         raise Ignore
 
     assert body.apply_async(task_id="nothing").state == "IGNORED"
-    assert letters(ledger, "nothing") == []
+    assert list_dead_letters(ledger, "nothing") == []
 
 
 @pytest.mark.spec("PRV-22")
@@ -272,23 +272,23 @@ def test_a_second_call_of_one_operation_needs_a_name(app, ledger):
         self.call("snapshot", {})
         self.call("snapshot", {"other": 1})
 
-    for given in ({}, {"idempotency_key": "k"}):
-        ended = body.apply_async(**given)
-        assert isinstance(ended.result, ProviderInternalError)
+    for options in ({}, {"idempotency_key": "k"}):
+        result = body.apply_async(**options)
+        assert isinstance(result.result, ProviderInternalError)
 
 
 @pytest.mark.spec("PRV-12")
 def test_the_budget_of_an_invocation_reaches_every_call(app, ledger):
-    left = []
+    remaining = []
 
     @app.task(shared=False, base=CeleryProviderTask, provider=Rank(), name="budget", ledger=ledger)
     def body():
-        left.append(scope.current().remaining())
+        remaining.append(scope.current().remaining())
 
     body.apply_async()
     body.apply_async(timeout_budget_seconds=2)
-    assert 29 < left[0] <= 30
-    assert 1 < left[1] <= 2
+    assert 29 < remaining[0] <= 30
+    assert 1 < remaining[1] <= 2
 
 
 @pytest.mark.spec("PRV-23")
@@ -297,14 +297,14 @@ def test_more_deliveries_than_are_permitted_are_a_dead_letter(app, ledger):
     task = provider_task(app, rank, "snapshot", ledger=ledger, max_deliveries=2)
     for _ in range(2):
         ledger.begin("worn", "rank.snapshot")
-    ended = task.apply_async(({},), task_id="worn")
-    assert isinstance(ended.result, ProviderInternalError)
+    result = task.apply_async(({},), task_id="worn")
+    assert isinstance(result.result, ProviderInternalError)
     assert rank.seen == []
-    assert letters(ledger, "worn")[0][3] == 3
+    assert list_dead_letters(ledger, "worn")[0][3] == 3
 
 
-def test_a_result_that_is_no_json_is_found_out_in_time(app, ledger):
-    """Eager results are not stored; what is JSON to Celery, dates among it, is left alone."""
+def test_eager_results_are_not_changed(app, ledger):
+    """Eager results are not stored; values that Celery encodes as JSON, dates among them, are not changed."""
 
     @app.task(shared=False, base=CeleryProviderTask, provider=Rank(), name="dated", ledger=ledger)
     def body():
@@ -313,14 +313,14 @@ def test_a_result_that_is_no_json_is_found_out_in_time(app, ledger):
     assert body.delay().get().year == 2026
 
 
-def test_a_class_is_made_once_in_each_process(app, ledger):
+def test_a_provider_class_is_created_once_per_process(app, ledger):
     task = provider_task(app, Rank, "snapshot", ledger=ledger)
     task.delay({})
     task.delay({})
-    assert len(task._provider().seen) == 2
+    assert len(task._get_provider().seen) == 2
 
 
-def test_a_plain_call_is_a_plain_call(app, ledger):
+def test_a_direct_call_runs_the_provider_without_a_key(app, ledger):
     rank = Rank()
     task = provider_task(app, rank, "snapshot", ledger=ledger)
     assert task({"a": 1}) == {"got": "snapshot"}
@@ -328,46 +328,46 @@ def test_a_plain_call_is_a_plain_call(app, ledger):
 
 
 @pytest.mark.spec("PRV-23")
-def test_if_the_ledger_is_away_nothing_is_reported_and_the_message_goes_back(app, monkeypatch):
-    monkeypatch.setattr("ergon_framework.providers.celery_delivery.PAUSE", 0.0)
+def test_an_unavailable_ledger_requeues_the_message_without_a_report(app, monkeypatch):
+    monkeypatch.setattr("ergon_framework.providers.celery_delivery.REQUEUE_DELAY_SECONDS", 0.0)
     rank = Rank()
-    task = provider_task(app, rank, "snapshot", ledger=Ledger("postgresql://postgres@127.0.0.1:9/none"))
-    ended = task.apply_async(({},))
-    assert (ended.state, ended.result.requeue) == ("REJECTED", True)
+    task = provider_task(app, rank, "snapshot", ledger=TaskLedger("postgresql://postgres@127.0.0.1:9/none"))
+    result = task.apply_async(({},))
+    assert (result.state, result.result.requeue) == ("REJECTED", True)
     assert rank.seen == []
 
 
-# -- fed --------------------------------------------------------------------------------------------
+# -- published dead letters -------------------------------------------------------------------------
 
 
 @pytest.mark.spec("PRV-13", "PRV-23")
-def test_a_broker_that_is_away_leaves_the_letters_waiting(ledger, caplog):
-    away = Celery("away", broker="amqp://guest:guest@127.0.0.1:9//", set_as_current=False)
-    task = provider_task(away, Rank(), "snapshot", ledger=ledger)
+def test_dead_letters_wait_while_the_broker_is_unavailable(ledger, caplog):
+    offline_app = Celery("away", broker="amqp://guest:guest@127.0.0.1:9//", set_as_current=False)
+    task = provider_task(offline_app, Rank(), "snapshot", ledger=ledger)
     task.apply(({"fail": True},), task_id="waits")
-    with psycopg.connect(ledger.dsn) as line:
-        line.execute("update ergon.provider_dead_letters set published_at = now() where task_id <> 'waits'")
-    assert feed_dead_letters(away) == 0
+    with psycopg.connect(ledger.dsn) as connection:
+        connection.execute("update ergon.provider_dead_letters set published_at = now() where task_id <> 'waits'")
+    assert publish_dead_letters(offline_app) == 0
     assert caplog.records[-1].event == "dead letters wait"
     sent = []
     assert ledger.publish(sent.append, limit=10) == 1
     assert sent[0].task_id == "waits"
-    assert DeadLetterFeeder(away, ledger).feed() == 0  # nothing waits, so that nobody is called
-    away.close()
+    assert DeadLetterPublisher(offline_app, ledger).publish_pending() == 0  # nothing waits, so the broker is not called
+    offline_app.close()
 
 
 @pytest.mark.spec("DX-04")
-@pytest.mark.parametrize("on", [True, False])
-def test_the_log_says_where_the_code_of_a_task_failed_and_repeats_no_foreign_words(app, ledger, caplog, on):
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_the_log_names_the_failing_line_and_no_third_party_message(app, ledger, caplog, is_recorded):
     def body():
         raise KeyError(SECRET)
 
-    options = {"provider": Rank(), "ledger": ledger, "telemetry": TelemetryOptions(record_tracebacks=on)}
-    task = app.task(body, base=CeleryProviderTask, name=f"broken-{on}", shared=False, **options)
-    task.apply(task_id=f"broken-{on}")
+    options = {"provider": Rank(), "ledger": ledger, "telemetry": TelemetryOptions(record_tracebacks=is_recorded)}
+    task = app.task(body, base=CeleryProviderTask, name=f"broken-{is_recorded}", shared=False, **options)
+    task.apply(task_id=f"broken-{is_recorded}")
     (record,) = [one for one in caplog.records if getattr(one, "event", "") == "provider task ended"]
-    assert (record.exc_text is not None) is on
-    if on:
+    assert (record.exc_text is not None) is is_recorded
+    if is_recorded:
         assert f"{__file__}:" in record.exc_text
         assert "in body" in record.exc_text
     assert SECRET not in logging.Formatter().format(record)

@@ -1,4 +1,4 @@
-"""A task in the parent of a pool: what it does when a child was killed, was lost, or could not report."""
+"""A task in the parent of a pool, after its child was killed, was lost, or could not report."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from celery import Celery
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
 from ergon_framework.providers.base import ProviderBase
-from ergon_framework.providers.celery_request import ProviderRequest, json_only
+from ergon_framework.providers.celery_request import CeleryProviderRequest, json_only_strategy
 from ergon_framework.providers.celery_task import provider_task
 from ergon_framework.providers.errors import ProviderDependencyError
-from ergon_framework.providers.sql.ledger import Ledger, State
+from ergon_framework.providers.sql.ledger import TaskLedger, TaskState
 from ergon_framework.schema.migrate import upgrade
 
 
@@ -28,13 +28,13 @@ class Rank(ProviderBase):
 
 @pytest.fixture(scope="module")
 def dsn(postgres):
-    found = postgres.create_database("parents")
-    upgrade(found)
-    return found
+    address = postgres.create_database("parents")
+    upgrade(address)
+    return address
 
 
-class Parent:
-    """One request, and what was done with its message."""
+class ParentProcess:
+    """One request, and the settlement of its message."""
 
     def __init__(self, app, ledger, task_id):
         self.done = []
@@ -51,7 +51,7 @@ class Parent:
             properties={},
             delivery_info={},
         )
-        self.request = ProviderRequest(
+        self.request = CeleryProviderRequest(
             message,
             app=app,
             task=self.task,
@@ -59,11 +59,11 @@ class Parent:
             on_reject=lambda _, __, requeue: self.done.append("requeued" if requeue else "rejected"),
         )
 
-    def hear(self, error, **how):
+    def hear(self, error, **options):
         try:
             raise error
         except BaseException:
-            self.request.on_failure(ExceptionInfo(), **how)
+            self.request.on_failure(ExceptionInfo(), **options)
         return self.done
 
     def state(self):
@@ -73,19 +73,19 @@ class Parent:
 @pytest.fixture
 def parent(dsn, request):
     app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False)
-    ledger = Ledger(dsn)
+    ledger = TaskLedger(dsn)
 
     def make(task_id=None, *, dsn=None):
-        return Parent(app, ledger if dsn is None else Ledger(dsn), task_id or request.node.name)
+        return ParentProcess(app, ledger if dsn is None else TaskLedger(dsn), task_id or request.node.name)
 
     yield make
     ledger.close()
     app.close()
 
 
-def letters(dsn, task_id):
-    with psycopg.connect(dsn) as line:
-        return line.execute(
+def list_dead_letters(dsn, task_id):
+    with psycopg.connect(dsn) as connection:
+        return connection.execute(
             "select reason_code, tenant_id, campaign_id, operation from ergon.provider_dead_letters where task_id = %s",
             (task_id,),
         ).fetchall()
@@ -96,22 +96,22 @@ def test_the_hard_limit_is_a_dead_letter_then_an_outcome_and_the_hook_is_called_
     mine = parent()
     assert mine.hear(TimeLimitExceeded(3)) == ["acked"]
     mine.request.on_timeout(soft=False, timeout=3)
-    assert letters(dsn, mine.request.id) == [("timeout", "acme", "c", "snapshot")]
+    assert list_dead_letters(dsn, mine.request.id) == [("timeout", "acme", "c", "snapshot")]
     assert (mine.state(), mine.told, mine.done) == ("FAILURE", ["ProviderTimeoutError"], ["acked"])
 
 
 @pytest.mark.spec("PRV-23")
 @pytest.mark.parametrize("reported, done", [(True, "acked"), (False, "requeued")])
-def test_a_child_that_had_a_result_before_the_hard_limit_has_ended_the_task(parent, dsn, reported, done):
+def test_a_result_before_the_hard_limit_ends_the_task(parent, dsn, reported, done):
     mine = parent(f"quick-{reported}")
-    mine.task.ledger.succeed(mine.request.id, "n", run="r", reported=reported)
+    mine.task.ledger.complete(mine.request.id, "n", run="r", is_reported=reported)
     assert mine.hear(TimeLimitExceeded(3)) == [done]
     mine.request.on_timeout(soft=False, timeout=3)
-    assert (letters(dsn, mine.request.id), mine.state(), mine.told) == ([], "PENDING", [])
+    assert (list_dead_letters(dsn, mine.request.id), mine.state(), mine.told) == ([], "PENDING", [])
 
 
 @pytest.mark.spec("PRV-23")
-def test_if_the_ledger_is_away_at_the_hard_limit_nothing_is_reported(parent):
+def test_an_unavailable_ledger_at_the_hard_limit_requeues_the_message(parent):
     mine = parent(dsn="postgresql://postgres@127.0.0.1:9/none")
     assert mine.hear(TimeLimitExceeded(3)) == ["requeued"]
     mine.request.on_timeout(soft=False, timeout=3)
@@ -120,19 +120,19 @@ def test_if_the_ledger_is_away_at_the_hard_limit_nothing_is_reported(parent):
 
 @pytest.mark.spec("PRV-23")
 @pytest.mark.parametrize("error", [WorkerLostError("signal 9"), RuntimeError("the store of results is away")])
-def test_what_has_not_ended_comes_again_and_nothing_is_reported(parent, dsn, error):
+def test_an_unfinished_task_is_requeued_without_a_report(parent, dsn, error):
     mine = parent(type(error).__name__)
     assert mine.hear(error) == ["requeued"]
-    assert (mine.state(), letters(dsn, mine.request.id)) == ("PENDING", [])
+    assert (mine.state(), list_dead_letters(dsn, mine.request.id)) == ("PENDING", [])
 
 
-def test_what_a_child_has_ended_itself_is_acked(parent):
+def test_a_task_that_its_child_has_ended_is_acked(parent):
     assert parent().hear(ProviderDependencyError("down"), return_ok=True) == ["acked"]
 
 
 @pytest.mark.spec("PRV-30")
 @pytest.mark.parametrize("task_id, done", [("pickled", "acked"), (None, "rejected")])
-def test_a_message_that_is_no_json_is_not_looked_into(parent, dsn, task_id, done):
+def test_a_message_that_is_not_json_is_not_decoded(parent, dsn, task_id, done):
     mine = parent(task_id)
 
     class Sealed(SimpleNamespace):
@@ -147,9 +147,9 @@ def test_a_message_that_is_no_json_is_not_looked_into(parent, dsn, task_id, done
         setattr(mine, name, None)
     consumer.disable_rate_limits, consumer.task_buckets = True, {}
     consumer.controller = SimpleNamespace(state=SimpleNamespace(revoked=set()))
-    received = json_only(mine.task, mine.task.app, consumer)
+    received = json_only_strategy(mine.task, mine.task.app, consumer)
     answers = []
     received(message, None, lambda *_: answers.append("acked"), lambda *_: answers.append("rejected"), [])
     assert answers == [done]
-    assert [row[0] for row in letters(dsn, task_id)] == (["bad_request"] if task_id else [])
-    assert task_id is None or mine.task.ledger.begin(task_id, "n").state is State.DEAD
+    assert [row[0] for row in list_dead_letters(dsn, task_id)] == (["bad_request"] if task_id else [])
+    assert task_id is None or mine.task.ledger.begin(task_id, "n").state is TaskState.DEAD

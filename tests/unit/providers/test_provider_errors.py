@@ -1,4 +1,4 @@
-"""The canonical errors: their verdicts, their way to another process, and what they never hold."""
+"""The canonical errors: their classification, pickling, and what they never contain."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ergon_framework.errors import Category, ErgonError, is_sound
+from ergon_framework.errors import Category, ErgonError, has_valid_verdict
 from ergon_framework.providers import errors
-from ergon_framework.providers.circuit_breaker import fault_of
+from ergon_framework.providers.circuit_breaker import is_provider_fault
 from ergon_framework.providers.errors import (
-    BY_REASON,
+    ERROR_BY_REASON,
     ProviderBadRequestError,
     ProviderCircuitOpenError,
     ProviderError,
     ProviderRateLimitError,
     ProviderTimeoutError,
     ReasonCode,
-    clean,
+    sanitize_message,
 )
-from ergon_framework.providers.retry import Tried
+from ergon_framework.providers.retry import AttemptInfo
 
 TABLE = {
     "ProviderTimeoutError": ("timeout", True, True, True),
@@ -40,23 +40,23 @@ TABLE = {
     "ProviderInternalError": ("internal_error", False, False, True),
     "ProviderCircuitOpenError": ("circuit_open", False, False, False),
 }
-kinds = st.sampled_from(sorted(BY_REASON.values(), key=lambda kind: kind.__name__))
+kinds = st.sampled_from(sorted(ERROR_BY_REASON.values(), key=lambda kind: kind.__name__))
 
 
-def sent(error):
-    """The error as another process would receive it."""
+def pickle_round_trip(error):
+    """Return the error as another process would receive it."""
     return pickle.loads(pickle.dumps(error))
 
 
 @pytest.mark.spec("PRV-03", "PRV-04", "PRV-20")
 @pytest.mark.parametrize("name", TABLE)
-def test_each_class_has_its_reason_and_its_verdict(name):
+def test_each_class_has_its_reason_and_its_classification(name):
     error = getattr(errors, name)("broken")
     assert isinstance(error, ProviderError)
     assert (error.reason_code, error.retryable, error.fault, error.sent) == TABLE[name]
     assert error.code == error.reason_code
     assert (error.http_status, error.retry_after, error.result, error.attempts) == (None, None, None, ())
-    assert is_sound(error)
+    assert has_valid_verdict(error)
 
 
 @pytest.mark.spec("PRV-03")
@@ -73,13 +73,15 @@ def test_there_are_ten_reasons_and_each_has_one_class():
         "circuit_open",
         "internal_error",
     ]
-    assert {code: kind.__name__ for code, kind in BY_REASON.items()} == {row[0]: name for name, row in TABLE.items()}
+    assert {code: kind.__name__ for code, kind in ERROR_BY_REASON.items()} == {
+        row[0]: name for name, row in TABLE.items()
+    }
 
 
 def test_only_a_bad_request_is_business_and_no_class_is_final():
-    business = [kind for kind in BY_REASON.values() if kind("x").category is Category.BUSINESS]
+    business = [kind for kind in ERROR_BY_REASON.values() if kind("x").category is Category.BUSINESS]
     assert business == [ProviderBadRequestError]
-    assert not any(kind("x").final for kind in BY_REASON.values())
+    assert not any(kind("x").final for kind in ERROR_BY_REASON.values())
 
 
 def test_an_error_may_differ_from_its_class():
@@ -93,7 +95,7 @@ def test_an_error_may_differ_from_its_class():
 
 @pytest.mark.spec("PRV-20")
 @pytest.mark.parametrize(
-    "error, said",
+    "error, expected",
     [
         (None, False),
         (ProviderTimeoutError("x"), True),
@@ -104,11 +106,11 @@ def test_an_error_may_differ_from_its_class():
         (ProviderError("x"), None),
     ],
 )
-def test_the_breaker_hears_faults_successes_and_silence(error, said):
-    assert fault_of(error) is said
+def test_the_breaker_counts_faults_and_successes_and_ignores_the_rest(error, expected):
+    assert is_provider_fault(error) is expected
 
 
-# -- to another process ---------------------------------------------------------------------------
+# -- pickling -------------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("PRV-25")
@@ -116,16 +118,21 @@ def test_the_breaker_hears_faults_successes_and_silence(error, said):
     kind=kinds,
     status=st.none() | st.integers(100, 599),
     delay=st.none() | st.floats(0, 1e6),
-    was_sent=st.booleans(),
-    words=st.text(max_size=50),
+    is_sent=st.booleans(),
+    text=st.text(max_size=50),
 )
-def test_every_error_arrives_as_it_left(kind, status, delay, was_sent, words):
-    error = kind(words, http_status=status, retry_after=delay, sent=was_sent)
-    for arrived in (sent(error), sent(sent(error)), copy.copy(error), copy.deepcopy(error)):
+def test_every_error_is_equal_after_pickling(kind, status, delay, is_sent, text):
+    error = kind(text, http_status=status, retry_after=delay, sent=is_sent)
+    for arrived in (
+        pickle_round_trip(error),
+        pickle_round_trip(pickle_round_trip(error)),
+        copy.copy(error),
+        copy.deepcopy(error),
+    ):
         assert type(arrived) is kind
         assert (str(arrived), vars(arrived)) == (str(error), vars(error))
         assert (arrived.reason_code, arrived.http_status) == (error.reason_code, status)
-        assert (arrived.retry_after, arrived.sent) == (delay, was_sent)
+        assert (arrived.retry_after, arrived.sent) == (delay, is_sent)
 
 
 @pytest.mark.spec("PRV-25")
@@ -136,43 +143,43 @@ def test_every_error_arrives_as_it_left(kind, status, delay, was_sent, words):
 def test_a_plain_cause_arrives_whole(cause):
     error = ProviderTimeoutError("slow")
     error.__cause__ = cause
-    arrived = sent(sent(error)).__cause__
+    arrived = pickle_round_trip(pickle_round_trip(error)).__cause__
     assert (type(arrived), arrived.args) == (type(cause), cause.args)
 
 
 @pytest.mark.spec("PRV-25")
-def test_a_chain_of_our_own_arrives_whole():
+def test_a_chain_of_framework_errors_arrives_whole():
     error = ProviderTimeoutError("slow")
     error.__cause__ = ProviderRateLimitError("busy", http_status=429)
     error.__cause__.__cause__ = TimeoutError("timed out")
-    arrived = sent(error)
+    arrived = pickle_round_trip(error)
     assert (type(arrived.__cause__), arrived.__cause__.http_status) == (ProviderRateLimitError, 429)
     assert type(arrived.__cause__.__cause__) is TimeoutError
 
 
 class Foreign(Exception):
-    """Like those of client libraries: it holds the request."""
+    """An error like those of client libraries: it holds the request."""
 
     def __init__(self, message, request=None):
         super().__init__(message)
         self.request = request
 
 
-def undecodable():
+def make_decode_error():
     try:
         b"s3cret \xff".decode()
     except UnicodeDecodeError as error:
         return error
 
 
-def unparsable():
+def make_json_error():
     try:
         json.loads("s3cret")
     except ValueError as error:
         return error
 
 
-def noted():
+def make_error_with_headers():
     error = TimeoutError("slow")
     error.headers = {"authorization": "s3cret"}
     return error
@@ -190,48 +197,51 @@ def noted():
         (ValueError("locked", threading.Lock()), "ValueError"),
         (ErgonError("api_key=s3cret"), "ergon_framework.errors.ErgonError"),
         (ExceptionGroup("s3cret", [ValueError("s3cret")]), "ExceptionGroup"),
-        (undecodable(), "UnicodeDecodeError"),
-        (unparsable(), "json.decoder.JSONDecodeError"),
-        (noted(), "TimeoutError"),
+        (make_decode_error(), "UnicodeDecodeError"),
+        (make_json_error(), "json.decoder.JSONDecodeError"),
+        (make_error_with_headers(), "TimeoutError"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_of_a_cause_that_may_hold_a_secret_only_the_name_arrives(cause, name):
+def test_a_cause_that_may_hold_a_secret_arrives_as_its_name_only(cause, name):
     error = ProviderTimeoutError("slow")
     error.__cause__ = cause
     data = pickle.dumps(error)
     assert b"s3cret" not in data
-    for arrived in (pickle.loads(data), sent(pickle.loads(data))):  # the second journey loses nothing more
+    for arrived in (
+        pickle.loads(data),
+        pickle_round_trip(pickle.loads(data)),
+    ):  # a second round trip loses nothing more
         assert type(arrived.__cause__) is ErgonError
         assert str(arrived.__cause__) == name
-    assert error.__cause__ is cause  # sending left it as it was
+    assert error.__cause__ is cause  # pickling did not change it
 
 
 def test_an_error_that_holds_itself_among_its_attempts_arrives():
     error = ProviderTimeoutError("slow", http_status=504)
-    error.attempts = (Tried(1, 0.0, 2.5, ProviderRateLimitError("busy"), 1.0), Tried(2, 3.5, 0.5, error))
-    arrived = sent(error)
+    error.attempts = (AttemptInfo(1, 0.0, 2.5, ProviderRateLimitError("busy"), 1.0), AttemptInfo(2, 3.5, 0.5, error))
+    arrived = pickle_round_trip(error)
     assert arrived.attempts[1].error is arrived
     assert (arrived.attempts[0].delay, arrived.attempts[0].error.reason_code) == (1.0, "rate_limited")
 
 
-def test_causes_in_a_circle_do_not_hold_up_their_error():
+def test_circular_causes_do_not_break_pickling():
     one, two = ProviderTimeoutError("one"), ProviderTimeoutError("two")
     one.__cause__, two.__cause__ = two, one
-    assert str(sent(one).__cause__) == "two"
+    assert str(pickle_round_trip(one).__cause__) == "two"
 
 
-def test_the_moment_of_an_open_breaker_arrives():
-    arrived = sent(ProviderCircuitOpenError("open", open_until=12.5, retry_after=2.5))
+def test_the_end_time_of_an_open_breaker_arrives():
+    arrived = pickle_round_trip(ProviderCircuitOpenError("open", open_until=12.5, retry_after=2.5))
     assert (arrived.open_until, arrived.retry_after) == (12.5, 2.5)
 
 
-# -- what a message may say -----------------------------------------------------------------------
+# -- contents of a message ------------------------------------------------------------------------
 
 
 @pytest.mark.spec("PRV-25")
 @pytest.mark.parametrize(
-    "said, left",
+    "message, expected",
     [
         ("GET https://me:s3cret@api.example/v1/x failed", "GET https://api.example/v1/x failed"),
         ("https://s3cret@api.example:8443/v1", "https://api.example:8443/v1"),
@@ -245,24 +255,24 @@ def test_the_moment_of_an_open_breaker_arrives():
         ("nothing to hide? no", "nothing to hide? no"),
     ],
 )
-def test_a_message_is_cleaned_of_credentials(said, left):
-    shown = str(ProviderBadRequestError(said))
+def test_a_message_is_cleaned_of_credentials(message, expected):
+    shown = str(ProviderBadRequestError(message))
     assert "s3cret" not in shown
-    assert left is None or shown == left
+    assert expected is None or shown == expected
 
 
 @given(st.text(max_size=30), st.sampled_from(["https", "postgresql", "amqp+ssl"]))
-def test_no_password_of_an_address_is_ever_shown(words, scheme):
-    password = "".join(words.split()).replace("@", "") + "s3cret"
-    assert "s3cret" not in clean(f"cannot reach {scheme}://me:{password}@host/path now")
+def test_no_password_of_an_address_is_ever_shown(text, scheme):
+    password = "".join(text.split()).replace("@", "") + "s3cret"
+    assert "s3cret" not in sanitize_message(f"cannot reach {scheme}://me:{password}@host/path now")
 
 
 @given(st.text(max_size=700))
-def test_what_is_clean_stays_as_it_is_and_is_short(words):
-    once = clean(words)
-    assert len(clean("?a=1" * 10_000)) <= 500
-    assert clean(once) == once
+def test_cleaning_is_idempotent_and_bounded(text):
+    once = sanitize_message(text)
+    assert len(sanitize_message("?a=1" * 10_000)) <= 500
+    assert sanitize_message(once) == once
 
 
-def test_the_examples_are_true():
+def test_the_docstring_examples_are_correct():
     assert doctest.testmod(errors, raise_on_error=True).attempted > 0

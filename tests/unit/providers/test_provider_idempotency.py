@@ -5,112 +5,126 @@ from __future__ import annotations
 import pytest
 
 from ergon_framework.providers.errors import (
-    BY_REASON,
+    ERROR_BY_REASON,
     ProviderBadRequestError,
     ProviderConnectionError,
     ProviderInternalError,
     ReasonCode,
 )
 from ergon_framework.providers.idempotency import (
-    Claimed,
-    Done,
-    Held,
-    InFlight,
-    Kept,
-    Unknown,
-    claim,
-    doubtful,
-    fail,
-    fingerprint,
-    succeed,
+    KeyClaimed,
+    KeyCompleted,
+    KeyHeld,
+    KeyInFlightState,
+    KeyUnknown,
+    StoredResult,
+    claim_key,
+    complete_key,
+    compute_fingerprint,
+    fail_key,
+    is_outcome_unknown,
 )
 
-KEPT = Kept({"id": 1}, 201)
+KEPT = StoredResult({"id": 1}, 201)
 
 
-def ask(entry, *, fingerprint="f", owner="me", now=100.0):
-    return claim(entry, fingerprint=fingerprint, owner=owner, now=now, lease=10.0)
+def request_key(entry, *, fingerprint="f", owner="me", now=100.0):
+    return claim_key(entry, fingerprint=fingerprint, owner=owner, now=now, lease=10.0)
 
 
 @pytest.mark.spec("PRV-22")
 @pytest.mark.parametrize(
-    "entry, answer",
+    "entry, expected",
     [
-        (None, Claimed(InFlight("f", "me", 110.0))),
-        (InFlight("f", "you", 100.1), Held(100.1)),
-        (InFlight("f", "you", 100.0), Claimed(InFlight("f", "me", 110.0, doubt=True))),
-        (InFlight("f", "me", 105.0), Claimed(InFlight("f", "me", 110.0))),
-        (InFlight("f", "me", 105.0, doubt=True), Claimed(InFlight("f", "me", 110.0, doubt=True))),
-        (Done("f", KEPT, 100.1), KEPT),
-        (Done("f", KEPT, 100.0), Claimed(InFlight("f", "me", 110.0))),
-        (Unknown("f", 200.0), Claimed(InFlight("f", "me", 110.0, doubt=True))),
-        (Unknown("f", 100.0), Claimed(InFlight("f", "me", 110.0))),
+        (None, KeyClaimed(KeyInFlightState("f", "me", 110.0))),
+        (KeyInFlightState("f", "you", 100.1), KeyHeld(100.1)),
+        (KeyInFlightState("f", "you", 100.0), KeyClaimed(KeyInFlightState("f", "me", 110.0, outcome_unknown=True))),
+        (KeyInFlightState("f", "me", 105.0), KeyClaimed(KeyInFlightState("f", "me", 110.0))),
+        (
+            KeyInFlightState("f", "me", 105.0, outcome_unknown=True),
+            KeyClaimed(KeyInFlightState("f", "me", 110.0, outcome_unknown=True)),
+        ),
+        (KeyCompleted("f", KEPT, 100.1), KEPT),
+        (KeyCompleted("f", KEPT, 100.0), KeyClaimed(KeyInFlightState("f", "me", 110.0))),
+        (KeyUnknown("f", 200.0), KeyClaimed(KeyInFlightState("f", "me", 110.0, outcome_unknown=True))),
+        (KeyUnknown("f", 100.0), KeyClaimed(KeyInFlightState("f", "me", 110.0))),
     ],
 )
-def test_who_gets_a_key(entry, answer):
-    assert ask(entry) == answer
+def test_a_key_is_claimed_held_or_replayed(entry, expected):
+    assert request_key(entry) == expected
 
 
 @pytest.mark.spec("PRV-22")
 @pytest.mark.parametrize(
     "entry, refused",
     [
-        (InFlight("f", "you", 200.0), True),
-        (InFlight("f", "you", 99.0), True),
-        (Done("f", KEPT, 200.0), True),
-        (Done("f", KEPT, 100.0), False),
-        (Unknown("f", 200.0), True),
-        (Unknown("f", 100.0), False),
+        (KeyInFlightState("f", "you", 200.0), True),
+        (KeyInFlightState("f", "you", 99.0), True),
+        (KeyCompleted("f", KEPT, 200.0), True),
+        (KeyCompleted("f", KEPT, 100.0), False),
+        (KeyUnknown("f", 200.0), True),
+        (KeyUnknown("f", 100.0), False),
     ],
 )
 def test_another_payload_is_an_error_while_the_first_call_may_have_been_made(entry, refused):
     if not refused:
-        assert isinstance(ask(entry, fingerprint="g"), Claimed)
+        assert isinstance(request_key(entry, fingerprint="g"), KeyClaimed)
         return
     with pytest.raises(ProviderBadRequestError) as caught:
-        ask(entry, fingerprint="g")
+        request_key(entry, fingerprint="g")
     assert (caught.value.code, caught.value.sent) == ("idempotency_conflict", False)
 
 
-def test_how_a_call_ends():
-    mine = InFlight("f", "me", 110.0)
-    assert succeed(mine, owner="me", kept=KEPT, until=500.0) == Done("f", KEPT, 500.0)
-    assert fail(mine, owner="me", doubt=True, until=500.0) == Unknown("f", 500.0)
-    assert fail(mine, owner="me", doubt=False, until=500.0) is None
+def test_a_finished_call_updates_its_key():
+    mine = KeyInFlightState("f", "me", 110.0)
+    assert complete_key(mine, owner="me", stored_result=KEPT, until=500.0) == KeyCompleted("f", KEPT, 500.0)
+    assert fail_key(mine, owner="me", outcome_unknown=True, until=500.0) == KeyUnknown("f", 500.0)
+    assert fail_key(mine, owner="me", outcome_unknown=False, until=500.0) is None
 
 
-@pytest.mark.parametrize("entry", [None, InFlight("f", "you", 110.0), Done("f", KEPT, 500.0), Unknown("f", 500.0)])
-def test_who_has_lost_the_key_changes_nothing(entry):
-    assert succeed(entry, owner="me", kept=Kept({}), until=900.0) is entry
-    assert fail(entry, owner="me", doubt=False, until=900.0) is entry
+@pytest.mark.parametrize(
+    "entry", [None, KeyInFlightState("f", "you", 110.0), KeyCompleted("f", KEPT, 500.0), KeyUnknown("f", 500.0)]
+)
+def test_a_caller_that_lost_its_key_changes_nothing(entry):
+    assert complete_key(entry, owner="me", stored_result=StoredResult({}), until=900.0) is entry
+    assert fail_key(entry, owner="me", outcome_unknown=False, until=900.0) is entry
 
 
-def test_only_a_refusal_and_what_was_never_sent_leave_no_doubt():
+def test_only_rejected_and_unsent_calls_have_a_certain_outcome():
     certain = {ReasonCode.BAD_REQUEST, ReasonCode.AUTH_FAILED, ReasonCode.RATE_LIMITED}
     certain |= {ReasonCode.CIRCUIT_OPEN, ReasonCode.QUOTA_EXHAUSTED}
-    assert {reason for reason, kind in BY_REASON.items() if not doubtful(kind("no"))} == certain
-    assert not doubtful(ProviderConnectionError("refused", sent=False))
-    assert doubtful(ProviderInternalError("who knows"))
+    assert {reason for reason, kind in ERROR_BY_REASON.items() if not is_outcome_unknown(kind("no"))} == certain
+    assert not is_outcome_unknown(ProviderConnectionError("refused", sent=False))
+    assert is_outcome_unknown(ProviderInternalError("who knows"))
 
 
-def test_a_fingerprint_is_of_operation_and_payload_whatever_their_order():
-    assert fingerprint("charge", {"a": 1, "b": {"c": 2, "d": 3}}) == fingerprint(
+def test_a_fingerprint_is_of_operation_and_payload_in_any_order():
+    assert compute_fingerprint("charge", {"a": 1, "b": {"c": 2, "d": 3}}) == compute_fingerprint(
         "charge", {"b": {"d": 3, "c": 2}, "a": 1}
     )
-    assert len({fingerprint("charge", {"a": 1}), fingerprint("refund", {"a": 1}), fingerprint("charge", {"a": 2})}) == 3
+    assert (
+        len(
+            {
+                compute_fingerprint("charge", {"a": 1}),
+                compute_fingerprint("refund", {"a": 1}),
+                compute_fingerprint("charge", {"a": 2}),
+            }
+        )
+        == 3
+    )
 
 
 @pytest.mark.parametrize("payload", [{"a": object()}, {"a": float("nan")}, {"a": {1, 2}}])
-def test_what_is_no_json_has_no_fingerprint(payload):
+def test_a_payload_that_is_not_json_has_no_fingerprint(payload):
     with pytest.raises(ProviderBadRequestError) as caught:
-        fingerprint("charge", payload)
+        compute_fingerprint("charge", payload)
     assert caught.value.code == "payload_not_json"
 
 
 @pytest.mark.spec("PRV-22")
-@pytest.mark.parametrize("entry", [InFlight("f", "you", 100.0), Unknown("f", 200.0)])
-def test_a_doubt_is_not_settled_by_a_later_call_that_failed(entry):
-    mine = ask(entry).entry
-    assert fail(mine, owner="me", doubt=False, until=300.0) == Unknown("f", 300.0)
-    done = succeed(mine, owner="me", kept=KEPT, until=300.0)
-    assert done == Done("f", KEPT, 300.0)
+@pytest.mark.parametrize("entry", [KeyInFlightState("f", "you", 100.0), KeyUnknown("f", 200.0)])
+def test_an_unknown_outcome_stays_unknown_after_a_later_failure(entry):
+    mine = request_key(entry).entry
+    assert fail_key(mine, owner="me", outcome_unknown=False, until=300.0) == KeyUnknown("f", 300.0)
+    done = complete_key(mine, owner="me", stored_result=KEPT, until=300.0)
+    assert done == KeyCompleted("f", KEPT, 300.0)

@@ -1,4 +1,4 @@
-"""The mapping over what real clients raise at a peer that behaves badly."""
+"""The mapping of exceptions that real clients raise against a misbehaving peer."""
 
 from __future__ import annotations
 
@@ -14,55 +14,62 @@ import urllib.request
 
 import pytest
 
-from ergon_framework.providers.mapping import canonical
-from tests.unit.providers.peer import answers, closed_port, leaves, peer, resets, waits
+from ergon_framework.providers.mapping import to_provider_error
+from tests.unit.providers.peer import (
+    close_connection,
+    find_closed_port,
+    reset_connection,
+    respond,
+    serve_peer,
+    wait_for_disconnect,
+)
 
-#: Long enough for any answer that comes, and short enough to wait for one that does not.
-PATIENCE, NONE = 30.0, 0.1
-#: Trusts nobody: to read the machine's certificates takes a client longer than everything else here.
+#: Long enough for any response that comes, and short enough to wait for one that does not.
+TIMEOUT_SECONDS, SHORT_TIMEOUT_SECONDS = 30.0, 0.1
+#: Trusts no certificate: loading the machine's certificates takes longer than everything else here.
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
-def over_httpx(name, url, patience):
+def get_with_httpx(name, url, timeout_seconds):
     httpx = importlib.import_module(name)
     rules = {"trust_env": False, "follow_redirects": True, "max_redirects": 3, "verify": NO_TLS}
-    with httpx.Client(timeout=patience, **rules) as client:
+    with httpx.Client(timeout=timeout_seconds, **rules) as client:
         return client.get(url).raise_for_status().json()
 
 
-def over_requests(url, patience):
+def get_with_requests(url, timeout_seconds):
     requests = importlib.import_module("requests")
     with requests.Session() as session:
         session.trust_env = False
         session.max_redirects = 3
-        response = session.get(url, timeout=patience)
+        response = session.get(url, timeout=timeout_seconds)
         response.raise_for_status()
         return response.json()
 
 
-def over_urllib3(url, patience):
+def get_with_urllib3(url, timeout_seconds):
     urllib3 = importlib.import_module("urllib3")
     retries = urllib3.Retry(connect=0, read=0, redirect=3, status=0, other=0, status_forcelist=range(400, 600))
-    with urllib3.PoolManager(retries=retries, timeout=patience) as pool:
+    with urllib3.PoolManager(retries=retries, timeout=timeout_seconds) as pool:
         return pool.request("GET", url).json()
 
 
-def over_urllib(url, patience):
-    url = url.replace("me:s3cret@", "")  # it takes this for a part of the port
+def get_with_urllib(url, timeout_seconds):
+    url = url.replace("me:s3cret@", "")  # the client takes this for a part of the port
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=patience) as response:
+        with opener.open(url, timeout=timeout_seconds) as response:
             return json.loads(response.read().decode())
     except urllib.error.HTTPError as error:
         error.close()
         raise
 
 
-def over_aiohttp(url, patience):
+def get_with_aiohttp(url, timeout_seconds):
     aiohttp = importlib.import_module("aiohttp")
 
     async def get():
-        timeout = aiohttp.ClientTimeout(sock_read=patience, sock_connect=patience)
+        timeout = aiohttp.ClientTimeout(sock_read=timeout_seconds, sock_connect=timeout_seconds)
         async with (
             aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session,
             session.get(url, max_redirects=3) as response,
@@ -73,12 +80,12 @@ def over_aiohttp(url, patience):
 
 
 CLIENTS = {
-    "httpx": functools.partial(over_httpx, "httpx"),
-    "httpx2": functools.partial(over_httpx, "httpx2"),
-    "requests": over_requests,
-    "urllib3": over_urllib3,
-    "urllib": over_urllib,
-    "aiohttp": over_aiohttp,
+    "httpx": functools.partial(get_with_httpx, "httpx"),
+    "httpx2": functools.partial(get_with_httpx, "httpx2"),
+    "requests": get_with_requests,
+    "urllib3": get_with_urllib3,
+    "urllib": get_with_urllib,
+    "aiohttp": get_with_aiohttp,
 }
 
 
@@ -87,68 +94,68 @@ def client(request):
     return CLIENTS[request.param]
 
 
-def raised(client, port, *, scheme="http", host="127.0.0.1", patience=PATIENCE):
-    """The canonical form of what *client* raises; nothing of the address is told, here or in another process."""
+def call_and_map_error(client, port, *, scheme="http", host="127.0.0.1", timeout_seconds=TIMEOUT_SECONDS):
+    """Return the canonical form of the exception of *client*; it never contains the address, pickled or not."""
     with pytest.raises(Exception) as caught:
-        client(f"{scheme}://me:s3cret@{host}:{port}/path?sig=s3cret", patience)
-    found = canonical(caught.value, now=0.0)
-    assert found.__cause__ is caught.value
-    assert "s3cret" not in str(found)
-    data = pickle.dumps(found)
+        client(f"{scheme}://me:s3cret@{host}:{port}/path?sig=s3cret", timeout_seconds)
+    error = to_provider_error(caught.value, now=0.0)
+    assert error.__cause__ is caught.value
+    assert "s3cret" not in str(error)
+    data = pickle.dumps(error)
     assert b"s3cret" not in data
     arrived = pickle.loads(data)
     assert (arrived.reason_code, arrived.http_status, str(arrived)) == (
-        found.reason_code,
-        found.http_status,
-        str(found),
+        error.reason_code,
+        error.http_status,
+        str(error),
     )
     assert arrived.__cause__ is not None
-    return found
+    return error
 
 
 @pytest.mark.spec("PRV-03", "PRV-19", "PRV-25")
-def test_nobody_listens(client):
-    found = raised(client, closed_port())
-    assert (found.reason_code, found.sent) == ("connection_error", False)
+def test_a_refused_connection_was_not_sent(client):
+    error = call_and_map_error(client, find_closed_port())
+    assert (error.reason_code, error.sent) == ("connection_error", False)
 
 
 @pytest.mark.spec("PRV-03", "PRV-19")
-def test_nobody_knows_the_name(client, monkeypatch):
-    def unknown(*args, **kwargs):
+def test_an_unknown_host_name_was_not_sent(client, monkeypatch):
+    def fail_lookup(*args, **kwargs):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    found = raised(client, 80, host="nowhere.invalid")
-    assert (found.reason_code, found.sent) == ("connection_error", False)
+    monkeypatch.setattr(socket, "getaddrinfo", fail_lookup)
+    error = call_and_map_error(client, 80, host="nowhere.invalid")
+    assert (error.reason_code, error.sent) == ("connection_error", False)
 
 
 @pytest.mark.spec("PRV-03")
-@pytest.mark.parametrize("habit", [resets, leaves])
-def test_the_line_breaks_instead_of_an_answer(client, habit):
-    with peer(habit) as port:
-        found = raised(client, port)
-    assert (found.reason_code, found.sent) == ("connection_error", True)
+@pytest.mark.parametrize("behaviour", [reset_connection, close_connection])
+def test_a_connection_lost_before_the_response_was_sent(client, behaviour):
+    with serve_peer(behaviour) as port:
+        error = call_and_map_error(client, port)
+    assert (error.reason_code, error.sent) == ("connection_error", True)
 
 
 @pytest.mark.spec("PRV-03")
-def test_the_line_breaks_within_the_answer(client):
-    with peer(answers("200 OK", "Content-Type: application/json", body=b'{"a"', length=100)) as port:
-        found = raised(client, port)
-    assert (found.reason_code, found.sent) == ("connection_error", True)
+def test_a_connection_lost_within_the_response_was_sent(client):
+    with serve_peer(respond("200 OK", "Content-Type: application/json", body=b'{"a"', length=100)) as port:
+        error = call_and_map_error(client, port)
+    assert (error.reason_code, error.sent) == ("connection_error", True)
 
 
 @pytest.mark.spec("PRV-03", "PRV-19")
-def test_no_answer_comes(client):
-    with peer(waits) as port:
-        found = raised(client, port, patience=NONE)
-    assert (found.reason_code, found.sent, found.fault) == ("timeout", True, True)
+def test_a_missing_response_is_a_timeout(client):
+    with serve_peer(wait_for_disconnect) as port:
+        error = call_and_map_error(client, port, timeout_seconds=SHORT_TIMEOUT_SECONDS)
+    assert (error.reason_code, error.sent, error.fault) == ("timeout", True, True)
 
 
 @pytest.mark.spec("PRV-03")
-def test_the_peer_does_not_speak_tls(client):
-    with peer(answers("400 Bad Request")) as port:
-        found = raised(client, port, scheme="https")
-    assert found.reason_code == "connection_error"
+def test_a_peer_without_tls_is_a_connection_error(client):
+    with serve_peer(respond("400 Bad Request")) as port:
+        error = call_and_map_error(client, port, scheme="https")
+    assert error.reason_code == "connection_error"
 
 
 @pytest.mark.spec("PRV-03", "PRV-24")
@@ -168,66 +175,66 @@ def test_the_peer_does_not_speak_tls(client):
         (503, "dependency_unavailable"),
     ],
 )
-def test_a_status_says_no(client, status, code):
-    with peer(answers(f"{status} No", "Retry-After: 7", "Content-Type: application/json")) as port:
-        found = raised(client, port)
-    assert (found.reason_code, found.http_status, found.sent) == (code, status, True)
-    # urllib3 throws the answer away before it raises, and the header with it.
-    assert found.retry_after == (None if client is over_urllib3 else 7)
+def test_an_error_status_is_mapped(client, status, code):
+    with serve_peer(respond(f"{status} No", "Retry-After: 7", "Content-Type: application/json")) as port:
+        error = call_and_map_error(client, port)
+    assert (error.reason_code, error.http_status, error.sent) == (code, status, True)
+    # urllib3 drops the response before it raises, and the header with it.
+    assert error.retry_after == (None if client is get_with_urllib3 else 7)
 
 
 @pytest.mark.spec("PRV-03")
-def test_the_redirects_do_not_end(client):
-    with peer(answers("302 Found", "Location: /path")) as port:
-        found = raised(client, port)
-    assert found.reason_code == "response_invalid"
+def test_endless_redirects_are_an_invalid_response(client):
+    with serve_peer(respond("302 Found", "Location: /path")) as port:
+        error = call_and_map_error(client, port)
+    assert error.reason_code == "response_invalid"
 
 
 @pytest.mark.spec("PRV-03")
 @pytest.mark.parametrize("body", [b"<html>", b"\xff\xfe\xfd", b""])
-def test_the_body_is_not_what_was_agreed_on(client, body):
-    with peer(answers("200 OK", "Content-Type: application/json", body=body)) as port:
-        if client is over_aiohttp and not body:
-            assert client(f"http://127.0.0.1:{port}/", PATIENCE) is None, "it reads an empty body as null"
+def test_an_unexpected_body_is_an_invalid_response(client, body):
+    with serve_peer(respond("200 OK", "Content-Type: application/json", body=body)) as port:
+        if client is get_with_aiohttp and not body:
+            assert client(f"http://127.0.0.1:{port}/", TIMEOUT_SECONDS) is None, "it reads an empty body as null"
             return
-        found = raised(client, port)
-    assert found.reason_code == "response_invalid"
+        error = call_and_map_error(client, port)
+    assert error.reason_code == "response_invalid"
 
 
 @pytest.mark.spec("PRV-03")
-def test_the_body_is_not_encoded_as_it_says(client):
+def test_a_wrong_content_encoding_is_an_invalid_response(client):
     headers = ("Content-Type: application/json", "Content-Encoding: gzip")
-    with peer(answers("200 OK", *headers, body=b"\xffnot gzip")) as port:
-        found = raised(client, port)
-    assert found.reason_code == "response_invalid"
+    with serve_peer(respond("200 OK", *headers, body=b"\xffnot gzip")) as port:
+        error = call_and_map_error(client, port)
+    assert error.reason_code == "response_invalid"
 
 
 @pytest.mark.parametrize("name", ["httpx", "httpx2"])
-def test_a_pool_that_is_empty_was_our_own_doing(name):
+def test_an_exhausted_client_pool_is_not_a_provider_fault(name):
     httpx = importlib.import_module(name)
 
-    async def two():
+    async def call_twice():
         limits = httpx.Limits(max_connections=1)
-        timeout = httpx.Timeout(PATIENCE, pool=NONE)
+        timeout = httpx.Timeout(TIMEOUT_SECONDS, pool=SHORT_TIMEOUT_SECONDS)
         async with httpx.AsyncClient(trust_env=False, limits=limits, timeout=timeout) as http:
             calls = [asyncio.create_task(http.get(url)) for _ in range(2)]
-            done, left = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-            left.pop().cancel()
+            done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            pending.pop().cancel()
             return done.pop().exception()
 
-    with peer(waits) as port:
+    with serve_peer(wait_for_disconnect) as port:
         url = f"http://127.0.0.1:{port}/"
-        found = canonical(asyncio.run(two()), now=0.0)
-    assert (found.reason_code, found.sent, found.fault) == ("timeout", False, False)
+        error = to_provider_error(asyncio.run(call_twice()), now=0.0)
+    assert (error.reason_code, error.sent, error.fault) == ("timeout", False, False)
 
 
-def test_a_request_that_cannot_be_made_was_never_sent():
+def test_an_invalid_request_was_never_sent():
     requests = importlib.import_module("requests")
     for url in ("no-scheme", "odd://host", "http://"):
         with pytest.raises(requests.RequestException) as caught:
-            requests.get(url, timeout=PATIENCE)
-        found = canonical(caught.value, now=0.0)
-        assert (found.reason_code, found.sent) == ("internal_error", False)
+            requests.get(url, timeout=TIMEOUT_SECONDS)
+        error = to_provider_error(caught.value, now=0.0)
+        assert (error.reason_code, error.sent) == ("internal_error", False)
 
 
 # -- a database as a provider ---------------------------------------------------------------------
@@ -239,8 +246,8 @@ def database():
     engine = alchemy.create_engine(
         "sqlite://", poolclass=alchemy.pool.QueuePool, pool_size=1, max_overflow=0, pool_timeout=0.01
     )
-    with engine.begin() as line:
-        line.execute(alchemy.text("create table t (id integer primary key, n integer not null)"))
+    with engine.begin() as connection:
+        connection.execute(alchemy.text("create table t (id integer primary key, n integer not null)"))
     yield alchemy, engine
     engine.dispose()
 
@@ -252,18 +259,18 @@ def database():
         ("select s3cret from nowhere", "dependency_unavailable"),
     ],
 )
-def test_a_database_refuses(database, statement, code):
+def test_a_rejected_statement_is_mapped(database, statement, code):
     alchemy, engine = database
-    with engine.begin() as line, pytest.raises(alchemy.exc.DBAPIError) as caught:
-        line.execute(alchemy.text(statement))
-    found = canonical(caught.value, now=0.0)
-    assert found.reason_code == code
-    assert b"s3cret" not in pickle.dumps(found)
+    with engine.begin() as connection, pytest.raises(alchemy.exc.DBAPIError) as caught:
+        connection.execute(alchemy.text(statement))
+    error = to_provider_error(caught.value, now=0.0)
+    assert error.reason_code == code
+    assert b"s3cret" not in pickle.dumps(error)
 
 
-def test_the_pool_of_a_database_is_empty(database):
+def test_an_exhausted_database_pool_is_not_a_provider_fault(database):
     alchemy, engine = database
     with engine.connect(), pytest.raises(alchemy.exc.TimeoutError) as caught:
         engine.connect()
-    found = canonical(caught.value, now=0.0)
-    assert (found.reason_code, found.sent, found.fault) == ("timeout", False, False)
+    error = to_provider_error(caught.value, now=0.0)
+    assert (error.reason_code, error.sent, error.fault) == ("timeout", False, False)

@@ -19,11 +19,11 @@ kinds = st.sampled_from(WindowKind)
 moments = st.datetimes(datetime(1971, 1, 1), datetime(2200, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001 - bounds
 
 
-def state(limit=3, kind=WindowKind.MINUTE, now=NOON):
+def make_state(limit=3, kind=WindowKind.MINUTE, now=NOON):
     return QuotaState.new(kind, limit, now=now)
 
 
-def refused(quota_state, now, n=1):
+def expect_rejection(quota_state, now, n=1):
     with pytest.raises(ProviderQuotaExceededError) as caught:
         quota_state.reserve(n, now=now)
     return caught.value
@@ -63,15 +63,15 @@ def test_a_window_is_as_long_as_its_name_says(kind, moment):
         ((2100, 2), (2100, 3)),
     ],
 )
-def test_months_end_where_they_end(month, end):
+def test_a_month_ends_at_the_first_of_the_next_month(month, end):
     window = window_at(WindowKind.MONTH, datetime(*month, 28, 23, 59, tzinfo=UTC))
     assert (window.start, window.end) == (datetime(*month, 1, tzinfo=UTC), datetime(*end, 1, tzinfo=UTC))
 
 
 @given(kinds, moments, st.integers(-14 * 60, 14 * 60))
-def test_a_window_does_not_depend_on_the_zone_of_the_asker(kind, moment, minutes):
-    there = moment.astimezone(timezone(timedelta(minutes=minutes)))
-    assert window_at(kind, there) == window_at(kind, moment)
+def test_a_window_does_not_depend_on_the_time_zone_of_the_caller(kind, moment, minutes):
+    local_moment = moment.astimezone(timezone(timedelta(minutes=minutes)))
+    assert window_at(kind, local_moment) == window_at(kind, moment)
 
 
 def test_a_moment_without_a_zone_is_refused():
@@ -83,58 +83,58 @@ def test_a_moment_without_a_zone_is_refused():
 
 
 @pytest.mark.spec("PRV-09", "PRV-17", "PRV-28")
-def test_as_many_calls_as_the_limit_are_admitted_and_the_next_fails_at_once():
-    quota_state = state(limit=3)
+def test_the_limit_is_admitted_and_the_next_call_fails_immediately():
+    quota_state = make_state(limit=3)
     for used in (1, 2, 3):
         quota_state = quota_state.reserve(now=NOON)
         assert (quota_state.limit_count, quota_state.used_count, quota_state.remaining_count) == (3, used, 3 - used)
-    error = refused(quota_state, NOON)
+    error = expect_rejection(quota_state, NOON)
     assert (error.reason_code, error.retry_after, error.sent, error.retryable) == ("quota_exhausted", 30, False, False)
     assert str(error) == "the quota of 3 a minute is spent until 2026-11-15T12:01:00+00:00"
 
 
 @pytest.mark.spec("PRV-09")
 def test_a_reservation_of_several_is_all_or_none():
-    quota_state = state(limit=3).reserve(2, now=NOON)
-    refused(quota_state, NOON, n=2)
+    quota_state = make_state(limit=3).reserve(2, now=NOON)
+    expect_rejection(quota_state, NOON, n=2)
     assert quota_state.reserve(1, now=NOON).remaining_count == 0
 
 
 @pytest.mark.spec("PRV-17")
 def test_the_next_window_is_untouched():
-    spent = state(limit=1).reserve(now=NOON).exhausted(NOON)
-    assert spent.last_exhausted_at == NOON
-    later = spent.reserve(now=NOON + timedelta(seconds=30))
+    exhausted = make_state(limit=1).reserve(now=NOON).mark_exhausted(NOON)
+    assert exhausted.last_exhausted_at == NOON
+    later = exhausted.reserve(now=NOON + timedelta(seconds=30))
     assert (later.window.start, later.used_count) == (datetime(2026, 11, 15, 12, 1, tzinfo=UTC), 1)
     assert later.last_exhausted_at == NOON
 
 
-def test_a_clock_that_is_behind_cannot_open_a_window_again():
-    later = state(limit=1).reserve(now=NOON + timedelta(minutes=5))
-    assert refused(later, NOON).retry_after == 5 * 60 + 30
+def test_a_clock_that_is_late_cannot_open_a_window_again():
+    later = make_state(limit=1).reserve(now=NOON + timedelta(minutes=5))
+    assert expect_rejection(later, NOON).retry_after == 5 * 60 + 30
 
 
 def test_a_limit_of_zero_admits_nothing():
-    refused(state(limit=0), NOON)
+    expect_rejection(make_state(limit=0), NOON)
 
 
 @pytest.mark.spec("PRV-19")
-def test_what_was_never_sent_is_given_back_once_and_only_to_its_own_window():
-    reserved = state(limit=1).reserve(now=NOON)
-    assert reserved.refund(window=reserved.window) == state(limit=1)
+def test_an_unsent_call_is_refunded_once_and_only_to_its_own_window():
+    reserved = make_state(limit=1).reserve(now=NOON)
+    assert reserved.refund(window=reserved.window) == make_state(limit=1)
     with pytest.raises(ValueError, match="done twice"):
-        state(limit=1).refund(window=reserved.window)
+        make_state(limit=1).refund(window=reserved.window)
     later = reserved.reserve(now=NOON + timedelta(minutes=1))
     assert later.refund(window=reserved.window) is later
 
 
 @pytest.mark.spec("PRV-32")
 def test_a_limit_can_be_changed_within_the_window():
-    spent = state(limit=1).reserve(now=NOON)
-    assert spent.with_limit(2).reserve(now=NOON).used_count == 2
-    lowered = spent.with_limit(0)
+    exhausted = make_state(limit=1).reserve(now=NOON)
+    assert exhausted.with_limit(2).reserve(now=NOON).used_count == 2
+    lowered = exhausted.with_limit(0)
     assert (lowered.used_count, lowered.remaining_count, lowered.limit_count) == (1, -1, 0)
-    refused(lowered, NOON)
+    expect_rejection(lowered, NOON)
 
 
 @pytest.mark.parametrize("limit, used", [(-1, 0), (1, -1)])
@@ -144,11 +144,11 @@ def test_a_quota_counts_from_zero(limit, used):
 
 
 @pytest.mark.parametrize("n", [0, -1])
-def test_nothing_cannot_be_reserved_or_given_back(n):
+def test_zero_calls_cannot_be_reserved_or_refunded(n):
     with pytest.raises(ValueError, match="at least one"):
-        state().reserve(n, now=NOON)
+        make_state().reserve(n, now=NOON)
     with pytest.raises(ValueError, match="cannot be given back"):
-        state().reserve(now=NOON).refund(n, window=state().window)
+        make_state().reserve(now=NOON).refund(n, window=make_state().window)
 
 
 steps = st.lists(
@@ -162,34 +162,34 @@ steps = st.lists(
 @pytest.mark.spec("PRV-19", "PRV-29")
 @given(limit=st.integers(0, 6), steps=steps)
 def test_no_window_ever_admits_more_than_its_limit_and_the_sum_always_holds(limit, steps):
-    quota_state, now = state(limit), NOON
+    quota_state, now = make_state(limit), NOON
     sent: dict[Window, int] = {}
     reserved: list[tuple[Window, int]] = []
     blocks = []
-    for what, n, seconds in steps:
+    for action, n, seconds in steps:
         try:
-            if what == "reserve":
+            if action == "reserve":
                 quota_state = quota_state.reserve(n, now=now)
                 sent[quota_state.window] = sent.get(quota_state.window, 0) + n
                 reserved.append((quota_state.window, n))
-            elif what == "refund" and reserved:
+            elif action == "refund" and reserved:
                 window, count = reserved.pop(0)
                 quota_state = quota_state.refund(count, window=window)
                 sent[window] -= count
-            elif what == "lease":
+            elif action == "lease":
                 quota_state, block = quota_state.lease(n, now=now, seconds=20)
                 assert 1 <= block.left <= n
                 assert block.until <= block.window.end
                 blocks.append(block)
-            elif what == "take" and blocks:
+            elif action == "take" and blocks:
                 block = blocks.pop(0)
-                less = block.take(now)
-                if less is not None:
+                rest = block.take(now)
+                if rest is not None:
                     sent[block.window] = sent.get(block.window, 0) + 1
-                    blocks.append(less)
-            elif what == "return" and blocks:
-                quota_state = quota_state.give_back(blocks.pop(0), now=now)
-            elif what == "wait":
+                    blocks.append(rest)
+            elif action == "return" and blocks:
+                quota_state = quota_state.release_block(blocks.pop(0), now=now)
+            elif action == "wait":
                 now += timedelta(seconds=seconds)
         except ProviderQuotaExceededError as error:
             assert 0 < error.retry_after <= 60  # noqa: PT017 - whether it is raised is not the question
@@ -199,26 +199,26 @@ def test_no_window_ever_admits_more_than_its_limit_and_the_sum_always_holds(limi
 
 
 @pytest.mark.spec("PRV-19")
-def test_a_block_that_ended_is_booked_as_used_and_worth_nothing():
-    leased, block = state(limit=5).lease(4, now=NOON, seconds=10)
+def test_an_expired_block_counts_as_used_and_grants_nothing():
+    leased, block = make_state(limit=5).lease(4, now=NOON, seconds=10)
     assert (leased.used_count, block.left) == (4, 4)
     late = NOON + timedelta(seconds=10)
     assert block.take(late) is None
-    assert leased.give_back(block, now=late) is leased
-    assert leased.give_back(block, now=NOON).used_count == 0
+    assert leased.release_block(block, now=late) is leased
+    assert leased.release_block(block, now=NOON).used_count == 0
     rest, small = leased.lease(4, now=NOON, seconds=10)
     assert (small.left, rest.remaining_count) == (1, 0)
     with pytest.raises(ProviderQuotaExceededError):
         rest.lease(1, now=NOON, seconds=10)
 
 
-def test_an_empty_block_gives_nothing_and_brings_nothing_back():
-    leased, block = state(limit=5).lease(1, now=NOON, seconds=10)
+def test_an_empty_block_grants_nothing_and_returns_nothing():
+    leased, block = make_state(limit=5).lease(1, now=NOON, seconds=10)
     empty = block.take(NOON)
     assert empty.left == 0
     assert empty.take(NOON) is None
-    assert leased.give_back(empty, now=NOON) is leased
+    assert leased.release_block(empty, now=NOON) is leased
 
 
-def test_the_examples_are_true():
+def test_the_docstring_examples_are_correct():
     assert doctest.testmod(quota, raise_on_error=True).attempted > 0

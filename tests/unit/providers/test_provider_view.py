@@ -1,25 +1,25 @@
-"""What a process saw last of the breakers, and when somebody has to look."""
+"""The last breaker states that a process saw, and when they must be read."""
 
 from __future__ import annotations
 
-from ergon_framework.providers.books import Account
-from ergon_framework.providers.circuit_breaker import Snapshot
-from ergon_framework.providers.sql.view import View
+from ergon_framework.providers.books import ProviderScope
+from ergon_framework.providers.circuit_breaker import BreakerSnapshot
+from ergon_framework.providers.sql.view import BreakerCache
 
-ACCOUNT = Account("acme", "payments", "charging")
-
-
-def test_an_account_that_nobody_has_read_is_asked_for_once():
-    view, asked = View(), []
-    view.wanting = lambda: asked.append(view.unread())
-    assert view.of(ACCOUNT) is None
-    assert view.of(ACCOUNT) is None
-    assert asked == [[ACCOUNT]]
+SCOPE = ProviderScope("acme", "payments", "charging")
 
 
-def test_one_that_was_read_is_not_asked_for():
-    view, asked = View(), []
-    view.wanting = lambda: asked.append(1)
-    view.saw(ACCOUNT, Snapshot(consecutive_failures=2))
-    assert view.of(ACCOUNT) == Snapshot(consecutive_failures=2)
-    assert (view.unread(), asked) == ([], [])
+def test_an_unread_scope_is_requested_once():
+    view, requests = BreakerCache(), []
+    view.on_scope_requested = lambda: requests.append(view.unread_scopes())
+    assert view.get(SCOPE) is None
+    assert view.get(SCOPE) is None
+    assert requests == [[SCOPE]]
+
+
+def test_a_scope_that_was_read_is_not_requested():
+    view, requests = BreakerCache(), []
+    view.on_scope_requested = lambda: requests.append(1)
+    view.update(SCOPE, BreakerSnapshot(consecutive_failures=2))
+    assert view.get(SCOPE) == BreakerSnapshot(consecutive_failures=2)
+    assert (view.unread_scopes(), requests) == ([], [])

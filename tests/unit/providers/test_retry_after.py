@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ergon_framework.providers import retry_after
-from ergon_framework.providers.retry_after import LONGEST, seconds
+from ergon_framework.providers.retry_after import MAX_RETRY_AFTER_SECONDS, parse_retry_after
 
 moments = st.datetimes(datetime(1971, 1, 1), datetime(2200, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001 - bounds
 
 
 @pytest.mark.spec("PRV-24")
 @given(st.integers(0, 10**9))
-def test_a_number_is_seconds_whatever_the_time(asked):
-    assert seconds(str(asked), now=1e9) == min(asked, LONGEST)
+def test_a_number_is_a_delay_in_seconds_at_any_time(number):
+    assert parse_retry_after(str(number), now=1e9) == min(number, MAX_RETRY_AFTER_SECONDS)
 
 
 @pytest.mark.spec("PRV-24")
@@ -32,30 +32,30 @@ def test_a_date_is_the_seconds_until_it(now, ahead):
         date.strftime("%a, %d %b %Y %H:%M:%S +0000"),
         date.strftime("%a %b %e %H:%M:%S %Y"),
     ):
-        assert seconds(text, now=now.timestamp()) == min(ahead, LONGEST)
+        assert parse_retry_after(text, now=now.timestamp()) == min(ahead, MAX_RETRY_AFTER_SECONDS)
 
 
 def test_the_old_form_with_two_digits_of_the_year_is_read():
-    assert seconds("Sunday, 06-Nov-94 08:49:37 GMT", now=784111777.0 - 5) == 5
+    assert parse_retry_after("Sunday, 06-Nov-94 08:49:37 GMT", now=784111777.0 - 5) == 5
 
 
 @given(now=moments, behind=st.integers(1, 10**8))
-def test_a_date_that_has_passed_asks_for_nothing(now, behind):
+def test_a_past_date_has_no_delay(now, behind):
     date = datetime.fromtimestamp(now.timestamp() - behind, UTC)
-    assert seconds(format_datetime(date, usegmt=True), now=now.timestamp()) is None
+    assert parse_retry_after(format_datetime(date, usegmt=True), now=now.timestamp()) is None
 
 
 @pytest.mark.parametrize(
     "value", [None, "", "   ", "-1", "-0.5", "+5", "1e3", "inf", "nan", "soon", "0x10", "12 s", "١٢", "99/99", "Mon"]
 )
-def test_what_is_neither_asks_for_nothing(value):
-    assert seconds(value, now=0.0) is None
+def test_an_invalid_value_has_no_delay(value):
+    assert parse_retry_after(value, now=0.0) is None
 
 
 @given(st.text())
-def test_no_text_breaks_it_and_no_answer_is_beyond_the_bounds(text):
-    answer = seconds(text, now=1e9)
-    assert answer is None or 0 <= answer <= LONGEST
+def test_any_text_has_no_delay_or_a_bounded_delay(text):
+    delay = parse_retry_after(text, now=1e9)
+    assert delay is None or 0 <= delay <= MAX_RETRY_AFTER_SECONDS
 
 
 @given(
@@ -63,17 +63,18 @@ def test_no_text_breaks_it_and_no_answer_is_beyond_the_bounds(text):
         r"\A(Mon, )?[0-9]{1,3} (Jan|Feb|Dec) [0-9]{1,5} [0-9]{1,3}:[0-9]{1,3}(:[0-9]{1,3})? ([+-][0-9]{4,9}|GMT)?\Z"
     )
 )
-def test_no_odd_date_breaks_it(text):
-    answer = seconds(text, now=1e9)
-    assert answer is None or 0 <= answer <= LONGEST
+def test_any_date_like_text_has_no_delay_or_a_bounded_delay(text):
+    delay = parse_retry_after(text, now=1e9)
+    assert delay is None or 0 <= delay <= MAX_RETRY_AFTER_SECONDS
 
 
 @pytest.mark.parametrize(
-    "value, expected", [("0", 0), (" 7 ", 7), ("1.5", 1.5), ("9" * 400, LONGEST), ("2678401", LONGEST)]
+    "value, expected",
+    [("0", 0), (" 7 ", 7), ("1.5", 1.5), ("9" * 400, MAX_RETRY_AFTER_SECONDS), ("2678401", MAX_RETRY_AFTER_SECONDS)],
 )
 def test_numbers_at_the_edges(value, expected):
-    assert seconds(value, now=0.0) == expected
+    assert parse_retry_after(value, now=0.0) == expected
 
 
-def test_the_examples_are_true():
+def test_the_docstring_examples_are_correct():
     assert doctest.testmod(retry_after, raise_on_error=True).attempted > 0

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 from ergon_framework.cli import child, run, summary
 from ergon_framework.cli import main as command
 from ergon_framework.cli.app import app
-from ergon_framework.cli.logs import configure
-from ergon_framework.runner.exits import Exit
-from ergon_framework.runner.process import Ended, Order
-from ergon_framework.runner.stages import Stage
-from ergon_framework.runner.supervisor import Ran
+from ergon_framework.cli.logs import configure_logging
+from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.process import ParentCommand, RunResult
+from ergon_framework.runner.stages import ShutdownStage
+from ergon_framework.runner.supervisor import SupervisorResult
 from ergon_framework.task.mixins.policies import ConsumerPolicy
-from ergon_framework.task.report import End, Report
+from ergon_framework.task.report import Report, StopReason
 
 APP = """
 from ergon_framework import BusinessError, MemoryConnector, Transaction, consumer
@@ -36,20 +36,20 @@ def charge(order):
 
 
 @pytest.fixture
-def ergon(tmp_path, monkeypatch):
+def run_cli(tmp_path, monkeypatch):
     (tmp_path / "cliapp.py").write_text(APP, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    # It would end this process, the tests' own, when the time of the command is over.
-    monkeypatch.setattr("ergon_framework.cli.run.guard", lambda _ended: None)
+    # It would end this process, that of the tests, when the time of the command is over.
+    monkeypatch.setattr("ergon_framework.cli.run.force_exit_at_deadline", lambda _ended: None)
     yield lambda *words: CliRunner().invoke(app, words)
     sys.modules.pop("cliapp", None)
 
 
-def test_the_summary_counts_outcomes_and_names_failures(ergon):
-    done = ergon("run", "cliapp:charge")
-    assert done.exit_code == Exit.OK
-    assert [line.split(maxsplit=1) for line in done.stdout.splitlines()] == [
+def test_the_summary_counts_outcomes_and_names_failures(run_cli):
+    result = run_cli("run", "cliapp:charge")
+    assert result.exit_code == RunExit.OK
+    assert [line.split(maxsplit=1) for line in result.stdout.splitlines()] == [
         ["charge"],
         ["ended", "the queue was empty"],
         ["succeeded", "1"],
@@ -58,46 +58,47 @@ def test_the_summary_counts_outcomes_and_names_failures(ergon):
     ]
 
 
-def test_json_is_one_line_with_the_report(ergon):
-    done = ergon("run", "cliapp:charge", "--json", "--limit", "1", "--once")
-    told = json.loads(done.stdout)
-    assert (told["task"], told["end"], told["started"], told["exit_code"]) == ("charge", "limit", 1, 0)
+def test_json_is_one_line_with_the_report(run_cli):
+    result = run_cli("run", "cliapp:charge", "--json", "--limit", "1", "--once")
+    report = json.loads(result.stdout)
+    assert (report["task"], report["end"], report["started"], report["exit_code"]) == ("charge", "limit", 1, 0)
 
 
-@pytest.mark.parametrize("words", [("run", "cliapp:nothing"), ("run", "cliapp:charge", "--limit", "-1"), ("rum",)])
-def test_what_cannot_be_run_is_a_usage_error(ergon, words):
-    assert ergon(*words).exit_code == Exit.USAGE
+@pytest.mark.parametrize("arguments", [("run", "cliapp:nothing"), ("run", "cliapp:charge", "--limit", "-1"), ("rum",)])
+def test_an_invalid_run_command_is_a_usage_error(run_cli, arguments):
+    assert run_cli(*arguments).exit_code == RunExit.USAGE
 
 
-def test_help_shows_an_example_and_version_the_version(ergon):
-    assert "ergon run app:charge --streaming" in ergon("run", "--help").stdout
-    assert "run" in ergon("--help").stdout
-    assert ergon("--version").stdout.startswith("ergon ")
+def test_help_shows_an_example_and_version_the_version(run_cli):
+    assert "ergon run app:charge --streaming" in run_cli("run", "--help").stdout
+    assert "run" in run_cli("--help").stdout
+    assert run_cli("--version").stdout.startswith("ergon ")
 
 
-def test_on_a_terminal_the_summary_is_a_table_and_an_error_is_no_markup(monkeypatch, capsys):
+def test_on_a_terminal_the_summary_is_a_table_without_markup_in_errors(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(summary, "Console", lambda: Console(force_terminal=True, width=80))
-    report = Report(end=End.STOP, abandoned=2, refused={"expired": 3})
-    summary.show("charge", Ended(report))
-    shown = capsys.readouterr().out
-    assert all(text in shown for text in ("charge", "stopped by a signal", "still running", "refused, expired"))
+    report = Report(end=StopReason.STOP, abandoned=2, refused={"expired": 3})
+    summary.show("charge", RunResult(report))
+    output = capsys.readouterr().out
+    assert all(text in output for text in ("charge", "stopped by a signal", "still running", "refused, expired"))
 
 
 @pytest.mark.parametrize(
-    "ended, said", [(Ended(None, forced=True), "left without the task"), (Ended(None, OSError("x")), "failed")]
+    "result, expected",
+    [(RunResult(None, forced=True), "left without the task"), (RunResult(None, OSError("x")), "failed")],
 )
-def test_without_a_report_the_summary_still_says_how_it_ended(ended, said, capsys):
-    summary.show("charge", ended)
-    assert said in capsys.readouterr().out
-    assert json.loads(summary.as_line("charge", ended))["exit_code"] == ended.exit
+def test_without_a_report_the_summary_states_the_result(result, expected, capsys):
+    summary.show("charge", result)
+    assert expected in capsys.readouterr().out
+    assert json.loads(summary.to_json_line("charge", result))["exit_code"] == result.exit
 
 
 def test_without_its_libraries_the_command_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit) as caught:
         command.main()
-    assert caught.value.code == Exit.USAGE
+    assert caught.value.code == RunExit.USAGE
     assert "ergon-framework[cli]" in capsys.readouterr().err
 
 
@@ -110,43 +111,43 @@ def test_the_command_is_the_app(monkeypatch, capsys):
 
 
 def test_the_help_has_the_whole_sentence_of_each_command():
-    said = " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
-    assert "run Run a task until its queue or input is empty, its limit is reached, or a signal comes." in said
-    assert "..." not in said.partition("Commands:")[2]
+    help_text = " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
+    assert "run Run a task until its queue or input is empty, its limit is reached, or a signal arrives." in help_text
+    assert "..." not in help_text.partition("Commands:")[2]
 
 
-@pytest.mark.parametrize("level, heard", [("INFO", False), ("ERROR", False), ("DEBUG", True)])
-def test_talkative_libraries_are_heard_at_debug_only(level, heard):
+@pytest.mark.parametrize("level, is_enabled", [("INFO", False), ("ERROR", False), ("DEBUG", True)])
+def test_verbose_client_libraries_log_at_debug_only(level, is_enabled):
     client = logging.getLogger("pika")
-    before = client.level
+    previous_level = client.level
     client.setLevel(logging.NOTSET)
     try:
-        configure(level)
-        assert client.isEnabledFor(logging.ERROR) is heard
+        configure_logging(level)
+        assert client.isEnabledFor(logging.ERROR) is is_enabled
     finally:
-        client.setLevel(before)
+        client.setLevel(previous_level)
 
 
-def test_what_a_program_says_of_its_libraries_stays():
+def test_a_level_that_the_program_set_for_a_library_stays():
     client = logging.getLogger("pika")
-    before = client.level
+    previous_level = client.level
     client.setLevel(logging.INFO)
     try:
-        configure("WARNING")
+        configure_logging("WARNING")
         assert client.level == logging.INFO
     finally:
-        client.setLevel(before)
+        client.setLevel(previous_level)
 
 
 # -- several processes, settings and probes -------------------------------------------------------
 
 
-def test_several_processes_are_told_as_one(ergon, tmp_path):
-    # A name that the standard library has too: it must not stand in the way of what a process begins with.
+def test_several_processes_print_one_summary(run_cli, tmp_path):
+    # The standard library has a module of this name too: it must not shadow the modules that a process starts with.
     (tmp_path / "queue.py").write_text("raise SystemExit(9)", encoding="utf-8")
-    done = ergon("run", "cliapp:charge", "--processes", "2")
-    assert done.exit_code == Exit.OK
-    assert [line.split(maxsplit=1) for line in done.stdout.splitlines()] == [
+    result = run_cli("run", "cliapp:charge", "--processes", "2")
+    assert result.exit_code == RunExit.OK
+    assert [line.split(maxsplit=1) for line in result.stdout.splitlines()] == [
         ["charge"],
         ["ended", "the queue was empty"],
         ["processes", "2, replaced 0"],
@@ -157,42 +158,42 @@ def test_several_processes_are_told_as_one(ergon, tmp_path):
     ]
 
 
-def test_several_processes_are_one_line_of_json(ergon):
-    told = json.loads(ergon("run", "cliapp:charge", "--processes", "2", "--json").stdout)
-    assert (told["task"], told["exit_code"], told["processes"], told["restarts"]) == ("charge", 0, 2, 0)
-    assert (told["ends"], told["started"], told["counts"]["failed"]) == ({"empty": 2}, 4, 2)
+def test_several_processes_print_one_line_of_json(run_cli):
+    report = json.loads(run_cli("run", "cliapp:charge", "--processes", "2", "--json").stdout)
+    assert (report["task"], report["exit_code"], report["processes"], report["restarts"]) == ("charge", 0, 2, 0)
+    assert (report["ends"], report["started"], report["counts"]["failed"]) == ({"empty": 2}, 4, 2)
 
 
-def test_why_a_run_was_given_up_is_told_without_a_report(ergon, tmp_path):
+def test_the_reason_for_giving_up_is_printed_without_a_report(run_cli, tmp_path):
     (tmp_path / "cliapp.py").write_text("import os; os._exit(9)", encoding="utf-8")
     (tmp_path / "ergon.toml").write_text("[run]\nrestart = {attempts = 1}\n", encoding="utf-8")
-    done = ergon("run", "cliapp:charge", "--processes", "2")
-    assert (done.exit_code, done.stdout) == (Exit.FLAPPING, "")
-    assert "process 1 died 1 times in a row" in done.stderr
-    assert "exit code 9" in done.stderr
+    result = run_cli("run", "cliapp:charge", "--processes", "2")
+    assert (result.exit_code, result.stdout) == (RunExit.FLAPPING, "")
+    assert "process 1 died 1 times in a row" in result.stderr
+    assert "exit code 9" in result.stderr
 
 
-def test_the_rows_of_several_processes_name_what_was_refused_and_what_still_runs(capsys):
+def test_the_summary_of_several_processes_names_rejections_and_running_calls(capsys):
     report = {"task": "charge", "end": None, "abandoned": 1, "refused": {"expired": 2}}
-    summary.show_all("charge", Ran(Exit.FORCED, [report, report], why="it would not end"))
-    shown = capsys.readouterr().out
-    assert all(text in shown for text in ("it would not end", "still running     2", "refused, expired  4"))
+    summary.show_all("charge", SupervisorResult(RunExit.FORCED, [report, report], reason="it would not end"))
+    output = capsys.readouterr().out
+    assert all(text in output for text in ("it would not end", "still running     2", "refused, expired  4"))
 
 
-def test_the_file_is_obeyed_and_the_options_win(ergon, tmp_path):
+def test_options_override_the_configuration_file(run_cli, tmp_path):
     text = "[tasks.charge.policy.loop]\nlimit = 1\n[run.probes]\nfile = 'probe'\n[logging]\nlevel = 'error'\n"
     (tmp_path / "other.toml").write_text(text, encoding="utf-8")
-    words = ("run", "cliapp:charge", "--json", "--config", "other.toml")
-    assert json.loads(ergon(*words).stdout)["started"] == 1
-    assert json.loads(ergon(*words, "--limit", "0").stdout)["started"] == 0
+    arguments = ("run", "cliapp:charge", "--json", "--config", "other.toml")
+    assert json.loads(run_cli(*arguments).stdout)["started"] == 1
+    assert json.loads(run_cli(*arguments, "--limit", "0").stdout)["started"] == 0
 
 
-def test_where_the_probes_are_is_said_when_it_was_left_to_chance(ergon):
-    assert "ergon: probes on http://127.0.0.1:" in ergon("run", "cliapp:charge", "--probe-port", "0").stderr
+def test_a_random_probe_port_is_printed(run_cli):
+    assert "ergon: probes on http://127.0.0.1:" in run_cli("run", "cliapp:charge", "--probe-port", "0").stderr
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "arguments, message",
     [
         (("--streaming", "--once", "--limit", "0"), "give one of the two"),
         (("--config", "none.toml"), "there is no configuration file none.toml"),
@@ -200,28 +201,28 @@ def test_where_the_probes_are_is_said_when_it_was_left_to_chance(ergon):
         (("--processes", "0"), "--processes"),
     ],
 )
-def test_options_that_do_not_fit_are_usage_errors(ergon, words, said):
-    done = ergon("run", "cliapp:charge", *words)
-    assert done.exit_code == Exit.USAGE
-    assert said in " ".join(done.stderr.split())
+def test_incompatible_options_are_usage_errors(run_cli, arguments, message):
+    result = run_cli("run", "cliapp:charge", *arguments)
+    assert result.exit_code == RunExit.USAGE
+    assert message in " ".join(result.stderr.split())
 
 
 @pytest.mark.spec("RUN-03")
-def test_an_unknown_variable_is_a_usage_error(ergon, monkeypatch):
+def test_an_unknown_variable_is_a_usage_error(run_cli, monkeypatch):
     monkeypatch.setenv("ERGON_RUN__PROCESES", "2")
-    done = ergon("run", "cliapp:charge")
-    assert done.exit_code == Exit.USAGE
-    assert "did you mean 'run.processes'?" in done.stderr
+    result = run_cli("run", "cliapp:charge")
+    assert result.exit_code == RunExit.USAGE
+    assert "did you mean 'run.processes'?" in result.stderr
 
 
 @pytest.mark.spec("DX-13")
 @pytest.mark.parametrize("processes", [1, 2])
-def test_each_process_logs_one_start_line(ergon, tmp_path, processes):
+def test_each_process_logs_one_start_line(run_cli, tmp_path, processes):
     command = [sys.executable, "-c", "from ergon_framework.cli.main import main; main()", "run", "cliapp:charge"]
     command += ["--log-level", "info", "--processes", str(processes)]
     env = {**os.environ, "ERGON_LOGGING__FORMAT": "json"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
     started = [line for line in lines if line["event"] == "worker started"]
     assert len(started) == processes
     for line in started:
@@ -235,8 +236,8 @@ def test_each_process_logs_one_start_line(ergon, tmp_path, processes):
 
 def test_a_stage_is_logged_with_the_process_that_entered_it(caplog):
     caplog.set_level(logging.INFO)
-    run.enter(Stage.DRAINING)
-    run.enter(Stage.KILLED, number=2)
+    run.log_stage(ShutdownStage.DRAINING)
+    run.log_stage(ShutdownStage.KILLED, number=2)
     assert [(record.levelname, record.stage) for record in caplog.records] == [
         ("INFO", "draining"),
         ("ERROR", "killed"),
@@ -244,20 +245,22 @@ def test_a_stage_is_logged_with_the_process_that_entered_it(caplog):
     assert caplog.records[1].number == 2
 
 
-def test_an_order_before_anything_was_loaded_ends_the_process_and_later_ones_go_to_it(monkeypatch):
-    left, orders = [], child.Orders()
+def test_a_stop_command_before_loading_exits_and_later_commands_reach_the_process(monkeypatch):
+    exit_codes, commands = [], child.ParentCommands()
 
-    class Gone(BaseException): ...
+    class ProcessExited(BaseException): ...
 
-    def leave(code):
-        left.append(code)
-        raise Gone
+    def record_exit(code):
+        exit_codes.append(code)
+        raise ProcessExited
 
-    monkeypatch.setattr(child.os, "_exit", leave)
-    with pytest.raises(Gone):
-        orders(Order.STOP)
-    assert left == [Exit.OK]
-    heard = []
-    orders.go_to(type("Process", (), {"order": lambda _, order: heard.append(order)})())
-    orders(Order.HURRY)
-    assert heard == [Order.HURRY]
+    monkeypatch.setattr(child.os, "_exit", record_exit)
+    with pytest.raises(ProcessExited):
+        commands(ParentCommand.STOP)
+    assert exit_codes == [RunExit.OK]
+    received = []
+    commands.attach(
+        type("Process", (), {"handle_command": lambda _, parent_command: received.append(parent_command)})()
+    )
+    commands(ParentCommand.STOP_NOW)
+    assert received == [ParentCommand.STOP_NOW]

@@ -44,12 +44,12 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["charge", "refund", "made"])
-def test_functions_of_both_flavours_and_classes_are_tasks(folder, name):
+def test_functions_of_both_variants_and_classes_are_tasks(folder, name):
     assert load_task(f"loadedapp:{name}") is getattr(sys.modules["loadedapp"], name)
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, message",
     [
         ("loadedapp", "write MODULE:TASK"),
         (":charge", "write MODULE:TASK"),
@@ -67,10 +67,10 @@ def test_functions_of_both_flavours_and_classes_are_tasks(folder, name):
         ("loadedapp:queue", "of type MemoryConnector"),
     ],
 )
-def test_what_is_no_task_is_refused_with_the_way_out(folder, name, said):
+def test_a_target_that_is_not_a_task_is_rejected_with_the_remedy(folder, name, message):
     with pytest.raises(ConfigurationError) as caught:
         load_task(name)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_policy_is_read_from_either_format_and_keeps_the_other_defaults(tmp_pa
 
 @pytest.mark.spec("RUN-03")
 @pytest.mark.parametrize(
-    "name, content, said",
+    "name, content, message",
     [
         ("p.yaml", "", "must end in .toml or .json"),
         ("gone.toml", None, "cannot be read: No such file"),
@@ -95,10 +95,10 @@ def test_a_policy_is_read_from_either_format_and_keeps_the_other_defaults(tmp_pa
         ("p.toml", "[loop]\nlimit = -3", "loop.limit"),
     ],
 )
-def test_a_policy_file_that_is_wrong_says_where(tmp_path, name, content, said):
+def test_the_error_for_an_invalid_policy_file_names_the_place(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(ConfigurationError) as caught:
         load_policy(tmp_path / name, ConsumerPolicy)
     assert name in str(caught.value)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

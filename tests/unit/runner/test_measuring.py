@@ -1,4 +1,4 @@
-"""How full a queue is, looked at while its task runs."""
+"""The depth of a queue, measured while its task runs."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import pytest
 
 from ergon_framework import MemoryConnector, Transaction, consumer
 from ergon_framework.connectors.memory_log import MemoryLog
-from ergon_framework.runner.measuring import looks, measured, measured_async
+from ergon_framework.runner.measuring import publish_depth, publish_depth_async, should_measure
 from ergon_framework.task.relay import relay
 from ergon_framework.telemetry import names
-from ergon_framework.telemetry.metrics import registry_of
+from ergon_framework.telemetry.metrics import get_registry
 
 
-class Moody(MemoryConnector):
-    """A queue that cannot always be asked."""
+class FlakyQueue(MemoryConnector):
+    """A queue that is sometimes unavailable."""
 
-    away = False
+    is_unavailable = False
 
     def depth(self):
-        if self.away:
+        if self.is_unavailable:
             raise OSError("no line")
         return super().depth()
 
 
-def task_of(name, flavour, connector):
-    if flavour == "sync":
+def make_task(name, variant, connector):
+    if variant == "sync":
 
         def handle(order): ...
     else:
@@ -37,64 +37,64 @@ def task_of(name, flavour, connector):
     return consumer(connector, name=name)(handle)
 
 
-def depth(name):
+def read_depth(name):
     return {
         labels["ergon.queue.state"]: value
-        for labels, value in registry_of().read(names.QUEUE_DEPTH)
+        for labels, value in get_registry().read(names.QUEUE_DEPTH)
         if labels["ergon.task"] == name
     }
 
 
-def until(condition):
-    end = time.monotonic() + 20
+def wait_until(condition):
+    deadline = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def during(task, every, act):
-    """Do *act* while the queue of *task* is looked at."""
+def run_during(task, interval, action):
+    """Run *act* while the depth of the queue of *task* is measured."""
     if asyncio.iscoroutinefunction(type(task).process_transaction):
 
         async def run():
-            async with measured_async(task, every):
-                await asyncio.to_thread(act)
+            async with publish_depth_async(task, interval):
+                await asyncio.to_thread(action)
 
         asyncio.run(run())
         return
-    with measured(task, every):
-        act()
+    with publish_depth(task, interval):
+        action()
 
 
 @pytest.mark.spec("RUN-04")
-@pytest.mark.parametrize("flavour", ["sync", "async"])
-def test_the_depth_is_told_while_the_task_runs_unknown_while_nobody_answers_and_gone_at_the_end(flavour, request):
+@pytest.mark.parametrize("variant", ["sync", "async"])
+def test_depth_is_published_during_the_run_unknown_during_outages_and_removed_at_the_end(variant, request):
     name = request.node.name
-    connector = Moody("orders")
+    connector = FlakyQueue("orders")
     connector.dispatch([Transaction(f"o-{number}") for number in range(3)])
-    task = task_of(name, flavour, connector)
+    task = make_task(name, variant, connector)
 
-    def act():
-        until(lambda: depth(name) == {"ready": 3, "delayed": 0, "in_flight": 0, "dead": 0})
-        connector.away = True
-        until(lambda: depth(name) == {})
-        connector.away = False
-        until(lambda: depth(name) != {})
+    def change_availability():
+        wait_until(lambda: read_depth(name) == {"ready": 3, "delayed": 0, "in_flight": 0, "dead": 0})
+        connector.is_unavailable = True
+        wait_until(lambda: read_depth(name) == {})
+        connector.is_unavailable = False
+        wait_until(lambda: read_depth(name) != {})
 
-    during(task, 0.01, act)
-    until(lambda: depth(name) == {})
+    run_during(task, 0.01, change_availability)
+    wait_until(lambda: read_depth(name) == {})
 
 
-@pytest.mark.parametrize("flavour", ["sync", "async"])
-def test_nobody_looks_unless_told_to(flavour, request):
-    connector = Moody("orders")
+@pytest.mark.parametrize("variant", ["sync", "async"])
+def test_depth_is_not_measured_without_an_interval(variant, request):
+    connector = FlakyQueue("orders")
     connector.depth = lambda: pytest.fail("somebody has looked")
-    during(task_of(request.node.name, flavour, connector), None, lambda: None)
+    run_during(make_task(request.node.name, variant, connector), None, lambda: None)
 
 
-def test_of_a_queue_the_first_process_looks_and_of_a_log_each_and_of_a_relay_the_relay_itself():
-    queue = task_of("a", "sync", MemoryConnector("orders"))
-    log = task_of("b", "sync", MemoryLog("orders"))
-    assert [looks(queue, number=number) for number in (None, 1, 2)] == [True, True, False]
-    assert [looks(log, number=number) for number in (None, 1, 2)] == [True, True, True]
-    assert not looks(relay(MemoryConnector("a"), MemoryConnector("b")), number=None)
+def test_only_the_first_process_measures_a_queue_every_process_a_log_and_none_a_relay():
+    queue = make_task("a", "sync", MemoryConnector("orders"))
+    log = make_task("b", "sync", MemoryLog("orders"))
+    assert [should_measure(queue, number=number) for number in (None, 1, 2)] == [True, True, False]
+    assert [should_measure(log, number=number) for number in (None, 1, 2)] == [True, True, True]
+    assert not should_measure(relay(MemoryConnector("a"), MemoryConnector("b")), number=None)

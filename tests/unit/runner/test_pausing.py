@@ -1,4 +1,4 @@
-"""Pauses of the fleet where there is nobody to hear them from."""
+"""Fleet pauses where no notification can arrive."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from ergon_framework.runner.pausing import pausable
-from tests.log_events import event_of
+from ergon_framework.runner.pausing import pause_gates
+from tests.log_events import get_event
 
 
-def found(dsn="postgresql://nowhere", wanted=True):
-    return SimpleNamespace(postgres=SimpleNamespace(dsn=dsn), run=SimpleNamespace(pausable=wanted))
+def make_settings(dsn="postgresql://nowhere", is_pausable=True):
+    return SimpleNamespace(postgres=SimpleNamespace(dsn=dsn), run=SimpleNamespace(pausable=is_pausable))
 
 
-@pytest.mark.parametrize("settings", [found(dsn=None), found(wanted=False)], ids=["no database", "not wanted"])
-def test_there_is_no_gate_where_nobody_can_or_shall_be_heard(settings, caplog):
-    with pausable(SimpleNamespace(name="charge"), settings) as gates:
+@pytest.mark.parametrize(
+    "settings", [make_settings(dsn=None), make_settings(is_pausable=False)], ids=["no database", "not wanted"]
+)
+def test_there_is_no_gate_without_a_database_or_when_pauses_are_disabled(settings, caplog):
+    with pause_gates(SimpleNamespace(name="charge"), settings) as gates:
         assert gates == ()
     assert not caplog.records
 
@@ -28,9 +30,9 @@ def test_a_worker_without_the_library_runs_and_says_that_pauses_do_not_reach_it(
     for module in [name for name in sys.modules if name.startswith("ergon_framework.connectors.postgres")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    with caplog.at_level(logging.WARNING), pausable(SimpleNamespace(name="charge"), found()) as gates:
+    with caplog.at_level(logging.WARNING), pause_gates(SimpleNamespace(name="charge"), make_settings()) as gates:
         assert gates == ()
     (record,) = caplog.records
-    assert event_of(record) == "pauses unheard"
+    assert get_event(record) == "pauses unheard"
     assert record.task == "charge"
     assert "ergon-framework[postgres]" in record.error

@@ -11,299 +11,304 @@ from threading import Event, Thread, Timer
 import pytest
 
 from ergon_framework import ConfigurationError, ConsumerPolicy, MemoryConnector, Transaction, consumer
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.runner import leaving
-from ergon_framework.runner.exits import Exit
-from ergon_framework.runner.health import Health
-from ergon_framework.runner.leaving import flush, guard, leave
-from ergon_framework.runner.process import Ended, Order, Process
-from ergon_framework.runner.stages import Stage
-from ergon_framework.runner.stopping import Stopping
-from ergon_framework.runner.telling import Teller
-from ergon_framework.task.report import End, Report
+from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.health import ProcessHealth
+from ergon_framework.runner.leaving import exit_process, flush_telemetry, force_exit_at_deadline
+from ergon_framework.runner.process import ParentCommand, Process, RunResult
+from ergon_framework.runner.stages import ShutdownStage
+from ergon_framework.runner.stopping import StopRequest
+from ergon_framework.runner.telling import BackgroundCaller
+from ergon_framework.task.report import Report, StopReason
 
 
-def rules(**loop):
+def make_policy(**loop):
     return ConsumerPolicy.load({"loop": {"concurrency": {"value": 1}, **loop}})
 
 
-def made(flavour, body, **options):
+def make_task(variant, action, **options):
     queue = MemoryConnector("orders")
     queue.dispatch([Transaction("order-1"), Transaction("order-2")])
 
     def handle(order):
-        body()
+        action()
 
     async def handle_async(order):
-        body()
+        action()
 
-    return consumer(queue, **options)(handle if flavour == "def" else handle_async)
+    return consumer(queue, **options)(handle if variant == "def" else handle_async)
 
 
 @pytest.fixture(params=["def", "async def"])
-def flavour(request):
+def variant(request):
     return request.param
 
 
-def test_a_run_ends_when_the_queue_is_empty(flavour):
-    ended = Process(made(flavour, lambda: None), rules()).run()
-    assert (ended.exit, ended.report.end, ended.report.finished) == (Exit.OK, End.EMPTY, 2)
-    assert not ended.left_behind
+def test_a_run_ends_when_the_queue_is_empty(variant):
+    result = Process(make_task(variant, lambda: None), make_policy()).run()
+    assert (result.exit, result.report.end, result.report.finished) == (RunExit.OK, StopReason.EMPTY, 2)
+    assert not result.has_abandoned_work
 
 
 @pytest.mark.spec("CON-36")
-def test_a_signal_stops_the_loop_and_gives_the_handlers_back(flavour):
-    before = signal.getsignal(signal.SIGTERM)
-    told = Event()
-    task = made(flavour, lambda: (os.kill(os.getpid(), signal.SIGTERM), told.wait(10)))
-    ended = Process(task, rules(streaming=True), on_signal=lambda *_: told.set()).run()
-    assert (ended.exit, ended.report.end, ended.report.started) == (Exit.OK, End.STOP, 1)
-    assert signal.getsignal(signal.SIGTERM) is before
+def test_a_signal_stops_the_loop_and_restores_the_signal_handlers(variant):
+    previous_handler = signal.getsignal(signal.SIGTERM)
+    signalled = Event()
+    task = make_task(variant, lambda: (os.kill(os.getpid(), signal.SIGTERM), signalled.wait(10)))
+    result = Process(task, make_policy(streaming=True), on_signal=lambda *_: signalled.set()).run()
+    assert (result.exit, result.report.end, result.report.started) == (RunExit.OK, StopReason.STOP, 1)
+    assert signal.getsignal(signal.SIGTERM) is previous_handler
 
 
 @pytest.mark.spec("CON-46")
-def test_a_body_that_stays_is_left_behind():
-    body = Event()
-    told = lambda *_: None  # noqa: E731 - a listener that has nothing to say
+def test_a_handler_call_that_does_not_exit_is_abandoned():
+    release = Event()
+    on_signal = lambda *_: None  # noqa: E731 - a listener that has nothing to say
     try:
-        task = made("def", lambda: (os.kill(os.getpid(), signal.SIGTERM), body.wait()))
-        ended = Process(task, rules(drain_timeout=0.05), on_signal=told).run()
-        assert (ended.exit, ended.left_behind) == (Exit.LEFT_BEHIND, True)
+        task = make_task("def", lambda: (os.kill(os.getpid(), signal.SIGTERM), release.wait()))
+        result = Process(task, make_policy(drain_timeout=0.05), on_signal=on_signal).run()
+        assert (result.exit, result.has_abandoned_work) == (RunExit.LEFT_BEHIND, True)
     finally:
-        body.set()
+        release.set()
 
 
 @pytest.mark.spec("CON-46")
-def test_a_task_that_does_not_end_is_left_without_it():
-    body = Event()
+def test_a_task_that_does_not_end_forces_the_exit():
+    release = Event()
     try:
-        task = made("async def", lambda: (os.kill(os.getpid(), signal.SIGTERM), body.wait()))
-        ended = Process(task, rules(drain_timeout=0.0)).run()
-        assert (ended.exit, ended.report) == (Exit.FORCED, None)
+        task = make_task("async def", lambda: (os.kill(os.getpid(), signal.SIGTERM), release.wait()))
+        result = Process(task, make_policy(drain_timeout=0.0)).run()
+        assert (result.exit, result.report) == (RunExit.FORCED, None)
     finally:
-        body.set()
+        release.set()
 
 
-def test_an_error_of_the_lifespan_is_handed_on(flavour):
-    def broken():
+def test_an_error_of_the_lifespan_fails_the_run(variant):
+    def fail_startup():
         raise OSError("no pool")
 
-    ended = Process(made(flavour, lambda: None, lifespan=broken), rules()).run()
-    assert (ended.exit, repr(ended.error)) == (Exit.FAILED, "OSError('no pool')")
+    result = Process(make_task(variant, lambda: None, lifespan=fail_startup), make_policy()).run()
+    assert (result.exit, repr(result.error)) == (RunExit.FAILED, "OSError('no pool')")
 
 
-def test_the_time_of_a_loop_is_its_report_and_its_error(flavour):
-    ended = Process(made(flavour, lambda: None), rules(streaming=True, timeout=0.05)).run()
-    assert (ended.exit, ended.report.end) == (Exit.TIMEOUT, End.TIMEOUT)
+def test_a_loop_timeout_has_a_report_and_its_own_exit_code(variant):
+    result = Process(make_task(variant, lambda: None), make_policy(streaming=True, timeout=0.05)).run()
+    assert (result.exit, result.report.end) == (RunExit.TIMEOUT, StopReason.TIMEOUT)
 
 
-class Stopped:
+class StoppableTask:
     def __init__(self, error=None):
-        self.times = 0
+        self.stop_count = 0
         self._error = error
 
     def stop(self):
-        self.times += 1
+        self.stop_count += 1
         if self._error is not None:
             raise self._error
 
 
 @pytest.mark.spec("CON-36")
-def test_a_stop_that_comes_before_the_loop_is_told_once_at_its_gate():
-    task = Stopped()
-    stopping = Stopping(task)
-    stopping.ask()
-    assert task.times == 0
-    assert stopping.gate().because == "the process is stopping"
-    assert stopping.gate() is not None
-    assert task.times == 1
+def test_a_stop_before_the_loop_stops_it_once_at_its_gate():
+    task = StoppableTask()
+    request = StopRequest(task)
+    request.stop()
+    assert task.stop_count == 0
+    assert request.gate().reason == "the process is stopping"
+    assert request.gate() is not None
+    assert task.stop_count == 1
 
 
-def test_a_stop_while_the_loop_runs_is_told_at_once_and_again_when_asked_again():
-    task = Stopped()
-    stopping = Stopping(task)
-    assert stopping.gate() is None
-    stopping.ask()
-    stopping.ask()
-    assert task.times == 2
+def test_every_stop_request_during_the_loop_stops_it_immediately():
+    task = StoppableTask()
+    request = StopRequest(task)
+    assert request.gate() is None
+    request.stop()
+    request.stop()
+    assert task.stop_count == 2
 
 
-def test_an_event_loop_that_is_closed_needs_no_stop():
-    stopping = Stopping(Stopped(RuntimeError("Event loop is closed")))
-    stopping.gate()
-    stopping.ask()
+def test_a_stop_after_the_event_loop_closed_is_ignored():
+    request = StopRequest(StoppableTask(RuntimeError("Event loop is closed")))
+    request.gate()
+    request.stop()
 
 
-# -- leaving --------------------------------------------------------------------------------------
+# -- exit -----------------------------------------------------------------------------------------
 
 
-def test_the_guard_leaves_at_the_deadline_with_the_code():
-    left = []
-    guard(Ended(Report(), deadline=time.monotonic()), leave=left.append).join(10)
-    assert left == [Exit.OK]
+def test_the_force_exit_timer_exits_at_the_deadline_with_the_code():
+    exit_codes = []
+    force_exit_at_deadline(RunResult(Report(), deadline=time.monotonic()), force_exit=exit_codes.append).join(10)
+    assert exit_codes == [RunExit.OK]
 
 
-def test_who_left_nothing_behind_leaves_as_programs_do():
-    assert leave(Ended(Report())) == Exit.OK
+def test_without_abandoned_work_the_exit_is_normal():
+    assert exit_process(RunResult(Report())) == RunExit.OK
 
 
-def test_who_left_something_behind_does_not_wait_for_it(monkeypatch, capsys):
-    left = []
-    monkeypatch.setattr(os, "_exit", left.append)
+def test_with_abandoned_work_the_exit_does_not_wait(monkeypatch, capsys):
+    exit_codes = []
+    monkeypatch.setattr(os, "_exit", exit_codes.append)
     monkeypatch.setattr(leaving.logging, "shutdown", lambda: None)
-    leave(Ended(Report(abandoned=1), deadline=time.monotonic() + 10))
-    assert left == [Exit.LEFT_BEHIND]
+    exit_process(RunResult(Report(abandoned=1), deadline=time.monotonic() + 10))
+    assert exit_codes == [RunExit.LEFT_BEHIND]
 
 
-class Provider:
-    def __init__(self, flushing):
-        self.force_flush = flushing
+class TelemetryProvider:
+    def __init__(self, force_flush):
+        self.force_flush = force_flush
 
 
-def test_telemetry_is_flushed_within_the_time_that_is_left(monkeypatch):
-    given = []
+def test_telemetry_is_flushed_within_the_remaining_time(monkeypatch):
+    timeouts = []
     trace = type(sys)("trace")
-    trace.get_tracer_provider = lambda: Provider(given.append)
+    trace.get_tracer_provider = lambda: TelemetryProvider(timeouts.append)
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", trace)
     monkeypatch.delitem(sys.modules, "opentelemetry.metrics", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry._logs", type(sys)("logs"))
-    flush(Ended(Report(), deadline=time.monotonic() + 2))
-    (millis,) = given
-    assert 0 < millis <= 2000
+    flush_telemetry(RunResult(Report(), deadline=time.monotonic() + 2))
+    (timeout_ms,) = timeouts
+    assert 0 < timeout_ms <= 2000
 
 
-def test_an_exporter_that_hangs_or_fails_holds_nobody(monkeypatch):
-    hung = Event()
+def test_an_exporter_that_hangs_or_fails_does_not_block_the_exit(monkeypatch):
+    release = Event()
     trace, metrics = type(sys)("trace"), type(sys)("metrics")
-    trace.get_tracer_provider = lambda: Provider(lambda _: hung.wait())
-    metrics.get_meter_provider = lambda: Provider(lambda _: 1 / 0)
+    trace.get_tracer_provider = lambda: TelemetryProvider(lambda _: release.wait())
+    metrics.get_meter_provider = lambda: TelemetryProvider(lambda _: 1 / 0)
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", trace)
     monkeypatch.setitem(sys.modules, "opentelemetry.metrics", metrics)
-    flush(Ended(Report(), deadline=time.monotonic() + 0.05))
-    hung.set()
+    flush_telemetry(RunResult(Report(), deadline=time.monotonic() + 0.05))
+    release.set()
 
 
-def test_a_task_that_is_set_up_wrongly_is_a_usage_error(flavour):
-    def broken():
+def test_a_configuration_error_of_the_task_is_a_usage_error(variant):
+    def fail_startup():
         raise ConfigurationError("no such service")
 
-    ended = Process(made(flavour, lambda: None, lifespan=broken), rules()).run()
-    assert ended.exit is Exit.USAGE
+    result = Process(make_task(variant, lambda: None, lifespan=fail_startup), make_policy()).run()
+    assert result.exit is RunExit.USAGE
 
 
-# -- orders, stages and health --------------------------------------------------------------------
+# -- commands, stages and health ------------------------------------------------------------------
 
 
-def stages_of(process_of):
-    """The stages that a process goes through, and the process."""
+def make_recorded_process(make_process):
+    """Return the process and the list of its stages."""
     stages = []
-    return process_of(stages.append), stages
+    return make_process(stages.append), stages
 
 
-def told_all(stages, last):
-    until = time.monotonic() + 10
-    while last not in stages and time.monotonic() < until:
+def wait_for_stage(stages, expected_stage):
+    deadline = time.monotonic() + 10
+    while expected_stage not in stages and time.monotonic() < deadline:
         time.sleep(0.01)
     return [stage.value for stage in stages]
 
 
 @pytest.mark.spec("RUN-01", "CON-36")
-def test_an_order_to_stop_is_a_drain_and_every_stage_is_told_in_order(flavour):
-    process, stages = stages_of(
-        lambda told: Process(
-            made(flavour, lambda: (process.order(Order.STOP), told_all(stages, Stage.DRAINING))),
-            rules(streaming=True),
-            on_stage=told,
+def test_a_stop_command_drains_and_every_stage_is_reported_in_order(variant):
+    process, stages = make_recorded_process(
+        lambda record_stage: Process(
+            make_task(
+                variant,
+                lambda: (process.handle_command(ParentCommand.STOP), wait_for_stage(stages, ShutdownStage.DRAINING)),
+            ),
+            make_policy(streaming=True),
+            on_stage=record_stage,
             supervised=True,
         )
     )
-    ended = process.run()
-    assert (ended.exit, ended.report.end, ended.report.started) == (Exit.OK, End.STOP, 1)
-    assert told_all(stages, Stage.LEAVING) == ["draining", "leaving"]
+    result = process.run()
+    assert (result.exit, result.report.end, result.report.started) == (RunExit.OK, StopReason.STOP, 1)
+    assert wait_for_stage(stages, ShutdownStage.LEAVING) == ["draining", "leaving"]
 
 
 @pytest.mark.spec("RUN-01", "CON-36")
-def test_when_the_drain_is_over_what_is_left_is_released():
-    body = Event()
+def test_after_the_drain_remaining_claims_are_released():
+    release = Event()
     try:
-        process, stages = stages_of(
-            lambda told: Process(
-                made("def", lambda: (process.order(Order.STOP), body.wait())), rules(drain_timeout=0.2), on_stage=told
+        process, stages = make_recorded_process(
+            lambda record_stage: Process(
+                make_task("def", lambda: (process.handle_command(ParentCommand.STOP), release.wait())),
+                make_policy(drain_timeout=0.2),
+                on_stage=record_stage,
             )
         )
-        assert process.run().exit is Exit.LEFT_BEHIND
-        assert told_all(stages, Stage.LEAVING) == ["draining", "releasing", "leaving"]
+        assert process.run().exit is RunExit.LEFT_BEHIND
+        assert wait_for_stage(stages, ShutdownStage.LEAVING) == ["draining", "releasing", "leaving"]
     finally:
-        body.set()
+        release.set()
 
 
 @pytest.mark.spec("RUN-01", "CON-36")
-def test_who_does_not_leave_is_told_as_killed():
-    body = Event()
+def test_a_process_that_does_not_exit_is_reported_as_killed():
+    release = Event()
     try:
-        process, stages = stages_of(
-            lambda told: Process(
-                made("async def", lambda: (process.order(Order.STOP), body.wait())),
-                rules(drain_timeout=0.0),
-                on_stage=told,
+        process, stages = make_recorded_process(
+            lambda record_stage: Process(
+                make_task("async def", lambda: (process.handle_command(ParentCommand.STOP), release.wait())),
+                make_policy(drain_timeout=0.0),
+                on_stage=record_stage,
             )
         )
-        assert process.run().exit is Exit.FORCED
-        assert told_all(stages, Stage.KILLED) == ["draining", "releasing", "killed"]
+        assert process.run().exit is RunExit.FORCED
+        assert wait_for_stage(stages, ShutdownStage.KILLED) == ["draining", "releasing", "killed"]
     finally:
-        body.set()
+        release.set()
 
 
 @pytest.mark.spec("RUN-01", "CON-36")
-def test_an_order_to_hurry_ends_the_drain_even_if_it_is_the_first(flavour):
-    body = Event()
+def test_a_stop_now_command_ends_the_drain_even_as_the_first_command(variant):
+    release = Event()
     try:
-        task = made("def", lambda: (process.order(Order.HURRY), body.wait()))
-        process = Process(task, rules(drain_timeout=60.0), supervised=True)
-        began = time.monotonic()
-        assert process.run().exit is Exit.LEFT_BEHIND
-        assert time.monotonic() - began < 10
+        task = make_task("def", lambda: (process.handle_command(ParentCommand.STOP_NOW), release.wait()))
+        process = Process(task, make_policy(drain_timeout=60.0), supervised=True)
+        started_at = time.monotonic()
+        assert process.run().exit is RunExit.LEFT_BEHIND
+        assert time.monotonic() - started_at < 10
     finally:
-        body.set()
+        release.set()
 
 
 @pytest.mark.spec("RUN-01", "CON-36")
-def test_with_a_parent_a_second_signal_hurries_nobody():
-    heard, go = [], Event()
+def test_with_a_parent_a_second_signal_does_not_shorten_the_drain():
+    signal_counts, second_signal = [], Event()
 
-    def told(signal_, times):
-        heard.append(times)
-        if times == 2:
-            go.set()
+    def record_signal(signal_, count):
+        signal_counts.append(count)
+        if count == 2:
+            second_signal.set()
         else:
             os.kill(os.getpid(), signal.SIGINT)
 
-    task = made("def", lambda: (os.kill(os.getpid(), signal.SIGTERM), go.wait(10)))
-    ended = Process(task, rules(drain_timeout=60.0), on_signal=told, supervised=True).run()
-    assert (ended.exit, ended.report.counts["succeeded"], heard) == (Exit.OK, 1, [1, 2])
+    task = make_task("def", lambda: (os.kill(os.getpid(), signal.SIGTERM), second_signal.wait(10)))
+    result = Process(task, make_policy(drain_timeout=60.0), on_signal=record_signal, supervised=True).run()
+    assert (result.exit, result.report.counts["succeeded"], signal_counts) == (RunExit.OK, 1, [1, 2])
 
 
 @pytest.mark.spec("RUN-02")
-def test_health_follows_the_run(flavour):
-    seen = []
-    task = made(flavour, lambda: seen.append(process.health()))
-    process = Process(task, rules(limit=1), blocked=60.0)
-    assert process.health() == Health(live=True, ready=False, reasons=("starting",))
+def test_health_follows_the_run(variant):
+    observed = []
+    task = make_task(variant, lambda: observed.append(process.health()))
+    process = Process(task, make_policy(limit=1), blocked=60.0)
+    assert process.health() == ProcessHealth(live=True, ready=False, reasons=("starting",))
     process.run()
-    assert seen == [Health(live=True, ready=True)]
-    assert process.health() == Health(live=True, ready=False, reasons=("stopping: leaving",))
+    assert observed == [ProcessHealth(live=True, ready=True)]
+    assert process.health() == ProcessHealth(live=True, ready=False, reasons=("stopping: leaving",))
 
 
 @pytest.mark.spec("RUN-02")
-def test_a_process_whose_slots_are_all_held_is_not_live():
-    body, found = Event(), []
+def test_a_process_whose_slots_are_all_blocked_is_not_live():
+    release, observed = Event(), []
 
-    def look():
-        until = time.monotonic() + 10
-        while process.health().live and time.monotonic() < until:
+    def observe_health():
+        deadline = time.monotonic() + 10
+        while process.health().live and time.monotonic() < deadline:
             time.sleep(0.01)
-        found.append(process.health())
-        process.order(Order.STOP)
+        observed.append(process.health())
+        process.handle_command(ParentCommand.STOP)
 
     policy = ConsumerPolicy.load(
         {
@@ -312,71 +317,71 @@ def test_a_process_whose_slots_are_all_held_is_not_live():
         }
     )
     try:
-        process = Process(made("def", body.wait), policy)
-        Thread(target=look, daemon=True).start()
+        process = Process(make_task("def", release.wait), policy)
+        Thread(target=observe_health, daemon=True).start()
         process.run()
     finally:
-        body.set()
-    assert (found[0].live, found[0].ready) == (False, False)
-    assert "every slot is held by a handler that timed out" in found[0].reasons[0]
+        release.set()
+    assert (observed[0].live, observed[0].ready) == (False, False)
+    assert "every slot is held by a handler that timed out" in observed[0].reasons[0]
 
 
 @pytest.mark.spec("RUN-02")
-def test_a_process_whose_event_loop_is_held_is_not_live_and_says_what_holds_it():
-    found = []
+def test_a_process_whose_event_loop_is_blocked_is_not_live_and_names_the_cause():
+    observed = []
 
-    def look():
-        until = time.monotonic() + 10
-        while process.health().live and time.monotonic() < until:
+    def observe_health():
+        deadline = time.monotonic() + 10
+        while process.health().live and time.monotonic() < deadline:
             time.sleep(0.01)
-        found.append(process.health())
+        observed.append(process.health())
 
-    process = Process(made("async def", look), rules(limit=1), blocked=0.1)
+    process = Process(make_task("async def", observe_health), make_policy(limit=1), blocked=0.1)
     process.run()
-    assert (found[0].live, found[0].ready) == (False, False)
-    assert "by process of handle_async, in " in found[0].reasons[0]
+    assert (observed[0].live, observed[0].ready) == (False, False)
+    assert "by process of handle_async, in " in observed[0].reasons[0]
 
 
-class Away(MemoryConnector):
-    """Has no line until it is let go."""
+class DisconnectedQueue(MemoryConnector):
+    """A queue without a connection until it is released."""
 
     def __init__(self):
         super().__init__("orders")
-        self.found = Event()
+        self.connected = Event()
 
     def fetch_transactions(self, batch_size, **extra):
-        if not self.found.is_set():
-            raise ConnectionLost("no line to db:5432, password=hidden")
+        if not self.connected.is_set():
+            raise ConnectionLostError("no line to db:5432, password=hidden")
         return super().fetch_transactions(batch_size, **extra)
 
 
 @pytest.mark.spec("RUN-02")
-def test_a_process_without_a_line_to_its_broker_is_live_but_not_ready():
-    found = []
+def test_a_process_without_a_connection_to_its_broker_is_live_but_not_ready():
+    observed = []
 
-    def look():
+    def observe_health():
         for ready in (False, True):
-            until = time.monotonic() + 10
-            while (seen := process.health()).reasons == ("starting",) or (seen.ready is not ready):
-                if time.monotonic() > until:
+            deadline = time.monotonic() + 10
+            while (health := process.health()).reasons == ("starting",) or (health.ready is not ready):
+                if time.monotonic() > deadline:
                     break
                 time.sleep(0.01)
-            found.append(seen)
-            queue.found.set()
-        process.order(Order.STOP)
+            observed.append(health)
+            queue.connected.set()
+        process.handle_command(ParentCommand.STOP)
 
-    queue = Away()
+    queue = DisconnectedQueue()
     policy = ConsumerPolicy.load({"loop": {"streaming": True}, "steps": {"fetch": {"retry": {"backoff": 0.01}}}})
     process = Process(consumer(queue)(lambda order: None), policy)
-    Thread(target=look, daemon=True).start()
+    Thread(target=observe_health, daemon=True).start()
     process.run()
-    why = "the connector cannot be read: ConnectionLost: no line to db:5432, password=[hidden]"
-    away = Health(live=True, ready=False, reasons=(why,))
-    assert found == [away, Health(live=True, ready=True)]
+    reason = "the connector cannot be read: ConnectionLostError: no line to db:5432, password=[hidden]"
+    unavailable = ProcessHealth(live=True, ready=False, reasons=(reason,))
+    assert observed == [unavailable, ProcessHealth(live=True, ready=True)]
 
 
-class Unopened(MemoryConnector):
-    """Cannot be opened until it is let go."""
+class UnopenableQueue(MemoryConnector):
+    """A queue that cannot be opened until it is released."""
 
     def __init__(self):
         super().__init__("orders")
@@ -386,7 +391,7 @@ class Unopened(MemoryConnector):
     def open(self):
         self.attempts += 1
         if not self.available.is_set():
-            raise ConnectionLost("the disk of the database is full, password=hidden")
+            raise ConnectionLostError("the disk of the database is full, password=hidden")
 
     async def open_async(self):
         self.open()
@@ -395,111 +400,111 @@ class Unopened(MemoryConnector):
 async def handle_async(order): ...
 
 
-OPENING = ConsumerPolicy.load({"loop": {"streaming": True}, "steps": {"fetch": {"retry": {"backoff": 0.01}}}})
-HANDLERS = {"def": lambda order: None, "async def": handle_async}
+OPEN_RETRY_POLICY = ConsumerPolicy.load({"loop": {"streaming": True}, "steps": {"fetch": {"retry": {"backoff": 0.01}}}})
+HANDLERS_BY_VARIANT = {"def": lambda order: None, "async def": handle_async}
 
 
 def wait_for_health(process, reason):
-    until = time.monotonic() + 10
-    while process.health().reasons != reason and time.monotonic() < until:
+    deadline = time.monotonic() + 10
+    while process.health().reasons != reason and time.monotonic() < deadline:
         time.sleep(0.01)
     return process.health()
 
 
 @pytest.mark.spec("SEC-15")
-@pytest.mark.parametrize("flavour", HANDLERS)
-def test_a_start_waits_for_a_server_that_is_unavailable_and_names_the_cause(flavour):
-    queue, found = Unopened(), []
-    process = Process(consumer(queue)(HANDLERS[flavour]), OPENING)
-    why = "the connector cannot be opened: ConnectionLost: the disk of the database is full, password=[hidden]"
+@pytest.mark.parametrize("variant", HANDLERS_BY_VARIANT)
+def test_a_start_waits_for_a_server_that_is_unavailable_and_names_the_cause(variant):
+    queue, observed = UnopenableQueue(), []
+    process = Process(consumer(queue)(HANDLERS_BY_VARIANT[variant]), OPEN_RETRY_POLICY)
+    reason = "the connector cannot be opened: ConnectionLostError: the disk of the database is full, password=[hidden]"
 
-    def look():
-        found.append(wait_for_health(process, (why,)))
+    def observe_health():
+        observed.append(wait_for_health(process, (reason,)))
         queue.available.set()
-        found.append(wait_for_health(process, ()))
-        process.order(Order.STOP)
+        observed.append(wait_for_health(process, ()))
+        process.handle_command(ParentCommand.STOP)
 
-    Thread(target=look, daemon=True).start()
-    ended = process.run()
-    assert (ended.exit, ended.error) == (Exit.OK, None)
-    assert found == [Health(live=True, ready=False, reasons=(why,)), Health(live=True, ready=True)]
+    Thread(target=observe_health, daemon=True).start()
+    result = process.run()
+    assert (result.exit, result.error) == (RunExit.OK, None)
+    assert observed == [ProcessHealth(live=True, ready=False, reasons=(reason,)), ProcessHealth(live=True, ready=True)]
     assert queue.attempts > 1
 
 
 @pytest.mark.spec("SEC-15", "CON-36")
-@pytest.mark.parametrize("flavour", HANDLERS)
-def test_a_stop_ends_a_start_that_waits(flavour):
-    queue = Unopened()
+@pytest.mark.parametrize("variant", HANDLERS_BY_VARIANT)
+def test_a_stop_ends_a_start_that_waits(variant):
+    queue = UnopenableQueue()
     retry = {"backoff": 3600.0, "cap": 0.0}
     loop = {"streaming": True, "drain_timeout": 5.0}
     policy = ConsumerPolicy.load({"loop": loop, "steps": {"fetch": {"retry": retry}}})
-    process = Process(consumer(queue)(HANDLERS[flavour]), policy)
+    process = Process(consumer(queue)(HANDLERS_BY_VARIANT[variant]), policy)
 
-    def look():
-        until = time.monotonic() + 10
-        while process.health().reasons == ("starting",) and time.monotonic() < until:
+    def observe_health():
+        deadline = time.monotonic() + 10
+        while process.health().reasons == ("starting",) and time.monotonic() < deadline:
             time.sleep(0.01)
-        process.order(Order.STOP)
+        process.handle_command(ParentCommand.STOP)
 
-    Thread(target=look, daemon=True).start()
-    ended = process.run()
-    assert (ended.exit, ended.report.end, queue.attempts) == (Exit.OK, End.STOP, 1)
+    Thread(target=observe_health, daemon=True).start()
+    result = process.run()
+    assert (result.exit, result.report.end, queue.attempts) == (RunExit.OK, StopReason.STOP, 1)
 
 
 @pytest.mark.spec("SEC-15")
-@pytest.mark.parametrize("flavour", HANDLERS)
-def test_a_run_that_ends_with_its_queue_does_not_wait_at_its_start(flavour):
-    queue = Unopened()
-    process = Process(consumer(queue)(HANDLERS[flavour]), ConsumerPolicy())
-    limit = Timer(10, process.order, [Order.STOP])
+@pytest.mark.parametrize("variant", HANDLERS_BY_VARIANT)
+def test_a_run_that_ends_with_its_queue_does_not_wait_at_its_start(variant):
+    queue = UnopenableQueue()
+    process = Process(consumer(queue)(HANDLERS_BY_VARIANT[variant]), ConsumerPolicy())
+    limit = Timer(10, process.handle_command, [ParentCommand.STOP])
     limit.start()
-    ended = process.run()
+    result = process.run()
     limit.cancel()
-    assert (ended.exit, type(ended.error), queue.attempts) == (Exit.FAILED, ConnectionLost, 1)
+    assert (result.exit, type(result.error), queue.attempts) == (RunExit.FAILED, ConnectionLostError, 1)
 
 
 @contextmanager
-def life():
+def empty_lifespan():
     yield {}
 
 
 @asynccontextmanager
-async def life_async():
+async def empty_lifespan_async():
     yield {}
 
 
 @pytest.mark.parametrize(
-    "flavour, span, said",
+    "variant, lifespan, message",
     [
-        ("async def", life, "is sync and its handlers are not; declare it with @asynccontextmanager"),
-        ("def", life_async, "is async and its handlers are not; declare it with @contextmanager"),
+        ("async def", empty_lifespan, "is sync and its handlers are not; declare it with @asynccontextmanager"),
+        ("def", empty_lifespan_async, "is async and its handlers are not; declare it with @contextmanager"),
     ],
-    indirect=["flavour"],
+    indirect=["variant"],
 )
-def test_a_lifespan_of_the_other_flavour_is_told_in_words(flavour, span, said):
-    ended = Process(made(flavour, lambda: None, lifespan=span), rules()).run()
-    assert ended.exit is Exit.USAGE
-    assert said in str(ended.error)
+def test_a_lifespan_of_the_other_variant_is_rejected_with_an_explanation(variant, lifespan, message):
+    result = Process(make_task(variant, lambda: None, lifespan=lifespan), make_policy()).run()
+    assert result.exit is RunExit.USAGE
+    assert message in str(result.error)
 
 
-def test_a_type_error_inside_a_lifespan_is_the_users_own(flavour):
-    def broken():
+def test_a_type_error_inside_a_lifespan_is_reported_unchanged(variant):
+    def fail_startup():
         raise TypeError("no pool")
 
-    ended = Process(made(flavour, lambda: None, lifespan=broken), rules()).run()
-    assert (ended.exit, str(ended.error)) == (Exit.FAILED, "no pool")
+    result = Process(make_task(variant, lambda: None, lifespan=fail_startup), make_policy()).run()
+    assert (result.exit, str(result.error)) == (RunExit.FAILED, "no pool")
 
 
-@pytest.mark.parametrize("stage", Stage)
+@pytest.mark.parametrize("stage", ShutdownStage)
 def test_the_guide_lists_every_stage_with_what_happens_in_it(stage):
     guide = Path(__file__).parents[3] / "docs" / "guides" / "run.md"
     assert f"| {stage.value} | {stage.meaning} |" in guide.read_text(encoding="utf-8")
 
 
-def test_a_teller_speaks_in_order_and_survives_what_fails():
-    said, done = [], Event()
-    teller = Teller()
-    for call in (lambda: said.append(1), lambda: 1 / 0, lambda: said.append(2), done.set):
-        teller.tell(call)
+def test_a_background_caller_runs_calls_in_order_and_continues_after_errors():
+    results, done = [], Event()
+    caller = BackgroundCaller()
+    for call in (lambda: results.append(1), lambda: 1 / 0, lambda: results.append(2), done.set):
+        caller.call(call)
     assert done.wait(10)
-    assert said == [1, 2]
+    assert results == [1, 2]

@@ -16,9 +16,9 @@ from ergon_framework.connectors.base import AsyncConnector, Capabilities, Connec
 from ergon_framework.connectors.deadletters import DeadLetterQuery
 from ergon_framework.errors import MissingExtraError
 from ergon_framework.runner import queues
-from ergon_framework.runner.exits import Exit
+from ergon_framework.runner.exits import RunExit
 from ergon_framework.runner.loading import load_connector
-from ergon_framework.runner.settings import settings
+from ergon_framework.runner.settings import load_settings
 from ergon_framework.task.mixins.consumer import ConsumerMixin
 
 
@@ -30,36 +30,38 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def memory():
-    """An address that no other test has."""
+def memory_url():
+    """Return an address that no other test has."""
     return f"memory://{uuid4().hex}"
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    """Have entry points as if a package were installed."""
+def register_scheme(monkeypatch):
+    """Return a function that registers entry points as if a package were installed."""
 
     def register(scheme, value):
-        found = [EntryPoint(name=scheme, value=value, group=schemes.GROUP)]
-        monkeypatch.setattr(schemes, "entry_points", lambda *, group: found if group == schemes.GROUP else [])
+        installed = [EntryPoint(name=scheme, value=value, group=schemes.ENTRY_POINT_GROUP)]
+        monkeypatch.setattr(
+            schemes, "entry_points", lambda *, group: installed if group == schemes.ENTRY_POINT_GROUP else []
+        )
 
     return register
 
 
-def say(folder, name, url, more=""):
+def write_settings(folder, name, url, more=""):
     (folder / "ergon.toml").write_text(f'[queues.{name}]\nurl = "{url}"\n{more}', encoding="utf-8")
 
 
-def refusal(name="orders", **options):
+def get_error(name="orders", **options):
     with pytest.raises(ConfigurationError) as caught:
         _ = queue(name, **options).connector
     return str(caught.value)
 
 
-# -- one line moves a handler ------------------------------------------------------------------------
+# -- one setting moves a handler ---------------------------------------------------------------------
 
 
-HANDLER = """
+HANDLER_SOURCE = """
 from ergon_framework import consumer, queue
 
 orders = queue("orders")
@@ -73,32 +75,32 @@ seen = []
 
 
 @pytest.fixture
-def handler(folder, monkeypatch, request):
-    """The same module, imported anew as a new process would."""
+def import_handler(folder, monkeypatch, request):
+    """Import the same module again, as a new process would."""
     name = f"moved_{uuid4().hex}"
-    (folder / f"{name}.py").write_text(HANDLER.format(flavour=request.param), encoding="utf-8")
+    (folder / f"{name}.py").write_text(HANDLER_SOURCE.format(flavour=request.param), encoding="utf-8")
     monkeypatch.syspath_prepend(str(folder))
 
-    def fresh():
+    def import_again():
         sys.modules.pop(name, None)
         return __import__(name)
 
-    return fresh
+    return import_again
 
 
 @pytest.mark.spec("CNN-01")
-@pytest.mark.parametrize("handler", ["def", "async def"], indirect=True)
-def test_one_changed_line_moves_a_handler_to_another_broker(folder, handler, database, memory):
-    for number, url in enumerate([memory, database, f"{memory}-2", database]):
-        say(folder, "orders", url)
-        module = handler()
+@pytest.mark.parametrize("import_handler", ["def", "async def"], indirect=True)
+def test_one_changed_line_moves_a_handler_to_another_broker(folder, import_handler, database, memory_url):
+    for number, url in enumerate([memory_url, database, f"{memory_url}-2", database]):
+        write_settings(folder, "orders", url)
+        module = import_handler()
         module.orders.dispatch([Transaction(f"order-{number}", {"total": number})])
         report = module.charge.run()
         if asyncio.iscoroutine(report):
             asyncio.run(report)
         assert module.seen == [f"order-{number}"]
-        wanted = "MemoryConnector" if url.startswith("memory") else "PostgresQueue"
-        assert type(module.orders.connector).__name__ == wanted
+        expected = "MemoryConnector" if url.startswith("memory") else "PostgresQueue"
+        assert type(module.orders.connector).__name__ == expected
         module.orders.close()
 
 
@@ -110,57 +112,57 @@ def test_nothing_is_read_before_the_queue_is_used(folder):
         pass
 
     assert (orders.name, repr(orders), charge.connector) == ("orders", "queue('orders')", orders)
-    assert "[queues.orders]" in refusal()
+    assert "[queues.orders]" in get_error()
 
 
-def test_a_task_that_was_given_an_object_has_that_object(folder, memory):
-    say(folder, "orders", memory)
+def test_a_task_keeps_the_connector_object_that_it_receives(folder, memory_url):
+    write_settings(folder, "orders", memory_url)
 
     class Charge(ConsumerMixin, Task):
         def process_transaction(self, transaction):
             pass
 
-    own = MemoryConnector("orders")
-    assert Charge(own).connector is own
-    named = Charge(queue("orders")).connector
-    assert named.connector is not own
+    connector = MemoryConnector("orders")
+    assert Charge(connector).connector is connector
+    named_queue = Charge(queue("orders")).connector
+    assert named_queue.connector is not connector
 
 
-# -- where the settings are ------------------------------------------------------------------------
+# -- location of the settings ----------------------------------------------------------------------
 
 
-def test_the_environment_wins_over_the_file_and_knows_neither_capitals_nor_hyphens(folder, monkeypatch, memory):
-    say(folder, "Orders-EU", "redis://nowhere", "options.lease = 5\n")
-    monkeypatch.setenv("ERGON_QUEUES__ORDERS_EU__URL", memory)
-    found = queue("orders-eu")
-    assert isinstance(found.connector, MemoryConnector)
-    assert found.capabilities.lease == 5
+def test_the_environment_overrides_the_file_ignoring_case_and_hyphens(folder, monkeypatch, memory_url):
+    write_settings(folder, "Orders-EU", "redis://nowhere", "options.lease = 5\n")
+    monkeypatch.setenv("ERGON_QUEUES__ORDERS_EU__URL", memory_url)
+    orders = queue("orders-eu")
+    assert isinstance(orders.connector, MemoryConnector)
+    assert orders.capabilities.lease == 5
 
 
-def test_settings_that_were_chosen_win_over_the_current_folder(folder, memory):
-    say(folder, "orders", "redis://nowhere")
-    other = folder / "other.toml"
-    other.write_text(f'[queues.orders]\nurl = "{memory}"\n', encoding="utf-8")
-    queues.use(settings(other, {}))
+def test_chosen_settings_override_the_current_folder(folder, memory_url):
+    write_settings(folder, "orders", "redis://nowhere")
+    other_file = folder / "other.toml"
+    other_file.write_text(f'[queues.orders]\nurl = "{memory_url}"\n', encoding="utf-8")
+    queues.set_settings(load_settings(other_file, {}))
     assert isinstance(queue("orders").connector, MemoryConnector)
 
 
-def test_options_of_the_settings_win_over_those_of_the_program(folder, memory):
-    say(folder, "orders", memory, "options.lease = 7\n")
+def test_options_of_the_settings_override_those_of_the_program(folder, memory_url):
+    write_settings(folder, "orders", memory_url, "options.lease = 7\n")
     assert queue("orders", lease=3).capabilities.lease == 7
 
 
-def test_an_unknown_queue_says_what_to_write_and_what_is_known(folder, memory):
-    say(folder, "letters", memory)
-    said = refusal("my-orders")
-    assert "[queues.my-orders]" in said
-    assert "ERGON_QUEUES__MY_ORDERS__URL" in said
-    assert "Known are: letters" in said
+def test_the_error_for_an_unknown_queue_names_the_setting_and_the_known_queues(folder, memory_url):
+    write_settings(folder, "letters", memory_url)
+    message = get_error("my-orders")
+    assert "[queues.my-orders]" in message
+    assert "ERGON_QUEUES__MY_ORDERS__URL" in message
+    assert "Known are: letters" in message
 
 
 @pytest.mark.spec("RUN-03")
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ('[queues.orders]\nurk = "a://b"', "did you mean 'queues.orders.url'?"),
         ('[queues.orders]\nurl = "localhost"', "begins with a scheme"),
@@ -170,38 +172,38 @@ def test_an_unknown_queue_says_what_to_write_and_what_is_known(folder, memory):
         ('[queues.orders.options]\npassword = "hidden"', "is named like a secret"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_told_without_secrets(folder, text, said):
+def test_errors_of_the_file_do_not_show_secrets(folder, text, message):
     (folder / "ergon.toml").write_text(text, encoding="utf-8")
-    told = refusal()
-    assert said in told
-    assert "hidden" not in told
+    error = get_error()
+    assert message in error
+    assert "hidden" not in error
 
 
 @pytest.mark.parametrize("broker", ["rabbitmq", "nats", "redis"])
-def test_the_variables_that_connectors_read_by_themselves_are_known(folder, broker):
-    found = settings(environ={f"ERGON_{broker.upper()}__URL": "scheme://host"})
-    assert getattr(found, broker).url == "scheme://host"
+def test_variables_that_connectors_read_themselves_are_accepted(folder, broker):
+    loaded = load_settings(environ={f"ERGON_{broker.upper()}__URL": "scheme://host"})
+    assert getattr(loaded, broker).url == "scheme://host"
 
 
-# -- which connector it is -------------------------------------------------------------------------
+# -- choice of the connector -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "url, said",
+    "url, message",
     [
         ("rabbit://app:hidden@host", "Known are amqp://, amqps://, memory://, nats://, "),
         ("postgresq://app:hidden@host", "did you mean postgresql://?"),
     ],
 )
-def test_an_unknown_scheme_is_refused_with_the_list_of_the_known_ones(monkeypatch, url, said):
+def test_an_unknown_scheme_is_rejected_with_the_list_of_known_schemes(monkeypatch, url, message):
     monkeypatch.setenv("ERGON_QUEUES__ORDERS__URL", url)
-    told = refusal()
-    assert said in told
-    assert "hidden" not in told
+    error = get_error()
+    assert message in error
+    assert "hidden" not in error
 
 
-def test_a_missing_client_is_told_with_the_extra_that_brings_it(folder, monkeypatch):
-    say(folder, "orders", "postgresql://localhost/none")
+def test_a_missing_client_library_is_an_error_that_names_the_extra(folder, monkeypatch):
+    write_settings(folder, "orders", "postgresql://localhost/none")
     for module in [name for name in sys.modules if name.startswith("ergon_framework.connectors.postgres")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "psycopg", None)
@@ -209,27 +211,27 @@ def test_a_missing_client_is_told_with_the_extra_that_brings_it(folder, monkeypa
         _ = queue("orders").connector
 
 
-def test_an_option_of_another_broker_is_refused_by_name(folder, memory):
-    say(folder, "orders", memory, "options.inbox = true\n")
-    assert "has no option 'inbox'; it has lease, clock, wall, codec" in refusal()
-    say(folder, "orders", "postgresql://localhost/none", "options.inbx = true\n")
-    assert "PostgresQueue, has no option 'inbx'; did you mean 'inbox'?" in refusal()
+def test_an_option_of_another_broker_is_rejected_by_name(folder, memory_url):
+    write_settings(folder, "orders", memory_url, "options.inbox = true\n")
+    assert "has no option 'inbox'; it has lease, clock, wall, codec" in get_error()
+    write_settings(folder, "orders", "postgresql://localhost/none", "options.inbx = true\n")
+    assert "PostgresQueue, has no option 'inbx'; did you mean 'inbox'?" in get_error()
 
 
 @pytest.mark.parametrize("url", ["memory://bad", "postgresql://localhost/none"])
 def test_an_option_with_a_wrong_value_is_an_error_of_the_settings(folder, url):
-    say(folder, "orders", url, "options.lease = -1\n")
-    assert "lease must be" in refusal()
+    write_settings(folder, "orders", url, "options.lease = -1\n")
+    assert "lease must be" in get_error()
 
 
-def test_all_in_one_process_who_name_a_queue_in_memory_have_the_same(folder, memory):
-    say(folder, "orders", memory)
+def test_a_memory_queue_is_shared_by_name_within_a_process(folder, memory_url):
+    write_settings(folder, "orders", memory_url)
     queue("orders").dispatch([Transaction("order-1")])
     assert queue("orders").depth().ready == 1
-    assert "with the options []" in refusal(lease=3.0)
+    assert "with the options []" in get_error(lease=3.0)
 
 
-FOREIGN = """
+THIRD_PARTY_SOURCE = """
 from ergon_framework import MemoryConnector
 
 class Foreign(MemoryConnector):
@@ -243,36 +245,40 @@ def no_connector(name, *, url):
 
 
 @pytest.fixture
-def foreign(folder, monkeypatch):
-    """The name of a module of somebody else's."""
+def third_party_module(folder, monkeypatch):
+    """Return the name of a third-party module."""
     name = f"foreign_{uuid4().hex}"
-    (folder / f"{name}.py").write_text(FOREIGN, encoding="utf-8")
+    (folder / f"{name}.py").write_text(THIRD_PARTY_SOURCE, encoding="utf-8")
     monkeypatch.syspath_prepend(str(folder))
     return name
 
 
-def test_a_package_can_register_a_scheme_of_its_own(folder, registered, foreign):
-    registered("Kafka", f"{foreign}:Foreign")
-    say(folder, "orders", "kafka://host", "options.partitions = 3\n")
-    found = queue("orders")
-    assert (type(found.connector).__name__, found.url, found.options) == ("Foreign", "kafka://host", {"partitions": 3})
-    say(folder, "orders", "kafak://host")
-    assert "did you mean kafka://?" in refusal()
+def test_a_package_can_register_its_own_scheme(folder, register_scheme, third_party_module):
+    register_scheme("Kafka", f"{third_party_module}:Foreign")
+    write_settings(folder, "orders", "kafka://host", "options.partitions = 3\n")
+    orders = queue("orders")
+    assert (type(orders.connector).__name__, orders.url, orders.options) == (
+        "Foreign",
+        "kafka://host",
+        {"partitions": 3},
+    )
+    write_settings(folder, "orders", "kafak://host")
+    assert "did you mean kafka://?" in get_error()
 
 
-def test_a_package_that_registers_something_else_is_told_so(folder, registered, foreign):
-    say(folder, "orders", "kafka://host")
-    registered("kafka", f"{foreign}:no_connector")
-    assert "made a str, which is no connector" in refusal()
-    registered("kafka", "nowhere_to_be_found:Foreign")
-    assert "cannot be imported: ModuleNotFoundError" in refusal()
+def test_an_entry_point_that_is_not_a_connector_is_an_error(folder, register_scheme, third_party_module):
+    write_settings(folder, "orders", "kafka://host")
+    register_scheme("kafka", f"{third_party_module}:no_connector")
+    assert "made a str, which is no connector" in get_error()
+    register_scheme("kafka", "nowhere_to_be_found:Foreign")
+    assert "cannot be imported: ModuleNotFoundError" in get_error()
 
 
-# -- it is a connector like any other ---------------------------------------------------------------
+# -- it behaves like any other connector ------------------------------------------------------------
 
 
-def test_every_method_of_the_contract_is_handed_on(folder, memory):
-    say(folder, "orders", memory)
+def test_every_method_of_the_connector_contract_is_forwarded(folder, memory_url):
+    write_settings(folder, "orders", memory_url)
     contract = {
         name
         for kind in (Connector, AsyncConnector)
@@ -283,25 +289,27 @@ def test_every_method_of_the_contract_is_handed_on(folder, memory):
     assert isinstance(queue("orders").capabilities, Capabilities)
 
 
-def test_what_only_some_connectors_have_is_that_connectors(folder, memory):
-    say(folder, "orders", memory)
+def test_methods_that_only_some_connectors_have_are_forwarded(folder, memory_url):
+    write_settings(folder, "orders", memory_url)
     orders = queue("orders")
     assert list(orders.dead_letters) == []
-    with pytest.raises(AttributeError, match="is a MemoryConnector by the settings, which has no 'mark_on'"):
-        _ = orders.mark_on
+    with pytest.raises(
+        AttributeError, match="is a MemoryConnector by the settings, which has no 'record_processed_on'"
+    ):
+        _ = orders.record_processed_on
     with pytest.raises(AttributeError):
         _ = orders._secret
 
 
-def test_dead_letters_are_found_by_the_name_of_the_queue_alone(folder, memory):
-    say(folder, "orders", memory)
+def test_dead_letters_can_be_listed_by_queue_name(folder, memory_url):
+    write_settings(folder, "orders", memory_url)
     assert load_connector("orders").list_dead(DeadLetterQuery()) == []
     with pytest.raises(ConfigurationError, match=r"where the queue 'letters' is;.* for example app:orders"):
         load_connector("letters")
 
 
-def test_a_queue_that_is_known_but_wrong_is_told_without_another_way_to_name_it(folder):
-    say(folder, "orders", "nowhere://at-all")
+def test_the_error_for_a_misconfigured_queue_suggests_no_other_target(folder):
+    write_settings(folder, "orders", "nowhere://at-all")
     with pytest.raises(ConfigurationError, match="no connector is known for") as caught:
         load_connector("orders")
     assert "MODULE:CONNECTOR" not in str(caught.value)
@@ -311,41 +319,41 @@ def test_a_queue_that_is_known_but_wrong_is_told_without_another_way_to_name_it(
 
 
 @pytest.fixture
-def ergon(folder, monkeypatch, memory):
-    app = """
+def run_cli(folder, monkeypatch, memory_url):
+    source = """
     from ergon_framework import BusinessError, Transaction, consumer, queue
 
     @consumer(queue("orders"))
     def charge(order):
         raise BusinessError("declined")
     """
-    (folder / "queueapp.py").write_text(dedent(app), encoding="utf-8")
-    say(folder, "orders", memory)
+    (folder / "queueapp.py").write_text(dedent(source), encoding="utf-8")
+    write_settings(folder, "orders", memory_url)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    # It would end this process, the tests' own, when the time of the command is over.
-    monkeypatch.setattr("ergon_framework.cli.run.guard", lambda _ended: None)
+    # It would end this process, that of the tests, when the time of the command is over.
+    monkeypatch.setattr("ergon_framework.cli.run.force_exit_at_deadline", lambda _ended: None)
     yield lambda *words: CliRunner().invoke(app_of_ergon, words)
     sys.modules.pop("queueapp", None)
 
 
-def test_a_run_and_the_dead_letters_know_the_queue_by_its_name(folder, ergon):
+def test_run_and_dlq_commands_accept_the_queue_name(folder, run_cli):
     queue("orders").dispatch([Transaction("order-1")])
-    assert "declined" in ergon("run", "queueapp:charge").stdout
-    assert "order-1" in ergon("dlq", "list", "orders").stdout
-    assert "order-1" in ergon("dlq", "list", "queueapp:charge").stdout
-    assert ergon("dlq", "list", "letters").exit_code == 2
+    assert "declined" in run_cli("run", "queueapp:charge").stdout
+    assert "order-1" in run_cli("dlq", "list", "orders").stdout
+    assert "order-1" in run_cli("dlq", "list", "queueapp:charge").stdout
+    assert run_cli("dlq", "list", "letters").exit_code == 2
 
 
-def test_a_run_obeys_the_file_that_it_was_told(folder, ergon, memory):
-    other = folder / "other.toml"
-    other.write_text(f'[queues.orders]\nurl = "{memory}-other"\n', encoding="utf-8")
+def test_a_run_uses_the_configuration_file_that_it_is_given(folder, run_cli, memory_url):
+    other_file = folder / "other.toml"
+    other_file.write_text(f'[queues.orders]\nurl = "{memory_url}-other"\n', encoding="utf-8")
     queue("orders").dispatch([Transaction("order-1")])
-    done = ergon("run", "queueapp:charge", "--config", str(other))
-    assert (done.exit_code, "failed" in done.stdout) == (0, False)
+    result = run_cli("run", "queueapp:charge", "--config", str(other_file))
+    assert (result.exit_code, "failed" in result.stdout) == (0, False)
 
 
-def test_a_run_without_its_queue_does_not_begin(folder, ergon):
-    say(folder, "letters", "memory://none")
-    done = ergon("run", "queueapp:charge")
-    assert done.exit_code == Exit.USAGE
-    assert "nobody says where the queue 'orders' is" in done.stderr
+def test_a_run_without_settings_for_its_queue_does_not_start(folder, run_cli):
+    write_settings(folder, "letters", "memory://none")
+    result = run_cli("run", "queueapp:charge")
+    assert result.exit_code == RunExit.USAGE
+    assert "nobody says where the queue 'orders' is" in result.stderr

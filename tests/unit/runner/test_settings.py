@@ -7,10 +7,10 @@ import pytest
 
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner import sources
-from ergon_framework.runner.settings import Settings, TaskSettings, settings
+from ergon_framework.runner.settings import Settings, TaskSettings, load_settings
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 
-FILE = """
+SETTINGS_FILE = """
 [run]
 processes = 3
 drain_timeout = 7
@@ -33,47 +33,47 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def written(folder, text, name="ergon.toml"):
+def write_settings(folder, text, name="ergon.toml"):
     (folder / name).write_text(text, encoding="utf-8")
     return folder / name
 
 
-def refusal(path=None, **environ):
+def get_error(path=None, **environ):
     with pytest.raises(ConfigurationError) as caught:
-        settings(path, environ)
+        load_settings(path, environ)
     return str(caught.value)
 
 
 def test_without_a_file_and_without_variables_all_is_default(folder):
-    found = settings(environ={"PATH": "/bin", "ERGON_PLANS": "3"})
-    assert (found.run.processes, found.run.probes.port, found.logging.level) == (1, None, "info")
-    assert found.policy("charge", own := ConsumerPolicy()) is own
+    loaded = load_settings(environ={"PATH": "/bin", "ERGON_PLANS": "3"})
+    assert (loaded.run.processes, loaded.run.probes.port, loaded.logging.level) == (1, None, "info")
+    assert loaded.policy("charge", default_policy := ConsumerPolicy()) is default_policy
 
 
 def test_the_file_in_the_current_folder_is_found(folder):
-    written(folder, FILE)
-    found = settings(environ={})
-    assert (found.run.processes, found.run.restart.backoff, found.run.restart.cap) == (3, 0.25, 30.0)
-    assert (found.logging.format, found.postgres.dsn) == ("json", "postgresql://app@db/orders")
+    write_settings(folder, SETTINGS_FILE)
+    loaded = load_settings(environ={})
+    assert (loaded.run.processes, loaded.run.restart.backoff, loaded.run.restart.cap) == (3, 0.25, 30.0)
+    assert (loaded.logging.format, loaded.postgres.dsn) == ("json", "postgresql://app@db/orders")
 
 
-def test_another_file_can_be_named_and_must_then_be_there(folder):
-    path = written(folder, FILE, "other.toml")
-    assert settings(path, {}).run.processes == 3
-    assert "there is no configuration file" in refusal(folder / "none.toml")
+def test_another_file_can_be_named_and_must_exist(folder):
+    path = write_settings(folder, SETTINGS_FILE, "other.toml")
+    assert load_settings(path, {}).run.processes == 3
+    assert "there is no configuration file" in get_error(folder / "none.toml")
 
 
-def test_the_environment_wins_over_the_file_and_leaves_the_rest_of_it(folder):
-    written(folder, FILE)
-    found = settings(environ={"ERGON_RUN__PROCESSES": "5", "ERGON_RUN__RESTART__CAP": "1.5"})
-    assert (found.run.processes, found.run.restart.cap, found.run.restart.backoff) == (5, 1.5, 0.25)
+def test_the_environment_overrides_single_keys_of_the_file(folder):
+    write_settings(folder, SETTINGS_FILE)
+    loaded = load_settings(environ={"ERGON_RUN__PROCESSES": "5", "ERGON_RUN__RESTART__CAP": "1.5"})
+    assert (loaded.run.processes, loaded.run.restart.cap, loaded.run.restart.backoff) == (5, 1.5, 0.25)
 
 
-def test_a_policy_differs_only_where_it_was_said_to(folder):
-    written(folder, FILE)
-    own = ConsumerPolicy.load({"loop": {"streaming": True, "concurrency": {"value": 1}}})
+def test_settings_change_only_the_named_keys_of_a_policy(folder):
+    write_settings(folder, SETTINGS_FILE)
+    default_policy = ConsumerPolicy.load({"loop": {"streaming": True, "concurrency": {"value": 1}}})
     environ = {"ERGON_TASKS__CHARGE__POLICY__LOOP__LIMIT": "9", "ERGON_TASKS__OTHER__POLICY__LOOP__LIMIT": "1"}
-    policy = settings(environ=environ).policy("Charge", own)
+    policy = load_settings(environ=environ).policy("Charge", default_policy)
     assert (policy.loop.streaming, policy.loop.concurrency.value, policy.loop.limit) == (True, 4, 9)
     assert policy.loop.drain_timeout == 7.0
 
@@ -93,13 +93,13 @@ def test_a_policy_differs_only_where_it_was_said_to(folder):
         ("", ""),
     ],
 )
-def test_a_variable_is_read_as_toml_where_it_is_some_and_as_text_otherwise(text, value):
-    assert sources.read(text) == value
+def test_a_variable_is_parsed_as_toml_if_valid_and_as_text_otherwise(text, value):
+    assert sources.parse_value(text) == value
 
 
 @pytest.mark.spec("RUN-03")
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ("[run]\nproceses = 3", "ergon.toml: unknown key 'run.proceses'; did you mean 'run.processes'?"),
         ("[runn]\nprocesses = 3", "unknown key 'runn'; did you mean 'run'?"),
@@ -113,14 +113,14 @@ def test_a_variable_is_read_as_toml_where_it_is_some_and_as_text_otherwise(text,
         ),
     ],
 )
-def test_an_unknown_key_of_the_file_is_named_with_the_nearest_known_one(folder, text, said):
-    written(folder, text)
-    assert said in refusal()
+def test_an_unknown_key_of_the_file_is_named_with_the_nearest_known_one(folder, text, message):
+    write_settings(folder, text)
+    assert message in get_error()
 
 
 @pytest.mark.spec("RUN-03")
 @pytest.mark.parametrize(
-    "name, said",
+    "name, message",
     [
         ("ERGON_RUN__PROCESES", "ERGON_RUN__PROCESES: unknown key 'run.proceses'; did you mean 'run.processes'?"),
         ("ERGON_RUN_PROCESSES", "between two keys stand two underscores: ERGON_RUN__PROCESSES"),
@@ -128,12 +128,12 @@ def test_an_unknown_key_of_the_file_is_named_with_the_nearest_known_one(folder, 
         ("ERGON_" + "A__" * 12 + "B", "names no key"),
     ],
 )
-def test_an_unknown_variable_is_named_with_the_nearest_known_key(folder, name, said):
-    assert said in refusal(**{name: "1"})
+def test_an_unknown_variable_is_named_with_the_nearest_known_key(folder, name, message):
+    assert message in get_error(**{name: "1"})
 
 
 @pytest.mark.parametrize(
-    "environ, said",
+    "environ, message",
     [
         ({"ERGON_RUN__PROCESSES": "0"}, "ERGON_RUN__PROCESSES: run.processes: "),
         ({"ERGON_RUN__PROBES__PORT": "70000"}, "not 70000"),
@@ -142,13 +142,13 @@ def test_an_unknown_variable_is_named_with_the_nearest_known_key(folder, name, s
         ({"ERGON_RUN__RESTART": "1", "ERGON_RUN__RESTART__CAP": "1"}, "keep one of the two"),
     ],
 )
-def test_a_value_that_does_not_fit_is_told_with_its_variable(folder, environ, said):
-    assert said in refusal(**environ)
+def test_the_error_for_an_invalid_value_names_its_variable(folder, environ, message):
+    assert message in get_error(**environ)
 
 
-def test_a_value_of_the_file_that_does_not_fit_is_told_with_the_file(folder):
-    written(folder, "[run]\nprocesses = 0")
-    assert refusal(ERGON_LOGGING__LEVEL="info").startswith("ergon.toml: run.processes: ")
+def test_the_error_for_an_invalid_value_of_the_file_names_the_file(folder):
+    write_settings(folder, "[run]\nprocesses = 0")
+    assert get_error(ERGON_LOGGING__LEVEL="info").startswith("ergon.toml: run.processes: ")
 
 
 @pytest.mark.parametrize(
@@ -165,47 +165,47 @@ def test_a_value_of_the_file_that_does_not_fit_is_told_with_the_file(folder):
         ('[tasks.charge.policy.steps.fetch.extra]\nurls = ["amqp://a:hidden@b"]', "urls"),
     ],
 )
-def test_a_secret_in_the_file_is_refused_without_being_repeated(folder, text, keys):
-    written(folder, text)
-    said = refusal()
-    assert keys in said
-    assert "environment only" in said
-    assert "hidden" not in said
+def test_a_secret_in_the_file_is_rejected_without_being_repeated(folder, text, keys):
+    write_settings(folder, text)
+    message = get_error()
+    assert keys in message
+    assert "environment only" in message
+    assert "hidden" not in message
 
 
-def test_a_secret_in_the_environment_is_where_it_belongs(folder):
-    found = settings(environ={"ERGON_POSTGRES__DSN": "postgresql://app:hidden@db/orders"})
-    assert found.postgres.dsn == "postgresql://app:hidden@db/orders"
-    assert "hidden" not in repr(found)
+def test_a_secret_in_the_environment_is_accepted(folder):
+    loaded = load_settings(environ={"ERGON_POSTGRES__DSN": "postgresql://app:hidden@db/orders"})
+    assert loaded.postgres.dsn == "postgresql://app:hidden@db/orders"
+    assert "hidden" not in repr(loaded)
 
 
-def test_what_is_wrong_with_a_secret_is_told_without_it(folder):
-    assert "hidden" not in refusal(ERGON_POSTGRES__DSN='["hidden"]')
+def test_the_error_for_an_invalid_secret_does_not_show_it(folder):
+    assert "hidden" not in get_error(ERGON_POSTGRES__DSN='["hidden"]')
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    "content, message",
     [(b"[run", "is no TOML"), (b"\xff", "is no TOML"), (b"#" * 1_000_001, "is longer than 1000000 bytes")],
 )
-def test_a_file_that_cannot_be_read_is_told(folder, content, said):
+def test_an_unreadable_file_is_an_error(folder, content, message):
     (folder / "ergon.toml").write_bytes(content)
-    assert said in refusal()
+    assert message in get_error()
 
 
-def test_a_folder_in_the_place_of_the_file_is_told(folder):
+def test_a_folder_instead_of_the_file_is_an_error(folder):
     (folder / "ergon.toml").mkdir()
-    assert "cannot be read: Is a directory" in refusal()
+    assert "cannot be read: Is a directory" in get_error()
 
 
-def test_a_policy_that_does_not_fit_is_told_with_its_task(folder):
-    written(folder, "[tasks.charge.policy.loop]\nlimit = -1")
+def test_the_error_for_an_invalid_policy_names_its_task(folder):
+    write_settings(folder, "[tasks.charge.policy.loop]\nlimit = -1")
     with pytest.raises(ConfigurationError, match=r"the settings of the task 'charge': .*loop.limit"):
-        settings(environ={}).policy("charge", ConsumerPolicy())
+        load_settings(environ={}).policy("charge", ConsumerPolicy())
 
 
 def test_the_guide_lists_every_key_with_its_default_and_its_meaning():
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "configure.md").read_text(encoding="utf-8")
-    for keys in sources.known(Settings, {}):
+    for keys in sources.known_keys(Settings, {}):
         model = Settings
         for key in keys[:-1]:
             model = model.model_fields[key].annotation
@@ -216,12 +216,12 @@ def test_the_guide_lists_every_key_with_its_default_and_its_meaning():
 
 
 @pytest.mark.spec("SEC-26")
-@pytest.mark.parametrize("said", ['keys = "a:AAAA"', "require = true"])
-def test_encryption_is_configured_by_the_environment_only(tmp_path, said):
+@pytest.mark.parametrize("line", ['keys = "a:AAAA"', "require = true"])
+def test_encryption_is_configured_by_the_environment_only(tmp_path, line):
     path = tmp_path / "ergon.toml"
-    path.write_text(f"[encryption]\n{said}\n", encoding="utf-8")
+    path.write_text(f"[encryption]\n{line}\n", encoding="utf-8")
     with pytest.raises(ConfigurationError, match=r"by the environment only.*ERGON_ENCRYPTION__KEYS") as caught:
-        settings(path, {})
+        load_settings(path, {})
     assert "AAAA" not in str(caught.value)
-    found = settings(environ={"ERGON_ENCRYPTION__KEYS": "2026-11:AAAA", "ERGON_ENCRYPTION__REQUIRE": "true"})
-    assert (found.encryption.require, "AAAA" in repr(found)) == (True, False)
+    loaded = load_settings(environ={"ERGON_ENCRYPTION__KEYS": "2026-11:AAAA", "ERGON_ENCRYPTION__REQUIRE": "true"})
+    assert (loaded.encryption.require, "AAAA" in repr(loaded)) == (True, False)

@@ -1,50 +1,50 @@
-"""Frames of ``ergon top``: rates from two looks, and lines that fit into any place."""
+"""Frames of ``ergon top``: rates from two polls, and lines that fit into any terminal."""
 
 from __future__ import annotations
 
 import pytest
 
-from ergon_framework.cli.top_frame import frame
-from ergon_framework.cli.top_sources import Look, Sources
-from ergon_framework.cli.top_view import lines
+from ergon_framework.cli.top_frame import build_frame
+from ergon_framework.cli.top_sources import Sample, Sources
+from ergon_framework.cli.top_view import render_lines
 from ergon_framework.connectors.base import Depth
-from ergon_framework.connectors.postgres.pauses import Fetching, Paused
+from ergon_framework.connectors.postgres.pauses import PauseRecord, WorkerLoopState
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.facts.stores.postgres_overview import Reading
-from ergon_framework.providers.sql.overview import HeldBack
+from ergon_framework.facts.stores.postgres_overview import ReaderLagRow
+from ergon_framework.providers.sql.overview import OpenBreakerSummary
 from ergon_framework.telemetry import names
 
-WELL, ILL = ("charge", "succeeded", ""), ("charge", "failed", "SYSTEM")
+SUCCEEDED_LABELS, FAILED_LABELS = ("charge", "succeeded", ""), ("charge", "failed", "SYSTEM")
 
 
-def numbers(**told):
-    """The numbers of a run of ``charge`` with so many succeeded and failed."""
+def make_numbers(**counts):
+    """Return the numbers of a run of ``charge`` with the given succeeded and failed counts."""
     return {
         (names.PROCESSES.name, ("charge",)): 1.0,
-        (names.TRANSACTIONS.name, WELL): told["well"],
-        (names.TRANSACTIONS.name, ILL): told.get("ill", 0.0),
+        (names.TRANSACTIONS.name, SUCCEEDED_LABELS): counts["well"],
+        (names.TRANSACTIONS.name, FAILED_LABELS): counts.get("ill", 0.0),
         (names.SLOTS.name, ("charge", "running")): 3.0,
         (names.QUEUE_DEPTH.name, ("charge", "ready")): 7.0,
         (names.QUEUE_LAG.name, ("charge",)): 12.5,
     }
 
 
-def look(at, runs, **more):
-    return Look(at, runs=runs, asked=len(runs), **more)
+def make_sample(at, runs, **more):
+    return Sample(at, runs=runs, asked=len(runs), **more)
 
 
-def test_rates_are_what_was_added_between_two_looks_over_all_runs():
-    before = look(10.0, {"a": numbers(well=100.0), "b": numbers(well=5.0, ill=1.0)})
-    now = look(12.0, {"a": numbers(well=120.0), "b": numbers(well=6.0, ill=5.0)})
-    (task,) = frame(before, now).tasks
+def test_rates_are_the_increase_between_two_samples_over_all_runs():
+    before = make_sample(10.0, {"a": make_numbers(well=100.0), "b": make_numbers(well=5.0, ill=1.0)})
+    now = make_sample(12.0, {"a": make_numbers(well=120.0), "b": make_numbers(well=6.0, ill=5.0)})
+    (task,) = build_frame(before, now).tasks
     assert task.rates == {"succeeded": 10.5, "failed": 2.0}
     assert (task.processes, task.slots) == (2, {"running": 6})
 
 
-def test_a_run_that_began_anew_has_done_what_it_counts_and_one_that_was_not_there_before_tells_no_rate():
-    before = look(10.0, {"a": numbers(well=100.0)})
-    now = look(12.0, {"a": numbers(well=4.0), "b": numbers(well=1_000_000.0)})
-    (task,) = frame(before, now).tasks
+def test_a_restarted_run_counts_from_zero_and_a_new_run_has_no_rate():
+    before = make_sample(10.0, {"a": make_numbers(well=100.0)})
+    now = make_sample(12.0, {"a": make_numbers(well=4.0), "b": make_numbers(well=1_000_000.0)})
+    (task,) = build_frame(before, now).tasks
     assert task.rates == {"succeeded": 2.0, "failed": 0.0}
 
 
@@ -54,30 +54,30 @@ def test_a_loop_without_a_process_of_its_name_is_shown_too():
         (names.SLOTS.name, ("jobs.python", "running")): 4.0,
         (names.TRANSACTIONS.name, ("jobs.python", "succeeded", "")): 10.0,
     }
-    found = frame(look(1.0, {"a": {}}), look(2.0, {"a": jobs})).tasks
-    assert [(row.task, row.processes, row.rates) for row in found] == [
+    tasks = build_frame(make_sample(1.0, {"a": {}}), make_sample(2.0, {"a": jobs})).tasks
+    assert [(row.task, row.processes, row.rates) for row in tasks] == [
         ("jobs", 1, {}),
         ("jobs.python", 0, {"succeeded": 10.0}),
     ]
 
 
-def test_the_depth_of_a_queue_is_shown_once_where_the_database_knows_whose_it_is():
-    runs = {"a": numbers(well=1.0), "b": numbers(well=1.0)}
-    worker = Fetching("charge", "orders", "host", 1, None, 0)
+def test_the_depth_of_a_queue_is_shown_once_if_the_database_knows_its_task():
+    runs = {"a": make_numbers(well=1.0), "b": make_numbers(well=1.0)}
+    worker = WorkerLoopState("charge", "orders", "host", 1, None, 0)
     depth = {"orders": Depth(9, 1, 2, 3, 60.0)}
-    apart = frame(look(1.0, runs), look(2.0, runs, queues=depth)).queues
-    # Both runs look at the same queue: what they see is not added up.
-    assert [(row.queue, row.of_task, row.ready, row.oldest) for row in apart] == [
+    separate = build_frame(make_sample(1.0, runs), make_sample(2.0, runs, queues=depth)).queues
+    # Both runs measure the same queue, so the depths are not added.
+    assert [(row.queue, row.of_task, row.ready, row.oldest) for row in separate] == [
         ("orders", False, 9, 60.0),
         ("charge", True, 7, 12.5),
     ]
-    together = frame(look(1.0, runs), look(2.0, runs, queues=depth, workers=[worker])).queues
-    assert [row.queue for row in together] == ["orders"]
+    merged = build_frame(make_sample(1.0, runs), make_sample(2.0, runs, queues=depth, workers=[worker])).queues
+    assert [row.queue for row in merged] == ["orders"]
 
 
-def full():
-    """A frame with something of everything."""
-    runs = {"http://a:1": numbers(well=1.0)}
+def make_full_frame():
+    """Return a frame with something of everything."""
+    runs = {"http://a:1": make_numbers(well=1.0)}
     runs["http://a:1"] |= {
         (names.PAUSED.name, ("charge", "a long reason that does not fit \x1b[2J anywhere")): 1.0,
         (names.EXECUTORS.name, ("python",)): 2.0,
@@ -86,45 +86,51 @@ def full():
         (names.REPLICA_STATUS.name, ("hub", "plant", "hub", "following")): 1.0,
         (names.REPLICA_LAG_SECONDS.name, ("hub", "plant", "hub")): 4000.0,
     }
-    told = look(
+    sample = make_sample(
         2.0,
         runs,
         queues={f"queue-{number}": Depth(number) for number in range(30)},
-        breakers=[HeldBack("bank", "charging", "half_open", 1, 3.0), HeldBack("post", "sending", "open", 2, 3.0)],
-        readers=[Reading("plant", "hub", "ledger", 5, 100, 0.5)],
-        pauses=[Paused("charge", "ann", "it doubles\norders", 0.0)],
-        workers=[Fetching("charge", "orders", "h", 1, "charge", 2), Fetching("charge", "orders", "h", 2, None, 0)],
+        breakers=[
+            OpenBreakerSummary("bank", "charging", "half_open", 1, 3.0),
+            OpenBreakerSummary("post", "sending", "open", 2, 3.0),
+        ],
+        readers=[ReaderLagRow("plant", "hub", "ledger", 5, 100, 0.5)],
+        pauses=[PauseRecord("charge", "ann", "it doubles\norders", 0.0)],
+        workers=[
+            WorkerLoopState("charge", "orders", "h", 1, "charge", 2),
+            WorkerLoopState("charge", "orders", "h", 2, None, 0),
+        ],
         unreached={"http://b:2": "connection refused"},
     )
-    told.asked = 3
-    return frame(look(1.0, runs), told)
+    sample.asked = 3
+    return build_frame(make_sample(1.0, runs), sample)
 
 
 @pytest.mark.parametrize("width", [1, 20, 40, 79, 200])
 @pytest.mark.parametrize("height", [2, 24, None])
-def test_no_line_is_wider_and_no_frame_higher_than_its_place(width, height):
-    found = lines(full(), width=width, height=height)
-    assert max(map(len, found)) <= width
-    assert height is None or len(found) <= height
-    assert all(line.isprintable() for line in found)
+def test_no_frame_exceeds_the_width_or_height_of_its_terminal(width, height):
+    rendered = render_lines(make_full_frame(), width=width, height=height)
+    assert max(map(len, rendered)) <= width
+    assert height is None or len(rendered) <= height
+    assert all(line.isprintable() for line in rendered)
 
 
-def test_columns_go_where_there_is_no_room_and_what_matters_most_stays():
-    wide, narrow = ("\n".join(lines(full(), width=width)) for width in (200, 40))
-    for words in ("LATER/S", "MEAN", "used up", "http://b:2 cannot be reached", "1 of 2", "half_open", "1.1 h"):
-        assert words in wide
+def test_narrow_frames_keep_the_most_important_columns():
+    wide, narrow = ("\n".join(render_lines(make_full_frame(), width=width)) for width in (200, 40))
+    for text in ("LATER/S", "MEAN", "used up", "http://b:2 cannot be reached", "1 of 2", "half_open", "1.1 h"):
+        assert text in wide
     assert "held: a long reason" in wide
-    for words in ("DONE/S", "FAIL/S", "OLDEST", "BREAKER", "BEHIND", "PAUSED"):
-        assert words in narrow
+    for text in ("DONE/S", "FAIL/S", "OLDEST", "BREAKER", "BEHIND", "PAUSED"):
+        assert text in narrow
     assert "LATER/S" not in narrow
 
 
-def test_a_frame_without_anything_says_so():
-    assert "nothing to show" in lines(frame(Look(1.0), Look(2.0)))[-1]
+def test_an_empty_frame_says_so():
+    assert "nothing to show" in render_lines(build_frame(Sample(1.0), Sample(2.0)))[-1]
 
 
 @pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:x", "http://ann:secret@a:1"])
-def test_what_is_no_address_of_a_run_is_refused_without_its_password(url):
-    with pytest.raises(ConfigurationError, match="write http://HOST:PORT") as refused:
+def test_an_invalid_run_address_is_rejected_without_showing_its_password(url):
+    with pytest.raises(ConfigurationError, match="write http://HOST:PORT") as caught:
         Sources([url], None)
-    assert "secret" not in str(refused.value)
+    assert "secret" not in str(caught.value)

@@ -7,20 +7,22 @@ import logging
 import pytest
 
 from ergon_framework import Category, MemoryConnector, Transaction, TransactionException, consumer
-from ergon_framework.failure import error_type_of
+from ergon_framework.failure import get_error_type
 
 
 @pytest.mark.spec("DX-35")
-@pytest.mark.parametrize("later, outcome", [(False, "failed"), (True, "deferred")])
+@pytest.mark.parametrize("is_deferred, outcome", [(False, "failed"), (True, "deferred")])
 def test_an_outcome_has_the_attempts_and_the_type_that_the_error_names(
-    caplog: pytest.LogCaptureFixture, later: bool, outcome: str
+    caplog: pytest.LogCaptureFixture, is_deferred: bool, outcome: str
 ) -> None:
     queue = MemoryConnector("orders")
     queue.dispatch([Transaction("a", {})])
 
     @consumer(queue)
     def fail(_order: dict[str, object]) -> None:
-        error = TransactionException("no", Category.SYSTEM, final=not later, later=later, retry_after=3600.0)
+        error = TransactionException(
+            "no", Category.SYSTEM, final=not is_deferred, not_attempted=is_deferred, retry_after=3600.0
+        )
         error.attempts_made, error.error_type = 3, "LookupError"
         raise error
 
@@ -33,8 +35,8 @@ def test_an_outcome_has_the_attempts_and_the_type_that_the_error_names(
 @pytest.mark.spec("DX-35")
 def test_an_error_without_a_named_type_has_the_class_of_its_cause_or_its_own() -> None:
     error = TransactionException("no")
-    assert error_type_of(error) == "TransactionException"
+    assert get_error_type(error) == "TransactionException"
     error.__cause__ = KeyError("x")
-    assert error_type_of(error) == "KeyError"
+    assert get_error_type(error) == "KeyError"
     error.error_type = "OrderError"
-    assert error_type_of(error) == "OrderError"
+    assert get_error_type(error) == "OrderError"

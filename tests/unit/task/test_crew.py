@@ -7,58 +7,58 @@ from typing import Any
 import pytest
 
 from ergon_framework.engine.effects import NEVER
-from ergon_framework.engine.slots import Done, Freed, Slot
-from ergon_framework.task.crew import Crew
+from ergon_framework.engine.slots import ScriptEnded, Slot, SlotFreed
+from ergon_framework.task.crew import SlotTable
 
 
-def slot() -> Slot:
+def make_slot() -> Slot:
     def script() -> Any:
         yield
 
-    return Slot(script(), told=None, counted=True)
+    return Slot(script(), notify=None, counted=True)
 
 
 @pytest.mark.spec("CON-29")
-def test_a_slot_is_held_until_the_last_body_has_left() -> None:
+def test_a_slot_is_occupied_until_its_last_call_has_exited() -> None:
     now = 100.0
-    crew: Crew[str] = Crew(2, patience=30.0, clock=lambda: now)
-    a, b = slot(), slot()
-    crew.flights.update({a: "a", b: "b"})
-    assert crew.free == 0
-    assert crew.hear(Done(a, None, freed=True)) == "a"
-    assert crew.free == 1
-    assert crew.hear(Done(b, None, freed=False)) is None
-    assert crew.free == 1
-    assert crew.hear(Freed(b)) == "b"
-    assert crew.free == 2
-    assert crew.hear(Freed(b)) is None, "an aide's body held no slot"
+    slot_table: SlotTable[str] = SlotTable(2, stall_timeout=30.0, clock=lambda: now)
+    a, b = make_slot(), make_slot()
+    slot_table.running.update({a: "a", b: "b"})
+    assert slot_table.free == 0
+    assert slot_table.handle_event(ScriptEnded(a, None, freed=True)) == "a"
+    assert slot_table.free == 1
+    assert slot_table.handle_event(ScriptEnded(b, None, freed=False)) is None
+    assert slot_table.free == 1
+    assert slot_table.handle_event(SlotFreed(b)) == "b"
+    assert slot_table.free == 2
+    assert slot_table.handle_event(SlotFreed(b)) is None, "an aide's body held no slot"
 
 
 @pytest.mark.spec("CON-29")
-def test_the_stall_clock_runs_from_the_moment_that_the_last_slot_was_lost() -> None:
+def test_the_stall_clock_starts_when_the_last_slot_is_blocked() -> None:
     now = 100.0
-    crew: Crew[str] = Crew(2, patience=30.0, clock=lambda: now)
-    a, b = slot(), slot()
-    crew.flights.update({a: "a", b: "b"})
-    crew.hear(Done(a, None, freed=False))
-    assert (crew.stall_ends, crew.live) == (NEVER, True)
+    slot_table: SlotTable[str] = SlotTable(2, stall_timeout=30.0, clock=lambda: now)
+    a, b = make_slot(), make_slot()
+    slot_table.running.update({a: "a", b: "b"})
+    slot_table.handle_event(ScriptEnded(a, None, freed=False))
+    assert (slot_table.stall_deadline, slot_table.live) == (NEVER, True)
     now = 110.0
-    crew.hear(Done(b, None, freed=False))
+    slot_table.handle_event(ScriptEnded(b, None, freed=False))
     now = 120.0
-    crew.hear(Freed(slot()))
-    assert (crew.stall_ends, crew.live) == (140.0, True)
-    crew.hear(Freed(a))
-    assert (crew.stall_ends, crew.live, crew.free) == (NEVER, True, 1)
+    slot_table.handle_event(SlotFreed(make_slot()))
+    assert (slot_table.stall_deadline, slot_table.live) == (140.0, True)
+    slot_table.handle_event(SlotFreed(a))
+    assert (slot_table.stall_deadline, slot_table.live, slot_table.free) == (NEVER, True, 1)
 
 
 @pytest.mark.spec("CON-29")
-def test_who_was_stalled_for_too_long_starts_nothing_more() -> None:
+def test_a_slot_table_stalled_for_too_long_starts_nothing_more() -> None:
     now = 100.0
-    crew: Crew[str] = Crew(1, patience=30.0, clock=lambda: now)
-    a = slot()
-    crew.flights[a] = "a"
-    crew.hear(Done(a, None, freed=False))
+    slot_table: SlotTable[str] = SlotTable(1, stall_timeout=30.0, clock=lambda: now)
+    a = make_slot()
+    slot_table.running[a] = "a"
+    slot_table.handle_event(ScriptEnded(a, None, freed=False))
     now = 130.0
-    assert not crew.live
-    crew.hear(Freed(a))
-    assert (crew.live, crew.free) == (False, 0)
+    assert not slot_table.live
+    slot_table.handle_event(SlotFreed(a))
+    assert (slot_table.live, slot_table.free) == (False, 0)

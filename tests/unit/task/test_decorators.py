@@ -30,114 +30,114 @@ from ergon_framework import (
     consumer,
     producer,
 )
-from ergon_framework.task.report import Kind
+from ergon_framework.task.report import OutcomeKind
 
 
-class Order(BaseModel):
+class OrderPayload(BaseModel):
     id: str
     total: int
 
 
 @pytest.fixture(params=["threads", "asyncio"])
-def flavour(request: pytest.FixtureRequest) -> str:
+def variant(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def orders(*totals: int) -> MemoryConnector:
+def make_queue(*totals: int) -> MemoryConnector:
     connector = MemoryConnector("orders")
     connector.dispatch([Transaction(str(total), {"id": str(total), "total": total}) for total in totals])
     return connector
 
 
-def ran(task: Any, *args: Any, **kwargs: Any) -> Any:
+def run_task(task: Any, *args: Any, **kwargs: Any) -> Any:
     result = task.run(*args, **kwargs)
     return asyncio.run(result) if asyncio.iscoroutine(result) else result
 
 
-def declared(flavour: str, fn: Any) -> Any:
+def to_variant(variant: str, fn: Any) -> Any:
     """*fn* as a sync or as an async function with the same parameters."""
-    if flavour == "threads":
+    if variant == "threads":
         return fn
 
-    async def twin(*args: Any, **kwargs: Any) -> Any:
+    async def async_variant(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
-    twin.__wrapped__ = fn  # type: ignore[attr-defined]
-    twin.__name__ = fn.__name__
-    twin.__annotations__ = fn.__annotations__
-    return twin
+    async_variant.__wrapped__ = fn  # type: ignore[attr-defined]
+    async_variant.__name__ = fn.__name__
+    async_variant.__annotations__ = fn.__annotations__
+    return async_variant
 
 
 @pytest.mark.spec("CON-01", "CON-40")
-def test_a_function_consumes_typed_payloads_with_injected_services(flavour: str) -> None:
+def test_a_function_consumes_typed_payloads_with_injected_services(variant: str) -> None:
     seen: list[Any] = []
 
-    def charge(order: Order, transaction: Transaction, ledger: list[Any]) -> None:
+    def charge(order: OrderPayload, transaction: Transaction, ledger: list[Any]) -> None:
         ledger.append((order.total, transaction.id))
 
-    connector = orders(1, 2)
-    task = consumer(connector, payload=Order, ledger=seen)(declared(flavour, charge))
-    report = ran(task)
+    connector = make_queue(1, 2)
+    task = consumer(connector, payload=OrderPayload, ledger=seen)(to_variant(variant, charge))
+    report = run_task(task)
     assert sorted(seen) == [(1, "1"), (2, "2")]
-    assert report.counts[Kind.SUCCEEDED] == 2
+    assert report.counts[OutcomeKind.SUCCEEDED] == 2
     assert (task.name, connector.depth().ready) == ("charge", 0)
 
 
-def test_a_settlement_that_the_function_returns_is_what_becomes_of_it(flavour: str) -> None:
+def test_a_settlement_that_the_function_returns_is_applied(variant: str) -> None:
     def reject(order: Any) -> Any:
         return DeadLetter("too late") if order["total"] == 1 else None
 
-    connector = orders(1, 2)
-    ran(consumer(connector)(declared(flavour, reject)))
+    connector = make_queue(1, 2)
+    run_task(consumer(connector)(to_variant(variant, reject)))
     assert [record.reason for record in connector.dead_letters] == ["too late"]
 
 
-def test_handlers_of_a_function_task_are_declared_with_it(flavour: str) -> None:
+def test_handlers_of_a_function_task_are_declared_with_it(variant: str) -> None:
     seen: list[Any] = []
 
-    def charge(order: Order) -> str:
+    def charge(order: OrderPayload) -> str:
         if order.total > 100:
             raise BusinessError("declined", code="declined")
         return "paid"
 
-    def paid(order: Order, result: str) -> None:
+    def record_payment(order: OrderPayload, result: str) -> None:
         seen.append((order.total, result))
 
-    def failed(order: Order, error: Exception) -> Ack:
+    def record_failure(order: OrderPayload, error: Exception) -> Ack:
         seen.append((order.total, str(error)))
         return Ack()
 
-    connector = orders(1, 200)
-    task = consumer(connector, payload=Order)(declared(flavour, charge))
-    task.on_success(declared(flavour, paid))
-    task.on_failure(declared(flavour, failed))
-    report = ran(task)
+    connector = make_queue(1, 200)
+    task = consumer(connector, payload=OrderPayload)(to_variant(variant, charge))
+    task.on_success(to_variant(variant, record_payment))
+    task.on_failure(to_variant(variant, record_failure))
+    report = run_task(task)
     assert sorted(seen) == [(1, "paid"), (200, "declined")]
-    assert report.counts[Kind.FAILED] == 1
+    assert report.counts[OutcomeKind.FAILED] == 1
     assert connector.dead_letters == [], "the handler asked for an ack"
 
 
-def test_without_handlers_a_failure_is_dead_lettered(flavour: str) -> None:
-    def charge(order: Order) -> None:
+def test_without_handlers_a_failure_is_dead_lettered(variant: str) -> None:
+    def charge(order: OrderPayload) -> None:
         raise BusinessError("declined", code="declined")
 
-    connector = orders(1)
-    ran(consumer(connector, payload=Order, name="charging")(declared(flavour, charge)))
+    connector = make_queue(1)
+    run_task(consumer(connector, payload=OrderPayload, name="charging")(to_variant(variant, charge)))
     (record,) = connector.dead_letters
     assert (record.reason, record.failure.task_name) == ("declined", "charging")
 
 
-def test_the_function_itself_can_still_be_called(flavour: str) -> None:
+def test_the_function_itself_can_still_be_called(variant: str) -> None:
     def positive(number: int) -> int:
         return abs(number)
 
-    task = consumer(orders())(declared(flavour, positive))
+    task = consumer(make_queue())(to_variant(variant, positive))
     result = task(-3)
     assert (asyncio.run(result) if asyncio.iscoroutine(result) else result) == 3
 
 
 @pytest.mark.spec("CON-40")
-def test_what_the_lifespan_yields_is_a_service_while_the_task_runs(flavour: str) -> None:
+def test_values_of_the_lifespan_are_services_while_the_task_runs(variant: str) -> None:
     events: list[str] = []
 
     @contextmanager
@@ -154,52 +154,52 @@ def test_what_the_lifespan_yields_is_a_service_while_the_task_runs(flavour: str)
     def use(order: Any, pool: str) -> None:
         events.append(pool)
 
-    lifespan: Any = sync_lifespan if flavour == "threads" else async_lifespan
-    task = consumer(orders(1), lifespan=lifespan)(declared(flavour, use))
-    ran(task)
+    lifespan: Any = sync_lifespan if variant == "threads" else async_lifespan
+    task = consumer(make_queue(1), lifespan=lifespan)(to_variant(variant, use))
+    run_task(task)
     assert events == ["open", "P", "closed"]
     assert "pool" not in task.services
 
 
 @pytest.mark.spec("CON-40")
-def test_a_missing_service_is_an_error_before_anything_is_fetched(flavour: str) -> None:
+def test_a_missing_service_is_an_error_before_anything_is_fetched(variant: str) -> None:
     def use(order: Any, pool: str) -> None: ...
 
-    connector = orders(1)
-    task = consumer(connector, pol="typo")(declared(flavour, use))
+    connector = make_queue(1)
+    task = consumer(connector, pol="typo")(to_variant(variant, use))
     with pytest.raises(ConfigurationError, match=r"no service 'pool'; did you mean 'pol'\?"):
-        ran(task)
+        run_task(task)
     assert connector.depth().ready == 1
 
 
 @pytest.mark.spec("CON-47")
-def test_what_a_task_uses_can_hold_it_back(flavour: str) -> None:
+def test_a_dependency_can_pause_the_task(variant: str) -> None:
     class Provider:
-        asked = 0
+        gate_calls = 0
 
         def gate(self) -> Pause | None:
-            self.asked += 1
-            return Pause("breaker open", 0.01) if self.asked < 3 else None
+            self.gate_calls += 1
+            return Pause("breaker open", 0.01) if self.gate_calls < 3 else None
 
-    provider, connector = Provider(), orders(1)
-    report = ran(consumer(connector, uses=[provider])(declared(flavour, lambda order: None)))
-    assert provider.asked >= 3
-    assert report.counts[Kind.SUCCEEDED] == 1
+    provider, connector = Provider(), make_queue(1)
+    report = run_task(consumer(connector, uses=[provider])(to_variant(variant, lambda order: None)))
+    assert provider.gate_calls >= 3
+    assert report.counts[OutcomeKind.SUCCEEDED] == 1
 
 
-def test_the_policy_is_the_decorators_unless_run_is_given_one(flavour: str) -> None:
-    connector = orders(1, 2, 3)
+def test_the_policy_of_the_decorator_applies_unless_run_gets_one(variant: str) -> None:
+    connector = make_queue(1, 2, 3)
     policy = ConsumerPolicy.load({"loop": {"limit": 1}})
-    task = consumer(connector, policy=policy)(declared(flavour, lambda order: None))
-    assert ran(task).started == 1
-    assert ran(task, ConsumerPolicy()).started == 2
+    task = consumer(connector, policy=policy)(to_variant(variant, lambda order: None))
+    assert run_task(task).started == 1
+    assert run_task(task, ConsumerPolicy()).started == 2
 
 
 @pytest.mark.spec("PRO-20")
-def test_a_producer_function_dispatches_the_transaction_it_returns(flavour: str) -> None:
+def test_a_producer_function_dispatches_the_transaction_it_returns(variant: str) -> None:
     seen: list[Any] = []
 
-    def invoice(order: Order) -> Any:
+    def invoice(order: OrderPayload) -> Any:
         if order.total == 2:
             return "nothing to send"
         if order.total == 3:
@@ -207,18 +207,22 @@ def test_a_producer_function_dispatches_the_transaction_it_returns(flavour: str)
         return Transaction(f"invoice-{order.id}", {"amount": order.total})
 
     out = MemoryConnector("invoices")
-    task = producer(out, payload=Order)(declared(flavour, invoice))
-    task.on_success(declared(flavour, lambda order, result: seen.append(result)))
-    task.on_failure(declared(flavour, lambda order, error: seen.append(str(error))))
-    given = [Transaction(str(total), {"id": str(total), "total": total}) for total in (1, 2, 3)]
-    report = task.produce_transactions(given)
+    task = producer(out, payload=OrderPayload)(to_variant(variant, invoice))
+    task.on_success(to_variant(variant, lambda order, result: seen.append(result)))
+    task.on_failure(to_variant(variant, lambda order, error: seen.append(str(error))))
+    transactions = [Transaction(str(total), {"id": str(total), "total": total}) for total in (1, 2, 3)]
+    report = task.produce_transactions(transactions)
     report = asyncio.run(report) if asyncio.iscoroutine(report) else report
-    assert [outcome.kind for outcome in report.outcomes] == [Kind.SUCCEEDED, Kind.SUCCEEDED, Kind.FAILED]
+    assert [outcome.kind for outcome in report.outcomes] == [
+        OutcomeKind.SUCCEEDED,
+        OutcomeKind.SUCCEEDED,
+        OutcomeKind.FAILED,
+    ]
     assert out.depth().ready == 1
     assert {str(getattr(item, "transaction_id", item)) for item in seen} == {"invoice-1", "nothing to send", "no"}
 
 
-def test_a_producer_function_without_handlers_and_with_a_lifespan(flavour: str) -> None:
+def test_a_producer_function_without_handlers_and_with_a_lifespan(variant: str) -> None:
     @contextmanager
     def sync_lifespan() -> Iterator[dict[str, Any]]:
         yield {"rate": 2}
@@ -232,25 +236,25 @@ def test_a_producer_function_without_handlers_and_with_a_lifespan(flavour: str) 
             raise ValueError("zero")
         return amount * rate
 
-    lifespan: Any = sync_lifespan if flavour == "threads" else async_lifespan
-    task = producer(MemoryConnector("out"), lifespan=lifespan)(declared(flavour, double))
-    given = [Transaction("a", 4), Transaction("b", 0)]
+    lifespan: Any = sync_lifespan if variant == "threads" else async_lifespan
+    task = producer(MemoryConnector("out"), lifespan=lifespan)(to_variant(variant, double))
+    transactions = [Transaction("a", 4), Transaction("b", 0)]
 
     async def main() -> Any:
-        async with task.opened():
-            return await task.produce_transactions(given, _once())
+        async with task.open():
+            return await task.produce_transactions(transactions, _make_single_attempt_policy())
 
-    if flavour == "threads":
-        with task.opened():
-            report = task.produce_transactions(given, _once())
+    if variant == "threads":
+        with task.open():
+            report = task.produce_transactions(transactions, _make_single_attempt_policy())
     else:
         report = asyncio.run(main())
-    assert [(o.kind, o.result) for o in report.outcomes] == [(Kind.SUCCEEDED, 8), (Kind.FAILED, None)]
-    plain = producer(MemoryConnector("out"))(declared(flavour, lambda amount: amount))
+    assert [(o.kind, o.result) for o in report.outcomes] == [(OutcomeKind.SUCCEEDED, 8), (OutcomeKind.FAILED, None)]
+    plain = producer(MemoryConnector("out"))(to_variant(variant, lambda amount: amount))
     assert plain.lifespan() is not None
 
 
-def _once() -> Any:
+def _make_single_attempt_policy() -> Any:
     return ProducerPolicy.load({"steps": {"produce": {"retry": {"max_attempts": 1}}}})
 
 
@@ -267,7 +271,7 @@ async def yields_async(order: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "thing, message",
+    "target, message",
     [
         ("text", "not str"),
         (Handler, "not the class Handler"),
@@ -276,20 +280,22 @@ async def yields_async(order: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("decorator", [consumer, producer])
-def test_what_would_run_nothing_is_refused_when_it_is_declared(decorator: Any, thing: Any, message: str) -> None:
+def test_a_target_that_would_run_nothing_is_rejected_at_its_declaration(
+    decorator: Any, target: Any, message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        decorator(orders())(thing)
+        decorator(make_queue())(target)
 
 
-def test_a_handler_is_of_its_tasks_flavour(flavour: str) -> None:
+def test_a_handler_has_the_variant_of_its_task(variant: str) -> None:
     def note(order: Any, error: Any) -> None: ...
 
     async def note_async(order: Any, error: Any) -> None: ...
 
-    task = consumer(orders(), name="charge")(declared(flavour, lambda order: None))
-    other, wanted = (note_async, "def") if flavour == "threads" else (note, "async def")
+    task = consumer(make_queue(), name="charge")(to_variant(variant, lambda order: None))
+    other, expected = (note_async, "def") if variant == "threads" else (note, "async def")
     for declare in (task.on_success, task.on_failure):
-        with pytest.raises(ConfigurationError, match=f"must be declared with {wanted}, as charge is"):
+        with pytest.raises(ConfigurationError, match=f"must be declared with {expected}, as charge is"):
             declare(other)
 
 
@@ -301,8 +307,8 @@ def test_an_object_that_is_called_asynchronously_is_an_async_task() -> None:
         async def __call__(self, order: Any) -> None:
             seen.append(order["total"])
 
-    task = consumer(orders(7))(Charging())
-    ran(task)
+    task = consumer(make_queue(7))(Charging())
+    run_task(task)
     assert (seen, task.name) == ([7], "Charging")
 
 
@@ -312,90 +318,90 @@ def test_a_partial_function_is_a_function() -> None:
     def charge(order: Any, transaction: Transaction, rate: int) -> None:
         seen.append((order["total"] * rate, transaction.id))
 
-    task = consumer(orders(7))(partial(charge, rate=3))
-    ran(task)
+    task = consumer(make_queue(7))(partial(charge, rate=3))
+    run_task(task)
     assert (seen, task.name) == ([(21, "7")], "charge")
 
 
 @pytest.mark.spec("CON-30")
-def test_work_that_was_never_begun_is_no_success(flavour: str) -> None:
+def test_work_that_never_started_is_not_a_success(variant: str) -> None:
     async def later() -> None: ...
 
     def steps() -> Any:
         yield
 
-    for unbegun in (later, steps, lambda: yields_async(None)):
-        if flavour == "asyncio" and unbegun is later:
+    for start_work in (later, steps, lambda: yields_async(None)):
+        if variant == "asyncio" and start_work is later:
             continue  # there it is awaited, and so is begun
-        connector = orders(1)
+        connector = make_queue(1)
         policy = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 1}}}})
-        task = consumer(connector, policy=policy)(declared(flavour, lambda order, made=unbegun: made()))
-        assert ran(task).counts[Kind.FAILED] == 1
+        task = consumer(connector, policy=policy)(to_variant(variant, lambda order, made=start_work: made()))
+        assert run_task(task).counts[OutcomeKind.FAILED] == 1
         assert "nothing of it has run" in connector.dead_letters[0].failure.error_message
 
 
 @pytest.mark.spec("CON-30")
-def test_an_async_handler_of_a_sync_class_is_refused() -> None:
+def test_an_async_handler_of_a_sync_class_is_rejected() -> None:
     class Wrong(ConsumerMixin, ProducerMixin, Task):
         async def process_transaction(self, transaction: Transaction) -> None: ...
 
         async def handle_produce_exception(self, transaction: Transaction, exc: Any) -> None: ...
 
     with pytest.raises(ConfigurationError, match="process_transaction is async, but its task runs on threads"):
-        Wrong(orders(1)).run()
+        Wrong(make_queue(1)).run()
     with pytest.raises(ConfigurationError, match="handle_produce_exception is async"):
-        Wrong(orders(1)).produce_transactions([])
+        Wrong(make_queue(1)).produce_transactions([])
 
 
-def test_a_payload_that_does_not_fit_reaches_the_failure_handler_as_it_came(flavour: str) -> None:
+def test_an_invalid_payload_reaches_the_failure_handler_unchanged(variant: str) -> None:
     seen: list[Any] = []
 
-    def charge(order: Order) -> None: ...
+    def charge(order: OrderPayload) -> None: ...
 
-    def failed(order: Any, error: Any) -> None:
+    def record_failure(order: Any, error: Any) -> None:
         seen.append((order, error.code))
 
     connector = MemoryConnector("orders")
     connector.dispatch([Transaction("1", {"total": "many"})])
-    task = consumer(connector, payload=Order)(declared(flavour, charge))
-    task.on_failure(declared(flavour, failed))
-    assert ran(task).counts[Kind.FAILED] == 1
+    task = consumer(connector, payload=OrderPayload)(to_variant(variant, charge))
+    task.on_failure(to_variant(variant, record_failure))
+    assert run_task(task).counts[OutcomeKind.FAILED] == 1
     assert seen == [({"total": "many"}, "invalid_payload")]
 
 
-def test_a_parameter_called_transaction_needs_no_annotation(flavour: str) -> None:
+def test_a_parameter_called_transaction_needs_no_annotation(variant: str) -> None:
     seen: list[str] = []
 
     def charge(order, transaction):  # type: ignore[no-untyped-def]
         seen.append(transaction.id)
 
-    ran(consumer(orders(5))(declared(flavour, charge)))
+    run_task(consumer(make_queue(5))(to_variant(variant, charge)))
     assert seen == ["5"]
 
 
 @pytest.mark.spec("PRO-20")
-def test_a_producer_that_returns_nothing_has_produced_nothing(flavour: str) -> None:
-    task = producer(MemoryConnector("out"))(declared(flavour, lambda order: None))
+def test_a_producer_that_returns_none_has_failed(variant: str) -> None:
+    task = producer(MemoryConnector("out"))(to_variant(variant, lambda order: None))
     report = task.produce_transactions([Transaction("1")])
     report = asyncio.run(report) if asyncio.iscoroutine(report) else report
-    assert (report.outcomes[0].kind, report.outcomes[0].error.code) == (Kind.FAILED, "nothing_produced")
+    assert (report.outcomes[0].kind, report.outcomes[0].error.code) == (OutcomeKind.FAILED, "nothing_produced")
 
 
 @pytest.mark.parametrize("policy", [{"loop": {}}, 5])
-def test_a_policy_is_a_policy(policy: Any) -> None:
+def test_a_policy_must_be_a_policy_object(policy: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"pass a ConsumerPolicy, built from a mapping"):
-        consumer(orders(), policy=policy)(lambda order: None)
+        consumer(make_queue(), policy=policy)(lambda order: None)
 
 
-def test_a_connector_is_a_connector() -> None:
+def test_a_connector_must_be_a_connector_object() -> None:
     with pytest.raises(ConfigurationError, match="was given a str as its connector"):
         consumer("amqp://broker")(lambda order: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.spec("CON-30")
-def test_a_dead_letter_that_a_handler_asked_for_says_that_it_was_its_decision(flavour: str) -> None:
-    connector = orders(1)
-    ran(consumer(connector)(declared(flavour, lambda order: DeadLetter("too late"))))
+def test_a_dead_letter_that_a_handler_requested_names_its_decision(variant: str) -> None:
+    connector = make_queue(1)
+    run_task(consumer(connector)(to_variant(variant, lambda order: DeadLetter("too late"))))
     failure = connector.dead_letters[0].failure
     assert (failure.reason_code, failure.error_type, failure.error_message) == ("too late", "DeadLetter", "too late")
     assert (failure.category, failure.deliveries) == ("BUSINESS", 1)
@@ -419,14 +425,14 @@ class AsyncCharge(AsyncConsumerMixin, AsyncTask):
 
 
 @pytest.mark.spec("CON-40", "CON-42")
-def test_a_class_with_mixins_is_the_same_thing(flavour: str) -> None:
+def test_a_class_with_mixins_behaves_like_a_function_task(variant: str) -> None:
     ledger: list[str] = []
-    kind = Charge if flavour == "threads" else AsyncCharge
-    connector = orders(1, 2)
+    kind = Charge if variant == "threads" else AsyncCharge
+    connector = make_queue(1, 2)
     task = kind(connector, ledger=ledger, gates=[lambda: None], policy=ConsumerPolicy())
-    report = ran(task)
+    report = run_task(task)
     assert sorted(ledger) == ["1", "2"]
-    assert report.counts[Kind.SUCCEEDED] == 2
+    assert report.counts[OutcomeKind.SUCCEEDED] == 2
     assert task.name == kind.__name__
     assert repr(task.services) == "Services(ledger)"
     assert (list(task.services), len(task.services)) == (["ledger"], 1)
@@ -435,17 +441,17 @@ def test_a_class_with_mixins_is_the_same_thing(flavour: str) -> None:
 def test_a_task_needs_a_connector_and_may_have_it_on_its_class() -> None:
     with pytest.raises(ConfigurationError, match="Charge has no connector"):
         Charge()
-    given = orders(1)
+    class_connector = make_queue(1)
 
     class Bound(Charge):
-        connector = given
+        connector = class_connector
 
-    assert Bound().connector is given
+    assert Bound().connector is class_connector
 
 
 @pytest.mark.spec("CON-40")
-def test_services_are_read_only_names_and_an_unknown_one_names_the_known() -> None:
-    task = Charge(orders(), ledger=[])
+def test_the_error_for_an_unknown_service_names_the_known_services() -> None:
+    task = Charge(make_queue(), ledger=[])
     with pytest.raises(ConfigurationError, match="did you mean 'ledger'"):
         _ = task.services.leger
     with pytest.raises(ConfigurationError, match="there are: ledger"):
@@ -453,15 +459,15 @@ def test_services_are_read_only_names_and_an_unknown_one_names_the_known() -> No
     with pytest.raises(AttributeError):
         _ = task.services._private
     with pytest.raises(ConfigurationError, match="there are: none"):
-        _ = Charge(orders()).services.anything
+        _ = Charge(make_queue()).services.anything
 
 
 def test_a_payload_is_read_as_the_type_that_the_task_declares():
-    @consumer(MemoryConnector("orders"), payload=Order)
+    @consumer(MemoryConnector("orders"), payload=OrderPayload)
     def task(order):
         pass
 
-    assert task.read_payload(Transaction("one", {"id": "a", "total": 7})) == Order(id="a", total=7)
+    assert task.read_payload(Transaction("one", {"id": "a", "total": 7})) == OrderPayload(id="a", total=7)
     with pytest.raises(TransactionException, match="total: Field required"):
         task.read_payload(Transaction("one", {"id": "a"}))
 
@@ -484,6 +490,10 @@ def test_a_business_failure_inside_a_task_group_is_not_retried() -> None:
 
     asyncio.run(handle.run())
     assert calls == ["lamp"]
-    (dead,) = queue.dead_letters
-    assert (dead.reason, dead.failure.category, dead.failure.attempts) == ("sold_out", "BUSINESS", 1)
-    assert "BusinessError: lamp is sold out" in dead.failure.error_message
+    (dead_letter,) = queue.dead_letters
+    assert (dead_letter.reason, dead_letter.failure.category, dead_letter.failure.attempts) == (
+        "sold_out",
+        "BUSINESS",
+        1,
+    )
+    assert "BusinessError: lamp is sold out" in dead_letter.failure.error_message

@@ -5,54 +5,54 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from ergon_framework import ProducerMixin, Transaction
-from ergon_framework.task.consume import Consumption
-from ergon_framework.task.loops import Loops, loops_of, share_loops
+from ergon_framework.task.consume import ConsumeLoop
+from ergon_framework.task.loops import RunningLoops, running_loops, share_running_loops
 
 
-class Part:
+class EqualTask:
     """A task with loops."""
 
     def __eq__(self, other):
-        return isinstance(other, Part)
+        return isinstance(other, EqualTask)
 
     __hash__ = None
 
 
-def test_tasks_that_are_equal_have_loops_of_their_own():
-    one, other = Part(), Part()
-    assert loops_of(one) is loops_of(one)
-    assert loops_of(one) is not loops_of(other)
+def test_equal_tasks_have_separate_running_loops():
+    one, other = EqualTask(), EqualTask()
+    assert running_loops(one) is running_loops(one)
+    assert running_loops(one) is not running_loops(other)
 
 
-def test_the_loops_of_a_part_are_those_of_the_whole():
-    whole, part, other = Part(), Part(), Part()
-    share_loops(part, whole)
-    assert loops_of(part) is loops_of(whole)
-    assert loops_of(other) is not loops_of(whole)
+def test_a_part_shares_the_loops_of_its_owner():
+    owner, part, other = EqualTask(), EqualTask(), EqualTask()
+    share_running_loops(part, owner)
+    assert running_loops(part) is running_loops(owner)
+    assert running_loops(other) is not running_loops(owner)
 
 
-def test_whoever_cannot_be_woken_is_left_alone():
-    loops, woken = Loops(), []
+def test_a_loop_without_a_wake_function_is_skipped():
+    loops, wake_calls = RunningLoops(), []
     with (
-        loops.entered(SimpleNamespace(), lambda: None),
-        loops.entered(SimpleNamespace(), lambda: None, wake=lambda: woken.append(1)),
+        loops.track(SimpleNamespace(), lambda: None),
+        loops.track(SimpleNamespace(), lambda: None, wake=lambda: wake_calls.append(1)),
     ):
         loops.wake()
-    assert woken == [1]
+    assert wake_calls == [1]
 
 
-def test_in_hand_is_what_runs_and_what_waits_for_a_slot():
-    consumption = object.__new__(Consumption)
-    consumption._crew, consumption._intake = SimpleNamespace(flights=[1, 2]), [3, 4, 5]
-    assert consumption.in_hand == 5
+def test_in_flight_counts_running_and_waiting_deliveries():
+    loop = object.__new__(ConsumeLoop)
+    loop._slot_table, loop._backlog = SimpleNamespace(running=[1, 2]), [3, 4, 5]
+    assert loop.in_flight == 5
 
 
-def test_a_producer_has_nothing_in_hand_that_it_fetched():
+def test_a_producer_has_no_fetched_delivery_in_flight():
     seen = []
 
     class Producer(ProducerMixin):
         def produce_transaction(self, transaction):
-            seen.append(loops_of(self).in_hand)
+            seen.append(running_loops(self).in_flight)
 
     Producer().produce_transactions([Transaction("one", source="here")])
     assert seen == [0]

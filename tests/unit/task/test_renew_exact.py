@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from ergon_framework.connectors.base import Delivery
-from ergon_framework.engine.effects import Call, Gone, Sleep
-from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
-from ergon_framework.engine.senses import Senses
-from ergon_framework.task.renew import renew
+from ergon_framework.engine.effects import AwaitExit, Call, Sleep
+from ergon_framework.engine.outcome import Err, Expired, Interrupted, Ok
+from ergon_framework.engine.senses import Clock
+from ergon_framework.task.renew import renew_leases
 from ergon_framework.transaction import Transaction
 
 
-class World:
+class RenewHarness:
     """Three claims, of which the second does not end by itself, and the script that renews them."""
 
     def __init__(self) -> None:
@@ -25,24 +25,26 @@ class World:
             for name, until in (("a", 130.0), ("b", None), ("c", 130.0))
         ]
         self.claims = {each.receipt: each for each in self.deliveries}
-        self.script = renew(abs, self.claims, lease=30.0, senses=Senses(clock=lambda: self.now), lost=self.lost.append)
+        self.script = renew_leases(
+            abs, self.claims, lease=30.0, clock=Clock(monotonic=lambda: self.now), on_lost=self.lost.append
+        )
         self.effect: Any = next(self.script)
-        self.over = False
+        self.is_over = False
 
-    def on(self, answer: Any, *, at: float | None = None) -> World:
+    def answer(self, answer: Any, *, at: float | None = None) -> RenewHarness:
         self.now = self.now if at is None else at
         try:
             self.effect = self.script.send(answer)
         except StopIteration:
-            self.effect, self.over = None, True
+            self.effect, self.is_over = None, True
         return self
 
-    def called(self) -> World:
+    def start_call(self) -> RenewHarness:
         """At the first turn, a second late."""
-        return self.on(None, at=111.0)
+        return self.answer(None, at=111.0)
 
     @property
-    def sleeps(self) -> float | None:
+    def sleep_until(self) -> float | None:
         return self.effect.until if isinstance(self.effect, Sleep) else None
 
     @property
@@ -50,66 +52,66 @@ class World:
         return [each.lease_until for each in self.deliveries]
 
 
-def test_claims_that_end_by_themselves_are_renewed_three_times_per_lease() -> None:
-    world = World()
-    assert world.sleeps == 110.0
-    call = world.called().effect
+def test_claims_with_a_lease_are_renewed_three_times_per_lease() -> None:
+    harness = RenewHarness()
+    assert harness.sleep_until == 110.0
+    call = harness.start_call().effect
     assert isinstance(call, Call)
-    a, _, c = world.deliveries
+    a, _, c = harness.deliveries
     assert (call.step, call.fn, call.args, call.until) == ("extend", abs, ([a, c],), 121.0)
-    world.on(Ok([141.0, 142.0]), at=112.0)
-    assert world.sleeps == 121.0, "a turn after the last one began"
-    assert world.leases == [141.0, None, 142.0]
-    assert world.lost == []
+    harness.answer(Ok([141.0, 142.0]), at=112.0)
+    assert harness.sleep_until == 121.0, "a turn after the last one began"
+    assert harness.leases == [141.0, None, 142.0]
+    assert harness.lost == []
 
 
-def test_only_claims_that_are_gone_are_lost_and_the_others_are_renewed() -> None:
-    world = World().called().on(Ok([None, 142.0]))
-    assert world.lost == [["a"]]
-    assert world.leases == [130.0, None, 142.0]
-    assert world.sleeps == 121.0
+def test_only_claims_that_no_longer_exist_are_lost_and_the_others_are_renewed() -> None:
+    harness = RenewHarness().start_call().answer(Ok([None, 142.0]))
+    assert harness.lost == [["a"]]
+    assert harness.leases == [130.0, None, 142.0]
+    assert harness.sleep_until == 121.0
 
 
-def test_an_answer_that_is_too_short_says_nothing_about_the_rest() -> None:
-    world = World().called().on(Ok([141.0]))
-    assert (world.leases, world.lost, world.sleeps) == ([141.0, None, 130.0], [], 121.0)
+def test_claims_that_a_short_answer_omits_stay_unchanged() -> None:
+    harness = RenewHarness().start_call().answer(Ok([141.0]))
+    assert (harness.leases, harness.lost, harness.sleep_until) == ([141.0, None, 130.0], [], 121.0)
 
 
-def test_without_claims_nobody_is_called_but_the_next_turn_comes() -> None:
-    world = World()
-    held = dict(world.claims)
-    world.claims.clear()
-    assert world.called().sleeps == 121.0
-    world.claims.update(held)
-    assert isinstance(world.on(None, at=121.0).effect, Call)
+def test_without_claims_there_is_no_call_before_the_next_interval() -> None:
+    harness = RenewHarness()
+    claims = dict(harness.claims)
+    harness.claims.clear()
+    assert harness.start_call().sleep_until == 121.0
+    harness.claims.update(claims)
+    assert isinstance(harness.answer(None, at=121.0).effect, Call)
 
 
 @pytest.mark.parametrize("answer", [Err(OSError("down")), Ok(None)])
-def test_a_call_that_fails_is_made_again_at_the_next_turn(answer: Any) -> None:
-    world = World().called().on(answer)
-    assert (world.sleeps, world.lost, world.leases) == (121.0, [], [130.0, None, 130.0])
-    assert isinstance(world.on(None, at=121.0).effect, Call)
+def test_a_failed_call_is_retried_at_the_next_interval(answer: Any) -> None:
+    harness = RenewHarness().start_call().answer(answer)
+    assert (harness.sleep_until, harness.lost, harness.leases) == (121.0, [], [130.0, None, 130.0])
+    assert isinstance(harness.answer(None, at=121.0).effect, Call)
 
 
-def test_a_call_that_hangs_is_asked_to_leave_and_not_waited_for() -> None:
-    world = World().called()
-    call = world.effect
-    world.on(Expired(call), at=121.0)
-    assert isinstance(world.effect, Gone)
-    assert (world.effect.body, world.effect.until) == (call, 121.0)
-    assert world.on(False).sleeps == 121.0
+def test_a_hanging_call_is_interrupted_and_not_awaited() -> None:
+    harness = RenewHarness().start_call()
+    call = harness.effect
+    harness.answer(Expired(call), at=121.0)
+    assert isinstance(harness.effect, AwaitExit)
+    assert (harness.effect.call, harness.effect.until) == (call, 121.0)
+    assert harness.answer(False).sleep_until == 121.0
 
 
-def test_an_interrupted_call_is_asked_to_leave_and_is_the_last() -> None:
-    world = World().called()
-    call = world.effect
-    world.on(Stopped(call), at=113.0)
-    assert isinstance(world.effect, Gone)
-    assert (world.effect.body, world.effect.until) == (call, 113.0)
-    assert world.on(False).over
+def test_an_interrupted_call_is_the_last() -> None:
+    harness = RenewHarness().start_call()
+    call = harness.effect
+    harness.answer(Interrupted(call), at=113.0)
+    assert isinstance(harness.effect, AwaitExit)
+    assert (harness.effect.call, harness.effect.until) == (call, 113.0)
+    assert harness.answer(False).is_over
 
 
-@pytest.mark.parametrize("called", [False, True])
-def test_an_interrupt_without_a_body_ends_it_at_once(called: bool) -> None:
-    world = World()
-    assert (world.called() if called else world).on(Stopped()).over
+@pytest.mark.parametrize("has_call", [False, True])
+def test_an_interrupt_without_an_abandoned_call_ends_the_renewal_immediately(has_call: bool) -> None:
+    harness = RenewHarness()
+    assert (harness.start_call() if has_call else harness).answer(Interrupted()).is_over

@@ -7,93 +7,95 @@ from typing import Any
 import pytest
 
 from ergon_framework.connectors.base import Ack, Delivery, SettleResult
-from ergon_framework.engine.attempts import Failed, Step, attempts
-from ergon_framework.engine.drivers.threads import Threads
+from ergon_framework.engine.attempts import Failed, Step, run_step
+from ergon_framework.engine.drivers.threads import ThreadDriver
 from ergon_framework.engine.effects import Call, Interrupt, Wait
-from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
-from ergon_framework.engine.senses import Senses
-from ergon_framework.engine.slots import Done, Slot
+from ergon_framework.engine.outcome import Err, Expired, Interrupted, Ok
+from ergon_framework.engine.senses import Clock
+from ergon_framework.engine.slots import ScriptEnded, Slot
 from ergon_framework.errors import Category
-from ergon_framework.task.consume import Broker, Consumption
-from ergon_framework.task.crew import Crew
-from ergon_framework.task.lifecycle import Course, classify, classify_handler, expired, lifecycle
+from ergon_framework.task.consume import ConnectorCalls, ConsumeLoop
+from ergon_framework.task.crew import SlotTable
+from ergon_framework.task.lifecycle import LifecycleSpec, classify, classify_handler, run_lifecycle, timeout_error
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy, RetryPolicy, SettlePolicy
-from ergon_framework.task.produce import Production
-from ergon_framework.task.report import Kind, Outcome, Report
-from ergon_framework.task.settle import CLOSE, Item, Settler
-from ergon_framework.task.watch import Onlooker
+from ergon_framework.task.produce import ProduceRun
+from ergon_framework.task.report import Outcome, OutcomeKind, Report
+from ergon_framework.task.settle import CLOSE_EVENT, PendingSettlement, Settler
+from ergon_framework.task.watch import LoopObserver
 from ergon_framework.transaction import Transaction
 
-TX = Transaction("1")
+TRANSACTION = Transaction("1")
 
 
-class World:
+class ManualClock:
     """A clock that the test moves, and no chance."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.senses = Senses(clock=lambda: self.now, wall=lambda: 1_000.0 + self.now, dice=lambda: 0.5)
+        self.clock = Clock(monotonic=lambda: self.now, wall=lambda: 1_000.0 + self.now, random=lambda: 0.5)
 
 
-def course(senses: Senses, timeout: float | None = None, **retry: Any) -> Course:
-    rules = RetryPolicy(**retry)
-    return Course(
-        Step("process", abs, rules, classify=classify, expired=expired, defers=True),
-        Step("success", abs, rules, classify=classify_handler, expired=expired),
-        Step("exception", abs, rules, classify=classify_handler, expired=expired),
-        senses=senses,
+def make_spec(clock: Clock, timeout: float | None = None, **retry: Any) -> LifecycleSpec:
+    retry_policy = RetryPolicy(**retry)
+    return LifecycleSpec(
+        Step("process", abs, retry_policy, classify=classify, timeout_error=timeout_error, defers=True),
+        Step("success", abs, retry_policy, classify=classify_handler, timeout_error=timeout_error),
+        Step("exception", abs, retry_policy, classify=classify_handler, timeout_error=timeout_error),
+        clock=clock,
         timeout=timeout,
     )
 
 
-def ended(script: Any, answer: Any) -> Any:
+def finish_script(script: Any, answer: Any) -> Any:
     with pytest.raises(StopIteration) as stop:
         script.send(answer)
     return stop.value.value
 
 
 @pytest.mark.spec("CON-12", "CON-38")
-def test_a_success_handler_is_not_begun_when_the_lifecycles_time_is_over() -> None:
-    world = World()
-    script = lifecycle(course(world.senses, timeout=10.0), TX)
+def test_a_success_handler_does_not_start_after_the_transaction_timeout() -> None:
+    manual_clock = ManualClock()
+    script = run_lifecycle(make_spec(manual_clock.clock, timeout=10.0), TRANSACTION)
     assert next(script).step == "process"
-    world.now = 10.0
+    manual_clock.now = 10.0
     call = script.send(Ok("done"))
     assert call.step == "exception"
     assert (call.args[1].category, call.args[1].still_running) == (Category.TIMEOUT, False)
-    outcome = ended(script, Ok(None))
-    assert (outcome.kind, outcome.processed, outcome.succeeded_steps) == (Kind.FAILED, True, ("process",))
+    outcome = finish_script(script, Ok(None))
+    assert (outcome.kind, outcome.processed, outcome.succeeded_steps) == (OutcomeKind.FAILED, True, ("process",))
 
 
 @pytest.mark.spec("CON-12")
-def test_a_lifecycle_that_is_over_retries_nothing_and_defers_nothing() -> None:
-    world = World()
-    script = lifecycle(course(world.senses, timeout=10.0, hold=0.0), TX)
+def test_a_timed_out_lifecycle_neither_retries_nor_defers() -> None:
+    manual_clock = ManualClock()
+    script = run_lifecycle(make_spec(manual_clock.clock, timeout=10.0, hold=0.0), TRANSACTION)
     call = next(script)
     assert call.until == 10.0, "the step's own 60 s are cut"
-    world.now = 10.0
+    manual_clock.now = 10.0
     script.send(Expired(call))
     assert script.send(True).step == "exception"
 
 
-class Seen:
+class AttemptRecorder:
     """A watch on one step."""
 
     def __init__(self) -> None:
         self.errors: list[Any] = []
 
-    def attempt(self, number: int) -> None:
+    def on_attempt_start(self, number: int) -> None:
         return None
 
-    def attempted(self, number: int, error: BaseException | None) -> None:
+    def on_attempt_end(self, number: int, error: BaseException | None) -> None:
         self.errors.append((number, error))
 
 
 @pytest.mark.spec("CON-16")
-def test_a_watch_is_told_of_every_attempt_and_how_it_ended() -> None:
-    world, seen = World(), Seen()
-    step = Step("process", abs, RetryPolicy(max_attempts=4, backoff=0.0), classify=classify, expired=expired)
-    script = attempts(step, (1,), [], TX, world.senses, watch=seen)
+def test_an_observer_sees_every_attempt_and_its_result() -> None:
+    manual_clock, recorder = ManualClock(), AttemptRecorder()
+    step = Step(
+        "process", abs, RetryPolicy(max_attempts=4, backoff=0.0), classify=classify, timeout_error=timeout_error
+    )
+    script = run_step(step, (1,), [], TRANSACTION, manual_clock.clock, observer=recorder)
     call = next(script)
     error = ValueError("no")
     call = script.send(Err(error))
@@ -101,8 +103,8 @@ def test_a_watch_is_told_of_every_attempt_and_how_it_ended() -> None:
     call = script.send(True)
     assert isinstance(call, Call)
     script.send(Err(error))
-    assert isinstance(ended(script, Stopped()), Stopped)
-    (first, late, third, stopped) = seen.errors
+    assert isinstance(finish_script(script, Interrupted()), Interrupted)
+    (first, late, third, stopped) = recorder.errors
     assert first == (0, error)
     assert (late[0], type(late[1])) == (1, TimeoutError)
     assert third == (2, error)
@@ -110,120 +112,134 @@ def test_a_watch_is_told_of_every_attempt_and_how_it_ended() -> None:
 
 
 @pytest.mark.spec("CON-44")
-def test_a_failed_step_says_at_which_attempt() -> None:
-    world = World()
-    step = Step("process", abs, RetryPolicy(max_attempts=1), classify=classify, expired=expired)
-    script = attempts(step, (1,), notes := [], TX, world.senses)
+def test_a_failed_step_names_its_attempt() -> None:
+    manual_clock = ManualClock()
+    step = Step("process", abs, RetryPolicy(max_attempts=1), classify=classify, timeout_error=timeout_error)
+    script = run_step(step, (1,), failed_attempts := [], TRANSACTION, manual_clock.clock)
     next(script)
-    failed = ended(script, Err(ValueError("no")))
+    failed = finish_script(script, Err(ValueError("no")))
     assert isinstance(failed, Failed)
-    assert (failed.attempt, failed.body, len(notes)) == (0, None, 1)
+    assert (failed.attempt, failed.abandoned_call, len(failed_attempts)) == (0, None, 1)
 
 
-def test_those_who_are_dismissed_are_heard_however_often_somebody_interrupts() -> None:
-    crew: Crew[str] = Crew(1, patience=1.0, clock=lambda: 0.0)
-    slot = Slot(iter(()), told=None, counted=True)  # type: ignore[arg-type]
-    crew.flights[slot] = "a"
+def test_interrupted_slots_are_awaited_despite_further_interrupts() -> None:
+    slot_table: SlotTable[str] = SlotTable(1, stall_timeout=1.0, clock=lambda: 0.0)
+    slot = Slot(iter(()), notify=None, counted=True)  # type: ignore[arg-type]
+    slot_table.running[slot] = "a"
 
-    def hear(events: list[Any]) -> Any:
+    def handle_events(events: list[Any]) -> Any:
         for event in events:
-            crew.hear(event)
+            slot_table.handle_event(event)
         yield from ()
 
-    script = crew.dismiss(Threads(1).mailbox(), hear)
+    script = slot_table.interrupt_all(ThreadDriver(1).create_mailbox(), handle_events)
     assert isinstance(next(script), Interrupt)
     assert isinstance(script.send(None), Wait)
-    assert isinstance(script.send(Stopped()), Wait), "it goes on listening"
-    ended(script, [Done(slot, None, freed=True)])
-    assert not crew.flights
+    assert isinstance(script.send(Interrupted()), Wait), "it goes on listening"
+    finish_script(script, [ScriptEnded(slot, None, freed=True)])
+    assert not slot_table.running
 
 
-def settling(world: World, report: Report) -> Settler:
+def make_settler(manual_clock: ManualClock, report: Report) -> Settler:
     return Settler(
         lambda settlings: [SettleResult.SETTLED] * len(settlings),
         SettlePolicy.load({"linger": 0.0}),
-        senses=world.senses,
-        mailbox=Threads(1).mailbox(),
+        clock=manual_clock.clock,
+        mailbox=ThreadDriver(1).create_mailbox(),
         report=report,
-        watch=Onlooker(),
+        observer=LoopObserver(),
     )
 
 
 def test_a_settler_that_is_interrupted_while_idle_ends() -> None:
-    script = settling(World(), Report()).run()
+    script = make_settler(ManualClock(), Report()).run()
     assert isinstance(next(script), Wait)
-    ended(script, Stopped())
+    finish_script(script, Interrupted())
 
 
 @pytest.mark.spec("CNN-13", "CON-36")
-def test_a_settler_that_is_interrupted_while_a_call_is_given_its_grace_tells_the_broker_nothing_more() -> None:
-    world, report = World(), Report()
-    settler = settling(world, report)
+def test_a_settler_interrupted_during_the_grace_period_of_a_call_sends_nothing_more() -> None:
+    manual_clock, report = ManualClock(), Report()
+    settler = make_settler(manual_clock, report)
     script = settler.run()
     next(script)
-    settler.put(item := Item(Delivery(TX, 1), Ack(), Outcome(TX, Kind.SUCCEEDED)))
-    call = script.send([item, CLOSE])
+    settler.enqueue(
+        item := PendingSettlement(Delivery(TRANSACTION, 1), Ack(), Outcome(TRANSACTION, OutcomeKind.SUCCEEDED))
+    )
+    call = script.send([item, CLOSE_EVENT])
     assert isinstance(call, Call)
-    world.now = call.until
-    leaving = script.send(Expired(call))
-    assert (leaving.body, leaving.until) == (call, world.now + 5.0)
-    ended(script, Stopped())
-    assert (item.outcome.kind, item.outcome.reason) == (Kind.RELEASED, "failed")
+    manual_clock.now = call.until
+    effect = script.send(Expired(call))
+    assert (effect.call, effect.until) == (call, manual_clock.now + 5.0)
+    finish_script(script, Interrupted())
+    assert (item.outcome.kind, item.outcome.reason) == (OutcomeKind.RELEASED, "failed")
     assert report.settled == {"failed": 1}
 
 
 # -- without anybody who looks on ---------------------------------------------------------------
 
 
-def test_a_loop_needs_nobody_to_look_on() -> None:
-    driver = Threads(2)
+def test_a_loop_needs_no_observer() -> None:
+    driver = ThreadDriver(2)
     queue = [[Delivery(Transaction("1"), 1), Delivery(Transaction("2"), 2, deliveries=11)], []]
-    broker = Broker(
+    connector_calls = ConnectorCalls(
         fetch=lambda _size: queue.pop(0),
         settle=lambda settlings: [SettleResult.SETTLED] * len(settlings),
         extend=lambda deliveries: deliveries,
     )
 
-    def body(*_args: Any) -> None: ...
+    def handle(*_args: Any) -> None: ...
 
     retry = RetryPolicy()
-    steps = Course(
-        Step("process", body, retry, classify=classify, expired=expired, defers=True),
-        Step("success", body, retry, classify=classify_handler, expired=expired),
-        Step("exception", body, retry, classify=classify_handler, expired=expired),
-        senses=driver.senses,
+    spec = LifecycleSpec(
+        Step("process", handle, retry, classify=classify, timeout_error=timeout_error, defers=True),
+        Step("success", handle, retry, classify=classify_handler, timeout_error=timeout_error),
+        Step("exception", handle, retry, classify=classify_handler, timeout_error=timeout_error),
+        clock=driver.time_source,
     )
-    loop = Consumption(steps, broker, ConsumerPolicy(), name="task", mailbox=driver.mailbox, fenced=driver.came_late)
+    loop = ConsumeLoop(
+        spec,
+        connector_calls,
+        ConsumerPolicy(),
+        name="task",
+        create_mailbox=driver.create_mailbox,
+        fenced=driver.late_result_count,
+    )
     signals: list[Any] = []
     for _ in range(3):
         loop.wake(lambda _mailbox, item: signals.append(item))
     assert len(signals) == 1, "said once until it is heard"
     report = driver.run(loop.run())
-    assert (report.counts[Kind.SUCCEEDED], report.refused) == (1, {"max_deliveries": 1})
+    assert (report.counts[OutcomeKind.SUCCEEDED], report.refused) == (1, {"max_deliveries": 1})
 
 
-def test_a_production_says_how_its_slots_are_used() -> None:
-    class Looking(Onlooker):
-        slots: Any = None
+def test_a_produce_run_reports_its_slot_usage() -> None:
+    class SlotObserver(LoopObserver):
+        read_slots: Any = None
 
-        def began(self, slots: Any) -> None:
-            self.slots = slots
+        def on_loop_start(self, slots: Any) -> None:
+            self.read_slots = slots
 
-    driver, looking, used = Threads(1), Looking(), []
+    driver, observer, usage = ThreadDriver(1), SlotObserver(), []
 
-    def body(*_args: Any) -> None:
-        used.append((looking.slots(), production.live))
+    def handle(*_args: Any) -> None:
+        usage.append((observer.read_slots(), produce_run.live))
 
     retry = RetryPolicy()
-    steps = Course(
-        Step("produce", body, retry, classify=classify, expired=expired),
-        Step("success", lambda *_: None, retry, classify=classify_handler, expired=expired),
-        Step("exception", body, retry, classify=classify_handler, expired=expired),
-        senses=driver.senses,
+    spec = LifecycleSpec(
+        Step("produce", handle, retry, classify=classify, timeout_error=timeout_error),
+        Step("success", lambda *_: None, retry, classify=classify_handler, timeout_error=timeout_error),
+        Step("exception", handle, retry, classify=classify_handler, timeout_error=timeout_error),
+        clock=driver.time_source,
     )
-    production = Production(
-        steps, [TX], ProducerPolicy(), mailbox=driver.mailbox, fenced=driver.came_late, watch=looking
+    produce_run = ProduceRun(
+        spec,
+        [TRANSACTION],
+        ProducerPolicy(),
+        create_mailbox=driver.create_mailbox,
+        fenced=driver.late_result_count,
+        observer=observer,
     )
-    report = driver.run(production.run())
-    assert report.count(Kind.SUCCEEDED) == 1
-    assert used == [((1, 0, 0), True)]
+    report = driver.run(produce_run.run())
+    assert report.count(OutcomeKind.SUCCEEDED) == 1
+    assert usage == [((1, 0, 0), True)]

@@ -19,24 +19,24 @@ variable = contextvars.ContextVar("variable", default="unset")
 
 
 @pytest.fixture(autouse=True)
-def _value():
+def _set_variable():
     token = variable.set("caller's")
     yield
     variable.reset(token)
 
 
 @pytest.mark.spec("CON-18", "DX-16")
-def test_with_context_takes_this_moments_context_to_another_thread() -> None:
+def test_with_context_carries_the_current_context_to_another_thread() -> None:
     seen: list[str] = []
 
     def note() -> None:
         seen.append(variable.get())
         variable.set("thread's")
 
-    carried = with_context(note)
+    wrapped = with_context(note)
     variable.set("later")
     for _ in range(2):
-        thread = threading.Thread(target=carried)
+        thread = threading.Thread(target=wrapped)
         thread.start()
         thread.join(5)
     assert seen == ["caller's", "caller's"], "each call has a copy of its own"
@@ -45,15 +45,15 @@ def test_with_context_takes_this_moments_context_to_another_thread() -> None:
 
 
 @pytest.mark.spec("CON-18", "DX-16")
-def test_with_context_async_takes_it_to_another_task() -> None:
+def test_with_context_async_carries_the_context_to_another_task() -> None:
     async def note() -> str:
         await asyncio.sleep(0)
         return variable.get()
 
     async def main() -> tuple[str, str]:
-        carried = with_context_async(note)
+        wrapped = with_context_async(note)
         variable.set("later")
-        return await carried(), await with_context_async(note, contextvars.Context())()
+        return await wrapped(), await with_context_async(note, contextvars.Context())()
 
     assert asyncio.run(main()) == ("caller's", "unset")
 
@@ -72,7 +72,7 @@ def test_run_with_timeout_carries_the_context_and_gives_up_in_time() -> None:
 
 @pytest.mark.spec("CON-18", "CON-37")
 def test_run_with_timeout_async_carries_the_context_and_cancels_in_time() -> None:
-    left: list[str] = []
+    events: list[str] = []
 
     async def value() -> str:
         return variable.get()
@@ -81,7 +81,7 @@ def test_run_with_timeout_async_carries_the_context_and_cancels_in_time() -> Non
         try:
             await asyncio.sleep(10)
         finally:
-            left.append("left")
+            events.append("left")
 
     async def main() -> None:
         assert await run_with_timeout_async(value, 5.0) == "caller's"
@@ -90,4 +90,4 @@ def test_run_with_timeout_async_carries_the_context_and_cancels_in_time() -> Non
             await run_with_timeout_async(hang, 0.01)
 
     asyncio.run(main())
-    assert left == ["left"]
+    assert events == ["left"]

@@ -16,15 +16,15 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.scope import current
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import ConsumerPolicy
-from ergon_framework.task.worst import refuse_too_long, worst_case
+from ergon_framework.task.worst import check_fits_broker_deadline, compute_worst_case
 from ergon_framework.testing.simulation import Simulation
 from ergon_framework.transaction import Transaction
 
 pytestmark = pytest.mark.spec("RUN-07")
 #: By how much a body leaves before its grace ends.
-EARLY = 1e-6
+EXIT_MARGIN_SECONDS = 1e-6
 
-retries = st.fixed_dictionaries(
+retry_settings = st.fixed_dictionaries(
     {
         "max_attempts": st.integers(1, 5),
         "timeout": st.floats(0.1, 30.0),
@@ -35,16 +35,16 @@ retries = st.fixed_dictionaries(
         "abandon_grace": st.floats(0.01, 5.0),
     }
 )
-limits = st.one_of(st.none(), st.floats(1.0, 200.0))
+timeouts = st.one_of(st.none(), st.floats(1.0, 200.0))
 
 
-def made(process=None, success=None, exception=None, **loop):
-    given = {"process": process, "success": success, "exception": exception}
-    steps = {name: {"retry": retry} for name, retry in given.items() if retry is not None}
+def make_policy(process=None, success=None, exception=None, **loop):
+    retries_by_step = {"process": process, "success": success, "exception": exception}
+    steps = {name: {"retry": retry} for name, retry in retries_by_step.items() if retry is not None}
     return ConsumerPolicy.load({"steps": steps, "loop": loop})
 
 
-class Slow(ConsumerMixin):
+class SlowConsumer(ConsumerMixin):
     """Every body of it runs into its timeout, and leaves just before its grace is over."""
 
     def __init__(self, simulation, policy):
@@ -53,7 +53,7 @@ class Slow(ConsumerMixin):
         self._steps = policy.steps
 
     def _linger(self, step):
-        self._simulation.takes(step.retry.timeout + step.retry.abandon_grace - EARLY)
+        self._simulation.busy_for(step.retry.timeout + step.retry.abandon_grace - EXIT_MARGIN_SECONDS)
 
     def process_transaction(self, transaction):
         self._linger(self._steps.process)
@@ -62,7 +62,7 @@ class Slow(ConsumerMixin):
         self._linger(self._steps.exception)
 
 
-class AlmostSlow(Slow):
+class AlmostSlowConsumer(SlowConsumer):
     """Its last attempts come back just in time, so that the success handler has its turn at being slow."""
 
     def process_transaction(self, transaction):
@@ -70,56 +70,56 @@ class AlmostSlow(Slow):
         if current().attempt + 1 < retry.max_attempts:
             self._linger(self._steps.process)
         else:
-            self._simulation.takes(retry.timeout - EARLY)
+            self._simulation.busy_for(retry.timeout - EXIT_MARGIN_SECONDS)
 
     def handle_transaction_success(self, transaction, result):
         self._linger(self._steps.success)
 
 
-def consumed(kind, policy):
+def measure_stretches(kind, policy):
     """The stretches of time between two deferrals, from the first attempt of each to its end."""
     simulation = Simulation()
     task = kind(simulation, policy)
     task.connector.dispatch([Transaction("one", source="slow")])
-    stretches = []
+    durations = []
     while task.connector.depth().ready + task.connector.depth().delayed:
         before = len(simulation.trace)
         simulation.consume(task, policy)
         moments = simulation.trace[before:]
-        began = [moment.at for moment in moments if moment.step == "process" and moment.what == "begins"]
-        settled = [moment.at for moment in moments if moment.step == "settle" and moment.what == "returns"]
-        if began:
-            stretches.append(settled[-1] - began[0])
+        start_times = [moment.at for moment in moments if moment.step == "process" and moment.what == "begins"]
+        settle_times = [moment.at for moment in moments if moment.step == "settle" and moment.what == "returns"]
+        if start_times:
+            durations.append(settle_times[-1] - start_times[0])
         else:
             simulation.run(sleep(simulation.clock() + 200.0))
-    return stretches
+    return durations
 
 
-@given(process=retries, exception=retries, whole=limits)
+@given(process=retry_settings, exception=retry_settings, transaction_timeout=timeouts)
 @settings(max_examples=100, deadline=None)
-def test_a_delivery_whose_every_attempt_times_out_takes_just_that_long(process, exception, whole):
-    policy = made(process, exception=exception, transaction_timeout=whole)
-    worst = worst_case(policy)
+def test_a_delivery_whose_every_attempt_times_out_takes_the_worst_case(process, exception, transaction_timeout):
+    policy = make_policy(process, exception=exception, transaction_timeout=transaction_timeout)
+    worst = compute_worst_case(policy)
     longest = min(worst.process.held, worst.lifecycle) + worst.exception.held
-    stretches = consumed(Slow, policy)
-    assert max(stretches) <= longest + 1e-9
-    if whole is None:  # a limit may fall into a wait, which then does not begin
-        assert max(stretches) == pytest.approx(longest, abs=0.01) or len(stretches) > 1
-    assert max(stretches) <= worst.busy
+    durations = measure_stretches(SlowConsumer, policy)
+    assert max(durations) <= longest + 1e-9
+    if transaction_timeout is None:  # a limit may fall into a wait, which then does not begin
+        assert max(durations) == pytest.approx(longest, abs=0.01) or len(durations) > 1
+    assert max(durations) <= worst.max_busy_seconds
 
 
-@given(process=retries, success=retries, exception=retries, whole=limits)
+@given(process=retry_settings, success=retry_settings, exception=retry_settings, transaction_timeout=timeouts)
 @settings(max_examples=100, deadline=None)
-def test_nor_does_one_whose_success_handler_is_slow_too_take_longer(process, success, exception, whole):
-    policy = made(process, success, exception, transaction_timeout=whole)
-    assert max(consumed(AlmostSlow, policy)) <= worst_case(policy).busy
+def test_a_slow_success_handler_does_not_exceed_the_worst_case(process, success, exception, transaction_timeout):
+    policy = make_policy(process, success, exception, transaction_timeout=transaction_timeout)
+    assert max(measure_stretches(AlmostSlowConsumer, policy)) <= compute_worst_case(policy).max_busy_seconds
 
 
-def test_a_transaction_is_never_called_more_often_than_reckoned():
-    policy = made({"max_attempts": 4, "timeout": 1.0, "backoff": 100.0, "cap": 0.0, "hold": 50.0})
-    worst = worst_case(policy)
+def test_a_transaction_is_never_called_more_often_than_computed():
+    policy = make_policy({"max_attempts": 4, "timeout": 1.0, "backoff": 100.0, "cap": 0.0, "hold": 50.0})
+    worst = compute_worst_case(policy)
     simulation = Simulation()
-    task = Slow(simulation, policy)
+    task = SlowConsumer(simulation, policy)
     task.connector.dispatch([Transaction("one", source="slow")])
     while task.connector.depth().ready + task.connector.depth().delayed:
         simulation.consume(task, policy)
@@ -130,19 +130,19 @@ def test_a_transaction_is_never_called_more_often_than_reckoned():
 # -- by hand ----------------------------------------------------------------------------------------
 
 
-def test_the_defaults_by_hand():
-    worst = worst_case(ConsumerPolicy())
+def test_the_worst_case_of_the_defaults():
+    worst = compute_worst_case(ConsumerPolicy())
     assert worst.process.held == 3 * (60 + 5) + 1 + 2
     assert worst.settle.held == pytest.approx(5 * (30 + 5) + 0.1 + 0.2 + 0.4 + 0.8 + 0.002)
-    assert worst.busy == pytest.approx(3 * 198 + worst.settle.held)
-    assert worst.held == 2 * worst.busy
+    assert worst.max_busy_seconds == pytest.approx(3 * 198 + worst.settle.held)
+    assert worst.max_claim_seconds == 2 * worst.max_busy_seconds
     assert (worst.calls, worst.calls_with_crashes) == (3, 30)
 
 
-def test_each_step_has_its_name_and_its_own_figures():
+def test_each_step_has_its_name_and_its_own_times():
     retry = {"max_attempts": 1, "backoff": 0.0}
-    worst = worst_case(
-        made(
+    worst = compute_worst_case(
+        make_policy(
             retry | {"timeout": 1.0, "abandon_grace": 0.25},
             retry | {"timeout": 2.0, "abandon_grace": 0.5},
             retry | {"timeout": 4.0, "abandon_grace": 0.125},
@@ -158,33 +158,37 @@ def test_each_step_has_its_name_and_its_own_figures():
     assert worst.lifecycle == 10.0 + 0.5
 
 
-def test_a_wait_beyond_hold_is_the_brokers_and_ends_a_delivery():
-    worst = worst_case(made({"max_attempts": 4, "timeout": 1.0, "abandon_grace": 0.0, "backoff": 10.0, "hold": 20.0}))
+def test_a_delay_beyond_the_inline_limit_ends_the_delivery_and_waits_in_the_broker():
+    worst = compute_worst_case(
+        make_policy({"max_attempts": 4, "timeout": 1.0, "abandon_grace": 0.0, "backoff": 10.0, "hold": 20.0})
+    )
     assert [wait.slept for wait in worst.process.waits] == [10.0, 20.0, None]
     assert worst.process.held == 1 + 10 + 1 + 20 + 1
     assert worst.process.deferred == 30.0
 
 
-def test_jitter_may_make_a_wait_longer_but_not_longer_than_hold():
-    worst = worst_case(made({"max_attempts": 2, "timeout": 1.0, "backoff": 10.0, "jitter": 0.5, "hold": 12.0}))
+def test_jitter_may_lengthen_a_delay_up_to_the_inline_limit():
+    worst = compute_worst_case(
+        make_policy({"max_attempts": 2, "timeout": 1.0, "backoff": 10.0, "jitter": 0.5, "hold": 12.0})
+    )
     (wait,) = worst.process.waits
     assert (wait.planned, wait.shortest, wait.longest, wait.slept) == (10.0, 5.0, 15.0, 12.0)
     assert worst.process.deferred == 15.0
 
 
-def test_a_body_without_a_limit_may_take_for_ever_unless_the_transaction_has_one():
-    assert worst_case(made({"timeout": None})).busy == inf
-    assert worst_case(made({"timeout": None}, transaction_timeout=10.0)).busy < 500
+def test_a_call_without_a_timeout_is_unbounded_unless_the_transaction_has_one():
+    assert compute_worst_case(make_policy({"timeout": None})).max_busy_seconds == inf
+    assert compute_worst_case(make_policy({"timeout": None}, transaction_timeout=10.0)).max_busy_seconds < 500
 
 
-def test_what_is_held_beyond_the_slots_waits_for_them():
-    assert worst_case(made(prefetch=25)).queued == 4
+def test_prefetched_deliveries_wait_for_slots():
+    assert compute_worst_case(make_policy(prefetch=25)).lifecycles_ahead == 4
 
 
 # -- at the start -----------------------------------------------------------------------------------
 
 
-class Stern(MemoryConnector):
+class FixedDeadlineQueue(MemoryConnector):
     """A broker that takes deliveries back after a while and cannot be asked for more."""
 
     @property
@@ -192,74 +196,76 @@ class Stern(MemoryConnector):
         return replace(super().capabilities, renewable=False, lease=None, deadline=30.0)
 
 
-class Work(ConsumerMixin):
+class RecordingConsumer(ConsumerMixin):
     def __init__(self):
-        self.connector = Stern("orders")
+        self.connector = FixedDeadlineQueue("orders")
         self.seen = []
 
     def process_transaction(self, transaction):
         self.seen.append(transaction)
 
 
-class AsyncWork(AsyncConsumerMixin):
+class AsyncRecordingConsumer(AsyncConsumerMixin):
     def __init__(self):
-        self.connector = Stern("orders")
+        self.connector = FixedDeadlineQueue("orders")
         self.seen = []
 
     async def process_transaction(self, transaction):
         self.seen.append(transaction)
 
 
-def ran(task, policy=None):
-    done = task.consume_transactions(policy)
-    return asyncio.run(done) if asyncio.iscoroutine(done) else done
+def run_task(task, policy=None):
+    report = task.consume_transactions(policy)
+    return asyncio.run(report) if asyncio.iscoroutine(report) else report
 
 
-SHORT = {"max_attempts": 1, "timeout": 1.0, "abandon_grace": 0.1}
+SHORT_RETRY = {"max_attempts": 1, "timeout": 1.0, "abandon_grace": 0.1}
 
 
 @pytest.mark.spec("CNN-06")
-@pytest.mark.parametrize("kind", [Work, AsyncWork])
-def test_a_policy_that_the_broker_cannot_hold_is_refused_before_anything_is_fetched(kind):
+@pytest.mark.parametrize("kind", [RecordingConsumer, AsyncRecordingConsumer])
+def test_a_policy_beyond_the_broker_deadline_is_rejected_before_the_first_fetch(kind):
     task = kind()
     task.connector.dispatch([Transaction("one", source="orders")])
     with pytest.raises(ConfigurationError, match=r"'orders' takes a delivery back after 30 s .* held for 1,5\d\d s"):
-        ran(task)
+        run_task(task)
     assert task.connector.depth().ready == 1
 
 
 @pytest.mark.spec("CNN-06")
-@pytest.mark.parametrize("kind", [Work, AsyncWork])
-def test_one_that_it_can_hold_runs(kind):
+@pytest.mark.parametrize("kind", [RecordingConsumer, AsyncRecordingConsumer])
+def test_a_policy_within_the_broker_deadline_runs(kind):
     task = kind()
     task.connector.dispatch([Transaction("one", source="orders")])
-    steps = {name: {"retry": SHORT} for name in ("process", "success", "exception", "settle")}
-    assert ran(task, ConsumerPolicy.load({"steps": steps})).finished == 1
+    steps = {name: {"retry": SHORT_RETRY} for name in ("process", "success", "exception", "settle")}
+    assert run_task(task, ConsumerPolicy.load({"steps": steps})).finished == 1
     assert [transaction.id for transaction in task.seen] == ["one"]
 
 
-def test_for_ever_is_said_as_such():
-    able = Stern("orders").capabilities
+def test_the_error_names_an_unbounded_worst_case():
+    capabilities = FixedDeadlineQueue("orders").capabilities
     with pytest.raises(ConfigurationError, match="held for ever"):
-        refuse_too_long(made({"timeout": None}), able, queue="orders")
+        check_fits_broker_deadline(make_policy({"timeout": None}), capabilities, queue="orders")
 
 
-def test_without_a_deadline_every_policy_can_be_held():
-    able = Stern("orders").capabilities
-    refuse_too_long(made({"timeout": None}), replace(able, deadline=None), queue="orders")
+def test_without_a_broker_deadline_every_policy_is_accepted():
+    capabilities = FixedDeadlineQueue("orders").capabilities
+    check_fits_broker_deadline(make_policy({"timeout": None}), replace(capabilities, deadline=None), queue="orders")
 
 
-def test_what_takes_just_as_long_as_the_deadline_is_too_long():
+def test_a_worst_case_equal_to_the_deadline_is_too_long():
     policy = ConsumerPolicy()
-    able = replace(Stern("orders").capabilities, deadline=worst_case(policy).held)
+    capabilities = replace(
+        FixedDeadlineQueue("orders").capabilities, deadline=compute_worst_case(policy).max_claim_seconds
+    )
     with pytest.raises(ConfigurationError):
-        refuse_too_long(policy, able, queue="orders")
-    refuse_too_long(policy, replace(able, deadline=able.deadline + 1), queue="orders")
+        check_fits_broker_deadline(policy, capabilities, queue="orders")
+    check_fits_broker_deadline(policy, replace(capabilities, deadline=capabilities.deadline + 1), queue="orders")
 
 
 @pytest.mark.spec("DX-27")
 @pytest.mark.parametrize(
-    "rules, limit, deferrals",
+    "retry, limit, deferrals",
     [
         ({}, 3600.0, 124),
         ({}, 0.0, 0),
@@ -272,7 +278,7 @@ def test_what_takes_just_as_long_as_the_deadline_is_too_long():
         ({"backoff": 1e-3, "multiplier": 1.0001, "cap": 0.0}, 3600.0, 1_330_000),
     ],
 )
-def test_the_deferrals_that_are_reckoned_are_those_that_can_be(rules, limit, deferrals):
-    found = worst_case(made(rules, max_deferral=limit))
-    assert found.max_deferral == limit
-    assert found.deferrals == (deferrals if deferrals < 1e6 or deferrals == inf else pytest.approx(deferrals, rel=0.2))
+def test_the_computed_deferrals_are_the_maximum(retry, limit, deferrals):
+    worst = compute_worst_case(make_policy(retry, max_deferral=limit))
+    assert worst.max_deferral == limit
+    assert worst.deferrals == (deferrals if deferrals < 1e6 or deferrals == inf else pytest.approx(deferrals, rel=0.2))

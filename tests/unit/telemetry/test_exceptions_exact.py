@@ -1,4 +1,4 @@
-"""What is raised carries its verdict, its word for machines and the report, whoever raises it."""
+"""Exceptions carry their classification, their code and the report, wherever they are raised."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from ergon_framework.task.exceptions import (
         (LoopStalled, Category.SYSTEM, "loop_stalled"),
     ],
 )
-def test_an_error_without_particulars_is_its_class_s_verdict_and_says_nothing(kind, category, code):
+def test_an_error_without_arguments_has_the_defaults_of_its_class(kind, category, code):
     error = kind()
     assert (error.category, error.code, str(error)) == (category, code, "")
     assert (error.final, error.retry_after) == (False, None)
 
 
 @pytest.mark.parametrize("kind", [TransactionException, BusinessError, LoopTimeout, LoopStalled])
-def test_an_error_says_what_it_was_given_to_say(kind):
+def test_an_error_keeps_its_message(kind):
     assert str(kind("out of paper")) == "out of paper"
 
 
-def test_a_transaction_exception_keeps_every_particular():
+def test_a_transaction_exception_keeps_every_argument():
     error = TransactionException("down", Category.TIMEOUT, retry_after=7.5, final=True, code="offline")
     assert (error.category, error.retry_after, error.final, error.code) == (Category.TIMEOUT, 7.5, True, "offline")
 
@@ -46,21 +46,21 @@ def test_a_business_error_keeps_its_code():
     assert BusinessError("no", code="unknown_customer").code == "unknown_customer"
 
 
-def test_no_body_still_runs_unless_the_engine_says_so():
+def test_still_running_is_false_by_default():
     assert TransactionException("down").still_running is False
 
 
 @pytest.mark.parametrize("kind", [LoopTimeout, LoopStalled])
-def test_the_end_of_a_loop_comes_with_its_report(kind):
+def test_a_loop_error_has_the_report_of_the_loop(kind):
     report = object()
     error = kind("over", report)
     assert (str(error), error.report) == ("over", report)
     assert kind("over").report is None
 
 
-def test_a_fetch_that_failed_has_no_report_until_the_loop_adds_it():
+def test_a_fetch_error_has_no_report_until_the_loop_adds_it():
     assert FetchException("down").report is None
 
 
-def test_the_time_of_a_loop_is_a_timeout_to_those_who_know_nothing_of_this_package():
+def test_a_loop_timeout_is_a_timeout_error():
     assert isinstance(LoopTimeout("over"), TimeoutError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
-from ergon_framework.task.outline import StepOutline, consuming, producing
+from ergon_framework.task.outline import StepSpanNames, consumer_span_names, producer_span_names
 
 RETRIES = {
     "first": {"max_attempts": 2, "timeout": 1.5, "backoff": 0.25, "multiplier": 3.0, "cap": 9.0, "jitter": 0.5},
@@ -15,23 +15,23 @@ RETRIES = {
 }
 
 
-def steps(**chosen):
-    return {name: {"retry": RETRIES[which]} for name, which in chosen.items()}
+def make_steps(**chosen):
+    return {name: {"retry": RETRIES[retry_name]} for name, retry_name in chosen.items()}
 
 
-def step(name, span, which):
-    settings = RETRIES[which]
+def make_step(name, span, retry_name):
+    settings = RETRIES[retry_name]
     shared = {"ergon.task": "Orders", "ergon.step": name}
-    shown = {f"ergon.retry.{key}": settings[key] for key in SHOWN if settings[key] is not None}
-    shown["ergon.max_attempts"] = settings["max_attempts"]
-    shown["ergon.retry"] = " ".join(f"{key}={spelled(settings[key])}" for key in SHOWN)
-    return StepOutline(span, f"{span}.attempt", shared | shown)
+    retry_attributes = {f"ergon.retry.{key}": settings[key] for key in SHOWN_SETTINGS if settings[key] is not None}
+    retry_attributes["ergon.max_attempts"] = settings["max_attempts"]
+    retry_attributes["ergon.retry"] = " ".join(f"{key}={format_setting(settings[key])}" for key in SHOWN_SETTINGS)
+    return StepSpanNames(span, f"{span}.attempt", shared | retry_attributes)
 
 
-SHOWN = ("timeout", "backoff", "multiplier", "cap", "jitter")
+SHOWN_SETTINGS = ("timeout", "backoff", "multiplier", "cap", "jitter")
 
 
-def spelled(value):
+def format_setting(value):
     return "none" if value is None else f"{value:g}"
 
 
@@ -40,36 +40,36 @@ SHARED = {"ergon.task": "Orders", "ergon.concurrency": 3, "ergon.batch.size": 12
 
 
 @pytest.mark.spec("CON-16", "DX-15")
-def test_a_consumer_is_outlined_with_the_settings_of_each_step():
-    chosen = steps(fetch="first", process="second", success="third", exception="fourth")
-    outline = consuming("Orders", ConsumerPolicy.load({"loop": LOOP, "steps": chosen}))
+def test_the_outline_of_a_consumer_has_the_settings_of_each_step():
+    chosen = make_steps(fetch="first", process="second", success="third", exception="fourth")
+    outline = consumer_span_names("Orders", ConsumerPolicy.load({"loop": LOOP, "steps": chosen}))
     assert (outline.task, outline.kind) == ("Orders", "consumer")
     assert (outline.root, outline.transaction) == ("consume_transactions", "start_processing")
     assert outline.attributes == SHARED
     assert outline.steps == {
-        "fetch": step("fetch", "fetch_transactions", "first"),
-        "process": step("process", "process", "second"),
-        "success": step("success", "handle_success", "third"),
-        "exception": step("exception", "handle_exception", "fourth"),
+        "fetch": make_step("fetch", "fetch_transactions", "first"),
+        "process": make_step("process", "process", "second"),
+        "success": make_step("success", "handle_success", "third"),
+        "exception": make_step("exception", "handle_exception", "fourth"),
     }
-    assert outline.everyday == ("process", "success")
+    assert outline.success_steps == ("process", "success")
 
 
 @pytest.mark.spec("PRO-10", "DX-15")
-def test_a_producer_is_outlined_with_the_settings_of_each_step():
-    chosen = steps(produce="second", success="third", exception="fourth")
-    outline = producing("Orders", ProducerPolicy.load({"loop": LOOP, "steps": chosen}))
+def test_the_outline_of_a_producer_has_the_settings_of_each_step():
+    chosen = make_steps(produce="second", success="third", exception="fourth")
+    outline = producer_span_names("Orders", ProducerPolicy.load({"loop": LOOP, "steps": chosen}))
     assert (outline.task, outline.kind) == ("Orders", "producer")
     assert (outline.root, outline.transaction) == ("produce_transactions", "start_producing")
     assert outline.attributes == SHARED
     assert outline.steps == {
-        "produce": step("produce", "produce", "second"),
-        "success": step("success", "handle_produce_success", "third"),
-        "exception": step("exception", "handle_produce_exception", "fourth"),
+        "produce": make_step("produce", "produce", "second"),
+        "success": make_step("success", "handle_produce_success", "third"),
+        "exception": make_step("exception", "handle_produce_exception", "fourth"),
     }
-    assert outline.everyday == ("produce", "success")
+    assert outline.success_steps == ("produce", "success")
 
 
 def test_a_step_without_a_time_limit_shows_none():
-    outline = consuming("Orders", ConsumerPolicy.load({"steps": steps(process="second")}))
+    outline = consumer_span_names("Orders", ConsumerPolicy.load({"steps": make_steps(process="second")}))
     assert "ergon.retry.timeout" not in outline.steps["process"].attempt_attributes

@@ -1,4 +1,4 @@
-"""A root is told what was asked and what came, ends once, and is not held when it is over."""
+"""A root records the requested and the fetched number, ends once, and is released after its end."""
 
 from __future__ import annotations
 
@@ -9,110 +9,112 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from ergon_framework.connectors.base import Delivery
 from ergon_framework.task.mixins.policies import ConsumerPolicy
-from ergon_framework.task.outline import consuming
-from ergon_framework.task.rounds import Rounds
+from ergon_framework.task.outline import consumer_span_names
+from ergon_framework.task.rounds import BatchSpans
 from ergon_framework.telemetry.options import TelemetryOptions
-from ergon_framework.telemetry.spans import tracing
+from ergon_framework.telemetry.spans import create_tracing
 from ergon_framework.transaction import Transaction
 
 A, B = Transaction("a"), Transaction("b")
-RULES = ConsumerPolicy.load({"loop": {"concurrency": {"value": 2}, "batch": {"size": 5}}})
+POLICY = ConsumerPolicy.load({"loop": {"concurrency": {"value": 2}, "batch": {"size": 5}}})
 SHARED = {"ergon.task": "Orders", "ergon.concurrency": 2, "ergon.batch.size": 5}
 
 
-class Watching:
+class RootSpanHarness:
     def __init__(self, *, streaming):
         self._exporter = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        outline = consuming("Orders", RULES)
-        self.rounds = Rounds(tracing(TelemetryOptions(tracer_provider=provider)), outline, streaming=streaming)
+        outline = consumer_span_names("Orders", POLICY)
+        self.rounds = BatchSpans(
+            create_tracing(TelemetryOptions(tracer_provider=provider)), outline, streaming=streaming
+        )
 
-    def fetch(self, asked, *transactions):
-        self.rounds.begin(asked)
-        self.rounds.brought([Delivery(transaction, transaction.id) for transaction in transactions])
+    def fetch(self, requested, *transactions):
+        self.rounds.begin(requested)
+        self.rounds.assign([Delivery(transaction, transaction.id) for transaction in transactions])
 
     @property
-    def told(self):
+    def root_attributes(self):
         return [dict(span.attributes) for span in self._exporter.get_finished_spans()]
 
 
 @pytest.fixture
 def streaming():
-    return Watching(streaming=True)
+    return RootSpanHarness(streaming=True)
 
 
 @pytest.fixture
 def single():
-    return Watching(streaming=False)
+    return RootSpanHarness(streaming=False)
 
 
-def complaints(caplog):
-    """What the SDK says about a span that is used after its end."""
+def collect_warnings(caplog):
+    """Return the SDK's warnings about a span that is used after its end."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("opentelemetry")]
 
 
 @pytest.mark.spec("CON-17")
-def test_a_batch_s_root_says_what_was_asked_for_and_what_came(streaming):
+def test_the_root_of_a_batch_has_the_requested_and_the_fetched_number(streaming):
     streaming.fetch(3, A, B)
-    streaming.rounds.ended(A)
-    streaming.rounds.ended(B)
+    streaming.rounds.end_transaction(A)
+    streaming.rounds.end_transaction(B)
     streaming.fetch(4)
-    assert streaming.told == [
+    assert streaming.root_attributes == [
         SHARED | {"ergon.batch.asked": 3, "ergon.batch.fetched": 2},
         SHARED | {"ergon.batch.asked": 4, "ergon.batch.fetched": 0},
     ]
 
 
 @pytest.mark.spec("CON-17")
-def test_the_root_of_a_whole_loop_says_nothing_of_one_batch_and_survives_an_empty_one(single):
+def test_the_root_of_a_loop_has_no_batch_numbers_and_survives_an_empty_batch(single):
     single.fetch(5, A)
-    single.rounds.ended(A)
+    single.rounds.end_transaction(A)
     single.fetch(5)
-    assert single.told == []
+    assert single.root_attributes == []
     single.rounds.close({"ergon.end": "empty"})
-    assert single.told == [SHARED | {"ergon.end": "empty"}]
+    assert single.root_attributes == [SHARED | {"ergon.end": "empty"}]
 
 
 def test_the_present_root_is_that_of_the_last_batch(streaming):
-    assert streaming.rounds.present is None
+    assert streaming.rounds.current is None
     streaming.fetch(1, A)
-    first = streaming.rounds.present
-    assert first is streaming.rounds.of(A)
+    first = streaming.rounds.current
+    assert first is streaming.rounds.for_transaction(A)
     streaming.fetch(1, B)
-    assert streaming.rounds.present is streaming.rounds.of(B) is not first
+    assert streaming.rounds.current is streaming.rounds.for_transaction(B) is not first
 
 
-def test_what_comes_before_any_round_belongs_to_none(streaming):
-    streaming.rounds.brought([Delivery(A, "a")])
-    assert streaming.rounds.of(A) is None
+def test_a_transaction_before_any_batch_has_no_root(streaming):
+    streaming.rounds.assign([Delivery(A, "a")])
+    assert streaming.rounds.for_transaction(A) is None
 
 
 @pytest.mark.spec("CON-17")
-def test_only_the_last_root_says_how_the_loop_ended(streaming):
+def test_only_the_last_root_has_the_end_of_the_loop(streaming):
     streaming.fetch(1, A)
     streaming.fetch(1, B)
     streaming.rounds.close({"ergon.end": "stop"})
     fetched = SHARED | {"ergon.batch.asked": 1, "ergon.batch.fetched": 1}
-    assert sorted(streaming.told, key=len) == [fetched, fetched | {"ergon.end": "stop"}]
+    assert sorted(streaming.root_attributes, key=len) == [fetched, fetched | {"ergon.end": "stop"}]
 
 
-def test_a_root_that_has_ended_is_neither_told_nor_ended_again(streaming, caplog):
+def test_an_ended_root_is_neither_changed_nor_ended_again(streaming, caplog):
     streaming.fetch(1, A)
-    streaming.rounds.ended(A)
+    streaming.rounds.end_transaction(A)
     streaming.rounds.close({"ergon.end": "stop"})
-    assert streaming.told == [SHARED | {"ergon.batch.asked": 1, "ergon.batch.fetched": 1}]
-    assert complaints(caplog) == []
+    assert streaming.root_attributes == [SHARED | {"ergon.batch.asked": 1, "ergon.batch.fetched": 1}]
+    assert collect_warnings(caplog) == []
 
 
 def test_a_transaction_that_ends_after_its_loop_ends_nothing(streaming, caplog):
     streaming.fetch(1, A)
     streaming.rounds.close({})
-    streaming.rounds.ended(A)
-    assert len(streaming.told) == 1
-    assert complaints(caplog) == []
+    streaming.rounds.end_transaction(A)
+    assert len(streaming.root_attributes) == 1
+    assert collect_warnings(caplog) == []
 
 
-def test_a_loop_that_never_began_a_round_can_be_closed(streaming):
+def test_a_loop_without_a_batch_can_be_closed(streaming):
     streaming.rounds.close({"ergon.end": "stop"})
-    assert streaming.told == []
+    assert streaming.root_attributes == []

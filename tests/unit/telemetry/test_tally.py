@@ -1,15 +1,15 @@
-"""Each outcome is counted with the attempts that were made, the waits that were waited and nothing else."""
+"""Each outcome is counted with its attempts and its waits and nothing else."""
 
 from __future__ import annotations
 
 import pytest
 
-from ergon_framework.connectors.base import Later
-from ergon_framework.engine.attempts import Note
+from ergon_framework.connectors.base import Defer
+from ergon_framework.engine.attempts import FailedAttempt
 from ergon_framework.engine.effects import Call
 from ergon_framework.task.exceptions import TransactionException
-from ergon_framework.task.report import Kind, Outcome
-from ergon_framework.task.tally import count
+from ergon_framework.task.report import Outcome, OutcomeKind
+from ergon_framework.task.tally import count_outcome
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import Registry
 from ergon_framework.transaction import Transaction
@@ -18,27 +18,29 @@ ERROR = TransactionException("down")
 METRICS = (names.TRANSACTIONS, names.ATTEMPTS, names.RETRIES, names.WAITS, names.WAITED, names.ABANDONED)
 
 
-def outcome(kind, *notes, steps=("process",), error=None, **more):
-    made = Outcome(Transaction("a"), kind)
-    made.notes = [note(*args) for args in notes]
-    made.durations = dict.fromkeys(steps, 0.1)
-    made.error = error
-    for name, value in more.items():
-        setattr(made, name, value)
-    return made
+def make_outcome(kind, *notes, steps=("process",), error=None, **attributes):
+    result = Outcome(Transaction("a"), kind)
+    result.failed_attempts = [make_failed_attempt(*args) for args in notes]
+    result.durations = dict.fromkeys(steps, 0.1)
+    result.error = error
+    for name, value in attributes.items():
+        setattr(result, name, value)
+    return result
 
 
-def note(step, attempt, delay, error=ERROR):
-    made = Note(step, attempt, error, at=0.0)
-    made.delay = delay
-    return made
+def make_failed_attempt(step, attempt, delay, error=ERROR):
+    failed_attempt = FailedAttempt(step, attempt, error, occurred_at=0.0)
+    failed_attempt.delay = delay
+    return failed_attempt
 
 
-def counted(made):
+def get_counts(result):
     registry = Registry()
-    counts = registry.counts("T", steps=("process", "success", "exception"), everyday=("process", "success"))
+    counts = registry.new_loop_metrics(
+        "T", steps=("process", "success", "exception"), success_steps=("process", "success")
+    )
     registry.open(counts)
-    count(counts, made)
+    count_outcome(counts, result)
     return {
         (metric.name, *list(labels.values())[1:]): value
         for metric in METRICS
@@ -47,10 +49,10 @@ def counted(made):
 
 
 @pytest.mark.parametrize(
-    "made, expected",
+    "result, expected",
     [
         (
-            outcome(Kind.SUCCEEDED, steps=("process", "success"), processed=True),
+            make_outcome(OutcomeKind.SUCCEEDED, steps=("process", "success"), processed=True),
             {
                 ("ergon.transactions", "succeeded"): 1,
                 ("ergon.attempts", "process"): 1,
@@ -58,8 +60,12 @@ def counted(made):
             },
         ),
         (
-            outcome(
-                Kind.SUCCEEDED, ("process", 0, 2.0), ("process", 1, 0.0), steps=("process", "success"), processed=True
+            make_outcome(
+                OutcomeKind.SUCCEEDED,
+                ("process", 0, 2.0),
+                ("process", 1, 0.0),
+                steps=("process", "success"),
+                processed=True,
             ),
             {
                 ("ergon.transactions", "succeeded"): 1,
@@ -71,8 +77,12 @@ def counted(made):
             },
         ),
         (
-            outcome(
-                Kind.FAILED, ("process", 0, 2.0), ("process", 1, None), steps=("process", "exception"), error=ERROR
+            make_outcome(
+                OutcomeKind.FAILED,
+                ("process", 0, 2.0),
+                ("process", 1, None),
+                steps=("process", "exception"),
+                error=ERROR,
             ),
             {
                 ("ergon.transactions", "failed", "SYSTEM"): 1,
@@ -84,20 +94,24 @@ def counted(made):
             },
         ),
         (
-            outcome(Kind.DEFERRED, ("process", 0, 90.0), error=ERROR, settlement=Later(90.0)),
+            make_outcome(OutcomeKind.DEFERRED, ("process", 0, 90.0), error=ERROR, settlement=Defer(90.0)),
             {("ergon.transactions", "deferred", "SYSTEM"): 1, ("ergon.attempts", "process"): 1},
         ),
         (
-            outcome(Kind.RELEASED, ("process", 0, None), reason="stop"),
+            make_outcome(OutcomeKind.RELEASED, ("process", 0, None), reason="stop"),
             {("ergon.transactions", "released"): 1, ("ergon.attempts", "process"): 1},
         ),
         (
-            outcome(Kind.RELEASED, reason="limit", steps=()),
+            make_outcome(OutcomeKind.RELEASED, reason="limit", steps=()),
             {("ergon.transactions", "released"): 1},
         ),
         (
-            outcome(
-                Kind.FAILED, ("process", 0, None), steps=("process", "exception"), error=ERROR, body=Call("x", int, ())
+            make_outcome(
+                OutcomeKind.FAILED,
+                ("process", 0, None),
+                steps=("process", "exception"),
+                error=ERROR,
+                abandoned_call=Call("x", int, ()),
             ),
             {
                 ("ergon.transactions", "failed", "SYSTEM"): 1,
@@ -107,8 +121,8 @@ def counted(made):
             },
         ),
         (
-            # The time was over before success could begin, so there is no note of it.
-            outcome(Kind.FAILED, steps=("process", "success", "exception"), error=ERROR, processed=True),
+            # The time limit passed before success could start, so there is no note of it.
+            make_outcome(OutcomeKind.FAILED, steps=("process", "success", "exception"), error=ERROR, processed=True),
             {
                 ("ergon.transactions", "failed", "SYSTEM"): 1,
                 ("ergon.attempts", "process"): 1,
@@ -118,5 +132,5 @@ def counted(made):
     ],
     ids=["plain", "retried", "exhausted", "deferred", "stopped", "not begun", "abandoned", "time over"],
 )
-def test_an_outcome_is_counted(made, expected):
-    assert counted(made) == expected
+def test_an_outcome_is_counted(result, expected):
+    assert get_counts(result) == expected

@@ -4,70 +4,82 @@ from __future__ import annotations
 
 import pytest
 
-from ergon_framework.connectors.base import Ack, Later
-from ergon_framework.engine.attempts import Note
+from ergon_framework.connectors.base import Ack, Defer
+from ergon_framework.engine.attempts import FailedAttempt
 from ergon_framework.engine.effects import Call
 from ergon_framework.task.exceptions import BusinessError, TransactionException
-from ergon_framework.task.report import Kind, Outcome
-from ergon_framework.task.tally import count
+from ergon_framework.task.report import Outcome, OutcomeKind
+from ergon_framework.task.tally import count_outcome
 from ergon_framework.telemetry.metrics import Registry
 from ergon_framework.transaction import Transaction
 
-DOWN, OVER, NO = TransactionException("down"), TransactionException("over", "TIMEOUT"), BusinessError("no")
+SYSTEM_ERROR, TIMEOUT_ERROR, BUSINESS_ERROR = (
+    TransactionException("down"),
+    TransactionException("over", "TIMEOUT"),
+    BusinessError("no"),
+)
 STEPS = ("process", "success", "exception")
 
 
-def note(step, delay, error=DOWN):
-    made = Note(step, 0, error, at=0.0)
-    made.delay = delay
-    return made
+def make_failed_attempt(step, delay, error=SYSTEM_ERROR):
+    failed_attempt = FailedAttempt(step, 0, error, occurred_at=0.0)
+    failed_attempt.delay = delay
+    return failed_attempt
 
 
-def outcome(kind, *notes, steps=("process",), seconds=0.5, **more):
-    made = Outcome(Transaction("a"), kind)
-    made.notes = list(notes)
-    made.durations = dict.fromkeys(steps, seconds)
-    for name, value in more.items():
-        setattr(made, name, value)
-    return made
+def make_outcome(kind, *notes, steps=("process",), seconds=0.5, **attributes):
+    result = Outcome(Transaction("a"), kind)
+    result.failed_attempts = list(notes)
+    result.durations = dict.fromkeys(steps, seconds)
+    for name, value in attributes.items():
+        setattr(result, name, value)
+    return result
 
 
-def counts_of(*outcomes):
-    counts = Registry().counts("Orders", steps=STEPS, everyday=("process", "success"))
+def count_all(*outcomes):
+    counts = Registry().new_loop_metrics("Orders", steps=STEPS, success_steps=("process", "success"))
     for each in outcomes:
-        count(counts, each)
+        count_outcome(counts, each)
     return counts
 
 
-def counted(*outcomes):
-    """Every number but the durations."""
-    numbers = counts_of(*outcomes).counted()
+def count_without_durations(*outcomes):
+    """Return every number except the durations."""
+    numbers = count_all(*outcomes).counters()
     return {(name, *values): value for (name, values), value in numbers.items() if "duration." not in name} | {
         (name, *values): value for (name, values), value in numbers.items() if name == "ergon.waits.duration"
     }
 
 
-def test_a_success_at_once_only_raises_one_number():
-    both = counts_of(*[outcome(Kind.SUCCEEDED, steps=("process", "success"), processed=True)] * 3)
-    assert (both.plain, both.single) == (3, 0)
-    alone = counts_of(*[outcome(Kind.SUCCEEDED, processed=True)] * 2)
-    assert (alone.plain, alone.single) == (0, 2)
+def test_a_success_at_the_first_attempt_only_increments_one_number():
+    with_success_step = count_all(
+        *[make_outcome(OutcomeKind.SUCCEEDED, steps=("process", "success"), processed=True)] * 3
+    )
+    assert (with_success_step.plain, with_success_step.single) == (3, 0)
+    without_success_step = count_all(*[make_outcome(OutcomeKind.SUCCEEDED, processed=True)] * 2)
+    assert (without_success_step.plain, without_success_step.single) == (0, 2)
 
 
-def test_a_success_after_a_retry_is_no_everyday_one():
-    counts = counts_of(outcome(Kind.SUCCEEDED, note("process", 1.0), processed=True))
+def test_a_success_after_a_retry_is_not_the_common_case():
+    counts = count_all(make_outcome(OutcomeKind.SUCCEEDED, make_failed_attempt("process", 1.0), processed=True))
     assert (counts.plain, counts.single) == (0, 0)
 
 
-def test_a_failure_without_a_note_is_no_everyday_success():
-    counts = counts_of(outcome(Kind.RELEASED, reason="limit", steps=()))
+def test_a_release_without_a_failed_attempt_is_not_the_common_case():
+    counts = count_all(make_outcome(OutcomeKind.RELEASED, reason="limit", steps=()))
     assert (counts.plain, counts.single) == (0, 0)
 
 
 def test_the_time_of_each_step_is_added_to_its_own_histogram():
-    counts = counts_of(
-        outcome(Kind.SUCCEEDED, steps=("process", "success"), seconds=0.25, processed=True),
-        outcome(Kind.FAILED, note("process", None), steps=("process", "exception"), seconds=2.0, error=DOWN),
+    counts = count_all(
+        make_outcome(OutcomeKind.SUCCEEDED, steps=("process", "success"), seconds=0.25, processed=True),
+        make_outcome(
+            OutcomeKind.FAILED,
+            make_failed_attempt("process", None),
+            steps=("process", "exception"),
+            seconds=2.0,
+            error=SYSTEM_ERROR,
+        ),
     )
     assert {step: (sum(each.buckets), each.total) for step, each in counts.durations.items()} == {
         "process": (2, 2.25),
@@ -77,9 +89,15 @@ def test_the_time_of_each_step_is_added_to_its_own_histogram():
 
 
 @pytest.mark.parametrize("reason", ["stop", "lost", "failed"])
-def test_what_came_after_a_retry_that_succeeded_does_not_undo_it(reason):
-    made = outcome(Kind.RELEASED, note("process", 2.0), steps=("process", "success"), processed=True, reason=reason)
-    assert counted(made) == {
+def test_a_release_after_a_successful_retry_still_counts_the_retry(reason):
+    result = make_outcome(
+        OutcomeKind.RELEASED,
+        make_failed_attempt("process", 2.0),
+        steps=("process", "success"),
+        processed=True,
+        reason=reason,
+    )
+    assert count_without_durations(result) == {
         ("ergon.transactions", "released", ""): 1,
         ("ergon.attempts", "process"): 2,
         ("ergon.retries", "process"): 1,
@@ -89,24 +107,24 @@ def test_what_came_after_a_retry_that_succeeded_does_not_undo_it(reason):
     }
 
 
-def test_an_attempt_that_was_stopped_in_its_body_was_made():
-    made = outcome(Kind.RELEASED, note("process", 2.0), reason="stop")
-    assert counted(made)["ergon.attempts", "process"] == 2
+def test_a_stopped_attempt_is_counted():
+    result = make_outcome(OutcomeKind.RELEASED, make_failed_attempt("process", 2.0), reason="stop")
+    assert count_without_durations(result)["ergon.attempts", "process"] == 2
 
 
 @pytest.mark.parametrize(
-    "made, expected",
+    "result, expected",
     [
         (
-            # Success failed for good; process, which was retried before, had succeeded.
-            outcome(
-                Kind.FAILED,
-                note("process", 2.0),
-                note("success", 0.5),
-                note("success", None, OVER),
+            # Success failed permanently; process, which was retried before, had succeeded.
+            make_outcome(
+                OutcomeKind.FAILED,
+                make_failed_attempt("process", 2.0),
+                make_failed_attempt("success", 0.5),
+                make_failed_attempt("success", None, TIMEOUT_ERROR),
                 steps=STEPS,
                 processed=True,
-                error=OVER,
+                error=TIMEOUT_ERROR,
             ),
             {
                 ("ergon.transactions", "failed", "TIMEOUT"): 1,
@@ -122,8 +140,14 @@ def test_an_attempt_that_was_stopped_in_its_body_was_made():
             },
         ),
         (
-            # As before, but the time was over before success began: its error has no note.
-            outcome(Kind.FAILED, note("process", 2.0), steps=STEPS, processed=True, error=OVER),
+            # As before, but the time limit passed before success started: its error has no note.
+            make_outcome(
+                OutcomeKind.FAILED,
+                make_failed_attempt("process", 2.0),
+                steps=STEPS,
+                processed=True,
+                error=TIMEOUT_ERROR,
+            ),
             {
                 ("ergon.transactions", "failed", "TIMEOUT"): 1,
                 ("ergon.attempts", "process"): 2,
@@ -134,8 +158,13 @@ def test_an_attempt_that_was_stopped_in_its_body_was_made():
             },
         ),
         (
-            # The time ran out during the wait, so the next attempt was not begun.
-            outcome(Kind.FAILED, note("process", 2.0), steps=("process", "exception"), error=OVER),
+            # The time limit passed during the wait, so the next attempt was not started.
+            make_outcome(
+                OutcomeKind.FAILED,
+                make_failed_attempt("process", 2.0),
+                steps=("process", "exception"),
+                error=TIMEOUT_ERROR,
+            ),
             {
                 ("ergon.transactions", "failed", "TIMEOUT"): 1,
                 ("ergon.attempts", "process"): 1,
@@ -143,13 +172,13 @@ def test_an_attempt_that_was_stopped_in_its_body_was_made():
             },
         ),
         (
-            outcome(
-                Kind.HANDLER_FAILED,
-                note("process", None, NO),
-                note("exception", 3.0),
-                note("exception", None),
+            make_outcome(
+                OutcomeKind.HANDLER_FAILED,
+                make_failed_attempt("process", None, BUSINESS_ERROR),
+                make_failed_attempt("exception", 3.0),
+                make_failed_attempt("exception", None),
                 steps=("process", "exception"),
-                error=NO,
+                error=BUSINESS_ERROR,
             ),
             {
                 ("ergon.transactions", "handler_failed", "BUSINESS"): 1,
@@ -161,8 +190,14 @@ def test_an_attempt_that_was_stopped_in_its_body_was_made():
             },
         ),
         (
-            # The wait that the broker keeps is none of ours, the one before it is.
-            outcome(Kind.DEFERRED, note("process", 2.0), note("process", 90.0), error=DOWN, settlement=Later(90.0)),
+            # The wait in the broker is not counted; the one before it is.
+            make_outcome(
+                OutcomeKind.DEFERRED,
+                make_failed_attempt("process", 2.0),
+                make_failed_attempt("process", 90.0),
+                error=SYSTEM_ERROR,
+                settlement=Defer(90.0),
+            ),
             {
                 ("ergon.transactions", "deferred", "SYSTEM"): 1,
                 ("ergon.attempts", "process"): 2,
@@ -172,13 +207,13 @@ def test_an_attempt_that_was_stopped_in_its_body_was_made():
             },
         ),
         (
-            # The handler itself asked for Later: every attempt was made.
-            outcome(
-                Kind.SUCCEEDED,
-                note("process", 2.0),
+            # The handler itself returned Later: every attempt was made.
+            make_outcome(
+                OutcomeKind.SUCCEEDED,
+                make_failed_attempt("process", 2.0),
                 steps=("process", "success"),
                 processed=True,
-                settlement=Later(5.0),
+                settlement=Defer(5.0),
             ),
             {
                 ("ergon.transactions", "succeeded", ""): 1,
@@ -190,7 +225,12 @@ def test_an_attempt_that_was_stopped_in_its_body_was_made():
             },
         ),
         (
-            outcome(Kind.RELEASED, note("process", 2.0), note("process", None), reason="stop"),
+            make_outcome(
+                OutcomeKind.RELEASED,
+                make_failed_attempt("process", 2.0),
+                make_failed_attempt("process", None),
+                reason="stop",
+            ),
             {
                 ("ergon.transactions", "released", ""): 1,
                 ("ergon.attempts", "process"): 2,
@@ -200,15 +240,15 @@ def test_an_attempt_that_was_stopped_in_its_body_was_made():
             },
         ),
         (
-            # Stopped in a wait, and then the claim was gone too.
-            outcome(Kind.RELEASED, note("process", None), reason="lost"),
+            # Stopped in a wait, and then the claim was lost too.
+            make_outcome(OutcomeKind.RELEASED, make_failed_attempt("process", None), reason="lost"),
             {("ergon.transactions", "released", ""): 1, ("ergon.attempts", "process"): 1},
         ),
         (
-            # The broker refused the settlement of what had succeeded at the second attempt.
-            outcome(
-                Kind.RELEASED,
-                note("process", 2.0),
+            # The broker rejected the settlement of a success at the second attempt.
+            make_outcome(
+                OutcomeKind.RELEASED,
+                make_failed_attempt("process", 2.0),
                 steps=("process", "success"),
                 processed=True,
                 settlement=Ack(),
@@ -224,8 +264,8 @@ def test_an_attempt_that_was_stopped_in_its_body_was_made():
             },
         ),
         (
-            # Stopped while the first attempt ran, which has left no note; its body would not leave.
-            outcome(Kind.RELEASED, reason="stop", body=Call("process", int, ())),
+            # Stopped during the first attempt, which has left no note; its call would not exit.
+            make_outcome(OutcomeKind.RELEASED, reason="stop", abandoned_call=Call("process", int, ())),
             {
                 ("ergon.transactions", "released", ""): 1,
                 ("ergon.attempts", "process"): 1,
@@ -233,7 +273,7 @@ def test_an_attempt_that_was_stopped_in_its_body_was_made():
             },
         ),
         (
-            outcome(Kind.DEFERRED, reason="key", steps=(), settlement=Later(1.0)),
+            make_outcome(OutcomeKind.DEFERRED, reason="key", steps=(), settlement=Defer(1.0)),
             {("ergon.transactions", "deferred", ""): 1},
         ),
     ],
@@ -251,13 +291,19 @@ def test_an_attempt_that_was_stopped_in_its_body_was_made():
         "never begun",
     ],
 )
-def test_an_outcome_is_counted_step_by_step(made, expected):
-    assert counted(made) == expected
+def test_an_outcome_is_counted_step_by_step(result, expected):
+    assert count_without_durations(result) == expected
 
 
-def test_waits_of_no_time_are_no_waits():
-    made = outcome(Kind.SUCCEEDED, note("process", 0.0), note("process", 0.5), note("process", 0.25), processed=True)
-    assert counted(made) == {
+def test_waits_of_zero_seconds_are_not_counted():
+    result = make_outcome(
+        OutcomeKind.SUCCEEDED,
+        make_failed_attempt("process", 0.0),
+        make_failed_attempt("process", 0.5),
+        make_failed_attempt("process", 0.25),
+        processed=True,
+    )
+    assert count_without_durations(result) == {
         ("ergon.transactions", "succeeded", ""): 1,
         ("ergon.attempts", "process"): 4,
         ("ergon.retries", "process"): 3,

@@ -1,4 +1,4 @@
-"""The spans of one lifecycle say exactly how each part of it ended."""
+"""The spans of one lifecycle state exactly how each part of it ended."""
 
 from __future__ import annotations
 
@@ -11,79 +11,83 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Decision, Sa
 from opentelemetry.trace import StatusCode
 
 from ergon_framework.engine.attempts import Deferred, Failed, Step
-from ergon_framework.engine.outcome import Ok, Stopped
+from ergon_framework.engine.outcome import Interrupted, Ok
 from ergon_framework.task.exceptions import BusinessError, TransactionException
-from ergon_framework.task.lifecycle import classify, expired
+from ergon_framework.task.lifecycle import classify, timeout_error
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy, RetryPolicy
-from ergon_framework.task.outline import consuming, producing
-from ergon_framework.task.report import Kind, Outcome
-from ergon_framework.task.watched import Unrecorded, Watched
+from ergon_framework.task.outline import consumer_span_names, producer_span_names
+from ergon_framework.task.report import Outcome, OutcomeKind
+from ergon_framework.task.watched import RecordedTransaction, UnsampledTransaction
 from ergon_framework.telemetry.options import TelemetryOptions
-from ergon_framework.telemetry.spans import tracing
+from ergon_framework.telemetry.spans import create_tracing
 from ergon_framework.transaction import Transaction
 
-OWN = {"ergon.transaction.id": "a"}
+TRANSACTION_ATTRIBUTES = {"ergon.transaction.id": "a"}
 
 
-class Selective(Sampler):
-    """Drops the spans of one name, and remembers all that it was asked about."""
+class SelectiveSampler(Sampler):
+    """A sampler that drops the spans of one name and records every name that it decides on."""
 
     def __init__(self, dropped):
         self._dropped = dropped
-        self.asked = []
+        self.names = []
 
     def should_sample(self, parent_context, trace_id, name, *args, **more):
-        self.asked.append(name)
+        self.names.append(name)
         return SamplingResult(Decision.DROP if name == self._dropped else Decision.RECORD_AND_SAMPLE)
 
     def get_description(self):
         return "selective"
 
 
-class Seen:
-    """One transaction that is watched, and what its spans were told."""
+class TransactionHarness:
+    """One observed transaction, and what its spans recorded."""
 
     def __init__(self, outline=None, *, sampler=ALWAYS_ON, **options):
         self._exporter = InMemorySpanExporter()
         provider = TracerProvider(sampler=sampler)
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        given = TelemetryOptions(tracer_provider=provider, **options)
-        self.found = []
-        self.node = tracing(given).root("transaction", {})
-        outline = outline or consuming("Orders", ConsumerPolicy())
-        self.watched = Watched(self.node, outline, OWN, options=given, remember=self.remember)
+        telemetry_options = TelemetryOptions(tracer_provider=provider, **options)
+        self.outcomes = []
+        self.node = create_tracing(telemetry_options).start_root("transaction", {})
+        outline = outline or consumer_span_names("Orders", ConsumerPolicy())
+        self.observer = RecordedTransaction(
+            self.node, outline, TRANSACTION_ATTRIBUTES, options=telemetry_options, on_span_ended=self.record_outcome
+        )
 
-    def remember(self, outcome, node):
-        self.found.append((outcome, node))
+    def record_outcome(self, outcome, node):
+        self.outcomes.append((outcome, node))
 
-    def step(self, name, ended):
-        attempts = self.watched.step(step(name))
-        self.watched.stepped(ended)
+    def run_step(self, name, result):
+        attempts = self.observer.on_step_start(make_step(name))
+        self.observer.on_step_end(result)
         return attempts
 
     @property
     def spans(self):
         return {span.name: span for span in self._exporter.get_finished_spans()}
 
-    def told(self, name):
-        """The attributes of a span beyond those of its transaction, and its status."""
+    def get_attributes(self, name):
+        """Return the attributes of a span beyond those of its transaction, and its status."""
         span = self.spans[name]
         status = span.status.description if span.status.status_code is StatusCode.ERROR else None
-        return {key: value for key, value in span.attributes.items() if key not in {"ergon.task", *OWN}}, status
+        return {
+            key: value for key, value in span.attributes.items() if key not in {"ergon.task", *TRANSACTION_ATTRIBUTES}
+        }, status
 
 
-def step(name):
-    return Step(name, int, RetryPolicy(), classify=classify, expired=expired)
+def make_step(name):
+    return Step(name, int, RetryPolicy(), classify=classify, timeout_error=timeout_error)
 
 
-def complaints(caplog):
+def collect_warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.name.startswith("opentelemetry")]
 
 
-def outcome(kind, *, error=None, reason=None, attempts=0):
-    made = Outcome(Transaction("a"), kind, reason=reason)
-    made.error, made.attempts = error, attempts
-    return made
+def make_outcome(kind, *, error=None, reason=None, attempts=0):
+    result = Outcome(Transaction("a"), kind, reason=reason)
+    result.error, result.attempts = error, attempts
+    return result
 
 
 def with_cause(error, cause):
@@ -96,7 +100,7 @@ def with_cause(error, cause):
 
 @pytest.mark.spec("CON-16")
 @pytest.mark.parametrize(
-    "ended, told, status",
+    "result, attributes, status",
     [
         (
             Failed(TransactionException("down", code="offline"), 1),
@@ -119,39 +123,39 @@ def with_cause(error, cause):
             },
             "busy",
         ),
-        (Stopped(), {"ergon.outcome": "stopped"}, None),
+        (Interrupted(), {"ergon.outcome": "stopped"}, None),
         (Ok("a result"), {}, None),
     ],
     ids=["failed", "deferred", "stopped", "succeeded"],
 )
-def test_a_step_says_how_it_ended(caplog, ended, told, status):
-    seen = Seen()
-    seen.step("process", ended)
-    assert seen.told("process") == (told | {"ergon.attempts": 0}, status)
-    assert complaints(caplog) == []
+def test_a_step_span_has_its_outcome(caplog, result, attributes, status):
+    harness = TransactionHarness()
+    harness.run_step("process", result)
+    assert harness.get_attributes("process") == (attributes | {"ergon.attempts": 0}, status)
+    assert collect_warnings(caplog) == []
 
 
 @pytest.mark.spec("CON-16", "PRO-10", "DX-15")
 @pytest.mark.parametrize(
     "outline, name, span",
     [
-        (consuming("Orders", ConsumerPolicy()), "process", "process"),
-        (consuming("Orders", ConsumerPolicy()), "exception", "handle_exception"),
-        (producing("Orders", ProducerPolicy()), "produce", "produce"),
+        (consumer_span_names("Orders", ConsumerPolicy()), "process", "process"),
+        (consumer_span_names("Orders", ConsumerPolicy()), "exception", "handle_exception"),
+        (producer_span_names("Orders", ProducerPolicy()), "produce", "produce"),
     ],
 )
-def test_a_step_carries_its_transaction_and_its_attempts(outline, name, span):
-    seen = Seen(outline)
-    attempts = seen.watched.step(step(name))
-    for number in (4, 5, 6):  # the attempts of earlier deliveries have the numbers before
-        attempts.attempt(number)
-        attempts.attempted(number, None)
-    seen.watched.stepped(Stopped())
-    assert seen.spans[span].attributes["ergon.transaction.id"] == "a"
-    assert seen.spans[span].attributes["ergon.attempts"] == 3
+def test_a_step_span_has_its_transaction_and_its_attempts(outline, name, span):
+    harness = TransactionHarness(outline)
+    attempts = harness.observer.on_step_start(make_step(name))
+    for number in (4, 5, 6):  # the attempts of earlier deliveries have lower numbers
+        attempts.on_attempt_start(number)
+        attempts.on_attempt_end(number, None)
+    harness.observer.on_step_end(Interrupted())
+    assert harness.spans[span].attributes["ergon.transaction.id"] == "a"
+    assert harness.spans[span].attributes["ergon.attempts"] == 3
 
 
-class Unmeasured:
+class UnmeasurableResult:
     def __len__(self):
         raise AssertionError("nobody may ask for the length of this")
 
@@ -171,80 +175,80 @@ class Unmeasured:
         ([], 0),
         (7, None),
         (None, None),
-        (Unmeasured(), None),
+        (UnmeasurableResult(), None),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_result_shows_its_type_and_its_size_if_that_is_known_at_once(result, size):
-    seen = Seen(producing("Orders", ProducerPolicy()))
-    seen.step("produce", Ok(result))
+def test_a_result_is_recorded_with_its_type_and_its_size_if_known(result, size):
+    harness = TransactionHarness(producer_span_names("Orders", ProducerPolicy()))
+    harness.run_step("produce", Ok(result))
     expected = {"ergon.result.type": type(result).__name__}
     expected |= {"ergon.attempts": 0} | ({} if size is None else {"ergon.result.size": size})
-    assert seen.told("produce") == (expected, None)
+    assert harness.get_attributes("produce") == (expected, None)
 
 
 @pytest.mark.spec("PRO-10")
-def test_the_value_of_a_result_is_shown_if_it_was_asked_for():
-    seen = Seen(producing("Orders", ProducerPolicy()), record_results=True)
-    seen.step("produce", Ok([1, 2]))
-    told, _ = seen.told("produce")
-    told.pop("ergon.attempts")
-    assert told == {"ergon.result.type": "list", "ergon.result.size": 2, "ergon.result.value": "[1, 2]"}
+def test_the_value_of_a_result_is_recorded_with_record_results():
+    harness = TransactionHarness(producer_span_names("Orders", ProducerPolicy()), record_results=True)
+    harness.run_step("produce", Ok([1, 2]))
+    attributes, _ = harness.get_attributes("produce")
+    attributes.pop("ergon.attempts")
+    assert attributes == {"ergon.result.type": "list", "ergon.result.size": 2, "ergon.result.value": "[1, 2]"}
 
 
-def test_only_what_produce_returned_is_a_result():
-    seen = Seen(producing("Orders", ProducerPolicy()), record_results=True)
-    seen.step("success", Ok("handled"))
-    assert seen.told("handle_produce_success") == ({"ergon.attempts": 0}, None)
+def test_only_the_value_of_produce_is_recorded_as_a_result():
+    harness = TransactionHarness(producer_span_names("Orders", ProducerPolicy()), record_results=True)
+    harness.run_step("success", Ok("handled"))
+    assert harness.get_attributes("handle_produce_success") == ({"ergon.attempts": 0}, None)
 
 
 # -- attempts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("CON-16")
-def test_each_attempt_is_a_span_of_its_own_in_which_its_body_runs():
-    seen = Seen()
-    attempts = seen.watched.step(step("process"))
-    first = attempts.attempt(0)
+def test_each_attempt_has_its_own_span_in_which_its_handler_runs():
+    harness = TransactionHarness()
+    attempts = harness.observer.on_step_start(make_step("process"))
+    first = attempts.on_attempt_start(0)
     assert first.run(trace.get_current_span).name == "process.attempt"
-    attempts.attempted(0, OSError("no route"))
-    failed = seen.spans["process.attempt"]
+    attempts.on_attempt_end(0, OSError("no route"))
+    failed = harness.spans["process.attempt"]
     assert failed.attributes["ergon.attempt"] == 0
     assert failed.attributes["ergon.exception.message"] == "no route"
-    second = attempts.attempt(1)
-    attempts.attempted(1, None)
-    done = seen.spans["process.attempt"]
+    second = attempts.on_attempt_start(1)
+    attempts.on_attempt_end(1, None)
+    done = harness.spans["process.attempt"]
     assert (done.attributes["ergon.attempt"], done.status.status_code) == (1, StatusCode.UNSET)
     assert second.run(trace.get_current_span).get_span_context() == done.context != failed.context
 
 
-def test_below_a_step_that_nobody_sees_there_are_no_spans_and_bodies_run_in_it():
-    sampler = Selective("process")
-    seen = Seen(sampler=sampler)
-    attempts = seen.watched.step(step("process"))
-    context = attempts.attempt(0)
-    assert sampler.asked == ["transaction", "process"]
+def test_an_unsampled_step_has_no_attempt_spans_and_its_handlers_run_in_it():
+    sampler = SelectiveSampler("process")
+    harness = TransactionHarness(sampler=sampler)
+    attempts = harness.observer.on_step_start(make_step("process"))
+    context = attempts.on_attempt_start(0)
+    assert sampler.names == ["transaction", "process"]
     assert not context.run(trace.get_current_span).get_span_context().trace_flags.sampled
-    attempts.attempted(0, OSError("no route"))
-    seen.watched.stepped(Ok(None))
-    seen.watched.ended(outcome(Kind.SUCCEEDED, attempts=1))
-    assert list(seen.spans) == ["transaction"]
+    attempts.on_attempt_end(0, OSError("no route"))
+    harness.observer.on_step_end(Ok(None))
+    harness.observer.on_end(make_outcome(OutcomeKind.SUCCEEDED, attempts=1))
+    assert list(harness.spans) == ["transaction"]
 
 
 # -- the transaction ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "made, told, status",
+    "result, attributes, status",
     [
-        (outcome(Kind.SUCCEEDED, attempts=3), {"ergon.outcome": "succeeded", "ergon.attempts": 3}, None),
+        (make_outcome(OutcomeKind.SUCCEEDED, attempts=3), {"ergon.outcome": "succeeded", "ergon.attempts": 3}, None),
         (
-            outcome(Kind.RELEASED, reason="stop"),
+            make_outcome(OutcomeKind.RELEASED, reason="stop"),
             {"ergon.outcome": "released", "ergon.attempts": 0, "ergon.reason": "stop"},
             None,
         ),
         (
-            outcome(Kind.FAILED, error=BusinessError("no", code="unknown"), attempts=1),
+            make_outcome(OutcomeKind.FAILED, error=BusinessError("no", code="unknown"), attempts=1),
             {
                 "ergon.outcome": "failed",
                 "ergon.attempts": 1,
@@ -258,12 +262,12 @@ def test_below_a_step_that_nobody_sees_there_are_no_spans_and_bodies_run_in_it()
     ],
     ids=["succeeded", "released", "failed"],
 )
-def test_a_transaction_says_how_it_ended_and_where_it_is_found(caplog, made, told, status):
-    seen = Seen()
-    seen.watched.ended(made)
-    assert seen.told("transaction") == (told, status)
-    assert seen.found == [(made, seen.node)]
-    assert complaints(caplog) == []
+def test_a_transaction_span_has_its_outcome_and_is_recorded(caplog, result, attributes, status):
+    harness = TransactionHarness()
+    harness.observer.on_end(result)
+    assert harness.get_attributes("transaction") == (attributes, status)
+    assert harness.outcomes == [(result, harness.node)]
+    assert collect_warnings(caplog) == []
 
 
 @pytest.mark.parametrize(
@@ -276,33 +280,33 @@ def test_a_transaction_says_how_it_ended_and_where_it_is_found(caplog, made, tol
     ],
     ids=["own", "wrapped", "foreign with a cause", "foreign"],
 )
-def test_the_type_that_is_blamed_is_the_one_that_the_user_s_code_raised(error, name):
-    seen = Seen()
-    attempts = seen.watched.step(step("process"))
-    attempts.attempt(0)
-    attempts.attempted(0, error)
-    attributes = seen.spans["process.attempt"].attributes
+def test_the_reported_type_is_that_of_the_users_exception(error, name):
+    harness = TransactionHarness()
+    attempts = harness.observer.on_step_start(make_step("process"))
+    attempts.on_attempt_start(0)
+    attempts.on_attempt_end(0, error)
+    attributes = harness.spans["process.attempt"].attributes
     assert (attributes["ergon.exception.type"], attributes["ergon.exception.message"]) == (name, "down")
 
 
-# -- what nobody sees -----------------------------------------------------------------------------
+# -- unsampled transactions -----------------------------------------------------------------------
 
 
-def test_whether_anything_is_kept_decides_if_steps_that_nobody_wrote_are_shown():
-    assert Seen().watched.recording is True
-    seen = Seen(sampler=ALWAYS_OFF)
-    assert Unrecorded(seen.node, seen.remember).recording is False
+def test_recording_is_true_only_for_a_sampled_transaction():
+    assert TransactionHarness().observer.recording is True
+    harness = TransactionHarness(sampler=ALWAYS_OFF)
+    assert UnsampledTransaction(harness.node, harness.record_outcome).recording is False
 
 
-def test_an_unrecorded_transaction_is_found_in_its_trace_and_shares_nothing_between_bodies():
-    seen = Seen(sampler=ALWAYS_OFF)
-    unrecorded = Unrecorded(seen.node, seen.remember)
-    made = outcome(Kind.FAILED)
-    assert unrecorded.step(step("process")) is unrecorded
-    first, second = unrecorded.attempt(0), unrecorded.attempt(1)
+def test_an_unrecorded_transaction_is_recorded_in_its_trace_with_a_context_per_attempt():
+    harness = TransactionHarness(sampler=ALWAYS_OFF)
+    unrecorded = UnsampledTransaction(harness.node, harness.record_outcome)
+    result = make_outcome(OutcomeKind.FAILED)
+    assert unrecorded.on_step_start(make_step("process")) is unrecorded
+    first, second = unrecorded.on_attempt_start(0), unrecorded.on_attempt_start(1)
     assert first is not second
-    assert first.run(trace.get_current_span) is second.run(trace.get_current_span) is seen.node.span
-    unrecorded.attempted(0, OSError("down"))
-    unrecorded.stepped(Ok(None))
-    unrecorded.ended(made)
-    assert seen.found == [(made, seen.node)]
+    assert first.run(trace.get_current_span) is second.run(trace.get_current_span) is harness.node.span
+    unrecorded.on_attempt_end(0, OSError("down"))
+    unrecorded.on_step_end(Ok(None))
+    unrecorded.on_end(result)
+    assert harness.outcomes == [(result, harness.node)]

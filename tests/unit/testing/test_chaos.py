@@ -1,4 +1,4 @@
-"""The chaos kit: a task with a defect is found out, one without is not, and what is told is enough to see it again."""
+"""The chaos kit: a defective task is caught, a correct one passes, and the printed plan reproduces the failure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from ergon_framework import ConsumerPolicy, Transaction, consumer, queue
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.testing import mishaps
-from ergon_framework.testing.chaos import Effects, NotOnce, owed_by, survives
-from ergon_framework.testing.trial import Trial
+from ergon_framework.testing.chaos import Effects, NotExactlyOnceError, assert_one_effect_per_ack, assert_survives
+from ergon_framework.testing.trial import TaskHarness
 
 orders = queue("orders")
 POLICY = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 4, "timeout": 30}}}})
@@ -19,13 +19,13 @@ ORDERS = [Transaction(f"order-{number}", {"cents": 20}) for number in range(3)]
 
 
 class Bank:
-    """Honours keys: the same charge under the same key happens once."""
+    """A bank that honours keys: the same charge under the same key happens once."""
 
     def __init__(self, effects):
         self.effects = effects
 
     def charge(self, order, key):
-        self.effects.happen(order, key=key)
+        self.effects.record(order, key=key)
 
 
 class AsyncBank(Bank):
@@ -35,28 +35,28 @@ class AsyncBank(Bank):
 
 
 @consumer(orders, policy=POLICY)
-def sound(order, transaction, bank):
+def charge_once(order, transaction, bank):
     bank.charge(transaction.id, transaction.derive("charge"))
 
 
 @consumer(orders, policy=POLICY)
-async def sound_async(order, transaction, bank):
+async def charge_once_async(order, transaction, bank):
     await bank.charge(transaction.id, transaction.derive("charge"))
 
 
 @consumer(orders, policy=POLICY)
-def doubling(order, transaction, bank):
-    # The defect: a new key for every attempt, so that the bank cannot know that it is the same charge.
+def charge_per_attempt(order, transaction, bank):
+    # The defect: a new key for every attempt, so the bank cannot detect the duplicate charge.
     bank.charge(transaction.id, None)
 
 
 @consumer(orders, policy=POLICY)
-async def doubling_async(order, transaction, bank):
+async def charge_per_attempt_async(order, transaction, bank):
     await bank.charge(transaction.id, None)
 
 
 @consumer(orders, policy=POLICY)
-def losing(order, transaction, bank):
+def charge_and_swallow_errors(order, transaction, bank):
     try:
         bank.charge(transaction.id, transaction.derive("charge"))
     except Exception:
@@ -64,72 +64,81 @@ def losing(order, transaction, bank):
 
 
 @consumer(orders, policy=POLICY)
-def sending_again(order, transaction, bank):
+def charge_and_send_again(order, transaction, bank):
     bank.charge(transaction.id, transaction.derive("charge"))
     if order.get("again"):
         orders.dispatch([transaction.replace(payload={})])
 
 
-def of(task, kind=Bank, given=ORDERS):
+def make_harness_factory(task, bank_type=Bank, transactions=ORDERS):
     def make(effects):
-        trial = Trial(task, bank=kind(effects))
-        trial.send(*given)
-        return trial
+        harness = TaskHarness(task, bank=bank_type(effects))
+        harness.send(*transactions)
+        return harness
 
     return make
 
 
-owes = owed_by(ORDERS, lambda transaction: transaction.id)
+check_effects = assert_one_effect_per_ack(ORDERS, lambda transaction: transaction.id)
 
 
-@pytest.mark.parametrize("task, kind", [(sound, Bank), (sound_async, AsyncBank)])
-def test_a_task_without_a_defect_survives(task, kind):
-    survived = survives(of(task, kind), runs=60, owes=owes)
-    assert (survived.runs, survived.mishaps > 60, survived.deaths > 5) == (60, True, True)
+@pytest.mark.parametrize("task, bank_type", [(charge_once, Bank), (charge_once_async, AsyncBank)])
+def test_a_task_without_a_defect_passes_chaos(task, bank_type):
+    result = assert_survives(make_harness_factory(task, bank_type), runs=60, owes=check_effects)
+    assert (result.runs, result.mishaps > 60, result.deaths > 5) == (60, True, True)
 
 
-@pytest.mark.parametrize("task, kind", [(doubling, Bank), (doubling_async, AsyncBank)])
-def test_a_double_effect_is_caught_with_the_smallest_plan(task, kind):
-    with pytest.raises(NotOnce) as caught:
-        survives(of(task, kind), runs=100, seed=3)
-    told = str(caught.value)
-    assert re.search(r"the effect 'order-\d' happened 2 times", told)
-    assert re.search(r"seed 3, run \d+; the smallest plan", told)
-    # One mishap is enough, and so no more are told.
-    assert len(re.findall(r"\d+: \w+\(", told)) == 1
+@pytest.mark.parametrize("task, bank_type", [(charge_per_attempt, Bank), (charge_per_attempt_async, AsyncBank)])
+def test_a_double_effect_is_caught_with_the_smallest_plan(task, bank_type):
+    with pytest.raises(NotExactlyOnceError) as caught:
+        assert_survives(make_harness_factory(task, bank_type), runs=100, seed=3)
+    message = str(caught.value)
+    assert re.search(r"the effect 'order-\d' happened 2 times", message)
+    assert re.search(r"seed 3, run \d+; the smallest plan", message)
+    # One fault is enough, so no more are printed.
+    assert len(re.findall(r"\d+: \w+\(", message)) == 1
 
 
-def test_what_is_told_shows_it_again():
-    with pytest.raises(NotOnce) as caught:
-        survives(of(doubling), runs=100)
+def test_the_printed_plan_reproduces_the_failure():
+    with pytest.raises(NotExactlyOnceError) as caught:
+        assert_survives(make_harness_factory(charge_per_attempt), runs=100)
     plan, seed = re.search(r"faults = (\{.*\})\n.*seed=(\d+)", str(caught.value), re.DOTALL).groups()
-    words = {name: getattr(mishaps, name) for name in ("raises", "loses", "takes", "hangs", "dies", "dies_after")}
+    names = ("raises", "loses_response", "takes_longer", "hangs", "worker_dies_before", "worker_dies_after")
+    namespace = {name: getattr(mishaps, name) for name in names}
     effects = Effects()
-    trial = Trial(doubling, bank=Bank(effects), seed=int(seed), faults=eval(plan, words | vars(mishaps)))
-    trial.send(*ORDERS)
-    trial.run()
+    harness = TaskHarness(
+        charge_per_attempt, bank=Bank(effects), seed=int(seed), faults=eval(plan, namespace | vars(mishaps))
+    )
+    harness.send(*ORDERS)
+    harness.run()
     assert max(effects.counts.values()) == 2
 
 
 def test_an_effect_that_is_missing_is_caught():
-    with pytest.raises(NotOnce, match=r"was acked, but the effect 'order-.' did not happen"):
-        survives(of(losing), runs=100, owes=owes)
+    with pytest.raises(NotExactlyOnceError, match=r"was acked, but the effect 'order-.' did not happen"):
+        assert_survives(make_harness_factory(charge_and_swallow_errors), runs=100, owes=check_effects)
 
 
-def test_a_transaction_that_is_there_twice_is_caught_without_any_mishap():
-    given = [Transaction("order-1", {"again": True})]
-    with pytest.raises(NotOnce, match=r"without any mishap: the transaction 'order-1' ended more than once"):
-        survives(of(sending_again, given=given))
+def test_a_transaction_that_ends_twice_is_caught_without_any_fault():
+    transactions = [Transaction("order-1", {"again": True})]
+    with pytest.raises(
+        NotExactlyOnceError, match=r"without any mishap: the transaction 'order-1' ended more than once"
+    ):
+        assert_survives(make_harness_factory(charge_and_send_again, transactions=transactions))
 
 
-def test_one_seed_is_the_same_chaos_again():
-    assert survives(of(sound), runs=20, seed=5) == survives(of(sound), runs=20, seed=5)
-    assert survives(of(sound), runs=20, seed=5) != survives(of(sound), runs=20, seed=6)
+def test_one_seed_gives_the_same_chaos_run():
+    assert assert_survives(make_harness_factory(charge_once), runs=20, seed=5) == assert_survives(
+        make_harness_factory(charge_once), runs=20, seed=5
+    )
+    assert assert_survives(make_harness_factory(charge_once), runs=20, seed=5) != assert_survives(
+        make_harness_factory(charge_once), runs=20, seed=6
+    )
 
 
 def test_an_effect_under_one_key_happens_once():
     effects = Effects()
-    assert [effects.happen("a", key="k"), effects.happen("a", key="k"), effects.happen("b"), effects.happen("b")] == [
+    assert [effects.record("a", key="k"), effects.record("a", key="k"), effects.record("b"), effects.record("b")] == [
         True,
         False,
         True,
@@ -138,23 +147,23 @@ def test_an_effect_under_one_key_happens_once():
     assert effects.counts == {"a": 1, "b": 2}
 
 
-def test_what_a_dead_worker_does_does_not_happen():
+def test_an_effect_of_a_killed_worker_is_not_recorded():
     effects = Effects()
     effects.alive = lambda: False
-    assert (effects.happen("a"), effects.counts) == (False, {})
+    assert (effects.record("a"), effects.counts) == (False, {})
 
 
-@pytest.mark.parametrize("how", [{"runs": 0}, {"mishaps": 0}])
-def test_chaos_without_any_is_refused(how):
+@pytest.mark.parametrize("options", [{"runs": 0}, {"mishaps": 0}])
+def test_chaos_without_runs_or_faults_is_rejected(options):
     with pytest.raises(ConfigurationError, match="at least one run and one mishap"):
-        survives(of(sound), **how)
+        assert_survives(make_harness_factory(charge_once), **options)
 
 
-def test_a_trial_that_does_nothing_is_refused():
+def test_a_harness_run_without_calls_is_rejected():
     def make(effects):
-        trial = Trial(sound, bank=Bank(effects))
-        trial.run = lambda: trial._result
-        return trial
+        harness = TaskHarness(charge_once, bank=Bank(effects))
+        harness.run = lambda: harness._result
+        return harness
 
     with pytest.raises(ConfigurationError, match="made no call at all"):
-        survives(make)
+        assert_survives(make)

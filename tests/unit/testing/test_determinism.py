@@ -1,4 +1,4 @@
-"""An id that a second run would not make again is caught: FAC-19."""
+"""An id that a second run would not create again is caught: FAC-19."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from tests.unit.testing import ids
 
 
 @pytest.mark.spec("FAC-19")
-def test_a_sound_id_passes():
-    assert_deterministic(ids.sound, "WO", number="7", note="a", ignores={"note": ["b", "", "c"]})
-    assert_deterministic(ids.seeded, "WO", "7")
+def test_a_stable_id_passes():
+    assert_deterministic(ids.make_stable_id, "WO", number="7", note="a", ignores={"note": ["b", "", "c"]})
+    assert_deterministic(ids.make_seeded_id, "WO", "7")
 
 
 @pytest.mark.parametrize("moment", [datetime(2026, 3, 6, tzinfo=UTC), date(2026, 3, 6)])
-def test_a_moment_that_was_given_stays_what_it_is(moment):
-    assert_deterministic(ids.by_moment, "WO", "7", moment)
+def test_a_given_moment_is_not_changed(moment):
+    assert_deterministic(ids.make_id_of_moment, "WO", "7", moment)
 
 
 @pytest.mark.spec("FAC-08", "FAC-19")
-def test_our_own_ids_pass():
+def test_ids_of_the_framework_pass():
     assert_deterministic(event_id, "WO", "7", "created", datetime(2026, 3, 6, tzinfo=UTC))
 
 
 @pytest.mark.spec("FAC-19")
 @pytest.mark.parametrize(
-    "make, words",
+    "make, message",
     [
-        (ids.drawn, "called a second time"),
-        (ids.counted, "called a second time"),
-        (ids.hashed, "in a fresh process"),
-        (ids.by_process, "in a fresh process"),
-        (ids.by_year, "with the clock moved"),
-        (ids.by_day, "with the clock moved"),
-        (ids.by_today, "with the clock moved"),
-        (ids.by_hour, "with the clock moved"),
-        (ids.by_format, "with the clock moved"),
-        (ids.by_uptime, "with the clock moved"),
+        (ids.make_random_id, "called a second time"),
+        (ids.make_counter_id, "called a second time"),
+        (ids.make_hash_id, "in a fresh process"),
+        (ids.make_process_id, "in a fresh process"),
+        (ids.make_year_id, "with the clock moved"),
+        (ids.make_utc_day_id, "with the clock moved"),
+        (ids.make_local_day_id, "with the clock moved"),
+        (ids.make_hour_id, "with the clock moved"),
+        (ids.make_formatted_year_id, "with the clock moved"),
+        (ids.make_uptime_id, "with the clock moved"),
     ],
 )
-def test_an_id_that_would_not_be_made_again_is_caught(make, words):
-    with pytest.raises(NotDeterministic, match=words):
+def test_an_id_that_a_second_run_would_not_reproduce_is_caught(make, message):
+    with pytest.raises(NotDeterministic, match=message):
         assert_deterministic(make, "WO", "7")
 
 
 @pytest.mark.spec("FAC-19")
-def test_an_id_of_more_than_the_key_is_caught():
+def test_an_id_that_depends_on_an_ignored_argument_is_caught():
     with pytest.raises(NotDeterministic, match="with another note"):
-        assert_deterministic(ids.of_everything, "WO", "7", note="a", ignores={"note": ["b"]})
+        assert_deterministic(ids.make_id_of_all_arguments, "WO", "7", note="a", ignores={"note": ["b"]})
 
 
-def test_what_cannot_be_asked_elsewhere_is_no_verdict():
+def test_a_function_that_a_fresh_process_cannot_call_is_a_configuration_error():
     with pytest.raises(ConfigurationError, match="a function of a module"):
         assert_deterministic(lambda: "id")
     with pytest.raises(ConfigurationError, match="ignores names 'note'"):
-        assert_deterministic(ids.sound, "WO", "7", ignores={"note": ["b"]})
+        assert_deterministic(ids.make_stable_id, "WO", "7", ignores={"note": ["b"]})
 
 
-def test_what_fails_elsewhere_says_why():
+def test_a_failure_in_the_fresh_process_is_reported():
     with pytest.raises(ConfigurationError, match="RuntimeError: not here"):
-        assert_deterministic(ids.failing, "WO", "7")
+        assert_deterministic(ids.fail_in_fresh_process, "WO", "7")

@@ -1,4 +1,4 @@
-"""The plugin for pytest: there for those who ask, and nothing to everybody else."""
+"""The pytest plugin: available to runs that use it, without cost for the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-USES = """
+TESTS_WITH_PLUGIN = """
 from ergon_framework import Transaction, consumer, queue
 
 @consumer(queue("orders"))
@@ -27,7 +27,7 @@ def test_the_chaos(ergon_chaos, ergon_trial):
         return trial
     assert ergon_chaos(make, runs=3).runs == 3
 """
-DOES_NOT = """
+TESTS_WITHOUT_PLUGIN = """
 import sys
 
 def test_nothing_of_it_is_there():
@@ -36,12 +36,12 @@ def test_nothing_of_it_is_there():
 """
 
 
-@pytest.mark.parametrize("text, passed", [(USES, 2), (DOES_NOT, 1)])
-def test_a_run_has_the_fixtures_and_pays_for_them_only_if_it_uses_them(text, passed, tmp_path):
+@pytest.mark.parametrize("text, passed", [(TESTS_WITH_PLUGIN, 2), (TESTS_WITHOUT_PLUGIN, 1)])
+def test_a_run_has_the_fixtures_and_imports_the_framework_only_if_it_uses_them(text, passed, tmp_path):
     (tmp_path / "test_it.py").write_text(text, encoding="utf-8")
-    # As a user has it: what is installed registers itself, and other plugins of this environment are not there.
+    # As for a user: the installed plugin registers itself, and other plugins of this environment are disabled.
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    words = [
+    command = [
         sys.executable,
         "-m",
         "pytest",
@@ -55,10 +55,10 @@ def test_a_run_has_the_fixtures_and_pays_for_them_only_if_it_uses_them(text, pas
         "--rootdir",
         ".",
     ]
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert f"{passed} passed" in done.stdout, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert f"{passed} passed" in process.stdout, process.stdout + process.stderr
 
 
-def test_it_registers_itself():
-    (found,) = [entry for entry in entry_points(group="pytest11") if entry.name == "ergon"]
-    assert found.value == "ergon_pytest"
+def test_the_plugin_registers_itself():
+    (entry_point,) = [entry for entry in entry_points(group="pytest11") if entry.name == "ergon"]
+    assert entry_point.value == "ergon_pytest"

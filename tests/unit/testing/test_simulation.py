@@ -13,27 +13,27 @@ from ergon_framework.task.exceptions import LoopTimeout
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
 from ergon_framework.task.mixins.producer import AsyncProducerMixin, ProducerMixin
-from ergon_framework.task.report import End, Kind
-from ergon_framework.testing.faults import Faults, business, lost, system
+from ergon_framework.task.report import OutcomeKind, StopReason
+from ergon_framework.testing.faults import Faults, business, connection_lost, system
 from ergon_framework.testing.simulation import Simulation, SimulationError
 from ergon_framework.testing.virtual import Deadlock
 from ergon_framework.transaction import Transaction
 
 
-class Sync(ConsumerMixin, ProducerMixin):
+class SyncTask(ConsumerMixin, ProducerMixin):
     def __init__(self, simulation, seconds=1.0):
         self.simulation, self.seconds = simulation, seconds
         self.connector = MemoryConnector("orders", clock=simulation.clock)
 
     def process_transaction(self, transaction):
-        self.simulation.takes(self.seconds)
+        self.simulation.busy_for(self.seconds)
 
     def produce_transaction(self, transaction):
-        self.simulation.takes(self.seconds)
+        self.simulation.busy_for(self.seconds)
         return super().produce_transaction(transaction)
 
 
-class Async(AsyncConsumerMixin, AsyncProducerMixin):
+class AsyncTask(AsyncConsumerMixin, AsyncProducerMixin):
     def __init__(self, simulation, seconds=1.0):
         self.simulation, self.seconds = simulation, seconds
         self.connector = MemoryConnector("orders", clock=simulation.clock)
@@ -51,124 +51,126 @@ class Async(AsyncConsumerMixin, AsyncProducerMixin):
         return (await self.connector.dispatch_async([transaction]))[0]
 
 
-both = pytest.mark.parametrize("variant", [Sync, Async])
+both_variants = pytest.mark.parametrize("variant", [SyncTask, AsyncTask])
 
 
-def given(count):
+def make_transactions(count):
     return [Transaction(f"t{n}", source="test") for n in range(count)]
 
 
-def policy_of(limit=60.0, **loop):
+def make_policy(limit=60.0, **loop):
     return ConsumerPolicy.load({"loop": loop, "steps": {"process": {"retry": {"timeout": limit, "max_attempts": 2}}}})
 
 
-@both
+@both_variants
 def test_a_queue_is_consumed_in_virtual_time(variant):
     simulation = Simulation()
     task = variant(simulation, 600.0)
-    task.connector.dispatch(given(4))
-    report = simulation.consume(task, policy_of(3600.0, concurrency={"value": 2}))
-    assert (report.end, report.counts[Kind.SUCCEEDED]) == (End.EMPTY, 4)
+    task.connector.dispatch(make_transactions(4))
+    report = simulation.consume(task, make_policy(3600.0, concurrency={"value": 2}))
+    assert (report.end, report.counts[OutcomeKind.SUCCEEDED]) == (StopReason.EMPTY, 4)
     assert 1200.0 <= simulation.clock() < 1201.0
     assert task.connector.depth().ready == 0
 
 
-@both
+@both_variants
 def test_a_list_is_produced(variant):
     simulation = Simulation()
     task = variant(simulation)
-    report = simulation.produce(task, given(3), ProducerPolicy.load({"loop": {"concurrency": {"value": 3}}}))
-    assert [one.kind for one in report.outcomes] == [Kind.SUCCEEDED] * 3
+    report = simulation.produce(
+        task, make_transactions(3), ProducerPolicy.load({"loop": {"concurrency": {"value": 3}}})
+    )
+    assert [outcome.kind for outcome in report.outcomes] == [OutcomeKind.SUCCEEDED] * 3
     assert simulation.clock() == 1.0
     assert task.connector.depth().ready == 3
 
 
-@both
+@both_variants
 def test_one_seed_is_one_interleaving(variant):
     def trace(seed):
         simulation = Simulation(seed)
         task = variant(simulation)
-        task.connector.dispatch(given(6))
-        simulation.consume(task, policy_of())
-        return [str(moment) for moment in simulation.trace]
+        task.connector.dispatch(make_transactions(6))
+        simulation.consume(task, make_policy())
+        return [str(event) for event in simulation.trace]
 
     assert trace(1) == trace(1)
     assert any(trace(1) != trace(seed) for seed in range(2, 6))
 
 
-@both
+@both_variants
 def test_a_task_can_be_stopped_at_a_moment(variant):
     simulation = Simulation()
     task = variant(simulation, 10.0)
-    task.connector.dispatch(given(2))
+    task.connector.dispatch(make_transactions(2))
     simulation.at(3.0, task.stop)
-    report = simulation.consume(task, policy_of(concurrency={"value": 1}, drain_timeout=20.0))
-    assert (report.end, report.started, simulation.clock()) == (End.STOP, 1, 10.0)
+    report = simulation.consume(task, make_policy(concurrency={"value": 1}, drain_timeout=20.0))
+    assert (report.end, report.started, simulation.clock()) == (StopReason.STOP, 1, 10.0)
 
 
-def test_a_plain_body_that_hangs_is_abandoned_and_fenced():
+def test_a_sync_handler_call_that_hangs_is_abandoned_and_fenced():
     simulation = Simulation()
-    task = Sync(simulation, 100.0)
-    task.connector.dispatch(given(1))
-    report = simulation.consume(task, policy_of(2.0))
-    assert (report.counts[Kind.FAILED], report.abandoned, simulation.clock() < 10) == (1, 1, True)
-    simulation.rest()
+    task = SyncTask(simulation, 100.0)
+    task.connector.dispatch(make_transactions(1))
+    report = simulation.consume(task, make_policy(2.0))
+    assert (report.counts[OutcomeKind.FAILED], report.abandoned, simulation.clock() < 10) == (1, 1, True)
+    simulation.run_until_idle()
     assert (simulation.clock(), simulation.trace[-1].what) == (100.0, "late")
 
 
 def test_a_coroutine_is_cancelled_at_its_deadline():
     simulation = Simulation()
-    task = Async(simulation, 100.0)
-    task.connector.dispatch(given(1))
-    report = simulation.consume(task, policy_of(2.0))
-    assert (report.counts[Kind.FAILED], report.abandoned) == (1, 0)
+    task = AsyncTask(simulation, 100.0)
+    task.connector.dispatch(make_transactions(1))
+    report = simulation.consume(task, make_policy(2.0))
+    assert (report.counts[OutcomeKind.FAILED], report.abandoned) == (1, 0)
     assert task.cancelled == [2.0, 5.0]
 
 
-def test_what_the_loop_raises_is_raised():
+def test_an_error_of_the_loop_is_raised():
     simulation = Simulation()
-    task = Sync(simulation, 100.0)
-    task.connector.dispatch(given(1))
+    task = SyncTask(simulation, 100.0)
+    task.connector.dispatch(make_transactions(1))
     with pytest.raises(LoopTimeout):
-        simulation.consume(task, policy_of(1000.0, timeout=5.0))
+        simulation.consume(task, make_policy(1000.0, timeout=5.0))
 
 
 def test_a_script_that_waits_for_nothing_is_a_deadlock():
     simulation = Simulation()
 
     def script():
-        yield from wait(simulation.mailbox())
+        yield from wait(simulation.create_mailbox())
 
     with pytest.raises(Deadlock, match="every script waits"):
         simulation.run(script())
 
 
-def test_takes_outside_of_a_body_is_an_error():
+def test_busy_for_outside_of_a_handler_is_an_error():
     with pytest.raises(SimulationError, match="plain function"):
-        Simulation().takes(1.0)
+        Simulation().busy_for(1.0)
 
 
-def test_a_coroutine_that_awaits_something_else_is_told():
+def test_awaiting_an_object_of_another_loop_is_an_error():
     simulation = Simulation()
 
-    class Astray(Async):
+    class ForeignAwaitTask(AsyncTask):
         async def process_transaction(self, transaction):
-            await asyncio.sleep(0)  # gives way, which a simulation can follow
-            await Foreign()
+            await asyncio.sleep(0)  # yields control, which a simulation can follow
+            await ForeignAwaitable()
 
-    class Foreign:
+    class ForeignAwaitable:
         def __await__(self):
             yield "a promise of another loop"
 
-    task = Astray(simulation)
-    task.connector.dispatch(given(1))
-    report = simulation.consume(task, policy_of())
+    task = ForeignAwaitTask(simulation)
+    task.connector.dispatch(make_transactions(1))
+    report = simulation.consume(task, make_policy())
     assert isinstance(report.failures[0].error, SimulationError | Exception)
     assert "another loop" in str(report.failures[0].error)
 
 
 def test_an_async_connector_serves_a_sync_task():
-    class Half(AsyncConnector):
+    class AsyncOnlyConnector(AsyncConnector):
         name = "half"
         capabilities = MemoryConnector("half").capabilities
 
@@ -179,8 +181,8 @@ def test_an_async_connector_serves_a_sync_task():
             await simulation.sleep(0.5)
             return await self.inner.fetch_transactions_async(batch_size)
 
-        async def settle_async(self, settlings):
-            return await self.inner.settle_async(settlings)
+        async def settle_async(self, requests):
+            return await self.inner.settle_async(requests)
 
         async def extend_async(self, deliveries):
             return await self.inner.extend_async(deliveries)
@@ -189,33 +191,33 @@ def test_an_async_connector_serves_a_sync_task():
             return await self.inner.dispatch_async(transactions)
 
     simulation = Simulation()
-    task = Sync(simulation, 100.0)
-    task.connector.dispatch(given(1))
-    task.connector = Half(task.connector)
-    report = simulation.consume(task, policy_of(1000.0))
-    assert report.counts[Kind.SUCCEEDED] == 1
+    task = SyncTask(simulation, 100.0)
+    task.connector.dispatch(make_transactions(1))
+    task.connector = AsyncOnlyConnector(task.connector)
+    report = simulation.consume(task, make_policy(1000.0))
+    assert report.counts[OutcomeKind.SUCCEEDED] == 1
 
 
 def test_an_arrival_wakes_a_streaming_loop():
     simulation = Simulation()
-    task = Sync(simulation)
-    simulation.at(100.0, lambda: task.connector.dispatch(given(1)))
+    task = SyncTask(simulation)
+    simulation.at(100.0, lambda: task.connector.dispatch(make_transactions(1)))
     simulation.at(150.0, task.stop)
     settings = {"streaming": True, "empty_queue": {"backoff": 1000.0, "cap": 1000.0}}
-    report = simulation.consume(task, policy_of(**settings))
-    assert report.counts[Kind.SUCCEEDED] == 1
-    assert next(one.at for one in simulation.trace if one.step == "process") == 100.0
+    report = simulation.consume(task, make_policy(**settings))
+    assert report.counts[OutcomeKind.SUCCEEDED] == 1
+    assert next(event.at for event in simulation.trace if event.step == "process") == 100.0
 
 
-@both
-def test_faults_are_met_in_the_order_of_the_plan(variant):
+@both_variants
+def test_faults_are_raised_in_the_order_of_the_plan(variant):
     simulation = Simulation()
-    faults = Faults({"process": [system, business], "fetch": [lost]})
-    task = faults.plague(variant(simulation))
-    faults.plague(task.connector)
-    MemoryConnector.dispatch(task.connector, given(1))
-    report = simulation.consume(task, policy_of())
-    assert report.counts[Kind.FAILED] == 1
+    faults = Faults({"process": [system, business], "fetch": [connection_lost]})
+    task = faults.patch(variant(simulation))
+    faults.patch(task.connector)
+    MemoryConnector.dispatch(task.connector, make_transactions(1))
+    report = simulation.consume(task, make_policy())
+    assert report.counts[OutcomeKind.FAILED] == 1
     assert [step for step in faults.steps if step in ("process", "success", "exception")] == [
         "process",
         "process",
@@ -224,31 +226,31 @@ def test_faults_are_met_in_the_order_of_the_plan(variant):
     assert faults.calls["fetch"] == 3
 
 
-def test_a_fault_of_an_unknown_step_is_refused():
+def test_a_fault_of_an_unknown_step_is_rejected():
     with pytest.raises(ValueError, match="no step is called 'proces'"):
         Faults({"proces": []})
 
 
-class Hanging(MemoryConnector):
-    """A broker that takes its time to settle."""
+class HangingConnector(MemoryConnector):
+    """A broker whose settlement takes 50 s."""
 
-    def settle(self, settlings):
-        self.simulation.takes(50.0)
-        return super().settle(settlings)
+    def settle(self, requests):
+        self.simulation.busy_for(50.0)
+        return super().settle(requests)
 
 
 @pytest.mark.spec("CON-36")
 @pytest.mark.parametrize("loop", [{"drain_timeout": 0.5}, {"timeout_drain": 0.5, "timeout": 1.0}])
-def test_a_broker_that_hangs_does_not_hold_up_the_end_of_a_loop(loop):
+def test_a_broker_that_hangs_does_not_delay_the_end_of_a_loop(loop):
     simulation = Simulation()
-    task = Sync(simulation, 0.0)
-    task.connector = Hanging("orders", clock=simulation.clock)
+    task = SyncTask(simulation, 0.0)
+    task.connector = HangingConnector("orders", clock=simulation.clock)
     task.connector.simulation = simulation
-    task.connector.dispatch(given(3))
+    task.connector.dispatch(make_transactions(3))
     settings = {"loop": {**loop, "streaming": "timeout" not in loop}, "steps": {"settle": {"group": 1, "linger": 0.0}}}
     if "timeout" not in loop:
         simulation.at(1.0, task.stop)
     outcomes = []
     simulation.consume(task, ConsumerPolicy.load(settings), on_outcome=outcomes.append)
     assert simulation.clock() == 2.0
-    assert [one.kind for one in outcomes] == [Kind.RELEASED] * 3
+    assert [outcome.kind for outcome in outcomes] == [OutcomeKind.RELEASED] * 3

@@ -1,4 +1,4 @@
-"""A trial: a task of a user's in memory and in virtual time, with what is to go wrong at which call."""
+"""The test harness: a user's task in memory and in virtual time, with faults at chosen calls."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from ergon_framework import (
     BusinessError,
-    ConnectionLost,
+    ConnectionLostError,
     ConsumerMixin,
     ConsumerPolicy,
-    Later,
+    Defer,
     MemoryConnector,
     Task,
     Transaction,
@@ -24,8 +24,16 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.facts import Facts
 from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.providers.base import ProviderBase
-from ergon_framework.testing.mishaps import answers, dies, dies_after, hangs, loses, raises, takes
-from ergon_framework.testing.trial import Trial
+from ergon_framework.testing.mishaps import (
+    hangs,
+    loses_response,
+    raises,
+    returns,
+    takes_longer,
+    worker_dies_after,
+    worker_dies_before,
+)
+from ergon_framework.testing.trial import TaskHarness
 
 POLICY = ConsumerPolicy.load(
     {"loop": {"concurrency": {"value": 2}}, "steps": {"process": {"retry": {"max_attempts": 3, "timeout": 10}}}}
@@ -65,20 +73,20 @@ async def charge_async(order, transaction, bank):
 
 
 @pytest.fixture(params=["def", "async def"])
-def trial(request):
-    """Makes a trial with one order in it, of either variant."""
+def make_harness(request):
+    """Return a function that creates a harness with one order in it, of either variant."""
     task, bank = (charge, Bank) if request.param == "def" else (charge_async, AsyncBank)
 
     def make(cents=20, **options):
-        made = Trial(task, queues=[parcels], bank=bank(), **options)
-        made.send(Transaction("order-1", {"cents": cents}))
-        return made
+        harness = TaskHarness(task, queues=[parcels], bank=bank(), **options)
+        harness.send(Transaction("order-1", {"cents": cents}))
+        return harness
 
     return make
 
 
-def test_what_came_of_it_is_plain_data(trial):
-    result = trial().run()
+def test_the_result_is_plain_data(make_harness):
+    result = make_harness().run()
     assert result.ends == {"order-1": "acked"}
     assert result.attempts == {"order-1": 1}
     assert result.payloads("parcels") == [{"of": "order-1"}]
@@ -88,132 +96,140 @@ def test_what_came_of_it_is_plain_data(trial):
     assert (result.deaths, result.errors, result.left, list(result.dead)) == (0, [], [], [])
 
 
-def test_a_dead_letter_has_its_reason(trial):
-    result = trial(cents=0).run()
+def test_a_dead_letter_has_its_reason(make_harness):
+    result = make_harness(cents=0).run()
     assert (result.ends, result.reasons) == ({"order-1": "dead"}, {"order-1": "no_price"})
     assert result.calls_of("bank.charge") == []
 
 
-@pytest.mark.parametrize("place", ["process", "bank.charge", "dispatch"])
-def test_a_call_that_raises_is_made_again(trial, place):
-    result = trial(faults={place: {0: raises(ConnectionError("planned"))}}).run()
+@pytest.mark.parametrize("call_name", ["process", "bank.charge", "dispatch"])
+def test_a_call_that_raises_is_retried(make_harness, call_name):
+    result = make_harness(faults={call_name: {0: raises(ConnectionError("planned"))}}).run()
     assert (result.ends, result.attempts["order-1"]) == ({"order-1": "acked"}, 2)
     assert len(result.payloads("parcels")) == 1
-    assert str(result.calls_of(place)[0].error) == "planned"
+    assert str(result.calls_of(call_name)[0].error) == "planned"
 
 
-def test_a_lost_answer_leaves_what_was_done(trial):
-    result = trial(faults={"dispatch": {0: loses()}}).run()
+def test_a_lost_response_keeps_the_effect(make_harness):
+    result = make_harness(faults={"dispatch": {0: loses_response()}}).run()
     assert (result.ends, len(result.payloads("parcels"))) == ({"order-1": "acked"}, 2)
 
 
-def test_every_call_may_meet_the_same(trial):
-    result = trial(faults={"bank.charge": raises(ConnectionError("planned"))}).run()
+def test_one_fault_can_apply_to_every_call(make_harness):
+    result = make_harness(faults={"bank.charge": raises(ConnectionError("planned"))}).run()
     assert (result.ends, result.attempts["order-1"]) == ({"order-1": "dead"}, 3)
 
 
-def test_a_call_that_takes_its_time_takes_virtual_time(trial):
-    result = trial(faults={"bank.charge": {0: takes(7.5)}}).run()
+def test_a_slow_call_takes_virtual_time(make_harness):
+    result = make_harness(faults={"bank.charge": {0: takes_longer(7.5)}}).run()
     assert 7.5 <= result.seconds < 9
     assert result.attempts["order-1"] == 1
 
 
-def test_a_call_that_hangs_is_given_up_in_virtual_time(trial, request):
-    result = trial(faults={"bank.charge": {0: hangs()}}).run()
-    # A coroutine is cancelled and tried again; a thread cannot be, and no second attempt runs beside it.
-    cancelled = "async" in request.node.name
-    assert result.ends == {"order-1": "acked" if cancelled else "dead"}
-    assert result.attempts["order-1"] == (2 if cancelled else 1)
+def test_a_call_that_hangs_is_abandoned_in_virtual_time(make_harness, request):
+    result = make_harness(faults={"bank.charge": {0: hangs()}}).run()
+    # A coroutine is cancelled and retried; a thread cannot be cancelled, and no second attempt runs next to it.
+    is_async = "async" in request.node.name
+    assert result.ends == {"order-1": "acked" if is_async else "dead"}
+    assert result.attempts["order-1"] == (2 if is_async else 1)
     assert 10 <= result.seconds < 60
 
 
-@pytest.mark.parametrize("gone, paid", [(dies(), 1), (dies_after(), 2)])
-def test_another_worker_goes_on_where_one_died(trial, gone, paid):
-    made = trial(faults={"bank.charge": {0: gone}})
-    result = made.run()
+@pytest.mark.parametrize("fault, payment_count", [(worker_dies_before(), 1), (worker_dies_after(), 2)])
+def test_another_worker_continues_after_one_is_killed(make_harness, fault, payment_count):
+    harness = make_harness(faults={"bank.charge": {0: fault}})
+    result = harness.run()
     assert (result.ends, result.deaths) == ({"order-1": "acked"}, 1)
-    assert result.seconds >= 30  # the claim of the dead one had to end
-    bank = made._services["bank"]
-    assert (len(bank.paid), len(set(bank.paid))) == (paid, 1)
+    assert result.seconds >= 30  # the claim of the killed worker had to expire
+    bank = harness._services["bank"]
+    assert (len(bank.paid), len(set(bank.paid))) == (payment_count, 1)
 
 
-@pytest.mark.parametrize("place", ["fetch", "settle"])
+@pytest.mark.parametrize("call_name", ["fetch", "settle"])
 @pytest.mark.parametrize(
-    "mishap", [raises(ConnectionLost("planned")), loses(), dies(), dies_after(), hangs(), takes(40)]
+    "fault",
+    [
+        raises(ConnectionLostError("planned")),
+        loses_response(),
+        worker_dies_before(),
+        worker_dies_after(),
+        hangs(),
+        takes_longer(40),
+    ],
 )
-def test_whatever_the_queue_does_the_order_ends_once(trial, place, mishap):
-    result = trial(faults={place: {0: mishap}}).run()
+def test_the_order_ends_once_with_any_fault_of_the_queue(make_harness, call_name, fault):
+    result = make_harness(faults={call_name: {0: fault}}).run()
     assert result.ends == {"order-1": "acked"}
     assert result.acked == {"order-1": 1}
 
 
 def test_handlers_of_the_outcome_can_fail_too():
-    told = []
+    errors = []
 
     @consumer(orders, policy=POLICY)
     def work(order):
         raise BusinessError("never")
 
     @work.on_failure
-    def failed(order, error):
-        told.append(str(error))
+    def record_error(order, error):
+        errors.append(str(error))
 
-    made = Trial(work, faults={"exception": {0: raises(OSError("planned"))}})
-    made.send(Transaction("order-1"))
-    assert made.run().ends == {"order-1": "dead"}
-    assert told == ["never"]
+    harness = TaskHarness(work, faults={"exception": {0: raises(OSError("planned"))}})
+    harness.send(Transaction("order-1"))
+    assert harness.run().ends == {"order-1": "dead"}
+    assert errors == ["never"]
 
 
-def test_what_is_put_off_comes_back_in_virtual_time():
+def test_a_deferred_transaction_is_redelivered_in_virtual_time():
     seen = []
 
     @consumer(orders)
     def work(order, transaction):
         seen.append(transaction.id)
-        return Later(3600) if len(seen) == 1 else None
+        return Defer(3600) if len(seen) == 1 else None
 
-    made = Trial(work)
-    made.send(Transaction("order-1"))
-    result = made.run()
+    harness = TaskHarness(work)
+    harness.send(Transaction("order-1"))
+    result = harness.run()
     assert (result.ends, len(seen), result.seconds >= 3600) == ({"order-1": "acked"}, 2, True)
 
 
-def test_what_never_ends_is_left():
+def test_a_transaction_that_never_ends_is_left():
     @consumer(orders)
     def work(order):
-        return Later(60)
+        return Defer(60)
 
-    made = Trial(work)
-    made.send(Transaction("order-1"))
-    assert made.run(rounds=5).ends == {"order-1": "left"}
+    harness = TaskHarness(work)
+    harness.send(Transaction("order-1"))
+    assert harness.run(rounds=5).ends == {"order-1": "left"}
 
 
-def test_all_is_as_it_was_afterwards(trial):
-    trial().run()
+def test_the_task_is_restored_after_a_run(make_harness):
+    make_harness().run()
     assert (charge.connector, charge_async.connector) == (orders, orders)
     assert "process_transaction" not in vars(charge)
     assert "bank" not in charge.services
-    assert vars(parcels)["_found"] is None
+    assert vars(parcels)["_connector"] is None
 
 
-def test_a_connector_that_is_no_name_is_stood_in_for_too():
+def test_a_connector_instance_is_replaced_too():
     boxes = MemoryConnector("boxes")
 
     @consumer(MemoryConnector("orders"))
     def pack(order):
         boxes.dispatch([boxes.transaction(order)])
 
-    made = Trial(pack, queues=[boxes])
-    made.send(Transaction("order-1", {"n": 1}))
-    assert made.run().payloads("boxes") == [{"n": 1}]
+    harness = TaskHarness(pack, queues=[boxes])
+    harness.send(Transaction("order-1", {"n": 1}))
+    assert harness.run().payloads("boxes") == [{"n": 1}]
     assert boxes.depth().ready == 0
 
 
 def test_a_service_that_is_missing_is_named():
-    made = Trial(charge)
-    made.send(Transaction("order-1", {"cents": 1}))
+    harness = TaskHarness(charge)
+    harness.send(Transaction("order-1", {"cents": 1}))
     with pytest.raises(ConfigurationError, match="no service 'bank'"):
-        made.run()
+        harness.run()
 
 
 def test_a_function_is_a_service_too():
@@ -221,23 +237,25 @@ def test_a_function_is_a_service_too():
     def work(order, mail):
         mail("ada")
 
-    made = Trial(work, mail=lambda to: None, faults={"mail": {0: raises(OSError("planned"))}})
-    made.send(Transaction("order-1"))
-    assert [call.args for call in made.run().calls_of("mail")] == [("ada",), ("ada",)]
+    harness = TaskHarness(work, mail=lambda to: None, faults={"mail": {0: raises(OSError("planned"))}})
+    harness.send(Transaction("order-1"))
+    assert [call.args for call in harness.run().calls_of("mail")] == [("ada",), ("ada",)]
 
 
-def test_what_has_no_methods_of_its_own_cannot_be_watched():
+def test_an_object_without_methods_cannot_be_watched():
     with pytest.raises(ConfigurationError, match="'rates' cannot be watched: a dict"):
-        Trial(charge, watch={"rates": {}})
+        TaskHarness(charge, watch={"rates": {}})
 
 
-def test_a_mishap_that_nothing_met_is_told(trial):
-    result = trial(faults={"bank.charge": {0: takes(1), 7: dies()}, "exception": hangs()}).run()
+def test_a_fault_that_was_never_applied_is_reported(make_harness):
+    result = make_harness(
+        faults={"bank.charge": {0: takes_longer(1), 7: worker_dies_before()}, "exception": hangs()}
+    ).run()
     assert result.unmet == [("bank.charge", 7), ("exception", 0)]
 
 
 @pytest.mark.parametrize("variant", ["def", "async def"])
-def test_the_lifespan_is_entered_if_that_is_wanted_and_what_is_given_goes_over_it(variant):
+def test_the_lifespan_is_entered_on_request_and_given_services_override_it(variant):
     seen = []
 
     @contextmanager
@@ -263,9 +281,9 @@ def test_the_lifespan_is_entered_if_that_is_wanted_and_what_is_given_goes_over_i
         async def work(order, bank, rate):
             seen.append((bank, rate))
 
-    made = Trial(work, lifespan=True, bank="fake")
-    made.send(Transaction("order-1"))
-    made.run()
+    harness = TaskHarness(work, lifespan=True, bank="fake")
+    harness.send(Transaction("order-1"))
+    harness.run()
     assert seen == ["open", ("fake", 2), "closed"]
 
 
@@ -278,9 +296,9 @@ def test_a_class_is_a_task_too():
         def send(self, to):
             return to
 
-    made = Trial(Mail(orders, post=None), post=Post(), faults={"post.send": {0: raises(OSError("planned"))}})
-    made.send(Transaction("letter-1", "ada"))
-    result = made.run()
+    harness = TaskHarness(Mail(orders, post=None), post=Post(), faults={"post.send": {0: raises(OSError("planned"))}})
+    harness.send(Transaction("letter-1", "ada"))
+    result = harness.run()
     assert (result.ends, len(result.calls_of("post.send"))) == ({"letter-1": "acked"}, 2)
 
 
@@ -301,109 +319,116 @@ def test_providers_and_facts_that_are_globals_are_watched():
         paid = payments.call("charge", {"cents": order["cents"]})
         facts.append("headquarters", subject=f"order:{transaction.id}", predicate="paid", object=paid)
 
-    plan = {"payments.call": answers({"status": "paid"}), "facts.append": {0: loses()}}
-    made = Trial(work, watch={"payments": payments, "facts": facts}, faults=plan)
-    made.send(Transaction("order-1", {"cents": 20}))
-    result = made.run()
+    plan = {"payments.call": returns({"status": "paid"}), "facts.append": {0: loses_response()}}
+    harness = TaskHarness(work, watch={"payments": payments, "facts": facts}, faults=plan)
+    harness.send(Transaction("order-1", {"cents": 20}))
+    result = harness.run()
     assert result.ends == {"order-1": "acked"}
     assert [call.result for call in result.calls_of("payments.call")] == [{"status": "paid"}] * 2
     first, again = (call.result for call in result.calls_of("facts.append"))
     assert (first.offset, again.offset, again.duplicate) == (1, 1, True)
 
 
-def test_a_provider_has_books_of_the_trial_and_not_of_the_process():
+def test_a_provider_uses_the_state_of_the_harness_and_not_of_the_process():
     class Synthetic(Payments):
         def _execute_impl(self, **_):
-            made.append(1)
+            calls.append(1)
             return {"status": "paid"}
 
-    payments, made = Synthetic(), []
+    payments, calls = Synthetic(), []
 
     @consumer(orders)
     def work(order):
         payments.call("charge", {})
 
     for times in (1, 2):
-        tried = Trial(work, watch={"payments": payments}, faults={"payments.call": {0: loses()}})
-        tried.send(Transaction("order-1"))
-        # The second attempt is played back within a trial, and the same order in the next one is not.
-        assert (tried.run().attempts["order-1"], len(made)) == (2, times)
+        harness = TaskHarness(work, watch={"payments": payments}, faults={"payments.call": {0: loses_response()}})
+        harness.send(Transaction("order-1"))
+        # The second attempt is replayed within a harness run, and the same order in the next run is not.
+        assert (harness.run().attempts["order-1"], len(calls)) == (2, times)
 
 
 @pytest.mark.parametrize(
-    "plan, said",
+    "plan, message",
     [
-        ({"proces": {0: dies()}}, "nothing can go wrong at 'proces'; known places are fetch, process"),
-        ({"bnak.charge": {0: dies()}}, "bank.METHOD; give the trial 'bnak' as a service, bnak=…, or in watch="),
-        ({"bank.chrage": {0: dies()}}, "did you mean 'charge'?"),
-        ({"bank.pay": {0: dies()}}, "it has charge"),
-        ({"bank": {0: dies()}}, "nothing can go wrong at 'bank'"),
-        ({"process": {-1: dies()}}, "calls count from 0"),
+        ({"proces": {0: worker_dies_before()}}, "nothing can go wrong at 'proces'; known places are fetch, process"),
+        (
+            {"bnak.charge": {0: worker_dies_before()}},
+            "bank.METHOD; give the trial 'bnak' as a service, bnak=…, or in watch=",
+        ),
+        ({"bank.chrage": {0: worker_dies_before()}}, "did you mean 'charge'?"),
+        ({"bank.pay": {0: worker_dies_before()}}, "it has charge"),
+        ({"bank": {0: worker_dies_before()}}, "nothing can go wrong at 'bank'"),
+        ({"process": {-1: worker_dies_before()}}, "calls count from 0"),
         ({"process": {0: OSError("raw")}}, "is made by raises"),
     ],
 )
-def test_a_plan_that_means_nothing_is_refused(plan, said):
+def test_an_invalid_plan_is_rejected(plan, message):
     with pytest.raises(ConfigurationError) as caught:
-        Trial(charge, bank=Bank(), faults=plan)
-    assert said in str(caught.value)
+        TaskHarness(charge, bank=Bank(), faults=plan)
+    assert message in str(caught.value)
 
 
-def test_a_service_that_reaches_nobody_is_refused_before_a_real_one_is_called():
+def test_an_unused_service_is_rejected_before_a_real_one_is_called():
     with pytest.raises(ConfigurationError, match="charge takes no service 'bnak'; it takes: bank"):
-        Trial(charge, bnak=Bank())
+        TaskHarness(charge, bnak=Bank())
 
 
-def test_a_call_takes_a_time_that_can_be_waited_for():
+def test_the_delay_of_a_call_must_be_in_range():
     with pytest.raises(ConfigurationError, match="from 0 to 86400"):
-        takes(-1)
+        takes_longer(-1)
 
 
-def test_only_consumers_are_tried():
+def test_only_a_consumer_has_a_harness():
     @producer(orders)
     def make(order):
         return order
 
     with pytest.raises(ConfigurationError, match="for a consumer, not for a FunctionProducer"):
-        Trial(make)
+        TaskHarness(make)
 
 
-def test_one_seed_is_one_run(trial):
-    def places(seed):
-        return [(call.place, call.at) for call in trial(seed=seed, faults={"bank.charge": {0: hangs()}}).run().calls]
+def test_one_seed_is_one_run(make_harness):
+    def list_calls(seed):
+        return [
+            (call.place, call.at) for call in make_harness(seed=seed, faults={"bank.charge": {0: hangs()}}).run().calls
+        ]
 
-    assert places(7) == places(7)
+    assert list_calls(7) == list_calls(7)
 
 
-def test_a_trial_within_an_event_loop_is_refused(trial):
+def test_a_harness_run_within_an_event_loop_is_rejected(make_harness):
     async def main():
-        trial().run()
+        make_harness().run()
 
     with pytest.raises(ConfigurationError, match="from a plain function"):
         asyncio.run(main())
 
 
-def test_a_coroutine_of_a_dead_worker_does_nothing_more():
-    made_after_death = []
+def test_a_coroutine_of_a_killed_worker_has_no_more_effects():
+    calls_after_kill = []
 
-    class Stubborn(AsyncBank):
+    class SlowCancelBank(AsyncBank):
         async def charge(self, key, cents):
             try:
                 await asyncio.sleep(5)
             finally:
-                if made.dead:
-                    with pytest.raises(ConnectionLost):
+                if harness.dead:
+                    with pytest.raises(ConnectionLostError):
                         await parcels.dispatch_async([parcels.transaction("from the dead")])
-                    made_after_death.append(key)
+                    calls_after_kill.append(key)
 
-    # The second order fails, and with it the worker dies, while the first one is still being charged.
-    made = Trial(charge_async, queues=[parcels], bank=Stubborn(), faults={"process": {1: dies_after()}})
-    made.send(Transaction("order-1", {"cents": 1}), Transaction("order-2", {"cents": 0}))
-    result = made.run()
-    assert (result.deaths, len(made_after_death)) == (1, 1)
+    # The second order fails, and the worker is killed with it while the first one is still being charged.
+    harness = TaskHarness(
+        charge_async, queues=[parcels], bank=SlowCancelBank(), faults={"process": {1: worker_dies_after()}}
+    )
+    harness.send(Transaction("order-1", {"cents": 1}), Transaction("order-2", {"cents": 0}))
+    result = harness.run()
+    assert (result.deaths, len(calls_after_kill)) == (1, 1)
     assert result.ends == {"order-1": "acked", "order-2": "dead"}
     assert result.payloads("parcels") == [{"of": "order-1"}]
 
 
-def test_an_error_is_an_answer_that_can_be_lost_too(trial):
-    result = trial(cents=0, faults={"process": {0: loses()}}).run()
+def test_an_error_is_a_response_that_can_be_lost_too(make_harness):
+    result = make_harness(cents=0, faults={"process": {0: loses_response()}}).run()
     assert (result.attempts["order-1"], result.reasons) == (2, {"order-1": "no_price"})

@@ -1,40 +1,42 @@
-"""What is shipped to Grafana and Prometheus is whole, and speaks of metrics that there are."""
+"""The files for Grafana and Prometheus are complete and use existing metrics."""
 
 from __future__ import annotations
 
 import re
 
-from ergon_framework.telemetry.exposition import exposed_name
+from ergon_framework.telemetry.exposition import prometheus_name
 from ergon_framework.telemetry.names import METRICS
-from tests.unit.tools.queries import DEPLOY, ROOT, alerts, boards, panels, selectors
+from tests.unit.tools.queries import DEPLOY, ROOT, find_selectors, iter_panel_queries, load_alert_rules, load_dashboards
 from tools import dashboards
 
 
 def test_the_dashboards_are_as_the_tool_writes_them():
-    assert set(boards()) == set(dashboards.ALL)
-    for name, dashboard in dashboards.ALL.items():
+    assert set(load_dashboards()) == set(dashboards.DASHBOARDS)
+    for name, dashboard in dashboards.DASHBOARDS.items():
         text = (DEPLOY / "grafana" / f"{name}.json").read_text(encoding="utf-8")
-        assert text == dashboards.written(dashboard), "run: python tools/dashboards.py"
+        assert text == dashboards.render_dashboard(dashboard), "run: python tools/dashboards.py"
 
 
-def test_dashboards_and_alerts_name_metrics_that_there_are():
-    known = {exposed_name(metric) + ("_total" if metric.kind == "counter" else "") for metric in METRICS} | {"up"}
+def test_dashboards_and_alerts_use_existing_metrics():
+    metric_names = {prometheus_name(metric) + ("_total" if metric.kind == "counter" else "") for metric in METRICS} | {
+        "up"
+    }
     for name in ("ergon_step_duration_seconds", "ergon_queue_wait_seconds"):
-        known |= {f"{name}_{part}" for part in ("bucket", "sum", "count")}
-    asked = [expression for _, expression in panels()] + [rule["expr"] for rule in alerts()]
-    named = {selector.partition("{")[0] for expression in asked for selector in selectors(expression)}
-    assert named - known == set()
-    assert len(named) > 40
+        metric_names |= {f"{name}_{part}" for part in ("bucket", "sum", "count")}
+    expressions = [expression for _, expression in iter_panel_queries()] + [rule["expr"] for rule in load_alert_rules()]
+    used_names = {selector.partition("{")[0] for expression in expressions for selector in find_selectors(expression)}
+    assert used_names - metric_names == set()
+    assert len(used_names) > 40
 
 
-def test_no_two_panels_share_a_place_and_every_page_has_a_name_of_its_own():
-    for board in boards().values():
-        places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
-        assert len(set(places)) == len(places)
-    assert len({board["uid"] for board in boards().values()}) == len(boards())
+def test_no_two_panels_share_a_position_and_every_dashboard_has_its_own_uid():
+    for dashboard in load_dashboards().values():
+        positions = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
+        assert len(set(positions)) == len(positions)
+    assert len({dashboard["uid"] for dashboard in load_dashboards().values()}) == len(load_dashboards())
 
 
-def test_every_alert_stands_in_the_guide_with_what_to_do():
+def test_every_alert_is_in_the_guide():
     guide = (ROOT / "docs" / "guides" / "observe.md").read_text(encoding="utf-8")
-    told = re.findall(r"^\| `(Ergon\w+)` \|", guide, re.MULTILINE)
-    assert sorted(told) == sorted(rule["alert"] for rule in alerts())
+    documented = re.findall(r"^\| `(Ergon\w+)` \|", guide, re.MULTILINE)
+    assert sorted(documented) == sorted(rule["alert"] for rule in load_alert_rules())

@@ -1,4 +1,4 @@
-"""The judge of the example of a shop: what it lets pass, and what it finds."""
+"""The checker of the shop example: accepted and rejected records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ergon_framework.connectors.deadletters import DeadLetterRecord, Envelope
+from ergon_framework.connectors.deadletters import DeadLetterRecord, TransactionEnvelope
 from ergon_framework.errors import Category
 from ergon_framework.failure import Failure
 
@@ -26,26 +26,26 @@ def stage(monkeypatch):
     return SimpleNamespace(**{name: importlib.import_module(f"stage.{name}") for name in names})
 
 
-def letter(order, queue, reason, words, *, at=10.0):
+def make_letter(order, queue, reason, message, *, at=10.0):
     failure = Failure(
         task_name="charge",
         reason_code=reason,
         error_type="Error",
-        error_message=words,
+        error_message=message,
         attempts=1,
         occurred_at=at,
         transaction_id=order,
         category=Category.SYSTEM,
     )
     return DeadLetterRecord(
-        queue=queue, envelope=Envelope(id=order), reason=reason, failure=failure, deliveries=1, at=at
+        queue=queue, envelope=TransactionEnvelope(id=order), reason=reason, failure=failure, deliveries=1, at=at
     )
 
 
 @pytest.fixture
-def told(stage):
-    """Customers, books that balance, and no faults."""
-    orders = [stage.customers.Order.numbered(number) for number in NUMBERS]
+def scenario(stage):
+    """Return customers, records that balance, and no faults."""
+    orders = [stage.customers.Order.from_number(number) for number in NUMBERS]
     cents = {order.id: order.cents for order in orders}
     books = stage.books.Books()
     for order in (GOOD, UNBILLABLE):
@@ -54,126 +54,126 @@ def told(stage):
     for site in ("shop", "headquarters"):
         books.facts[site] = {GOOD: [{"order": GOOD, "cents": cents[GOOD]}]}
     books.ledger[GOOD] = [cents[GOOD]]
-    books.dead[DECLINED] = [letter(DECLINED, "orders", "declined", "the bank declined it")]
-    books.dead[UNDECODABLE] = [letter(UNDECODABLE, "orders", "undecodable", "no JSON")]
-    books.dead[UNBILLABLE] = [letter(UNBILLABLE, "invoices", "executor_error", "there is no tax rate for XX")]
+    books.dead[DECLINED] = [make_letter(DECLINED, "orders", "declined", "the bank declined it")]
+    books.dead[UNDECODABLE] = [make_letter(UNDECODABLE, "orders", "undecodable", "no JSON")]
+    books.dead[UNBILLABLE] = [make_letter(UNBILLABLE, "invoices", "executor_error", "there is no tax rate for XX")]
     customers = SimpleNamespace(placed=orders, sent=Counter(cents.keys()), began=dict.fromkeys(cents, 5.0))
     return SimpleNamespace(customers=customers, books=books, faults=[])
 
 
-def judged(stage, told):
-    return stage.books.judge(told.customers, told.books, told.faults).wrongs
+def find_wrongs(stage, scenario):
+    return stage.books.judge(scenario.customers, scenario.books, scenario.faults).problems
 
 
-def test_books_that_balance_are_let_pass(stage, told):
-    assert judged(stage, told) == []
+def test_records_that_balance_are_accepted(stage, scenario):
+    assert find_wrongs(stage, scenario) == []
 
 
-def charged_twice(books):
+def charge_twice(books):
     books.charges[GOOD] *= 2
 
 
-def never_charged(books):
+def drop_charge(books):
     del books.charges[GOOD]
 
 
-def charged_too_much(books):
+def overcharge(books):
     books.charges[GOOD][0] += 1
 
 
-def charged_though_declined(books):
+def charge_declined_order(books):
     books.charges[DECLINED] = [1]
 
 
-def not_noted(books):
+def drop_note(books):
     del books.noted[GOOD]
 
 
-def told_twice(books):
+def duplicate_shop_fact(books):
     books.facts["shop"][GOOD] *= 2
 
 
-def not_replicated(books):
+def drop_replicated_fact(books):
     del books.facts["headquarters"][GOOD]
 
 
-def an_invoice_of_somebody_else(books):
+def swap_invoice_order(books):
     books.facts["headquarters"][GOOD] = [{**books.facts["shop"][GOOD][0], "order": UNBILLABLE}]
 
 
-def booked_twice(books):
+def book_twice(books):
     books.ledger[GOOD] *= 2
 
 
-def never_booked(books):
+def drop_booking(books):
     del books.ledger[GOOD]
 
 
-def booked_without_an_invoice(books):
+def book_without_invoice(books):
     books.ledger[UNBILLABLE] = [1]
 
 
-def no_dead_letter(books):
+def drop_dead_letter(books):
     del books.dead[DECLINED]
 
 
-def put_aside_without_a_fault_of_its_own(books):
-    books.dead[GOOD] = [letter(GOOD, "orders", "timeout", "the bank was away")]
+def dead_letter_good_order(books):
+    books.dead[GOOD] = [make_letter(GOOD, "orders", "timeout", "the bank was away")]
 
 
-def dead_for_another_reason(books):
-    books.dead[DECLINED] = [letter(DECLINED, "orders", "timeout", "the bank was away")]
+def change_dead_letter_reason(books):
+    books.dead[DECLINED] = [make_letter(DECLINED, "orders", "timeout", "the bank was away")]
 
 
-def dead_twice(books):
+def duplicate_dead_letter(books):
     books.dead[DECLINED] *= 2
 
 
-def from_nobody(books):
+def charge_unknown_order(books):
     books.charges["order-99999"] = [1]
 
 
-WRONGS = [
-    charged_twice,
-    never_charged,
-    charged_too_much,
-    charged_though_declined,
-    not_noted,
-    told_twice,
-    not_replicated,
-    an_invoice_of_somebody_else,
-    booked_twice,
-    never_booked,
-    booked_without_an_invoice,
-    no_dead_letter,
-    put_aside_without_a_fault_of_its_own,
-    dead_for_another_reason,
-    dead_twice,
-    from_nobody,
+CORRUPTIONS = [
+    charge_twice,
+    drop_charge,
+    overcharge,
+    charge_declined_order,
+    drop_note,
+    duplicate_shop_fact,
+    drop_replicated_fact,
+    swap_invoice_order,
+    book_twice,
+    drop_booking,
+    book_without_invoice,
+    drop_dead_letter,
+    dead_letter_good_order,
+    change_dead_letter_reason,
+    duplicate_dead_letter,
+    charge_unknown_order,
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONGS, ids=lambda wrong: wrong.__name__)
-def test_one_entry_that_is_wrong_is_found_and_named(stage, told, wrong):
-    wrong(told.books)
-    assert len(judged(stage, told)) == 1
+@pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda wrong: wrong.__name__)
+def test_one_wrong_record_is_found_and_named(stage, scenario, corrupt):
+    corrupt(scenario.books)
+    assert len(find_wrongs(stage, scenario)) == 1
 
 
-def test_a_second_dead_letter_at_rabbitmq_is_let_pass_with_a_cause(stage, told):
-    dead_twice(told.books)
-    told.faults = [stage.faults.Fault("kill", "charge", 6.0, 6.1)]
-    assert judged(stage, told) == []
-    told.faults = [stage.faults.Fault("kill", "book", 6.0, 6.1)]
-    assert len(judged(stage, told)) == 1
-    told.faults = [stage.faults.Fault("kill", "charge", 11.0, 11.1)]
-    assert len(judged(stage, told)) == 1
-    told.faults = []
-    told.customers.sent[DECLINED] = 2
-    assert judged(stage, told) == []
+def test_a_second_dead_letter_at_rabbitmq_is_accepted_with_a_cause(stage, scenario):
+    duplicate_dead_letter(scenario.books)
+    scenario.faults = [stage.faults.Fault("kill", "charge", 6.0, 6.1)]
+    assert find_wrongs(stage, scenario) == []
+    scenario.faults = [stage.faults.Fault("kill", "book", 6.0, 6.1)]
+    assert len(find_wrongs(stage, scenario)) == 1
+    scenario.faults = [stage.faults.Fault("kill", "charge", 11.0, 11.1)]
+    assert len(find_wrongs(stage, scenario)) == 1
+    scenario.faults = []
+    scenario.customers.sent[DECLINED] = 2
+    assert find_wrongs(stage, scenario) == []
 
 
-def test_a_second_dead_letter_in_postgresql_has_no_excuse(stage, told):
-    told.books.dead[UNBILLABLE] *= 2
-    told.customers.sent[UNBILLABLE] = 2
-    told.faults = [stage.faults.Fault("crash", "rabbitmq", 6.0, 7.0)]
-    assert len(judged(stage, told)) == 1
+def test_a_second_dead_letter_in_postgresql_has_no_excuse(stage, scenario):
+    scenario.books.dead[UNBILLABLE] *= 2
+    scenario.customers.sent[UNBILLABLE] = 2
+    scenario.faults = [stage.faults.Fault("crash", "rabbitmq", 6.0, 7.0)]
+    assert len(find_wrongs(stage, scenario)) == 1

@@ -16,5 +16,5 @@ def test_every_extra_is_measured():
 
 
 @pytest.mark.parametrize("module", MODULES.values())
-def test_what_is_imported_is_there(module):
+def test_every_measured_module_exists(module):
     assert find_spec(module)

@@ -1,9 +1,9 @@
 """A queue in NATS JetStream."""
 
-from ergon_framework.errors import extra
+from ergon_framework.errors import require_extra
 
-extra("nats", "nats")
+require_extra("nats", "nats")
 
-from ergon_framework.connectors.nats.queue import NatsQueue  # noqa: E402 - not before its client is known to be there
+from ergon_framework.connectors.nats.queue import NatsQueue  # noqa: E402 - the check for its client comes first
 
 __all__ = ["NatsQueue"]

@@ -1,4 +1,4 @@
-"""The part of JetStream's API that a queue needs, in its own JSON."""
+"""The part of the JetStream API that a queue needs, as JSON requests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.connectors.nats.frames import Heard, read_headers
-from ergon_framework.connectors.nats.line import Line, Request
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.connectors.nats.frames import RawMessage, read_headers
+from ergon_framework.connectors.nats.line import Connection, Request
+from ergon_framework.errors import ConnectionLostError
 
-#: Codes of the server's errors that mean something to us.
+#: Error codes of the server that the connector handles.
 NO_MESSAGE: Final = 10037
 NO_SUCH_SEQUENCE: Final = 10043
 NO_CONSUMER: Final = 10014
@@ -22,38 +22,38 @@ NO_STREAM: Final = 10059
 NAME_TAKEN: Final = 10058
 CONSUMER_EXISTS: Final = 10148
 WRONG_LAST_SEQUENCE: Final = 10071
-#: A deletion failed: because there is no such message, or because its store is closed already; the words say which.
+#: A deletion failed: there is no such message, or its store is closed already; the description says which.
 NOT_DELETED: Final = 10057
-_NOTHING_THERE: Final = ("EOF", "no message found", "deleted message")
-#: The server is there and cannot do it now: it starts, a leader is being chosen, or it is short of resources.
-_NOT_NOW: Final = frozenset({503})
-#: The same under other codes: the limits of the account, of memory and of the disk, and a stream that is full.
-_FULL: Final = frozenset({10002, 10023, 10028, 10047, 10077})
-_SECOND: Final = 1_000_000_000
-#: How many are read at once when a stream is gone through.
-_PAGE: Final = 256
+_ALREADY_DELETED: Final = ("EOF", "no message found", "deleted message")
+#: The server is reachable but cannot serve now: it starts, elects a leader, or is short of resources.
+_UNAVAILABLE_STATUSES: Final = frozenset({503})
+#: The same under other codes: account, memory and disk limits, and a full stream.
+_RESOURCE_ERRORS: Final = frozenset({10002, 10023, 10028, 10047, 10077})
+_NANOSECONDS_PER_SECOND: Final = 1_000_000_000
+#: Messages per pull request while a stream is scanned.
+_SCAN_BATCH: Final = 256
 
 
 class ApiError(ConnectorError):
-    """JetStream said no; *number* is the server's own code."""
+    """JetStream rejected a request; *number* is the server's error code."""
 
     code = "jetstream"
 
-    def __init__(self, words: str, *, number: int) -> None:
-        super().__init__(f"JetStream refused: {words} (code {number})")
+    def __init__(self, description: str, *, number: int) -> None:
+        super().__init__(f"JetStream refused: {description} (code {number})")
         self.number = number
-        self._words = words
+        self._description = description
 
     @property
-    def gone(self) -> bool:
-        """Whether it means that there is no such message, in a store that is open."""
+    def is_not_found(self) -> bool:
+        """Whether the error means that the message does not exist, in a store that is open."""
         if self.number == NOT_DELETED:
-            return any(words in self._words for words in _NOTHING_THERE)
+            return any(text in self._description for text in _ALREADY_DELETED)
         return self.number in {NO_MESSAGE, NO_SUCH_SEQUENCE}
 
 
-class Stored(NamedTuple):
-    """A message as a stream keeps it."""
+class StoredMessage(NamedTuple):
+    """A message as a stream stores it."""
 
     seq: int
     subject: str
@@ -63,46 +63,46 @@ class Stored(NamedTuple):
     at: float
 
 
-def nanos(seconds: float) -> int:
-    """As JetStream counts time."""
-    return int(seconds * _SECOND)
+def to_nanoseconds(seconds: float) -> int:
+    """Convert seconds to JetStream's time unit."""
+    return int(seconds * _NANOSECONDS_PER_SECOND)
 
 
-def request(what: str, **given: Any) -> Request:
-    """One call of the API."""
-    return Request(f"$JS.API.{what}", json.dumps(given).encode() if given else b"")
+def request(endpoint: str, **fields: Any) -> Request:
+    """Return the request of one API call."""
+    return Request(f"$JS.API.{endpoint}", json.dumps(fields).encode() if fields else b"")
 
 
-def read(answer: Heard | None) -> dict[str, Any]:
-    """What was answered, or an error; no answer is a line that is down."""
+def parse_response(answer: RawMessage | None) -> dict[str, Any]:
+    """Parse a response or raise its error; a missing response means that the connection is lost."""
     if answer is None:
-        raise ConnectionLost("JetStream did not answer; it may be starting, or choosing a leader")
-    return refuse(answer.data or b"{}")
+        raise ConnectionLostError("JetStream did not answer; it may be starting, or choosing a leader")
+    return raise_for_error(answer.data or b"{}")
 
 
-def refuse(answer: bytes) -> dict[str, Any]:
-    """What *answer* says, unless it says no; ConnectionLost where it says not now."""
-    told: dict[str, Any] = json.loads(answer)
-    error = told.get("error")
+def raise_for_error(answer: bytes) -> dict[str, Any]:
+    """Parse *answer*; raise ApiError for a rejection, ConnectionLostError if the server cannot serve now."""
+    response: dict[str, Any] = json.loads(answer)
+    error = response.get("error")
     if error:
-        words, number = str(error.get("description", "")), int(error.get("err_code", 0))
-        if error.get("code") in _NOT_NOW or number in _FULL:
-            raise ConnectionLost(f"JetStream cannot do that now: {words}")
-        raise ApiError(words, number=number)
-    return told
+        description, number = str(error.get("description", "")), int(error.get("err_code", 0))
+        if error.get("code") in _UNAVAILABLE_STATUSES or number in _RESOURCE_ERRORS:
+            raise ConnectionLostError(f"JetStream cannot do that now: {description}")
+        raise ApiError(description, number=number)
+    return response
 
 
-async def call(line: Line, what: str, **given: Any) -> dict[str, Any]:
-    """The answer to one call."""
-    (answer,) = await line.ask_all([request(what, **given)])
-    return read(answer)
+async def call(connection: Connection, endpoint: str, **fields: Any) -> dict[str, Any]:
+    """Send one API call and return its response."""
+    (answer,) = await connection.request_many([request(endpoint, **fields)])
+    return parse_response(answer)
 
 
 # -- one message -----------------------------------------------------------------------------------
 
 
 def read_reply(reply: str) -> tuple[int, int, int]:
-    """How often a message was delivered, its number in the stream, and when it was stored, in nanoseconds.
+    """Return a message's delivery count, its number in the stream, and its store time in nanoseconds.
 
     >>> read_reply("$JS.ACK.WORK.ergon.2.7.9.1700000000000000000.0")
     (2, 7, 1700000000000000000)
@@ -110,12 +110,12 @@ def read_reply(reply: str) -> tuple[int, int, int]:
     (2, 7, 1700000000000000000)
     """
     parts = reply.split(".")
-    first = 4 if len(parts) == 9 else 6  # noqa: PLR2004 - newer servers name the domain and the account before
+    first = 4 if len(parts) == 9 else 6  # noqa: PLR2004 - newer servers put the domain and the account first
     return int(parts[first]), int(parts[first + 1]), int(parts[first + 3])
 
 
 def read_delivered(reply: str) -> int:
-    """How often a message was delivered, for whom that is all there is to know.
+    """Return only the delivery count of a message.
 
     >>> read_delivered("$JS.ACK.WORK.ergon.2.7.9.1700000000000000000.0")
     2
@@ -126,22 +126,22 @@ def read_delivered(reply: str) -> int:
     return int(parts[4 if len(parts) == 9 else 6])  # noqa: PLR2004 - as above
 
 
-def stored(told: Mapping[str, Any]) -> Stored:
-    """The message in the answer to STREAM.MSG.GET."""
-    message = told["message"]
-    return Stored(
+def parse_stored_message(response: Mapping[str, Any]) -> StoredMessage:
+    """Parse the message in a response to STREAM.MSG.GET."""
+    message = response["message"]
+    return StoredMessage(
         int(message["seq"]),
         str(message["subject"]),
         read_headers(base64.b64decode(message.get("hdrs", ""))),
         base64.b64decode(message.get("data", "")),
-        moment(str(message["time"])),
+        parse_timestamp(str(message["time"])),
     )
 
 
-def moment(text: str) -> float:
-    """Seconds since the epoch of a time as the server writes it, to the microsecond.
+def parse_timestamp(text: str) -> float:
+    """Parse a server timestamp as seconds since the epoch, to the microsecond.
 
-    >>> moment("1970-01-01T00:00:01.123456789Z")
+    >>> parse_timestamp("1970-01-01T00:00:01.123456789Z")
     1.123456
     """
     whole, dot, rest = text.partition(".")
@@ -152,8 +152,10 @@ def moment(text: str) -> float:
 # -- a whole stream -----------------------------------------------------------------------------------
 
 
-async def scan(line: Line, stream: str, *, after: int = 0, bodies: bool = True) -> AsyncIterator[Stored]:
-    """What is in *stream* behind number *after*, the oldest first, read by a consumer that is gone afterwards."""
+async def scan(
+    connection: Connection, stream: str, *, after: int = 0, bodies: bool = True
+) -> AsyncIterator[StoredMessage]:
+    """Yield the messages of *stream* after number *after*, the oldest first, through a temporary consumer."""
     config = {
         "ack_policy": "none",
         "deliver_policy": "by_start_sequence",
@@ -162,41 +164,43 @@ async def scan(line: Line, stream: str, *, after: int = 0, bodies: bool = True) 
         "mem_storage": True,
         "num_replicas": 1,
         "headers_only": not bodies,
-        "inactive_threshold": nanos(30.0),
+        "inactive_threshold": to_nanoseconds(30.0),
     }
-    made = await call(line, f"CONSUMER.CREATE.{stream}", stream_name=stream, config=config)
-    name = made["name"]
+    consumer = await call(connection, f"CONSUMER.CREATE.{stream}", stream_name=stream, config=config)
+    name = consumer["name"]
     try:
-        left = int(made["num_pending"])
-        while left > 0:
-            page = await _page(line, stream, name, min(left, _PAGE))
-            for each in page:
-                yield each
-            left = left - len(page) if page else 0
+        remaining = int(consumer["num_pending"])
+        while remaining > 0:
+            page = await _fetch_page(connection, stream, name, min(remaining, _SCAN_BATCH))
+            for message in page:
+                yield message
+            remaining = remaining - len(page) if page else 0
     finally:
-        with suppress(ConnectorError, ConnectionLost):  # it goes by itself before long
-            await call(line, f"CONSUMER.DELETE.{stream}.{name}")
+        with suppress(ConnectorError, ConnectionLostError):  # the server deletes it after its inactivity threshold
+            await call(connection, f"CONSUMER.DELETE.{stream}.{name}")
 
 
-async def _page(line: Line, stream: str, consumer: str, count: int) -> list[Stored]:
-    # All answers to one pull go to one subject, and more than one comes: it has a subscription of its own.
-    waiting, found = line.round(1), list[Stored]()
+async def _fetch_page(connection: Connection, stream: str, consumer: str, count: int) -> list[StoredMessage]:
+    # All responses to one pull go to one subject, and there are several: they need a dedicated subscription.
+    batch, messages = connection.new_batch(1), list[StoredMessage]()
 
-    def heard(message: Heard) -> None:
+    def on_message(message: RawMessage) -> None:
         if message.reply:
-            _, seq, at = read_reply(message.reply)
-            found.append(Stored(seq, message.subject, message.headers, message.data, at / _SECOND))
-        if not message.reply or len(found) >= count:
-            waiting.end()
+            _, seq, stored_at = read_reply(message.reply)
+            messages.append(
+                StoredMessage(seq, message.subject, message.headers, message.data, stored_at / _NANOSECONDS_PER_SECOND)
+            )
+        if not message.reply or len(messages) >= count:
+            batch.end()
 
-    inbox = line.inbox()
-    subscription = await line.subscribe(inbox, heard)
+    inbox = connection.new_inbox()
+    subscription = await connection.subscribe(inbox, on_message)
     try:
-        wanted = json.dumps({"batch": count, "no_wait": True}).encode()
-        await line.send(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}", wanted, reply=inbox)
-        if not await line.answered(waiting):
-            raise ConnectionLost(f"JetStream did not answer within {line.timeout:g} s")
+        payload = json.dumps({"batch": count, "no_wait": True}).encode()
+        await connection.send(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}", payload, reply=inbox)
+        if not await connection.wait_for_batch(batch):
+            raise ConnectionLostError(f"JetStream did not answer within {connection.timeout:g} s")
     finally:
-        with suppress(Exception):  # a line that is lost has no subscriptions
+        with suppress(Exception):  # a lost connection has no subscriptions
             await subscription.unsubscribe()
-    return found
+    return messages

@@ -1,6 +1,6 @@
-"""Burials: the dead letters of a queue, as messages of a stream of their own.
+"""The dead letters of a queue, as messages of a separate stream.
 
-A dead letter is the message as it came, byte for byte, with one header more that says why it is here.
+A dead letter is the original message, byte for byte, with one additional header that records the reason.
 """
 
 from __future__ import annotations
@@ -14,99 +14,101 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery, MissingKeyError
-from ergon_framework.connectors.codec import PROGRESS, Codec, decode
+from ergon_framework.connectors.codec import PROGRESS_HEADERS, Codec, decode
 from ergon_framework.connectors.deadletters import (
-    Became,
     DeadLetterQuery,
     DeadLetterRecord,
+    DeadLetterResult,
     ReplayResult,
-    number,
+    parse_handle,
 )
 from ergon_framework.connectors.encryption import (
+    get_codec_keys,
     hide_errors,
     hide_failure,
-    keys_of,
     reveal_errors,
     reveal_failure,
 )
 from ergon_framework.connectors.nats import api
-from ergon_framework.connectors.nats.claim import Claim
+from ergon_framework.connectors.nats.claim import NatsClaim
 from ergon_framework.connectors.nats.dispatching import check_size
-from ergon_framework.connectors.nats.frames import Heard
-from ergon_framework.connectors.nats.line import Line, Request
-from ergon_framework.connectors.nats.naming import Names
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.connectors.nats.frames import RawMessage
+from ergon_framework.connectors.nats.line import Connection, Request
+from ergon_framework.connectors.nats.naming import StreamNames
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.telemetry import logs
 from ergon_framework.transaction import Transaction
 
 _log = logging.getLogger(__name__)
 
-_RECORD: Final = "Ergon-Dead"
-_EXPECTED: Final = "Nats-Expected-Last-Subject-Sequence"
-_LAST: Final = re.compile(r"wrong last sequence: ([0-9]+)")
-#: What the client agrees to send.
-_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+").fullmatch
-#: What a replay leaves behind: nothing is counted against it.
-_COUNTED: Final = frozenset(PROGRESS)
-_GONE: Final = frozenset({api.NO_MESSAGE, api.NO_SUCH_SEQUENCE})
-#: In the record's header only what the message itself does not say.
-_ELSEWHERE: Final = {"payload", "raw", "headers", "place"}
-#: In the record's header: the encrypted texts of the errors of its envelope.
-_ERRORS: Final = "errors"
+_RECORD_HEADER: Final = "Ergon-Dead"
+_EXPECTED_SEQUENCE_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
+_LAST_SEQUENCE: Final = re.compile(r"wrong last sequence: ([0-9]+)")
+#: The header names that the client accepts.
+_MATCH_HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+").fullmatch
+#: Headers that a replay removes, so that attempts and history are reset.
+_RESET_HEADERS: Final = frozenset(PROGRESS_HEADERS)
+_NOT_FOUND_CODES: Final = frozenset({api.NO_MESSAGE, api.NO_SUCH_SEQUENCE})
+#: Fields left out of the record's header, because the message itself carries them.
+_EXCLUDED_FIELDS: Final = {"payload", "raw", "headers", "handle"}
+#: The key in the record's header of the encrypted error texts of its envelope.
+_ERRORS_KEY: Final = "errors"
 
 
-def burial(
-    names: Names, queue: str, delivery: Delivery, claim: Claim, settlement: DeadLetter, *, codec: Codec
+def dead_letter_request(
+    names: StreamNames, queue: str, delivery: Delivery, claim: NatsClaim, settlement: DeadLetter, *, codec: Codec
 ) -> Request:
-    """What puts a message aside; asked for twice it happens once."""
+    """Return the request that dead-letters a message; sent twice, it stores one dead letter."""
     transaction = delivery.transaction
-    history, deferral, errors = hide_errors(keys_of(codec), transaction, transaction.history, transaction.deferral)
+    history, deferral, errors = hide_errors(
+        get_codec_keys(codec), transaction, transaction.history, transaction.deferral
+    )
     if isinstance(delivery.error, MissingKeyError):
-        # The texts of its errors need the same key: they stay as they are.
+        # Its error texts need the same key, so they are copied as they are.
         history, deferral, errors = transaction.history, transaction.deferral, delivery.error.errors
-    hidden = replace(delivery, transaction=transaction.replace(history=history, deferral=deferral))
-    letter = replace(settlement, failure=hide_failure(keys_of(codec), settlement.failure))
-    record = DeadLetterRecord.of(hidden, letter, queue=queue, at=time.time())
-    told = record.model_dump(mode="json", exclude=_ELSEWHERE) | {"readable": claim.readable}
+    hidden_delivery = replace(delivery, transaction=transaction.replace(history=history, deferral=deferral))
+    dead_letter = replace(settlement, failure=hide_failure(get_codec_keys(codec), settlement.failure))
+    record = DeadLetterRecord.from_delivery(hidden_delivery, dead_letter, queue=queue, at=time.time())
+    fields = record.model_dump(mode="json", exclude=_EXCLUDED_FIELDS) | {"readable": claim.readable}
     if errors is not None:
-        told[_ERRORS] = errors
+        fields[_ERRORS_KEY] = errors
     headers = {
-        **own(claim.headers),
-        _RECORD: json.dumps(told),
-        _EXPECTED: "0",
+        **strip_server_headers(claim.headers),
+        _RECORD_HEADER: json.dumps(fields),
+        _EXPECTED_SEQUENCE_HEADER: "0",
     }
     return Request(f"{names.dead_subject}.{claim.key}", claim.body, headers)
 
 
-def there_already(error: api.ApiError) -> int:
-    """The number of the dead letter that stands in the way of another one of the same message; 0 if none does.
+def existing_dead_letter(error: api.ApiError) -> int:
+    """Return the number of an earlier dead letter of the same message that caused *error*; 0 if none did.
 
-    >>> there_already(api.ApiError("wrong last sequence: 17", number=api.WRONG_LAST_SEQUENCE))
+    >>> existing_dead_letter(api.ApiError("wrong last sequence: 17", number=api.WRONG_LAST_SEQUENCE))
     17
     """
-    found = _LAST.search(str(error)) if error.number == api.WRONG_LAST_SEQUENCE else None
-    return int(found[1]) if found else 0
+    match = _LAST_SEQUENCE.search(str(error)) if error.number == api.WRONG_LAST_SEQUENCE else None
+    return int(match[1]) if match else 0
 
 
-def beside(request: Request | None) -> Request | None:
-    """*request*, whether or not there is one already."""
+def without_dedup(request: Request | None) -> Request | None:
+    """Return *request* without its check for an earlier dead letter of the same message."""
     if request is None:
         return None
-    headers = {name: text for name, text in (request.headers or {}).items() if name != _EXPECTED}
+    headers = {name: text for name, text in (request.headers or {}).items() if name != _EXPECTED_SEQUENCE_HEADER}
     return request._replace(headers=headers)
 
 
-def fitted(request: Request, most: int) -> Request | None:
-    """*request* within what the server takes, if need be with less of the story; None where that does not help."""
-    if request.size <= most or request.headers is None:
-        return request if request.size <= most else None
-    told = json.loads(request.headers.get(_RECORD, "{}"))
-    if not told:
+def truncate_to_limit(request: Request, max_bytes: int) -> Request | None:
+    """Shorten the record of *request* to the server's limit; return None if that does not suffice."""
+    if request.size <= max_bytes or request.headers is None:
+        return request if request.size <= max_bytes else None
+    record = json.loads(request.headers.get(_RECORD_HEADER, "{}"))
+    if not record:
         return None
     for shorten in (_drop_tracebacks, _drop_history, _drop_failure):
-        shorten(told)
-        shorter = request._replace(headers={**request.headers, _RECORD: json.dumps(told)})
-        if shorter.size <= most:
+        shorten(record)
+        shorter = request._replace(headers={**request.headers, _RECORD_HEADER: json.dumps(record)})
+        if shorter.size <= max_bytes:
             return shorter
     return None
 
@@ -120,7 +122,7 @@ def _drop_tracebacks(record: dict[str, Any]) -> None:
 def _drop_history(record: dict[str, Any]) -> None:
     record["envelope"]["history"] = []
     record["envelope"]["deferral"] = None
-    record.pop(_ERRORS, None)
+    record.pop(_ERRORS_KEY, None)
     if record["failure"]:
         record["failure"]["history"] = []
 
@@ -129,65 +131,76 @@ def _drop_failure(record: dict[str, Any]) -> None:
     record["failure"] = None
 
 
-def own(headers: dict[str, str]) -> dict[str, str]:
-    """A message's headers without the server's, which would mean something once more, and those that cannot be sent."""
+def strip_server_headers(headers: dict[str, str]) -> dict[str, str]:
+    """Return a message's headers without the server's, which would take effect again, and without unsendable ones."""
     return {
-        name: text for name, text in headers.items() if _NAME(name) and not name.startswith("Nats-") and name != _RECORD
+        name: text
+        for name, text in headers.items()
+        if _MATCH_HEADER_NAME(name) and not name.startswith("Nats-") and name != _RECORD_HEADER
     }
 
 
-def refused(queue: str, why: str) -> None:
-    """Say that a dead letter or a note was not taken; its claim is kept."""
-    logs.say(logging.ERROR, "a settlement could not be kept", {"queue": queue, "error": why}, to=_log)
+def log_rejected(queue: str, reason: str) -> None:
+    """Log that a dead letter or a message state was not stored; its claim is kept."""
+    logs.log_event(logging.ERROR, "a settlement could not be kept", {"queue": queue, "error": reason}, to=_log)
 
 
-def untidy(queue: str, count: int) -> None:
-    """Say what is left behind; it is never read again."""
-    logs.say(logging.WARNING, "notes of settled messages were left behind", {"queue": queue, "notes": count}, to=_log)
+def log_leftover(queue: str, count: int) -> None:
+    """Log that obsolete message states were not deleted; they are never read again."""
+    logs.log_event(
+        logging.WARNING, "notes of settled messages were left behind", {"queue": queue, "notes": count}, to=_log
+    )
 
 
 # -- listing ----------------------------------------------------------------------------------------
 
 
-async def listed(
-    line: Line, names: Names, name: str, codec: Codec, query: DeadLetterQuery, *, after: str | None, limit: int
+async def list_dead(
+    connection: Connection,
+    names: StreamNames,
+    name: str,
+    codec: Codec,
+    query: DeadLetterQuery,
+    *,
+    after: str | None,
+    limit: int,
 ) -> list[DeadLetterRecord]:
-    """One page of the dead letters that *query* means."""
-    found: list[DeadLetterRecord] = []
-    last = 0 if after is None else number(after)
+    """Return one page of the dead letters that match *query*."""
+    records: list[DeadLetterRecord] = []
+    last_seq = 0 if after is None else parse_handle(after)
     if limit < 1:
-        return found
-    letters = api.scan(line, names.dead, after=last)
+        return records
+    letters = api.scan(connection, names.dead, after=last_seq)
     try:
         async for letter in letters:
-            record = _record(letter, name, codec)
+            record = _to_record(letter, name, codec)
             if query.matches(record):
-                found.append(record)
-                if len(found) >= limit:
+                records.append(record)
+                if len(records) >= limit:
                     break
     finally:
-        await letters.aclose()  # type: ignore[attr-defined] # a generator has it
-    return found
+        await letters.aclose()  # type: ignore[attr-defined] # generators have it
+    return records
 
 
-def _record(letter: api.Stored, name: str, codec: Codec) -> DeadLetterRecord:
-    headers = own(letter.headers)
-    told: dict[str, Any] = json.loads(letter.headers.get(_RECORD, "{}"))
+def _to_record(letter: api.StoredMessage, name: str, codec: Codec) -> DeadLetterRecord:
+    headers = strip_server_headers(letter.headers)
+    fields: dict[str, Any] = json.loads(letter.headers.get(_RECORD_HEADER, "{}"))
     transaction, error = decode(codec, letter.body, headers, source=name)
-    readable = bool(told.pop("readable", False)) and error is None
-    if not told:
-        # Somebody else's message in our stream: shown, so that it can be thrown away.
-        stranger = Delivery(transaction, None)
-        return DeadLetterRecord.of(
-            stranger, DeadLetter("stranger"), queue=name, at=letter.at, headers=headers, place=str(letter.seq)
+    readable = bool(fields.pop("readable", False)) and error is None
+    if not fields:
+        # A third-party message in the dead-letter stream: listed, so that it can be discarded.
+        delivery = Delivery(transaction, None)
+        return DeadLetterRecord.from_delivery(
+            delivery, DeadLetter("stranger"), queue=name, at=letter.at, headers=headers, handle=str(letter.seq)
         )
     content = {"payload": transaction.payload} if readable else {"raw": letter.body, "headers": headers}
-    errors = told.pop(_ERRORS, None)
-    record = DeadLetterRecord.model_validate({**told, **content, "place": str(letter.seq)})
-    envelope, whose = record.envelope, record.transaction()
-    history, deferral = reveal_errors(keys_of(codec), whose, envelope.history, envelope.deferral, errors)
+    errors = fields.pop(_ERRORS_KEY, None)
+    record = DeadLetterRecord.model_validate({**fields, **content, "handle": str(letter.seq)})
+    envelope, owner = record.envelope, record.transaction()
+    history, deferral = reveal_errors(get_codec_keys(codec), owner, envelope.history, envelope.deferral, errors)
     changes = {
-        "failure": reveal_failure(keys_of(codec), record.failure),
+        "failure": reveal_failure(get_codec_keys(codec), record.failure),
         "envelope": envelope.model_copy(update={"history": history, "deferral": deferral}),
     }
     return record.model_copy(update=changes)
@@ -196,116 +209,131 @@ def _record(letter: api.Stored, name: str, codec: Codec) -> DeadLetterRecord:
 # -- moving -----------------------------------------------------------------------------------------
 
 
-async def replayed(line: Line, names: Names, codec: Codec, queue: str, places: Sequence[str]) -> list[ReplayResult]:
-    """Back into the queue. First there, then no longer here: what dies in between is in both, never in none."""
-    moving = _Moving(places)
-    letters: dict[str, api.Stored] = {}
-    for place, told in await moving.asked(line, lambda seq: api.request(f"STREAM.MSG.GET.{names.dead}", seq=seq)):
-        letters[place] = api.stored(told)
-    sent = [_sent(names, codec, queue, letter) for letter in letters.values()]
-    for place, answer in zip(letters, await line.ask_all(sent), strict=True):
-        moving.read(place, answer)
-    return await _deleted(line, names, moving, Became.REPLAYED)
+async def replay_dead(
+    connection: Connection, names: StreamNames, codec: Codec, queue: str, handles: Sequence[str]
+) -> list[ReplayResult]:
+    """Replay dead letters: publish first, delete afterwards, so that a crash in between leaves both copies."""
+    batch = _MoveBatch(handles)
+    letters: dict[str, api.StoredMessage] = {}
+    for handle, fields in await batch.request_all(
+        connection, lambda seq: api.request(f"STREAM.MSG.GET.{names.dead}", seq=seq)
+    ):
+        letters[handle] = api.parse_stored_message(fields)
+    requests = [_replay_request(names, codec, queue, letter) for letter in letters.values()]
+    for handle, answer in zip(letters, await connection.request_many(requests), strict=True):
+        batch.read(handle, answer)
+    return await _delete(connection, names, batch, DeadLetterResult.REPLAYED)
 
 
-def _sent(names: Names, codec: Codec, queue: str, letter: api.Stored) -> Request:
-    headers = {name: text for name, text in own(letter.headers).items() if name not in _COUNTED}
+def _replay_request(names: StreamNames, codec: Codec, queue: str, letter: api.StoredMessage) -> Request:
+    headers = {name: text for name, text in strip_server_headers(letter.headers).items() if name not in _RESET_HEADERS}
     transaction, _ = decode(codec, letter.body, headers, source=queue)
-    headers["Nats-Msg-Id"] = _message_id(letter)
-    return Request(names.of(transaction.id), letter.body, headers)
+    headers["Nats-Msg-Id"] = _deduplication_id(letter)
+    return Request(names.subject_for(transaction.id), letter.body, headers)
 
 
-def _message_id(letter: api.Stored) -> str:
-    """Return an id by which the server drops a second copy, of a concurrent move or of one after a crash."""
+def _deduplication_id(letter: api.StoredMessage) -> str:
+    """Return a deduplication id by which the server drops the second copy of a concurrent or repeated move."""
     return f"replay.{letter.subject}.{letter.seq}.{letter.at}"
 
 
-async def replace_dead(line: Line, names: Names, place: str, transaction: Transaction, *, codec: Codec) -> ReplayResult:
-    """Publish *transaction*, then delete the dead letter at *place*; the second of two that do so publishes nothing."""
-    moving = _Moving([place])
-    for _, told in await moving.asked(line, lambda seq: api.request(f"STREAM.MSG.GET.{names.dead}", seq=seq)):
+async def replace_dead(
+    connection: Connection, names: StreamNames, handle: str, transaction: Transaction, *, codec: Codec
+) -> ReplayResult:
+    """Publish *transaction*, then delete the dead letter with *handle*; a concurrent second call publishes nothing."""
+    batch = _MoveBatch([handle])
+    for _, fields in await batch.request_all(
+        connection, lambda seq: api.request(f"STREAM.MSG.GET.{names.dead}", seq=seq)
+    ):
         body, headers = codec.encode(transaction)
-        headers["Nats-Msg-Id"] = _message_id(api.stored(told))
-        request = Request(names.of(transaction.id), body, headers)
-        check_size(transaction, request, line.max_payload)
-        (answer,) = await line.ask_all([request])
-        published = moving.read(place, answer)
-        (result,) = await _deleted(line, names, moving, Became.REPLAYED)
+        headers["Nats-Msg-Id"] = _deduplication_id(api.parse_stored_message(fields))
+        request = Request(names.subject_for(transaction.id), body, headers)
+        check_size(transaction, request, connection.max_payload)
+        (answer,) = await connection.request_many([request])
+        published = batch.read(handle, answer)
+        (result,) = await _delete(connection, names, batch, DeadLetterResult.REPLAYED)
         if published is None:
             return result
         if published.get("duplicate"):
-            return ReplayResult(place, Became.GONE)
+            return ReplayResult(handle, DeadLetterResult.GONE)
         # Another operator, whose correction was a duplicate, may have deleted the dead letter first.
-        return ReplayResult(place, Became.REPLAYED) if result.became is Became.GONE else result
-    return moving.results[place]
+        return ReplayResult(handle, DeadLetterResult.REPLAYED) if result.outcome is DeadLetterResult.GONE else result
+    return batch.results[handle]
 
 
-async def discarded(line: Line, names: Names, places: Sequence[str]) -> list[ReplayResult]:
-    """Away."""
-    return await _deleted(line, names, _Moving(places), Became.DISCARDED)
+async def discard_dead(connection: Connection, names: StreamNames, handles: Sequence[str]) -> list[ReplayResult]:
+    """Delete dead letters."""
+    return await _delete(connection, names, _MoveBatch(handles), DeadLetterResult.DISCARDED)
 
 
-async def _deleted(line: Line, names: Names, moving: _Moving, became: Became) -> list[ReplayResult]:
-    for place, _ in await moving.asked(
-        line, lambda seq: api.request(f"STREAM.MSG.DELETE.{names.dead}", seq=seq, no_erase=not line.forgets)
+async def _delete(
+    connection: Connection, names: StreamNames, batch: _MoveBatch, outcome: DeadLetterResult
+) -> list[ReplayResult]:
+    for handle, _ in await batch.request_all(
+        connection,
+        lambda seq: api.request(f"STREAM.MSG.DELETE.{names.dead}", seq=seq, no_erase=not connection.loses_deletes),
     ):
-        moving.results[place] = ReplayResult(place, became)
-    # What the server says of a number that it does not have depends on what else it has.
-    for place, result in moving.results.items():
-        if result.became is Became.FAILED and not await _is_there(line, names, place):
-            moving.results[place] = ReplayResult(place, Became.GONE)
-    return moving.told()
+        batch.results[handle] = ReplayResult(handle, outcome)
+    # The server's error for an unknown number depends on its other messages, so the number is checked.
+    for handle, result in batch.results.items():
+        if result.outcome is DeadLetterResult.FAILED and not await _is_stored(connection, names, handle):
+            batch.results[handle] = ReplayResult(handle, DeadLetterResult.GONE)
+    return batch.list_results()
 
 
-async def _is_there(line: Line, names: Names, place: str) -> bool:
+async def _is_stored(connection: Connection, names: StreamNames, handle: str) -> bool:
     try:
-        await api.call(line, f"STREAM.MSG.GET.{names.dead}", seq=number(place))
+        await api.call(connection, f"STREAM.MSG.GET.{names.dead}", seq=parse_handle(handle))
     except api.ApiError as error:
-        return error.number not in _GONE
+        return error.number not in _NOT_FOUND_CODES
     return True
 
 
-class _Moving:
-    """Dead letters on their way, and what became of those that have arrived or never will."""
+class _MoveBatch:
+    """A batch of dead letters that are being moved, and the results so far."""
 
-    def __init__(self, places: Sequence[str]) -> None:
-        self._places = places
-        self._seqs = {place: _seq(place) for place in places}
+    def __init__(self, handles: Sequence[str]) -> None:
+        self._handles = handles
+        self._seqs = {handle: _parse_sequence(handle) for handle in handles}
         self.results: dict[str, ReplayResult] = {
-            place: ReplayResult(place, Became.GONE) for place, seq in self._seqs.items() if seq is None
+            handle: ReplayResult(handle, DeadLetterResult.GONE) for handle, seq in self._seqs.items() if seq is None
         }
 
-    async def asked(self, line: Line, request: Callable[[int], Request]) -> list[tuple[str, dict[str, Any]]]:
-        """The answers to *request* for all that are still on their way; the others have a result."""
-        moving = [(place, seq) for place, seq in self._seqs.items() if seq is not None and place not in self.results]
-        answers = await line.ask_all([request(seq) for _, seq in moving])
-        read = [(place, self.read(place, answer)) for (place, _), answer in zip(moving, answers, strict=True)]
-        return [(place, told) for place, told in read if told is not None]
+    async def request_all(
+        self, connection: Connection, request: Callable[[int], Request]
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Send *request* for all letters without a result; return the successful responses, record the errors."""
+        pending = [
+            (handle, seq) for handle, seq in self._seqs.items() if seq is not None and handle not in self.results
+        ]
+        answers = await connection.request_many([request(seq) for _, seq in pending])
+        parsed = [(handle, self.read(handle, answer)) for (handle, _), answer in zip(pending, answers, strict=True)]
+        return [(handle, fields) for handle, fields in parsed if fields is not None]
 
-    def read(self, place: str, answer: Heard | None) -> dict[str, Any] | None:
-        """What was answered; None for an error, which is the result then."""
+    def read(self, handle: str, answer: RawMessage | None) -> dict[str, Any] | None:
+        """Parse *answer*; for an error record the result and return None."""
         try:
-            return api.read(answer)
+            return api.parse_response(answer)
         except api.ApiError as error:
-            became = Became.GONE if error.number in _GONE else Became.FAILED
-            self.results[place] = ReplayResult(place, became, "" if became is Became.GONE else str(error))
-        except ConnectionLost as error:
-            self.results[place] = ReplayResult(place, Became.FAILED, str(error))
+            outcome = DeadLetterResult.GONE if error.number in _NOT_FOUND_CODES else DeadLetterResult.FAILED
+            self.results[handle] = ReplayResult(handle, outcome, "" if outcome is DeadLetterResult.GONE else str(error))
+        except ConnectionLostError as error:
+            self.results[handle] = ReplayResult(handle, DeadLetterResult.FAILED, str(error))
         return None
 
-    def told(self) -> list[ReplayResult]:
-        """One result each, in order; what was named twice was moved once."""
+    def list_results(self) -> list[ReplayResult]:
+        """Return one result each, in order; a repeated handle counts once."""
         seen: set[str] = set()
-        told = []
-        for place in self._places:
-            told.append(ReplayResult(place, Became.GONE) if place in seen else self.results[place])
-            seen.add(place)
-        return told
+        results = []
+        for handle in self._handles:
+            results.append(ReplayResult(handle, DeadLetterResult.GONE) if handle in seen else self.results[handle])
+            seen.add(handle)
+        return results
 
 
-def _seq(place: str) -> int | None:
-    """The number of *place*; None for what no dead letter here can have as its place."""
+def _parse_sequence(handle: str) -> int | None:
+    """Return the number of *handle*; None if no dead letter here can have that handle."""
     try:
-        return number(place) or None
+        return parse_handle(handle) or None
     except ConnectorError:
         return None

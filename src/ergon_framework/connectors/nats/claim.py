@@ -1,38 +1,48 @@
-"""Claim: what a worker holds of a message, until its own clock says that it does not."""
+"""Claim: a worker's claim on a message, valid until the worker's own clock ends it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from ergon_framework.connectors.nats import api
-from ergon_framework.connectors.nats.frames import Heard
+from ergon_framework.connectors.nats.frames import RawMessage
 
 if TYPE_CHECKING:
-    from ergon_framework.connectors.nats.note import Note
+    from ergon_framework.connectors.nats.note import MessageState
 
 
-class Claim:
+class NatsClaim:
     """One delivery of one message; it is its own receipt, so no two are equal.
 
-    JetStream takes the ack of any delivery, a stale worker's too: what ``until`` says is all that
-    keeps one from settling what another has by now.
+    JetStream accepts the ack of any delivery, also of a stale worker: only the check of ``until`` prevents a worker
+    from settling a message that another worker has claimed since.
     """
 
-    __slots__ = ("ack", "delivered", "deliveries", "message", "note", "note_seq", "owner", "readable", "until")
+    __slots__ = (
+        "ack_subject",
+        "delivered",
+        "deliveries",
+        "message",
+        "owner",
+        "readable",
+        "state",
+        "state_seq",
+        "until",
+    )
 
-    def __init__(self, owner: object, message: Heard, until: float) -> None:
-        #: Whose it is; None once it was settled or lost.
+    def __init__(self, owner: object, message: RawMessage, until: float) -> None:
+        #: The queue object that holds it; None once it was settled or lost.
         self.owner: object | None = owner
-        #: As it came: what is rarely needed of it is read when it is.
+        #: The raw message; rarely needed parts are parsed on demand.
         self.message = message
-        #: Where acks go.
-        self.ack = message.reply
-        #: How often the server says that it was delivered.
+        #: The subject for acks.
+        self.ack_subject = message.reply
+        #: The delivery count of the server.
         self.delivered = self.deliveries = api.read_delivered(message.reply)
         #: When the lease ends, in seconds of the monotonic clock.
         self.until = until
-        self.note: Note | None = None
-        self.note_seq = 0
+        self.state: MessageState | None = None
+        self.state_seq = 0
         self.readable = True
 
     @property
@@ -45,11 +55,11 @@ class Claim:
 
     @property
     def seq(self) -> int:
-        """Its number in the stream."""
-        return api.read_reply(self.ack)[1]
+        """The number of the message in the stream."""
+        return api.read_reply(self.ack_subject)[1]
 
     @property
     def key(self) -> str:
-        """Names the message for ever: numbers begin anew in a stream that was made anew."""
-        _, seq, stored_at = api.read_reply(self.ack)
+        """A permanent key of the message: sequence numbers restart in a stream that was recreated."""
+        _, seq, stored_at = api.read_reply(self.ack_subject)
         return f"{seq}-{stored_at}"

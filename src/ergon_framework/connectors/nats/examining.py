@@ -1,4 +1,4 @@
-"""Examining: how a server and a queue in it are, told as findings; it is only read."""
+"""Diagnose a server and a queue in it; only reads."""
 
 from __future__ import annotations
 
@@ -6,67 +6,81 @@ from typing import Any, Final
 
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.nats import api
-from ergon_framework.connectors.nats.durability import judged
-from ergon_framework.connectors.nats.layout import Layout, looked_at
-from ergon_framework.connectors.nats.line import Line
-from ergon_framework.errors import ConfigurationError, ConnectionLost, text
-from ergon_framework.finding import Finding, Wall, Weight, of_clocks, of_durability, of_version
+from ergon_framework.connectors.nats.durability import assess_durability
+from ergon_framework.connectors.nats.layout import StreamConfig, inspect_streams
+from ergon_framework.connectors.nats.line import Connection
+from ergon_framework.errors import ConfigurationError, ConnectionLostError, error_message
+from ergon_framework.finding import Diagnostic, Severity, WallClock, check_clock_skew, check_durability, check_version
 
-#: The oldest release of the server that tests run with, and the first that can sync each write.
-_OLDEST: Final = (2, 9)
-#: Servers say in an answer when it was written; older ones do not.
-_WRITTEN: Final = "ts"
+#: The oldest server release that is tested, and the first that can sync each write.
+_MIN_VERSION: Final = (2, 9)
+#: The field in a response with the time of its creation; older servers do not send it.
+_TIMESTAMP_FIELD: Final = "ts"
 
 
-async def examined(
-    line: Line, layout: Layout, name: str, *, limit: int, monitored: dict[str, Any] | None, wall: Wall
-) -> list[Finding]:
-    """How the server is, and the queue called *name* in it; *monitored* is what /varz says of JetStream.
+async def diagnose(
+    connection: Connection,
+    layout: StreamConfig,
+    name: str,
+    *,
+    limit: int,
+    monitored: dict[str, Any] | None,
+    wall: WallClock,
+) -> list[Diagnostic]:
+    """Return diagnostics of the server and of the queue called *name*.
 
-    *limit* is the bytes that one fetch of the queue may load.
+    *monitored* is the JetStream part of /varz. *limit* is the bytes that one fetch of the queue may load.
     """
-    major, minor = line.version
-    found = [
-        Finding("connection", Weight.FINE, "connected to NATS"),
-        of_version(f"{major}.{minor}", server="NATS", number=line.version, needed=_OLDEST),
+    major, minor = connection.version
+    findings = [
+        Diagnostic("connection", Severity.OK, "connected to NATS"),
+        check_version(f"{major}.{minor}", server="NATS", number=connection.version, minimum=_MIN_VERSION),
     ]
     try:
-        await api.call(line, "INFO")
-    except (ConnectionLost, api.ApiError) as error:
-        seen = f"JetStream does not answer: {text(error)}"
-        do = "start the server with -js, or give this account JetStream and the rights to $JS.API.> and _INBOX.>"
-        return [*found, Finding("jetstream", Weight.BROKEN, seen, do)]
-    found += await _clock(line, layout, wall)
+        await api.call(connection, "INFO")
+    except (ConnectionLostError, api.ApiError) as error:
+        observation = f"JetStream does not answer: {error_message(error)}"
+        remedy = "start the server with -js, or give this account JetStream and the rights to $JS.API.> and _INBOX.>"
+        return [*findings, Diagnostic("jetstream", Severity.ERROR, observation, remedy)]
+    findings += await _check_clock(connection, layout, wall)
     storage: str | None = None
     try:
-        storage = await looked_at(line, layout)
+        storage = await inspect_streams(connection, layout)
     except (ConfigurationError, ConnectorError) as error:
-        words, _, do = text(error).partition("; ")
-        found.append(Finding("topology", Weight.BROKEN, words, do or "look at it with nats stream info", shared=False))
+        problem, _, remedy = error_message(error).partition("; ")
+        findings.append(
+            Diagnostic("topology", Severity.ERROR, problem, remedy or "look at it with nats stream info", shared=False)
+        )
     else:
-        there = "is there as it must be" if storage is not None else "is not there yet; its first user makes it"
-        found.append(Finding("topology", Weight.FINE, f"the stream of {name!r} {there}", shared=False))
-    durability = judged(version=line.version, storage=storage or "file", monitored=monitored)
-    do = "set sync_interval: always in the server's jetstream block, and give the queue monitor= to see it"
-    found.append(of_durability(durability.words, durable=durability.durable, do=do))
-    return found + _payload(line.max_payload, limit)
+        status = "is there as it must be" if storage is not None else "is not there yet; its first user makes it"
+        findings.append(Diagnostic("topology", Severity.OK, f"the stream of {name!r} {status}", shared=False))
+    durability = assess_durability(version=connection.version, storage=storage or "file", monitored=monitored)
+    remedy = "set sync_interval: always in the server's jetstream block, and give the queue monitor= to see it"
+    findings.append(check_durability(durability.message, durable=durability.durable, remedy=remedy))
+    return findings + _check_payload_limit(connection.max_payload, limit)
 
 
-def _payload(most: int, limit: int) -> list[Finding]:
-    """A server that takes more than one fetch may load: a worker receives every message whole, of whatever size."""
-    if most <= limit:
+def _check_payload_limit(max_payload: int, limit: int) -> list[Diagnostic]:
+    """Warn about a server limit above the fetch limit: a worker receives every message whole, whatever its size."""
+    if max_payload <= limit:
         return []
-    seen = f"max_payload of the server is {most} bytes: one message can be over the {limit} bytes of a fetch"
-    do = "lower max_payload well below the memory of a worker, or raise max_fetch_bytes of the queue"
-    return [Finding("payload", Weight.WARNING, seen, do, shared=False)]
+    observation = (
+        f"max_payload of the server is {max_payload} bytes: one message can be over the {limit} bytes of a fetch"
+    )
+    remedy = "lower max_payload well below the memory of a worker, or raise max_fetch_bytes of the queue"
+    return [Diagnostic("payload", Severity.WARNING, observation, remedy, shared=False)]
 
 
-async def _clock(line: Line, layout: Layout, wall: Wall) -> list[Finding]:
-    """What the server says of the time, where it says it."""
+async def _check_clock(connection: Connection, layout: StreamConfig, wall: WallClock) -> list[Diagnostic]:
+    """Compare the server's clock, if the server reports it."""
     before = wall()
     try:
-        told = await api.call(line, f"STREAM.INFO.{layout.names.work}")
+        info = await api.call(connection, f"STREAM.INFO.{layout.names.work}")
     except api.ApiError:
         return []
-    written = told.get(_WRITTEN)
-    return [] if written is None else [of_clocks(api.moment(str(written)), before, wall(), server="NATS")]
+    timestamp = info.get(_TIMESTAMP_FIELD)
+    return (
+        []
+        if timestamp is None
+        else [check_clock_skew(api.parse_timestamp(str(timestamp)), before, wall(), server="NATS")]
+    )

@@ -1,8 +1,8 @@
-"""Frames: what the server sends, cut into messages.
+"""Parser of the server's frames.
 
-The client's own parser tries a pattern for each kind of frame on everything, and moves its buffer twice for a message.
-Here whole messages that have an ear are cut out of what was read, many at a time. Everything else is left to the
-client's parser, piece by piece; so is a message that is not all there.
+The client's own parser matches a pattern for each kind of frame against all data, and moves its buffer twice per
+message. This parser cuts complete messages that have a callback out of the data, many at a time. Everything else,
+incomplete messages included, is passed piece by piece to the client's parser.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
-_END: Final = b"\r\n"
-#: The words of a frame that names where an answer goes: more than there are without.
-_WITH_REPLY: Final = {b"HMSG": 6, b"MSG": 5}
+_LINE_END: Final = b"\r\n"
+#: The number of fields in a frame with a reply subject: one more than without.
+_FIELDS_WITH_REPLY: Final = {b"HMSG": 6, b"MSG": 5}
 
 
-class Heard(NamedTuple):
-    """A message as it came; *head* is its block of headers, not yet read."""
+class RawMessage(NamedTuple):
+    """A message as it was received; *head* is its block of headers, not yet parsed."""
 
     subject: str
     reply: str
@@ -32,92 +32,99 @@ class Heard(NamedTuple):
 
     @property
     def status(self) -> tuple[str, str]:
-        r"""What the server says in place of a message, and in words.
+        r"""The status that the server sends in place of a message, and its description.
 
-        >>> Heard("", "", b"", b"NATS/1.0 404 No Messages\r\n\r\n").status
+        >>> RawMessage("", "", b"", b"NATS/1.0 404 No Messages\r\n\r\n").status
         ('404', 'No Messages')
         """
         if not self.head:
             return "", ""
-        first = self.head.partition(_END)[0].decode(errors="replace")
+        first = self.head.partition(_LINE_END)[0].decode(errors="replace")
         _, _, rest = first.partition(" ")
-        status, _, words = rest.partition(" ")
-        return status, words
+        status, _, description = rest.partition(" ")
+        return status, description
 
     @property
     def headers(self) -> dict[str, str]:
-        """Its headers."""
+        """The headers of the message."""
         return read_headers(self.head) if self.head else {}
 
 
-#: Called for each message, at once; it must neither wait nor raise.
-Ear: TypeAlias = Callable[[Heard], None]
+#: Called directly for each message; it must neither block nor raise.
+MessageCallback: TypeAlias = Callable[[RawMessage], None]
 
 
 def read_headers(head: bytes) -> dict[str, str]:
-    r"""The headers in a block as the wire has it.
+    r"""Parse a block of headers as it is on the wire.
 
     >>> read_headers(b"NATS/1.0\r\nergon-id: 7\r\nx: a: b\r\n\r\n")
     {'ergon-id': '7', 'x': 'a: b'}
     """
-    found = {}
+    headers = {}
     _, *rows = head.decode("utf-8", "replace").split("\r\n")
     for row in rows:
         name, colon, value = row.partition(":")
         if colon:
-            found[name] = value.strip()
-    return found
+            headers[name] = value.strip()
+    return headers
 
 
-def tell(ear: Ear, message: Heard) -> None:
-    """Have *ear* hear *message*; raised on, its error would end the client's reading for good."""
+def invoke_callback(callback: MessageCallback, message: RawMessage) -> None:
+    """Call *callback* with *message* and log its error, which would otherwise end the client's reading permanently."""
     try:
-        ear(message)
+        callback(message)
     except Exception as error:  # noqa: BLE001 - see above
-        logs.say(logging.ERROR, "a message from nats could not be taken in", {"error": type(error).__name__}, to=_log)
+        logs.log_event(
+            logging.ERROR, "a message from nats could not be taken in", {"error": type(error).__name__}, to=_log
+        )
 
 
-class Frames(Parser):
-    """Reads for *client*; *ears* are found by the number of their subscription, as it is written on the wire."""
+class FastParser(Parser):
+    """The parser of *client*; *callbacks* are keyed by subscription number, as written on the wire."""
 
-    def __init__(self, client: Any, ears: dict[bytes, Ear]) -> None:
+    def __init__(self, client: Any, callbacks: dict[bytes, MessageCallback]) -> None:
         super().__init__(client)
-        self._ears = ears
+        self._callbacks = callbacks
 
     async def parse(self, data: bytes = b"") -> None:
-        """Hand on everything that is complete in *data*; the client keeps the rest."""
+        """Process all complete frames in *data*; the client keeps the rest."""
         if self.buf and self.state == AWAITING_CONTROL_LINE:
             data, self.buf = bytes(self.buf) + data, bytearray()
         at, end = 0, len(data)
         while at < end:
             if self.state == AWAITING_CONTROL_LINE:
-                at = self._heard(data, at)
-                line = data.find(_END, at)
-                piece = end if line < 0 else line + len(_END)
+                at = self._deliver_messages(data, at)
+                line = data.find(_LINE_END, at)
+                piece_end = end if line < 0 else line + len(_LINE_END)
             else:
-                piece = min(end, at + self.needed + len(_END) - len(self.buf))
-            if at < piece:
-                await super().parse(data[at:piece])
-                at = piece
+                piece_end = min(end, at + self.needed + len(_LINE_END) - len(self.buf))
+            if at < piece_end:
+                await super().parse(data[at:piece_end])
+                at = piece_end
 
-    def _heard(self, data: bytes, at: int) -> int:
-        """Tell ears of the messages in *data* from *at* on; up to where there was nothing else."""
-        ears, find, end = self._ears, data.find, len(data)
+    def _deliver_messages(self, data: bytes, at: int) -> int:
+        """Call the callbacks of the messages in *data* from *at* on; return the end of the last one."""
+        callbacks, find, end = self._callbacks, data.find, len(data)
         while at < end:
-            line = find(_END, at)
-            words = data[at:line].split(b" ") if line > 0 else []
-            with_reply = _WITH_REPLY.get(words[0]) if words else None
-            if with_reply is None or not with_reply - 1 <= len(words) <= with_reply:
+            line = find(_LINE_END, at)
+            fields = data[at:line].split(b" ") if line > 0 else []
+            with_reply = _FIELDS_WITH_REPLY.get(fields[0]) if fields else None
+            if with_reply is None or not with_reply - 1 <= len(fields) <= with_reply:
                 break
-            ear = ears.get(words[2])
-            size, head_size = words[-1], words[-2] if with_reply == _WITH_REPLY[b"HMSG"] else b"0"
-            if ear is None or not size.isdigit() or not head_size.isdigit():
+            callback = callbacks.get(fields[2])
+            size, head_size = fields[-1], fields[-2] if with_reply == _FIELDS_WITH_REPLY[b"HMSG"] else b"0"
+            if callback is None or not size.isdigit() or not head_size.isdigit():
                 break
-            head = line + 2
-            body, over = head + int(head_size), head + int(size)
-            if over + 2 > end:
+            head_start = line + 2
+            body_start, message_end = head_start + int(head_size), head_start + int(size)
+            if message_end + 2 > end:
                 break
-            reply = words[3].decode() if len(words) == with_reply else ""
-            tell(ear, Heard(words[1].decode(), reply, data[body:over], data[head:body] or None))
-            at = over + 2
+            reply = fields[3].decode() if len(fields) == with_reply else ""
+            invoke_callback(
+                callback,
+                RawMessage(
+                    fields[1].decode(), reply, data[body_start:message_end], data[head_start:body_start] or None
+                ),
+            )
+            at = message_end + 2
         return at

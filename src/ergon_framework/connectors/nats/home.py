@@ -1,4 +1,4 @@
-"""Home: what all queues of one server share on one event loop: the line."""
+"""ServerClient: the connection that all queues of one server share on one event loop."""
 
 from __future__ import annotations
 
@@ -8,75 +8,77 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ergon_framework.connectors.nats.line import Line, connect
+from ergon_framework.connectors.nats.line import Connection, connect
 
-_homes: dict[tuple[Any, ...], Home] = {}
-_making = threading.Lock()
+_clients: dict[tuple[Any, ...], ServerClient] = {}
+_registry_lock = threading.Lock()
 
 
-class Home:
-    """One server, or one cluster, as this event loop knows it."""
+class ServerClient:
+    """The client of one server or cluster on this event loop."""
 
     def __init__(
-        self, where: tuple[Any, ...], addresses: Sequence[str], *, timeout: float, options: Mapping[str, Any]
+        self, key: tuple[Any, ...], addresses: Sequence[str], *, timeout: float, options: Mapping[str, Any]
     ) -> None:
-        self.where = where
-        #: Kept, so that no other loop can come to have its number.
+        self.key = key
+        #: Kept alive, so that no other loop can get the same id.
         self.loop = asyncio.get_running_loop()
         self.users = 0
         self._addresses = addresses
         self._timeout = timeout
         self._options = options
-        self._line: Line | None = None
-        self._connecting = asyncio.Lock()
+        self._connection: Connection | None = None
+        self._connect_lock = asyncio.Lock()
 
-    async def line(self) -> Line:
-        """The line, made anew if it was lost."""
-        line = self._line
-        if line is not None and not line.lost:
-            return line
-        async with self._connecting:
-            if self._line is None or self._line.lost:
-                self._line = await connect(self._addresses, timeout=self._timeout, options=self._options)
-            return self._line
+    async def connection(self) -> Connection:
+        """Return the connection, reconnecting if it was lost."""
+        connection = self._connection
+        if connection is not None and not connection.is_lost:
+            return connection
+        async with self._connect_lock:
+            if self._connection is None or self._connection.is_lost:
+                self._connection = await connect(self._addresses, timeout=self._timeout, options=self._options)
+            return self._connection
 
     async def close(self) -> None:
         if self.loop.is_closed():
             self.abandon()
             return
-        line, self._line = self._line, None
-        if line is not None:
-            await line.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
 
     def abandon(self) -> None:
-        """Let the line go once the event loop is closed, on which nobody has closed it."""
-        line, self._line = self._line, None
-        if line is not None:
-            line.abandon()
+        """Close the socket of a connection whose event loop was closed without closing it."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abandon()
 
 
-def home_of(addresses: Sequence[str], *, timeout: float, options: Mapping[str, Any], apart: object = None) -> Home:
-    """The home of *addresses* on the running event loop, one for all queues there; give it back with ``leave``.
+def acquire_client(
+    addresses: Sequence[str], *, timeout: float, options: Mapping[str, Any], owner: object = None
+) -> ServerClient:
+    """Return the client of *addresses* on the running event loop, shared by all queues there.
 
-    What has options of its own lives *apart*.
+    Release it with ``release_client``. A queue with its own client options gets a separate client for its *owner*.
     """
-    with _making:
-        where = (tuple(addresses), timeout, id(apart) if options else None, id(asyncio.get_running_loop()), os.getpid())
-        for known in [known for known in _homes.values() if known.loop.is_closed()]:
-            _homes.pop(known.where).abandon()
-        home = _homes.get(where)
-        if home is None:
-            home = _homes[where] = Home(where, addresses, timeout=timeout, options=options)
-        home.users += 1
-        return home
+    with _registry_lock:
+        key = (tuple(addresses), timeout, id(owner) if options else None, id(asyncio.get_running_loop()), os.getpid())
+        for stale in [stale for stale in _clients.values() if stale.loop.is_closed()]:
+            _clients.pop(stale.key).abandon()
+        client = _clients.get(key)
+        if client is None:
+            client = _clients[key] = ServerClient(key, addresses, timeout=timeout, options=options)
+        client.users += 1
+        return client
 
 
-def leave(home: Home) -> bool:
-    """One user less; True for the last one, who turns off the light."""
-    with _making:
-        home.users -= 1
-        if home.users > 0:
+def release_client(client: ServerClient) -> bool:
+    """Decrement the reference count; return True for the last user, which closes the client."""
+    with _registry_lock:
+        client.users -= 1
+        if client.users > 0:
             return False
-        if _homes.get(home.where) is home:
-            del _homes[home.where]
+        if _clients.get(client.key) is client:
+            del _clients[client.key]
         return True

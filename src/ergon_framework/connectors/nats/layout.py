@@ -1,4 +1,4 @@
-"""Layout: the streams and the consumer of a queue, made where they are missing and checked where they are not."""
+"""The streams and the consumer of a queue: created if they are missing, checked if they exist."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from ergon_framework.connectors.nats import api
-from ergon_framework.connectors.nats.line import Line
-from ergon_framework.connectors.nats.naming import CONSUMER, Names
+from ergon_framework.connectors.nats.line import Connection
+from ergon_framework.connectors.nats.naming import CONSUMER, StreamNames
 from ergon_framework.errors import ConfigurationError
 
-_DAY: Final = 86_400.0
-#: Pull requests of the whole fleet that may wait at once.
-_WAITING: Final = 10_000
+_DAY_SECONDS: Final = 86_400.0
+#: Pull requests of all workers that may wait at the same time.
+_MAX_WAITING_PULLS: Final = 10_000
 
 
-class Layout(NamedTuple):
-    """What a queue is to look like."""
+class StreamConfig(NamedTuple):
+    """The required configuration of a queue's streams and consumer."""
 
-    names: Names
+    names: StreamNames
     lease: float
     subjects: Sequence[str]
     replicas: int
     dead_days: float | None
 
-    def _stream(self, name: str, subjects: Sequence[str], **more: Any) -> dict[str, Any]:
+    def _stream_config(self, name: str, subjects: Sequence[str], **extra: Any) -> dict[str, Any]:
         return {
             "name": name,
             "subjects": list(subjects),
@@ -32,78 +32,80 @@ class Layout(NamedTuple):
             "discard": "new",
             "num_replicas": self.replicas,
             "allow_rollup_hdrs": False,
-            **more,
+            **extra,
         }
 
-    def work(self) -> dict[str, Any]:
-        """Acked is gone: the stream holds what is ready, delayed or in flight."""
+    def work_stream(self) -> dict[str, Any]:
+        """Return the work stream's configuration: an ack deletes, so it holds ready, delayed and in-flight messages."""
         names = self.names
-        return self._stream(names.work, [names.subject, f"{names.subject}.>", *self.subjects], retention="workqueue")
-
-    def notes(self) -> dict[str, Any]:
-        """The latest of each key."""
-        names = self.names
-        return self._stream(
-            names.notes, [f"{names.note_subject}.>"], retention="limits", max_msgs_per_subject=1, discard="old"
+        return self._stream_config(
+            names.work, [names.subject, f"{names.subject}.>", *self.subjects], retention="workqueue"
         )
 
-    def dead(self) -> dict[str, Any]:
+    def state_stream(self) -> dict[str, Any]:
+        """Return the configuration of the state stream, which keeps the latest message of each key."""
         names = self.names
-        age = 0 if self.dead_days is None else api.nanos(self.dead_days * _DAY)
-        return self._stream(names.dead, [f"{names.dead_subject}.>"], retention="limits", max_age=age)
+        return self._stream_config(
+            names.states, [f"{names.state_subject}.>"], retention="limits", max_msgs_per_subject=1, discard="old"
+        )
 
-    def consumer(self) -> dict[str, Any]:
+    def dead_letter_stream(self) -> dict[str, Any]:
+        names = self.names
+        max_age = 0 if self.dead_days is None else api.to_nanoseconds(self.dead_days * _DAY_SECONDS)
+        return self._stream_config(names.dead, [f"{names.dead_subject}.>"], retention="limits", max_age=max_age)
+
+    def consumer_config(self) -> dict[str, Any]:
         return {
             "durable_name": CONSUMER,
             "ack_policy": "explicit",
-            "ack_wait": api.nanos(self.lease),
+            "ack_wait": api.to_nanoseconds(self.lease),
             "deliver_policy": "all",
             "replay_policy": "instant",
-            # Workers count and bury: what the server stops delivering nobody would ever see again.
+            # Workers count and dead-letter: a message that the server stopped delivering would be lost from sight.
             "max_deliver": -1,
-            # It would be a limit of the whole fleet, reached by what is put off.
+            # It would be one limit for all workers, and deferred messages would use it up.
             "max_ack_pending": -1,
-            "max_waiting": _WAITING,
+            "max_waiting": _MAX_WAITING_PULLS,
         }
 
 
-class Found(NamedTuple):
-    """What was found or made."""
+class StreamState(NamedTuple):
+    """The state of streams that were found or created."""
 
     storage: str
-    #: Notes there are.
-    notes: int
+    #: Number of message states.
+    state_count: int
 
 
-async def built(line: Line, layout: Layout) -> Found:
-    """Make what is missing; refuse what is there and would lose work."""
-    work = await _stream(line, layout.work())
+async def ensure_streams(connection: Connection, layout: StreamConfig) -> StreamState:
+    """Create missing streams; reject existing ones whose configuration would lose work."""
+    work = await _ensure_stream(connection, layout.work_stream())
     _check_work(work["config"], layout)
-    notes = await _stream(line, layout.notes())
-    dead = await _stream(line, layout.dead())
-    if dead["config"].get("max_age", 0) != layout.dead()["max_age"]:
-        changed = {**dead["config"], "max_age": layout.dead()["max_age"]}
-        await api.call(line, f"STREAM.UPDATE.{layout.names.dead}", **changed)
-    await _consumer(line, layout)
-    return Found(str(work["config"].get("storage")), int(notes["state"]["messages"]))
+    states = await _ensure_stream(connection, layout.state_stream())
+    dead = await _ensure_stream(connection, layout.dead_letter_stream())
+    if dead["config"].get("max_age", 0) != layout.dead_letter_stream()["max_age"]:
+        config = {**dead["config"], "max_age": layout.dead_letter_stream()["max_age"]}
+        await api.call(connection, f"STREAM.UPDATE.{layout.names.dead}", **config)
+    await _ensure_consumer(connection, layout)
+    return StreamState(str(work["config"].get("storage")), int(states["state"]["messages"]))
 
 
-async def _stream(line: Line, config: dict[str, Any]) -> dict[str, Any]:
+async def _ensure_stream(connection: Connection, config: dict[str, Any]) -> dict[str, Any]:
     name = config["name"]
     try:
-        return await api.call(line, f"STREAM.INFO.{name}")
+        return await api.call(connection, f"STREAM.INFO.{name}")
     except api.ApiError as error:
         if error.number != api.NO_STREAM:
             raise
     try:
-        return await api.call(line, f"STREAM.CREATE.{name}", **config)
+        return await api.call(connection, f"STREAM.CREATE.{name}", **config)
     except api.ApiError as error:
         if error.number != api.NAME_TAKEN:
             raise
-        return await api.call(line, f"STREAM.INFO.{name}")  # somebody else was faster
+        return await api.call(connection, f"STREAM.INFO.{name}")  # another worker created it first
 
 
-def _check_work(config: dict[str, Any], layout: Layout) -> None:
+def _check_work(config: dict[str, Any], layout: StreamConfig) -> None:
     name = layout.names.work
     if config.get("retention") != "workqueue":
         raise ConfigurationError(
@@ -116,7 +118,7 @@ def _check_work(config: dict[str, Any], layout: Layout) -> None:
         raise ConfigurationError(
             f"the stream {name!r} throws away the oldest when it is full; set its discard to 'new'"
         )
-    missing = set(layout.work()["subjects"]) - set(config.get("subjects") or ())
+    missing = set(layout.work_stream()["subjects"]) - set(config.get("subjects") or ())
     if missing:
         raise ConfigurationError(
             f"the stream {name!r} does not listen to {', '.join(sorted(missing))}; add them to it "
@@ -124,41 +126,47 @@ def _check_work(config: dict[str, Any], layout: Layout) -> None:
         )
 
 
-async def _consumer(line: Line, layout: Layout) -> None:
+async def _ensure_consumer(connection: Connection, layout: StreamConfig) -> None:
     stream = layout.names.work
     try:
-        found = await api.call(line, f"CONSUMER.INFO.{stream}.{CONSUMER}")
+        info = await api.call(connection, f"CONSUMER.INFO.{stream}.{CONSUMER}")
     except api.ApiError as error:
         if error.number != api.NO_CONSUMER:
             raise
-        found = await api.call(
-            line, f"CONSUMER.DURABLE.CREATE.{stream}.{CONSUMER}", stream_name=stream, config=layout.consumer()
+        info = await api.call(
+            connection,
+            f"CONSUMER.DURABLE.CREATE.{stream}.{CONSUMER}",
+            stream_name=stream,
+            config=layout.consumer_config(),
         )
-    _check_consumer(found["config"], layout)
+    _check_consumer(info["config"], layout)
 
 
-async def looked_at(line: Line, layout: Layout) -> str | None:
-    """The storage of the work stream, if it is there; refuse what would lose work, and make nothing."""
+async def inspect_streams(connection: Connection, layout: StreamConfig) -> str | None:
+    """Return the storage of the work stream, None if it is missing; reject configurations that would lose work.
+
+    It creates nothing.
+    """
     try:
-        work = await api.call(line, f"STREAM.INFO.{layout.names.work}")
+        work = await api.call(connection, f"STREAM.INFO.{layout.names.work}")
     except api.ApiError as error:
         if error.number != api.NO_STREAM:
             raise
         return None
     _check_work(work["config"], layout)
     try:
-        found = await api.call(line, f"CONSUMER.INFO.{layout.names.work}.{CONSUMER}")
+        info = await api.call(connection, f"CONSUMER.INFO.{layout.names.work}.{CONSUMER}")
     except api.ApiError as error:
         if error.number != api.NO_CONSUMER:
             raise
     else:
-        _check_consumer(found["config"], layout)
+        _check_consumer(info["config"], layout)
     return str(work["config"].get("storage"))
 
 
-def _check_consumer(config: dict[str, Any], layout: Layout) -> None:
+def _check_consumer(config: dict[str, Any], layout: StreamConfig) -> None:
     stream = layout.names.work
-    if config.get("ack_wait") != api.nanos(layout.lease):
+    if config.get("ack_wait") != api.to_nanoseconds(layout.lease):
         raise ConfigurationError(
             f"the consumer of {stream!r} has an ack_wait of {config.get('ack_wait', 0) / 1e9:g} s, this queue a lease "
             f"of {layout.lease:g} s; all workers of a queue need the same "

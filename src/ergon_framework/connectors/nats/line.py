@@ -1,8 +1,8 @@
-"""Line: one connection to a NATS server, and answers to what was asked over it.
+"""Connection: one connection to a NATS server, with requests and responses over it.
 
-A line that is lost stays lost: whoever waits on it is told at once, and the next call makes another.
-The client's own reconnecting would keep what nobody can vouch for: requests that the server has
-forgotten, and publishes that come long after their sender gave up.
+A lost connection is never reused: waiting callers are notified immediately, and the next call opens a new one. The
+client's own reconnecting would keep state whose outcome is unknown: requests that the server has dropped, and publishes
+that arrive long after their sender gave up.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from nats import errors
 from nats.aio.subscription import Subscription
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.connectors.nats.client import DirectClient
-from ergon_framework.connectors.nats.frames import Ear, Heard
-from ergon_framework.errors import ConnectionLost, ErgonError
+from ergon_framework.connectors.nats.client import FastClient
+from ergon_framework.connectors.nats.frames import MessageCallback, RawMessage
+from ergon_framework.errors import ConnectionLostError, ErgonError
 from ergon_framework.redaction import redact_address
 from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two looks whether a silent server is still there.
-_PING: Final = 10
-#: Seconds that a connection may take to close before it is left to itself.
-_LEAVE: Final = 2.0
-_NO_RESPONDERS: Final = "503"
-#: What the wire adds to a block of headers, and some more.
-_FRAME: Final = 64
-#: The first release that writes down what was deleted.
-_REMEMBERS: Final = (2, 10)
+#: Seconds between two pings of a server that sends nothing.
+_PING_INTERVAL_SECONDS: Final = 10
+#: Seconds that a connection may take to close before it is aborted.
+_CLOSE_TIMEOUT_SECONDS: Final = 2.0
+_NO_RESPONDERS_STATUS: Final = "503"
+#: The framing of a block of headers on the wire, rounded up.
+_HEADER_FRAME_BYTES: Final = 64
+#: The first release that persists deletions.
+_MIN_PERSISTENT_DELETE_VERSION: Final = (2, 10)
 
 
 class Request(NamedTuple):
-    """Something to publish that will be answered."""
+    """A message to publish that expects a response."""
 
     subject: str
     payload: bytes = b""
@@ -46,35 +46,35 @@ class Request(NamedTuple):
 
     @property
     def size(self) -> int:
-        """What the server counts: the payload with its headers."""
-        headers = 0 if self.headers is None else _FRAME
+        """The size that the server counts: the payload with its headers."""
+        headers = 0 if self.headers is None else _HEADER_FRAME_BYTES
         for name, text in (self.headers or {}).items():
             headers += len(name) + len(text.encode()) + 4
         return len(self.payload) + headers
 
 
-class Round:
-    """Requests that are out together."""
+class RequestBatch:
+    """A batch of requests that wait for their responses together."""
 
-    __slots__ = ("_waiter", "answers", "error", "missing", "over")
+    __slots__ = ("_waiter", "answers", "done", "error", "missing")
 
     def __init__(self, count: int) -> None:
-        self.answers: list[Heard | None] = [None] * count
+        self.answers: list[RawMessage | None] = [None] * count
         self.missing = count
-        self.over = False
-        self.error: ConnectionLost | None = None
+        self.done = False
+        self.error: ConnectionLostError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def end(self) -> None:
-        """Nothing more is waited for."""
+        """Stop waiting for further responses."""
         self.missing = 0
-        self.over = True
+        self.done = True
         self._wake()
 
-    def fail(self, error: ConnectionLost) -> None:
-        """Nothing more will come, because of *error*."""
-        if not self.over:
-            self.over, self.error = True, error
+    def fail(self, error: ConnectionLostError) -> None:
+        """Fail the batch with *error*: no further response will arrive."""
+        if not self.done:
+            self.done, self.error = True, error
             self._wake()
 
     def _wake(self) -> None:
@@ -82,7 +82,7 @@ class Round:
             self._waiter.set_result(None)
 
     async def wait(self, seconds: float) -> None:
-        """Until it is over, or *seconds* are; who waits in pieces waits again. One at a time."""
+        """Wait until the batch is complete or *seconds* have passed; call again to continue. One waiter at a time."""
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
         timer = loop.call_later(seconds, self._wake)
@@ -93,204 +93,209 @@ class Round:
             self._waiter = None
 
 
-class Line:
-    """A connection; made by ``connect``."""
+class Connection:
+    """A connection; created by ``connect``."""
 
-    def __init__(self, client: DirectClient, *, timeout: float) -> None:
+    def __init__(self, client: FastClient, *, timeout: float) -> None:
         self.client = client
         self.timeout = timeout
         self.connected_at = time.time()
-        self.lost = False
+        self.is_lost = False
         server = client.connected_server_version
         self._version = server.major, server.minor
-        #: By the last part of the subject that the answer comes to.
-        self._rounds: dict[str, tuple[Round, int]] = {}
-        self._waited: set[Round] = set()
+        #: By the last part of the response subject.
+        self._batches: dict[str, tuple[RequestBatch, int]] = {}
+        self._waiting_batches: set[RequestBatch] = set()
         self._number = 0
         self._inbox = f"{client.new_inbox()}."
-        self._mourners: list[Callable[[], None]] = []
-        self._leaving: asyncio.Task[None] | None = None
+        self._lost_callbacks: list[Callable[[], None]] = []
+        self._close_task: asyncio.Task[None] | None = None
 
     @property
     def version(self) -> tuple[int, int]:
-        """Of the server."""
+        """The release of the server."""
         return self._version
 
     @property
-    def forgets(self) -> bool:
-        """Whether the server, if it is killed, brings back what was acked or deleted: releases before 2.10 do."""
-        return self._version < _REMEMBERS
+    def loses_deletes(self) -> bool:
+        """Whether a killed server restores acked or deleted messages: releases before 2.10 do."""
+        return self._version < _MIN_PERSISTENT_DELETE_VERSION
 
     @property
     def max_payload(self) -> int:
-        """Bytes that the server takes, headers included."""
+        """Bytes that the server accepts, headers included."""
         return int(self.client.max_payload)
 
-    def mourn(self, told: Callable[[], None]) -> None:
-        """Have *told* called when the line is lost."""
-        self._mourners.append(told)
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Call *callback* when the connection is lost."""
+        self._lost_callbacks.append(callback)
 
     # -- sending ------------------------------------------------------------------------------------
 
     async def send(
         self, subject: str, payload: bytes = b"", *, reply: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
-        """Publish without waiting for anything."""
+        """Publish without waiting for a response."""
         try:
             await self.client.publish(subject, payload, reply, headers)  # type: ignore[arg-type] # it only reads them
         except (errors.ConnectionClosedError, errors.ConnectionDrainingError, errors.OutboundBufferLimitError) as error:
-            raise ConnectionLost("the line to NATS is down") from error
+            raise ConnectionLostError("the line to NATS is down") from error
         except errors.MaxPayloadError as error:
             raise ConnectorError(
                 f"{len(payload)} bytes are more than the {self.max_payload} that NATS takes"
             ) from error
         except (errors.Error, OSError, RuntimeError, AttributeError) as error:
-            # The client forgets its transport when it is closed under somebody's hands.
-            raise ConnectionLost(f"the line to NATS broke: {type(error).__name__}") from error
+            # The client drops its transport when it is closed during the call.
+            raise ConnectionLostError(f"the line to NATS broke: {type(error).__name__}") from error
 
     async def send_all(self, messages: Iterable[tuple[str, str, bytes]]) -> None:
-        """Publish many: subject, where the answer is to go, payload."""
+        """Publish several messages: subject, reply subject, payload."""
         try:
             await self.client.publish_all(messages)
         except (errors.Error, OSError, RuntimeError, AttributeError) as error:
-            raise ConnectionLost(f"the line to NATS broke: {type(error).__name__}") from error
+            raise ConnectionLostError(f"the line to NATS broke: {type(error).__name__}") from error
 
-    async def ask(
+    async def request(
         self,
         subject: str,
         payload: bytes = b"",
         *,
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
-    ) -> Heard:
-        """The answer to one request, or ConnectionLost."""
-        (answer,) = await self.ask_all([Request(subject, payload, headers)], timeout=timeout)
+    ) -> RawMessage:
+        """Send one request and return its response, or raise ConnectionLostError."""
+        (answer,) = await self.request_many([Request(subject, payload, headers)], timeout=timeout)
         if answer is None:
-            raise ConnectionLost(f"NATS did not answer within {timeout or self.timeout:g} s")
+            raise ConnectionLostError(f"NATS did not answer within {timeout or self.timeout:g} s")
         return answer
 
-    async def ask_all(self, requests: Sequence[Request], *, timeout: float | None = None) -> list[Heard | None]:
-        """One answer each, in order; None for what was not answered in time, or by nobody."""
-        waiting, most = self.round(len(requests)), self.max_payload
-        if all(headers is None and len(payload) <= most for _, payload, headers in requests):
+    async def request_many(
+        self, requests: Sequence[Request], *, timeout: float | None = None
+    ) -> list[RawMessage | None]:
+        """Return one response each, in order; None for a timeout or a subject without responders."""
+        batch, max_payload = self.new_batch(len(requests)), self.max_payload
+        if all(headers is None and len(payload) <= max_payload for _, payload, headers in requests):
             await self.send_all(
-                [(subject, self.reply(waiting, index), payload) for index, (subject, payload, _) in enumerate(requests)]
+                [
+                    (subject, self.new_reply_subject(batch, index), payload)
+                    for index, (subject, payload, _) in enumerate(requests)
+                ]
             )
         else:
             for index, (subject, payload, headers) in enumerate(requests):
-                await self.send(subject, payload, reply=self.reply(waiting, index), headers=headers)
-        await self.answered(waiting, timeout=timeout)
-        return [answer if answer is not None and not unheard(answer) else None for answer in waiting.answers]
+                await self.send(subject, payload, reply=self.new_reply_subject(batch, index), headers=headers)
+        await self.wait_for_batch(batch, timeout=timeout)
+        return [answer if answer is not None and not is_no_responders(answer) else None for answer in batch.answers]
 
-    def round(self, count: int) -> Round:
-        """Room for *count* answers."""
-        if self.lost:
-            raise ConnectionLost("the line to NATS is down")
-        return Round(count)
+    def new_batch(self, count: int) -> RequestBatch:
+        """Create a batch for *count* responses."""
+        if self.is_lost:
+            raise ConnectionLostError("the line to NATS is down")
+        return RequestBatch(count)
 
-    def reply(self, waiting: Round, index: int = 0) -> str:
-        """Where the answer to number *index* is to go."""
+    def new_reply_subject(self, batch: RequestBatch, index: int = 0) -> str:
+        """Return the reply subject for response number *index*."""
         self._number = number = self._number + 1
         token = str(number)
-        self._rounds[token] = waiting, index
+        self._batches[token] = batch, index
         return self._inbox + token
 
-    async def answered(self, waiting: Round, *, timeout: float | None = None) -> bool:
-        """Wait until all of a round was answered; False if some was not in time."""
-        if not waiting.missing:
+    async def wait_for_batch(self, batch: RequestBatch, *, timeout: float | None = None) -> bool:
+        """Wait for all responses of a batch; return False if some are missing at the timeout."""
+        if not batch.missing:
             return True
-        if self.lost:
-            raise ConnectionLost("the line to NATS was lost before it answered")
-        self._waited.add(waiting)
+        if self.is_lost:
+            raise ConnectionLostError("the line to NATS was lost before it answered")
+        self._waiting_batches.add(batch)
         try:
-            await waiting.wait(self.timeout if timeout is None else timeout)
+            await batch.wait(self.timeout if timeout is None else timeout)
         finally:
-            self._waited.discard(waiting)
-            if waiting.missing:
-                for token in [token for token, (known, _) in self._rounds.items() if known is waiting]:
-                    del self._rounds[token]
-        if waiting.error is not None:
-            raise waiting.error
-        if waiting.over:
+            self._waiting_batches.discard(batch)
+            if batch.missing:
+                for token in [token for token, (other, _) in self._batches.items() if other is batch]:
+                    del self._batches[token]
+        if batch.error is not None:
+            raise batch.error
+        if batch.done:
             return True
-        await self.doubted()
+        await self.check_alive()
         return False
 
-    async def doubted(self) -> None:
-        """Nothing came when something should have: see whether the server is silent or the line dead."""
+    async def check_alive(self) -> None:
+        """After a timeout, distinguish a slow response from a dead connection; drop the latter."""
         try:
             await self.client.flush(timeout=self.timeout)  # type: ignore[arg-type] # it takes any number
         except (errors.Error, OSError, ValueError, AttributeError):
             self.drop()
-            raise ConnectionLost(f"NATS has not answered for {2 * self.timeout:g} s") from None
+            raise ConnectionLostError(f"NATS has not answered for {2 * self.timeout:g} s") from None
 
-    def _answer(self, message: Heard) -> None:
-        found = self._rounds.pop(message.subject[len(self._inbox) :], None)
-        if found is None:
+    def _on_answer(self, message: RawMessage) -> None:
+        entry = self._batches.pop(message.subject[len(self._inbox) :], None)
+        if entry is None:
             return
-        waiting, index = found
-        waiting.answers[index] = message
-        waiting.missing -= 1
-        if not waiting.missing:
-            waiting.end()
+        batch, index = entry
+        batch.answers[index] = message
+        batch.missing -= 1
+        if not batch.missing:
+            batch.end()
 
     # -- receiving ----------------------------------------------------------------------------------
 
-    def inbox(self) -> str:
-        """A name that nobody else has."""
+    def new_inbox(self) -> str:
+        """Return a unique subject."""
         return str(self.client.new_inbox())
 
-    async def subscribe(self, subject: str, ear: Ear) -> Subscription:
-        """Have *ear* called with each message, however many come: one that is dropped would be a lost claim."""
+    async def subscribe(self, subject: str, callback: MessageCallback) -> Subscription:
+        """Call *callback* with each message, without a limit: a dropped message would be a lost claim."""
         try:
-            return await self.client.hear(subject, ear)
+            return await self.client.subscribe_callback(subject, callback)
         except (errors.Error, OSError, RuntimeError, AttributeError) as error:
-            raise ConnectionLost(f"the line to NATS broke: {type(error).__name__}") from error
+            raise ConnectionLostError(f"the line to NATS broke: {type(error).__name__}") from error
 
     # -- the end ------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Give the line up: everybody who waits is told now; the connection closes behind our back."""
-        if not self.lost:
-            self._gone()
-            self._leaving = asyncio.ensure_future(_left(self.client))
+        """Abandon the connection: waiting callers are notified immediately, and it closes in the background."""
+        if not self.is_lost:
+            self._mark_lost()
+            self._close_task = asyncio.ensure_future(_close_client(self.client))
 
     async def close(self) -> None:
-        """Close it in good order."""
-        self._gone()
-        await _left(self.client)
+        """Close the connection cleanly."""
+        self._mark_lost()
+        await _close_client(self.client)
 
     def abandon(self) -> None:
-        """Let it go from outside its event loop, which is closed: nobody waits there any more."""
-        self.lost = True
-        self.client.let_go(loop_is_closed=True)
+        """Close the socket from outside the event loop, which is closed, so that no caller waits there."""
+        self.is_lost = True
+        self.client.abort(loop_is_closed=True)
 
-    def _gone(self) -> None:
-        self.lost = True
-        self._rounds.clear()
-        for waiting in self._waited:
-            waiting.fail(ConnectionLost("the line to NATS was lost before it answered"))
-        mourners, self._mourners = self._mourners, []
-        for told in mourners:
-            told()
+    def _mark_lost(self) -> None:
+        self.is_lost = True
+        self._batches.clear()
+        for batch in self._waiting_batches:
+            batch.fail(ConnectionLostError("the line to NATS was lost before it answered"))
+        callbacks, self._lost_callbacks = self._lost_callbacks, []
+        for callback in callbacks:
+            callback()
 
-    async def _closed(self) -> None:
-        if not self.lost:
-            self._gone()
-
-
-def unheard(message: Heard) -> bool:
-    """Whether the server says that nobody was there to answer."""
-    return not message.data and message.status[0] == _NO_RESPONDERS
+    async def _on_closed(self) -> None:
+        if not self.is_lost:
+            self._mark_lost()
 
 
-async def connect(addresses: Sequence[str], *, timeout: float, options: Mapping[str, Any]) -> Line:
-    """A line to one of *addresses*, within *timeout*."""
-    client, line = DirectClient(), None
+def is_no_responders(message: RawMessage) -> bool:
+    """Return whether *message* is the server's status for a subject without responders."""
+    return not message.data and message.status[0] == _NO_RESPONDERS_STATUS
 
-    async def closed() -> None:
-        if line is not None:
-            await line._closed()  # noqa: SLF001 - made here
+
+async def connect(addresses: Sequence[str], *, timeout: float, options: Mapping[str, Any]) -> Connection:
+    """Return a connection to one of *addresses*, opened within *timeout*."""
+    client, connection = FastClient(), None
+
+    async def on_closed() -> None:
+        if connection is not None:
+            await connection._on_closed()  # noqa: SLF001 - created in this function
 
     try:
         async with asyncio.timeout(timeout):
@@ -299,54 +304,56 @@ async def connect(addresses: Sequence[str], *, timeout: float, options: Mapping[
                 **{
                     "name": "ergon",
                     "connect_timeout": timeout,
-                    "ping_interval": _PING,
+                    "ping_interval": _PING_INTERVAL_SECONDS,
                     "flush_timeout": timeout,
                     "pending_size": 16 * 1024 * 1024,
                     **options,
                     "allow_reconnect": False,
-                    # For each address; without a number the client goes on for ever.
+                    # For each address; without a limit the client retries forever.
                     "max_reconnect_attempts": 1,
                     "reconnect_time_wait": 0.02,
-                    "error_cb": _told,
-                    "closed_cb": closed,
+                    "error_cb": _log_client_error,
+                    "closed_cb": on_closed,
                     "skip_subject_validation": True,
                 },
             )
-            line = Line(client, timeout=timeout)
-            await line.subscribe(f"{line._inbox}*", line._answer)  # noqa: SLF001 - made here
-            # A round trip: the server knows where answers go before anything is asked.
+            connection = Connection(client, timeout=timeout)
+            await connection.subscribe(f"{connection._inbox}*", connection._on_answer)  # noqa: SLF001 - created in this function
+            # A round trip: the server knows the response subject before the first request.
             await client.flush(timeout=timeout)  # type: ignore[arg-type] # it takes any number
     except BaseException as error:
-        await _left(client)
-        refusal = _refusal(error, addresses)
-        if refusal is error:
+        await _close_client(client)
+        translated = _translate_error(error, addresses)
+        if translated is error:
             raise
-        raise refusal from error
-    return line
+        raise translated from error
+    return connection
 
 
-async def _left(client: DirectClient) -> None:
-    """Close in good order if that can be done in time, and leave no socket behind in any case."""
+async def _close_client(client: FastClient) -> None:
+    """Close cleanly if that is possible in time, and close the socket in any case."""
     try:
-        with suppress(Exception):  # a server that is gone will find out by itself
-            async with asyncio.timeout(_LEAVE):
+        with suppress(Exception):  # an unavailable server detects the close on its own
+            async with asyncio.timeout(_CLOSE_TIMEOUT_SECONDS):
                 await client.close()
     finally:
-        client.let_go()
+        client.abort()
 
 
-def _refusal(error: BaseException, addresses: Sequence[str]) -> BaseException:
-    where = ", ".join(redact_address(address) for address in addresses)
+def _translate_error(error: BaseException, addresses: Sequence[str]) -> BaseException:
+    servers = ", ".join(redact_address(address) for address in addresses)
     if isinstance(error, errors.AuthorizationError) or "authorization" in str(error).lower():
-        return ConnectorError(f"NATS at {where} refuses these credentials")
+        return ConnectorError(f"NATS at {servers} refuses these credentials")
     if isinstance(error, (errors.Error, OSError, TimeoutError)):
-        return ConnectionLost(f"no NATS server answers at {where} ({type(error).__name__})")
-    return error if isinstance(error, ErgonError) or not isinstance(error, Exception) else _odd(error, where)
+        return ConnectionLostError(f"no NATS server answers at {servers} ({type(error).__name__})")
+    return (
+        error if isinstance(error, ErgonError) or not isinstance(error, Exception) else _connect_error(error, servers)
+    )
 
 
-def _odd(error: Exception, where: str) -> ErgonError:
-    return ConnectorError(f"cannot connect to NATS at {where}: {type(error).__name__}")
+def _connect_error(error: Exception, servers: str) -> ErgonError:
+    return ConnectorError(f"cannot connect to NATS at {servers}: {type(error).__name__}")
 
 
-async def _told(error: Exception) -> None:
-    logs.say(logging.DEBUG, "nats client", {"error": type(error).__name__}, to=_log)
+async def _log_client_error(error: Exception) -> None:
+    logs.log_event(logging.DEBUG, "nats client", {"error": type(error).__name__}, to=_log)

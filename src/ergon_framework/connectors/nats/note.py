@@ -1,7 +1,7 @@
-"""Note: what is known of a message that was put off or given back, kept beside it.
+"""MessageState: the state of a deferred or released message, stored outside the message.
 
-A redelivery brings the headers that were published, so attempts, history and deferrals cannot travel in them;
-and the server counts every delivery, so those that cost nothing have to be taken off.
+A redelivery brings the headers that were published, so attempts, history and deferrals cannot travel in them. The
+server counts every delivery, so uncounted deliveries have to be subtracted.
 """
 
 from __future__ import annotations
@@ -10,86 +10,87 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ergon_framework.connectors.base import ConnectorError, Delivery, Later, MissingKeyError
+from ergon_framework.connectors.base import ConnectorError, Defer, Delivery, MissingKeyError
 from ergon_framework.connectors.codec import Codec
-from ergon_framework.connectors.encryption import hide_errors, keys_of, reveal_errors
+from ergon_framework.connectors.encryption import get_codec_keys, hide_errors, reveal_errors
 from ergon_framework.failure import Attempt, Deferral
-from ergon_framework.transaction import HISTORY, Transaction
+from ergon_framework.transaction import MAX_HISTORY, Transaction
 
-#: The header that says when what was put off is due, so that they can be counted without being read.
+#: The header with the due time of a deferred message, so that deferred messages can be counted without their bodies.
 DUE: Final = "Ergon-Due"
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """Kept under the message's own key until it is settled."""
+class MessageState:
+    """The state of one message, stored under the message's key until it is settled."""
 
-    #: Deliveries that ended in a crash, as they were known at delivery number *delivered*.
-    paid: int
+    #: Deliveries that ended in a crash, as known at delivery number *delivered*.
+    crashed_deliveries: int
     delivered: int
-    #: Seconds since the epoch; 0 for at once.
+    #: Seconds since the epoch; 0 for immediately.
     due: float = 0.0
-    #: None where the message's own headers still say it.
+    #: None if the message's own headers are still valid.
     attempts: int | None = None
     history: tuple[Attempt, ...] = ()
     deferral: Deferral | None = None
-    #: The texts of the errors in both, encrypted; None where they are not.
+    #: The encrypted error texts of both; None if they are not encrypted.
     errors: str | None = None
 
-    def deliveries(self, delivered: int) -> int:
-        """How many deliveries count, the present one included, where the server says *delivered*.
+    def count_deliveries(self, delivered: int) -> int:
+        """Return how many deliveries count, including the current one, for the server's count *delivered*.
 
-        A server that was killed may have forgotten what it had counted, and begins anew.
+        A server that was killed may have lost its count, and starts from the beginning.
 
-        >>> Note(paid=1, delivered=5).deliveries(6), Note(paid=1, delivered=5).deliveries(1)
+        >>> state = MessageState(crashed_deliveries=1, delivered=5)
+        >>> state.count_deliveries(6), state.count_deliveries(1)
         (2, 2)
         """
         since = delivered - self.delivered if delivered > self.delivered else delivered
-        return self.paid + since
+        return self.crashed_deliveries + since
 
-    def after(self, later: Later, delivery: Delivery, codec: Codec) -> Note:
-        """Return this note with what the transaction of *delivery* comes back with."""
+    def with_progress(self, defer: Defer, delivery: Delivery, codec: Codec) -> MessageState:
+        """Return this state with the progress of a deferred transaction."""
         transaction, error = delivery.transaction, delivery.error
         if isinstance(error, MissingKeyError):
-            # The texts of its errors need the same key: they stay as they are.
-            history, deferral, errors = later.history[-HISTORY:], later.deferral, error.errors
+            # Its error texts need the same key, so they are copied as they are.
+            history, deferral, errors = defer.history[-MAX_HISTORY:], defer.deferral, error.errors
         else:
-            keys, past = keys_of(codec), later.history[-HISTORY:]
-            history, deferral, errors = hide_errors(keys, transaction, past, later.deferral)
-        return replace(self, attempts=later.attempts, history=history, deferral=deferral, errors=errors)
+            keys, past = get_codec_keys(codec), defer.history[-MAX_HISTORY:]
+            history, deferral, errors = hide_errors(keys, transaction, past, defer.deferral)
+        return replace(self, attempts=defer.attempts, history=history, deferral=deferral, errors=errors)
 
-    def apply(self, transaction: Transaction, error: ConnectorError | None, codec: Codec) -> Transaction:
-        """Return *transaction* with what it has gone through; *error* is set if its key is missing."""
+    def apply_to(self, transaction: Transaction, error: ConnectorError | None, codec: Codec) -> Transaction:
+        """Return *transaction* with its attempts, history and deferral; *error* is set if its key is missing."""
         if self.attempts is None:
             return transaction
         history, deferral = self.history, self.deferral
         if isinstance(error, MissingKeyError):
             error.errors = self.errors
         else:
-            history, deferral = reveal_errors(keys_of(codec), transaction, history, deferral, self.errors)
+            history, deferral = reveal_errors(get_codec_keys(codec), transaction, history, deferral, self.errors)
         return transaction.replace(attempts=self.attempts, history=history, deferral=deferral)
 
-    def written(self) -> bytes:
-        told: dict[str, Any] = {"paid": self.paid, "delivered": self.delivered, "due": self.due}
+    def to_bytes(self) -> bytes:
+        fields: dict[str, Any] = {"paid": self.crashed_deliveries, "delivered": self.delivered, "due": self.due}
         if self.attempts is not None:
-            told["attempts"] = self.attempts
-            told["history"] = [attempt.model_dump(mode="json") for attempt in self.history[-HISTORY:]]
+            fields["attempts"] = self.attempts
+            fields["history"] = [attempt.model_dump(mode="json") for attempt in self.history[-MAX_HISTORY:]]
             if self.deferral is not None:
-                told["deferral"] = self.deferral.model_dump(mode="json")
+                fields["deferral"] = self.deferral.model_dump(mode="json")
             if self.errors is not None:
-                told["errors"] = self.errors
-        return json.dumps(told).encode()
+                fields["errors"] = self.errors
+        return json.dumps(fields).encode()
 
 
-def read(body: bytes) -> Note:
-    """The note in *body*; ValueError for what is none."""
-    told = json.loads(body)
-    return Note(
-        paid=int(told["paid"]),
-        delivered=int(told["delivered"]),
-        due=float(told.get("due", 0.0)),
-        attempts=None if told.get("attempts") is None else int(told["attempts"]),
-        history=tuple(Attempt.model_validate(attempt) for attempt in told.get("history", ())),
-        deferral=None if told.get("deferral") is None else Deferral.model_validate(told["deferral"]),
-        errors=None if told.get("errors") is None else str(told["errors"]),
+def parse_message_state(body: bytes) -> MessageState:
+    """Parse a message state; raise ValueError for an invalid one."""
+    fields = json.loads(body)
+    return MessageState(
+        crashed_deliveries=int(fields["paid"]),
+        delivered=int(fields["delivered"]),
+        due=float(fields.get("due", 0.0)),
+        attempts=None if fields.get("attempts") is None else int(fields["attempts"]),
+        history=tuple(Attempt.model_validate(attempt) for attempt in fields.get("history", ())),
+        deferral=None if fields.get("deferral") is None else Deferral.model_validate(fields["deferral"]),
+        errors=None if fields.get("errors") is None else str(fields["errors"]),
     )

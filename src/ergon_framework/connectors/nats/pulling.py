@@ -1,4 +1,4 @@
-"""Pulling: one long-lived inbox to which the server sends what was asked for."""
+"""Pull requests over one long-lived inbox, to which the server sends the requested messages."""
 
 from __future__ import annotations
 
@@ -15,209 +15,211 @@ from nats.aio.subscription import Subscription
 
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.nats import api
-from ergon_framework.connectors.nats.claim import Claim
-from ergon_framework.connectors.nats.frames import Heard
-from ergon_framework.connectors.nats.line import Line, Round
+from ergon_framework.connectors.nats.claim import NatsClaim
+from ergon_framework.connectors.nats.frames import RawMessage
+from ergon_framework.connectors.nats.line import Connection, RequestBatch
 from ergon_framework.connectors.nats.naming import CONSUMER
-from ergon_framework.connectors.nats.ticker import Ticker
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.connectors.nats.ticker import LoopHeartbeat
+from ergon_framework.errors import ConnectionLostError
 
-#: Seconds for which the server keeps the request of a loop that waits to be woken.
-_STANDING: Final = 30.0
-#: Shortest wait that a server is asked for.
-_LEAST: Final = 0.005
-#: Seconds after a request has run out in which the server may say so.
-_GRACE: Final = 0.25
-#: Nothing there; the time is over.
-_NOTHING: Final = frozenset({"404", "408"})
-#: The next message is larger than what is left of the bytes that were asked for.
+#: Seconds that the server keeps the request of a loop that waits for a wakeup.
+_WAKEUP_PULL_SECONDS: Final = 30.0
+#: Shortest expiry of a pull request.
+_MIN_EXPIRY_SECONDS: Final = 0.005
+#: Seconds after the expiry of a request in which the server may report it.
+_EXPIRY_GRACE_SECONDS: Final = 0.25
+#: No messages, and request timeout.
+_EMPTY_STATUSES: Final = frozenset({"404", "408"})
+#: The next message is larger than the remaining bytes of the request.
 _TOO_LARGE: Final = "409", "Message Size Exceeds MaxBytes"
-#: As many bytes have come as were asked for.
+#: The request has brought as many bytes as it asked for.
 _COMPLETE: Final = "409", "Batch Completed"
 
 
-class _Ask:
-    """One pull request, and who waits for what it brings."""
+class _PullRequest:
+    """One pull request, and the batch that waits for its messages."""
 
-    __slots__ = ("round", "status", "wanted", "words")
+    __slots__ = ("batch", "count", "description", "status")
 
-    def __init__(self, waiting: Round, wanted: int) -> None:
-        self.round = waiting
-        self.wanted = wanted
+    def __init__(self, batch: RequestBatch, count: int) -> None:
+        self.batch = batch
+        self.count = count
         self.status = ""
-        self.words = ""
+        self.description = ""
 
 
-class Pulls:
-    """The pull requests of one queue over one line.
+class PullRequests:
+    """The pull requests of one queue over one connection.
 
-    What comes goes into *buffer*, whoever asked for it: a fetch that gave up leaves its request
-    behind, and the next one finds what that brought.
+    All messages go into *buffer*, whichever request brought them: a fetch that gave up leaves its request at the
+    server, and the next fetch finds its messages.
     """
 
     def __init__(
         self,
-        line: Line,
+        connection: Connection,
         stream: str,
-        buffer: deque[Claim],
+        buffer: deque[NatsClaim],
         *,
         owner: object,
         lease: float,
         max_bytes: int,
-        ticker: Ticker,
+        heartbeat: LoopHeartbeat,
         wake: Callable[[], None],
-        listened: Callable[[], bool],
+        has_listeners: Callable[[], bool],
     ) -> None:
-        self._line = line
+        self._connection = connection
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{CONSUMER}"
         self._buffer = buffer
         self._owner = owner
         self._lease = lease
         #: Bytes that one request may bring.
         self._max_bytes = max_bytes
-        self._ticker = ticker
+        self._heartbeat = heartbeat
         self._wake = wake
-        self._listened = listened
-        self._asks: dict[str, _Ask] = {}
+        self._has_listeners = has_listeners
+        self._requests: dict[str, _PullRequest] = {}
         self._tokens = itertools.count(1)
-        #: When the oldest request that may still be answered was sent.
-        self._asked_at = 0.0
-        self._standing = False
-        self._stood_at = 0.0
-        self._inbox, self._bell = f"{line.inbox()}.", line.inbox()
+        #: When the oldest unanswered request was sent.
+        self._requested_at = 0.0
+        self._wakeup_pending = False
+        self._wakeup_sent_at = 0.0
+        self._inbox, self._wakeup_inbox = f"{connection.new_inbox()}.", connection.new_inbox()
         self._subscriptions: list[Subscription] = []
-        #: Kept, or it would be collected on its way.
-        self._again: asyncio.Future[None] | None = None
+        #: Kept, because a task without a reference may be garbage-collected.
+        self._renew_task: asyncio.Future[None] | None = None
 
     async def begin(self) -> None:
-        """Have the inboxes."""
+        """Subscribe to the inboxes."""
         self._subscriptions = [
-            await self._line.subscribe(f"{self._inbox}*", self._heard),
-            await self._line.subscribe(self._bell, self._rung),
+            await self._connection.subscribe(f"{self._inbox}*", self._on_message),
+            await self._connection.subscribe(self._wakeup_inbox, self._on_wakeup),
         ]
 
     @property
-    def waiting(self) -> bool:
-        """Whether somebody waits for something that may come."""
-        return bool(self._asks) or self._standing
+    def is_waiting(self) -> bool:
+        """Whether a request is outstanding."""
+        return bool(self._requests) or self._wakeup_pending
 
     @property
-    def asking(self) -> bool:
-        return bool(self._asks)
+    def is_fetching(self) -> bool:
+        return bool(self._requests)
 
-    async def ask(self, count: int, wait: float) -> None:
-        """Ask for *count* and wait until they are there, or all that fits or there is, or *wait* is over."""
-        ended = await self._ask({"batch": count, "max_bytes": self._max_bytes}, count, wait)
-        if ended == _TOO_LARGE and not self._buffer:
-            # Larger than all bytes of a fetch: it comes by itself.
-            ended = await self._ask({"batch": 1}, 1, wait)
+    async def fetch(self, count: int, wait: float) -> None:
+        """Request *count* messages and wait for them, for all that fit or exist, or until *wait* has passed."""
+        status = await self._pull({"batch": count, "max_bytes": self._max_bytes}, count, wait)
+        if status == _TOO_LARGE and not self._buffer:
+            # One message is larger than the byte limit of a fetch: it is fetched alone.
+            status = await self._pull({"batch": 1}, 1, wait)
 
-    async def _ask(self, wanted: dict[str, object], count: int, wait: float) -> tuple[str, str]:
-        """Ask for *wanted*; return the status with which the server has ended the request, if it has."""
-        # With both of these the server waits for the first, and then sends what there is.
-        wanted["no_wait"] = True
+    async def _pull(self, fields: dict[str, object], count: int, wait: float) -> tuple[str, str]:
+        """Send a pull request with *fields*; return the status with which the server ended it, if it did."""
+        # With both options the server waits for the first message, and then sends those that are ready.
+        fields["no_wait"] = True
         if wait > 0:
-            wanted["expires"] = api.nanos(max(wait, _LEAST))
+            fields["expires"] = api.to_nanoseconds(max(wait, _MIN_EXPIRY_SECONDS))
         token = str(next(self._tokens))
-        ask = _Ask(self._line.round(1), count)
-        if not self._asks:
-            self._asked_at = time.monotonic()
-        self._asks[token] = ask
-        self._ticker.start()
+        request = _PullRequest(self._connection.new_batch(1), count)
+        if not self._requests:
+            self._requested_at = time.monotonic()
+        self._requests[token] = request
+        self._heartbeat.start()
         try:
-            await self._line.send_all([(self._subject, f"{self._inbox}{token}", json.dumps(wanted).encode())])
-            await self._answered(ask, wait)
+            await self._connection.send_all([(self._subject, f"{self._inbox}{token}", json.dumps(fields).encode())])
+            await self._wait_for_answer(request, wait)
         finally:
-            del self._asks[token]
-        ended = ask.status, ask.words
-        if ask.status and ask.status not in _NOTHING and ended not in (_TOO_LARGE, _COMPLETE):
-            raise self._refusal(ask)
-        return ended
+            del self._requests[token]
+        status = request.status, request.description
+        if request.status and request.status not in _EMPTY_STATUSES and status not in (_TOO_LARGE, _COMPLETE):
+            raise self._rejection_error(request)
+        return status
 
-    async def _answered(self, ask: _Ask, wait: float) -> None:
-        """Wait in pieces, and look in between whether the server is still there."""
-        line = self._line
-        end = time.monotonic() + (wait + _GRACE if wait > 0 else line.timeout)
-        while not await line.answered(ask.round, timeout=min(2 * line.timeout, max(0.0, end - time.monotonic()))):
+    async def _wait_for_answer(self, request: _PullRequest, wait: float) -> None:
+        """Wait in intervals, and check between them that the server is still there."""
+        connection = self._connection
+        end = time.monotonic() + (wait + _EXPIRY_GRACE_SECONDS if wait > 0 else connection.timeout)
+        while not await connection.wait_for_batch(
+            request.batch, timeout=min(2 * connection.timeout, max(0.0, end - time.monotonic()))
+        ):
             if time.monotonic() < end:
                 continue
             if wait <= 0:
-                raise ConnectionLost(f"JetStream has not answered a fetch for {line.timeout:g} s")
-            # The server is there. A request that runs out while something arrives is dropped without a word (2.9).
+                raise ConnectionLostError(f"JetStream has not answered a fetch for {connection.timeout:g} s")
+            # The server is there. It drops a request that expires while a message arrives, without a status (2.9).
             return
 
-    def _refusal(self, ask: _Ask) -> ConnectorError | ConnectionLost:
-        if ask.status == "409" and "Exceeded" in ask.words:
+    def _rejection_error(self, request: _PullRequest) -> ConnectorError | ConnectionLostError:
+        if request.status == "409" and "Exceeded" in request.description:
             return ConnectorError(
-                f"the consumer {CONSUMER!r} allows less than is asked for: {ask.words}; raise it there"
+                f"the consumer {CONSUMER!r} allows less than is asked for: {request.description}; raise it there"
             )
-        # Deleted, shut down, led by another now: a new look at the server will tell.
-        self._line.drop()
-        return ConnectionLost(f"JetStream cannot fetch now: {ask.status} {ask.words}".rstrip())
+        # Deleted, shut down or under a new leader: reconnecting shows the new state.
+        self._connection.drop()
+        return ConnectionLostError(f"JetStream cannot fetch now: {request.status} {request.description}".rstrip())
 
-    async def stand(self) -> None:
-        """Leave a request for one with the server, so that whoever listens is woken by what arrives."""
-        if self._standing or self._line.lost:
+    async def ensure_outstanding(self) -> None:
+        """Leave a request for one message with the server, so that an arrival wakes the listeners."""
+        if self._wakeup_pending or self._connection.is_lost:
             return
-        self._standing = True
-        self._stood_at = time.monotonic()
-        self._ticker.start()
-        request = {"batch": 1, "max_bytes": self._max_bytes, "expires": api.nanos(_STANDING)}
-        wanted = json.dumps(request).encode()
+        self._wakeup_pending = True
+        self._wakeup_sent_at = time.monotonic()
+        self._heartbeat.start()
+        request = {"batch": 1, "max_bytes": self._max_bytes, "expires": api.to_nanoseconds(_WAKEUP_PULL_SECONDS)}
+        payload = json.dumps(request).encode()
         try:
-            await self._line.send(self._subject, wanted, reply=self._bell)
+            await self._connection.send(self._subject, payload, reply=self._wakeup_inbox)
         except BaseException:
-            self._standing = False
+            self._wakeup_pending = False
             raise
 
     def interrupt(self) -> None:
-        """Every wait that has begun ends now."""
-        for ask in list(self._asks.values()):
-            ask.round.end()
+        """End every wait that has begun."""
+        for request in list(self._requests.values()):
+            request.batch.end()
 
     async def end(self) -> None:
-        """Take the inboxes away, with what is still on its way to them in the buffer."""
-        self._listened = _nobody
+        """Unsubscribe from the inboxes; messages that are still in transit end up in the buffer."""
+        self._has_listeners = _always_false
         self.interrupt()
         for subscription in self._subscriptions:
-            with suppress(Exception):  # a line that is lost has none, and one that is dead does not answer
-                async with asyncio.timeout(self._line.timeout):
-                    await subscription.drain()  # type: ignore[no-untyped-call] # as it comes
+            with suppress(Exception):  # a lost connection has none, and a dead one does not answer
+                async with asyncio.timeout(self._connection.timeout):
+                    await subscription.drain()  # type: ignore[no-untyped-call] # untyped in the client
         self._subscriptions = []
 
-    # -- what comes ---------------------------------------------------------------------------------
+    # -- receiving ----------------------------------------------------------------------------------
 
-    def _heard(self, message: Heard) -> None:
+    def _on_message(self, message: RawMessage) -> None:
         if message.reply:
             buffer = self._buffer
-            buffer.append(self._claim(message, self._asked_at))
-            for ask in self._asks.values():
-                if len(buffer) >= ask.wanted:
-                    ask.round.end()
+            buffer.append(self._to_claim(message, self._requested_at))
+            for request in self._requests.values():
+                if len(buffer) >= request.count:
+                    request.batch.end()
             return
-        ended = self._asks.get(message.subject[len(self._inbox) :])
-        if ended is not None:
-            ended.status, ended.words = message.status
-            ended.round.end()
+        finished = self._requests.get(message.subject[len(self._inbox) :])
+        if finished is not None:
+            finished.status, finished.description = message.status
+            finished.batch.end()
 
-    def _rung(self, message: Heard) -> None:
-        self._standing = False
+    def _on_wakeup(self, message: RawMessage) -> None:
+        self._wakeup_pending = False
         if message.reply:
-            self._buffer.append(self._claim(message, self._stood_at))
+            self._buffer.append(self._to_claim(message, self._wakeup_sent_at))
             self._wake()
         elif message.status in (_TOO_LARGE, _COMPLETE):
             self._wake()
-        elif message.status[0] in _NOTHING and self._listened():
-            self._again = asyncio.ensure_future(self._stand_again())
+        elif message.status[0] in _EMPTY_STATUSES and self._has_listeners():
+            self._renew_task = asyncio.ensure_future(self._renew_outstanding())
 
-    async def _stand_again(self) -> None:
-        with suppress(ConnectionLost):  # whoever fetches next will notice
-            await self.stand()
+    async def _renew_outstanding(self) -> None:
+        with suppress(ConnectionLostError):  # the next fetch will notice
+            await self.ensure_outstanding()
 
-    def _claim(self, message: Heard, asked_at: float) -> Claim:
-        before = self._ticker.before
-        return Claim(self._owner, message, (max(asked_at, before)) + self._lease)
+    def _to_claim(self, message: RawMessage, requested_at: float) -> NatsClaim:
+        before = self._heartbeat.before
+        return NatsClaim(self._owner, message, (max(requested_at, before)) + self._lease)
 
 
-def _nobody() -> bool:
+def _always_false() -> bool:
     return False

@@ -1,4 +1,4 @@
-"""NatsQueue: a queue in JetStream. The client is asynchronous; threads reach it through the bridge."""
+"""NatsQueue: a queue in JetStream. The client is asynchronous; threads use it through the bridge."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from ergon_framework.connectors.arrivals import Arrivals
+from ergon_framework.connectors.arrivals import WakeupHub
 from ergon_framework.connectors.base import (
     AsyncConnector,
     Capabilities,
     Confirmation,
+    Defer,
     Delivery,
     Depth,
-    Later,
     Listener,
     Release,
+    SettlementRequest,
     SettleResult,
-    Settling,
     UndecodableError,
     Unlisten,
 )
@@ -34,60 +34,59 @@ from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.foreign import ForeignCodec
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
 from ergon_framework.connectors.nats import api, burials, note
-from ergon_framework.connectors.nats.claim import Claim
-from ergon_framework.connectors.nats.dispatching import HEADERS, Dispatcher
-from ergon_framework.connectors.nats.durability import Durability, judged
-from ergon_framework.connectors.nats.examining import examined
-from ergon_framework.connectors.nats.home import Home, home_of, leave
-from ergon_framework.connectors.nats.layout import Layout, built
-from ergon_framework.connectors.nats.line import Line, connect
-from ergon_framework.connectors.nats.naming import CONSUMER, names
-from ergon_framework.connectors.nats.pulling import Pulls
-from ergon_framework.connectors.nats.settling import Settler
-from ergon_framework.connectors.nats.ticker import Ticker
+from ergon_framework.connectors.nats.claim import NatsClaim
+from ergon_framework.connectors.nats.dispatching import MAX_HEADER_BYTES, Dispatcher
+from ergon_framework.connectors.nats.durability import NatsDurability, assess_durability
+from ergon_framework.connectors.nats.examining import diagnose
+from ergon_framework.connectors.nats.home import ServerClient, acquire_client, release_client
+from ergon_framework.connectors.nats.layout import StreamConfig, ensure_streams
+from ergon_framework.connectors.nats.line import Connection, connect
+from ergon_framework.connectors.nats.naming import CONSUMER, stream_names
+from ergon_framework.connectors.nats.pulling import PullRequests
+from ergon_framework.connectors.nats.settling import NatsSettler
+from ergon_framework.connectors.nats.ticker import LoopHeartbeat
 from ergon_framework.connectors.outage import public_address
-from ergon_framework.errors import ConfigurationError, ConnectionLost
-from ergon_framework.finding import Finding, Wall
+from ergon_framework.errors import ConfigurationError, ConnectionLostError
+from ergon_framework.finding import Diagnostic, WallClock
 from ergon_framework.redaction import learn_address
 from ergon_framework.telemetry import logs
 from ergon_framework.transaction import Transaction
 
 _log = logging.getLogger(__name__)
 
-#: Where the address of the server is looked for if the program does not give one.
-VARIABLE: Final = "ERGON_NATS__URL"
-#: Seconds that what nobody waits for may lie here before it is given back.
-_STRAY: Final = 1.0
-#: How many that were never delivered before it takes to ask for several at once, after one that was.
-_TRUST: Final = 50
-#: Seconds by which clocks may differ before something is said to have come too early.
-_EARLY: Final = 1.0
-#: How many notes are looked at to tell what is delayed from what is in flight.
-_COUNTED: Final = 10_000
+#: The environment variable with the server's address, used if the program passes none.
+URL_VARIABLE: Final = "ERGON_NATS__URL"
+#: Seconds that an unrequested delivery may wait in this process before it is released.
+_UNREQUESTED_GRACE_SECONDS: Final = 1.0
+#: After a redelivered message, several are requested together again once this many new ones have come.
+_CAUTIOUS_FETCHES: Final = 50
+#: Tolerated difference between clocks, in seconds, before a delivery counts as too early.
+_CLOCK_TOLERANCE_SECONDS: Final = 1.0
+#: Message states that are read to tell delayed messages from those in flight.
+_MAX_STATES_READ: Final = 10_000
 
 
 class _Session:
-    """A line on which the queue was found in order, and what was asked for over it."""
+    """A connection on which the queue was checked, and its pull requests."""
 
-    def __init__(self, line: Line, pulls: Pulls, known: set[str]) -> None:
-        self.line = line
+    def __init__(self, connection: Connection, pulls: PullRequests, known_keys: set[str]) -> None:
+        self.connection = connection
         self.pulls = pulls
-        #: Keys of notes that were there when the line was made: a server that was killed forgets how often it
-        #: has delivered, and would show these as new.
-        self.known = known
+        #: Keys of the message states that existed when the connection was made: a server that was killed loses
+        #: its delivery counts, and would present these messages as new.
+        self.known_keys = known_keys
 
 
 class NatsQueue(AsyncConnector):
-    """One queue of a NATS server or cluster; its streams are made when it is opened first.
+    """One queue of a NATS server or cluster; its streams are created when it is first opened.
 
-    The address is *url*, or the environment's ``ERGON_NATS__URL``; several are separated by commas.
-    Claims last for *lease* seconds, which is the consumer's ``ack_wait`` and so the same for all
-    workers. *subjects* are those of other producers that the queue takes in besides its own. A call
-    may take *timeout* seconds for each answer of the server; a dispatch goes on trying for *patience*.
-    *monitor* is the server's monitoring address, by which its durability can be seen. *options* go
-    to the client: credentials and TLS for instance. With *erase* acked messages are also erased;
-    None does so where a killed server would bring them back (before 2.10). One fetch brings
-    *max_fetch_bytes* at most, and always at least one message.
+    The address is *url*, or the environment's ``ERGON_NATS__URL``; several are separated by commas. Claims last for
+    *lease* seconds, which is the consumer's ``ack_wait`` and so the same for all workers. *subjects* are additional
+    subjects of other producers. A call may take *timeout* seconds for each response of the server; a dispatch retries
+    for *patience* seconds. *monitor* is the server's monitoring address, which shows its durability. *options* are
+    passed to the client: credentials and TLS for example. With *erase* acked messages are also erased; None does so
+    where a killed server would restore them (before 2.10). One fetch brings *max_fetch_bytes* at most, and always at
+    least one message.
     """
 
     def __init__(
@@ -107,11 +106,11 @@ class NatsQueue(AsyncConnector):
         erase: bool | None = None,
         max_fetch_bytes: int = MAX_FETCH_BYTES,
     ) -> None:
-        if not 0 < len(name) <= 200:  # noqa: PLR2004 - as on every broker
+        if not 0 < len(name) <= 200:  # noqa: PLR2004 - the same limit on every broker
             raise ConfigurationError(f"the name of a queue has 1 to 200 characters, not {len(name)}")
-        for words, seconds in (("lease", lease), ("timeout", timeout), ("patience", patience)):
+        for option, seconds in (("lease", lease), ("timeout", timeout), ("patience", patience)):
             if not 0 < seconds < math.inf:
-                raise ConfigurationError(f"{words} must be a finite number of seconds > 0, not {seconds!r}")
+                raise ConfigurationError(f"{option} must be a finite number of seconds > 0, not {seconds!r}")
         if monitor is not None and not monitor.startswith(("http://", "https://")):
             raise ConfigurationError(f"monitor is the http address of the server's monitoring, not {monitor!r}")
         self._name = name
@@ -120,30 +119,38 @@ class NatsQueue(AsyncConnector):
         self._codec = select_codec(codec)
         self._timeout = timeout
         self._limits = FetchLimits(max_fetch_bytes)
-        #: How many more that were never delivered before it takes to ask for several at once again.
-        self._doubts = 0
+        #: New messages that must still come before several are requested together again.
+        self._cautious_fetches = 0
         self._monitor = monitor
         self._options = dict(options or {})
-        self._names = names(name)
-        self._layout = Layout(self._names, lease, tuple(subjects), replicas, dead_days)
-        self._arrivals = Arrivals()
-        self._listening = 0
-        self._durability: Durability | None = None
-        #: Bytes that the server takes, once that is known.
-        self._taken: int | None = None
-        self._home: Home | None = None
+        self._names = stream_names(name)
+        self._layout = StreamConfig(self._names, lease, tuple(subjects), replicas, dead_days)
+        self._arrivals = WakeupHub()
+        self._listener_count = 0
+        self._durability: NatsDurability | None = None
+        #: Bytes that the server accepts, once that is known.
+        self._server_max_bytes: int | None = None
+        self._client: ServerClient | None = None
         self._session: _Session | None = None
-        self._opening: asyncio.Lock | None = None
-        self._closing = 0
-        #: What came and was not yet fetched; what was fetched and not yet settled.
-        self._buffer: deque[Claim] = deque()
-        self._held: set[Claim] = set()
-        self._ticker = Ticker(lease, self._ticked)
+        self._open_lock: asyncio.Lock | None = None
+        self._close_count = 0
+        #: Received and not yet fetched; fetched and not yet settled.
+        self._buffer: deque[NatsClaim] = deque()
+        self._held: set[NatsClaim] = set()
+        self._heartbeat = LoopHeartbeat(lease, self._on_tick)
         self._background: set[asyncio.Task[Any]] = set()
-        self._settler = Settler(
-            name, self._names, codec=self._codec, held=self._held, owner=self, line=self._line, erase=erase
+        self._settler = NatsSettler(
+            name,
+            self._names,
+            codec=self._codec,
+            held=self._held,
+            owner=self,
+            get_connection=self._get_connection,
+            erase=erase,
         )
-        self._dispatcher = Dispatcher(self._names, self._codec, line=self._ready_line, patience=patience)
+        self._dispatcher = Dispatcher(
+            self._names, self._codec, get_connection=self._get_checked_connection, patience=patience
+        )
 
     def __repr__(self) -> str:
         return f"NatsQueue({self._name!r})"
@@ -154,129 +161,134 @@ class NatsQueue(AsyncConnector):
 
     @property
     def server_address(self) -> str | None:
-        urls = (self._url or os.environ.get(VARIABLE) or "").split(",")
+        urls = (self._url or os.environ.get(URL_VARIABLE) or "").split(",")
         return ",".join(filter(None, (public_address(url.strip(), scheme="nats") for url in urls))) or None
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do; whether it is durable is known once it was opened."""
+        """The capabilities of the server; durability is known once the queue was opened."""
         return Capabilities(
             mode="queue",
             renewable=True,
             lease=self._lease,
-            release_is_free=True,
+            release_uncounted=True,
             delays=True,
             dead_letters=True,
             fenced_by="clock",
-            replays_at_once=False,
+            atomic_replay=False,
             durable=None if self._durability is None else self._durability.durable,
-            max_payload=self._largest,
+            max_payload=self._max_body_bytes,
         )
 
     @property
-    def _largest(self) -> int | None:
-        """What codec and server take; headers count for the server."""
-        own, room = self._codec.max_bytes, None if self._taken is None else max(1, self._taken - HEADERS)
-        return min((each for each in (own, room) if each is not None), default=None)
+    def _max_body_bytes(self) -> int | None:
+        """The largest body that codec and server accept; the server's limit includes headers."""
+        codec_max, server_max = (
+            self._codec.max_bytes,
+            None if self._server_max_bytes is None else max(1, self._server_max_bytes - MAX_HEADER_BYTES),
+        )
+        return min((each for each in (codec_max, server_max) if each is not None), default=None)
 
     @property
     def durability(self) -> str | None:
-        """In words, what a power loss could cost; None before the queue was opened."""
-        return None if self._durability is None else self._durability.words
+        """A description of what a power loss could lose; None before the queue was opened."""
+        return None if self._durability is None else self._durability.message
 
-    # -- coming and going ---------------------------------------------------------------------------
+    # -- opening and closing ------------------------------------------------------------------------
 
-    def _at_home(self) -> Home:
+    def _get_client(self) -> ServerClient:
         loop = asyncio.get_running_loop()
-        if self._home is None or self._home.loop is not loop or self._home.where[-1] != os.getpid():
-            # Another loop, or a forked child: what belonged to the old one is not ours.
-            self._session, self._opening = None, asyncio.Lock()
-            self._ticker.stop()
+        if self._client is None or self._client.loop is not loop or self._client.key[-1] != os.getpid():
+            # Another loop, or a forked child: the old client's state must not be used.
+            self._session, self._open_lock = None, asyncio.Lock()
+            self._heartbeat.stop()
             self._buffer.clear()
-            self._home = home_of(self._addresses(), timeout=self._timeout, options=self._options, apart=self)
-        return self._home
+            self._client = acquire_client(
+                self._parse_addresses(), timeout=self._timeout, options=self._options, owner=self
+            )
+        return self._client
 
-    def _addresses(self) -> list[str]:
-        url = self._url or os.environ.get(VARIABLE)
+    def _parse_addresses(self) -> list[str]:
+        url = self._url or os.environ.get(URL_VARIABLE)
         if not url:
             raise ConfigurationError(
-                f"the queue {self._name!r} has no server: set {VARIABLE} in the environment or give url=…"
+                f"the queue {self._name!r} has no server: set {URL_VARIABLE} in the environment or give url=…"
             )
         learn_address(url)
         return [address.strip() for address in url.split(",") if address.strip()]
 
-    async def _line(self) -> Line:
-        return await self._at_home().line()
+    async def _get_connection(self) -> Connection:
+        return await self._get_client().connection()
 
-    async def _ready_line(self) -> Line:
-        return (await self._opened()).line
+    async def _get_checked_connection(self) -> Connection:
+        return (await self._get_session()).connection
 
-    async def _opened(self) -> _Session:
-        """The queue in order on a line that is up."""
-        home = self._at_home()
+    async def _get_session(self) -> _Session:
+        """Return a session with a live connection, on which the queue was checked."""
+        client = self._get_client()
         session = self._session
-        if session is not None and not session.line.lost:
+        if session is not None and not session.connection.is_lost:
             return session
-        assert self._opening is not None  # noqa: S101 - made with the home
-        async with self._opening:
+        assert self._open_lock is not None  # noqa: S101 - created with the client
+        async with self._open_lock:
             session = self._session
-            if session is None or session.line.lost:
-                session = self._session = await self._open(await home.line())
+            if session is None or session.connection.is_lost:
+                session = self._session = await self._open(await client.connection())
             return session
 
-    async def _open(self, line: Line) -> _Session:
-        found = await built(line, self._layout)
-        self._taken = line.max_payload
+    async def _open(self, connection: Connection) -> _Session:
+        streams = await ensure_streams(connection, self._layout)
+        self._server_max_bytes = connection.max_payload
         if self._durability is None:
-            await self._judge(line, found.storage)
-        known: set[str] = set()
-        if found.notes:
-            skipped = len(self._names.note_subject) + 1
-            async for each in api.scan(line, self._names.notes, bodies=False):
-                known.add(each.subject[skipped:])
-        pulls = Pulls(
-            line,
+            await self._assess_durability(connection, streams.storage)
+        known_keys: set[str] = set()
+        if streams.state_count:
+            prefix_chars = len(self._names.state_subject) + 1
+            async for message in api.scan(connection, self._names.states, bodies=False):
+                known_keys.add(message.subject[prefix_chars:])
+        pulls = PullRequests(
+            connection,
             self._names.work,
             self._buffer,
             owner=self,
             lease=self._lease,
             max_bytes=self._limits.max_bytes,
-            ticker=self._ticker,
-            wake=self._arrivals.arrived,
-            listened=lambda: self._listening > 0,
+            heartbeat=self._heartbeat,
+            wake=self._arrivals.notify,
+            has_listeners=lambda: self._listener_count > 0,
         )
         await pulls.begin()
-        # A loop that was waiting to be woken looks at once that the line is gone.
-        line.mourn(self._arrivals.arrived)
-        return _Session(line, pulls, known)
+        # A loop that waits for a wakeup learns immediately that the connection is lost.
+        connection.on_lost(self._arrivals.notify)
+        return _Session(connection, pulls, known_keys)
 
-    async def _judge(self, line: Line, storage: str) -> None:
+    async def _assess_durability(self, connection: Connection, storage: str) -> None:
         monitored = None
         if self._monitor is not None:
-            monitored = await asyncio.to_thread(_monitored, self._monitor, self._timeout)
-        self._durability = judged(version=line.version, storage=storage, monitored=monitored)
+            monitored = await asyncio.to_thread(_read_monitoring, self._monitor, self._timeout)
+        self._durability = assess_durability(version=connection.version, storage=storage, monitored=monitored)
         level = logging.INFO if self._durability.durable else logging.WARNING
-        logs.say(
+        logs.log_event(
             level,
             "nats durability",
-            {"queue": self._name, "durable": self._durability.durable, "words": self._durability.words},
+            {"queue": self._name, "durable": self._durability.durable, "words": self._durability.message},
             to=_log,
             keep_none=True,
         )
 
     async def open_async(self) -> None:
-        """Connect; make the queue's streams or check them, and say what the server's settings are worth."""
-        await self._opened()
+        """Connect, create or check the queue's streams, and log the durability of the server's settings."""
+        await self._get_session()
 
     async def close_async(self) -> None:
-        """Disconnect. What is still held comes back to somebody when the lease ends."""
-        self._closing += 1
+        """Disconnect. Claims that are still held are redelivered when their leases end."""
+        self._close_count += 1
         session, self._session = self._session, None
-        home, self._home = self._home, None
-        self._ticker.stop()
-        if session is not None and not session.line.lost:
+        client, self._client = self._client, None
+        self._heartbeat.stop()
+        if session is not None and not session.connection.is_lost:
             await session.pulls.end()
-            await self._give_back(list(self._buffer), session.line)
+            await self._release(list(self._buffer), session.connection)
         elif session is not None:
             session.pulls.interrupt()
         self._buffer.clear()
@@ -284,56 +296,56 @@ class NatsQueue(AsyncConnector):
             claim.owner = None
         self._held.clear()
         self._arrivals.interrupt()
-        if home is not None and leave(home):
-            await home.close()
+        if client is not None and release_client(client):
+            await client.close()
 
     def listen(self, listener: Listener) -> Unlisten:
         unlisten = self._arrivals.listen(listener)
-        self._listening += 1
+        self._listener_count += 1
 
-        def leave_off() -> None:
+        def stop_listening() -> None:
             unlisten()
-            self._listening -= 1
+            self._listener_count -= 1
 
-        return leave_off
+        return stop_listening
 
-    # -- the clock ------------------------------------------------------------------------------------
+    # -- the heartbeat --------------------------------------------------------------------------------
 
-    def _ticked(self) -> bool:
-        """Let go of what has run out; whether there is anything left to watch."""
+    def _on_tick(self) -> bool:
+        """Drop expired claims and release unrequested ones; return whether anything is left to watch."""
         now = time.monotonic()
         expired = [claim for claim in self._held if claim.until <= now]
         for claim in expired:
             claim.owner = None
             self._held.discard(claim)
         if expired:
-            self._arrivals.lost(expired)
+            self._arrivals.notify_lost(expired)
         session = self._session
-        if self._buffer and (session is None or not session.pulls.asking):
-            stale = now + self._lease - min(_STRAY, self._lease / 4)
-            strays = [claim for claim in self._buffer if claim.until <= stale]
-            if strays:
-                for claim in strays:
+        if self._buffer and (session is None or not session.pulls.is_fetching):
+            stale = now + self._lease - min(_UNREQUESTED_GRACE_SECONDS, self._lease / 4)
+            unrequested = [claim for claim in self._buffer if claim.until <= stale]
+            if unrequested:
+                for claim in unrequested:
                     self._buffer.remove(claim)
-                self._later(self._give_back(strays))
-        return bool(self._held or self._buffer) or (session is not None and session.pulls.waiting)
+                self._run_in_background(self._release(unrequested))
+        return bool(self._held or self._buffer) or (session is not None and session.pulls.is_waiting)
 
-    def _later(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
+    def _run_in_background(self, coroutine: Any) -> None:
+        task = asyncio.ensure_future(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _give_back(self, claims: Sequence[Claim], line: Line | None = None) -> None:
-        """Release what nobody has fetched; it must cost nothing."""
+    async def _release(self, claims: Sequence[NatsClaim], connection: Connection | None = None) -> None:
+        """Release unrequested claims; their deliveries are not counted."""
         if not claims:
             return
         try:
-            line = line or await self._line()
-            await self._with_notes(line, claims)
-            stranger = Transaction("released")
-            await self._settler.settle([(Delivery(stranger, claim), Release()) for claim in claims], line)
-        except (ConnectionLost, api.ApiError) as error:
-            logs.say(
+            connection = connection or await self._get_connection()
+            await self._load_states(connection, claims)
+            transaction = Transaction("released")
+            await self._settler.settle([(Delivery(transaction, claim), Release()) for claim in claims], connection)
+        except (ConnectionLostError, api.ApiError) as error:
+            logs.log_event(
                 logging.WARNING,
                 "what nobody fetched could not be given back; it comes again when its lease ends",
                 {"queue": self._name, "deliveries": len(claims), "error": type(error).__name__},
@@ -342,124 +354,128 @@ class NatsQueue(AsyncConnector):
 
     # -- fetch ----------------------------------------------------------------------------------------
 
-    def limit_deliveries(self, most: int) -> None:
-        self._limits.raise_deliveries(most)
+    def limit_deliveries(self, max_deliveries: int) -> None:
+        self._limits.raise_deliveries(max_deliveries)
 
     async def fetch_transactions_async(
         self, batch_size: int, *, wait: float = 0.0, **_extra: Any
     ) -> Sequence[Delivery]:
-        """What is ready, the oldest first; a priority means nothing here."""
+        """Return ready transactions, the oldest first; a priority is ignored."""
         if batch_size < 1:
             return []
-        closing, end = self._closing, time.monotonic() + wait
+        close_count, end = self._close_count, time.monotonic() + wait
         while True:
-            session = await self._opened()
+            session = await self._get_session()
             if not self._buffer:
-                await session.pulls.ask(1 if self._doubts else batch_size, max(0.0, end - time.monotonic()))
-            if self._closing != closing:
+                await session.pulls.fetch(1 if self._cautious_fetches else batch_size, max(0.0, end - time.monotonic()))
+            if self._close_count != close_count:
                 return []
-            found = await self._fetched(session, batch_size)
-            if found or time.monotonic() >= end:
+            deliveries = await self._take_buffered(session, batch_size)
+            if deliveries or time.monotonic() >= end:
                 break
-        if not found and self._listening:
-            await session.pulls.stand()
-        return found
+        if not deliveries and self._listener_count:
+            await session.pulls.ensure_outstanding()
+        return deliveries
 
-    async def _fetched(self, session: _Session, count: int) -> list[Delivery]:
+    async def _take_buffered(self, session: _Session, count: int) -> list[Delivery]:
         buffer, now = self._buffer, time.monotonic()
-        taken: list[Claim] = []
-        while buffer and len(taken) < count:
+        claims: list[NatsClaim] = []
+        while buffer and len(claims) < count:
             claim = buffer.popleft()
             if claim.until > now:
-                taken.append(claim)
-        known = session.known
-        again = [claim for claim in taken if claim.delivered > 1 or (known and claim.key in known)]
+                claims.append(claim)
+        known_keys = session.known_keys
+        redelivered = [claim for claim in claims if claim.delivered > 1 or (known_keys and claim.key in known_keys)]
         try:
-            if again:
-                await self._with_notes(session.line, again)
-                await self._put_off_again(session.line, again)
+            if redelivered:
+                await self._load_states(session.connection, redelivered)
+                await self._defer_again(session.connection, redelivered)
         except BaseException:
-            buffer.extendleft(reversed(taken))
+            buffer.extendleft(reversed(claims))
             raise
-        chosen, others = self._choose([claim for claim in taken if claim.owner is self])
-        buffer.extendleft(reversed(others))
-        if chosen and chosen[0].deliveries > 1 and buffer:
-            # What is decoded next may end this process: no other claim is to pay for that with a delivery.
-            spared = list(buffer)
+        selected, remaining = self._select([claim for claim in claims if claim.owner is self])
+        buffer.extendleft(reversed(remaining))
+        if selected and selected[0].deliveries > 1 and buffer:
+            # Decoding the next message may end this process, which must not count a delivery for the other claims.
+            unselected = list(buffer)
             buffer.clear()
             try:
-                await self._give_back(spared, session.line)
+                await self._release(unselected, session.connection)
             except BaseException:
-                buffer.extendleft(reversed(chosen))
+                buffer.extendleft(reversed(selected))
                 raise
-        return [self._delivery(claim) for claim in chosen]
+        return [self._to_delivery(claim) for claim in selected]
 
-    def _choose(self, claims: Sequence[Claim]) -> tuple[Sequence[Claim], Sequence[Claim]]:
-        """Return those that are handed out now, and the others: what was delivered before is handed out alone."""
-        suspects = [claim for claim in claims if claim.deliveries > 1]
-        self._doubts = _TRUST if suspects else max(0, self._doubts - len(claims)) if claims else 0
-        if not suspects:
+    def _select(self, claims: Sequence[NatsClaim]) -> tuple[Sequence[NatsClaim], Sequence[NatsClaim]]:
+        """Return the claims to hand out now, and the others: a redelivered message is handed out alone."""
+        redelivered = [claim for claim in claims if claim.deliveries > 1]
+        self._cautious_fetches = (
+            _CAUTIOUS_FETCHES if redelivered else max(0, self._cautious_fetches - len(claims)) if claims else 0
+        )
+        if not redelivered:
             return claims, ()
-        fresh = [claim for claim in claims if claim.deliveries <= 1]
-        return (fresh, suspects) if fresh else (suspects[:1], suspects[1:])
+        new = [claim for claim in claims if claim.deliveries <= 1]
+        return (new, redelivered) if new else (redelivered[:1], redelivered[1:])
 
-    def _delivery(self, claim: Claim) -> Delivery:
+    def _to_delivery(self, claim: NatsClaim) -> Delivery:
         message, error = claim.message, None
         headers = message.headers
         self._held.add(claim)
         if self._limits.exceeds(claim.deliveries):
-            # It is a dead letter, and decoding it may be what ended the processes before.
+            # It will be dead-lettered, and decoding it may be what ended the earlier processes.
             transaction, _ = describe_unread(len(message.data), headers, source=self._name, limit=None)
             return Delivery(transaction, claim, claim.deliveries, claim.until)
         try:
             transaction = self._codec.decode(message.data, headers, source=self._name)
-        except Exception:  # noqa: BLE001 - whatever it is, the next line tells it
+        except Exception:  # noqa: BLE001 - decode() below classifies the error
             transaction, error = decode(self._codec, message.data, headers, source=self._name)
         claim.readable = not isinstance(error, UndecodableError)
-        if claim.note is not None and claim.readable:
-            transaction = claim.note.apply(transaction, error, self._codec)
+        if claim.state is not None and claim.readable:
+            transaction = claim.state.apply_to(transaction, error, self._codec)
         return Delivery(transaction, claim, claim.deliveries, claim.until, error)
 
-    async def _with_notes(self, line: Line, claims: Sequence[Claim]) -> None:
-        """Have what was noted of *claims*."""
-        subject = self._names.note_subject
-        unread = [claim for claim in claims if claim.note is None]
-        calls = [
-            api.request(f"STREAM.MSG.GET.{self._names.notes}", last_by_subj=f"{subject}.{claim.key}")
-            for claim in unread
+    async def _load_states(self, connection: Connection, claims: Sequence[NatsClaim]) -> None:
+        """Load the message states of *claims*."""
+        subject = self._names.state_subject
+        unloaded = [claim for claim in claims if claim.state is None]
+        requests = [
+            api.request(f"STREAM.MSG.GET.{self._names.states}", last_by_subj=f"{subject}.{claim.key}")
+            for claim in unloaded
         ]
-        for claim, answer in zip(unread, await line.ask_all(calls), strict=True):
+        for claim, answer in zip(unloaded, await connection.request_many(requests), strict=True):
             try:
-                stored = api.stored(api.read(answer))
+                stored = api.parse_stored_message(api.parse_response(answer))
             except api.ApiError as error:
                 if error.number != api.NO_MESSAGE:
                     raise
                 continue
-            claim.note_seq = stored.seq
+            claim.state_seq = stored.seq
             try:
-                claim.note = note.read(stored.body)
+                claim.state = note.parse_message_state(stored.body)
             except (ValueError, KeyError, TypeError):
-                # Somebody else's: the message is worth more than what was noted of it.
-                logs.say(logging.WARNING, "a note cannot be read", {"queue": self._name, "place": stored.seq}, to=_log)
+                # Invalid, written by other code: the message matters more than its state.
+                logs.log_event(
+                    logging.WARNING, "a note cannot be read", {"queue": self._name, "place": stored.seq}, to=_log
+                )
                 continue
-            claim.deliveries = claim.note.deliveries(claim.delivered)
+            claim.deliveries = claim.state.count_deliveries(claim.delivered)
 
-    async def _put_off_again(self, line: Line, claims: Sequence[Claim]) -> None:
-        """A server that was killed forgets delays too: what comes before its time goes back for the rest of it."""
+    async def _defer_again(self, connection: Connection, claims: Sequence[NatsClaim]) -> None:
+        """Defer again for the rest of the delay: a server that was killed loses delays and delivers too early."""
         now = time.time()
-        early: list[Settling] = []
+        early: list[SettlementRequest] = []
         for claim in claims:
-            known = claim.note
-            if known is not None and known.due > now + _EARLY:
-                claim.readable = False  # its note stays as it is
-                early.append((Delivery(Transaction("early"), claim), Later(known.due - now)))
+            state = claim.state
+            if state is not None and state.due > now + _CLOCK_TOLERANCE_SECONDS:
+                claim.readable = False  # its state stays unchanged
+                early.append((Delivery(Transaction("early"), claim), Defer(state.due - now)))
         if early:
-            await self._settler.settle(early, line)
+            await self._settler.settle(early, connection)
 
     # -- settle and renew -----------------------------------------------------------------------------
 
-    async def settle_async(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        return await self._settler.settle(settlings) if settlings else []
+    async def settle_async(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        return await self._settler.settle(requests) if requests else []
 
     async def extend_async(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
         return await self._settler.extend(deliveries, self._lease) if deliveries else []
@@ -467,111 +483,122 @@ class NatsQueue(AsyncConnector):
     # -- dispatch -------------------------------------------------------------------------------------
 
     async def dispatch_async(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
-        """Hand over all; none if one cannot be written. The same id twice is two messages."""
+        """Publish all, or none if one cannot be encoded. The same id twice makes two messages."""
         if not transactions:
             return []
-        return await self._dispatcher.dispatch([self.stamped(transaction) for transaction in transactions])
+        return await self._dispatcher.dispatch([self.prepare(transaction) for transaction in transactions])
 
-    # -- what is there --------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------------
 
     async def depth_async(self) -> Depth:
-        """What was given back and not yet fetched again counts as in flight: the server does not tell them apart."""
-        line, its = await self._ready_line(), self._names
-        consumer = await api.call(line, f"CONSUMER.INFO.{its.work}.{CONSUMER}")
-        dead = await api.call(line, f"STREAM.INFO.{its.dead}")
-        notes = await api.call(line, f"STREAM.INFO.{its.notes}")
+        """Return the depth; released messages count as in flight until fetched again, as the server cannot tell."""
+        connection, names = await self._get_checked_connection(), self._names
+        consumer = await api.call(connection, f"CONSUMER.INFO.{names.work}.{CONSUMER}")
+        dead = await api.call(connection, f"STREAM.INFO.{names.dead}")
+        states = await api.call(connection, f"STREAM.INFO.{names.states}")
         ready, pending = int(consumer["num_pending"]), int(consumer["num_ack_pending"])
-        delayed = await self._delayed(line) if notes["state"]["messages"] else 0
+        delayed = await self._count_delayed(connection) if states["state"]["messages"] else 0
         return Depth(
             ready=ready,
             delayed=min(delayed, pending),
             in_flight=max(0, pending - delayed),
             dead=int(dead["state"]["messages"]),
-            oldest_age=await self._age(line, int(consumer["delivered"]["stream_seq"])) if ready else None,
+            oldest_age=await self._read_oldest_age(connection, int(consumer["delivered"]["stream_seq"]))
+            if ready
+            else None,
         )
 
-    async def _delayed(self, line: Line) -> int:
-        now, count, looked = time.time(), 0, 0
-        notes = api.scan(line, self._names.notes, bodies=False)
-        async for each in notes:
-            looked += 1
-            due = each.headers.get(note.DUE)
+    async def _count_delayed(self, connection: Connection) -> int:
+        now, count, scanned = time.time(), 0, 0
+        states = api.scan(connection, self._names.states, bodies=False)
+        async for message in states:
+            scanned += 1
+            due = message.headers.get(note.DUE)
             if due is not None and float(due) > now:
                 count += 1
-            if looked >= _COUNTED:
+            if scanned >= _MAX_STATES_READ:
                 break
-        await notes.aclose()  # type: ignore[attr-defined] # a generator has it
+        await states.aclose()  # type: ignore[attr-defined] # generators have it
         return count
 
-    async def _age(self, line: Line, delivered: int) -> float | None:
+    async def _read_oldest_age(self, connection: Connection, delivered: int) -> float | None:
         try:
-            told = await api.call(line, f"STREAM.MSG.GET.{self._names.work}", seq=delivered + 1, next_by_subj=">")
+            response = await api.call(
+                connection, f"STREAM.MSG.GET.{self._names.work}", seq=delivered + 1, next_by_subj=">"
+            )
         except api.ApiError as error:
             if error.number != api.NO_MESSAGE:
                 raise
-            return None  # fetched in between
-        return max(0.0, time.time() - api.stored(told).at)
+            return None  # fetched in the meantime
+        return max(0.0, time.time() - api.parse_stored_message(response).at)
 
-    async def queued_async(self, ids: Collection[str]) -> Collection[str] | None:
-        """None for foreign messages: they are found by the id in their subject, which those do not have."""
+    async def find_queued_async(self, ids: Collection[str]) -> Collection[str] | None:
+        """Find ids by subject; None for third-party messages, whose subject does not contain the id."""
         if isinstance(getattr(self._codec, "inner", self._codec), ForeignCodec):
             return None
-        line, asked = await self._ready_line(), list(ids)
-        calls = [api.request(f"STREAM.MSG.GET.{self._names.work}", last_by_subj=self._names.of(each)) for each in asked]
-        found = set()
-        for each, answer in zip(asked, await line.ask_all(calls), strict=True):
+        connection, id_list = await self._get_checked_connection(), list(ids)
+        requests = [
+            api.request(f"STREAM.MSG.GET.{self._names.work}", last_by_subj=self._names.subject_for(each))
+            for each in id_list
+        ]
+        queued_ids = set()
+        for each, answer in zip(id_list, await connection.request_many(requests), strict=True):
             try:
-                api.read(answer)
+                api.parse_response(answer)
             except api.ApiError as error:
                 if error.number != api.NO_MESSAGE:
                     raise
                 continue
-            found.add(each)
-        return found
+            queued_ids.add(each)
+        return queued_ids
 
-    def examine(self, wall: Wall) -> Sequence[Finding]:
-        """How the server and the queue are; streams are not made if they are not there."""
-        return asyncio.run(self._examined(wall))
+    def diagnose(self, wall: WallClock) -> Sequence[Diagnostic]:
+        """Diagnose the server and the queue; missing streams are not created."""
+        return asyncio.run(self._diagnose(wall))
 
-    async def _examined(self, wall: Wall) -> Sequence[Finding]:
-        line = await connect(self._addresses(), timeout=self._timeout, options=self._options)
+    async def _diagnose(self, wall: WallClock) -> Sequence[Diagnostic]:
+        connection = await connect(self._parse_addresses(), timeout=self._timeout, options=self._options)
         try:
             monitored = None
             if self._monitor is not None:
-                monitored = await asyncio.to_thread(_monitored, self._monitor, self._timeout)
+                monitored = await asyncio.to_thread(_read_monitoring, self._monitor, self._timeout)
             limit = self._limits.max_bytes
-            return await examined(line, self._layout, self._name, limit=limit, monitored=monitored, wall=wall)
+            return await diagnose(connection, self._layout, self._name, limit=limit, monitored=monitored, wall=wall)
         finally:
-            await line.close()
+            await connection.close()
 
     # -- dead letters ---------------------------------------------------------------------------------
 
     async def list_dead_async(
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
     ) -> Sequence[DeadLetterRecord]:
-        line = await self._ready_line()
-        return await burials.listed(line, self._names, self._name, self._codec, query, after=after, limit=limit)
+        connection = await self._get_checked_connection()
+        return await burials.list_dead(
+            connection, self._names, self._name, self._codec, query, after=after, limit=limit
+        )
 
-    async def replay_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        line = await self._ready_line()
-        return await burials.replayed(line, self._names, self._codec, self._name, places)
+    async def replay_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        connection = await self._get_checked_connection()
+        return await burials.replay_dead(connection, self._names, self._codec, self._name, handles)
 
-    async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return await burials.discarded(await self._ready_line(), self._names, places)
+    async def discard_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return await burials.discard_dead(await self._get_checked_connection(), self._names, handles)
 
-    async def replace_dead_async(self, place: str, transaction: Transaction) -> ReplayResult:
-        line = await self._ready_line()
-        return await burials.replace_dead(line, self._names, place, self.stamped(transaction), codec=self._codec)
+    async def replace_dead_async(self, handle: str, transaction: Transaction) -> ReplayResult:
+        connection = await self._get_checked_connection()
+        return await burials.replace_dead(connection, self._names, handle, self.prepare(transaction), codec=self._codec)
 
 
-def _monitored(address: str, timeout: float) -> dict[str, Any] | None:
-    """What the server says of its JetStream; None if it does not."""
+def _read_monitoring(address: str, timeout: float) -> dict[str, Any] | None:
+    """Return the JetStream configuration that the server reports; None if it reports none."""
     try:
-        # The scheme was checked when the queue was made.
+        # The scheme was checked by the queue's constructor.
         with urllib.request.urlopen(f"{address.rstrip('/')}/varz", timeout=timeout) as answer:  # noqa: S310
-            told = json.load(answer)
+            response = json.load(answer)
     except (OSError, ValueError) as error:
-        logs.say(logging.WARNING, "the monitoring of nats does not answer", {"error": type(error).__name__}, to=_log)
+        logs.log_event(
+            logging.WARNING, "the monitoring of nats does not answer", {"error": type(error).__name__}, to=_log
+        )
         return None
-    config = (told.get("jetstream") or {}).get("config")
+    config = (response.get("jetstream") or {}).get("config")
     return config if isinstance(config, dict) else None

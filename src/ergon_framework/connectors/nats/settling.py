@@ -1,7 +1,7 @@
-"""Settling: what a group of claims becomes, in as few round trips as it takes.
+"""Settle a group of claims in as few round trips as possible.
 
-Acks go to one subject of one consumer over one connection, and the server works them off in that
-order: its answer to the last of a group is the answer to all of them.
+Acks of one consumer go to one subject over one connection, and the server handles them in order: the response to the
+last ack of a group confirms all of them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Final
 from ergon_framework.connectors.base import (
     Ack,
     DeadLetter,
+    Defer,
     Delivery,
-    Later,
     Release,
+    SettlementRequest,
     SettleResult,
-    Settling,
 )
 from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.nats import api, burials
-from ergon_framework.connectors.nats.claim import Claim
-from ergon_framework.connectors.nats.line import Line, Request
-from ergon_framework.connectors.nats.naming import Names
-from ergon_framework.connectors.nats.note import DUE, Note
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.connectors.nats.claim import NatsClaim
+from ergon_framework.connectors.nats.line import Connection, Request
+from ergon_framework.connectors.nats.naming import StreamNames
+from ergon_framework.connectors.nats.note import DUE, MessageState
+from ergon_framework.errors import ConnectionLostError
 
 _SETTLED, _LOST, _FAILED = SettleResult.SETTLED, SettleResult.LOST, SettleResult.FAILED
 _ACK: Final = b"+ACK"
@@ -36,42 +36,42 @@ _NAK: Final = b"-NAK"
 _RENEW: Final = b"+WPI"
 
 
-class _Plan:
-    """What is to be done with one claim, and what became of it."""
+class _SettlePlan:
+    """The settlement planned for one claim, and its result."""
 
-    __slots__ = ("before", "claim", "former", "index", "note", "seq", "word")
+    __slots__ = ("ack_payload", "claim", "earlier_seq", "index", "seq", "state", "store_request")
 
-    def __init__(self, index: int, claim: Claim, word: bytes) -> None:
+    def __init__(self, index: int, claim: NatsClaim, ack_payload: bytes) -> None:
         self.index = index
         self.claim = claim
-        #: What is said to the consumer.
-        self.word = word
-        #: What has to be stored before.
-        self.before: Request | None = None
-        self.note: Note | None = None
-        #: Where it was stored.
+        #: The ack payload for the consumer.
+        self.ack_payload = ack_payload
+        #: The request that has to be stored before the ack.
+        self.store_request: Request | None = None
+        self.state: MessageState | None = None
+        #: The sequence number under which it was stored.
         self.seq = 0
-        #: Where somebody before had stored the same.
-        self.former = 0
+        #: The sequence number of an earlier copy by another worker.
+        self.earlier_seq = 0
 
     @property
-    def buries(self) -> bool:
-        """Whether it ends as a dead letter."""
-        return self.before is not None and self.word is _ACK
+    def is_dead_letter(self) -> bool:
+        """Whether the settlement is a dead letter."""
+        return self.store_request is not None and self.ack_payload is _ACK
 
 
-class Settler:
-    """Settles for one queue."""
+class NatsSettler:
+    """Settles the claims of one queue."""
 
     def __init__(
         self,
         queue: str,
-        names: Names,
+        names: StreamNames,
         *,
         codec: Codec,
-        held: set[Claim],
+        held: set[NatsClaim],
         owner: object,
-        line: Callable[[], Awaitable[Line]],
+        get_connection: Callable[[], Awaitable[Connection]],
         erase: bool | None,
     ) -> None:
         self._queue = queue
@@ -79,269 +79,309 @@ class Settler:
         self._codec = codec
         self._held = held
         self._owner = owner
-        self._line = line
+        self._get_connection = get_connection
         self._erase = erase
 
     # -- settle -------------------------------------------------------------------------------------
 
-    async def settle(self, settlings: Sequence[Settling], line: Line | None = None) -> list[SettleResult]:
-        """One result each."""
-        acked = self._all_acked(settlings)
-        if acked:
-            line = line or await self._line()
-            # Connecting may have taken a while, and then what has run out is sorted out below.
-            if min([claim.until for claim in acked]) > time.monotonic():
-                await self._say(line, [(claim, _ACK) for claim in acked])
-                self._let_go(acked)
-                return [_SETTLED] * len(acked)
-        results = [_FAILED] * len(settlings)
-        plans = self._planned(settlings, results)
+    async def settle(
+        self, requests: Sequence[SettlementRequest], connection: Connection | None = None
+    ) -> list[SettleResult]:
+        """Settle claims and return one result each."""
+        claims = self._match_all_acks(requests)
+        if claims:
+            connection = connection or await self._get_connection()
+            # Connecting may have taken a while; expired claims are handled individually below.
+            if min([claim.until for claim in claims]) > time.monotonic():
+                await self._send_acks(connection, [(claim, _ACK) for claim in claims])
+                self._drop_claims(claims)
+                return [_SETTLED] * len(claims)
+        results = [_FAILED] * len(requests)
+        plans = self._plan_all(requests, results)
         if not plans:
             return results
-        line = line or await self._line()
-        await self._store(line, [plan for plan in plans if plan.before is not None], results)
+        connection = connection or await self._get_connection()
+        await self._store(connection, [plan for plan in plans if plan.store_request is not None], results)
         now = time.monotonic()
-        said = []
+        sendable = []
         for plan in plans:
-            if plan.before is not None and not plan.seq:
+            if plan.store_request is not None and not plan.seq:
                 continue
             if plan.claim.until <= now:
-                self._let_go([plan.claim])
+                self._drop_claims([plan.claim])
                 results[plan.index] = _LOST
             else:
-                said.append(plan)
-        if said:
-            buried = {plan.claim for plan in said if plan.buries}
-            gone = await self._say(line, [(plan.claim, plan.word) for plan in said], buried)
-            self._let_go([plan.claim for plan in said])
+                sendable.append(plan)
+        if sendable:
+            dead_letters = {plan.claim for plan in sendable if plan.is_dead_letter}
+            gone = await self._send_acks(
+                connection, [(plan.claim, plan.ack_payload) for plan in sendable], dead_letters
+            )
+            self._drop_claims([plan.claim for plan in sendable])
             now = time.monotonic()
-            for plan in said:
-                results[plan.index] = _result(plan, gone, late=plan.claim.until <= now)
-        await self._tidy(line, plans, results)
+            for plan in sendable:
+                results[plan.index] = _to_result(plan, gone, late=plan.claim.until <= now)
+        await self._clean_up(connection, plans, results)
         return results
 
-    def _all_acked(self, settlings: Sequence[Settling]) -> list[Claim] | None:
-        """The claims, where each is in hand and there once, and nothing but an ack is asked for, as nearly always."""
-        now, owner, claims = time.monotonic(), self._owner, list[Claim]()
-        for delivery, how in settlings:
+    def _match_all_acks(self, requests: Sequence[SettlementRequest]) -> list[NatsClaim] | None:
+        """Return the claims if all are valid and distinct and all settlements are acks, the common case; else None."""
+        now, owner, claims = time.monotonic(), self._owner, list[NatsClaim]()
+        for delivery, settlement in requests:
             claim = delivery.receipt
-            if type(how) is not Ack or type(claim) is not Claim:
+            if type(settlement) is not Ack or type(claim) is not NatsClaim:
                 return None
-            if claim.owner is not owner or claim.until <= now or claim.note_seq:
+            if claim.owner is not owner or claim.until <= now or claim.state_seq:
                 return None
             claims.append(claim)
         return claims if len(set(claims)) == len(claims) else None
 
-    def _planned(self, settlings: Sequence[Settling], results: list[SettleResult]) -> list[_Plan]:
-        plans: list[_Plan] = []
-        now, seen = time.monotonic(), set[Claim]()
-        for index, (delivery, how) in enumerate(settlings):
+    def _plan_all(self, requests: Sequence[SettlementRequest], results: list[SettleResult]) -> list[_SettlePlan]:
+        plans: list[_SettlePlan] = []
+        now, seen = time.monotonic(), set[NatsClaim]()
+        for index, (delivery, settlement) in enumerate(requests):
             claim = delivery.receipt
-            if not isinstance(claim, Claim) or claim.owner is not self._owner or claim in seen or claim.until <= now:
+            if (
+                not isinstance(claim, NatsClaim)
+                or claim.owner is not self._owner
+                or claim in seen
+                or claim.until <= now
+            ):
                 results[index] = _LOST
                 continue
-            kind = type(how)
-            if kind is Ack:
-                plans.append(_Plan(index, claim, _ACK))
+            settlement_type = type(settlement)
+            if settlement_type is Ack:
+                plans.append(_SettlePlan(index, claim, _ACK))
             else:
-                plan = self._plan(index, delivery, claim, how)
+                plan = self._plan(index, delivery, claim, settlement)
                 if plan is None:
                     continue
                 plans.append(plan)
             seen.add(claim)
         return plans
 
-    def _plan(self, index: int, delivery: Delivery, claim: Claim, how: object) -> _Plan | None:
-        """None for what cannot be done."""
+    def _plan(self, index: int, delivery: Delivery, claim: NatsClaim, settlement: object) -> _SettlePlan | None:
+        """Return the plan of one settlement; None if it cannot be executed."""
         try:
-            match how:
+            match settlement:
                 case Ack():
-                    return _Plan(index, claim, _ACK)
+                    return _SettlePlan(index, claim, _ACK)
                 case Release():
-                    return self._put_back(index, delivery, claim, None)
-                case Later():
-                    return self._put_back(index, delivery, claim, how)
+                    return self._plan_redelivery(index, delivery, claim, None)
+                case Defer():
+                    return self._plan_redelivery(index, delivery, claim, settlement)
                 case DeadLetter():
-                    plan = _Plan(index, claim, _ACK)
-                    plan.before = burials.burial(self._names, self._queue, delivery, claim, how, codec=self._codec)
+                    plan = _SettlePlan(index, claim, _ACK)
+                    plan.store_request = burials.dead_letter_request(
+                        self._names, self._queue, delivery, claim, settlement, codec=self._codec
+                    )
                     return plan
                 case _:
                     return None
-        except Exception:  # noqa: BLE001 - the boundary of one item, which must not spoil its neighbours
+        except Exception:  # noqa: BLE001 - the boundary of one item: its failure must not affect the others
             return None
 
-    def _put_back(self, index: int, delivery: Delivery, claim: Claim, later: Later | None) -> _Plan:
-        known, delay = claim.note, 0.0 if later is None else later.delay
+    def _plan_redelivery(self, index: int, delivery: Delivery, claim: NatsClaim, defer: Defer | None) -> _SettlePlan:
+        previous, delay = claim.state, 0.0 if defer is None else defer.delay
         due = time.time() + delay if delay > 0 else 0.0
-        note = Note(claim.deliveries - 1, claim.delivered, due)
-        if later is not None and claim.readable:
-            note = note.after(later, delivery, self._codec)
-        elif known is not None:
-            note = replace(
-                note, attempts=known.attempts, history=known.history, deferral=known.deferral, errors=known.errors
+        state = MessageState(claim.deliveries - 1, claim.delivered, due)
+        if defer is not None and claim.readable:
+            state = state.with_progress(defer, delivery, self._codec)
+        elif previous is not None:
+            state = replace(
+                state,
+                attempts=previous.attempts,
+                history=previous.history,
+                deferral=previous.deferral,
+                errors=previous.errors,
             )
-        plan = _Plan(index, claim, _nak(delay))
-        plan.note = note
+        plan = _SettlePlan(index, claim, _format_nak(delay))
+        plan.state = state
         headers = {DUE: f"{due:.3f}"} if due else None
-        plan.before = Request(f"{self._names.note_subject}.{claim.key}", note.written(), headers)
+        plan.store_request = Request(f"{self._names.state_subject}.{claim.key}", state.to_bytes(), headers)
         return plan
 
-    async def _store(self, line: Line, plans: list[_Plan], results: list[SettleResult]) -> None:
-        """Store what must be there before the message may go; what cannot be stored keeps its claim."""
-        plans = [plan for plan in plans if self._fits(plan, line.max_payload)]
+    async def _store(self, connection: Connection, plans: list[_SettlePlan], results: list[SettleResult]) -> None:
+        """Store what must exist before the message is acked; a claim whose request cannot be stored is kept."""
+        plans = [plan for plan in plans if self._can_store(plan, connection.max_payload)]
         if not plans:
             return
-        answers = await line.ask_all([plan.before for plan in plans if plan.before is not None])
+        answers = await connection.request_many(
+            [plan.store_request for plan in plans if plan.store_request is not None]
+        )
         if any(answer is None for answer in answers):
-            raise ConnectionLost("JetStream did not confirm what a settlement has to keep")
-        again: list[_Plan] = []
+            raise ConnectionLostError("JetStream did not confirm what a settlement has to keep")
+        retries: list[_SettlePlan] = []
         for plan, answer in zip(plans, answers, strict=True):
             try:
-                plan.seq = int(api.read(answer)["seq"])
+                plan.seq = int(api.parse_response(answer)["seq"])
             except api.ApiError as error:
-                former = burials.there_already(error)
-                if plan.note is None and former and not plan.former:
-                    # Its writer may take it away again, if it lives and finds its claim lost: we need one of our own.
-                    plan.former, plan.before = former, burials.beside(plan.before)
-                    again.append(plan)
+                earlier_seq = burials.existing_dead_letter(error)
+                if plan.state is None and earlier_seq and not plan.earlier_seq:
+                    # Its writer may delete its copy, if it lives and finds its claim lost: store a separate copy.
+                    plan.earlier_seq, plan.store_request = earlier_seq, burials.without_dedup(plan.store_request)
+                    retries.append(plan)
                 else:
-                    burials.refused(self._queue, str(error))
+                    burials.log_rejected(self._queue, str(error))
                     results[plan.index] = _FAILED
                 continue
-            if plan.note is not None:
-                plan.claim.note, plan.claim.note_seq = plan.note, plan.seq
-        if again:
-            await self._store(line, again, results)
+            if plan.state is not None:
+                plan.claim.state, plan.claim.state_seq = plan.state, plan.seq
+        if retries:
+            await self._store(connection, retries, results)
 
-    def _fits(self, plan: _Plan, most: int) -> bool:
-        """Whether the server takes it: one that is too large would cost everybody the line."""
-        if plan.before is None:
+    def _can_store(self, plan: _SettlePlan, max_bytes: int) -> bool:
+        """Return whether the server accepts the request: it closes the connection for one that is too large."""
+        if plan.store_request is None:
             return False
-        fitted = burials.fitted(plan.before, most)
-        if fitted is None:
-            burials.refused(self._queue, f"{plan.before.size} bytes are more than max_payload, {most}; raise it")
+        shortened = burials.truncate_to_limit(plan.store_request, max_bytes)
+        if shortened is None:
+            burials.log_rejected(
+                self._queue, f"{plan.store_request.size} bytes are more than max_payload, {max_bytes}; raise it"
+            )
             return False
-        plan.before = fitted
+        plan.store_request = shortened
         return True
 
-    async def _say(
-        self, line: Line, said: Sequence[tuple[Claim, bytes]], buried: AbstractSet[Claim] = frozenset()
-    ) -> set[Claim]:
-        """Say it, and wait until the server has heard it; of those that are deleted, which were gone already.
+    async def _send_acks(
+        self,
+        connection: Connection,
+        acks: Sequence[tuple[NatsClaim, bytes]],
+        dead_letters: AbstractSet[NatsClaim] = frozenset(),
+    ) -> set[NatsClaim]:
+        """Send ack payloads and wait for the server's response; return the claims whose deletion found no message.
 
-        *buried* are deleted each: who buries has to know whether it was himself that ended the message.
+        The messages of *dead_letters* are deleted individually, because a dead letter counts only if this worker
+        ended the message.
         """
-        gone: set[Claim] = set()
-        acked = [claim for claim, word in said if word is _ACK]
-        if acked and (line.forgets if self._erase is None else self._erase):
-            gone = await self._erased(line, acked)
+        gone: set[NatsClaim] = set()
+        acked = [claim for claim, payload in acks if payload is _ACK]
+        if acked and (connection.loses_deletes if self._erase is None else self._erase):
+            gone = await self._delete_messages(connection, acked)
         elif acked:
-            last = {acked[-1], *buried}
-            heard = await self._said(line, [each for each in said if each[0] not in last])
-            # A server that stops closes its stores first, and for some milliseconds answers acks that it no longer
-            # keeps. A deletion tells: one that is made after the others were answered says that they were kept.
-            # One that was killed has forgotten what it had just delivered, and does not answer acks of that: deleted,
-            # they are settled all the same, and would come again otherwise.
-            gone = await self._erased(line, [claim for claim in acked if claim in last or not heard], no_erase=True)
-            said = [(claim, _ACK) for claim in acked if claim in last]
-        if not await self._said(line, said) and not acked:
-            raise ConnectionLost("JetStream did not answer a settlement")
+            last = {acked[-1], *dead_letters}
+            answered = await self._publish_acks(connection, [each for each in acks if each[0] not in last])
+            # A stopping server closes its stores first, and for some milliseconds answers acks that it does not
+            # persist. A deletion that succeeds after the other acks were answered shows that they were persisted.
+            # A killed server has lost its latest deliveries and does not answer their acks: deleting their messages
+            # settles them, and they would be redelivered otherwise.
+            gone = await self._delete_messages(
+                connection, [claim for claim in acked if claim in last or not answered], no_erase=True
+            )
+            acks = [(claim, _ACK) for claim in acked if claim in last]
+        if not await self._publish_acks(connection, acks) and not acked:
+            raise ConnectionLostError("JetStream did not answer a settlement")
         return gone
 
-    async def _said(self, line: Line, said: Sequence[tuple[Claim, bytes]]) -> bool:
-        """Whether the server, which is there, has answered the last of them."""
-        if not said:
+    async def _publish_acks(self, connection: Connection, acks: Sequence[tuple[NatsClaim, bytes]]) -> bool:
+        """Send ack payloads; return whether the server answered the last one (it is reachable if this returns)."""
+        if not acks:
             return True
-        waiting = line.round(1)
-        words = [(claim.ack, "", word) for claim, word in said]
-        words[-1] = words[-1][0], line.reply(waiting), words[-1][2]
-        await line.send_all(words)
-        return await line.answered(waiting)
+        batch = connection.new_batch(1)
+        messages = [(claim.ack_subject, "", payload) for claim, payload in acks]
+        messages[-1] = messages[-1][0], connection.new_reply_subject(batch), messages[-1][2]
+        await connection.send_all(messages)
+        return await connection.wait_for_batch(batch)
 
-    async def _erased(self, line: Line, claims: Sequence[Claim], *, no_erase: bool = False) -> set[Claim]:
-        """Delete the messages, and say which were gone already.
+    async def _delete_messages(
+        self, connection: Connection, claims: Sequence[NatsClaim], *, no_erase: bool = False
+    ) -> set[NatsClaim]:
+        """Delete the messages, and return the claims whose message was already deleted.
 
-        Before they are acked: what is acked is only marked, and can no longer be erased.
+        This comes before the ack: an acked message is only marked, and can no longer be erased.
         """
-        what = f"STREAM.MSG.DELETE.{self._names.work}"
-        calls = [api.request(what, seq=claim.seq, no_erase=no_erase) for claim in claims]
-        gone: set[Claim] = set()
-        for claim, answer in zip(claims, await line.ask_all(calls), strict=True):
+        endpoint = f"STREAM.MSG.DELETE.{self._names.work}"
+        requests = [api.request(endpoint, seq=claim.seq, no_erase=no_erase) for claim in claims]
+        gone: set[NatsClaim] = set()
+        for claim, answer in zip(claims, await connection.request_many(requests), strict=True):
             try:
-                api.read(answer)
+                api.parse_response(answer)
             except api.ApiError as error:
-                if not error.gone:
-                    raise ConnectionLost(f"JetStream could not delete what was settled: {error}") from error
+                if not error.is_not_found:
+                    raise ConnectionLostError(f"JetStream could not delete what was settled: {error}") from error
                 gone.add(claim)
         return gone
 
-    def _let_go(self, claims: Sequence[Claim]) -> None:
+    def _drop_claims(self, claims: Sequence[NatsClaim]) -> None:
         for claim in claims:
             claim.owner = None
         self._held.difference_update(claims)
 
-    async def _tidy(self, line: Line, plans: Sequence[_Plan], results: Sequence[SettleResult]) -> None:
-        """Take away notes of what is settled for good and what others buried of it; our own burial where we lost it."""
-        names, calls = self._names, []
+    async def _clean_up(
+        self, connection: Connection, plans: Sequence[_SettlePlan], results: Sequence[SettleResult]
+    ) -> None:
+        """Delete states of settled messages and earlier dead letters of them; and this worker's own if it lost."""
+        names, requests = self._names, []
         for plan in plans:
-            done = results[plan.index]
-            if plan.word is _ACK and done is _SETTLED and plan.claim.note_seq:
-                calls.append(
-                    api.request(f"STREAM.MSG.DELETE.{names.notes}", seq=plan.claim.note_seq, no_erase=not line.forgets)
+            result = results[plan.index]
+            if plan.ack_payload is _ACK and result is _SETTLED and plan.claim.state_seq:
+                requests.append(
+                    api.request(
+                        f"STREAM.MSG.DELETE.{names.states}",
+                        seq=plan.claim.state_seq,
+                        no_erase=not connection.loses_deletes,
+                    )
                 )
-            if plan.word is _ACK and done is _SETTLED and plan.former:
-                calls.append(api.request(f"STREAM.MSG.DELETE.{names.dead}", seq=plan.former, no_erase=not line.forgets))
-            elif plan.word is _ACK and done is _LOST and plan.seq:
-                calls.append(api.request(f"STREAM.MSG.DELETE.{names.dead}", seq=plan.seq, no_erase=not line.forgets))
-        if calls:
+            if plan.ack_payload is _ACK and result is _SETTLED and plan.earlier_seq:
+                requests.append(
+                    api.request(
+                        f"STREAM.MSG.DELETE.{names.dead}", seq=plan.earlier_seq, no_erase=not connection.loses_deletes
+                    )
+                )
+            elif plan.ack_payload is _ACK and result is _LOST and plan.seq:
+                requests.append(
+                    api.request(f"STREAM.MSG.DELETE.{names.dead}", seq=plan.seq, no_erase=not connection.loses_deletes)
+                )
+        if requests:
             try:
-                await line.ask_all(calls)
-            except ConnectionLost:
-                burials.untidy(self._queue, len(calls))
+                await connection.request_many(requests)
+            except ConnectionLostError:
+                burials.log_leftover(self._queue, len(requests))
 
     # -- renew --------------------------------------------------------------------------------------
 
     async def extend(self, deliveries: Sequence[Delivery], lease: float) -> list[float | None]:
-        """Renew: the new end of each claim, None for one that is gone."""
+        """Renew claims; return the new end of each, None for a claim that is lost."""
         now = time.monotonic()
-        claims: dict[Claim, float] = {}
+        claims: dict[NatsClaim, float] = {}
         for delivery in deliveries:
             claim = delivery.receipt
-            if isinstance(claim, Claim) and claim.owner is self._owner and claim.until > now:
+            if isinstance(claim, NatsClaim) and claim.owner is self._owner and claim.until > now:
                 claims[claim] = claim.until
         if claims:
-            line = await self._line()
-            # Taken again: connecting may have taken a while.
+            connection = await self._get_connection()
+            # Read again: connecting may have taken a while.
             now = time.monotonic()
-            await self._said(line, [(claim, _RENEW) for claim in claims])
-            heard = time.monotonic()
-            for claim, ended in claims.items():
-                if ended > heard and claim.owner is not None:
+            await self._publish_acks(connection, [(claim, _RENEW) for claim in claims])
+            answered_at = time.monotonic()
+            for claim, lease_end in claims.items():
+                if lease_end > answered_at and claim.owner is not None:
                     claim.until = max(claim.until, now + lease)
                     claims[claim] = claim.until
                 else:
-                    # The server may have heard it too late, and renewed what another has by now.
-                    self._let_go([claim])
+                    # The server may have received it too late, and renewed the claim of another worker.
+                    self._drop_claims([claim])
                     claims[claim] = 0.0
-        return [claims.get(delivery.receipt) or None if _hashable(delivery) else None for delivery in deliveries]
+        return [claims.get(delivery.receipt) or None if _has_claim(delivery) else None for delivery in deliveries]
 
 
-def _result(plan: _Plan, gone: AbstractSet[Claim], *, late: bool) -> SettleResult:
-    """What became of a claim of which the server has heard.
+def _to_result(plan: _SettlePlan, gone: AbstractSet[NatsClaim], *, late: bool) -> SettleResult:
+    """Return the result for a claim whose ack the server has received.
 
-    Heard before the lease was over, nobody else can have had it in between. After that an ack has ended the message all
-    the same. Of a dead letter that would be the end too if it were withdrawn: so it is only where another was first.
+    Received before the lease ended, no other worker can have claimed the message in between. After that an ack still
+    ended the message. Withdrawing a dead letter would lose the message, so that happens only if another worker was
+    first.
     """
     if not late:
         return _SETTLED
-    if plan.word is not _ACK or (plan.buries and plan.claim in gone):
+    if plan.ack_payload is not _ACK or (plan.is_dead_letter and plan.claim in gone):
         return _LOST
     return _SETTLED
 
 
-def _hashable(delivery: Delivery) -> bool:
-    return isinstance(delivery.receipt, Claim)
+def _has_claim(delivery: Delivery) -> bool:
+    return isinstance(delivery.receipt, NatsClaim)
 
 
-def _nak(delay: float) -> bytes:
-    return _NAK + b" " + json.dumps({"delay": api.nanos(delay)}).encode() if delay > 0 else _NAK
+def _format_nak(delay: float) -> bytes:
+    return _NAK + b" " + json.dumps({"delay": api.to_nanoseconds(delay)}).encode() if delay > 0 else _NAK

@@ -1,9 +1,9 @@
 """A queue, an outbox and an inbox in PostgreSQL."""
 
-from ergon_framework.errors import extra
+from ergon_framework.errors import require_extra
 
-extra("postgres", "psycopg")
+require_extra("postgres", "psycopg")
 
-from ergon_framework.connectors.postgres.queue import PostgresQueue  # noqa: E402 - not before its driver is known to be there
+from ergon_framework.connectors.postgres.queue import PostgresQueue  # noqa: E402 - the driver must be checked for first
 
 __all__ = ["PostgresQueue"]

@@ -1,4 +1,7 @@
-"""Audit rows in the database: written in the transaction of the action, or on their own; listed, and never changed."""
+"""Audit rows in the database, written in the transaction of the action or on their own.
+
+Rows are inserted and listed, and never changed.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,23 @@ from typing import Any, Final
 from ergon_framework.audit import AuditEntry
 from ergon_framework.connectors.audit import log_entry
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.schema.lines import Lines
+from ergon_framework.schema.lines import ConnectionPool
 from ergon_framework.schema.operation import Operation, Query
 
-#: Seconds that a row or a list may take.
-_WITHIN: Final = 10.0
+#: Timeout of a write or a list.
+_TIMEOUT_SECONDS: Final = 10.0
 
-#: A database of an earlier release has none.
-_THERE: Final = "select to_regclass('ergon.audit') is not null"
-_WRITE: Final = """
+#: The schema of an earlier release has no such table.
+_TABLE_EXISTS: Final = "select to_regclass('ergon.audit') is not null"
+_INSERT_ENTRY: Final = """
 insert into ergon.audit (actor, action, name, targets, selection, reason, count, outcome, error, origin, intent)
 values (
     %(actor)s, %(action)s, %(name)s, %(targets)s::text[], %(selection)s::jsonb, %(reason)s, %(count)s::bigint,
     %(outcome)s, %(error)s, %(origin)s, %(intent)s::bigint
 ) returning id
 """
-#: An intent and its outcome are one line; the tables that say the same of providers and of readers of facts join in.
-_LIST: Final = """
+#: An intent and its outcome are one row; the audit tables of providers and of fact readers are included.
+_SELECT_ROWS: Final = """
 select extract(epoch from a.at)::float8, a.actor, a.action, a.name, a.targets, a.selection, a.reason, a.count,
     a.outcome, a.error, a.origin
 from (
@@ -50,7 +53,7 @@ order by a.at desc limit %(limit)s
 
 @dataclass(frozen=True, slots=True)
 class AuditRow:
-    """An action as it was recorded; *at* is in seconds since the epoch. Without an outcome, its end is not known."""
+    """A recorded action; *at* is in seconds since the epoch. Without an outcome, its result is unknown."""
 
     at: float
     actor: str
@@ -68,19 +71,19 @@ class AuditRow:
 _FIELDS: Final = tuple(each.name for each in fields(AuditRow))
 
 
-def note(entry: AuditEntry | None) -> Operation[None]:
-    """Write *entry* in the database transaction that is open; to the log where the schema has no table for it."""
-    if entry is not None and (yield from _write(entry, intent=None)) is None:
+def write_entry(entry: AuditEntry | None) -> Operation[None]:
+    """Insert *entry* in the open database transaction; log it where the schema has no table for it."""
+    if entry is not None and (yield from _insert_entry(entry, intent=None)) is None:
         log_entry(entry, problem="its schema has no table for it; run: ergon db upgrade")
 
 
 def write_row(dsn: str, entry: AuditEntry, *, intent: int | None) -> int | None:
-    """Write *entry* to the database *dsn* now; its number, None where the schema has no table for it."""
-    lines = Lines(dsn, most=1, other=ConnectorError)
+    """Insert *entry* into the database *dsn* now; return the row's id, None where the schema has no table for it."""
+    pool = ConnectionPool(dsn, max_size=1, error_type=ConnectorError)
     try:
-        return lines.run(_write(entry, intent=intent), within=_WITHIN)
+        return pool.run(_insert_entry(entry, intent=intent), timeout_seconds=_TIMEOUT_SECONDS)
     finally:
-        lines.close()
+        pool.close()
 
 
 def list_rows(
@@ -92,44 +95,44 @@ def list_rows(
     since: float | None = None,
     limit: int = 100,
 ) -> list[AuditRow]:
-    """Return what operators have done, the newest first."""
-    lines = Lines(dsn, most=1, other=ConnectorError)
+    """Return the recorded actions of operators, the newest first."""
+    pool = ConnectionPool(dsn, max_size=1, error_type=ConnectorError)
     filters = {"action": action, "name": name, "actor": actor, "since": since, "limit": limit}
     try:
-        return lines.run(_select_rows(filters), within=_WITHIN)
+        return pool.run(_select_rows(filters), timeout_seconds=_TIMEOUT_SECONDS)
     finally:
-        lines.close()
+        pool.close()
 
 
 def _select_rows(filters: dict[str, Any]) -> Operation[list[AuditRow]]:
-    ((there,),) = yield Query(_THERE)
-    if not there:
+    ((has_table,),) = yield Query(_TABLE_EXISTS)
+    if not has_table:
         raise ConnectorError("the database has no table of audit rows; run: ergon db upgrade")
-    rows = yield Query(_LIST, filters)
-    named = [dict(zip(_FIELDS, row, strict=True)) for row in rows]
-    return [AuditRow(**each | {"targets": tuple(each["targets"])}) for each in named]
+    rows = yield Query(_SELECT_ROWS, filters)
+    records = [dict(zip(_FIELDS, row, strict=True)) for row in rows]
+    return [AuditRow(**each | {"targets": tuple(each["targets"])}) for each in records]
 
 
-def _write(entry: AuditEntry, *, intent: int | None) -> Operation[int | None]:
-    ((there,),) = yield Query(_THERE)
-    if not there:
+def _insert_entry(entry: AuditEntry, *, intent: int | None) -> Operation[int | None]:
+    ((has_table,),) = yield Query(_TABLE_EXISTS)
+    if not has_table:
         return None
     parameters = {
-        "actor": _storable(entry.actor),
+        "actor": _sanitize(entry.actor),
         "action": entry.action,
-        "name": _storable(entry.name),
-        "targets": [_storable(target) for target in entry.targets],
+        "name": _sanitize(entry.name),
+        "targets": [_sanitize(target) for target in entry.targets],
         "selection": json.dumps(entry.selection, default=str).replace("\\u0000", "\\ufffd"),
-        "reason": _storable(entry.reason),
+        "reason": _sanitize(entry.reason),
         "count": entry.count,
         "outcome": entry.outcome,
-        "error": None if entry.error is None else _storable(entry.error),
-        "origin": _storable(entry.origin),
+        "error": None if entry.error is None else _sanitize(entry.error),
+        "origin": _sanitize(entry.origin),
         "intent": intent,
     }
-    ((number,),) = yield Query(_WRITE, parameters)
-    return int(number)
+    ((row_id,),) = yield Query(_INSERT_ENTRY, parameters)
+    return int(row_id)
 
 
-def _storable(text: str) -> str:
+def _sanitize(text: str) -> str:
     return text.replace("\0", "\ufffd").encode(errors="replace").decode()

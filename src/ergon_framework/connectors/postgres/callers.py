@@ -1,6 +1,6 @@
-"""Callers: a statement on a connection that is not ours, whichever library it belongs to.
+"""Execute a statement on the caller's own connection, of psycopg, SQLAlchemy, asyncpg or Django.
 
-No library is imported for it: whoever hands over a connection has its library loaded.
+The module imports none of these libraries: a caller that passes a connection has already loaded its library.
 """
 
 from __future__ import annotations
@@ -15,131 +15,133 @@ from typing import Any, Final, NamedTuple
 
 from ergon_framework.errors import ConfigurationError
 
-_PLACE: Final = re.compile(r"\{(\w+)\}")
+_PLACEHOLDER: Final = re.compile(r"\{(\w+)\}")
 
 
-class Style(StrEnum):
-    """How a library writes its placeholders."""
+class ParamStyle(StrEnum):
+    """The placeholder style of a library."""
 
-    #: An enumeration's own takes longer than looking up what was worded before.
+    #: The hash of an enum member takes longer than the lookup in the cache of rendered statements.
     __hash__ = str.__hash__
 
     #: ``%(name)s`` and a mapping: psycopg, Django.
     PSYCOPG = "psycopg"
     #: ``:name`` and a mapping: the text() of SQLAlchemy.
     SQLALCHEMY = "sqlalchemy"
-    #: ``$1`` and values in order.
+    #: ``$1`` and positional values.
     ASYNCPG = "asyncpg"
     DJANGO = "django"
 
 
-#: Every kind of connection that is known: its library and its class, with its style and whether it is awaited.
-_KINDS: Final = {
-    ("psycopg", "Connection"): (Style.PSYCOPG, False),
-    ("psycopg", "AsyncConnection"): (Style.PSYCOPG, True),
-    ("sqlalchemy", "Connection"): (Style.SQLALCHEMY, False),
-    ("sqlalchemy", "Session"): (Style.SQLALCHEMY, False),
-    ("sqlalchemy", "scoped_session"): (Style.SQLALCHEMY, False),
-    ("sqlalchemy", "AsyncConnection"): (Style.SQLALCHEMY, True),
-    ("sqlalchemy", "AsyncSession"): (Style.SQLALCHEMY, True),
-    ("sqlalchemy", "async_scoped_session"): (Style.SQLALCHEMY, True),
-    ("asyncpg", "Connection"): (Style.ASYNCPG, True),
-    ("asyncpg", "PoolConnectionProxy"): (Style.ASYNCPG, True),
-    ("django", "BaseDatabaseWrapper"): (Style.DJANGO, False),
-    ("django", "ConnectionProxy"): (Style.DJANGO, False),
+#: Known connection classes, by library and class name: the style, and whether the connection is async.
+_CONNECTION_STYLES: Final = {
+    ("psycopg", "Connection"): (ParamStyle.PSYCOPG, False),
+    ("psycopg", "AsyncConnection"): (ParamStyle.PSYCOPG, True),
+    ("sqlalchemy", "Connection"): (ParamStyle.SQLALCHEMY, False),
+    ("sqlalchemy", "Session"): (ParamStyle.SQLALCHEMY, False),
+    ("sqlalchemy", "scoped_session"): (ParamStyle.SQLALCHEMY, False),
+    ("sqlalchemy", "AsyncConnection"): (ParamStyle.SQLALCHEMY, True),
+    ("sqlalchemy", "AsyncSession"): (ParamStyle.SQLALCHEMY, True),
+    ("sqlalchemy", "async_scoped_session"): (ParamStyle.SQLALCHEMY, True),
+    ("asyncpg", "Connection"): (ParamStyle.ASYNCPG, True),
+    ("asyncpg", "PoolConnectionProxy"): (ParamStyle.ASYNCPG, True),
+    ("django", "BaseDatabaseWrapper"): (ParamStyle.DJANGO, False),
+    ("django", "ConnectionProxy"): (ParamStyle.DJANGO, False),
 }
-#: Looked up once: members of an enumeration are found slowly, and these are asked for at every dispatch.
-_PSYCOPG, _SQLALCHEMY, _ASYNCPG, _DJANGO = Style
-#: What psycopg calls a connection on which no database transaction is open.
-_IDLE: Final = 0
-#: How many kinds of connection are remembered; a program has two or three.
-_KNOWN: Final = 32
+#: Module constants, because the lookup of an enum member is slow and every dispatch needs these.
+_PSYCOPG, _SQLALCHEMY, _ASYNCPG, _DJANGO = ParamStyle
+#: The transaction status of psycopg for a connection without an open database transaction.
+_IDLE_STATUS: Final = 0
+#: Connection classes whose style is cached; a program has two or three.
+_STYLE_CACHE_SIZE: Final = 32
 
 
-class Template(NamedTuple):
-    """A statement for any library; its placeholders are written {so}."""
+class SqlTemplate(NamedTuple):
+    """A statement for any library, with placeholders of the form {name}."""
 
     text: str
-    #: The same where the library prepares what it executes: as long as it likes, because it is planned once.
+    #: The variant for a library that prepares statements: its length does not matter, because it is planned once.
     prepared: str | None = None
 
 
 class Statement(NamedTuple):
-    """A statement and its parameters, ready to be executed: ``execute(*statement)`` or as the library wants it."""
+    """A statement and its parameters, ready for ``execute(*statement)`` or the library's equivalent."""
 
     sql: str
     parameters: Mapping[str, Any] | Sequence[Any]
 
 
-def rendered(template: Template, parameters: Mapping[str, Any], style: Style, *, prepares: bool = False) -> Statement:
-    """*template* in the words of *style*; *prepares* where the library will prepare it, as asyncpg always does.
+def render(
+    template: SqlTemplate, parameters: Mapping[str, Any], style: ParamStyle, *, prepares: bool = False
+) -> Statement:
+    """Render *template* in *style*; *prepares* says whether the library will prepare it, as asyncpg always does.
 
-    >>> rendered(Template("select {b}, {a}, {b}"), {"a": 1, "b": 2}, Style.ASYNCPG)
+    >>> render(SqlTemplate("select {b}, {a}, {b}"), {"a": 1, "b": 2}, ParamStyle.ASYNCPG)
     Statement(sql='select $1, $2, $1', parameters=(2, 1))
     """
-    sql, order = _worded(template, style, prepares or style is _ASYNCPG)
+    sql, names = _render_cached(template, style, prepares or style is _ASYNCPG)
     if style is _ASYNCPG:
-        return Statement(sql, tuple([parameters[name] for name in order]))
-    return Statement(sql, {name: parameters[name] for name in order})
+        return Statement(sql, tuple([parameters[name] for name in names]))
+    return Statement(sql, {name: parameters[name] for name in names})
 
 
 @cache
-def _worded(template: Template, style: Style, prepares: bool, /) -> tuple[str, tuple[str, ...]]:  # noqa: FBT001 - see run_async
-    """The statement, and its names in the order of their numbers."""
+def _render_cached(template: SqlTemplate, style: ParamStyle, prepares: bool, /) -> tuple[str, tuple[str, ...]]:  # noqa: FBT001 - see execute_on_async
+    """Return the statement, and its parameter names in the order of their numbers."""
     text = template.prepared if prepares and template.prepared is not None else template.text
-    order = tuple(dict.fromkeys(_PLACE.findall(text)))
+    names = tuple(dict.fromkeys(_PLACEHOLDER.findall(text)))
     if style is _ASYNCPG:
-        return _PLACE.sub(lambda found: f"${order.index(found[1]) + 1}", text), order
-    return _PLACE.sub(r":\1" if style is _SQLALCHEMY else r"%(\1)s", text), order
+        return _PLACEHOLDER.sub(lambda match: f"${names.index(match[1]) + 1}", text), names
+    return _PLACEHOLDER.sub(r":\1" if style is _SQLALCHEMY else r"%(\1)s", text), names
 
 
-def run(connection: Any, template: Template, parameters: Mapping[str, Any]) -> list[Any]:
-    """Execute on the caller's sync connection, inside the database transaction that is open there; the rows."""
-    style = _style(connection, awaited=False)
-    sql, given = rendered(template, parameters, style, prepares=style is _PSYCOPG and _prepares(connection))
+def execute_on(connection: Any, template: SqlTemplate, parameters: Mapping[str, Any]) -> list[Any]:
+    """Execute on the caller's sync connection, in its open database transaction; return the rows."""
+    style = _detect_style(connection, expects_async=False)
+    sql, values = render(template, parameters, style, prepares=style is _PSYCOPG and _can_prepare(connection))
     if style is _DJANGO:
-        _check_open(connection, opened=connection.in_atomic_block or not connection.get_autocommit())
+        _check_open(connection, is_open=connection.in_atomic_block or not connection.get_autocommit())
         with connection.cursor() as cursor:
-            cursor.execute(sql, given)
+            cursor.execute(sql, values)
             return list(cursor.fetchall())
     if style is _PSYCOPG:
-        _check_open(connection, opened=_is_open(connection))
-        cursor = connection.execute(sql, given)
+        _check_open(connection, is_open=_is_open(connection))
+        cursor = connection.execute(sql, values)
         return list(cursor.fetchall()) if cursor.description else []
-    with _discreetly():
-        # A session's connection is its own: asking for it begins what executing would begin.
-        plain = connection.connection() if callable(connection.connection) else connection
-        _check_open(connection, opened=not _commits_each(plain))
-        return list(connection.execute(_text(sql), given).fetchall())
+    with _hide_parameters():
+        # connection() of a session starts the same database transaction that execute() would start.
+        core_connection = connection.connection() if callable(connection.connection) else connection
+        _check_open(connection, is_open=not _is_autocommit(core_connection))
+        return list(connection.execute(_to_text_clause(sql), values).fetchall())
 
 
-async def run_async(connection: Any, template: Template, parameters: Mapping[str, Any]) -> list[Any]:
-    """The same on the caller's async connection."""
-    style = _style(connection, awaited=True)
+async def execute_on_async(connection: Any, template: SqlTemplate, parameters: Mapping[str, Any]) -> list[Any]:
+    """Execute on the caller's async connection, in its open database transaction; return the rows."""
+    style = _detect_style(connection, expects_async=True)
     if style is _ASYNCPG:
         if not connection.is_in_transaction():
-            _check_open(connection, opened=False)
-        sql, order = _worded(template, style, True)  # noqa: FBT003 - a cached call is slower by keyword
-        rows: list[Any] = await connection.fetch(sql, *[parameters[name] for name in order])
+            _check_open(connection, is_open=False)
+        sql, names = _render_cached(template, style, True)  # noqa: FBT003 - a cached call is slower by keyword
+        rows: list[Any] = await connection.fetch(sql, *[parameters[name] for name in names])
         return rows
-    sql, given = rendered(template, parameters, style, prepares=style is _PSYCOPG and _prepares(connection))
+    sql, values = render(template, parameters, style, prepares=style is _PSYCOPG and _can_prepare(connection))
     if style is _PSYCOPG:
-        _check_open(connection, opened=_is_open(connection))
-        cursor = await connection.execute(sql, given)
+        _check_open(connection, is_open=_is_open(connection))
+        cursor = await connection.execute(sql, values)
         return list(await cursor.fetchall()) if cursor.description else []
-    with _discreetly():
-        plain = connection if hasattr(connection, "sync_connection") else await connection.connection()
-        _check_open(connection, opened=not _commits_each(plain.sync_connection))
-        return list((await connection.execute(_text(sql), given)).fetchall())
+    with _hide_parameters():
+        core_connection = connection if hasattr(connection, "sync_connection") else await connection.connection()
+        _check_open(connection, is_open=not _is_autocommit(core_connection.sync_connection))
+        return list((await connection.execute(_to_text_clause(sql), values)).fetchall())
 
 
-def _style(connection: object, *, awaited: bool) -> Style:
-    """The style of the library that *connection* belongs to; before anything is executed, because it may commit."""
-    kind: Any = type(connection)
-    style, is_async = _kind(kind)
-    if style is not None and is_async is awaited:
+def _detect_style(connection: object, *, expects_async: bool) -> ParamStyle:
+    """Return the style of the library of *connection*; checked before executing, because that may commit."""
+    connection_type: Any = type(connection)
+    style, is_async = _classify(connection_type)
+    if style is not None and is_async is expects_async:
         return style
-    name = kind.__qualname__
+    name = connection_type.__qualname__
     if style is None:
         raise ConfigurationError(
             f"a {name} is no connection of psycopg, SQLAlchemy, asyncpg or Django; "
@@ -152,33 +154,33 @@ def _style(connection: object, *, awaited: bool) -> Style:
     )
 
 
-@lru_cache(_KNOWN)
-def _kind(kind: type) -> tuple[Style | None, bool]:
-    """The style of such connections, and whether they are awaited."""
-    for known in kind.__mro__:
-        found = _KINDS.get((known.__module__.partition(".")[0], known.__name__))
-        if found is not None:
-            return found
+@lru_cache(_STYLE_CACHE_SIZE)
+def _classify(connection_type: type) -> tuple[ParamStyle | None, bool]:
+    """Return the style of such connections, and whether they are async."""
+    for base in connection_type.__mro__:
+        entry = _CONNECTION_STYLES.get((base.__module__.partition(".")[0], base.__name__))
+        if entry is not None:
+            return entry
     return None, False
 
 
-def _prepares(connection: Any) -> bool:
-    """Whether psycopg prepares on this connection what it executes often; behind a pooler it is told not to."""
+def _can_prepare(connection: Any) -> bool:
+    """Return whether psycopg prepares frequent statements on this connection; behind a pooler that is off."""
     return connection.prepare_threshold is not None
 
 
 def _is_open(connection: Any) -> bool:
-    """Whether psycopg is inside a database transaction, or begins one by itself."""
-    return not connection.autocommit or connection.info.transaction_status != _IDLE
+    """Return whether psycopg is inside a database transaction, or begins one automatically."""
+    return not connection.autocommit or connection.info.transaction_status != _IDLE_STATUS
 
 
-def _commits_each(connection: Any) -> bool:
-    """Whether SQLAlchemy has told the driver to commit each statement."""
+def _is_autocommit(connection: Any) -> bool:
+    """Return whether SQLAlchemy has set the driver to commit each statement."""
     return getattr(connection.connection.dbapi_connection, "autocommit", False) is True
 
 
-def _check_open(connection: object, *, opened: bool) -> None:
-    if not opened:
+def _check_open(connection: object, *, is_open: bool) -> None:
+    if not is_open:
         raise ConfigurationError(
             f"no database transaction is open on this {type(connection).__qualname__}: it commits each statement by "
             "itself, so what belongs together would not stay together; begin one first"
@@ -186,8 +188,8 @@ def _check_open(connection: object, *, opened: bool) -> None:
 
 
 @contextmanager
-def _discreetly() -> Iterator[None]:
-    """An error of SQLAlchemy shows the parameters of its statement unless it is told not to: ours hold payloads."""
+def _hide_parameters() -> Iterator[None]:
+    """Hide the parameters in errors of SQLAlchemy, which contain payloads and would be shown otherwise."""
     try:
         yield
     except Exception as error:
@@ -196,5 +198,5 @@ def _discreetly() -> Iterator[None]:
         raise
 
 
-def _text(sql: str) -> Any:
+def _to_text_clause(sql: str) -> Any:
     return sys.modules["sqlalchemy"].text(sql)

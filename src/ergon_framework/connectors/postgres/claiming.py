@@ -1,10 +1,9 @@
-"""Claiming: how messages of one queue come into this worker's hands.
+"""Claim messages of one queue for this worker.
 
-Messages that were never claimed are looked for above a floor, the last id that was taken: below
-it lie only the dead rows of what is done, which nobody can clear away while some old snapshot is
-open. What became visible late, with an id below the floor, is found by a sweep from the bottom,
-at least once a second while there is work and at once when there seems to be none; while there is
-work, a sweep that is slow is made rarer in proportion.
+Messages that were never claimed are looked up above a floor, the last claimed id: below it are only the dead rows
+of finished messages, which PostgreSQL cannot vacuum while an old snapshot is open. Messages that became visible late,
+with an id below the floor, are found by a sweep from the bottom. A sweep runs at least once a second while there is
+work, and immediately when there seems to be none; while there is work, a slow sweep is delayed in proportion.
 """
 
 from __future__ import annotations
@@ -17,139 +16,150 @@ from ergon_framework.connectors.base import Delivery, UndecodableError
 from ergon_framework.connectors.codec import Codec, decode, describe_unread
 from ergon_framework.connectors.limits import FetchLimits
 from ergon_framework.connectors.postgres import statements
-from ergon_framework.connectors.postgres.headers import texts
-from ergon_framework.connectors.postgres.receipt import Receipt
+from ergon_framework.connectors.postgres.headers import headers_as_text
+from ergon_framework.connectors.postgres.receipt import PostgresReceipt
 from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query, Rows
 
 if TYPE_CHECKING:
-    from ergon_framework.connectors.postgres.tenure import Tenure
+    from ergon_framework.connectors.postgres.tenure import WorkerLease
 
-#: Places in the row of a claim.
-KEY, RANK, DELIVERIES, HEADERS, BODY, ALONE, CUT = 1, 2, 3, 4, 5, 8, 9
-#: As PostgreSQL writes numbers that nothing exceeds: a bigint and an integer.
-_UNLIMITED = 2**63 - 1
-_UNCOUNTED = 2**31 - 1
-#: Seconds between two sweeps while there is work, and how much longer than itself a sweep is put off.
-SWEEP = 1.0
-RARER = 20.0
-#: How long the outcome of a claim that broke off is looked for each second, and how often later.
-DOUBT = 60.0
-#: How many such claims are remembered; the oldest are forgotten first.
-MAX_DOUBTED = 1_000
-#: How long a worker asks to be woken, and how early it asks again.
-ASLEEP, AGAIN = 30.0, 10.0
+#: Column indexes in a row of a claim.
+KEY_COLUMN, RANK_COLUMN, DELIVERIES_COLUMN, HEADERS_COLUMN, BODY_COLUMN, SUSPECT_COLUMN, CUT_COLUMN = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    8,
+    9,
+)
+#: The largest bigint and the largest integer of PostgreSQL, for limits that are not set.
+_MAX_BIGINT = 2**63 - 1
+_MAX_INTEGER = 2**31 - 1
+#: Seconds between two sweeps while there is work, and the pause after a sweep as a multiple of its duration.
+SWEEP_INTERVAL_SECONDS = 1.0
+SWEEP_PAUSE_FACTOR = 20.0
+#: How long an unconfirmed claim is released again every second; afterwards, the interval of further releases.
+UNCONFIRMED_RELEASE_SECONDS = 60.0
+#: Unconfirmed claims that are remembered; the oldest are dropped first.
+MAX_UNCONFIRMED_CLAIMS = 1_000
+#: How long a worker registers as a listener, and how long before the end it registers again.
+LISTENER_SECONDS, LISTENER_RENEW_SECONDS = 30.0, 10.0
 
 
-class Claiming:
+class ClaimManager:
     """The claims of one queue."""
 
     def __init__(
         self,
-        tenure: Tenure,
+        worker_lease: WorkerLease,
         codec: Codec,
         *,
         name: str,
         inbox: bool,
         limits: FetchLimits,
         has_bounds: Callable[[], bool],
-        sleeper: int,
-        remind: Callable[[float], None],
+        listener_id: int,
+        wake_after: Callable[[float], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tenure = tenure
+        self._worker_lease = worker_lease
         self._codec = codec
         self._name = name
         self._inbox = inbox
         self._limits = limits
-        #: Whether the schema has the function that bounds a claim.
+        #: Returns whether the schema has the function that bounds a claim.
         self._has_bounds = has_bounds
-        #: Who sleeps here, to those who send.
-        self._sleeper = sleeper
-        #: Is told in how many seconds something becomes due.
-        self._remind = remind
+        #: The id under which producers see this waiting worker.
+        self._listener_id = listener_id
+        #: Called with the seconds until a message becomes due.
+        self._wake_after = wake_after
         self._clock = clock
-        #: What of each claim is not settled.
+        #: The unsettled message ids of each claim.
         self.held: dict[tuple[int, int], set[int]] = {}
-        #: Claims whose rows are left: they were settled in bits and at once, and nobody knew to be the last.
+        #: Claims whose rows remain: concurrent partial settlements, none of which knew that it was the last.
         self.left_over: set[tuple[int, int]] = set()
-        #: Claims in hand that have a key.
-        self._keys: set[Receipt] = set()
-        #: By rank, the most urgent first; what has no priority has rank 0.
+        #: Receipts in flight that have a key.
+        self._keyed_receipts: set[PostgresReceipt] = set()
+        #: By rank, the most urgent first; a message without priority has rank 0.
         self._floors: dict[int, int] = {0: 0}
-        #: When the last sweep was, and for how long its own duration makes the next one unwelcome.
-        self._swept = float("-inf")
-        self._spared = 0.0
-        self._doubted: dict[tuple[int, int], float] = {}
-        self._disowned = float("-inf")
-        self._asleep = float("-inf")
+        #: The time of the last sweep, and the seconds by which its own duration delays the next one.
+        self._last_sweep = float("-inf")
+        self._sweep_pause = 0.0
+        self._unconfirmed: dict[tuple[int, int], float] = {}
+        self._last_release = float("-inf")
+        self._listening_until = float("-inf")
         self._is_closed = False
 
     def close(self) -> None:
-        """Let held claims, and those of a fetch under way, return with their lease; other queues renew the instance."""
+        """Let claims return with their lease, those of a running fetch too; other queues renew the worker's lease."""
         self._is_closed = True
-        self._tenure.abandon(list(self.held))
+        self._worker_lease.abandon(list(self.held))
 
     @property
-    def holds_keys(self) -> bool:
-        """Whether something with a key is in hand here, so that others of that key may be waiting for it."""
-        return bool(self._keys)
+    def has_keyed_claims(self) -> bool:
+        """Whether a message with a key is in flight here, so that others of that key may wait for it."""
+        return bool(self._keyed_receipts)
 
-    def claim(self, queue: int, count: int, *, asks: bool) -> Operation[list[Delivery]]:
-        """At most *count* messages; with *asks*, a worker that finds nothing says that it wants to be woken."""
-        found = yield from self._claimed(queue, count)
-        if not asks:
-            return found
+    def claim(self, queue: int, count: int, *, wants_wakeup: bool) -> Operation[list[Delivery]]:
+        """Claim at most *count* messages; with *wants_wakeup*, register as a listener if there are none."""
+        deliveries = yield from self._claim_messages(queue, count)
+        if not wants_wakeup:
+            return deliveries
         now = self._clock()
-        if not found and self._asleep - now < AGAIN:
-            yield Query(statements.SLEEP, {"queue": queue, "sleeper": self._sleeper, "seconds": ASLEEP})
-            self._asleep = now + ASLEEP
-            due = yield Query(statements.DUE, {"queue": queue})
+        if not deliveries and self._listening_until - now < LISTENER_RENEW_SECONDS:
+            yield Query(
+                statements.REGISTER_LISTENER,
+                {"queue": queue, "sleeper": self._listener_id, "seconds": LISTENER_SECONDS},
+            )
+            self._listening_until = now + LISTENER_SECONDS
+            due = yield Query(statements.SECONDS_UNTIL_DUE, {"queue": queue})
             if due:
-                self._remind(due[0][0])
-            # What was committed before anybody knew that we sleep woke nobody.
-            found = yield from self._claimed(queue, count)
-        elif len(found) >= count and self._asleep > now:
-            # Busy: those who send need not ring, which would make their commits wait for each other.
-            self._asleep = float("-inf")
-            yield Query(statements.AWAKE, {"queue": queue, "sleeper": self._sleeper})
-        return found
+                self._wake_after(due[0][0])
+            # Messages committed before this worker was registered as a listener did not wake it.
+            deliveries = yield from self._claim_messages(queue, count)
+        elif len(deliveries) >= count and self._listening_until > now:
+            # A busy worker needs no notifications, which would serialize the commits of producers.
+            self._listening_until = float("-inf")
+            yield Query(statements.UNREGISTER_LISTENER, {"queue": queue, "sleeper": self._listener_id})
+        return deliveries
 
-    def _claimed(self, queue: int, count: int) -> Operation[list[Delivery]]:
-        worker = yield from self._tenure.present()
-        yield from self._disown()
-        token = self._tenure.token()
+    def _claim_messages(self, queue: int, count: int) -> Operation[list[Delivery]]:
+        worker = yield from self._worker_lease.ensure()
+        yield from self._repeat_release()
+        token = self._worker_lease.next_token()
         try:
-            given = {"queue": queue, "count": count, "worker": worker, "token": token, "inbox": self._inbox}
-            rows = yield from self._rows({**given, **self._bounds()})
-            found = [self._delivery(row, worker, token, self._tenure.until) for row in rows or ()]
+            parameters = {"queue": queue, "count": count, "worker": worker, "token": token, "inbox": self._inbox}
+            rows = yield from self._select_rows({**parameters, **self._build_limits()})
+            deliveries = [self._to_delivery(row, worker, token, self._worker_lease.until) for row in rows or ()]
             if self._inbox:
-                yield from self._recognise(queue, found, rows or ())
+                yield from self._store_decoded_ids(queue, deliveries, rows or ())
         except BaseException:
-            # Whether it was made nobody knows: the answer is on a line that is no more.
-            self._doubted[worker, token] = self._clock() + DOUBT
+            # The outcome of the claim is unknown: its answer was lost with the connection.
+            self._unconfirmed[worker, token] = self._clock() + UNCONFIRMED_RELEASE_SECONDS
             raise
         if rows is None:
-            self._tenure.gone(worker)
-            return (yield from self._claimed(queue, count))
+            self._worker_lease.mark_expired(worker)
+            return (yield from self._claim_messages(queue, count))
         if rows:
             self.held[worker, token] = {row[0] for row in rows}
-            self._keys.update(delivery.receipt for delivery in found if delivery.receipt.key is not None)
+            self._keyed_receipts.update(delivery.receipt for delivery in deliveries if delivery.receipt.key is not None)
             if self._is_closed:
-                self._tenure.abandon([(worker, token)])
-        return found
+                self._worker_lease.abandon([(worker, token)])
+        return deliveries
 
-    def _bounds(self) -> dict[str, Any]:
-        """Return what one claim may load."""
-        largest, last_delivery = self._codec.max_bytes, self._limits.max_deliveries
+    def _build_limits(self) -> dict[str, Any]:
+        """Return the limits of one claim."""
+        max_body_bytes, last_delivery = self._codec.max_bytes, self._limits.max_deliveries
         return {
-            "largest": _UNLIMITED if largest is None else largest,
+            "largest": _MAX_BIGINT if max_body_bytes is None else max_body_bytes,
             "budget": self._limits.max_bytes,
-            "last_delivery": _UNCOUNTED if last_delivery is None else last_delivery,
+            "last_delivery": _MAX_INTEGER if last_delivery is None else last_delivery,
             "suspects": True,
         }
 
-    def settled(self, receipts: Iterable[Receipt], emptied: Collection[tuple[int, int]]) -> None:
-        """These are in nobody's hands any more; of the claims that are *emptied* nothing is left in the database."""
+    def mark_settled(self, receipts: Iterable[PostgresReceipt], emptied: Collection[tuple[int, int]]) -> None:
+        """Remove settled *receipts* from the claims; the database has deleted the rows of the *emptied* claims."""
         self.left_over.difference_update(emptied)
         for receipt in receipts:
             claim = receipt.worker, receipt.token
@@ -158,128 +168,146 @@ class Claiming:
                 held.discard(receipt.id)
                 if not held and self.held.pop(claim, None) is not None and claim not in emptied:
                     self.left_over.add(claim)
-        if self._keys:
-            self._keys.difference_update(receipts)
+        if self._keyed_receipts:
+            self._keyed_receipts.difference_update(receipts)
 
-    def _rows(self, given: dict[str, Any]) -> Operation[Rows | None]:
-        """The rows of a claim; None when the worker is gone."""
-        now, wanted = self._clock(), given["count"]
-        if now >= self._swept + max(SWEEP, self._spared):
-            return (yield from self._swept_rows(given))
+    def _select_rows(self, parameters: dict[str, Any]) -> Operation[Rows | None]:
+        """Return the rows of a claim; None if the worker has expired."""
+        now, requested = self._clock(), parameters["count"]
+        if now >= self._last_sweep + max(SWEEP_INTERVAL_SECONDS, self._sweep_pause):
+            return (yield from self._sweep_rows(parameters))
         rows: Rows = []
         for rank, floor in list(self._floors.items()):
-            found = yield from self._picked({**given, "rank": rank, "floor": floor})
-            if found is None:
+            claimed = yield from self._claim_rows({**parameters, "rank": rank, "floor": floor})
+            if claimed is None:
                 return None
-            rows += found
-            given["count"] = wanted - len(rows)
-            given["budget"] -= sum(len(row[BODY] or b"") for row in found)
-            if given["count"] <= 0 or given["budget"] <= 0 or any(row[ALONE] or row[CUT] for row in found):
+            rows += claimed
+            parameters["count"] = requested - len(rows)
+            parameters["budget"] -= sum(len(row[BODY_COLUMN] or b"") for row in claimed)
+            if (
+                parameters["count"] <= 0
+                or parameters["budget"] <= 0
+                or any(row[SUSPECT_COLUMN] or row[CUT_COLUMN] for row in claimed)
+            ):
                 return rows
-            # A suspect is claimed alone, and not beside what is claimed already.
-            given["suspects"] = not rows
-        # An answer of nothing has to be true, whatever it costs: it ends a loop that does not stream.
-        if not rows or now >= self._swept + self._spared:
-            found = yield from self._swept_rows(given)
-            rows = rows if found is None else rows + found
+            # A suspect is claimed alone, never together with rows that are already claimed.
+            parameters["suspects"] = not rows
+        # An empty result must be true at any cost: it ends a loop that does not stream.
+        if not rows or now >= self._last_sweep + self._sweep_pause:
+            claimed = yield from self._sweep_rows(parameters)
+            rows = rows if claimed is None else rows + claimed
         return rows
 
-    def _swept_rows(self, given: dict[str, Any]) -> Operation[Rows | None]:
+    def _sweep_rows(self, parameters: dict[str, Any]) -> Operation[Rows | None]:
         began = self._clock()
-        found = yield from self._picked({**given, "rank": None, "floor": 0})
-        if found is None:
-            return None  # nobody has looked: the next claim is a sweep again, or the most urgent would wait for one
-        self._swept = self._clock()
-        self._spared = RARER * (self._swept - began)
-        return found
+        rows = yield from self._claim_rows({**parameters, "rank": None, "floor": 0})
+        if rows is None:
+            return None  # no sweep took place: the next claim must sweep, or the most urgent message would wait for one
+        self._last_sweep = self._clock()
+        self._sweep_pause = SWEEP_PAUSE_FACTOR * (self._last_sweep - began)
+        return rows
 
-    def _picked(self, given: dict[str, Any]) -> Operation[Rows | None]:
-        tried = None
+    def _claim_rows(self, parameters: dict[str, Any]) -> Operation[Rows | None]:
+        last_suspect = None
         while True:
-            rows = yield Query(statements.CLAIM if self._has_bounds() else statements.CLAIM_UNBOUNDED, given)
+            rows = yield Query(statements.CLAIM if self._has_bounds() else statements.CLAIM_UNBOUNDED, parameters)
             if rows and rows[0][0] < 0:
                 return None
-            self._raise_floors(rows, whole=len(rows) < given["count"] and not any(row[CUT] for row in rows))
-            keyed = [row for row in rows if row[DELIVERIES] is None]
-            if not keyed:
+            self._raise_floors(
+                rows, complete=len(rows) < parameters["count"] and not any(row[CUT_COLUMN] for row in rows)
+            )
+            keyed_rows = [row for row in rows if row[DELIVERIES_COLUMN] is None]
+            if not keyed_rows:
                 return rows
-            heads = yield from self._keyed(keyed, given)
-            if heads or not keyed[0][ALONE]:
-                return sorted([row for row in rows if row[DELIVERIES] is not None] + heads, key=lambda row: row[0])
-            # A suspect that is not its key's next one. Others are behind it; the same again is in another's hands.
-            given = {**given, "suspects": keyed[0][0] != tried}
-            tried = keyed[0][0]
+            heads = yield from self._claim_keyed(keyed_rows, parameters)
+            if heads or not keyed_rows[0][SUSPECT_COLUMN]:
+                return sorted(
+                    [row for row in rows if row[DELIVERIES_COLUMN] is not None] + heads, key=lambda row: row[0]
+                )
+            # A suspect that is not first of its key: others may follow it. The same one again: another worker has it.
+            parameters = {**parameters, "suspects": keyed_rows[0][0] != last_suspect}
+            last_suspect = keyed_rows[0][0]
 
-    def _keyed(self, named: Rows, given: dict[str, Any]) -> Operation[Rows]:
-        """Of those with a key, the ones whose turn it is; the others wait aside."""
+    def _claim_keyed(self, keyed_rows: Rows, parameters: dict[str, Any]) -> Operation[Rows]:
+        """Claim the first message of each key among rows with a key; the others wait until it is settled."""
         yield BEGIN
         heads: Rows = []
-        looked_at = {"queue": given["queue"], "ids": [row[0] for row in named], "keys": [row[KEY] for row in named]}
-        locked = yield Query(statements.LOCK_KEYS, looked_at)
+        lock_parameters = {
+            "queue": parameters["queue"],
+            "ids": [row[0] for row in keyed_rows],
+            "keys": [row[KEY_COLUMN] for row in keyed_rows],
+        }
+        locked = yield Query(statements.LOCK_KEYS, lock_parameters)
         if locked:
-            ranks = list({row[RANK] for row in named if row[RANK] is not None})
-            mine = {**given, "ids": [row[0] for row in locked], "ranks": ranks}
-            heads = yield Query(statements.CLAIM_KEYED, mine)
+            ranks = list({row[RANK_COLUMN] for row in keyed_rows if row[RANK_COLUMN] is not None})
+            claim_parameters = {**parameters, "ids": [row[0] for row in locked], "ranks": ranks}
+            heads = yield Query(statements.CLAIM_KEYED, claim_parameters)
         yield COMMIT
         return heads
 
-    def _raise_floors(self, rows: Rows, *, whole: bool) -> None:
-        """Nothing that is to be had lies below what was just taken; *whole* when nothing was left behind at all."""
+    def _raise_floors(self, rows: Rows, *, complete: bool) -> None:
+        """Raise the floors to the claimed ids; *complete* says that the claim left no available message behind."""
         tops: dict[int, int] = {}
         for row in rows:
-            if row[RANK] is not None:
-                tops[row[RANK]] = max(tops.get(row[RANK], 0), row[0])
+            if row[RANK_COLUMN] is not None:
+                tops[row[RANK_COLUMN]] = max(tops.get(row[RANK_COLUMN], 0), row[0])
         last = max(tops, default=None)
-        fresh = tops.keys() - self._floors.keys()
+        new_ranks = tops.keys() - self._floors.keys()
         for rank, top in tops.items():
-            # Only in the last rank may something be left between what was taken and the floor.
-            known = self._floors.get(rank, 0)
-            self._floors[rank] = top if rank == last and not whole else max(known, top)
-        if fresh:
+            # Only in the last rank may messages remain between the claimed ids and the floor.
+            floor = self._floors.get(rank, 0)
+            self._floors[rank] = top if rank == last and not complete else max(floor, top)
+        if new_ranks:
             self._floors = dict(sorted(self._floors.items()))
 
-    def disowned(self) -> Operation[None]:
-        """Give back what claims took whose answer never arrived."""
-        doubted, worker = list(self._doubted), self._tenure.worker
-        tokens = [token for whose, token in doubted if whose == worker]
+    def release_unconfirmed(self) -> Operation[None]:
+        """Release the messages of claims whose answer never arrived."""
+        unconfirmed, worker = list(self._unconfirmed), self._worker_lease.worker
+        tokens = [token for owner, token in unconfirmed if owner == worker]
         if tokens:
-            yield Query(statements.DISOWN, {"worker": worker, "tokens": tokens})
+            yield Query(statements.RELEASE_UNCONFIRMED, {"worker": worker, "tokens": tokens})
 
-    def _disown(self) -> Operation[None]:
-        """The same, again and again: a claim may arrive at the server long after it was given up.
+    def _repeat_release(self) -> Operation[None]:
+        """Release unconfirmed claims again: a claim may reach the server long after the caller gave up.
 
-        Each second at first, then rarely, for as long as the instance lives.
+        Every second at first, then rarely, for as long as the worker instance exists.
         """
-        now, doubted = self._clock(), dict(self._doubted)
-        if not doubted or now < self._disowned + (1.0 if max(doubted.values()) > now else DOUBT):
+        now, unconfirmed = self._clock(), dict(self._unconfirmed)
+        if not unconfirmed or now < self._last_release + (
+            1.0 if max(unconfirmed.values()) > now else UNCONFIRMED_RELEASE_SECONDS
+        ):
             return
-        yield from self.disowned()
-        self._disowned = now
-        forgotten = [claim for claim in doubted if claim[0] != self._tenure.worker]
-        for claim in forgotten or list(doubted)[:-MAX_DOUBTED]:
-            self._doubted.pop(claim, None)
+        yield from self.release_unconfirmed()
+        self._last_release = now
+        expired = [claim for claim in unconfirmed if claim[0] != self._worker_lease.worker]
+        for claim in expired or list(unconfirmed)[:-MAX_UNCONFIRMED_CLAIMS]:
+            self._unconfirmed.pop(claim, None)
 
-    def _recognise(self, queue: int, found: list[Delivery], rows: Iterable[Sequence[Any]]) -> Operation[None]:
-        """Foreign messages have an id once they were read: note it where the inbox looks, and look there."""
-        foreign = {
+    def _store_decoded_ids(
+        self, queue: int, deliveries: list[Delivery], rows: Iterable[Sequence[Any]]
+    ) -> Operation[None]:
+        """Store the ids of third-party messages, known only after decoding, and mark those that the inbox has."""
+        third_party = {
             delivery.receipt.id: delivery
-            for delivery, row in zip(found, rows, strict=True)
-            if delivery.error is None and row[BODY] is not None and "ergon-id" not in texts(row[HEADERS])
+            for delivery, row in zip(deliveries, rows, strict=True)
+            if delivery.error is None
+            and row[BODY_COLUMN] is not None
+            and "ergon-id" not in headers_as_text(row[HEADERS_COLUMN])
         }
-        if foreign:
-            names = [delivery.transaction.id for delivery in foreign.values()]
-            ranks = [delivery.receipt.rank for delivery in foreign.values()]
-            given = {"queue": queue, "ids": list(foreign), "ranks": ranks, "names": names}
-            done = yield Query(statements.RECOGNISE, given)
-            for (place,) in done:
-                foreign[place].done = True
+        if third_party:
+            names = [delivery.transaction.id for delivery in third_party.values()]
+            ranks = [delivery.receipt.rank for delivery in third_party.values()]
+            parameters = {"queue": queue, "ids": list(third_party), "ranks": ranks, "names": names}
+            processed = yield Query(statements.STORE_DECODED_IDS, parameters)
+            for (message_id,) in processed:
+                third_party[message_id].done = True
 
-    def _delivery(self, row: Sequence[Any], worker: int, token: int, until: float) -> Delivery:
-        place, key, rank, deliveries, headers, body, done, size, *_ = row
+    def _to_delivery(self, row: Sequence[Any], worker: int, token: int, until: float) -> Delivery:
+        message_id, key, rank, deliveries, headers, body, done, size, *_ = row
         if body is None:
             limit = self._codec.max_bytes
-            transaction, error = describe_unread(size, texts(headers), source=self._name, limit=limit)
+            transaction, error = describe_unread(size, headers_as_text(headers), source=self._name, limit=limit)
         else:
-            transaction, error = decode(self._codec, body, texts(headers), source=self._name)
-        receipt = Receipt(place, worker, token, rank, key, not isinstance(error, UndecodableError))
+            transaction, error = decode(self._codec, body, headers_as_text(headers), source=self._name)
+        receipt = PostgresReceipt(message_id, worker, token, rank, key, not isinstance(error, UndecodableError))
         return Delivery(transaction, receipt, deliveries, until, error, done)

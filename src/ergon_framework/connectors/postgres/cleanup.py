@@ -1,7 +1,7 @@
-"""Clean-up: a thread of its own deletes rows that are older than their retention, apart from every fetch.
+"""Clean-up: a dedicated thread deletes rows that are older than their retention, apart from every fetch.
 
-Each statement deletes one batch in a transaction of its own and reads only what it deletes, by an index on the time.
-An advisory lock lets one process of a fleet work on a table at a time. A failed round is logged and tried again.
+Each statement deletes one batch in its own transaction and reads only what it deletes, by an index on the time.
+An advisory lock lets one process of a fleet work on a table at a time. A failed round is logged and retried.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.schema.lines import Lines
+from ergon_framework.schema.lines import ConnectionPool
 from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query
 from ergon_framework.telemetry import logs
 
@@ -30,7 +30,7 @@ _STATEMENT_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 10.0
 _LOCK_CLASS: Final = 0x6572676F
 
-#: The planner settings repeat those of a direct session: behind a connection pooler a session has none of its own.
+#: The planner settings repeat those of a direct session: behind a connection pooler a session has no own settings.
 _LIMITS: Final = """
 select pg_try_advisory_xact_lock(%(class)s, hashtext(%(name)s)), set_config('statement_timeout', %(timeout)s, true),
     set_config('lock_timeout', '500ms', true), set_config('enable_seqscan', 'off', true),
@@ -44,14 +44,14 @@ with old as materialized (
 gone as (delete from ergon.{table} where ctid = any(array(select ctid from old)) returning 1)
 select count(*) from gone
 """
-_OF_QUEUE: Final = {"where": "queue = %(queue)s and ", "order": "queue, "}
-DELETE_MARKS: Final = _DELETE.format(table="inbox", **_OF_QUEUE)
-DELETE_DEAD_LETTERS: Final = _DELETE.format(table="dead_letter", **_OF_QUEUE)
+_QUEUE_FILTER: Final = {"where": "queue = %(queue)s and ", "order": "queue, "}
+DELETE_MARKS: Final = _DELETE.format(table="inbox", **_QUEUE_FILTER)
+DELETE_DEAD_LETTERS: Final = _DELETE.format(table="dead_letter", **_QUEUE_FILTER)
 DELETE_JOURNAL: Final = _DELETE.format(table="journal", where="", order="")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Retention:
+class RowRetention:
     """Rows to delete: *sql* deletes at most %(most)s of them that are older than *seconds*, and returns how many."""
 
     #: The key of the advisory lock; the same in every process.
@@ -61,22 +61,22 @@ class Retention:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
-def retain_marks(queue: int, seconds: float) -> Retention:
+def retain_marks(queue: int, seconds: float) -> RowRetention:
     """Keep the inbox marks of *queue* for *seconds*."""
-    return Retention(f"inbox {queue}", DELETE_MARKS, seconds, {"queue": queue})
+    return RowRetention(f"inbox {queue}", DELETE_MARKS, seconds, {"queue": queue})
 
 
-def retain_dead_letters(queue: int, seconds: float) -> Retention:
+def retain_dead_letters(queue: int, seconds: float) -> RowRetention:
     """Keep the dead letters of *queue* for *seconds*."""
-    return Retention(f"dead_letter {queue}", DELETE_DEAD_LETTERS, seconds, {"queue": queue})
+    return RowRetention(f"dead_letter {queue}", DELETE_DEAD_LETTERS, seconds, {"queue": queue})
 
 
-def retain_journal(seconds: float) -> Retention:
+def retain_journal(seconds: float) -> RowRetention:
     """Keep journal rows for *seconds*."""
-    return Retention("journal", DELETE_JOURNAL, seconds)
+    return RowRetention("journal", DELETE_JOURNAL, seconds)
 
 
-def delete_batch(retention: Retention) -> Operation[int]:
+def delete_batch(retention: RowRetention) -> Operation[int]:
     """Delete one batch; return the number of rows, 0 while another process works on the same table."""
     yield BEGIN
     limits = {"class": _LOCK_CLASS, "name": retention.name, "timeout": f"{_STATEMENT_SECONDS}s"}
@@ -95,16 +95,16 @@ class Cleanup:
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
         self._lock = threading.Lock()
-        self._retentions: tuple[Retention, ...] = ()
+        self._retentions: tuple[RowRetention, ...] = ()
         self._stop: threading.Event | None = None
 
-    def add(self, retention: Retention) -> Callable[[], None]:
+    def add(self, retention: RowRetention) -> Callable[[], None]:
         """Apply *retention* until the returned function is called."""
         with self._lock:
             self._retentions = (*self._retentions, retention)
             if self._stop is None:
                 self._stop = threading.Event()
-                threading.Thread(target=self._work, args=(self._stop,), name="ergon-cleanup", daemon=True).start()
+                threading.Thread(target=self._run, args=(self._stop,), name="ergon-cleanup", daemon=True).start()
 
         def remove() -> None:
             with self._lock:
@@ -115,7 +115,7 @@ class Cleanup:
 
         return remove
 
-    def _work(self, stop: threading.Event) -> None:
+    def _run(self, stop: threading.Event) -> None:
         # A random start spreads the rounds of workers that were started together.
         pause = random.uniform(0.0, INTERVAL_SECONDS)  # noqa: S311 - no secret
         while not stop.wait(pause):
@@ -125,17 +125,17 @@ class Cleanup:
     def delete_expired(self, stop: threading.Event) -> None:
         """Delete batch after batch until no expired row is left or *stop* is set; a failure ends the round."""
         # A connection per round: between two rounds the server keeps none for this.
-        lines = Lines(self._dsn, most=1, other=ConnectorError)
+        pool = ConnectionPool(self._dsn, max_size=1, error_type=ConnectorError)
         try:
             for retention in self._retentions:
                 while not stop.is_set():
                     began = time.monotonic()
-                    deleted = lines.run(delete_batch(retention), within=_ANSWER_SECONDS)
+                    deleted = pool.run(delete_batch(retention), timeout_seconds=_ANSWER_SECONDS)
                     if deleted < BATCH_ROWS:
                         break
                     # At most half of the time is spent on deleting, so that the server has room for work.
                     stop.wait(time.monotonic() - began)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: no failure here may reach a worker
-            logs.say(logging.WARNING, "clean-up failed", {"error": type(error).__name__}, to=_log)
+            logs.log_event(logging.WARNING, "clean-up failed", {"error": type(error).__name__}, to=_log)
         finally:
-            lines.close()
+            pool.close()

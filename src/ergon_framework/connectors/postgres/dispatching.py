@@ -1,4 +1,4 @@
-"""Dispatching: the statements that put transactions into a queue, for our connections and for the caller's."""
+"""The statements that dispatch transactions to a queue, on the framework's connections and on the caller's."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from ergon_framework.connectors.codec import Codec, to_json
-from ergon_framework.connectors.postgres.callers import Template
+from ergon_framework.connectors.postgres.callers import SqlTemplate
 from ergon_framework.transaction import Transaction
 
-# Casts are written out, because some libraries read a colon as the beginning of a name.
+# Casts are written out, because some libraries parse a colon as the start of a parameter name.
 _BY_FUNCTION: Final = """
 select ergon.put(
     cast({queue} as text), cast({id} as text), cast(cast({headers} as text) as jsonb), cast({body} as bytea),
     cast({key} as text), cast({priority} as smallint)
 )
 """
-#: What the function does, for a queue whose number is known. Where its plan is kept it spares the server the call and
-#: the look for the name; where none is, it would be planned for every message, and the function is not.
+#: The body of the function, for a queue whose number is known. With a cached plan it saves the call and the lookup of
+#: the name; without one it would be planned for every message, unlike the function.
 _BY_INSERT: Final = """
 insert into ergon.ready (queue, rank, transaction_id, key, headers, body)
 values (
@@ -31,9 +31,9 @@ values (
     cast({body} as bytea)
 )
 """
-ONE: Final = Template(_BY_FUNCTION, _BY_INSERT)
-NAMED: Final = Template(_BY_FUNCTION)
-MANY: Final = Template("""
+ONE_BY_NUMBER: Final = SqlTemplate(_BY_FUNCTION, _BY_INSERT)
+ONE_BY_NAME: Final = SqlTemplate(_BY_FUNCTION)
+MANY_BY_NAME: Final = SqlTemplate("""
 select ergon.put_many(
     cast({queue} as text), cast({ids} as text[]), cast(cast({headers} as text[]) as jsonb[]),
     cast({bodies} as bytea[]), cast({keys} as text[]), cast({priorities} as smallint[])
@@ -41,27 +41,27 @@ select ergon.put_many(
 """)
 
 
-class Dispatch(NamedTuple):
-    """A statement with its parameters, not yet in the words of any library."""
+class DispatchStatement(NamedTuple):
+    """A statement template with its parameters, not yet rendered for a library."""
 
-    template: Template
+    template: SqlTemplate
     parameters: dict[str, Any]
-    #: Of the transactions, in order.
+    #: The ids of the transactions, in order.
     ids: list[str]
 
 
-def dispatch(
+def build_dispatch(
     queue: str, number: int | None, transactions: Sequence[Transaction], *, codec: Codec, priorities: Sequence[int]
-) -> Dispatch:
-    """What puts *transactions* into *queue*, by its number if that is known.
+) -> DispatchStatement:
+    """Build the statement that inserts *transactions* into *queue*, by its number if that is known.
 
-    UnencodableError if one of them cannot be written.
+    Raise UnencodableError if a transaction cannot be encoded.
     """
     if len(transactions) == 1:
-        # By far the most frequent, and lists of one cost as much as lists of ten.
+        # By far the most frequent case; arrays of one element cost as much as arrays of ten.
         (transaction,) = transactions
         body, envelope = codec.encode(transaction)
-        one = {
+        parameters = {
             "queue": queue,
             "number": number,
             "id": transaction.id,
@@ -70,16 +70,16 @@ def dispatch(
             "key": transaction.key,
             "priority": priorities[0],
         }
-        return Dispatch(NAMED if number is None else ONE, one, [transaction.id])
-    written = [codec.encode(transaction) for transaction in transactions]
+        return DispatchStatement(ONE_BY_NAME if number is None else ONE_BY_NUMBER, parameters, [transaction.id])
+    encoded = [codec.encode(transaction) for transaction in transactions]
     ids = [transaction.id for transaction in transactions]
-    return Dispatch(
-        MANY,
+    return DispatchStatement(
+        MANY_BY_NAME,
         {
             "queue": queue,
             "ids": ids,
-            "headers": [to_json(headers) for _, headers in written],
-            "bodies": [body for body, _ in written],
+            "headers": [to_json(headers) for _, headers in encoded],
+            "bodies": [body for body, _ in encoded],
             "keys": [transaction.key for transaction in transactions],
             "priorities": list(priorities),
         },

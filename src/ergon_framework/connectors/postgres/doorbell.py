@@ -1,7 +1,7 @@
-"""Doorbell: one listening connection for all queues of a database in this process.
+"""Notification listener: one listening connection for all queues of a database in this process.
 
-It saves polling and is not relied on: where it cannot listen, behind a pooler or while the line
-is down, loops look by themselves, as rarely as their policy says.
+It saves polling, and nothing depends on it: behind a pooler or while the connection is lost, loops poll at the interval
+of their policy.
 """
 
 from __future__ import annotations
@@ -15,73 +15,73 @@ from typing import Final
 
 import psycopg
 
-from ergon_framework.connectors.postgres.statements import CHANNEL, SLEEP
-from ergon_framework.schema.hearing import Hearing
-from ergon_framework.schema.line import Line
-from ergon_framework.schema.lines import Lines
+from ergon_framework.connectors.postgres.statements import CHANNEL, REGISTER_LISTENER
+from ergon_framework.schema.hearing import NotificationWaiter
+from ergon_framework.schema.line import DeadlineConnection
+from ergon_framework.schema.lines import ConnectionPool
 
-#: Seconds before it connects again: first, and longest; also the longest that it waits for anything.
-_FIRST, _LONGEST = 0.2, 5.0
-#: Seconds for which a new listener is known to sleep; whoever then finds nothing says so again.
-_ANNOUNCED: Final = 30.0
+#: Seconds before it reconnects: first and at most; the second is also its longest wait for anything.
+_MIN_RECONNECT_SECONDS, _MAX_RECONNECT_SECONDS = 0.2, 5.0
+#: Seconds for which a new listener is registered; a worker whose fetch finds nothing renews the registration.
+_REGISTRATION_SECONDS: Final = 30.0
 
 
-class Doorbell:
-    """Calls whoever hung up for a queue when something comes into it."""
+class NotificationListener:
+    """Calls the subscribers of a queue when a message becomes ready in it."""
 
-    def __init__(self, lines: Lines) -> None:
-        self._lines = lines
-        #: As whom it is known to those who send.
-        self.sleeper = random.getrandbits(62)
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+        #: The id under which producers see this listener.
+        self.listener_id = random.getrandbits(62)
         self._lock = threading.Lock()
-        self._ringers: dict[int, tuple[Callable[[], None], ...]] = {}
+        self._callbacks: dict[int, tuple[Callable[[], None], ...]] = {}
         self._thread: threading.Thread | None = None
-        self._hearing: Hearing | None = None
-        #: Queues of which nobody has been told yet that somebody sleeps there.
-        self._new: set[int] = set()
-        #: When something becomes due by itself, and in which queue.
-        self._reminders: list[tuple[float, int]] = []
-        #: Whether a ring would be heard now.
-        self.hears = False
+        self._waiter: NotificationWaiter | None = None
+        #: Queues for which the listener is not registered in the database yet.
+        self._unregistered: set[int] = set()
+        #: When a deferred message becomes due, and in which queue.
+        self._due_times: list[tuple[float, int]] = []
+        #: Whether a notification would be received now.
+        self.listening = False
 
-    def hang(self, queue: int, ring: Callable[[], None]) -> Callable[[], None]:
-        """Have *ring* called until the returned function is."""
+    def subscribe(self, queue: int, notify: Callable[[], None]) -> Callable[[], None]:
+        """Call *notify* for each notification of *queue*, until the returned function is called."""
         with self._lock:
-            self._ringers[queue] = (*self._ringers.get(queue, ()), ring)
-            self._new.add(queue)
+            self._callbacks[queue] = (*self._callbacks.get(queue, ()), notify)
+            self._unregistered.add(queue)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._listen, name="ergon-doorbell", daemon=True)
                 self._thread.start()
-            self._nudge()
+            self._wake_thread()
 
-        def unhang() -> None:
+        def unsubscribe() -> None:
             with self._lock:
-                left = tuple(other for other in self._ringers.get(queue, ()) if other is not ring)
-                self._ringers[queue] = left
-                if not left:
-                    del self._ringers[queue]
-                if not self._ringers:
-                    self._nudge()
+                remaining = tuple(other for other in self._callbacks.get(queue, ()) if other is not notify)
+                self._callbacks[queue] = remaining
+                if not remaining:
+                    del self._callbacks[queue]
+                if not self._callbacks:
+                    self._wake_thread()
 
-        return unhang
+        return unsubscribe
 
-    def remind(self, queue: int, seconds: float) -> None:
-        """Ring for *queue* in *seconds*: what was put off until then wakes nobody by itself."""
+    def wake_after(self, queue: int, seconds: float) -> None:
+        """Notify the subscribers of *queue* in *seconds*: a deferred message sends no notification when it is due."""
         with self._lock:
-            if queue in self._ringers:
-                reminder = time.monotonic() + seconds, queue
-                heappush(self._reminders, reminder)
-                if self._reminders[0] is reminder:
-                    self._nudge()
+            if queue in self._callbacks:
+                due_time = time.monotonic() + seconds, queue
+                heappush(self._due_times, due_time)
+                if self._due_times[0] is due_time:
+                    self._wake_thread()
 
-    def _nudge(self) -> None:
-        """Have the thread look around; under the lock."""
-        if self._hearing is not None:
-            self._hearing.wake()
+    def _wake_thread(self) -> None:
+        """Wake the thread, so that it checks its state; called with the lock held."""
+        if self._waiter is not None:
+            self._waiter.wake()
 
-    def _wanted(self) -> bool:
+    def _has_subscribers(self) -> bool:
         with self._lock:
-            if self._ringers:
+            if self._callbacks:
                 return True
             self._thread = None
             return False
@@ -89,72 +89,74 @@ class Doorbell:
     # -- its thread -------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        with Hearing() as hearing:
+        with NotificationWaiter() as waiter:
             with self._lock:
-                self._hearing = hearing
+                self._waiter = waiter
             try:
-                self._keep_listening(hearing)
+                self._keep_listening(waiter)
             finally:
                 with self._lock:
-                    if self._hearing is hearing:
-                        self._hearing = None
+                    if self._waiter is waiter:
+                        self._waiter = None
 
-    def _keep_listening(self, hearing: Hearing) -> None:
-        delay = _FIRST
-        while self._wanted():
+    def _keep_listening(self, waiter: NotificationWaiter) -> None:
+        delay = _MIN_RECONNECT_SECONDS
+        while self._has_subscribers():
             try:
-                with self._lines.connect() as connection:
-                    if not self._lines.direct:
-                        self._idle(hearing, _LONGEST)
+                with self._pool.connect() as connection:
+                    if not self._pool.is_direct:
+                        self._idle(waiter, _MAX_RECONNECT_SECONDS)
                         continue
                     connection.execute(f"listen {CHANNEL}")
-                    self.hears, delay = True, _FIRST
+                    self.listening, delay = True, _MIN_RECONNECT_SECONDS
                     with self._lock:
-                        self._new = set(self._ringers)
-                    self._hear(connection, hearing)
+                        self._unregistered = set(self._callbacks)
+                    self._receive(connection, waiter)
             except psycopg.Error:
-                self._idle(hearing, delay)
-                delay = min(delay * 2, _LONGEST)
+                self._idle(waiter, delay)
+                delay = min(delay * 2, _MAX_RECONNECT_SECONDS)
             finally:
-                self.hears = False
+                self.listening = False
 
-    def _hear(self, connection: Line, hearing: Hearing) -> None:
-        while self._wanted():
-            self._announce(connection)
-            for payload in hearing.notices(connection, self._until_due(_LONGEST)):
-                self._ring(payload)
-            self._ring_due()
+    def _receive(self, connection: DeadlineConnection, waiter: NotificationWaiter) -> None:
+        while self._has_subscribers():
+            self._register(connection)
+            for payload in waiter.notifications(connection, self._compute_wait(_MAX_RECONNECT_SECONDS)):
+                self._notify(payload)
+            self._notify_due()
 
-    def _announce(self, connection: Line) -> None:
+    def _register(self, connection: DeadlineConnection) -> None:
         with self._lock:
-            new, self._new = self._new, set()
-        for queue in new:
-            connection.execute(SLEEP, {"queue": queue, "sleeper": self.sleeper, "seconds": _ANNOUNCED})
-            # Whatever came before that rang for nobody.
-            self._ring(str(queue))
+            unregistered, self._unregistered = self._unregistered, set()
+        for queue in unregistered:
+            connection.execute(
+                REGISTER_LISTENER, {"queue": queue, "sleeper": self.listener_id, "seconds": _REGISTRATION_SECONDS}
+            )
+            # Messages that came before the registration have sent no notification.
+            self._notify(str(queue))
 
-    def _until_due(self, longest: float) -> float:
-        """Seconds until the next reminder, if it is so soon."""
+    def _compute_wait(self, max_seconds: float) -> float:
+        """Return the seconds until the next deferred message is due, at most *max_seconds*."""
         with self._lock:
-            due = self._reminders[0][0] - time.monotonic() if self._reminders else longest
-        return min(longest, max(0.0, due))
+            due = self._due_times[0][0] - time.monotonic() if self._due_times else max_seconds
+        return min(max_seconds, max(0.0, due))
 
-    def _ring_due(self) -> None:
-        now, due = time.monotonic(), set()
+    def _notify_due(self) -> None:
+        now, due_queues = time.monotonic(), set()
         with self._lock:
-            while self._reminders and self._reminders[0][0] <= now:
-                due.add(heappop(self._reminders)[1])
-        for queue in due:
-            self._ring(str(queue))
+            while self._due_times and self._due_times[0][0] <= now:
+                due_queues.add(heappop(self._due_times)[1])
+        for queue in due_queues:
+            self._notify(str(queue))
 
-    def _idle(self, hearing: Hearing, seconds: float) -> None:
+    def _idle(self, waiter: NotificationWaiter, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0 and self._wanted():
-            hearing.wait(self._until_due(left))
-            self._ring_due()
+        while (remaining := until - time.monotonic()) > 0 and self._has_subscribers():
+            waiter.wait(self._compute_wait(remaining))
+            self._notify_due()
 
-    def _ring(self, payload: str) -> None:
+    def _notify(self, payload: str) -> None:
         with self._lock:
-            rung = self._ringers.get(int(payload), ()) if payload.isdigit() else ()
-        for ring in rung:
-            ring()
+            callbacks = self._callbacks.get(int(payload), ()) if payload.isdigit() else ()
+        for callback in callbacks:
+            callback()

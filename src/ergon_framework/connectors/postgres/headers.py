@@ -1,4 +1,4 @@
-"""Headers: those of a message as texts, whatever JSON somebody else's producer put there."""
+"""The headers of a message as text, whatever JSON a third-party producer has written."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 
-def texts(headers: Any) -> dict[str, str]:
-    """*headers* as texts by name; what has no names, or says null, is no header.
+def headers_as_text(headers: Any) -> dict[str, str]:
+    """Convert *headers* to texts by name; a value that is not an object gives none, and a null is dropped.
 
-    >>> texts({"x-order": 7, "x-name": "seven", "x-nothing": None})
+    >>> headers_as_text({"x-order": 7, "x-name": "seven", "x-nothing": None})
     {'x-order': '7', 'x-name': 'seven'}
-    >>> texts([1, 2])
+    >>> headers_as_text([1, 2])
     {}
     """
     if not isinstance(headers, dict):

@@ -1,4 +1,7 @@
-"""Home: what all queues of one database share in this process: its lines, its instance, its doorbell."""
+"""The client of one database, shared by all its queues in this process.
+
+It holds the connection pool, the worker lease, the notification listener and the clean-up thread.
+"""
 
 from __future__ import annotations
 
@@ -11,101 +14,102 @@ from typing import Final
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.postgres import statements
 from ergon_framework.connectors.postgres.cleanup import Cleanup
-from ergon_framework.connectors.postgres.doorbell import Doorbell
-from ergon_framework.connectors.postgres.durability import Durability, read_durability
-from ergon_framework.connectors.postgres.tenure import Tenure
+from ergon_framework.connectors.postgres.doorbell import NotificationListener
+from ergon_framework.connectors.postgres.durability import PostgresDurability, read_durability
+from ergon_framework.connectors.postgres.tenure import WorkerLease
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.schema.lines import Lines
+from ergon_framework.schema.lines import ConnectionPool
 from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query
-from ergon_framework.schema.revisions import NEEDED, suffices
+from ergon_framework.schema.revisions import REQUIRED_REVISION, is_compatible
 from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
-_homes: dict[tuple[str, float, int], Home] = {}
-_making = threading.Lock()
+_clients: dict[tuple[str, float, int], DatabaseClient] = {}
+_registry_lock = threading.Lock()
 
-#: Seconds between two looks for what is held by nobody at all.
-_STRAYS: Final = 600.0
+#: Seconds between two searches for claims of workers that do not exist.
+_STRAY_SEARCH_SECONDS: Final = 600.0
 
 
-class Home:
-    """One database, as this process knows it."""
+class DatabaseClient:
+    """The per-process state of one database."""
 
     def __init__(self, dsn: str, lease: float) -> None:
         #: A forked child is another worker instance: with its parent's number it would share its parent's claims.
-        self.owner = os.getpid()
-        self.lines = Lines(dsn, other=ConnectorError)
-        self.tenure = Tenure(lease)
-        self.doorbell = Doorbell(self.lines)
+        self.owner_pid = os.getpid()
+        self.pool = ConnectionPool(dsn, error_type=ConnectorError)
+        self.worker_lease = WorkerLease(lease)
+        self.listener = NotificationListener(self.pool)
         self.cleanup = Cleanup(dsn)
-        #: None before anybody has looked.
-        self.durability: Durability | None = None
-        #: Whether the schema has the length of each lease.
+        #: None until it is read.
+        self.durability: PostgresDurability | None = None
+        #: Whether the schema stores the length of each lease.
         self.has_leases = False
-        #: Whether claims are bounded: the schema has the function for it.
+        #: Whether the schema has the function that bounds claims.
         self.has_bounded_claims = False
         self.users = 0
-        self._reaped = float("-inf")
-        self._strays = time.monotonic()
+        self._last_reap = float("-inf")
+        self._last_stray_search = time.monotonic()
 
-    def checked(self) -> Operation[None]:
-        """Once per process: is the schema there, and what is a commit worth here."""
+    def check_schema(self) -> Operation[None]:
+        """Check once per process that the schema exists, and read the durability of a commit."""
         if self.durability is not None:
             return
-        found = yield Query(statements.REVISION)
-        revision = found[0][0] if found else None
-        if not suffices(revision):
+        rows = yield Query(statements.SELECT_REVISION)
+        revision = rows[0][0] if rows else None
+        if not is_compatible(revision):
             raise ConfigurationError(
-                f"the database is at revision {revision or 'none'}, this release needs {NEEDED}; run: ergon db upgrade"
+                f"the database is at revision {revision or 'none'}, this release needs "
+                f"{REQUIRED_REVISION}; run: ergon db upgrade"
             )
-        self.has_leases = suffices(revision, statements.LEASES)
-        self.has_bounded_claims = suffices(revision, statements.BOUNDED)
-        self.durability = durability = yield from read_durability(self.lines.hosts)
+        self.has_leases = is_compatible(revision, statements.LEASES_REVISION)
+        self.has_bounded_claims = is_compatible(revision, statements.BOUNDED_CLAIM_REVISION)
+        self.durability = durability = yield from read_durability(self.pool.host_count)
         level = logging.INFO if durability.durable and not durability.promotion else logging.WARNING
         fields = {"durable": durability.durable, "words": durability.summary}
-        logs.say(level, "postgres durability", fields, to=_log)
+        logs.log_event(level, "postgres durability", fields, to=_log)
 
-    def reaped(self) -> Operation[bool]:
-        """Take back what dead instances hold, now and then; whether anything became ready."""
+    def reap_expired_workers(self) -> Operation[bool]:
+        """Return the claims of expired workers, at most every few seconds; return whether there were any."""
         now = time.monotonic()
-        if now < self._reaped + min(self.tenure.lease / 4, 5.0):
+        if now < self._last_reap + min(self.worker_lease.lease / 4, 5.0):
             return False
-        self._reaped = now
-        found = False
-        if (yield Query(statements.EXPIRED_OR_AHEAD if self.has_leases else statements.EXPIRED)):
+        self._last_reap = now
+        has_reaped = False
+        if (yield Query(statements.HAS_EXPIRED_OR_AHEAD_WORKER if self.has_leases else statements.HAS_EXPIRED_WORKER)):
             if self.has_leases:
                 yield Query(statements.BOUND_LEASES)
             yield BEGIN
-            buried = yield Query(statements.BURY_WORKERS)
-            if buried:
-                yield Query(statements.REAP, {"workers": [row[0] for row in buried]})
-                found = True
+            expired = yield Query(statements.DELETE_EXPIRED_WORKERS)
+            if expired:
+                yield Query(statements.REAP_WORKERS, {"workers": [row[0] for row in expired]})
+                has_reaped = True
             yield COMMIT
-        if now >= self._strays + _STRAYS:
-            self._strays = now
+        if now >= self._last_stray_search + _STRAY_SEARCH_SECONDS:
+            self._last_stray_search = now
             yield Query(statements.REAP_STRAYS)
-            yield Query(statements.FORGET_SLEEPERS)
-        return found
+            yield Query(statements.DELETE_EXPIRED_LISTENERS)
+        return has_reaped
 
 
-def home_of(dsn: str, lease: float) -> Home:
-    """The home of *dsn*, one per process however many queues live in it; give it back with ``leave``."""
-    with _making:
-        where = dsn, lease, os.getpid()
-        home = _homes.get(where)
-        if home is None:
-            home = _homes[where] = Home(dsn, lease)
-        home.users += 1
-        return home
+def acquire_client(dsn: str, lease: float) -> DatabaseClient:
+    """Return the client of *dsn*, one per process and lease; end its use with ``release_client``."""
+    with _registry_lock:
+        key = dsn, lease, os.getpid()
+        client = _clients.get(key)
+        if client is None:
+            client = _clients[key] = DatabaseClient(dsn, lease)
+        client.users += 1
+        return client
 
 
-def leave(home: Home) -> bool:
-    """One user less; True for the last one, who turns off the light."""
-    with _making:
-        home.users -= 1
-        if home.users > 0:
+def release_client(client: DatabaseClient) -> bool:
+    """Decrement the reference count; return True for the last user, which closes the client."""
+    with _registry_lock:
+        client.users -= 1
+        if client.users > 0:
             return False
-        for where, known in list(_homes.items()):
-            if known is home:
-                del _homes[where]
+        for key, other in list(_clients.items()):
+            if other is client:
+                del _clients[key]
         return True

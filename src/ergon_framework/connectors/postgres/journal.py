@@ -1,7 +1,7 @@
-"""The journal: how stays of transactions ended, written in groups by a thread of each process that keeps one.
+"""The journal: the outcomes of transactions, written in batches by a thread of each process that keeps one.
 
-It is there to be read by people. Nothing waits for it, and it fails nothing: what cannot be written is kept as long as
-there is room, and then dropped, the oldest first.
+People read it; no work depends on it. Entries that cannot be written are kept up to the capacity of the buffer, and
+then dropped, the oldest first.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.connectors.encryption import Keys, environment_keys, hide_text, reveal_text
+from ergon_framework.connectors.encryption import Keys, hide_text, load_environment_keys, reveal_text
 from ergon_framework.connectors.postgres.cleanup import Cleanup, retain_journal
-from ergon_framework.connectors.tracing import MOST
+from ergon_framework.connectors.tracing import MAX_DEAD_LETTERS
 from ergon_framework.errors import ErgonError
-from ergon_framework.history import Event, History, Kind, Place, State, Value
-from ergon_framework.schema.lines import Lines
+from ergon_framework.history import History, HistoryEvent, Location, Value, WorkKind, WorkState
+from ergon_framework.schema.lines import ConnectionPool
 from ergon_framework.schema.operation import Operation, Query
 from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
-#: Rows of one statement, and seconds between two.
-GROUP: Final = 500
-PAUSE: Final = 0.5
-#: Seconds that one statement may take, and between two attempts at an outage or a missing table.
-_WITHIN: Final = 10.0
-_LONGEST_PAUSE: Final = 15.0
-#: Seconds between two warnings that rows were dropped.
-_WARN: Final = 10.0
+#: Rows of one statement, and seconds between two statements.
+MAX_BATCH_ROWS: Final = 500
+WRITE_INTERVAL_SECONDS: Final = 0.5
+#: Timeout of one statement, and the longest pause between two attempts during an outage or without the table.
+_TIMEOUT_SECONDS: Final = 10.0
+_MAX_RETRY_SECONDS: Final = 15.0
+#: Seconds between two warnings about dropped rows.
+_WARN_INTERVAL_SECONDS: Final = 10.0
 
-_WRITE: Final = """
+_INSERT_ENTRIES: Final = """
 insert into ergon.journal (
     at, transaction_id, task, queue, correlation, tenant, outcome, category, code, reason, error, attempts, seconds,
     tries, worker
@@ -47,18 +47,18 @@ from jsonb_to_recordset(%(rows)s::jsonb) as r(
     reason text, error text, attempts integer, seconds float8, tries jsonb
 )
 """
-#: A database of an earlier release has none.
-_THERE: Final = "select to_regclass('ergon.journal') is not null"
-#: Distinct: a group whose confirmation was lost is written again.
-_READ: Final = """
+#: The schema of an earlier release has no such table.
+_TABLE_EXISTS: Final = "select to_regclass('ergon.journal') is not null"
+#: Distinct, because a batch whose confirmation was lost is written again.
+_SELECT_ENTRIES: Final = """
 select distinct j.queue, j.task, j.worker, extract(epoch from j.at)::float8, j.transaction_id, j.correlation, j.tenant,
     j.outcome, j.category, j.code, j.reason, j.error, j.attempts, j.seconds, j.tries
 from ergon.journal j where j.transaction_id = %(id)s order by 4 desc limit %(most)s
 """
 
 
-class Entry(NamedTuple):
-    """How one stay of a transaction ended; *at* is in seconds since the epoch."""
+class JournalEntry(NamedTuple):
+    """The outcome of one pass of a transaction; *at* is in seconds since the epoch."""
 
     at: float
     transaction_id: str
@@ -71,226 +71,233 @@ class Entry(NamedTuple):
     error: str | None
     attempts: int
     seconds: float
-    #: As plain data.
+    #: The attempts, as plain data.
     tries: list[dict[str, Any]] | None
 
 
-def write(entries: Sequence[Entry], *, task: str, queue: str, worker: str) -> Operation[None]:
-    """Put *entries* down."""
+def insert_entries(entries: Sequence[JournalEntry], *, task: str, queue: str, worker: str) -> Operation[None]:
+    """Insert *entries*."""
     rows = json.dumps([entry._asdict() for entry in entries], allow_nan=False)
-    # What neither jsonb nor a text of the database can hold; a backslash before it would make it another character.
+    # NUL fits neither jsonb nor text; escaped backslashes go first, or one before it would change its meaning.
     clean = rows.replace("\\\\", "\\u005c").replace("\\u0000", "\\ufffd")
-    yield Query(_WRITE, {"rows": clean, "task": task, "queue": queue, "worker": worker})
+    yield Query(_INSERT_ENTRIES, {"rows": clean, "task": task, "queue": queue, "worker": worker})
 
 
-def _hide(keys: Keys | None, entry: Entry) -> Entry:
-    """Return *entry* with its texts encrypted; once for all tries to write it, which must write the same."""
+def _encrypt_texts(keys: Keys | None, entry: JournalEntry) -> JournalEntry:
+    """Return *entry* with its texts encrypted; done once, because all attempts to write it must write the same."""
     if keys is None or (entry.error is None and not entry.tries):
         return entry
-    return _with_texts(entry, lambda text: hide_text(keys, text, entry.transaction_id))
+    return _map_texts(entry, lambda text: hide_text(keys, text, entry.transaction_id))
 
 
-def _reveal(keys: Keys | None, entry: Entry) -> Entry:
-    return _with_texts(entry, lambda text: reveal_text(keys, text, entry.transaction_id))
+def _decrypt_texts(keys: Keys | None, entry: JournalEntry) -> JournalEntry:
+    return _map_texts(entry, lambda text: reveal_text(keys, text, entry.transaction_id))
 
 
-def _with_texts(entry: Entry, change: Callable[[str | None], str | None]) -> Entry:
-    tries = entry.tries and [{**past, "error": change(past.get("error"))} for past in entry.tries]
+def _map_texts(entry: JournalEntry, change: Callable[[str | None], str | None]) -> JournalEntry:
+    tries = entry.tries and [{**attempt, "error": change(attempt.get("error"))} for attempt in entry.tries]
     return entry._replace(error=change(entry.error), tries=tries)
 
 
 # -- for workers ----------------------------------------------------------------------------------------
 
 
-class _Group(NamedTuple):
-    """Entries that are written together; *first* is the number of the first among all there ever were."""
+class _JournalBatch(NamedTuple):
+    """Entries that are written together; *first* is the number of the first among all entries ever recorded."""
 
     first: int
-    entries: list[Entry]
+    entries: list[JournalEntry]
 
 
-class RefusedError(ConnectorError):
-    """The server does not take what it was given."""
+class JournalWriteError(ConnectorError):
+    """The server has rejected the rows."""
 
 
 class Journal:
-    """Takes entries at once, and writes them when it can; at most *room* wait."""
+    """Accepts entries without waiting and writes them in the background; at most *capacity* entries are buffered."""
 
-    def __init__(self, dsn: str, *, task: str, queue: str, worker: str, keep: float, room: int) -> None:
-        self._lines = Lines(dsn, most=1, other=RefusedError)
-        self._who = {"task": task, "queue": queue, "worker": worker}
+    def __init__(
+        self, dsn: str, *, task: str, queue: str, worker: str, retention_seconds: float, capacity: int
+    ) -> None:
+        self._pool = ConnectionPool(dsn, max_size=1, error_type=JournalWriteError)
+        self._labels = {"task": task, "queue": queue, "worker": worker}
         self._cleanup = Cleanup(dsn)
-        self._keys = environment_keys()
-        self._retention = retain_journal(keep)
-        self._room = room
+        self._keys = load_environment_keys()
+        self._retention = retain_journal(retention_seconds)
+        self._capacity = capacity
         self._lock = threading.Lock()
-        self._waiting: deque[Entry] = deque()
+        self._buffer: deque[JournalEntry] = deque()
         self._dropped = 0
-        self._warned = -_WARN
-        #: How many have left the front, written or dropped.
-        self._left = 0
-        #: How many are to be written alone, because one among them was refused.
-        self._alone = 0
-        self._lost = False
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="ergon-journal", daemon=True)
+        self._last_warning = -_WARN_INTERVAL_SECONDS
+        #: Number of entries removed from the front of the buffer, written or dropped.
+        self._removed = 0
+        #: Number of entries to write one by one, because the server rejected a batch that contains them.
+        self._single_writes = 0
+        self._is_failing = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ergon-journal", daemon=True)
 
     def start(self) -> Journal:
         self._thread.start()
         return self
 
-    def note(self, entry: Entry) -> None:
-        """Keep *entry* for the next group; any thread may, and none waits."""
-        entry = _hide(self._keys, entry)
+    def record(self, entry: JournalEntry) -> None:
+        """Buffer *entry* for the next batch; thread-safe, never blocks."""
+        entry = _encrypt_texts(self._keys, entry)
         with self._lock:
-            if len(self._waiting) >= self._room:
-                self._waiting.popleft()
-                self._left += 1
+            if len(self._buffer) >= self._capacity:
+                self._buffer.popleft()
+                self._removed += 1
                 self._dropped += 1
-            self._waiting.append(entry)
+            self._buffer.append(entry)
 
     def stop(self, timeout: float) -> None:
-        """Write what there is within *timeout* seconds; what is left then is dropped, and said."""
-        self._over.set()
+        """Write the buffered entries within *timeout* seconds; drop the rest and log how many were dropped."""
+        self._stopped.set()
         self._thread.join(max(0.0, timeout))
         with self._lock:
-            self._dropped += len(self._waiting)
-            self._left += len(self._waiting)
-            self._waiting.clear()
-        self._warn(at_once=True)
+            self._dropped += len(self._buffer)
+            self._removed += len(self._buffer)
+            self._buffer.clear()
+        self._warn(force=True)
 
     # -- its thread -------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         end_retention = self._cleanup.add(self._retention)
-        pause = PAUSE
-        while not self._over.wait(pause):
-            pause = PAUSE if self._round() else min(2 * pause, _LONGEST_PAUSE)
+        pause = WRITE_INTERVAL_SECONDS
+        while not self._stopped.wait(pause):
+            pause = WRITE_INTERVAL_SECONDS if self._write_all() else min(2 * pause, _MAX_RETRY_SECONDS)
         end_retention()
-        self._round()
-        self._lines.close()
+        self._write_all()
+        self._pool.close()
 
-    def _round(self) -> bool:
-        """Write all that waits; whether it could."""
+    def _write_all(self) -> bool:
+        """Write all buffered entries; return whether that succeeded."""
         try:
-            while (group := self._group()).entries:
-                self._write(group)
+            while (batch := self._next_batch()).entries:
+                self._write(batch)
         except ErgonError as error:
-            if not self._lost:
-                self._lost = True
-                logs.say(
-                    logging.WARNING, "journal lost", {"task": self._who["task"], "error": type(error).__name__}, to=_log
+            if not self._is_failing:
+                self._is_failing = True
+                logs.log_event(
+                    logging.WARNING,
+                    "journal lost",
+                    {"task": self._labels["task"], "error": type(error).__name__},
+                    to=_log,
                 )
             return False
         finally:
             self._warn()
         return True
 
-    def _write(self, group: _Group) -> None:
+    def _write(self, batch: _JournalBatch) -> None:
         try:
-            self._lines.run(write(group.entries, **self._who), within=_WITHIN)
-        except RefusedError:
-            # One of them cannot be written, whenever it is tried; the others can.
-            if len(group.entries) > 1:
-                self._alone = len(group.entries)
+            self._pool.run(insert_entries(batch.entries, **self._labels), timeout_seconds=_TIMEOUT_SECONDS)
+        except JournalWriteError:
+            # One entry of the batch is rejected on every attempt; the others are written one by one.
+            if len(batch.entries) > 1:
+                self._single_writes = len(batch.entries)
                 return
-            self._taken(group, written=False)
+            self._remove_batch(batch, written=False)
         else:
-            self._taken(group, written=True)
-            if self._lost:
-                self._lost = False
-                logs.say(logging.INFO, "journal regained", {"task": self._who["task"]}, to=_log)
+            self._remove_batch(batch, written=True)
+            if self._is_failing:
+                self._is_failing = False
+                logs.log_event(logging.INFO, "journal regained", {"task": self._labels["task"]}, to=_log)
 
-    def _group(self) -> _Group:
-        # They stay until they are written: the oldest of them may be dropped before, if the room is needed.
+    def _next_batch(self) -> _JournalBatch:
+        # Entries stay buffered until they are written; when the buffer is full, the oldest is dropped before that.
         with self._lock:
-            size = min(1 if self._alone else GROUP, len(self._waiting))
-            return _Group(self._left, [self._waiting[place] for place in range(size)])
+            size = min(1 if self._single_writes else MAX_BATCH_ROWS, len(self._buffer))
+            return _JournalBatch(self._removed, [self._buffer[index] for index in range(size)])
 
-    def _taken(self, group: _Group, *, written: bool) -> None:
+    def _remove_batch(self, batch: _JournalBatch, *, written: bool) -> None:
         with self._lock:
-            count = len(group.entries)
-            self._alone = max(0, self._alone - count)
-            # Some may have made room meanwhile: they were counted as dropped, and were written all the same.
-            gone = min(count, self._left - group.first)
-            for _ in range(count - gone):
-                self._waiting.popleft()
-                self._left += 1
-            self._dropped += -gone if written else count - gone
+            count = len(batch.entries)
+            self._single_writes = max(0, self._single_writes - count)
+            # Entries dropped from a full buffer during the write were counted as dropped, but are written after all.
+            dropped_before = min(count, self._removed - batch.first)
+            for _ in range(count - dropped_before):
+                self._buffer.popleft()
+                self._removed += 1
+            self._dropped += -dropped_before if written else count - dropped_before
 
-    def _warn(self, *, at_once: bool = False) -> None:
+    def _warn(self, *, force: bool = False) -> None:
         now = time.monotonic()
         with self._lock:
             dropped = self._dropped
-            if not dropped or not (at_once or now - self._warned >= _WARN):
+            if not dropped or not (force or now - self._last_warning >= _WARN_INTERVAL_SECONDS):
                 return
-            self._dropped, self._warned = 0, now
-        logs.say(logging.WARNING, "journal rows dropped", {"task": self._who["task"], "rows": dropped}, to=_log)
+            self._dropped, self._last_warning = 0, now
+        logs.log_event(
+            logging.WARNING, "journal rows dropped", {"task": self._labels["task"], "rows": dropped}, to=_log
+        )
 
 
 # -- for people -----------------------------------------------------------------------------------------
 
 
-def trace(transaction_id: str) -> Operation[list[History]]:
-    """What the journal has of it, a history for each queue that it was in."""
-    ((there,),) = yield Query(_THERE)
-    if not there:
+def lookup_journal(transaction_id: str) -> Operation[list[History]]:
+    """Return the journal's histories of a transaction, one for each queue that it was in."""
+    ((has_table,),) = yield Query(_TABLE_EXISTS)
+    if not has_table:
         return []
-    rows = yield Query(_READ, {"id": transaction_id, "most": MOST})
-    keys = environment_keys()
-    by_queue: dict[str, list[_Row]] = {}
+    rows = yield Query(_SELECT_ENTRIES, {"id": transaction_id, "most": MAX_DEAD_LETTERS})
+    keys = load_environment_keys()
+    by_queue: dict[str, list[_JournalRow]] = {}
     for queue, task, worker, *entry in reversed(rows):
-        found_entry = _reveal(keys, Entry(*entry))
-        by_queue.setdefault(str(queue), []).append(_Row(str(task), str(worker), found_entry))
-    return [_history(transaction_id, queue, found) for queue, found in by_queue.items()]
+        revealed = _decrypt_texts(keys, JournalEntry(*entry))
+        by_queue.setdefault(str(queue), []).append(_JournalRow(str(task), str(worker), revealed))
+    return [_to_history(transaction_id, queue, queue_rows) for queue, queue_rows in by_queue.items()]
 
 
-class _Row(NamedTuple):
-    """An entry, with who wrote it."""
+class _JournalRow(NamedTuple):
+    """An entry, with the task and the worker that wrote it."""
 
     task: str
     worker: str
-    entry: Entry
+    entry: JournalEntry
 
 
-#: What it was when it was last seen; of one that went back only its queue can say more.
-_STATES: Final = {"succeeded": State.SUCCEEDED, "failed": State.FAILED, "handler_failed": State.FAILED}
+#: The state after each outcome; the later state of a transaction that went back to its queue is not in the journal.
+_STATES: Final = {"succeeded": WorkState.SUCCEEDED, "failed": WorkState.FAILED, "handler_failed": WorkState.FAILED}
 
 
-def _history(transaction_id: str, queue: str, rows: Sequence[_Row]) -> History:
+def _to_history(transaction_id: str, queue: str, rows: Sequence[_JournalRow]) -> History:
     task, worker, last = rows[-1]
-    whose = {"correlation": last.correlation, "tenant": last.tenant}
-    about: dict[str, Value] = {name: value for name, value in whose.items() if value is not None}
-    about |= {"task": task, "attempts": last.attempts}
-    state = _STATES.get(last.outcome, State.QUEUED)
+    labels = {"correlation": last.correlation, "tenant": last.tenant}
+    details: dict[str, Value] = {name: value for name, value in labels.items() if value is not None}
+    details |= {"task": task, "attempts": last.attempts}
+    state = _STATES.get(last.outcome, WorkState.QUEUED)
     return History(
-        kind=Kind.TRANSACTION,
+        kind=WorkKind.TRANSACTION,
         id=transaction_id,
         where=queue,
-        about=about,
-        events=tuple(event for row in rows for event in _events(row)),
-        place=Place(state=state, since=last.at, words=f"as {worker} has written"),
+        about=details,
+        events=tuple(event for row in rows for event in _to_events(row)),
+        place=Location(state=state, since=last.at, words=f"as {worker} has written"),
     )
 
 
-def _events(row: _Row) -> list[Event]:
+def _to_events(row: _JournalRow) -> list[HistoryEvent]:
     entry = row.entry
     tries = [
-        Event(
-            at=past.get("at"),
-            what=f"{past.get('step', 'process')} {int(past.get('attempt', 0)) + 1}",
-            verdict=str(past.get("category") or ""),
-            words=": ".join(str(past[name]) for name in ("code", "error") if past.get(name)),
-            values={} if past.get("delay") is None else {"delay": float(past["delay"])},
+        HistoryEvent(
+            at=attempt.get("at"),
+            what=f"{attempt.get('step', 'process')} {int(attempt.get('attempt', 0)) + 1}",
+            verdict=str(attempt.get("category") or ""),
+            words=": ".join(str(attempt[name]) for name in ("code", "error") if attempt.get(name)),
+            values={} if attempt.get("delay") is None else {"delay": float(attempt["delay"])},
         )
-        for past in entry.tries or ()
+        for attempt in entry.tries or ()
     ]
-    said = ": ".join(word for word in (entry.code, entry.error or entry.reason) if word)
-    ended = Event(
+    summary = ": ".join(word for word in (entry.code, entry.error or entry.reason) if word)
+    end_event = HistoryEvent(
         at=entry.at,
         what=entry.outcome.replace("_", " "),
         verdict=entry.category or "",
-        words=f"{said} by {row.worker}" if said else f"by {row.worker}",
+        words=f"{summary} by {row.worker}" if summary else f"by {row.worker}",
         values={"seconds": round(entry.seconds, 6)},
     )
-    return [*tries, ended]
+    return [*tries, end_event]

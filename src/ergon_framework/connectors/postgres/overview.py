@@ -1,4 +1,4 @@
-"""Overview: how full every queue of the database is, for whoever looks at all of them."""
+"""The depth of every queue of the database."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ergon_framework.connectors.base import Depth
 from ergon_framework.connectors.postgres import statements
 from ergon_framework.schema.operation import Operation, Query
 
-#: More queues than a person looks at; each costs a question of its own.
-MOST: Final = 200
+#: More queues than a person can read; each queue costs one query.
+MAX_QUEUES: Final = 200
 
-_QUEUES: Final = "select id, name from ergon.queue order by name limit %(most)s"
+_SELECT_QUEUES: Final = "select id, name from ergon.queue order by name limit %(most)s"
 
 
-def depths() -> Operation[dict[str, Depth]]:
-    """What is in each queue, by its name."""
-    found = {}
-    for number, name in (yield Query(_QUEUES, {"most": MOST})):
+def queue_depths() -> Operation[dict[str, Depth]]:
+    """Return the depth of each queue, by its name."""
+    depth_by_queue = {}
+    for number, name in (yield Query(_SELECT_QUEUES, {"most": MAX_QUEUES})):
         ((ready, delayed, in_flight, dead, oldest),) = yield Query(statements.DEPTH, {"queue": number})
-        found[str(name)] = Depth(ready, delayed, in_flight, dead, None if oldest is None else max(0.0, oldest))
-    return found
+        depth_by_queue[str(name)] = Depth(ready, delayed, in_flight, dead, None if oldest is None else max(0.0, oldest))
+    return depth_by_queue

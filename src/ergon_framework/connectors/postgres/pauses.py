@@ -1,4 +1,4 @@
-"""Pauses: who of the fleet is told not to fetch, kept in the database and watched by a thread of each process."""
+"""Pauses of tasks and queues: stored in the database, and watched by a thread of each process."""
 
 from __future__ import annotations
 
@@ -14,51 +14,53 @@ from typing import Any, Final
 
 from psycopg import errors
 
-from ergon_framework.audit import new_entry
+from ergon_framework.audit import create_entry
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.postgres import audit
-from ergon_framework.schema.hearing import Hearing
-from ergon_framework.schema.line import Line
-from ergon_framework.schema.lines import Lines
+from ergon_framework.schema.hearing import NotificationWaiter
+from ergon_framework.schema.line import DeadlineConnection
+from ergon_framework.schema.lines import ConnectionPool
 from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query
 from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
 CHANNEL: Final = "ergon_pause"
-#: Seconds between two looks.
-LOOK: Final = 0.9
-#: Seconds within which a look must be answered.
-_PATIENCE: Final = 5.0
-#: Seconds before it connects again: first, longest, and where the database has no table of pauses yet.
-_FIRST, _LONGEST, _UNMADE = 0.1, 2.0, 30.0
-#: Seconds between two reports of a watcher that has nothing new to say, and after which one is taken for gone.
-_REPORT: Final = 5.0
-GONE: Final = 20.0
+#: Seconds between two polls.
+POLL_INTERVAL_SECONDS: Final = 0.9
+#: Timeout of a poll.
+_POLL_TIMEOUT_SECONDS: Final = 5.0
+#: Seconds before it reconnects: first, at most, and where the schema has no table of pauses.
+_MIN_RECONNECT_SECONDS, _MAX_RECONNECT_SECONDS, _NO_TABLE_RETRY_SECONDS = 0.1, 2.0, 30.0
+#: Seconds between two reports of a watcher without changes, and after which a watcher without reports counts as gone.
+_REPORT_INTERVAL_SECONDS: Final = 5.0
+WATCHER_EXPIRY_SECONDS: Final = 20.0
 
-_PAUSED: Final = "select name, by, because from ergon.pause where name = any(%(names)s) order by at, name limit 1"
-_ALL: Final = "select name, by, because, extract(epoch from at)::float8 from ergon.pause order by at, name"
-_SET: Final = """
+_SELECT_PAUSE: Final = "select name, by, because from ergon.pause where name = any(%(names)s) order by at, name limit 1"
+_SELECT_PAUSES: Final = "select name, by, because, extract(epoch from at)::float8 from ergon.pause order by at, name"
+_UPSERT_PAUSE: Final = """
 insert into ergon.pause as kept (name, by, because) values (%(name)s, %(by)s, %(because)s)
 on conflict (name) do update set by = excluded.by, because = excluded.because
     where (kept.by, kept.because) <> (excluded.by, excluded.because)
 """
-_END: Final = "delete from ergon.pause where name = %(name)s returning name"
-_HERE: Final = """
+_DELETE_PAUSE: Final = "delete from ergon.pause where name = %(name)s returning name"
+_UPSERT_WATCHER: Final = """
 insert into ergon.pause_watcher (id, task, queue, host, pid, obeys, in_hand)
 values (%(id)s, %(task)s, %(queue)s, %(host)s, %(pid)s, %(obeys)s, %(in_hand)s)
 on conflict (id) do update set obeys = excluded.obeys, in_hand = excluded.in_hand, at = now()
 """
-_LEFT: Final = "delete from ergon.pause_watcher where id = %(id)s or at < now() - make_interval(secs => 3600)"
-_WATCHERS: Final = """
+_DELETE_WATCHERS: Final = (
+    "delete from ergon.pause_watcher where id = %(id)s or at < now() - make_interval(secs => 3600)"
+)
+_SELECT_WATCHERS: Final = """
 select task, queue, host, pid, obeys, in_hand from ergon.pause_watcher
 where at > now() - make_interval(secs => %(gone)s) order by task, host, pid
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Paused:
-    """Somebody's word that what is called *name* is not to be fetched for; *at* is in seconds since the epoch."""
+class PauseRecord:
+    """An operator's pause of the task or queue called *name*; *at* is in seconds since the epoch."""
 
     name: str
     by: str
@@ -67,8 +69,8 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetching:
-    """A loop of the fleet: whose it is, which pause it obeys, if any, and how much it has in hand."""
+class WorkerLoopState:
+    """A loop of the fleet: its task and process, the pause it obeys, if any, and how much it has in flight."""
 
     task: str
     queue: str
@@ -77,8 +79,8 @@ class Fetching:
     obeys: str | None
     in_hand: int
 
-    def is_called(self, name: str) -> bool:
-        """Whether a pause of *name* means it."""
+    def matches(self, name: str) -> bool:
+        """Return whether a pause of *name* applies to this loop."""
         return name in (self.task, self.queue)
 
 
@@ -86,39 +88,39 @@ class Fetching:
 
 
 def pause(name: str, *, by: str, because: str) -> Operation[None]:
-    """Have nobody fetch for what is called *name*; said again it is the last word that counts."""
-    entry = new_entry("pause", name, actor=by, reason=because)
+    """Stop all fetches for the task or queue called *name*; a second pause replaces the first."""
+    entry = create_entry("pause", name, actor=by, reason=because)
     yield BEGIN
-    yield Query(_SET, {"name": name, "by": by, "because": because})
-    yield from audit.note(None if entry is None else entry.end(count=1))
+    yield Query(_UPSERT_PAUSE, {"name": name, "by": by, "because": because})
+    yield from audit.write_entry(None if entry is None else entry.end(count=1))
     yield COMMIT
 
 
 def resume(name: str, *, by: str = "", because: str = "") -> Operation[bool]:
-    """Have everybody fetch again; False where *name* was not paused."""
-    entry = new_entry("resume", name, actor=by, reason=because)
+    """Resume the fetches; return False if *name* was not paused."""
+    entry = create_entry("resume", name, actor=by, reason=because)
     yield BEGIN
-    resumed = bool((yield Query(_END, {"name": name})))
-    yield from audit.note(entry.end(count=1) if resumed and entry is not None else None)
+    resumed = bool((yield Query(_DELETE_PAUSE, {"name": name})))
+    yield from audit.write_entry(entry.end(count=1) if resumed and entry is not None else None)
     yield COMMIT
     return resumed
 
 
-def survey() -> Operation[tuple[list[Paused], list[Fetching]]]:
-    """All pauses there are, and the loops that have reported of late."""
-    pauses = yield Query(_ALL)
-    watchers = yield Query(_WATCHERS, {"gone": GONE})
-    return [Paused(*row) for row in pauses], [Fetching(*row) for row in watchers]
+def list_pauses() -> Operation[tuple[list[PauseRecord], list[WorkerLoopState]]]:
+    """Return all pauses, and the loops that have reported recently."""
+    pauses = yield Query(_SELECT_PAUSES)
+    watchers = yield Query(_SELECT_WATCHERS, {"gone": WATCHER_EXPIRY_SECONDS})
+    return [PauseRecord(*row) for row in pauses], [WorkerLoopState(*row) for row in watchers]
 
 
 # -- for workers ----------------------------------------------------------------------------------------
 
 
-class PauseWatch:
-    """Knows whether the loop of one task is to fetch; asked at once, kept by a thread of its own.
+class PauseWatcher:
+    """Whether the loop of one task may fetch: kept up to date by its own thread, so that reading it never blocks.
 
-    What it knew last holds while the database is out of reach. *in_hand* says how much the loop has in hand; *changed*
-    is called when the loop had better ask again, because it may idle for long.
+    The last known state holds while the database is unavailable. *in_flight* returns how many deliveries the loop has
+    in flight; *on_change* is called when the loop should check again, because it may be idle for long.
     """
 
     def __init__(
@@ -127,131 +129,131 @@ class PauseWatch:
         *,
         task: str,
         queue: str,
-        in_hand: Callable[[], int],
-        changed: Callable[[], None] = lambda: None,
+        in_flight: Callable[[], int],
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self._lines = Lines(dsn, most=1, other=ConnectorError)
+        self._pool = ConnectionPool(dsn, max_size=1, error_type=ConnectorError)
         self._names = [task, queue]
-        self._who: dict[str, Any] = {
+        self._identity: dict[str, Any] = {
             "id": secrets.token_hex(8),
             "task": task,
             "queue": queue,
             "host": socket.gethostname()[:200],
             "pid": os.getpid(),
         }
-        self._in_hand = in_hand
-        self._changed = changed
-        self._over = threading.Event()
-        self._hearing = Hearing()
-        #: Set once it is known whether there is a pause, or that it cannot be known for now.
-        self._known = threading.Event()
-        self._found: tuple[str, str, str] | None = None
-        #: Whether the loop has been told and has stopped fetching; kept by whoever tells it.
-        self.held = False
-        self._lost = False
-        self._reported: tuple[str | None, int] | None = None
-        self._due = 0.0
+        self._in_flight = in_flight
+        self._on_change = on_change
+        self._stopped = threading.Event()
+        self._waiter = NotificationWaiter()
+        #: Set once it is known whether there is a pause, or that the database is unavailable.
+        self._first_poll_done = threading.Event()
+        self._pause: tuple[str, str, str] | None = None
+        #: Whether the loop has applied the pause and stopped fetching; set by the caller that pauses the loop.
+        self.is_applied = False
+        self._is_unavailable = False
+        self._last_report: tuple[str | None, int] | None = None
+        self._next_report = 0.0
         self._thread = threading.Thread(target=self._watch, name="ergon-pauses", daemon=True)
 
-    def start(self) -> PauseWatch:
+    def start(self) -> PauseWatcher:
         self._thread.start()
         return self
 
     def stop(self, timeout: float = 1.0) -> None:
-        """End it; a thread that is stuck in a connection is left behind."""
-        self._over.set()
-        self._hearing.wake()
+        """Stop the thread; a thread that is blocked in a connection is abandoned after *timeout*."""
+        self._stopped.set()
+        self._waiter.wake()
         self._thread.join(timeout)
 
     def wait(self, timeout: float) -> bool:
-        """Until it is known whether there is a pause, for at most *timeout* seconds."""
-        return self._known.wait(timeout)
+        """Wait at most *timeout* seconds for the first poll; return whether it is over."""
+        return self._first_poll_done.wait(timeout)
 
     @property
-    def known(self) -> bool:
-        """Whether the first look is over, well or not."""
-        return self._known.is_set()
+    def initialized(self) -> bool:
+        """Whether the first poll is over, successful or not."""
+        return self._first_poll_done.is_set()
 
     @property
     def reason(self) -> str | None:
-        """Why the loop is not to fetch; None while it may."""
-        found = self._found
-        if found is None:
+        """The reason why the loop must not fetch; None while it may."""
+        pause = self._pause
+        if pause is None:
             return None
-        name, by, because = found
-        words = f"{name} was paused by {by}{f': {because}' if because else ''}"
-        return f"{words}; the database is out of reach, it may have been resumed" if self._lost else words
+        name, by, because = pause
+        message = f"{name} was paused by {by}{f': {because}' if because else ''}"
+        return f"{message}; the database is out of reach, it may have been resumed" if self._is_unavailable else message
 
     # -- its thread -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        with self._hearing:
+        with self._waiter:
             self._keep_watching()
 
     def _keep_watching(self) -> None:
-        delay = _FIRST
-        while not self._over.is_set():
+        delay = _MIN_RECONNECT_SECONDS
+        while not self._stopped.is_set():
             try:
-                with self._lines.connect() as connection:
-                    self._heard(connection)
+                with self._pool.connect() as connection:
+                    self._poll_until_stopped(connection)
             except errors.UndefinedTable:
-                # An older schema: nobody can pause anything there.
-                self._found, delay = None, _UNMADE
-                self._known.set()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the next look may be well
-                delay = min(2 * delay, _LONGEST) if self._lost else _FIRST
-                self._missed(error)
-            self._over.wait(delay)
+                # On an older schema nothing can be paused.
+                self._pause, delay = None, _NO_TABLE_RETRY_SECONDS
+                self._first_poll_done.set()
+            except Exception as error:  # noqa: BLE001 - whatever the error is, the next poll may succeed
+                delay = min(2 * delay, _MAX_RECONNECT_SECONDS) if self._is_unavailable else _MIN_RECONNECT_SECONDS
+                self._record_failure(error)
+            self._stopped.wait(delay)
 
-    def _heard(self, connection: Line) -> None:
-        if self._lines.direct:
+    def _poll_until_stopped(self, connection: DeadlineConnection) -> None:
+        if self._pool.is_direct:
             connection.execute(f"listen {CHANNEL}")
-        while not self._over.is_set():
-            self._look(connection)
+        while not self._stopped.is_set():
+            self._poll(connection)
             self._wait(connection)
-        connection.execute(_LEFT, self._who)
+        connection.execute(_DELETE_WATCHERS, self._identity)
 
-    def _look(self, connection: Line) -> None:
-        # A server that stands still is as good as gone.
-        connection.until = time.monotonic() + _PATIENCE
-        found = connection.execute(_PAUSED, {"names": self._names}).fetchone()
-        before, self._found = self._found, None if found is None else (str(found[0]), str(found[1]), str(found[2]))
-        # A loop that is woken between its gate and its fetch does not hear it, and is told again.
-        if before != self._found or (self._found is not None and not self.held):
-            self._changed()
-        if self._lost:
-            self._lost = False
-            logs.say(logging.INFO, "pause watch regained", {"task": self._who["task"]}, to=_log)
-        self._known.set()
+    def _poll(self, connection: DeadlineConnection) -> None:
+        # A server that does not answer in time is treated as a lost connection.
+        connection.deadline = time.monotonic() + _POLL_TIMEOUT_SECONDS
+        row = connection.execute(_SELECT_PAUSE, {"names": self._names}).fetchone()
+        previous, self._pause = self._pause, None if row is None else (str(row[0]), str(row[1]), str(row[2]))
+        # A wake-up between the gate and the fetch of a loop has no effect, so it is repeated.
+        if previous != self._pause or (self._pause is not None and not self.is_applied):
+            self._on_change()
+        if self._is_unavailable:
+            self._is_unavailable = False
+            logs.log_event(logging.INFO, "pause watch regained", {"task": self._identity["task"]}, to=_log)
+        self._first_poll_done.set()
         self._report(connection)
-        connection.until = None
+        connection.deadline = None
 
-    def _report(self, connection: Line) -> None:
-        """Say that the loop is there: at once where its pause changes and while it finishes, else now and then."""
-        obeys, in_hand = self._found[0] if self._found is not None and self.held else None, self._in_hand()
-        # How much is in hand of one that fetches is old when it is read.
-        news = (obeys, 0 if obeys is None else in_hand)
+    def _report(self, connection: DeadlineConnection) -> None:
+        """Report the loop: immediately when its pause changes and while it drains, otherwise at an interval."""
+        obeys, in_flight = self._pause[0] if self._pause is not None and self.is_applied else None, self._in_flight()
+        # The number in flight of a fetching loop is outdated when it is read, so its changes are not reported.
+        report = (obeys, 0 if obeys is None else in_flight)
         now = time.monotonic()
-        if news == self._reported and now < self._due:
+        if report == self._last_report and now < self._next_report:
             return
-        connection.execute(_HERE, {**self._who, "obeys": obeys, "in_hand": in_hand})
-        self._reported, self._due = news, now + _REPORT
+        connection.execute(_UPSERT_WATCHER, {**self._identity, "obeys": obeys, "in_hand": in_flight})
+        self._last_report, self._next_report = report, now + _REPORT_INTERVAL_SECONDS
 
-    def _wait(self, connection: Line) -> None:
-        """Until somebody pauses or resumes anything, it is time to look, or this is to end."""
-        if self._lines.direct:
-            self._hearing.notices(connection, LOOK)
+    def _wait(self, connection: DeadlineConnection) -> None:
+        """Wait for a notification of a change, the next poll or the stop."""
+        if self._pool.is_direct:
+            self._waiter.notifications(connection, POLL_INTERVAL_SECONDS)
         else:
-            self._hearing.wait(LOOK)
+            self._waiter.wait(POLL_INTERVAL_SECONDS)
 
-    def _missed(self, error: Exception) -> None:
-        self._known.set()
-        if not self._lost:
-            self._lost = True
-            held = "paused" if self._found is not None else "fetching"
-            logs.say(
+    def _record_failure(self, error: Exception) -> None:
+        self._first_poll_done.set()
+        if not self._is_unavailable:
+            self._is_unavailable = True
+            state = "paused" if self._pause is not None else "fetching"
+            logs.log_event(
                 logging.WARNING,
                 "pause watch lost",
-                {"task": self._who["task"], "state": held, "error": type(error).__name__},
+                {"task": self._identity["task"], "state": state, "error": type(error).__name__},
                 to=_log,
             )

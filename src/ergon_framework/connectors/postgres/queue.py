@@ -1,4 +1,4 @@
-"""PostgresQueue: a queue in a PostgreSQL database, in both flavours."""
+"""PostgresQueue: a queue in a PostgreSQL database, as a sync and an async connector."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
-from ergon_framework.audit import new_entry
-from ergon_framework.connectors.arrivals import Arrivals
+from ergon_framework.audit import create_entry
+from ergon_framework.connectors.arrivals import WakeupHub
 from ergon_framework.connectors.base import (
     AsyncConnector,
     Capabilities,
     Confirmation,
     Connector,
+    Defer,
     Delivery,
     Depth,
-    Later,
     Listener,
+    SettlementRequest,
     SettleResult,
-    Settling,
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec
-from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, DeadLetterResult, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
 from ergon_framework.connectors.postgres import audit, burials, callers, cleanup, statements, tracing
-from ergon_framework.connectors.postgres.claiming import Claiming
-from ergon_framework.connectors.postgres.dispatching import Dispatch, dispatch
-from ergon_framework.connectors.postgres.examining import examined
-from ergon_framework.connectors.postgres.home import Home, home_of, leave
-from ergon_framework.connectors.postgres.receipt import Receipt
-from ergon_framework.connectors.postgres.settling import Settler
+from ergon_framework.connectors.postgres.claiming import ClaimManager
+from ergon_framework.connectors.postgres.dispatching import DispatchStatement, build_dispatch
+from ergon_framework.connectors.postgres.examining import diagnose
+from ergon_framework.connectors.postgres.home import DatabaseClient, acquire_client, release_client
+from ergon_framework.connectors.postgres.receipt import PostgresReceipt
+from ergon_framework.connectors.postgres.settling import PostgresSettler
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.finding import Finding, Wall
+from ergon_framework.finding import Diagnostic, WallClock
 from ergon_framework.history import History
 from ergon_framework.schema.lines import is_same_database, public_address
 from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query
@@ -47,18 +47,18 @@ from ergon_framework.transaction import Transaction
 
 R = TypeVar("R")
 
-#: Where the address of the database is looked for if the program does not give one.
-VARIABLE: Final = "ERGON_POSTGRES__DSN"
-#: A waiting fetch looks at least this often, doorbell or not.
-_LOOK: Final = 0.25
-#: How many levels of priority there are above 0, and below it: each that is in use costs a claim one more look.
-_LEVELS: Final = 100
-#: Seconds that a fetch waits for what is behind the keys that are in hand in this process.
-_BEHIND: Final = 5.0
-#: Seconds that a cancelled fetch may take to give back what it claimed.
-_GIVE_BACK: Final = 1.0
-_DAY: Final = 86_400.0
-_MARK: Final = callers.Template("""
+#: The environment variable with the address of the database, read if the program gives none.
+DSN_VARIABLE: Final = "ERGON_POSTGRES__DSN"
+#: The longest interval between two polls of a waiting fetch, with or without the notification listener.
+_POLL_INTERVAL_SECONDS: Final = 0.25
+#: Number of priorities above 0, and below it: each that is in use costs a claim one more query.
+_MAX_PRIORITY: Final = 100
+#: Seconds that a fetch waits for messages blocked by a key that is in flight in this process.
+_BLOCKED_WAIT_SECONDS: Final = 5.0
+#: Timeout for a cancelled fetch to release the messages that it claimed.
+_RELEASE_TIMEOUT_SECONDS: Final = 1.0
+_DAY_SECONDS: Final = 86_400.0
+_INSERT_MARK: Final = callers.SqlTemplate("""
 insert into ergon.inbox (queue, transaction_id)
 select coalesce(
     (select id from ergon.queue where name = cast({queue} as text)), ergon.make_queue(cast({queue} as text))
@@ -70,12 +70,12 @@ on conflict do nothing returning transaction_id
 class PostgresQueue(Connector, AsyncConnector):
     """One queue of a database that ``ergon db upgrade`` has prepared.
 
-    The address is *dsn*, or the environment's ``ERGON_POSTGRES__DSN``. Claims last for *lease*
-    seconds and are renewed as one for the whole process. Transactions with the same key are handed
-    out one at a time, in the order of their dispatch. With *inbox*, an acked id is remembered for
-    *inbox_days* and not run again. *priority* says how urgent a transaction is: 0 unless told
-    otherwise, the larger the sooner. Dead letters are kept for *dead_days*, None for ever. One fetch
-    loads bodies of *max_fetch_bytes* at most, and always at least one.
+    The address is *dsn*, or ``ERGON_POSTGRES__DSN`` of the environment. Claims last for *lease*
+    seconds and are renewed together for the whole process. Transactions with the same key are
+    delivered one at a time, in the order of their dispatch. With *inbox*, an acked id is remembered
+    for *inbox_days* and not run again. *priority* returns the priority of a transaction, by default
+    0; a higher one runs first. Dead letters are kept for *dead_days*, without limit if None. One
+    fetch loads bodies of *max_fetch_bytes* at most, and always at least one.
     """
 
     writes_audit = True  # in the transaction of the action
@@ -107,13 +107,13 @@ class PostgresQueue(Connector, AsyncConnector):
         self._priority = priority
         self._limits = FetchLimits(max_fetch_bytes)
         self._lock = threading.Lock()
-        self._arrivals = Arrivals()
-        self._home: Home | None = None
-        self._inherited: Home | None = None
+        self._arrivals = WakeupHub()
+        self._client: DatabaseClient | None = None
+        self._inherited: DatabaseClient | None = None
         self._number: int | None = None
-        self._listening = 0
-        self._unhang: Callable[[], None] | None = None
-        #: Ends the retention of marks and dead letters; None before the first fetch.
+        self._listener_count = 0
+        self._unsubscribe: Callable[[], None] | None = None
+        #: Callbacks that end the retention of marks and dead letters; None before the first fetch.
         self._end_retention: list[Callable[[], None]] | None = None
 
     def _select_codec(self, codec: Codec | None) -> Codec:
@@ -128,17 +128,17 @@ class PostgresQueue(Connector, AsyncConnector):
 
     @property
     def server_address(self) -> str | None:
-        return public_address(self._dsn or os.environ.get(VARIABLE))
+        return public_address(self._dsn or os.environ.get(DSN_VARIABLE))
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do; whether it is durable is known once it was opened."""
-        durability = None if self._home is None else self._home.durability
+        """The capabilities of the queue; the durability is known once the queue was opened."""
+        durability = None if self._client is None else self._client.durability
         return Capabilities(
             mode="queue",
             renewable=True,
             lease=self._lease,
-            release_is_free=True,
+            release_uncounted=True,
             delays=True,
             dead_letters=True,
             fenced_by="token",
@@ -150,158 +150,160 @@ class PostgresQueue(Connector, AsyncConnector):
 
     @property
     def durability(self) -> str | None:
-        """In words, what a power loss and the promotion of a standby could cost; None before the queue was opened."""
-        return None if self._home is None or self._home.durability is None else self._home.durability.summary
+        """What a power loss or the promotion of a standby could lose, as text; None before the queue was opened."""
+        return None if self._client is None or self._client.durability is None else self._client.durability.summary
 
-    # -- coming and going ---------------------------------------------------------------------------
+    # -- opening and closing ------------------------------------------------------------------------
 
-    def _at_home(self) -> Home:
+    def _get_client(self) -> DatabaseClient:
         with self._lock:
-            self._after_fork()
-            if self._home is None:
-                self._home = home = home_of(self._address(), self._lease)
-                self._claiming = Claiming(
-                    self._home.tenure,
+            self._reset_after_fork()
+            if self._client is None:
+                self._client = client = acquire_client(self._require_dsn(), self._lease)
+                self._claims = ClaimManager(
+                    self._client.worker_lease,
                     self._codec,
                     name=self._name,
                     inbox=self._inbox,
                     limits=self._limits,
-                    has_bounds=lambda: home.has_bounded_claims,
-                    sleeper=self._home.doorbell.sleeper,
-                    remind=self._remind,
+                    has_bounds=lambda: client.has_bounded_claims,
+                    listener_id=self._client.listener.listener_id,
+                    wake_after=self._wake_after,
                 )
-                self._settler = Settler(self._home.tenure, self._claiming, codec=self._codec, inbox=self._inbox)
-            return self._home
+                self._settler = PostgresSettler(
+                    self._client.worker_lease, self._claims, codec=self._codec, inbox=self._inbox
+                )
+            return self._client
 
-    def _after_fork(self) -> None:
-        """In a forked child, leave the claims, connections and threads of the parent alone."""
-        if self._home is not None and self._home.owner != os.getpid():
-            # Kept, so that nobody collects connections that are the parent's.
-            self._inherited, self._home, self._number, self._unhang = self._home, None, None, None
+    def _reset_after_fork(self) -> None:
+        """Drop the claims, connections and threads of the parent in a forked child, without touching them."""
+        if self._client is not None and self._client.owner_pid != os.getpid():
+            # A reference is kept, so that the parent's connections are not garbage-collected here.
+            self._inherited, self._client, self._number, self._unsubscribe = self._client, None, None, None
             self._end_retention = None
 
-    def _address(self) -> str:
-        dsn = self._dsn or os.environ.get(VARIABLE)
+    def _require_dsn(self) -> str:
+        dsn = self._dsn or os.environ.get(DSN_VARIABLE)
         if not dsn:
             raise ConfigurationError(
-                f"the queue {self._name!r} has no database: set {VARIABLE} in the environment or give dsn=…"
+                f"the queue {self._name!r} has no database: set {DSN_VARIABLE} in the environment or give dsn=…"
             )
         return dsn
 
-    def _opened(self, home: Home) -> Operation[int]:
-        """The queue's number; the first time, with a look at the database."""
+    def _ensure_open(self, client: DatabaseClient) -> Operation[int]:
+        """Return the queue's number; check the schema the first time."""
         if self._number is None:
-            yield from home.checked()
-            ((self._number,),) = yield Query(statements.QUEUE, {"name": self._name})
-        self._hang(home)
+            yield from client.check_schema()
+            ((self._number,),) = yield Query(statements.ENSURE_QUEUE, {"name": self._name})
+        self._subscribe(client)
         return self._number
 
-    def _run(self, work: Callable[[Home], Operation[R]]) -> R:
-        home = self._at_home()
-        return home.lines.run(work(home))
+    def _run(self, work: Callable[[DatabaseClient], Operation[R]]) -> R:
+        client = self._get_client()
+        return client.pool.run(work(client))
 
-    async def _run_async(self, work: Callable[[Home], Operation[R]]) -> R:
-        home = self._at_home()
-        return await home.lines.run_async(work(home))
+    async def _run_async(self, work: Callable[[DatabaseClient], Operation[R]]) -> R:
+        client = self._get_client()
+        return await client.pool.run_async(work(client))
 
     def open(self) -> None:
-        """Connect; refuse a database whose schema is too old, and say what its settings are worth."""
-        self._run(self._opened)
+        """Connect; reject a database whose schema is too old, and log the durability of its settings."""
+        self._run(self._ensure_open)
 
     async def open_async(self) -> None:
-        await self._run_async(self._opened)
+        await self._run_async(self._ensure_open)
 
     def close(self) -> None:
-        """Disconnect. What is still held comes back to somebody when the lease ends."""
+        """Disconnect. Unsettled messages are redelivered when their lease ends."""
         self.interrupt()
-        home, last = self._left()
-        if home is not None:
-            with suppress(Exception):  # a server that is gone will find out by itself
-                home.lines.run(self._parted(home, last=last))
-        if home is not None and last:
-            home.lines.close()
+        client, is_last = self._detach()
+        if client is not None:
+            with suppress(Exception):  # an unavailable server expires the lease by its own clock
+                client.pool.run(self._release_worker(client, is_last=is_last))
+        if client is not None and is_last:
+            client.pool.close()
 
     async def close_async(self) -> None:
         self.interrupt()
-        home, last = self._left()
-        if home is not None:
+        client, is_last = self._detach()
+        if client is not None:
             with suppress(Exception):  # as above
-                await home.lines.run_async(self._parted(home, last=last))
-        if home is not None and last:
-            await home.lines.close_async()
+                await client.pool.run_async(self._release_worker(client, is_last=is_last))
+        if client is not None and is_last:
+            await client.pool.close_async()
 
-    def _parted(self, home: Home, *, last: bool) -> Operation[None]:
-        yield from self._claiming.disowned()
-        if last:
-            yield from home.tenure.retired()
+    def _release_worker(self, client: DatabaseClient, *, is_last: bool) -> Operation[None]:
+        yield from self._claims.release_unconfirmed()
+        if is_last:
+            yield from client.worker_lease.deregister()
 
-    def _left(self) -> tuple[Home | None, bool]:
-        """The home that is left, and whether nobody else in this process lives there."""
+    def _detach(self) -> tuple[DatabaseClient | None, bool]:
+        """Detach from the client; return it, and whether this was its last user in this process."""
         with self._lock:
-            self._after_fork()
-            home, self._home, self._number = self._home, None, None
-            if home is not None:
-                self._claiming.close()
+            self._reset_after_fork()
+            client, self._client, self._number = self._client, None, None
+            if client is not None:
+                self._claims.close()
             for end in self._end_retention or ():
                 end()
             self._end_retention = None
-            if self._unhang is not None:
-                self._unhang()
-                self._unhang = None
-        return home, home is not None and leave(home)
+            if self._unsubscribe is not None:
+                self._unsubscribe()
+                self._unsubscribe = None
+        return client, client is not None and release_client(client)
 
     def interrupt(self) -> None:
-        """Every fetch that is waiting now returns at once."""
+        """Make every waiting fetch return immediately."""
         self._arrivals.interrupt()
 
-    # -- being woken ----------------------------------------------------------------------------------
+    # -- wake-ups -------------------------------------------------------------------------------------
 
     def listen(self, listener: Listener) -> Unlisten:
         unlisten = self._arrivals.listen(listener)
         with self._lock:
-            self._listening += 1
-        if self._home is not None:
-            self._hang(self._home)
+            self._listener_count += 1
+        if self._client is not None:
+            self._subscribe(self._client)
 
-        def leave_off() -> None:
+        def stop_listening() -> None:
             unlisten()
             with self._lock:
-                self._listening -= 1
-                if self._listening == 0 and self._unhang is not None:
-                    self._unhang()
-                    self._unhang = None
+                self._listener_count -= 1
+                if self._listener_count == 0 and self._unsubscribe is not None:
+                    self._unsubscribe()
+                    self._unsubscribe = None
 
-        return leave_off
+        return stop_listening
 
-    def _hang(self, home: Home) -> None:
+    def _subscribe(self, client: DatabaseClient) -> None:
         with self._lock:
-            if self._listening and self._unhang is None and self._number is not None:
-                self._unhang = home.doorbell.hang(self._number, self._arrivals.arrived)
+            if self._listener_count and self._unsubscribe is None and self._number is not None:
+                self._unsubscribe = client.listener.subscribe(self._number, self._arrivals.notify)
 
-    def _remind(self, seconds: float) -> None:
-        home, number = self._home, self._number
-        if home is not None and number is not None:
-            home.doorbell.remind(number, max(0.0, seconds))
+    def _wake_after(self, seconds: float) -> None:
+        client, number = self._client, self._number
+        if client is not None and number is not None:
+            client.listener.wake_after(number, max(0.0, seconds))
 
     # -- fetch ------------------------------------------------------------------------------------------
 
-    def limit_deliveries(self, most: int) -> None:
-        self._limits.raise_deliveries(most)
+    def limit_deliveries(self, max_deliveries: int) -> None:
+        self._limits.raise_deliveries(max_deliveries)
 
     def fetch_transactions(self, batch_size: int, *, wait: float = 0.0, **_extra: Any) -> Sequence[Delivery]:
-        """What is ready: what came back first, then by priority and age."""
+        """Return ready transactions: redelivered ones first, then by priority and age."""
         if batch_size < 1:
             return []
         began = time.monotonic()
-        with self._arrivals.bell() as bell:
+        with self._arrivals.waiter() as waiter:
             while True:
-                bell.clear()
-                until = began + self._patience(wait)
-                found = self._run(lambda home: self._claimed(home, batch_size))
-                left = until - time.monotonic()
-                if found or left <= 0 or bell.interrupted:
-                    return found
-                bell.rung(min(left, _LOOK))
+                waiter.clear()
+                until = began + self._compute_wait(wait)
+                deliveries = self._run(lambda client: self._claim(client, batch_size))
+                remaining = until - time.monotonic()
+                if deliveries or remaining <= 0 or waiter.is_interrupted:
+                    return deliveries
+                waiter.wait(min(remaining, _POLL_INTERVAL_SECONDS))
 
     async def fetch_transactions_async(
         self, batch_size: int, *, wait: float = 0.0, **_extra: Any
@@ -309,217 +311,231 @@ class PostgresQueue(Connector, AsyncConnector):
         if batch_size < 1:
             return []
         began = time.monotonic()
-        with self._arrivals.bell_async() as bell:
+        with self._arrivals.waiter_async() as waiter:
             while True:
-                bell.clear()
-                until = began + self._patience(wait)
-                found = await self._claimed_async(batch_size)
-                left = until - time.monotonic()
-                if found or left <= 0 or bell.interrupted:
-                    return found
-                await bell.rung(min(left, _LOOK))
+                waiter.clear()
+                until = began + self._compute_wait(wait)
+                deliveries = await self._claim_async(batch_size)
+                remaining = until - time.monotonic()
+                if deliveries or remaining <= 0 or waiter.is_interrupted:
+                    return deliveries
+                await waiter.wait(min(remaining, _POLL_INTERVAL_SECONDS))
 
-    def _patience(self, wait: float) -> float:
-        """How long a fetch that finds nothing waits: others may have their turn behind what is in hand here.
+    def _compute_wait(self, wait: float) -> float:
+        """Return how long an empty fetch waits: messages may be blocked by keys in flight in this process.
 
-        To say that there is nothing would end a loop that only means to empty the queue. Asked before
-        the look, so that the last look is one with nothing in hand.
+        An empty result would end a loop that only drains the queue. Computed before the poll, so that
+        nothing is in flight during the last poll.
         """
-        return max(wait, _BEHIND) if self._home is not None and self._claiming.holds_keys else wait
+        return max(wait, _BLOCKED_WAIT_SECONDS) if self._client is not None and self._claims.has_keyed_claims else wait
 
-    async def _claimed_async(self, batch_size: int) -> list[Delivery]:
+    async def _claim_async(self, batch_size: int) -> list[Delivery]:
         try:
-            return await self._run_async(lambda home: self._claimed(home, batch_size))
+            return await self._run_async(lambda client: self._claim(client, batch_size))
         except asyncio.CancelledError:
-            # Whoever cancels has no use for what was claimed on the way, and somebody else has.
+            # The caller that cancels does not handle what was claimed meanwhile; other workers do.
             with suppress(Exception):
-                async with asyncio.timeout(_GIVE_BACK):
-                    await self._run_async(lambda _: self._claiming.disowned())
+                async with asyncio.timeout(_RELEASE_TIMEOUT_SECONDS):
+                    await self._run_async(lambda _: self._claims.release_unconfirmed())
             raise
 
-    def _claimed(self, home: Home, count: int) -> Operation[list[Delivery]]:
-        number = yield from self._opened(home)
-        # The dead first, even if it is oneself: what nobody renewed for a lease is nobody's.
-        if (yield from home.reaped()):
-            self._arrivals.arrived()
+    def _claim(self, client: DatabaseClient, count: int) -> Operation[list[Delivery]]:
+        number = yield from self._ensure_open(client)
+        # Expired workers first, this one included: a lease that was not renewed has ended.
+        if (yield from client.reap_expired_workers()):
+            self._arrivals.notify()
         if self._end_retention is None:
-            self._start_cleanup(home, number)
-        if self._settler.owes:
-            yield from self._settler.pay(number)
-        yield from self._return_unsettled(home, number)
-        return (yield from self._claiming.claim(number, count, asks=self._listening > 0 and home.doorbell.hears))
+            self._start_cleanup(client, number)
+        if self._settler.has_unsent:
+            yield from self._settler.flush_unsent(number)
+        yield from self._return_unsettled(client, number)
+        return (
+            yield from self._claims.claim(
+                number, count, wants_wakeup=self._listener_count > 0 and client.listener.listening
+            )
+        )
 
-    def _start_cleanup(self, home: Home, number: int) -> None:
-        """Delete old marks and dead letters while this queue is open; a queue that only sends deletes none."""
+    def _start_cleanup(self, client: DatabaseClient, number: int) -> None:
+        """Delete old marks and dead letters while this queue is open; a queue that only dispatches deletes none."""
         with self._lock:
-            if self._end_retention is not None or self._home is not home:
+            if self._end_retention is not None or self._client is not client:
                 return
             self._end_retention = []
             if self._inbox:
-                marks = cleanup.retain_marks(number, self._inbox_days * _DAY)
-                self._end_retention.append(home.cleanup.add(marks))
+                marks = cleanup.retain_marks(number, self._inbox_days * _DAY_SECONDS)
+                self._end_retention.append(client.cleanup.add(marks))
             if self._dead_days is not None:
-                dead_letters = cleanup.retain_dead_letters(number, self._dead_days * _DAY)
-                self._end_retention.append(home.cleanup.add(dead_letters))
+                dead_letters = cleanup.retain_dead_letters(number, self._dead_days * _DAY_SECONDS)
+                self._end_retention.append(client.cleanup.add(dead_letters))
 
-    def _return_unsettled(self, home: Home, number: int) -> Operation[None]:
-        """Return claims that nothing will settle: renewals of the process would keep them while it runs."""
-        returned = yield from home.tenure.return_abandoned()
+    def _return_unsettled(self, client: DatabaseClient, number: int) -> Operation[None]:
+        """Return claims that nothing will settle: the renewals of the process would keep them while it runs."""
+        returned = yield from client.worker_lease.return_abandoned()
         if (yield from self._settler.return_failed(number)) or returned:
-            self._arrivals.arrived()
+            self._arrivals.notify()
 
     # -- settle and renew -------------------------------------------------------------------------------
 
-    def settle(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        if not settlings:
+    def settle(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        if not requests:
             return []
-        with self._owing(settlings):
-            return self._told(self._run(lambda home: self._settled(home, settlings)))
+        with self._queue_unsent_on_error(requests):
+            return self._notify_ready(self._run(lambda client: self._settle(client, requests)))
 
-    async def settle_async(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        if not settlings:
+    async def settle_async(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        if not requests:
             return []
-        with self._owing(settlings):
-            return self._told(await self._run_async(lambda home: self._settled(home, settlings)))
+        with self._queue_unsent_on_error(requests):
+            return self._notify_ready(await self._run_async(lambda client: self._settle(client, requests)))
 
     @contextmanager
-    def _owing(self, settlings: Sequence[Settling]) -> Iterator[None]:
-        self._at_home()
+    def _queue_unsent_on_error(self, requests: Sequence[SettlementRequest]) -> Iterator[None]:
+        self._get_client()
         try:
             yield
         except BaseException:
-            self._settler.owe(settlings)
+            self._settler.queue_unsent(requests)
             raise
 
-    def _settled(self, home: Home, settlings: Sequence[Settling]) -> Operation[tuple[list[SettleResult], bool]]:
-        number = yield from self._opened(home)
-        settled = yield from self._settler.settle(number, settlings)
-        for delay in {how.delay for _, how in settlings if isinstance(how, Later)}:
-            self._remind(delay)
+    def _settle(
+        self, client: DatabaseClient, requests: Sequence[SettlementRequest]
+    ) -> Operation[tuple[list[SettleResult], bool]]:
+        number = yield from self._ensure_open(client)
+        settled = yield from self._settler.settle(number, requests)
+        for delay in {settlement.delay for _, settlement in requests if isinstance(settlement, Defer)}:
+            self._wake_after(delay)
         return settled
 
-    def _told(self, settled: tuple[list[SettleResult], bool]) -> list[SettleResult]:
+    def _notify_ready(self, settled: tuple[list[SettleResult], bool]) -> list[SettleResult]:
         results, ready = settled
         if ready:
-            self._arrivals.arrived()
+            self._arrivals.notify()
         return results
 
     def extend(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
-        return self._run(lambda home: self._extended(home, deliveries)) if deliveries else []
+        return self._run(lambda client: self._extend(client, deliveries)) if deliveries else []
 
     async def extend_async(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
-        return await self._run_async(lambda home: self._extended(home, deliveries)) if deliveries else []
+        return await self._run_async(lambda client: self._extend(client, deliveries)) if deliveries else []
 
-    def _extended(self, home: Home, deliveries: Sequence[Delivery]) -> Operation[list[float | None]]:
-        """One renewal for the whole instance, if it still is the one that holds them."""
-        held, receipts = self._claiming.held, [delivery.receipt for delivery in deliveries]
-        mine = [
+    def _extend(self, client: DatabaseClient, deliveries: Sequence[Delivery]) -> Operation[list[float | None]]:
+        """Renew the lease of the whole worker instance once, if it still is the one that holds the claims."""
+        held, receipts = self._claims.held, [delivery.receipt for delivery in deliveries]
+        own_receipts = [
             receipt
             for receipt in receipts
-            if isinstance(receipt, Receipt) and receipt.id in held.get((receipt.worker, receipt.token), ())
+            if isinstance(receipt, PostgresReceipt) and receipt.id in held.get((receipt.worker, receipt.token), ())
         ]
-        kept: dict[Any, float] = {}
-        for worker in {receipt.worker for receipt in mine}:
-            if worker == home.tenure.worker and (yield from home.tenure.renewed(worker)) is not None:
-                kept |= dict.fromkeys((receipt for receipt in mine if receipt.worker == worker), home.tenure.until)
-        self._settler.extend_failed(kept, home.tenure.until)
-        yield from self._return_unsettled(home, (yield from self._opened(home)))
-        return [kept.get(receipt) for receipt in receipts]
+        extended: dict[Any, float] = {}
+        for worker in {receipt.worker for receipt in own_receipts}:
+            if worker == client.worker_lease.worker and (yield from client.worker_lease.renew(worker)) is not None:
+                extended |= dict.fromkeys(
+                    (receipt for receipt in own_receipts if receipt.worker == worker), client.worker_lease.until
+                )
+        self._settler.extend_failed(extended, client.worker_lease.until)
+        yield from self._return_unsettled(client, (yield from self._ensure_open(client)))
+        return [extended.get(receipt) for receipt in receipts]
 
     # -- dispatch ---------------------------------------------------------------------------------------
 
     def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
-        """Put all into the queue, or none; returns when the database has committed them."""
-        return self._run(self._sent(transactions)) if transactions else []
+        """Insert all transactions or none; return when the database has committed them."""
+        return self._run(self._prepare_dispatch(transactions)) if transactions else []
 
     async def dispatch_async(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
-        return await self._run_async(self._sent(transactions)) if transactions else []
+        return await self._run_async(self._prepare_dispatch(transactions)) if transactions else []
 
-    def _sent(self, transactions: Sequence[Transaction]) -> Callable[[Home], Operation[Sequence[Confirmation]]]:
-        given = self._given(transactions)
+    def _prepare_dispatch(
+        self, transactions: Sequence[Transaction]
+    ) -> Callable[[DatabaseClient], Operation[Sequence[Confirmation]]]:
+        statement = self._build_statement(transactions)
 
-        def sent(home: Home) -> Operation[Sequence[Confirmation]]:
-            yield from self._opened(home)
-            style, prepares = callers.Style.PSYCOPG, bool(home.lines.direct)
-            sql = callers.rendered(given.template, given.parameters, style, prepares=prepares).sql
-            yield Query(sql, given.parameters)
-            return [Confirmation(name) for name in given.ids]
+        def send(client: DatabaseClient) -> Operation[Sequence[Confirmation]]:
+            yield from self._ensure_open(client)
+            style, prepares = callers.ParamStyle.PSYCOPG, bool(client.pool.is_direct)
+            sql = callers.render(statement.template, statement.parameters, style, prepares=prepares).sql
+            yield Query(sql, statement.parameters)
+            return [Confirmation(name) for name in statement.ids]
 
-        return sent
+        return send
 
-    def _given(self, transactions: Sequence[Transaction]) -> Dispatch:
-        stamped = [self.stamped(transaction) for transaction in transactions]
-        urgent = self._priority
-        priorities = [0] * len(stamped) if urgent is None else [self._level(urgent(each)) for each in stamped]
-        return dispatch(self._name, self._number, stamped, codec=self._codec, priorities=priorities)
+    def _build_statement(self, transactions: Sequence[Transaction]) -> DispatchStatement:
+        prepared = [self.prepare(transaction) for transaction in transactions]
+        priority_of = self._priority
+        priorities = (
+            [0] * len(prepared)
+            if priority_of is None
+            else [self._check_priority(priority_of(each)) for each in prepared]
+        )
+        return build_dispatch(self._name, self._number, prepared, codec=self._codec, priorities=priorities)
 
-    def _level(self, priority: int) -> int:
+    def _check_priority(self, priority: int) -> int:
         level = int(priority)
-        if not -_LEVELS <= level <= _LEVELS:
-            raise ConfigurationError(f"a priority is between -{_LEVELS} and {_LEVELS}, not {level}")
+        if not -_MAX_PRIORITY <= level <= _MAX_PRIORITY:
+            raise ConfigurationError(f"a priority is between -{_MAX_PRIORITY} and {_MAX_PRIORITY}, not {level}")
         return level
 
     # -- on the caller's own connection -------------------------------------------------------------------
 
-    def statement(self, transactions: Sequence[Transaction], *, style: str = "psycopg") -> callers.Statement:
-        """The statement that dispatches *transactions*, for any connection to this database.
+    def dispatch_statement(self, transactions: Sequence[Transaction], *, style: str = "psycopg") -> callers.Statement:
+        """Return the statement that dispatches *transactions*, for any connection to this database.
 
         *style* is the library that will execute it: psycopg, sqlalchemy (inside ``text()``), asyncpg or django.
         """
         try:
-            known = callers.Style(style)
+            param_style = callers.ParamStyle(style)
         except ValueError:
             raise ConfigurationError(
-                f"there is no style {style!r}; the styles are {', '.join(callers.Style)}"
+                f"there is no style {style!r}; the styles are {', '.join(callers.ParamStyle)}"
             ) from None
-        given = self._given(transactions)
-        return callers.rendered(given.template, given.parameters, known)
+        statement = self._build_statement(transactions)
+        return callers.render(statement.template, statement.parameters, param_style)
 
     def dispatch_on(self, connection: Any, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
-        """Dispatch inside the transaction that is open on *connection*: they are there if it commits, and only then.
+        """Dispatch inside the open transaction of *connection*: the messages exist if and only if it commits.
 
-        *connection* is one of psycopg, SQLAlchemy (a Session too) or Django. One that commits each
-        statement by itself is refused.
+        *connection* is one of psycopg, SQLAlchemy (a Session too) or Django. A connection that commits
+        each statement automatically is rejected.
         """
         if not transactions:
             return []
         if self._may_open():
             self.open()
-        given = self._given(transactions)
-        callers.run(connection, given.template, given.parameters)
-        return [Confirmation(name) for name in given.ids]
+        statement = self._build_statement(transactions)
+        callers.execute_on(connection, statement.template, statement.parameters)
+        return [Confirmation(name) for name in statement.ids]
 
     async def dispatch_on_async(self, connection: Any, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
-        """The same on an async connection of psycopg, SQLAlchemy or asyncpg."""
+        """Dispatch inside the open transaction of an async connection of psycopg, SQLAlchemy or asyncpg."""
         if not transactions:
             return []
         if self._may_open():
             await self.open_async()
-        given = self._given(transactions)
-        await callers.run_async(connection, given.template, given.parameters)
-        return [Confirmation(name) for name in given.ids]
+        statement = self._build_statement(transactions)
+        await callers.execute_on_async(connection, statement.template, statement.parameters)
+        return [Confirmation(name) for name in statement.ids]
 
     def _may_open(self) -> bool:
-        """Whether the queue is yet to be named, and can be.
+        """Return whether the queue has no number yet and can get one.
 
-        Named first inside the caller's transaction, it would keep everybody else who names it waiting
-        until that ends.
+        The row of a new queue, inserted in the caller's transaction, would block all others that insert it
+        until that transaction ends.
         """
-        return self._number is None and bool(self._dsn or os.environ.get(VARIABLE))
+        return self._number is None and bool(self._dsn or os.environ.get(DSN_VARIABLE))
 
-    def mark_on(self, connection: Any, transaction: Transaction | None = None) -> bool:
-        """Inside the handler's own database transaction: remember that this one was done; False if it was before.
+    def record_processed_on(self, connection: Any, transaction: Transaction | None = None) -> bool:
+        """Mark a transaction as processed in the handler's own database transaction; return False if it was before.
 
-        Effects of the same database transaction then happen once, whoever else is handling it. Without
-        *transaction* it is the one that is being handled.
+        The effects of that database transaction then happen once, even if two workers handle the transaction.
+        Without *transaction*, mark the one that is being handled.
         """
-        return bool(callers.run(connection, _MARK, self._mark(transaction)))
+        return bool(callers.execute_on(connection, _INSERT_MARK, self._build_mark(transaction)))
 
-    async def mark_on_async(self, connection: Any, transaction: Transaction | None = None) -> bool:
-        """The same on an async connection."""
-        return bool(await callers.run_async(connection, _MARK, self._mark(transaction)))
+    async def record_processed_on_async(self, connection: Any, transaction: Transaction | None = None) -> bool:
+        """Mark a transaction as processed on an async connection; see ``record_processed_on``."""
+        return bool(await callers.execute_on_async(connection, _INSERT_MARK, self._build_mark(transaction)))
 
-    def _mark(self, transaction: Transaction | None) -> dict[str, Any]:
+    def _build_mark(self, transaction: Transaction | None) -> dict[str, Any]:
         if not self._inbox:
             raise ConfigurationError(f"the queue {self._name!r} has no inbox; make it with inbox=True")
         if transaction is None:
@@ -529,7 +545,7 @@ class PostgresQueue(Connector, AsyncConnector):
             transaction = scope.transaction
         return {"queue": self._name, "id": transaction.id}
 
-    # -- what is there ------------------------------------------------------------------------------------
+    # -- inspection ---------------------------------------------------------------------------------------
 
     def depth(self) -> Depth:
         return self._run(self._depth)
@@ -537,120 +553,122 @@ class PostgresQueue(Connector, AsyncConnector):
     async def depth_async(self) -> Depth:
         return await self._run_async(self._depth)
 
-    def _depth(self, home: Home) -> Operation[Depth]:
-        number = yield from self._opened(home)
+    def _depth(self, client: DatabaseClient) -> Operation[Depth]:
+        number = yield from self._ensure_open(client)
         ((ready, delayed, in_flight, dead, age),) = yield Query(statements.DEPTH, {"queue": number})
         return Depth(ready, delayed, in_flight, dead, None if age is None else max(0.0, age))
 
-    def queued(self, ids: Collection[str]) -> Collection[str]:
-        return self._run(lambda home: self._queued(home, ids))
+    def find_queued(self, ids: Collection[str]) -> Collection[str]:
+        return self._run(lambda client: self._find_queued(client, ids))
 
-    async def queued_async(self, ids: Collection[str]) -> Collection[str]:
-        return await self._run_async(lambda home: self._queued(home, ids))
+    async def find_queued_async(self, ids: Collection[str]) -> Collection[str]:
+        return await self._run_async(lambda client: self._find_queued(client, ids))
 
-    def _queued(self, home: Home, ids: Collection[str]) -> Operation[set[str]]:
-        number = yield from self._opened(home)
-        return (yield from burials.queued(number, list(ids)))
+    def _find_queued(self, client: DatabaseClient, ids: Collection[str]) -> Operation[set[str]]:
+        number = yield from self._ensure_open(client)
+        return (yield from burials.find_queued(number, list(ids)))
 
     def is_in(self, dsn: str) -> bool:
-        """Tell whether this queue is in the database at *dsn*."""
-        return is_same_database(self._address(), dsn)
+        """Return whether this queue is in the database at *dsn*."""
+        return is_same_database(self._require_dsn(), dsn)
 
-    def trace(self, transaction_id: str) -> Sequence[History]:
-        """What this queue knows of a transaction: where it is, the attempts that travel with it, that it is done."""
-        return self._run(lambda home: self._traced(home, transaction_id))
+    def lookup(self, transaction_id: str) -> Sequence[History]:
+        """Look up a transaction in this queue: its location, its recorded attempts, and whether it is done."""
+        return self._run(lambda client: self._lookup(client, transaction_id))
 
-    async def trace_async(self, transaction_id: str) -> Sequence[History]:
-        return await self._run_async(lambda home: self._traced(home, transaction_id))
+    async def lookup_async(self, transaction_id: str) -> Sequence[History]:
+        return await self._run_async(lambda client: self._lookup(client, transaction_id))
 
-    def _traced(self, home: Home, transaction_id: str) -> Operation[Sequence[History]]:
-        yield from self._opened(home)
-        return (yield from tracing.trace(transaction_id, self._name))
+    def _lookup(self, client: DatabaseClient, transaction_id: str) -> Operation[Sequence[History]]:
+        yield from self._ensure_open(client)
+        return (yield from tracing.lookup_transaction(transaction_id, self._name))
 
-    def examine(self, wall: Wall) -> Sequence[Finding]:
-        """How the database and the queue are; the queue is not made if it is not there."""
-        return self._run(lambda home: examined(home.lines, self._name, wall))
+    def diagnose(self, wall: WallClock) -> Sequence[Diagnostic]:
+        """Diagnose the database and the queue; a missing queue is not created."""
+        return self._run(lambda client: diagnose(client.pool, self._name, wall))
 
     # -- dead letters -------------------------------------------------------------------------------------
 
     def list_dead(
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
     ) -> Sequence[DeadLetterRecord]:
-        return self._run(lambda home: self._listed(home, query, after=after, limit=limit))
+        return self._run(lambda client: self._list_dead(client, query, after=after, limit=limit))
 
     async def list_dead_async(
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
     ) -> Sequence[DeadLetterRecord]:
-        return await self._run_async(lambda home: self._listed(home, query, after=after, limit=limit))
+        return await self._run_async(lambda client: self._list_dead(client, query, after=after, limit=limit))
 
-    def _listed(
-        self, home: Home, query: DeadLetterQuery, *, after: str | None, limit: int
+    def _list_dead(
+        self, client: DatabaseClient, query: DeadLetterQuery, *, after: str | None, limit: int
     ) -> Operation[Sequence[DeadLetterRecord]]:
-        number = yield from self._opened(home)
+        number = yield from self._ensure_open(client)
         return (
-            yield from burials.listed(
-                number, self._name, self._codec, query, after=after, limit=limit, load=self._limits.max_bytes
+            yield from burials.list_dead(
+                number, self._name, self._codec, query, after=after, limit=limit, max_bytes=self._limits.max_bytes
             )
         )
 
-    def replay_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        replayed = self._run(lambda home: self._replayed(home, places))
-        self._arrivals.arrived()
+    def replay_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        replayed = self._run(lambda client: self._replay_dead(client, handles))
+        self._arrivals.notify()
         return replayed
 
-    async def replay_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        replayed = await self._run_async(lambda home: self._replayed(home, places))
-        self._arrivals.arrived()
+    async def replay_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        replayed = await self._run_async(lambda client: self._replay_dead(client, handles))
+        self._arrivals.notify()
         return replayed
 
-    def _replayed(self, home: Home, places: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
-        number = yield from self._opened(home)
-        return (yield from self._audited("dlq.replay", number, places, burials.replayed))
+    def _replay_dead(self, client: DatabaseClient, handles: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
+        number = yield from self._ensure_open(client)
+        return (yield from self._move_with_audit("dlq.replay", number, handles, burials.replay_dead))
 
-    def _audited(
-        self, action: str, number: int, places: Sequence[str], move: burials.Move
+    def _move_with_audit(
+        self, action: str, number: int, handles: Sequence[str], move: burials.MoveOperation
     ) -> Operation[Sequence[ReplayResult]]:
-        """Move dead letters and leave the audit row in one transaction."""
-        entry = new_entry(action, self._name)
+        """Move dead letters and insert the audit row in one transaction."""
+        entry = create_entry(action, self._name)
         yield BEGIN
-        ids = (yield from burials.ids_at(number, places)) if entry is not None else []
-        results = yield from move(number, places)
+        ids = (yield from burials.find_ids(number, handles)) if entry is not None else []
+        results = yield from move(number, handles)
         if entry is not None:
-            count = sum(result.became is not Became.GONE for result in results)
-            yield from audit.note(entry.end(count=count, targets=ids))
-        yield Query(statements.WAKE, {"queue": number})
+            count = sum(result.outcome is not DeadLetterResult.GONE for result in results)
+            yield from audit.write_entry(entry.end(count=count, targets=ids))
+        yield Query(statements.NOTIFY_LISTENERS, {"queue": number})
         yield COMMIT
         return results
 
-    def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return self._run(lambda home: self._discarded(home, places))
+    def discard_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return self._run(lambda client: self._discard_dead(client, handles))
 
-    async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return await self._run_async(lambda home: self._discarded(home, places))
+    async def discard_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return await self._run_async(lambda client: self._discard_dead(client, handles))
 
-    def replace_dead(self, place: str, transaction: Transaction) -> ReplayResult:
-        return self._run(self._replaced(place, transaction))
+    def replace_dead(self, handle: str, transaction: Transaction) -> ReplayResult:
+        return self._run(self._prepare_replace(handle, transaction))
 
-    async def replace_dead_async(self, place: str, transaction: Transaction) -> ReplayResult:
-        return await self._run_async(self._replaced(place, transaction))
+    async def replace_dead_async(self, handle: str, transaction: Transaction) -> ReplayResult:
+        return await self._run_async(self._prepare_replace(handle, transaction))
 
-    def _replaced(self, place: str, transaction: Transaction) -> Callable[[Home], Operation[ReplayResult]]:
-        given = self._given([transaction])
+    def _prepare_replace(
+        self, handle: str, transaction: Transaction
+    ) -> Callable[[DatabaseClient], Operation[ReplayResult]]:
+        statement = self._build_statement([transaction])
 
-        def replaced(home: Home) -> Operation[ReplayResult]:
-            number = yield from self._opened(home)
-            entry = new_entry("dlq.edit", self._name, [transaction.id])
+        def replace(client: DatabaseClient) -> Operation[ReplayResult]:
+            number = yield from self._ensure_open(client)
+            entry = create_entry("dlq.edit", self._name, [transaction.id])
             yield BEGIN
-            result = yield from burials.replace_dead(number, place, given.parameters)
-            if entry is not None and result.became is Became.REPLAYED:
-                yield from audit.note(entry.end(count=1))
-            yield Query(statements.WAKE, {"queue": number})
+            result = yield from burials.replace_dead(number, handle, statement.parameters)
+            if entry is not None and result.outcome is DeadLetterResult.REPLAYED:
+                yield from audit.write_entry(entry.end(count=1))
+            yield Query(statements.NOTIFY_LISTENERS, {"queue": number})
             yield COMMIT
-            self._arrivals.arrived()
+            self._arrivals.notify()
             return result
 
-        return replaced
+        return replace
 
-    def _discarded(self, home: Home, places: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
-        number = yield from self._opened(home)
-        return (yield from self._audited("dlq.discard", number, places, burials.discarded))
+    def _discard_dead(self, client: DatabaseClient, handles: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
+        number = yield from self._ensure_open(client)
+        return (yield from self._move_with_audit("dlq.discard", number, handles, burials.discard_dead))

@@ -1,18 +1,18 @@
-"""Receipt: what a worker must show to settle what it holds."""
+"""The receipt that a worker presents to settle a claimed message."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class Receipt(NamedTuple):
-    """The claim on one message: which instance made it, by which of its tokens."""
+class PostgresReceipt(NamedTuple):
+    """The claim on one message: the worker instance that made it, and the token of the claim."""
 
     id: int
     worker: int
     token: int
-    #: By which it is found among those that have not come back yet; None for one that has.
+    #: The rank in the table of ready messages; None for a message that has been returned before.
     rank: int | None
-    #: The key in the queue, also of what could not be read; nothing of that key may overtake it.
+    #: The key in the queue, also of a message that could not be decoded; no message of that key may overtake it.
     key: str | None
     readable: bool = True

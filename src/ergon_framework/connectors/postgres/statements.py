@@ -1,62 +1,61 @@
-"""The statements: all SQL that the queue is made of. Placeholders are psycopg's named ones.
+"""All SQL of the queue. Placeholders are psycopg's named ones.
 
-Three rules run through all of them. A claim is one row, of a worker and a token, with the ids that
-it took: whatever settles a message names that row and locks it, so that a stale worker changes
-nothing. A claim takes a key share lock on its worker's row: whoever takes that row away knows that
-no claim slips in behind. And nothing is written anew on the way of a message that succeeds: it is
-inserted into ready and deleted there when it is done. What comes back is moved into content, by the
-same statement that takes it out of its claim. So a message is in one of the two, and a look into
-both, in one statement, finds it once; and what ready holds is either in a claim or was in none yet.
+Three rules hold for all statements. A claim is one row, of a worker and a token, with the ids that it took: every
+statement that settles a message names that row and locks it, so that a stale worker changes nothing. A claim takes a
+key share lock on its worker's row: a statement that deletes that row knows that no claim is added meanwhile. And a
+message that succeeds is never rewritten: it is inserted into ready and deleted there when it is done. A message that
+comes back is moved into content, by the same statement that takes it out of its claim. So a message is in one of the
+two, a read of both in one statement finds it once, and a row of ready is either in a claim or was never in one.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from ergon_framework.connectors.codec import PROGRESS
+from ergon_framework.connectors.codec import PROGRESS_HEADERS
 
 CHANNEL: Final = "ergon"
 
 # -- start ----------------------------------------------------------------------------------------
 
-REVISION: Final = "select version_num from ergon.revision"
+SELECT_REVISION: Final = "select version_num from ergon.revision"
 
-SETTINGS: Final = """
+SELECT_SETTINGS: Final = """
 select name, setting from pg_settings
 where name in (
     'fsync', 'synchronous_commit', 'full_page_writes', 'server_version_num', 'synchronous_standby_names'
 )
 """
 
-#: Every role sees how many there are, whatever else of them is hidden from it.
-STANDBYS: Final = "select count(*)::int from pg_stat_replication"
+#: Every role sees the number of rows, even if their contents are hidden from it.
+COUNT_STANDBYS: Final = "select count(*)::int from pg_stat_replication"
 
-QUEUE: Final = "select coalesce((select id from ergon.queue where name = %(name)s), ergon.make_queue(%(name)s))"
+ENSURE_QUEUE: Final = "select coalesce((select id from ergon.queue where name = %(name)s), ergon.make_queue(%(name)s))"
 
 # -- a worker instance ------------------------------------------------------------------------------
 
-REGISTER: Final = """
+INSERT_WORKER: Final = """
 insert into ergon.worker (alive_until, name) values (now() + %(lease)s * interval '1 second', %(name)s) returning id
 """
 
-HEARTBEAT: Final = """
+RENEW_WORKER: Final = """
 update ergon.worker set alive_until = now() + %(lease)s * interval '1 second' where id = %(worker)s returning id
 """
 
-#: Whether what a claim *h* names as *i* is there still. Selected, not asked whether it exists: for that the server may
-#: choose to read the whole table once, and keep to it when the table has grown.
-_THERE: Final = """
+#: Whether the message *i* of a claim *h* still exists. A subselect instead of EXISTS: for EXISTS the server may choose
+#: to read the whole table once, and keep that plan when the table has grown.
+_MESSAGE_EXISTS: Final = """
 case when i.rank is null
     then (select c.id from ergon.content c where c.id = i.id)
     else (select r.id from ergon.ready r where r.queue = h.queue and r.rank = i.rank and r.id = i.id)
 end is not null
 """
 
-#: A worker that holds nothing needs no row; one that does keeps it until its lease is over.
-RETIRE: Final = f"""
+#: A worker without claims needs no row; a worker with claims keeps its row until its lease is over.
+DELETE_WORKER: Final = f"""
 with left_over as (
     delete from ergon.held h where h.worker = %(worker)s
-    and not exists (select 1 from unnest(h.ids, h.ranks) as i(id, rank) where {_THERE}) returning h.token
+    and not exists (select 1 from unnest(h.ids, h.ranks) as i(id, rank) where {_MESSAGE_EXISTS}) returning h.token
 ),
 gone as (
     delete from ergon.worker w where w.id = %(worker)s and not exists (
@@ -66,34 +65,34 @@ gone as (
 select 1
 """
 
-#: Which of these instances were never taken away.
-LIVING: Final = "select id from ergon.worker where id = any(%(workers)s)"
+#: Those of the instances whose row was never deleted.
+SELECT_LIVING_WORKERS: Final = "select id from ergon.worker where id = any(%(workers)s)"
 
-EXPIRED: Final = "select 1 from ergon.worker where alive_until < now() limit 1"
+HAS_EXPIRED_WORKER: Final = "select 1 from ergon.worker where alive_until < now() limit 1"
 
-#: The revision with the length of each lease.
-LEASES: Final = "0014"
-#: After the clock of the server was set back, a lease ends later than it is long. The time is read as each row is, not
-#: at the start of the transaction: a worker that has renewed its lease meanwhile keeps all of it.
-_AHEAD: Final = "alive_until > clock_timestamp() + lease + interval '1 second'"
+#: The revision that adds the length of each lease.
+LEASES_REVISION: Final = "0014"
+#: After the clock of the server was set back, a lease ends later than it is long. clock_timestamp() is the time when
+#: each row is read, not the start of the transaction: a worker that has renewed its lease meanwhile keeps all of it.
+_IS_AHEAD: Final = "alive_until > clock_timestamp() + lease + interval '1 second'"
 
-EXPIRED_OR_AHEAD: Final = f"select 1 from ergon.worker where alive_until < now() or {_AHEAD} limit 1"
+HAS_EXPIRED_OR_AHEAD_WORKER: Final = f"select 1 from ergon.worker where alive_until < now() or {_IS_AHEAD} limit 1"
 
-#: A living worker has a whole lease left to renew it; a dead one's claims return after that lease.
+#: A living worker has a whole lease left to renew it; the claims of a dead one return after that lease.
 BOUND_LEASES: Final = f"""
 update ergon.worker set alive_until = clock_timestamp() + lease where id in (
-    select id from ergon.worker where {_AHEAD} for update skip locked
+    select id from ergon.worker where {_IS_AHEAD} for update skip locked
 )
 """
 
-BURY_WORKERS: Final = """
+DELETE_EXPIRED_WORKERS: Final = """
 delete from ergon.worker where id in (
     select id from ergon.worker where alive_until < now() for update skip locked
 ) returning id
 """
 
-#: What comes back for the first time, in *back*, goes on in content.
-_MOVED: Final = """
+#: Messages that are returned for the first time, in *back*, are moved into content.
+_INSERT_MOVED: Final = """
 moved as (
     insert into ergon.content (id, created_at, queue, deliveries, priority, transaction_id, key, headers, body)
     select id, created_at, queue, {deliveries}, -rank, transaction_id, key, {headers}, body from {back}
@@ -101,8 +100,8 @@ moved as (
 """
 
 
-def _moved(back: str, deliveries: int = 0, headers: str = "headers") -> str:
-    return _MOVED.format(back=back, deliveries=deliveries, headers=headers)
+def _render_moved(back: str, deliveries: int = 0, headers: str = "headers") -> str:
+    return _INSERT_MOVED.format(back=back, deliveries=deliveries, headers=headers)
 
 
 _REAP: Final = """
@@ -127,20 +126,21 @@ into_returned as (
 )
 select (select count(*) from first_time) + (select count(*) from again)
 """
-#: In a statement of its own, after the one above: it has to see every claim that was made before.
-REAP: Final = _REAP.format(whose="h.worker = any(%(workers)s)", moved=_moved("first_time", deliveries=1))
-#: What is held by somebody who does not exist, as after a restored backup.
+#: A separate statement after the one above: it has to see every claim that was made before.
+REAP_WORKERS: Final = _REAP.format(whose="h.worker = any(%(workers)s)", moved=_render_moved("first_time", deliveries=1))
+#: Claims of a worker that does not exist, as after a restored backup.
 REAP_STRAYS: Final = _REAP.format(
-    whose="not exists (select 1 from ergon.worker w where w.id = h.worker)", moved=_moved("first_time", deliveries=1)
+    whose="not exists (select 1 from ergon.worker w where w.id = h.worker)",
+    moved=_render_moved("first_time", deliveries=1),
 )
 
-#: Whole claims of an instance that lives, whose lease is over all the same.
+#: Whole claims of a living instance whose lease is over.
 REAP_CLAIMS: Final = _REAP.format(
-    whose="h.worker = %(worker)s and h.token = any(%(tokens)s)", moved=_moved("first_time", deliveries=1)
+    whose="h.worker = %(worker)s and h.token = any(%(tokens)s)", moved=_render_moved("first_time", deliveries=1)
 )
 
-#: A claim whose answer never arrived: given back as if it had not been made.
-DISOWN: Final = """
+#: A claim whose answer never arrived is released as if it had not been made.
+RELEASE_UNCONFIRMED: Final = """
 with lost as (
     delete from ergon.held h where h.worker = %(worker)s and h.token = any(%(tokens)s)
     returning h.ids, h.ranks, h.queue
@@ -159,11 +159,11 @@ select id, now(), queue, key from first_time
 union all
 select c.id, now(), c.queue, c.key from named n join ergon.content c on c.id = n.id where n.rank is null
 on conflict (id) do nothing
-""".format(moved=_moved("first_time"))
+""".format(moved=_render_moved("first_time"))
 
 # -- claiming ---------------------------------------------------------------------------------------
 
-#: The function is part of the schema: between its statements it has to look again, and that is one journey so.
+#: A function of the schema: its second query depends on the first, and both take one round trip this way.
 CLAIM: Final = """
 select * from ergon.claim_bounded(
     %(queue)s::integer, %(count)s::integer, %(worker)s::bigint, %(token)s::bigint, %(rank)s::smallint,
@@ -173,8 +173,8 @@ select * from ergon.claim_bounded(
 """
 
 #: The revision that adds that function.
-BOUNDED: Final = "0016"
-#: The same on an older schema: nothing bounds it.
+BOUNDED_CLAIM_REVISION: Final = "0016"
+#: The same claim on an older schema, without bounds.
 CLAIM_UNBOUNDED: Final = """
 select c.*, octet_length(c.body), false, false from ergon.claim(
     %(queue)s::integer, %(count)s::integer, %(worker)s::bigint, %(token)s::bigint, %(rank)s::smallint,
@@ -182,15 +182,15 @@ select c.*, octet_length(c.body), false, false from ergon.claim(
 ) as c
 """
 
-#: Which of these keys nobody else is looking at; held to the end of the transaction.
+#: The ids whose keys no other worker is claiming; the locks are held to the end of the transaction.
 LOCK_KEYS: Final = """
 select n.id from unnest(%(ids)s::bigint[], %(keys)s::text[]) as n(id, key)
 where pg_try_advisory_xact_lock(hashtextextended(%(queue)s::int || ':' || n.key, 0))
 """
 
-#: One statement, because claimers of one key come one after the other: whatever the last one did is seen. What has its
-#: turn now is in a claim, and nobody's to put aside. Each is looked up by itself, behind a limit as behind a fence: of
-#: a table that nobody has analyzed the planner expects so little that it would look at the whole queue for every claim.
+#: One statement, because claimers of one key run one after the other: each sees what the previous one did. A message
+#: with its turn is in a claim and is not set aside. Each lookup has a limit as an optimization fence: of a table
+#: without statistics the planner expects so few rows that it would read the whole queue for every claim.
 CLAIM_KEYED: Final = """
 with alive as materialized (
     select id from ergon.worker where id = %(worker)s and alive_until > now() for key share
@@ -272,10 +272,10 @@ select m.id, m.key, null, m.deliveries + 1, m.headers, case
 from taken t, lateral (select c.* from ergon.content c where c.id = t.id limit 1) as m
 where t.rank is null
 order by 1
-""".format(moved=_moved("aside"))
+""".format(moved=_render_moved("aside"))
 
-#: Ids of foreign messages, which are known only once they were read; and those of them that are done.
-RECOGNISE: Final = """
+#: Stores the ids of third-party messages, known only after decoding, and returns those that the inbox has.
+STORE_DECODED_IDS: Final = """
 with given as materialized (
     select * from unnest(%(ids)s::bigint[], %(ranks)s::smallint[], %(names)s::text[]) as g(id, rank, name)
 ),
@@ -290,26 +290,26 @@ again as (
 select g.id from given g join ergon.inbox i on i.queue = %(queue)s and i.transaction_id = g.name
 """
 
-# -- waking -----------------------------------------------------------------------------------------
+# -- notifications ----------------------------------------------------------------------------------
 
-#: Seconds until something of the queue becomes due by itself.
-DUE: Final = """
+#: Seconds until a deferred message of the queue becomes due.
+SECONDS_UNTIL_DUE: Final = """
 select extract(epoch from due_at - now())::float8 from ergon.returned
 where queue = %(queue)s and due_at < 'infinity' order by due_at limit 1
 """
 
-SLEEP: Final = """
+REGISTER_LISTENER: Final = """
 insert into ergon.sleeper (queue, sleeper, until)
 values (%(queue)s, %(sleeper)s, now() + %(seconds)s * interval '1 second')
 on conflict (queue, sleeper) do update set until = excluded.until
 """
 
-AWAKE: Final = "delete from ergon.sleeper where queue = %(queue)s and sleeper = %(sleeper)s"
+UNREGISTER_LISTENER: Final = "delete from ergon.sleeper where queue = %(queue)s and sleeper = %(sleeper)s"
 
 # -- settling ---------------------------------------------------------------------------------------
 
-#: What is to be settled, and the claims that it is held by, locked: whoever takes one away waits for us or was first.
-_GIVEN: Final = """
+#: The receipts to settle and their claims, locked: a statement that deletes a claim waits for this one or was first.
+_SELECT_RECEIPTS: Final = """
 given as materialized (
     select * from unnest(
         %(ids)s::bigint[], %(ranks)s::smallint[], %(workers)s::bigint[], %(tokens)s::bigint[]{columns}
@@ -323,28 +323,28 @@ own as materialized (
     select g.* from given g join claims h on h.worker = g.worker and h.token = g.token where g.id = any(h.ids)
 )
 """
-#: The claim's row goes when nothing is left of it. The client says when that may be so; that it is so is seen here.
-_EMPTIED: Final = f"""
+#: The row of an empty claim is deleted. The client names the candidates; the server checks that they are empty.
+_DELETE_EMPTIED: Final = f"""
 empties as materialized (
     select h.worker, h.token
     from unnest(%(empty_workers)s::bigint[], %(empty_tokens)s::bigint[]) as e(worker, token)
     join ergon.held h on h.worker = e.worker and h.token = e.token
     where not exists (
         select 1 from unnest(h.ids, h.ranks) as i(id, rank)
-        where case when i.id in (select id from own) then false else {_THERE} end
+        where case when i.id in (select id from own) then false else {_MESSAGE_EXISTS} end
     )
 ),
 emptied as (
     delete from ergon.held h using empties e where h.worker = e.worker and h.token = e.token
 )
 """
-_TURNS: Final = """
+_DELETE_TURNS: Final = """
 turns as (
     delete from ergon.turn t using own o where t.queue = %(queue)s and t.id = o.id and t.worker = o.worker
 )
 """
-#: What goes back leaves its claim: the same worker may take it again, and the old receipt must be worth nothing.
-_LEAVE: Final = """
+#: A returned message leaves its claim: the same worker may claim it again, and the old receipt must be invalid.
+_SHRINK_CLAIMS: Final = """
 leave as (
     update ergon.held h
     set (ids, ranks) = (
@@ -355,14 +355,14 @@ leave as (
     and (h.worker, h.token) not in (select worker, token from empties)
 )
 """
-#: What is settled leaves its table, with what was given of it: ready, if that is its first claim, or content.
-_LEAVING: Final = """
+#: A settled message leaves its table, with the given parameters: ready if this is its first claim, otherwise content.
+_DELETE_READY: Final = """
 first_time as (
     delete from ergon.ready r using own o where r.queue = %(queue)s and r.rank = o.rank and r.id = o.id
     returning {of_ready}
 )
 """
-_ENDING: Final = """
+_DELETE_CONTENT: Final = """
 again as (
     delete from ergon.content c using own o where o.rank is null and c.id = o.id
     returning {of_content}
@@ -370,8 +370,8 @@ again as (
 """
 
 
-def _given(columns: str = "", names: str = "", lock: str = "key share") -> str:
-    return _GIVEN.format(columns=columns, names=names, lock=lock)
+def _render_receipts(columns: str = "", names: str = "", lock: str = "key share") -> str:
+    return _SELECT_RECEIPTS.format(columns=columns, names=names, lock=lock)
 
 
 _ACK: Final = """
@@ -379,20 +379,20 @@ with {given}, {emptied}, {first_time}, {again},
 done as (select * from first_time union all select * from again){turns}{marked}
 select id, worker, token from done
 """
-_MARKED: Final = """,
+_INSERT_MARKS: Final = """,
 marked as (
     insert into ergon.inbox (queue, transaction_id) select %(queue)s, transaction_id from done
     where transaction_id <> '' on conflict do nothing
 )"""
-#: By (some have a key, the inbox is on).
+#: By (whether a message has a key, whether the inbox is on).
 ACK: Final = {
     (keyed, inbox): _ACK.format(
-        given=_given(),
-        emptied=_EMPTIED,
-        first_time=_LEAVING.format(of_ready="r.id, o.worker, o.token, r.transaction_id"),
-        again=_ENDING.format(of_content="c.id, o.worker, o.token, c.transaction_id"),
-        turns=f", {_TURNS}" if keyed else "",
-        marked=_MARKED if inbox else "",
+        given=_render_receipts(),
+        emptied=_DELETE_EMPTIED,
+        first_time=_DELETE_READY.format(of_ready="r.id, o.worker, o.token, r.transaction_id"),
+        again=_DELETE_CONTENT.format(of_content="c.id, o.worker, o.token, c.transaction_id"),
+        turns=f", {_DELETE_TURNS}" if keyed else "",
+        marked=_INSERT_MARKS if inbox else "",
     )
     for keyed in (False, True)
     for inbox in (False, True)
@@ -408,16 +408,16 @@ back as (
 )
 select id, worker, token from own
 """.format(
-    given=_given(lock="no key update"),
-    emptied=_EMPTIED,
-    leave=_LEAVE,
-    turns=_TURNS,
-    first_time=_LEAVING.format(of_ready="r.*"),
-    moved=_moved("first_time"),
+    given=_render_receipts(lock="no key update"),
+    emptied=_DELETE_EMPTIED,
+    leave=_SHRINK_CLAIMS,
+    turns=_DELETE_TURNS,
+    first_time=_DELETE_READY.format(of_ready="r.*"),
+    moved=_render_moved("first_time"),
 )
 
 #: As after a lease that has ended: the delivery is counted.
-RETURN: Final = """
+RETURN_CLAIMS: Final = """
 with {given}, {emptied}, {leave}, {turns}, {first_time}, {moved},
 again as (
     update ergon.content c set deliveries = c.deliveries + 1 from own o where o.rank is null and c.id = o.id
@@ -429,22 +429,22 @@ back as (
 )
 select id, worker, token from own
 """.format(
-    given=_given(lock="no key update"),
-    emptied=_EMPTIED,
-    leave=_LEAVE,
-    turns=_TURNS,
-    first_time=_LEAVING.format(of_ready="r.*"),
-    moved=_moved("first_time", deliveries=1),
+    given=_render_receipts(lock="no key update"),
+    emptied=_DELETE_EMPTIED,
+    leave=_SHRINK_CLAIMS,
+    turns=_DELETE_TURNS,
+    first_time=_DELETE_READY.format(of_ready="r.*"),
+    moved=_render_moved("first_time", deliveries=1),
 )
 
 
-def _changed(old: str, new: str) -> str:
-    """The headers that a message comes back with: those of its body, as the id of its key, stay."""
-    progress = ", ".join(f"'{name}'" for name in PROGRESS)
+def _render_changed_headers(old: str, new: str) -> str:
+    """Render the headers of a deferred message: those that describe its body, such as the key id, stay."""
+    progress = ", ".join(f"'{name}'" for name in PROGRESS_HEADERS)
     return f"case jsonb_typeof({old}) when 'object' then {old} - array[{progress}] else '{{}}' end || {new}::jsonb"
 
 
-LATER: Final = """
+DEFER: Final = """
 with {given}, {emptied}, {leave}, {turns}, {first_time}, {moved},
 changed as (
     update ergon.content c set headers = {again}
@@ -459,20 +459,20 @@ back as (
 )
 select id, worker, token from own
 """.format(
-    given=_given(", %(delays)s::float8[], %(headers)s::text[]", ", delay, headers", lock="no key update"),
-    emptied=_EMPTIED,
-    leave=_LEAVE,
-    turns=_TURNS,
-    first_time=_LEAVING.format(of_ready="r.*, o.delay, o.headers as changed"),
-    moved=_moved("first_time", headers=f"coalesce({_changed('headers', 'changed')}, headers)"),
-    again=_changed("c.headers", "o.headers"),
+    given=_render_receipts(", %(delays)s::float8[], %(headers)s::text[]", ", delay, headers", lock="no key update"),
+    emptied=_DELETE_EMPTIED,
+    leave=_SHRINK_CLAIMS,
+    turns=_DELETE_TURNS,
+    first_time=_DELETE_READY.format(of_ready="r.*, o.delay, o.headers as changed"),
+    moved=_render_moved("first_time", headers=f"coalesce({_render_changed_headers('headers', 'changed')}, headers)"),
+    again=_render_changed_headers("c.headers", "o.headers"),
 )
 
-_BURIAL: Final = """
+_DEAD_LETTER_COLUMNS: Final = """
     o.worker, o.token, o.name, o.reason, o.type, o.tenant, o.correlation, o.task, o.error_type, o.category,
     o.readable, o.failure
 """
-DEAD: Final = """
+DEAD_LETTER: Final = """
 with {given}, {emptied}, {turns}, {first_time}, {again},
 done as (select * from first_time union all select * from again),
 buried as (
@@ -486,25 +486,26 @@ buried as (
 )
 select id, worker, token from done
 """.format(
-    given=_given(
+    given=_render_receipts(
         """,
         %(reasons)s::text[], %(types)s::text[], %(tenants)s::text[], %(correlations)s::text[], %(tasks)s::text[],
         %(error_types)s::text[], %(categories)s::text[], %(readables)s::bool[], %(failures)s::text[],
         %(names)s::text[]""",
         ", reason, type, tenant, correlation, task, error_type, category, readable, failure, name",
     ),
-    emptied=_EMPTIED,
-    turns=_TURNS,
-    first_time=_LEAVING.format(
-        of_ready=f"r.id, r.queue, r.key, 1 as deliveries, -r.rank as priority, r.headers, r.body, {_BURIAL}"
+    emptied=_DELETE_EMPTIED,
+    turns=_DELETE_TURNS,
+    first_time=_DELETE_READY.format(
+        of_ready="r.id, r.queue, r.key, 1 as deliveries, -r.rank as priority, r.headers, r.body, "
+        f"{_DEAD_LETTER_COLUMNS}"
     ),
-    again=_ENDING.format(
-        of_content=f"c.id, c.queue, c.key, c.deliveries + 1, c.priority, c.headers, c.body, {_BURIAL}"
+    again=_DELETE_CONTENT.format(
+        of_content=f"c.id, c.queue, c.key, c.deliveries + 1, c.priority, c.headers, c.body, {_DEAD_LETTER_COLUMNS}"
     ),
 )
 
-#: Blocking, and in one order for everybody: those who settle must not meet crosswise.
-LOCK_SETTLED: Final = """
+#: Blocking, and always in the same order: concurrent settlements must not deadlock.
+LOCK_SETTLED_KEYS: Final = """
 select pg_advisory_xact_lock(hash)
 from (
     select distinct hashtextextended(%(queue)s::int || ':' || key, 0) as hash
@@ -512,8 +513,8 @@ from (
 ) as h
 """
 
-#: The eldest of each key may go on, if it waited behind one that is gone now.
-UNBLOCK: Final = """
+#: The oldest message of each key becomes ready, if it was blocked by one that is settled now.
+UNBLOCK_KEYS: Final = """
 update ergon.returned r set due_at = now()
 from unnest(%(keys)s::text[]) as k(key)
 where r.due_at = 'infinity' and r.id = (
@@ -523,18 +524,18 @@ and not exists (select 1 from ergon.ready e where e.queue = %(queue)s and e.key 
 returning r.id
 """
 
-#: Something has become ready for whoever sleeps.
-WAKE: Final = """
+#: Notifies the listeners that a message has become ready.
+NOTIFY_LISTENERS: Final = """
 select pg_notify('ergon', %(queue)s::text)
 where exists (select 1 from ergon.sleeper where queue = %(queue)s and until > now())
 """
 
-# -- what is there ----------------------------------------------------------------------------------
+# -- inspection -------------------------------------------------------------------------------------
 
 DEPTH: Final = f"""
 with held as materialized (
     select i.id, i.rank from ergon.held h cross join unnest(h.ids, h.ranks) as i(id, rank)
-    where h.queue = %(queue)s and {_THERE}
+    where h.queue = %(queue)s and {_MESSAGE_EXISTS}
 )
 select
     (select count(*) from ergon.ready where queue = %(queue)s)
@@ -556,6 +557,6 @@ select
     ) as o) as oldest_age
 """
 
-# -- keeping house ----------------------------------------------------------------------------------
+# -- clean-up ---------------------------------------------------------------------------------------
 
-FORGET_SLEEPERS: Final = "delete from ergon.sleeper where until < now() - interval '1 minute'"
+DELETE_EXPIRED_LISTENERS: Final = "delete from ergon.sleeper where until < now() - interval '1 minute'"

@@ -1,6 +1,6 @@
-"""Tracing: where a transaction is in the queues of a database, what has happened to it, and that it is done.
+"""Look up a transaction in the queues of a database: where it is, what has happened to it, whether it is done.
 
-All of it in one snapshot: what moves from one table to another while it is looked for is seen once.
+All queries use one snapshot: a message that moves from one table to another meanwhile is seen once.
 """
 
 from __future__ import annotations
@@ -10,21 +10,31 @@ from typing import Any, Final, NamedTuple
 
 from ergon_framework.connectors.base import UndecodableError
 from ergon_framework.connectors.codec import read_headers
-from ergon_framework.connectors.encryption import environment_keys, reveal_envelope, reveal_failure
-from ergon_framework.connectors.postgres.headers import texts
-from ergon_framework.connectors.tracing import MOST, about, created, dead
+from ergon_framework.connectors.encryption import load_environment_keys, reveal_envelope, reveal_failure
+from ergon_framework.connectors.postgres.headers import headers_as_text
+from ergon_framework.connectors.tracing import MAX_DEAD_LETTERS, created_event, dead_letter_history, envelope_fields
 from ergon_framework.failure import Failure
-from ergon_framework.history import Event, History, Kind, Place, State, Value, deferral_events, in_order, tried
+from ergon_framework.history import (
+    History,
+    HistoryEvent,
+    Location,
+    Value,
+    WorkKind,
+    WorkState,
+    attempt_events,
+    deferral_events,
+    sort_events,
+)
 from ergon_framework.schema.operation import Operation, Query
-from ergon_framework.schema.snapshot import in_one_snapshot
+from ergon_framework.schema.snapshot import in_snapshot
 
-#: Those that wait have no index by id, which every message would pay for: their tables are read from one end to the
-#: other, and that goes by the table and not by whichever index is there.
-_THROUGH: Final = "select set_config('enable_seqscan', 'on', true)"
-_OF_QUEUE: Final = "q.name = coalesce(%(queue)s::text, q.name)"
+#: Waiting messages have no index by id, which would slow down every message: their tables are scanned sequentially,
+#: instead of through an arbitrary index.
+_ENABLE_SEQSCAN: Final = "select set_config('enable_seqscan', 'on', true)"
+_QUEUE_CONDITION: Final = "q.name = coalesce(%(queue)s::text, q.name)"
 
-#: A message is in ready or in content; in returned if it waits, in a claim if somebody has it.
-WAITING: Final = f"""
+#: A message is in ready or in content; in returned if it waits there, in a claim if a worker has it.
+SELECT_WAITING: Final = f"""
 with found as materialized (
     select r.queue, r.id, r.created_at, 0 as deliveries, -r.rank as priority, r.key, r.headers from ergon.ready r
     where r.transaction_id = %(id)s
@@ -41,51 +51,51 @@ left join lateral (
     select h.worker, k.name, k.alive_until from ergon.held h left join ergon.worker k on k.id = h.worker
     where h.queue = m.queue and m.id = any(h.ids) and b.id is null limit 1
 ) as w on true
-where {_OF_QUEUE}
+where {_QUEUE_CONDITION}
 order by m.id limit %(most)s
 """  # noqa: S608 - of constants
 
-BURIED: Final = f"""
+SELECT_DEAD: Final = f"""
 select q.name, d.id, extract(epoch from d.at)::float8, d.reason, d.deliveries, d.failure, d.headers
 from ergon.queue q join ergon.dead_letter d on d.queue = q.id and d.transaction_id = %(id)s
-where {_OF_QUEUE}
+where {_QUEUE_CONDITION}
 order by d.id limit %(most)s
 """  # noqa: S608 - of constants
 
-MARKED: Final = f"""
+SELECT_MARKED: Final = f"""
 select q.name, extract(epoch from i.at)::float8
 from ergon.queue q join ergon.inbox i on i.queue = q.id and i.transaction_id = %(id)s
-where {_OF_QUEUE}
+where {_QUEUE_CONDITION}
 order by i.at limit %(most)s
 """  # noqa: S608 - of constants
 
 
-class _Waiting(NamedTuple):
-    """A row of ``WAITING``."""
+class _WaitingRow(NamedTuple):
+    """A row of ``SELECT_WAITING``."""
 
     queue: str
     message: int
     sent_at: float
-    #: Those that have ended.
+    #: Deliveries that have ended.
     deliveries: int
     priority: int
     key: str | None
     headers: Any
-    #: None if it has never come back, or is in somebody's hands.
-    due: float | None
-    blocked: bool | None
-    early: bool | None
+    #: None if the message was never returned, or is in flight.
+    due_at: float | None
+    is_blocked: bool | None
+    is_delayed: bool | None
     worker: int | None
-    #: None of these if the worker was taken away.
+    #: None if the worker has expired.
     name: str | None
     alive_until: float | None
 
 
-class _Buried(NamedTuple):
-    """A row of ``BURIED``."""
+class _DeadRow(NamedTuple):
+    """A row of ``SELECT_DEAD``."""
 
     queue: str
-    place: int
+    handle: int
     at: float
     reason: str
     deliveries: int
@@ -93,98 +103,98 @@ class _Buried(NamedTuple):
     headers: Any
 
 
-def trace(transaction_id: str, queue: str | None = None) -> Operation[list[History]]:
-    """What the queues know of it, or the one called *queue*: what ended first, what still waits last."""
-    given = {"id": transaction_id, "queue": queue, "most": MOST}
-    return (yield from in_one_snapshot(_traced(transaction_id, given)))
+def lookup_transaction(transaction_id: str, queue: str | None = None) -> Operation[list[History]]:
+    """Return the histories of a transaction in all queues, or in *queue*: ended ones first, waiting ones last."""
+    parameters = {"id": transaction_id, "queue": queue, "most": MAX_DEAD_LETTERS}
+    return (yield from in_snapshot(_lookup(transaction_id, parameters)))
 
 
-def _traced(transaction_id: str, given: dict[str, Any]) -> Operation[list[History]]:
-    marked = yield Query(MARKED, given)
-    buried = yield Query(BURIED, given)
-    yield Query(_THROUGH)
-    waiting = yield Query(WAITING, given)
+def _lookup(transaction_id: str, parameters: dict[str, Any]) -> Operation[list[History]]:
+    marked_rows = yield Query(SELECT_MARKED, parameters)
+    dead_rows = yield Query(SELECT_DEAD, parameters)
+    yield Query(_ENABLE_SEQSCAN)
+    waiting_rows = yield Query(SELECT_WAITING, parameters)
     return [
-        *(_done(transaction_id, *row) for row in marked),
-        *(_dead(transaction_id, _Buried(*row)) for row in buried),
-        *(_waits(transaction_id, _Waiting(*row)) for row in waiting),
+        *(_to_done_history(transaction_id, *row) for row in marked_rows),
+        *(_to_dead_history(transaction_id, _DeadRow(*row)) for row in dead_rows),
+        *(_to_waiting_history(transaction_id, _WaitingRow(*row)) for row in waiting_rows),
     ]
 
 
-def _done(transaction_id: str, queue: str, at: float) -> History:
+def _to_done_history(transaction_id: str, queue: str, at: float) -> History:
     return History(
-        kind=Kind.TRANSACTION,
+        kind=WorkKind.TRANSACTION,
         id=transaction_id,
         where=queue,
-        events=(Event(at=at, what="succeeded", words="marked in the inbox"),),
-        place=Place(state=State.DONE, since=at),
+        events=(HistoryEvent(at=at, what="succeeded", words="marked in the inbox"),),
+        place=Location(state=WorkState.DONE, since=at),
     )
 
 
-def _dead(transaction_id: str, row: _Buried) -> History:
-    return dead(
+def _to_dead_history(transaction_id: str, row: _DeadRow) -> History:
+    return dead_letter_history(
         transaction_id,
         row.queue,
-        handle=str(row.place),
+        handle=str(row.handle),
         at=row.at,
         reason=row.reason,
         deliveries=row.deliveries,
-        failure=_failure(row.failure),
-        envelope=_envelope(row.headers),
+        failure=_parse_failure(row.failure),
+        envelope=_read_envelope(row.headers),
     )
 
 
-def _waits(transaction_id: str, row: _Waiting) -> History:
-    envelope = _envelope(row.headers)
-    told: dict[str, Value] = {**about(envelope), "deliveries ended": row.deliveries}
+def _to_waiting_history(transaction_id: str, row: _WaitingRow) -> History:
+    envelope = _read_envelope(row.headers)
+    details: dict[str, Value] = {**envelope_fields(envelope), "deliveries ended": row.deliveries}
     if row.key is not None:
-        told["key"] = row.key
+        details["key"] = row.key
     if row.priority:
-        told["priority"] = row.priority
+        details["priority"] = row.priority
     if envelope.get("attempts"):
-        told["attempts"] = envelope["attempts"]
-    sent = Event(at=row.sent_at, what="queued", words=f"in {row.queue}")
+        details["attempts"] = envelope["attempts"]
+    sent_event = HistoryEvent(at=row.sent_at, what="queued", words=f"in {row.queue}")
     return History(
-        kind=Kind.TRANSACTION,
+        kind=WorkKind.TRANSACTION,
         id=transaction_id,
         where=row.queue,
-        about=told,
-        events=in_order(
+        about=details,
+        events=sort_events(
             (
-                *created(envelope.get("created_at")),
-                sent,
-                *tried(envelope.get("history", ())),
+                *created_event(envelope.get("created_at")),
+                sent_event,
+                *attempt_events(envelope.get("history", ())),
                 *deferral_events(envelope.get("deferral")),
             )
         ),
-        place=_place(row),
+        place=_to_location(row),
     )
 
 
-def _place(row: _Waiting) -> Place:
+def _to_location(row: _WaitingRow) -> Location:
     handle = str(row.message)
     if row.worker is not None:
         holder = f"worker {row.worker}{f' ({row.name})' if row.name else ''}"
-        return Place(state=State.HELD, until=row.alive_until, holder=holder, handle=handle)
-    if row.blocked:
-        return Place(state=State.BEHIND, handle=handle)
-    if row.early:
-        return Place(state=State.DELAYED, until=row.due, handle=handle)
-    return Place(state=State.READY, since=row.sent_at if row.due is None else row.due, handle=handle)
+        return Location(state=WorkState.HELD, until=row.alive_until, holder=holder, handle=handle)
+    if row.is_blocked:
+        return Location(state=WorkState.BLOCKED_BY_KEY, handle=handle)
+    if row.is_delayed:
+        return Location(state=WorkState.DELAYED, until=row.due_at, handle=handle)
+    return Location(state=WorkState.READY, since=row.sent_at if row.due_at is None else row.due_at, handle=handle)
 
 
-def _envelope(given: Any) -> Mapping[str, Any]:
-    """What the headers say; nothing where they are somebody else's, or broken."""
-    headers = texts(given)
+def _read_envelope(raw_headers: Any) -> Mapping[str, Any]:
+    """Read the envelope from the headers; return an empty one where they are third-party or broken."""
+    headers = headers_as_text(raw_headers)
     try:
         envelope = read_headers(headers)
     except UndecodableError:
         return {}
-    return reveal_envelope(environment_keys(), envelope, headers)
+    return reveal_envelope(load_environment_keys(), envelope, headers)
 
 
-def _failure(text: str | None) -> Failure | None:
+def _parse_failure(text: str | None) -> Failure | None:
     try:
-        return None if text is None else reveal_failure(environment_keys(), Failure.model_validate_json(text))
+        return None if text is None else reveal_failure(load_environment_keys(), Failure.model_validate_json(text))
     except ValueError:  # of another release
         return None

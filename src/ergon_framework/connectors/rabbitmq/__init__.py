@@ -1,9 +1,9 @@
 """A queue in RabbitMQ."""
 
-from ergon_framework.errors import extra
+from ergon_framework.errors import require_extra
 
-extra("rabbitmq", "pika")
+require_extra("rabbitmq", "pika")
 
-from ergon_framework.connectors.rabbitmq.queue import RabbitMQQueue  # noqa: E402 - not before its client is known to be there
+from ergon_framework.connectors.rabbitmq.queue import RabbitMQQueue  # noqa: E402 - the check for its client comes first
 
 __all__ = ["RabbitMQQueue"]

@@ -1,14 +1,14 @@
-"""Consumer: what the server has handed to this client, and how much more it may hand out.
+"""Consumer: the deliveries that the server has sent to this client, and the limits for further ones.
 
-The server pushes, so it is told how much it may push: as much as was ever asked for at once. What came and was not
-asked for yet waits here; a crash would cost it a delivery that it never had. For a message that is new that is no harm,
-but once something came back that might be the message that kills processes, nothing may wait here any more: from then
-on messages are got one by one, exactly as many as are asked for, until the queue is empty or what comes has been new
-for a while.
+The server pushes, limited by a prefetch count: the largest number that was ever requested together. Deliveries that
+were pushed but not requested yet wait here; a crash counts a delivery for them although no handler saw them. That is
+harmless for new messages. Once a redelivered message has come, which might kill processes, no other message may wait
+here: from then on messages are fetched one by one with basic.get, exactly as many as are requested, until the queue is
+empty or the messages have been new for a while.
 
-The one that came back is kept, though, and is the next to be taken once all others have gone back. Given back too, it
-would be pushed to the next client that has nothing to do, and from there to another, and nobody would ever be handed
-it: each finds the queue empty while it is with the others, and has messages pushed again.
+The redelivered message itself is kept, and is the next to be handed out once all others have been released. If it were
+released too, it would be pushed to the next idle client, and from there to another, and no worker would ever receive
+it: each client finds the queue empty while another holds the message, and starts pushing again.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from pika.exceptions import AMQPError
 from pika.spec import Basic
 
 from ergon_framework.connectors.rabbitmq.fields import BodyRule
-from ergon_framework.connectors.rabbitmq.line import Channel, Connection, Refused
-from ergon_framework.connectors.rabbitmq.message import Message, Receipt
-from ergon_framework.connectors.rabbitmq.sharing import Shared, heeded
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.connectors.rabbitmq.line import Channel, ChannelClosedError, Connection
+from ergon_framework.connectors.rabbitmq.message import Message, RabbitMQReceipt
+from ergon_framework.connectors.rabbitmq.sharing import AsyncCoalescer, create_background_task
+from ergon_framework.errors import ConnectionLostError
 
-#: Seconds that a push may take that the server has announced.
-_PUSH: Final = 0.25
-#: Seconds that it may take before consumers are given up, which costs whatever is still on its way to them.
-_LAST_PUSH: Final = 2.0
-#: Seconds that one who leaves waits for what was asked for.
-_LEAVING: Final = 1.0
-#: Seconds between two looks of one who waits while nothing is pushed.
-_PAUSE: Final = 0.05
-#: Seconds after which what nobody asks for goes back: whoever stopped asking must not keep it from others.
-_STALE: Final = 1.0
-#: How many are got at most for one who asks: if the first of them has to run alone, the others go back again.
-_AT_ONCE: Final = 8
-#: How many new ones in a row it takes to trust again, once something came back.
-_TRUST: Final = 50
-#: Acks after which the server may hold back others; its own limit is 32 unless somebody changed it.
-_ON_THEIR_WAY: Final = 24
-#: What a consumer says that is to be given nothing.
-_NOTHING: Final = {"x-credit": {"credit": long(0), "drain": False}}
-#: Of all clients of this process together, so that no two deliveries have the same receipt.
-_numbers = count(1)
+#: Seconds that an announced push may take.
+_PUSH_TIMEOUT_SECONDS: Final = 0.25
+#: Seconds to wait for pushes before consumers are cancelled, which counts a delivery for messages in transit.
+_DRAIN_TIMEOUT_SECONDS: Final = 2.0
+#: Seconds that closing waits for requested messages.
+_CLOSE_TIMEOUT_SECONDS: Final = 1.0
+#: Seconds between two polls of a waiting fetch while nothing is pushed.
+_POLL_INTERVAL_SECONDS: Final = 0.05
+#: Seconds after which unrequested messages are released, so that a client that stopped fetching does not block them.
+_STALE_SECONDS: Final = 1.0
+#: Most messages fetched for one request: if the first of them has to run alone, the others are released again.
+_MAX_PULLED: Final = 8
+#: New messages in a row before pushing starts again after a redelivered message.
+_NEW_BEFORE_PUSH: Final = 50
+#: Acks after which the server may hold back others; its own default limit is 32.
+_ACKS_PER_PROBE: Final = 24
+#: The arguments of a consumer that receives nothing.
+_NO_CREDIT: Final = {"x-credit": {"credit": long(0), "drain": False}}
+#: One counter for all clients of this process, so that no two deliveries have the same receipt.
+_channel_numbers = count(1)
 
 
 class Consumer:
-    """The claims of one client on one queue; all but ``take`` is called on the line's own thread."""
+    """The claims of one client on one queue; all methods but ``pop`` run on the connection thread."""
 
     def __init__(
         self,
@@ -63,379 +63,395 @@ class Consumer:
         connection: Connection,
         *,
         prepare: Callable[[], Awaitable[None]],
-        leaves_out: BodyRule,
+        body_rule: BodyRule,
         max_bytes: int,
-        arrived: Callable[[], None],
-        lost: Callable[[Sequence[Receipt]], None],
-        give_back: Callable[[Sequence[Message]], Awaitable[None]],
+        on_arrival: Callable[[], None],
+        on_lost: Callable[[Sequence[RabbitMQReceipt]], None],
+        release: Callable[[Sequence[Message]], Awaitable[None]],
     ) -> None:
         self._queue = queue
         self._connection = connection
         self._prepare = prepare
-        self._leaves_out = leaves_out
+        self._body_rule = body_rule
         #: Bytes of bodies that one fetch may bring, and that the server may have pushed.
         self._max_bytes = max_bytes
-        #: Bytes of bodies that were pushed or got and are not settled.
+        #: Bytes of bodies that were delivered and are not settled.
         self._held_bytes = 0
-        self._arrived = arrived
-        self._lost = lost
-        self._give_back = give_back
-        self._opening = asyncio.Lock()
-        self._getting = asyncio.Lock()
+        self._on_arrival = on_arrival
+        self._on_lost = on_lost
+        self._release = release
+        self._open_lock = asyncio.Lock()
+        self._pull_lock = asyncio.Lock()
         self._channel: Channel | None = None
         #: Nothing is handed out any more; nothing is open any more.
-        self._leaves = False
-        self._ended = False
-        #: The number of the channel that is open; 0 when none is.
-        self.number = 0
-        self._consumers: list[str] = []
-        #: How much the server may have handed out at a time.
-        self._room = 0
-        #: Whether messages are got one by one, and how many new ones are to come before they are pushed.
-        self._careful = True
-        self._doubts = 1
-        #: What was pushed and is to go back, and who sees to that.
+        self._is_closing = False
+        self._is_closed = False
+        #: The number of the open channel; 0 if there is none.
+        self.channel_number = 0
+        self._consumer_tags: list[str] = []
+        #: The sum of the prefetch counts.
+        self._prefetch = 0
+        #: Whether messages are fetched one by one, and how many new ones must come before pushing starts.
+        self._is_pulling = True
+        self._pulls_before_push = 1
+        #: Pushed messages that have to be released, and the task that releases them.
         self._surplus: list[Message] = []
-        #: What was pushed although it had come back: the next to be taken, when all that was pushed with it is gone.
+        #: A redelivered message that was pushed: handed out next, when all that was pushed with it is released.
         self._suspect: Message | None = None
-        self._calming: asyncio.Task[None] | None = None
-        #: What came and was not taken yet.
+        self._drain_task: asyncio.Task[None] | None = None
+        #: Delivered and not yet handed out.
         self.waiting: deque[Message] = deque()
-        #: In the order of their tags: all that the server has not been told the end of.
+        #: All messages that the server does not know to be settled, in the order of their tags.
         self._unacked: dict[int, Message] = {}
-        #: Those of them that were got; the rest was pushed, and takes room.
-        self._got: set[int] = set()
-        #: Those of them that are being settled.
-        self._leaving: set[int] = set()
-        self._empty: Callable[[], None] = _nothing
-        self._bell: asyncio.Future[None] | None = None
-        #: How many are ready, asked behind everything that was written.
-        self.ready = Shared(self._count)
-        #: Returns when the acks that were written are in the queue's own log.
-        self.written = Shared(self._ask_log)
-        #: The consumer that is given nothing and asks the log, if it is there.
-        self._asker = ""
-        #: Messages that were acked since the log was asked.
-        self._acks = 0
-        self._looking: asyncio.TimerHandle | None = None
-        #: Since when the last one that came had been ready.
-        self.newest: float | None = None
+        #: Those that were fetched one by one; the others were pushed and count towards the prefetch limit.
+        self._pulled: set[int] = set()
+        #: Those that are being settled.
+        self._settling: set[int] = set()
+        self._on_get_empty: Callable[[], None] = _do_nothing
+        self._arrival: asyncio.Future[None] | None = None
+        #: The number of ready messages; the request is sent after everything that was written before.
+        self.count_ready = AsyncCoalescer(self._request_count)
+        #: Returns when all acks that were written before are in the queue's own log.
+        self.sync_log = AsyncCoalescer(self._probe_log)
+        #: The tag of the consumer that receives nothing and probes the log, if it exists.
+        self._probe_tag = ""
+        #: Messages that were acked since the last log probe.
+        self._unprobed_acks = 0
+        self._stale_timer: asyncio.TimerHandle | None = None
+        #: The time since which the latest message was ready.
+        self.newest_ready_since: float | None = None
 
-    # -- taking -------------------------------------------------------------------------------------
+    # -- handing out --------------------------------------------------------------------------------
 
-    def take(self, most: int) -> list[Message]:
-        """At most so many of what came; from any thread. What came back before is taken alone."""
-        found: list[Message] = []
+    def pop(self, limit: int) -> list[Message]:
+        """Return at most *limit* waiting messages; from any thread. A redelivered message is handed out alone."""
+        messages: list[Message] = []
         size = 0
         with suppress(IndexError):
-            while len(found) < most and not self._leaves:
+            while len(messages) < limit and not self._is_closing:
                 message = self.waiting.popleft()
                 size += len(message.body)
-                if found and (message.deliveries > 1 or size > self._max_bytes):
+                if messages and (message.deliveries > 1 or size > self._max_bytes):
                     self.waiting.appendleft(message)
                     break
-                found.append(message)
+                messages.append(message)
                 if message.deliveries > 1:
                     break
-        return found
+        return messages
 
     @property
-    def handed_out(self) -> int:
+    def in_flight(self) -> int:
         return len(self._unacked) - len(self.waiting)
 
-    async def want(self, most: int, seconds: float) -> None:
-        """Return when something can be taken, or there is nothing for *seconds*; ConnectionLost if nobody can say."""
+    async def wait_for_messages(self, limit: int, seconds: float) -> None:
+        """Return when a message waits, or none came for *seconds*; raise ConnectionLostError if that is unknown."""
         end = time.monotonic() + seconds
         while not self.waiting:
-            await self._opened()
-            if self._careful:
-                # Whole, although its caller may be cancelled: what was asked for comes, and must find its place.
-                await asyncio.shield(heeded(self._get(most)))
-            if not self._careful:
-                self._make_room(self.handed_out + most - len(self._got))
-            left = end - time.monotonic()
-            if self.waiting or (self._careful and left <= 0):
+            await self._ensure_channel()
+            if self._is_pulling:
+                # Shielded: requested messages arrive even if the caller is cancelled, and must be accounted for.
+                await asyncio.shield(create_background_task(self._pull(limit)))
+            if not self._is_pulling:
+                self._grow_prefetch(self.in_flight + limit - len(self._pulled))
+            remaining = end - time.monotonic()
+            if self.waiting or (self._is_pulling and remaining <= 0):
                 return
-            if self._careful:
-                await asyncio.sleep(min(left, _PAUSE))
+            if self._is_pulling:
+                await asyncio.sleep(min(remaining, _POLL_INTERVAL_SECONDS))
                 continue
-            bell = self._ring()
-            # The answer also says that the line is there: an empty queue and a dead line look the same otherwise.
-            ready = heeded(self.ready())
-            await asyncio.wait((bell, ready), return_when=asyncio.FIRST_COMPLETED)
+            arrival = self._get_arrival()
+            # The response also shows that the connection is alive: an empty queue and a dead connection look alike.
+            ready = create_background_task(self.count_ready())
+            await asyncio.wait((arrival, ready), return_when=asyncio.FIRST_COMPLETED)
             if self.waiting:
                 return
-            if await ready and self.handed_out - len(self._got) < self._room and not self.waiting:
-                await asyncio.wait((bell,), timeout=_PUSH)
-            left = end - time.monotonic()
-            if left <= 0 or self.waiting:
+            if await ready and self.in_flight - len(self._pulled) < self._prefetch and not self.waiting:
+                await asyncio.wait((arrival,), timeout=_PUSH_TIMEOUT_SECONDS)
+            remaining = end - time.monotonic()
+            if remaining <= 0 or self.waiting:
                 return
-            await asyncio.wait((bell,), timeout=left)
+            await asyncio.wait((arrival,), timeout=remaining)
 
-    def _ring(self) -> asyncio.Future[None]:
-        """A future that is done when something has come or the channel is gone."""
-        if self._bell is None or self._bell.done():
-            self._bell = asyncio.get_running_loop().create_future()
-        return self._bell
+    def _get_arrival(self) -> asyncio.Future[None]:
+        """Return a future that completes when a message arrives or the channel closes."""
+        if self._arrival is None or self._arrival.done():
+            self._arrival = asyncio.get_running_loop().create_future()
+        return self._arrival
 
-    def _make_room(self, wanted: int) -> None:
-        if wanted <= self._room or self._channel is None:
+    def _grow_prefetch(self, prefetch: int) -> None:
+        if prefetch <= self._prefetch or self._channel is None:
             return
-        # Beside those there are: a consumer's room cannot be changed, and giving one up costs what is on its way to it.
-        channel, self._room, more = self._channel, wanted, wanted - self._room
+        # An additional consumer: a prefetch count is fixed, and cancelling counts a delivery for messages in transit.
+        channel, self._prefetch, more = self._channel, prefetch, prefetch - self._prefetch
         try:
             channel.raw.basic_qos(prefetch_count=more)
-            self._consumers.append(channel.raw.basic_consume(self._queue, self._on_message(self.number)))
+            self._consumer_tags.append(channel.raw.basic_consume(self._queue, self._on_message(self.channel_number)))
         except AMQPError as error:
-            raise ConnectionLost("the connection to RabbitMQ is gone") from error
+            raise ConnectionLostError("the connection to RabbitMQ is gone") from error
 
     def _on_message(self, number: int) -> Callable[[Any, Any, Any, bytes], None]:
         def on_message(_channel: Any, method: Any, properties: Any, body: bytes) -> None:
-            if number == self.number:
-                message = Message(Receipt(number, method.delivery_tag), body, properties)
-                self._pushed(message)
+            if number == self.channel_number:
+                message = Message(RabbitMQReceipt(number, method.delivery_tag), body, properties)
+                self._on_push(message)
 
         return on_message
 
-    def _pushed(self, message: Message) -> None:
-        self._note(message)
-        if self._careful:  # nobody has asked for it
+    def _on_push(self, message: Message) -> None:
+        self._track(message)
+        if self._is_pulling:  # it was not requested
             self._surplus.append(message)
-            self._be_careful()
+            self._stop_pushing()
         elif message.deliveries > 1:
             self._suspect = message
-            self._be_careful()
+            self._stop_pushing()
         elif self._held_bytes > self._max_bytes and len(self._unacked) > 1:
             self._surplus.append(message)
-            self._be_careful()
+            self._stop_pushing()
         else:
             self._offer(message)
 
-    def _note(self, message: Message) -> None:
+    def _track(self, message: Message) -> None:
         self._unacked[message.receipt.tag] = message
         self._held_bytes += len(message.body)
-        # A large one is likely to be followed by others, and pushed ones cannot be told to stop at a number of bytes.
-        doubted = message.deliveries > 1 or len(message.body) * _AT_ONCE > self._max_bytes
-        self._doubts = _TRUST if doubted else self._doubts - 1
+        # A large message is likely to be followed by others, and pushing cannot be limited by bytes.
+        is_suspicious = message.deliveries > 1 or len(message.body) * _MAX_PULLED > self._max_bytes
+        self._pulls_before_push = _NEW_BEFORE_PUSH if is_suspicious else self._pulls_before_push - 1
 
     def _offer(self, message: Message) -> None:
-        """It can be taken."""
-        self.newest = message.since
+        """Make *message* available to fetches."""
+        self.newest_ready_since = message.ready_since
         first = not self.waiting
         self.waiting.append(message)
         if first:
-            self._announce()
+            self._notify_arrival()
 
-    def _announce(self) -> None:
-        if self._bell is not None and not self._bell.done():
-            self._bell.set_result(None)
-        self._arrived()
-        self._look_later()
+    def _notify_arrival(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+        self._on_arrival()
+        self._schedule_stale_check()
 
-    def _look_later(self) -> None:
-        if self._looking is None:
+    def _schedule_stale_check(self) -> None:
+        if self._stale_timer is None:
             loop = asyncio.get_running_loop()
-            self._looking = loop.call_later(_STALE, self._look)
+            self._stale_timer = loop.call_later(_STALE_SECONDS, self._release_stale)
 
-    def _look(self) -> None:
-        """What has waited for too long goes back, and nothing more is pushed until somebody asks."""
-        self._looking = None
+    def _release_stale(self) -> None:
+        """Release messages that waited too long, and stop pushing until the next request."""
+        self._stale_timer = None
         if not self.waiting:
             return
-        if time.time() - self.waiting[0].seen >= _STALE:
-            self._put_aside()
-            self._be_careful()
+        if time.time() - self.waiting[0].seen >= _STALE_SECONDS:
+            self._withdraw_waiting()
+            self._stop_pushing()
         else:
-            self._look_later()
+            self._schedule_stale_check()
 
-    def _be_careful(self) -> None:
-        """Have nothing pushed any more, and give back what waits: it comes again when it is asked for."""
-        if not self._careful:
-            self._careful = True
-            self._put_aside()
-        if not self._is_calming:
-            self._calming = heeded(self._calm())
+    def _stop_pushing(self) -> None:
+        """Stop pushing and release waiting messages: they are redelivered on request."""
+        if not self._is_pulling:
+            self._is_pulling = True
+            self._withdraw_waiting()
+        if not self._is_draining:
+            self._drain_task = create_background_task(self._drain_pushed())
 
-    def _put_aside(self) -> None:
-        """What waits is to go back; from any thread some of it may be taken at the same time."""
+    def _withdraw_waiting(self) -> None:
+        """Move waiting messages to those to be released; another thread may hand out some at the same time."""
         with suppress(IndexError):
             while True:
                 self._surplus.append(self.waiting.popleft())
 
     @property
-    def _is_calming(self) -> bool:
-        return self._calming is not None and not self._calming.done()
+    def _is_draining(self) -> bool:
+        return self._drain_task is not None and not self._drain_task.done()
 
-    async def _calm(self) -> None:
-        end = time.monotonic() + _LAST_PUSH
-        # The server counts a delivery for whatever is on its way when it is told to stop. So it is told when it has
-        # nothing to push, or may not push any more.
-        while len(self._unacked) - len(self._got) < self._room and time.monotonic() < end:
-            if not await self.ready():
+    async def _drain_pushed(self) -> None:
+        end = time.monotonic() + _DRAIN_TIMEOUT_SECONDS
+        # The server counts a delivery for messages in transit when a consumer is cancelled, so the cancel is sent when
+        # the server has nothing to push, or must not push more.
+        while len(self._unacked) - len(self._pulled) < self._prefetch and time.monotonic() < end:
+            if not await self.count_ready():
                 break
-        consumers, self._consumers, self._room = self._consumers, [], 0
+        tags, self._consumer_tags, self._prefetch = self._consumer_tags, [], 0
         if self._channel is not None and self._channel.is_open:
-            for tag in consumers:
-                # Not basic_cancel: the client would reject what still comes.
-                self._channel.raw._send_method(Basic.Cancel(tag, nowait=True))  # noqa: SLF001 - there is no other way
-            await self.ready()
+            for tag in tags:
+                # Not basic_cancel: the client would reject messages that are still in transit.
+                self._channel.raw._send_method(Basic.Cancel(tag, nowait=True))  # noqa: SLF001 - no public call does it
+            await self.count_ready()
         while self._surplus:
             surplus, self._surplus = self._surplus, []
-            await self._give_back(surplus)
+            await self._release(surplus)
         suspect, self._suspect = self._suspect, None
         if suspect is not None:
             self._offer(suspect)
 
-    async def _get(self, most: int) -> None:
-        """Get at most so many; as soon as one is new, have the rest pushed."""
-        async with self._getting:
-            # Whoever is handed out next may be the one that ends this process; nobody else is to pay for it.
-            await self._calmed()
-            while self._careful and not self._leaves and self._may_get(most):
-                channel = await self._opened()
-                async with self._connection.answering("get a message"):
+    async def _pull(self, limit: int) -> None:
+        """Fetch at most *limit* messages; as soon as one is new, start pushing."""
+        async with self._pull_lock:
+            # The next message may kill this process, which must not count a delivery for the others.
+            await self._wait_for_drain()
+            while self._is_pulling and not self._is_closing and self._can_pull(limit):
+                channel = await self._ensure_channel()
+                async with self._connection.timeout("get a message"):
                     try:
-                        got = await channel.ask(self._getter(channel))
-                    except Refused as error:
-                        raise _refused(error) from error
-                if not got:
-                    # What is held and came back before may come back again at once.
-                    held = any(message.deliveries > 1 for message in self._unacked.values())
-                    self._doubts = _TRUST if held else 0
-                # Nothing is pushed anew while what was pushed goes back.
-                self._careful = self._doubts > 0 or self._is_calming
-                if not got:
+                        has_message = await channel.request(self._build_get(channel))
+                    except ChannelClosedError as error:
+                        raise _to_connection_lost(error) from error
+                if not has_message:
+                    # A redelivered message that is held here may be redelivered again soon.
+                    holds_suspect = any(message.deliveries > 1 for message in self._unacked.values())
+                    self._pulls_before_push = _NEW_BEFORE_PUSH if holds_suspect else 0
+                # Pushing does not restart while pushed messages are being released.
+                self._is_pulling = self._pulls_before_push > 0 or self._is_draining
+                if not has_message:
                     return
 
-    def _may_get(self, most: int) -> bool:
-        """Whether one more fits beside those that wait; what came back before is handed out alone."""
+    def _can_pull(self, limit: int) -> bool:
+        """Return whether one more fits with those that wait; a redelivered message is handed out alone."""
         waiting = list(self.waiting)
-        if len(waiting) >= min(most, _AT_ONCE) or any(message.deliveries > 1 for message in waiting):
+        if len(waiting) >= min(limit, _MAX_PULLED) or any(message.deliveries > 1 for message in waiting):
             return False
         return sum(len(message.body) for message in waiting) < self._max_bytes
 
-    def _getter(self, channel: Channel) -> Callable[[Callable[[Any], None]], None]:
-        """Asks for one, and tells whether it came."""
-        number = self.number
+    def _build_get(self, channel: Channel) -> Callable[[Callable[[Any], None]], None]:
+        """Return a request that fetches one message and reports whether there was one."""
+        number = self.channel_number
 
-        def get(told: Callable[[Any], None]) -> None:
-            def came(_channel: Any, method: Any, properties: Any, body: bytes) -> None:
-                # Here and not where it is awaited: what is behind it may come before that, and tags must stay in order.
-                if number == self.number:
-                    self._got.add(method.delivery_tag)
-                    message = Message(Receipt(number, method.delivery_tag), body, properties)
-                    self._note(message)
+        def get(callback: Callable[[Any], None]) -> None:
+            def on_get(_channel: Any, method: Any, properties: Any, body: bytes) -> None:
+                # Here and not where it is awaited: the following message may arrive first, and tags must stay in order.
+                if number == self.channel_number:
+                    self._pulled.add(method.delivery_tag)
+                    message = Message(RabbitMQReceipt(number, method.delivery_tag), body, properties)
+                    self._track(message)
                     self._offer(message)
-                told(True)  # noqa: FBT003 - a callback has no names
+                callback(True)  # noqa: FBT003 - callbacks have positional parameters
 
-            self._empty = lambda: told(False)  # noqa: FBT003 - as above
-            channel.raw.basic_get(self._queue, came)
+            self._on_get_empty = lambda: callback(False)  # noqa: FBT003 - as above
+            channel.raw.basic_get(self._queue, on_get)
 
         return get
 
     # -- the channel ----------------------------------------------------------------------------------
 
-    async def _opened(self) -> Channel:
-        async with self._opening:
-            if self._ended:
-                raise ConnectionLost(f"the queue {self._queue!r} was closed during the call")
+    async def _ensure_channel(self) -> Channel:
+        async with self._open_lock:
+            if self._is_closed:
+                raise ConnectionLostError(f"the queue {self._queue!r} was closed during the call")
             if self._channel is None or not self._channel.is_open:
                 await self._prepare()
                 channel = await self._connection.channel()
-                # Whether or not the one before has said that it is closed: tags begin anew, and old ones among them
-                # would be out of order, so that an ack up to one of them could end what nobody has handled.
-                self._closed(self.number)
-                self.number = number = next(_numbers)
-                self._channel, self._careful, self._doubts, self._room, self._consumers = channel, True, 1, 0, []
-                self._asker, self._acks = "", 0
-                channel.leave_out(self._leaves_out)
-                channel.when_closed(lambda _: self._closed(number))
-                channel.raw.add_on_cancel_callback(lambda _: self._cancelled(channel))
-                channel.raw.add_callback(lambda _: self._empty(), [Basic.GetEmpty], one_shot=False)
+                # Even if the previous channel did not report that it is closed: tags restart, and with old ones among
+                # them out of order a multiple ack could settle messages that were not handled.
+                self._on_close(self.channel_number)
+                self.channel_number = number = next(_channel_numbers)
+                self._channel, self._is_pulling, self._pulls_before_push, self._prefetch, self._consumer_tags = (
+                    channel,
+                    True,
+                    1,
+                    0,
+                    [],
+                )
+                self._probe_tag, self._unprobed_acks = "", 0
+                channel.leave_out(self._body_rule)
+                channel.add_close_callback(lambda _: self._on_close(number))
+                channel.raw.add_on_cancel_callback(lambda _: self._on_cancel(channel))
+                channel.raw.add_callback(lambda _: self._on_get_empty(), [Basic.GetEmpty], one_shot=False)
             return self._channel
 
-    def _cancelled(self, channel: Channel) -> None:
-        """The server pushes no more: the queue was deleted, or another node leads it now."""
-        channel.lose(ConnectionLost("RabbitMQ has cancelled the consumer: the queue is gone, or has another leader"))
+    def _on_cancel(self, channel: Channel) -> None:
+        """Close the channel: the server cancelled the consumer because the queue was deleted or its leader moved."""
+        channel.fail(
+            ConnectionLostError("RabbitMQ has cancelled the consumer: the queue is gone, or has another leader")
+        )
         channel.close()
 
-    def _closed(self, number: int) -> None:
-        """Whatever was handed out over that channel is the server's again."""
-        if number != self.number:
+    def _on_close(self, number: int) -> None:
+        """Report the claims of the closed channel as lost: the server releases its messages."""
+        if number != self.channel_number:
             return
-        gone = [message.receipt for message in self._unacked.values()]
-        self.number, self._room, self._careful = 0, 0, True
+        receipts = [message.receipt for message in self._unacked.values()]
+        self.channel_number, self._prefetch, self._is_pulling = 0, 0, True
         self.waiting.clear()
         self._surplus.clear()
         self._suspect = None
         self._unacked.clear()
         self._held_bytes = 0
-        self._got.clear()
-        self._leaving.clear()
-        if self._bell is not None and not self._bell.done():
-            self._bell.set_result(None)
-        if gone:
-            self._lost(gone)
-            self._arrived()
+        self._pulled.clear()
+        self._settling.clear()
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+        if receipts:
+            self._on_lost(receipts)
+            self._on_arrival()
 
-    async def empty(self) -> None:
-        """Hand out nothing any more, have nothing pushed, and give back what nobody took."""
-        self._leaves = True
-        # Whoever was asking may have gone, but what was asked for still comes, and would cost a delivery.
+    async def release_waiting(self) -> None:
+        """Stop handing out and pushing, and release messages that were not handed out."""
+        self._is_closing = True
+        # The fetch may have been cancelled, but its messages still arrive, and would count a delivery.
         with suppress(TimeoutError):
-            async with asyncio.timeout(_LEAVING), self._getting:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_SECONDS), self._pull_lock:
                 pass
-        await self._calmed()
-        if self._channel is not None and self._channel.is_open and (self.waiting or self._consumers):
-            self._put_aside()
-            self._be_careful()
-        await self._calmed()
+        await self._wait_for_drain()
+        if self._channel is not None and self._channel.is_open and (self.waiting or self._consumer_tags):
+            self._withdraw_waiting()
+            self._stop_pushing()
+        await self._wait_for_drain()
 
-    async def _calmed(self) -> None:
-        while self._calming is not None and not self._calming.done():
-            await asyncio.wait((self._calming,))
+    async def _wait_for_drain(self) -> None:
+        while self._drain_task is not None and not self._drain_task.done():
+            await asyncio.wait((self._drain_task,))
 
-    def hold(self, messages: Sequence[Message]) -> None:
-        """They could not be given back, and wait as before."""
-        held = [message for message in messages if message.receipt.channel == self.number]
-        self.stay(held)
+    def retain(self, messages: Sequence[Message]) -> None:
+        """Put messages back that could not be released; they wait as before."""
+        held = [message for message in messages if message.receipt.channel == self.channel_number]
+        self.cancel_settle(held)
         self.waiting.extendleft(reversed(held))
         if held:
-            self._announce()
+            self._notify_arrival()
 
     async def close(self) -> None:
-        """Give the channel up, and with it every claim."""
-        channel, self._channel, self._ended = self._channel, None, True
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+        """Close the channel, and with it every claim."""
+        channel, self._channel, self._is_closed = self._channel, None, True
+        if self._stale_timer is not None:
+            self._stale_timer.cancel()
+            self._stale_timer = None
         if channel is not None:
-            channel.lose(ConnectionLost("the queue was closed"))
+            channel.fail(ConnectionLostError("the queue was closed"))
             channel.close()
 
     # -- settling -------------------------------------------------------------------------------------
 
-    def leave(self, receipt: Any) -> Message | None:
-        """The message of *receipt*, which nobody else may settle from now on; None if it is not held."""
-        if not isinstance(receipt, Receipt) or receipt.channel != self.number or receipt.tag in self._leaving:
+    def begin_settle(self, receipt: Any) -> Message | None:
+        """Return the message of *receipt* and lock it against other settlements; None if it is not held."""
+        if (
+            not isinstance(receipt, RabbitMQReceipt)
+            or receipt.channel != self.channel_number
+            or receipt.tag in self._settling
+        ):
             return None
         message = self._unacked.get(receipt.tag)
         if message is not None:
-            self._leaving.add(receipt.tag)
+            self._settling.add(receipt.tag)
         return message
 
-    def stay(self, messages: Iterable[Message]) -> None:
-        """They could not be settled, and are held as before."""
+    def cancel_settle(self, messages: Iterable[Message]) -> None:
+        """Keep messages that could not be settled; they are held as before."""
         for message in messages:
-            if message.receipt.channel == self.number:
-                self._leaving.discard(message.receipt.tag)
+            if message.receipt.channel == self.channel_number:
+                self._settling.discard(message.receipt.tag)
 
     def ack(self, messages: Sequence[Message]) -> bool:
-        """Tell the server that it may forget them; False if their channel is gone, and so are they."""
+        """Ack messages; return False if their channel is closed, so that their claims are lost."""
         channel = self._channel
         if not messages:
             return True
-        if channel is None or not channel.is_open or any(each.receipt.channel != self.number for each in messages):
+        if (
+            channel is None
+            or not channel.is_open
+            or any(each.receipt.channel != self.channel_number for each in messages)
+        ):
             return False
         tags = {message.receipt.tag for message in messages}
         last = 0
@@ -443,91 +459,98 @@ class Consumer:
             if tag not in tags:
                 break
             last = tag
-            # One ack up to a tag is one entry of the log for each message.
-            self._acks += 1
+            # A multiple ack is one log entry per message.
+            self._unprobed_acks += 1
         try:
             if last:
                 channel.raw.basic_ack(last, multiple=True)
             for tag in tags:
                 if tag > last:
                     channel.raw.basic_ack(tag)
-                    self._acks += 1
-                self._forget(tag)
+                    self._unprobed_acks += 1
+                self._untrack(tag)
         except AMQPError:
             return False
-        if self._careful and not self._unacked:
-            self._arrived()  # nobody is told of what comes while messages are got one by one
+        if self._is_pulling and not self._unacked:
+            self._on_arrival()  # while messages are fetched one by one, arrivals send no signal
         return True
 
     def reject(self, messages: Sequence[Message], *, requeue: bool) -> bool:
-        """Have the server dead-letter them, or put them back, which costs a delivery; False as above."""
+        """Dead-letter messages on the server, or requeue them, which counts a delivery; return as ``ack`` does."""
         channel = self._channel
         if not messages:
             return True
-        if channel is None or not channel.is_open or any(each.receipt.channel != self.number for each in messages):
+        if (
+            channel is None
+            or not channel.is_open
+            or any(each.receipt.channel != self.channel_number for each in messages)
+        ):
             return False
         try:
             for message in messages:
                 channel.raw.basic_reject(message.receipt.tag, requeue=requeue)
-                self._acks += 1
-                self._forget(message.receipt.tag)
+                self._unprobed_acks += 1
+                self._untrack(message.receipt.tag)
         except AMQPError:
             return False
         return True
 
-    def _forget(self, tag: int) -> None:
+    def _untrack(self, tag: int) -> None:
         self._held_bytes -= len(self._unacked.pop(tag).body)
-        self._leaving.discard(tag)
-        self._got.discard(tag)
+        self._settling.discard(tag)
+        self._pulled.discard(tag)
 
-    async def _count(self) -> int:
-        channel = self._living()
-        async with self._connection.answering("tell how much is ready"):
+    async def _request_count(self) -> int:
+        channel = self._require_channel()
+        async with self._connection.timeout("tell how much is ready"):
             try:
-                answer = await channel.ask(
-                    lambda told: channel.raw.queue_declare(self._queue, passive=True, callback=told)
+                answer = await channel.request(
+                    lambda callback: channel.raw.queue_declare(self._queue, passive=True, callback=callback)
                 )
-            except Refused as error:
-                raise _refused(error) from error
+            except ChannelClosedError as error:
+                raise _to_connection_lost(error) from error
         return int(answer.method.message_count)
 
-    async def _ask_log(self) -> None:
-        """Acks have no answer, and a count is answered before they are in the queue's log, where a kill loses them.
+    async def _probe_log(self) -> None:
+        """Wait until earlier acks are in the queue's log: acks have no response, and a kill loses unlogged ones.
 
-        A consumer that comes or goes is an entry of that log behind theirs, and is answered when it is kept. While many
-        entries are on their way the server holds back the rest, so each part of them takes one question more.
+        A count is answered before that. Adding or removing a consumer is a log entry after theirs, and is answered when
+        it is persisted. With many entries in flight the server holds back the rest, so each group of them needs one
+        more probe.
         """
-        channel = self._living()
-        acks, self._acks = self._acks, 0
-        async with self._connection.answering("keep what was acked"):
+        channel = self._require_channel()
+        acks, self._unprobed_acks = self._unprobed_acks, 0
+        async with self._connection.timeout("keep what was acked"):
             try:
-                for _ in range(1 + ceil(acks / _ON_THEIR_WAY)):
-                    await channel.ask(self._enter(channel))
-            except Refused as error:
-                raise _refused(error) from error
+                for _ in range(1 + ceil(acks / _ACKS_PER_PROBE)):
+                    await channel.request(self._build_probe(channel))
+            except ChannelClosedError as error:
+                raise _to_connection_lost(error) from error
 
-    def _enter(self, channel: Channel) -> Callable[[Callable[[Any], None]], None]:
-        """Has the consumer that is given nothing come, or go."""
+    def _build_probe(self, channel: Channel) -> Callable[[Callable[[Any], None]], None]:
+        """Return a request that adds or removes the consumer that receives nothing."""
 
-        def enter(told: Callable[[Any], None]) -> None:
-            if self._asker:
-                asker, self._asker = self._asker, ""
-                channel.raw.basic_cancel(asker, told)
+        def probe(callback: Callable[[Any], None]) -> None:
+            if self._probe_tag:
+                tag, self._probe_tag = self._probe_tag, ""
+                channel.raw.basic_cancel(tag, callback)
             else:
-                come = self._on_message(self.number)
-                self._asker = channel.raw.basic_consume(self._queue, come, arguments=_NOTHING, callback=told)
+                on_message = self._on_message(self.channel_number)
+                self._probe_tag = channel.raw.basic_consume(
+                    self._queue, on_message, arguments=_NO_CREDIT, callback=callback
+                )
 
-        return enter
+        return probe
 
-    def _living(self) -> Channel:
+    def _require_channel(self) -> Channel:
         channel = self._channel
         if channel is None or channel.reason is not None:
-            raise ConnectionLost("the connection to RabbitMQ is gone")
+            raise ConnectionLostError("the connection to RabbitMQ is gone")
         return channel
 
 
-def _refused(error: Refused) -> ConnectionLost:
-    return ConnectionLost(f"RabbitMQ closed the channel: {error}")
+def _to_connection_lost(error: ChannelClosedError) -> ConnectionLostError:
+    return ConnectionLostError(f"RabbitMQ closed the channel: {error}")
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...

@@ -1,4 +1,4 @@
-"""Durability: what a confirmation of this server is worth when the power fails."""
+"""Durability of this server's confirmations after a power loss."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class Durability(NamedTuple):
-    """Whether what was confirmed survives, None where nobody knows; and in words what was found."""
+class RabbitMQDurability(NamedTuple):
+    """Whether confirmed messages survive a power loss, None for unknown, and a description of the finding."""
 
     durable: bool | None
-    words: str
+    message: str
 
 
-def judged(server: Mapping[str, Any]) -> Durability:
-    """What the properties mean that a server presents itself with; the queues are quorum queues, or were refused.
+def assess_durability(server: Mapping[str, Any]) -> RabbitMQDurability:
+    """Assess the properties that a server presents; the queues are quorum queues, or were rejected.
 
-    >>> judged({"product": "RabbitMQ", "version": "3.10.8"}).durable
+    >>> assess_durability({"product": "RabbitMQ", "version": "3.10.8"}).durable
     True
-    >>> judged({"product": "LavinMQ", "version": "2.0"}).durable is None
+    >>> assess_durability({"product": "LavinMQ", "version": "2.0"}).durable is None
     True
     """
-    product, version = (_text(server.get(name)) for name in ("product", "version"))
+    product, version = (_to_text(server.get(name)) for name in ("product", "version"))
     if product != "RabbitMQ":
-        return Durability(None, f"what a power loss costs is unknown: {product or 'the server'} is not RabbitMQ")
-    return Durability(
+        return RabbitMQDurability(
+            None, f"what a power loss costs is unknown: {product or 'the server'} is not RabbitMQ"
+        )
+    return RabbitMQDurability(
         durable=True,
-        words=f"a power loss costs nothing that was confirmed: RabbitMQ {version} syncs its quorum queues' log first, "
-        "unless somebody changed ra's write strategy, which no client can see",
+        message=f"a power loss costs nothing that was confirmed: RabbitMQ {version} syncs its quorum queues' log "
+        "first, unless somebody changed ra's write strategy, which no client can see",
     )
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

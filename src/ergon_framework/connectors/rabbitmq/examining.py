@@ -1,4 +1,4 @@
-"""Examining: how a server and a queue in it are, told as findings; it is only read."""
+"""Diagnose a server and a queue in it; only reads."""
 
 from __future__ import annotations
 
@@ -7,80 +7,86 @@ from typing import Final
 
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.rabbitmq import topology
-from ergon_framework.connectors.rabbitmq.declaring import Declarer
-from ergon_framework.connectors.rabbitmq.durability import judged
-from ergon_framework.connectors.rabbitmq.line import Connection, Refused
-from ergon_framework.errors import ConfigurationError, text
-from ergon_framework.finding import Finding, Weight, of_durability, of_version
+from ergon_framework.connectors.rabbitmq.declaring import TopologyDeclarer
+from ergon_framework.connectors.rabbitmq.durability import assess_durability
+from ergon_framework.connectors.rabbitmq.line import ChannelClosedError, Connection
+from ergon_framework.errors import ConfigurationError, error_message
+from ergon_framework.finding import Diagnostic, Severity, check_durability, check_version
 
-#: The first release whose queues hand dead letters on at least once.
-_OLDEST: Final = (3, 10)
+#: The first release whose queues forward dead letters at least once.
+_MIN_VERSION: Final = (3, 10)
 
 
-async def examined(connection: Connection, name: str, *, dead_days: float | None, deadline: float) -> list[Finding]:
-    """How the server is, and the queue called *name* in it."""
+async def diagnose(connection: Connection, name: str, *, dead_days: float | None, deadline: float) -> list[Diagnostic]:
+    """Return diagnostics of the server and of the queue called *name*."""
     channel = await connection.channel()
     channel.close()
-    product, version = (_text(connection.server.get(key)) for key in ("product", "version"))
-    found = [Finding("connection", Weight.FINE, f"connected to {product or 'the server'}")]
+    product, version = (_to_text(connection.server.get(key)) for key in ("product", "version"))
+    findings = [Diagnostic("connection", Severity.OK, f"connected to {product or 'the server'}")]
     if product == "RabbitMQ":
-        found.append(of_version(version, server=product, number=_number(version), needed=_OLDEST))
-    durability = judged(connection.server)
-    do = "use RabbitMQ, or see what that server's documentation says of power losses"
-    found.append(of_durability(durability.words, durable=durability.durable, do=do))
+        findings.append(check_version(version, server=product, number=_parse_version(version), minimum=_MIN_VERSION))
+    durability = assess_durability(connection.server)
+    remedy = "use RabbitMQ, or see what that server's documentation says of power losses"
+    findings.append(check_durability(durability.message, durable=durability.durable, remedy=remedy))
     try:
         await _probe(connection, f"{name}.doctor")
     except (ConfigurationError, ConnectorError) as error:
-        words, _, do = text(error).partition("; ")
-        return [*found, Finding("permissions", Weight.BROKEN, words, do or "look into the server's log", shared=False)]
-    found.append(Finding("permissions", Weight.FINE, f"the user may make the queues of {name!r}", shared=False))
-    found += [await _queue(connection, name, each, dead_days=dead_days) for each in (topology.dead(name), name)]
-    words = f"a claim ends after {deadline:g} s, consumer_timeout= of this queue; the server does not tell its own"
-    found.append(Finding("deadline", Weight.FINE, words, shared=False))
-    return found
+        observed, _, remedy = error_message(error).partition("; ")
+        return [
+            *findings,
+            Diagnostic("permissions", Severity.ERROR, observed, remedy or "look into the server's log", shared=False),
+        ]
+    findings.append(Diagnostic("permissions", Severity.OK, f"the user may make the queues of {name!r}", shared=False))
+    findings += [
+        await _check_queue(connection, name, each, dead_days=dead_days)
+        for each in (topology.dead_letter_queue(name), name)
+    ]
+    observed = f"a claim ends after {deadline:g} s, consumer_timeout= of this queue; the server does not tell its own"
+    findings.append(Diagnostic("deadline", Severity.OK, observed, shared=False))
+    return findings
 
 
 async def _probe(connection: Connection, name: str) -> None:
-    """Make a queue that is gone with this channel's connection: its name begins as those that are needed do."""
+    """Declare and delete an exclusive queue, whose name has the prefix of the queues that are needed."""
     channel = await connection.channel()
     try:
-        async with connection.answering(f"declare the queue {name!r}"):
-            await channel.ask(
-                lambda told: channel.raw.queue_declare(name, exclusive=True, auto_delete=True, callback=told)
+        async with connection.timeout(f"declare the queue {name!r}"):
+            await channel.request(
+                lambda callback: channel.raw.queue_declare(name, exclusive=True, auto_delete=True, callback=callback)
             )
-            await channel.ask(lambda told: channel.raw.queue_delete(name, callback=told))
-    except Refused as error:
-        raise topology.refusal(name.removesuffix(".doctor"), str(error)) from error
+            await channel.request(lambda callback: channel.raw.queue_delete(name, callback=callback))
+    except ChannelClosedError as error:
+        raise topology.declare_error(name.removesuffix(".doctor"), str(error)) from error
     finally:
         channel.close()
 
 
-async def _queue(connection: Connection, name: str, queue: str, *, dead_days: float | None) -> Finding:
-    """Whether *queue* is there as it must be; one that is not there is not made."""
+async def _check_queue(connection: Connection, name: str, queue: str, *, dead_days: float | None) -> Diagnostic:
+    """Return whether *queue* exists with the required arguments; a missing queue is not declared."""
     channel = await connection.channel()
     try:
-        async with connection.answering(f"look for the queue {queue!r}"):
-            await channel.ask(lambda told: channel.raw.queue_declare(queue, passive=True, callback=told))
-    except Refused:
-        return Finding(
-            "topology", Weight.FINE, f"the queue {queue!r} is not there yet; its first user makes it", "", shared=False
+        async with connection.timeout(f"look for the queue {queue!r}"):
+            await channel.request(lambda callback: channel.raw.queue_declare(queue, passive=True, callback=callback))
+    except ChannelClosedError:
+        return Diagnostic(
+            "topology", Severity.OK, f"the queue {queue!r} is not there yet; its first user makes it", "", shared=False
         )
     finally:
         channel.close()
-    declarer = Declarer(name, connection, dead_days=dead_days)
+    declarer = TopologyDeclarer(name, connection, dead_days=dead_days)
     try:
-        await declarer.needed(queue)
+        await declarer.ensure_queue(queue)
     except (ConfigurationError, ConnectorError) as error:
-        words, _, do = text(error).partition("; ")
-        return Finding("topology", Weight.BROKEN, words, do or "look into the server's log", shared=False)
+        observed, _, remedy = error_message(error).partition("; ")
+        return Diagnostic("topology", Severity.ERROR, observed, remedy or "look into the server's log", shared=False)
     finally:
         declarer.close()
-    return Finding("topology", Weight.FINE, f"the queue {queue!r} is there as it must be", shared=False)
+    return Diagnostic("topology", Severity.OK, f"the queue {queue!r} is there as it must be", shared=False)
 
 
-def _number(version: str) -> Sequence[int]:
+def _parse_version(version: str) -> Sequence[int]:
     return [int(part) if part.isdigit() else 0 for part in version.split(".")]
 
 
-def _text(value: object) -> str:
+def _to_text(value: object) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

@@ -1,8 +1,8 @@
 """Fields: read and write message headers that pika cannot decode or would change, and leave out bodies.
 
-pika ends the connection at a timestamp beyond the year 9999, and reads a floating-point header as an integer. Other
+pika closes the connection at a timestamp beyond the year 9999, and reads a floating-point header as an integer. Other
 programs write both, so this module reads the frames that carry such properties. The size of a body is in the same
-frame: a body that the channel refuses is dropped frame by frame as it arrives, and never held as a whole.
+frame: a body that the channel leaves out is dropped frame by frame as it arrives, and never held as a whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HEADER_FRAME: Final = 2
 _FLAG_BYTES: Final = 2
 
 
-#: Whether the body of a message is left out, from its properties and the bytes of the body.
+#: Whether the body of a message is left out, given its properties and the size of the body in bytes.
 BodyRule: TypeAlias = Callable[[BasicProperties, int], bool]
 
 
@@ -33,18 +33,18 @@ class Timestamp(int):
 
 
 class Properties(BasicProperties):  # type: ignore[misc]  # pika comes without types
-    """Properties of a message, with headers of every type that a server lets in."""
+    """Properties of a message, with headers of every type that a server accepts."""
 
-    #: Why the client cannot decode the headers; empty where it can.
+    #: Why the client cannot decode the headers; empty if it can.
     problem: str = ""
-    #: Bytes of a body that was left out; None where it was not.
+    #: Bytes of a body that was left out; None if it was loaded.
     unread: int | None = None
 
     def encode(self) -> list[bytes]:
         """Encode as the base class does, and headers as they were decoded here."""
         if not self.headers:
             return list(super().encode())
-        # The table lies between the content's type and encoding and all other properties.
+        # The table comes after the content's type and encoding, and before all other properties.
         front = BasicProperties(content_type=self.content_type, content_encoding=self.content_encoding)
         back = BasicProperties(**{**vars(self), "headers": None, "content_type": None, "content_encoding": None})
         first, last = b"".join(front.encode()), b"".join(back.encode())
@@ -60,36 +60,36 @@ class Properties(BasicProperties):  # type: ignore[misc]  # pika comes without t
         ]
 
 
-def encode_table(pieces: list[bytes], table: Mapping[Any, Any]) -> None:
-    """Append *table* as AMQP writes it."""
+def encode_table(parts: list[bytes], table: Mapping[Any, Any]) -> None:
+    """Append *table* in the encoding of AMQP."""
     fields: list[bytes] = []
     for name, value in table.items():
         data.encode_short_string(fields, name)
         _encode_value(fields, value)
     content = b"".join(fields)
-    pieces += [struct.pack(">I", len(content)), content]
+    parts += [struct.pack(">I", len(content)), content]
 
 
-def _encode_value(pieces: list[bytes], value: Any) -> None:
+def _encode_value(parts: list[bytes], value: Any) -> None:
     if isinstance(value, float):
-        pieces.append(struct.pack(">cd", b"d", value))
+        parts.append(struct.pack(">cd", b"d", value))
     elif isinstance(value, Timestamp):
-        pieces.append(struct.pack(">cQ", b"T", value))
+        parts.append(struct.pack(">cQ", b"T", value))
     elif isinstance(value, dict):
-        pieces.append(b"F")
-        encode_table(pieces, value)
+        parts.append(b"F")
+        encode_table(parts, value)
     elif isinstance(value, list):
         items: list[bytes] = []
         for item in value:
             _encode_value(items, item)
         content = b"".join(items)
-        pieces += [struct.pack(">cI", b"A", len(content)), content]
+        parts += [struct.pack(">cI", b"A", len(content)), content]
     else:
-        data.encode_value(pieces, value)
+        data.encode_value(parts, value)
 
 
 def decode_table(encoded: bytes, offset: int) -> tuple[dict[Any, Any], int]:
-    """Decode the table at *offset*; return it and the offset behind it."""
+    """Decode the table at *offset*; return it and the offset after it."""
     (size,) = struct.unpack_from(">I", encoded, offset)
     offset += 4
     end = offset + size
@@ -112,7 +112,7 @@ def _decode_value(encoded: bytes, offset: int) -> tuple[Any, int]:
         return _decode_array(encoded, begin)
     try:
         value, end = data.decode_value(encoded, offset)
-    except (ValueError, OverflowError, OSError):  # as the platform's own clock functions say it
+    except (ValueError, OverflowError, OSError):  # the exception depends on the platform's clock functions
         if kind != b"T":
             raise
         (seconds,) = struct.unpack_from(">Q", encoded, begin)
@@ -138,28 +138,28 @@ class _FaithfulReading:
     _trim_frame_buffer: Callable[[int], None]
 
     def leave_out(self, channel: int, rule: BodyRule) -> None:
-        """Drop the bodies of messages on *channel* that *rule* names; such a message arrives without its body."""
+        """Drop the bodies of messages on *channel* that *rule* selects; such a message arrives without its body."""
         vars(self).setdefault("_rules", {})[channel] = rule
 
     def _read_frame(self) -> tuple[int, Any]:
-        left: dict[int, int] = vars(self).setdefault("_bytes_to_drop", {})
+        bytes_to_drop: dict[int, int] = vars(self).setdefault("_bytes_to_drop", {})
         while True:
-            size, found = self._read_any_frame()
-            if type(found) is frame.Header:
-                return size, self._apply_rule(found, left)
-            if type(found) is not frame.Body or not left.get(found.channel_number):
-                return size, found
-            left[found.channel_number] -= len(found.fragment)
+            size, decoded = self._read_any_frame()
+            if type(decoded) is frame.Header:
+                return size, self._apply_rule(decoded, bytes_to_drop)
+            if type(decoded) is not frame.Body or not bytes_to_drop.get(decoded.channel_number):
+                return size, decoded
+            bytes_to_drop[decoded.channel_number] -= len(decoded.fragment)
             self._trim_frame_buffer(size)
             if not self._frame_buffer:
                 return 0, None
 
-    def _apply_rule(self, header: frame.Header, left: dict[int, int]) -> frame.Header:
-        """Return *header* with no body to follow where the rule of its channel leaves it out."""
+    def _apply_rule(self, header: frame.Header, bytes_to_drop: dict[int, int]) -> frame.Header:
+        """Return *header*, with no body to follow if the rule of its channel leaves the body out."""
         channel, size = header.channel_number, header.body_size
         rule: BodyRule | None = vars(self).get("_rules", {}).get(channel)
-        left[channel] = size if rule is not None and rule(header.properties, size) else 0
-        if not left[channel]:
+        bytes_to_drop[channel] = size if rule is not None and rule(header.properties, size) else 0
+        if not bytes_to_drop[channel]:
             return header
         header.properties.unread = size
         return frame.Header(channel, 0, header.properties)
@@ -167,24 +167,24 @@ class _FaithfulReading:
     def _read_any_frame(self) -> tuple[int, Any]:
         buffer = self._frame_buffer
         try:
-            size, found = frame.decode_frame(buffer)
+            size, decoded = frame.decode_frame(buffer)
         except Exception as error:
-            # The boundary to the client: whatever it cannot decode of a message must not end the connection.
+            # The boundary to the client: a message that it cannot decode must not end the connection.
             if buffer[0] != _HEADER_FRAME:
                 raise
             return _read_header(buffer, f"{type(error).__name__}: {error}")
-        if type(found) is frame.Header and _is_ambiguous(found.properties.headers):
+        if type(decoded) is frame.Header and _is_ambiguous(decoded.properties.headers):
             return _read_header(buffer, "")
-        return size, found
+        return size, decoded
 
 
 def _is_ambiguous(headers: Mapping[Any, Any] | None) -> bool:
-    """Whether a header may have been a floating-point number, which pika reads as a long integer."""
+    """Return whether a header may be a floating-point number, which pika reads as a long integer."""
     return headers is not None and any(type(value) in (long, dict, list) for value in headers.values())
 
 
 def _read_header(buffer: bytes, problem: str) -> tuple[int, frame.Header]:
-    """Read the frame of properties at the start of *buffer*, which is complete; return its size too."""
+    """Read the complete frame of properties at the start of *buffer*; return its size too."""
     _, channel, size = _FRAME.unpack_from(buffer)
     end = _FRAME.size + size
     _, _, body_size = _CONTENT.unpack_from(buffer, _FRAME.size)
@@ -196,8 +196,8 @@ def _read_header(buffer: bytes, problem: str) -> tuple[int, frame.Header]:
     for flag in (BasicProperties.FLAG_CONTENT_TYPE, BasicProperties.FLAG_CONTENT_ENCODING):
         if flags & flag:
             _, begin = data.decode_short_string(encoded, begin)
-    behind = begin + 4 + struct.unpack_from(">I", encoded, begin)[0]
-    rest = struct.pack(">H", flags & ~BasicProperties.FLAG_HEADERS) + encoded[_FLAG_BYTES:begin] + encoded[behind:]
+    after_table = begin + 4 + struct.unpack_from(">I", encoded, begin)[0]
+    rest = struct.pack(">H", flags & ~BasicProperties.FLAG_HEADERS) + encoded[_FLAG_BYTES:begin] + encoded[after_table:]
     properties.decode(rest)
     try:
         properties.headers, _ = decode_table(encoded, begin)
@@ -211,4 +211,4 @@ class FaithfulAsyncioConnection(_FaithfulReading, AsyncioConnection):  # type: i
 
 
 class FaithfulSelectConnection(_FaithfulReading, SelectConnection):  # type: ignore[misc]  # pika comes without types
-    """The same below a blocking connection."""
+    """The same for a blocking connection."""

@@ -1,7 +1,7 @@
-"""Line: the thread on which all talk with one server happens, and the connections and channels it has.
+"""The connection thread: all communication with one server, with its connections and channels.
 
-The thread runs an event loop of its own, so that both variants of a queue have the same code behind them and neither a
-blocked thread nor a busy event loop of the user's keeps heartbeats from being answered.
+The thread runs its own event loop, so that both variants of a queue share their code, and neither a blocked thread nor
+a busy event loop of the user delays heartbeats.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from pika.channel import Channel as RawChannel
 from pika.exceptions import AMQPError, ChannelClosedByBroker, ProbableAccessDeniedError, ProbableAuthenticationError
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.connectors.rabbitmq.address import parameters
-from ergon_framework.connectors.rabbitmq.durability import Durability, judged
+from ergon_framework.connectors.rabbitmq.address import connection_parameters
+from ergon_framework.connectors.rabbitmq.durability import RabbitMQDurability, assess_durability
 from ergon_framework.connectors.rabbitmq.fields import BodyRule, FaithfulAsyncioConnection
-from ergon_framework.errors import ConfigurationError, ConnectionLost
+from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.telemetry import logs
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_lines: dict[tuple[str, float, int], Line] = {}
-_making = threading.Lock()
-#: How the server says that a name or password is wrong, and that a vhost is not there or not for this user.
-_REFUSED: Final = 403
+_threads: dict[tuple[str, float, int], ConnectionThread] = {}
+_registry_lock = threading.Lock()
+#: The server's codes for a wrong name or password, and for a vhost that is missing or not allowed for the user.
+_ACCESS_REFUSED: Final = 403
 _NOT_ALLOWED: Final = 530
-#: Its words, in what the client makes of them.
-_SAID: Final = re.compile(r"\(\d{3}\) '([^']*?)\.?'")
-#: Seconds that a connection may take to say goodbye.
-_GOODBYE: Final = 2.0
+#: The server's text inside the client's error message.
+_SERVER_TEXT: Final = re.compile(r"\(\d{3}\) '([^']*?)\.?'")
+#: Seconds that a clean close of a connection may take.
+_CLOSE_TIMEOUT_SECONDS: Final = 2.0
 
 
-class Refused(ConnectorError):
-    """The server closed the channel because of what it was asked; the message is its own words."""
+class ChannelClosedError(ConnectorError):
+    """The server closed the channel because of a request; the message is the server's text."""
 
     code = "refused"
 
 
 class Channel:
-    """One channel; whoever waits on it learns when it closes."""
+    """One channel; waiting callers are notified when it closes."""
 
     def __init__(self, raw: RawChannel, timeout: float) -> None:
         self.raw = raw
         self._timeout = timeout
         self._waiting: set[asyncio.Future[Any]] = set()
-        self._closed: list[Callable[[Exception], None]] = []
+        self._close_callbacks: list[Callable[[Exception], None]] = []
         self.reason: Exception | None = None
         raw.add_on_close_callback(self._on_closed)
 
@@ -63,31 +63,31 @@ class Channel:
         return self.reason is None and bool(self.raw.is_open)
 
     def leave_out(self, rule: BodyRule) -> None:
-        """Have messages arrive without the bodies that *rule* names."""
+        """Deliver messages without the bodies that *rule* selects."""
         self.raw.connection.leave_out(self.raw.channel_number, rule)
 
-    def when_closed(self, tell: Callable[[Exception], None]) -> None:
-        self._closed.append(tell)
+    def add_close_callback(self, callback: Callable[[Exception], None]) -> None:
+        self._close_callbacks.append(callback)
 
     def _on_closed(self, _raw: RawChannel, reason: Exception) -> None:
         if isinstance(reason, ChannelClosedByBroker):
-            self.lose(Refused(reason.reply_text))
+            self.fail(ChannelClosedError(reason.reply_text))
         else:
-            self.lose(ConnectionLost(f"the connection to RabbitMQ is gone: {_words(reason)}"))
+            self.fail(ConnectionLostError(f"the connection to RabbitMQ is gone: {_describe(reason)}"))
 
-    def lose(self, reason: Exception) -> None:
-        """It is of no use any more; everybody who waits is told."""
+    def fail(self, reason: Exception) -> None:
+        """Mark the channel as unusable, and fail all waiting callers."""
         if self.reason is not None:
             return
         self.reason = reason
         for future in list(self._waiting):
             if not future.done():
                 future.set_exception(reason)
-        for tell in self._closed:
-            tell(reason)
+        for callback in self._close_callbacks:
+            callback(reason)
 
-    def future(self) -> asyncio.Future[Any]:
-        """A future that fails when the channel closes."""
+    def create_future(self) -> asyncio.Future[Any]:
+        """Return a future that fails when the channel closes."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self.reason is not None:
             future.set_exception(self.reason)
@@ -96,14 +96,17 @@ class Channel:
         future.add_done_callback(self._waiting.discard)
         return future
 
-    async def ask(self, request: Callable[[Callable[[Any], None]], object]) -> Any:
-        """The answer to *request*, which is given whom to tell; Refused, ConnectionLost or TimeoutError."""
-        future = self.future()
+    async def request(self, request: Callable[[Callable[[Any], None]], object]) -> Any:
+        """Send *request*, which receives a response callback, and return the response.
+
+        Raises ChannelClosedError, ConnectionLostError or TimeoutError.
+        """
+        future = self.create_future()
         if not future.done():
             try:
                 request(lambda answer: None if future.done() else future.set_result(answer))
             except AMQPError as error:
-                raise ConnectionLost(f"the channel to RabbitMQ is closed: {_words(error)}") from error
+                raise ConnectionLostError(f"the channel to RabbitMQ is closed: {_describe(error)}") from error
         async with asyncio.timeout(self._timeout):
             return await future
 
@@ -113,7 +116,7 @@ class Channel:
 
 
 class Connection:
-    """One connection, made when it is needed and again when it was lost."""
+    """One connection, opened on demand and reopened when it was lost."""
 
     def __init__(self, settings: pika.ConnectionParameters, timeout: float) -> None:
         self._settings = settings
@@ -122,38 +125,43 @@ class Connection:
         self._connecting = asyncio.Lock()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._channels: list[Channel] = []
-        #: Why the server does not read what is published, in its words; empty when it does.
+        #: Why the server does not read published messages, as the server states it; empty if it does.
         self.blocked = ""
         self.server: dict[str, Any] = {}
 
     async def channel(self) -> Channel:
-        """A new channel; ConnectionLost where there is no server, ConfigurationError where it does not let us in."""
-        raw = await self._connected()
-        opened: asyncio.Future[RawChannel] = self._future()
-        with _lost("open a channel"):
+        """Return a new channel.
+
+        Raises ConnectionLostError if there is no server, ConfigurationError if it rejects the user.
+        """
+        raw = await self._ensure_connected()
+        opened: asyncio.Future[RawChannel] = self._create_future()
+        with _translate_errors("open a channel"):
             raw.channel(on_open_callback=lambda channel: None if opened.done() else opened.set_result(channel))
-        async with self.answering("open a channel"):
+        async with self.timeout("open a channel"):
             channel = Channel(await opened, self._timeout)
         self._channels = [*(other for other in self._channels if other.is_open), channel]
         return channel
 
     @asynccontextmanager
-    async def answering(self, words: str) -> AsyncIterator[None]:
-        """Within: a server that does not answer in time is as good as gone, and so is the connection."""
+    async def timeout(self, action: str) -> AsyncIterator[None]:
+        """Limit the duration of the block; at the timeout the server and the connection count as lost."""
         try:
             async with asyncio.timeout(self._timeout):
                 yield
         except TimeoutError as error:
-            self.drop()
+            self.abort()
             why = f"; it blocks publishers: {self.blocked}" if self.blocked else ""
-            raise ConnectionLost(f"RabbitMQ did not answer within {self._timeout:g} s to: {words}{why}") from error
+            raise ConnectionLostError(
+                f"RabbitMQ did not answer within {self._timeout:g} s to: {action}{why}"
+            ) from error
 
-    def drop(self) -> None:
-        """Have nothing to do with it any more. Everybody who waits is told, also if nothing comes through."""
+    def abort(self) -> None:
+        """Abandon the connection. All waiting callers are notified, even if no data passes any more."""
         raw, self._raw = self._raw, None
         channels, self._channels = self._channels, []
         for channel in channels:
-            channel.lose(ConnectionLost("the connection to RabbitMQ was given up"))
+            channel.fail(ConnectionLostError("the connection to RabbitMQ was given up"))
         if raw is not None and raw.is_open:
             with suppress(AMQPError):
                 raw.close()
@@ -162,14 +170,14 @@ class Connection:
         raw = self._raw
         if raw is None or not raw.is_open:
             return
-        closed = self._future()
+        closed = self._create_future()
         raw.add_on_close_callback(lambda *_: None if closed.done() else closed.set_result(None))
-        self.drop()
-        with suppress(TimeoutError, ConnectionLost):
-            async with asyncio.timeout(_GOODBYE):
+        self.abort()
+        with suppress(TimeoutError, ConnectionLostError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_SECONDS):
                 await closed
 
-    async def _connected(self) -> FaithfulAsyncioConnection:
+    async def _ensure_connected(self) -> FaithfulAsyncioConnection:
         async with self._connecting:
             if self._raw is None or not self._raw.is_open:
                 self._raw = await self._connect()
@@ -181,7 +189,7 @@ class Connection:
             self._settings,
             on_open_callback=lambda connection: None if opened.done() else opened.set_result(connection),
             on_open_error_callback=lambda _, error: (
-                None if opened.done() else opened.set_exception(_unopened(error, self._settings))
+                None if opened.done() else opened.set_exception(_to_connect_error(error, self._settings))
             ),
             on_close_callback=self._on_closed,
             custom_ioloop=asyncio.get_running_loop(),
@@ -194,12 +202,12 @@ class Connection:
         except TimeoutError as error:
             with suppress(AMQPError):
                 raw.close()
-            raise ConnectionLost(f"RabbitMQ did not let us in within {self._timeout:g} s") from error
+            raise ConnectionLostError(f"RabbitMQ did not let us in within {self._timeout:g} s") from error
         self.blocked = ""
         self.server = raw.server_properties or {}
         return raw
 
-    def _future(self) -> asyncio.Future[Any]:
+    def _create_future(self) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
@@ -210,174 +218,174 @@ class Connection:
             self._raw = None
         for future in list(self._waiting):
             if not future.done():
-                future.set_exception(ConnectionLost(f"the connection to RabbitMQ is gone: {_words(reason)}"))
+                future.set_exception(ConnectionLostError(f"the connection to RabbitMQ is gone: {_describe(reason)}"))
 
     def _on_blocked(self, _raw: Any, frame: Any) -> None:
         self.blocked = str(frame.method.reason)
-        logs.say(logging.WARNING, "rabbitmq blocks publishers", {"reason": self.blocked}, to=_log)
+        logs.log_event(logging.WARNING, "rabbitmq blocks publishers", {"reason": self.blocked}, to=_log)
 
     def _on_unblocked(self, *_: Any) -> None:
         self.blocked = ""
 
 
-class Line:
-    """The server at one address, as this process knows it; shared by all its queues.
+class ConnectionThread:
+    """The thread that serves one server address in this process; all its queues share it.
 
-    What is published goes over a connection of its own: a server that is short of memory stops reading from those that
-    publish, and acks must not wait behind that.
+    Publishing has a separate connection: a server that is short of memory stops reading from publishers, and acks must
+    not wait behind that.
     """
 
     def __init__(self, url: str, timeout: float) -> None:
-        self.owner = os.getpid()
+        self.owner_pid = os.getpid()
         self.users = 0
-        self._ending = False
-        self.durability: Durability | None = None
-        settings = parameters(url, timeout=timeout)
+        self._is_stopping = False
+        self.durability: RabbitMQDurability | None = None
+        settings = connection_parameters(url, timeout=timeout)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._live, name="ergon-rabbitmq", daemon=True)
-        self.takes = Connection(settings, timeout)
-        self.sends = Connection(settings, timeout)
+        self._thread = threading.Thread(target=self._run_loop, name="ergon-rabbitmq", daemon=True)
+        self.consume_connection = Connection(settings, timeout)
+        self.publish_connection = Connection(settings, timeout)
         self._thread.start()
 
-    def _live(self) -> None:
+    def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            self._loop.run_until_complete(_end_others())
+            self._loop.run_until_complete(_cancel_other_tasks())
         finally:
             self._loop.close()
 
-    # -- for those on other threads -----------------------------------------------------------------
+    # -- for callers on other threads ---------------------------------------------------------------
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What *work* comes to on the line's own thread."""
-        return self._begun(work).result()
+        """Run *work* on the connection thread and return its result."""
+        return self._submit(work).result()
 
     async def run_async(self, work: Coroutine[Any, Any, T], *, whole: bool = False) -> T:
-        """The same for a caller on an event loop; *whole* work is finished although its caller is cancelled."""
-        future = asyncio.wrap_future(self._begun(work))
+        """Run *work* for a caller on an event loop; with *whole* it completes even if its caller is cancelled."""
+        future = asyncio.wrap_future(self._submit(work))
         if not whole:
             return await future
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to look
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # possibly no caller awaits it
         return await asyncio.shield(future)
 
-    def _begun(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if threading.current_thread() is self._thread:
             work.close()
             raise ConfigurationError("a RabbitMQ queue was called from its own thread, which would wait for itself")
         try:
-            return asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
+            return asyncio.run_coroutine_threadsafe(self._run_guarded(work), self._loop)
         except RuntimeError as error:
             work.close()
-            raise ConnectionLost("the line to RabbitMQ is closed") from error
+            raise ConnectionLostError("the line to RabbitMQ is closed") from error
 
-    async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _run_guarded(self, work: Coroutine[Any, Any, T]) -> T:
         try:
             return await work
         except asyncio.CancelledError:
-            if self._ending:  # not its caller has cancelled it
-                raise ConnectionLost("the line to RabbitMQ was closed during the call") from None
+            if self._is_stopping:  # the stop cancelled it, not its caller
+                raise ConnectionLostError("the line to RabbitMQ was closed during the call") from None
             raise
 
-    def tell(self, what: Callable[[], None]) -> None:
-        """Have *what* called on the line's thread, soon."""
-        with suppress(RuntimeError):  # it has ended, and everything with it
-            self._loop.call_soon_threadsafe(what)
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Call *callback* on the connection thread, soon."""
+        with suppress(RuntimeError):  # the loop is closed, and everything on it has ended
+            self._loop.call_soon_threadsafe(callback)
 
     async def close(self) -> None:
-        """Say goodbye to the server."""
-        await asyncio.gather(self.takes.close(), self.sends.close())
+        """Close both connections cleanly."""
+        await asyncio.gather(self.consume_connection.close(), self.publish_connection.close())
 
-    def end(self) -> None:
-        """End the thread; nothing runs there afterwards."""
-        self._ending = True
-        self.tell(self._loop.stop)
+    def stop(self) -> None:
+        """Stop the thread; nothing runs there afterwards."""
+        self._is_stopping = True
+        self.call_soon(self._loop.stop)
 
-    # -- on the line's own thread -------------------------------------------------------------------
+    # -- on the connection thread -------------------------------------------------------------------
 
-    def judge(self, server: dict[str, Any]) -> None:
-        """Once: say what the server's confirmations are worth."""
+    def log_durability(self, server: dict[str, Any]) -> None:
+        """Log once how durable the server's confirmations are."""
         if self.durability is None:
-            self.durability = judged(server)
+            self.durability = assess_durability(server)
             level = logging.INFO if self.durability.durable else logging.WARNING
-            logs.say(
+            logs.log_event(
                 level,
                 "rabbitmq durability",
-                {"durable": self.durability.durable, "words": self.durability.words},
+                {"durable": self.durability.durable, "words": self.durability.message},
                 to=_log,
             )
 
 
-def line_to(url: str, timeout: float) -> Line:
-    """The line to *url*, one per process however many queues use it; give it back with ``leave``."""
-    with _making:
-        where = url, timeout, os.getpid()
-        line = _lines.get(where)
-        if line is None:
-            line = _lines[where] = Line(url, timeout)
-        line.users += 1
-        return line
+def acquire_connection_thread(url: str, timeout: float) -> ConnectionThread:
+    """Return the connection thread of *url*, shared by all its queues; release with ``release_connection_thread``."""
+    with _registry_lock:
+        key = url, timeout, os.getpid()
+        thread = _threads.get(key)
+        if thread is None:
+            thread = _threads[key] = ConnectionThread(url, timeout)
+        thread.users += 1
+        return thread
 
 
-def leave(line: Line) -> bool:
-    """One user less; True for the last one, who turns off the light."""
-    with _making:
-        line.users -= 1
-        if line.users > 0:
+def release_connection_thread(thread: ConnectionThread) -> bool:
+    """Decrement the reference count; return True for the last user, which closes the thread."""
+    with _registry_lock:
+        thread.users -= 1
+        if thread.users > 0:
             return False
-        for where, known in list(_lines.items()):
-            if known is line:
-                del _lines[where]
+        for key, other in list(_threads.items()):
+            if other is thread:
+                del _threads[key]
         return True
 
 
-async def _end_others() -> None:
-    """Whoever still waits on this loop learns that it ends."""
+async def _cancel_other_tasks() -> None:
+    """Cancel all other tasks of this loop, so that their callers learn that it ends."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
 
 
-class _lost:  # noqa: N801 - used as a function
-    """What the client raises within because there is no connection is ConnectionLost."""
+class _translate_errors:  # noqa: N801 - used as a function
+    """Translate the client's errors within the block into ConnectionLostError."""
 
-    def __init__(self, words: str) -> None:
-        self._words = words
+    def __init__(self, action: str) -> None:
+        self._action = action
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, AMQPError):
-            raise ConnectionLost(f"cannot {self._words}: {_words(error)}") from error
+            raise ConnectionLostError(f"cannot {self._action}: {_describe(error)}") from error
 
 
-def _unopened(error: BaseException, settings: pika.ConnectionParameters) -> Exception:
-    """Why there is no connection; a wrong password stays wrong, everything else may be over soon."""
+def _to_connect_error(error: BaseException, settings: pika.ConnectionParameters) -> Exception:
+    """Return the reason of a failed connection: wrong credentials are permanent, other errors may be temporary."""
     server = f"RabbitMQ at {settings.host}:{settings.port}"
-    if isinstance(error, ProbableAuthenticationError | ProbableAccessDeniedError) and _told(str(error)):
-        said = _SAID.search(str(error))
-        why = f": {said[1]}" if said else ""
+    if isinstance(error, ProbableAuthenticationError | ProbableAccessDeniedError) and _is_rejection(str(error)):
+        match = _SERVER_TEXT.search(str(error))
+        why = f": {match[1]}" if match else ""
         return ConfigurationError(
             f"{server} does not let this user in{why}; check the name, the password and the vhost of the address"
         )
-    return ConnectionLost(f"{server} cannot be reached: {_words(error)}")
+    return ConnectionLostError(f"{server} cannot be reached: {_describe(error)}")
 
 
-def _told(words: str) -> bool:
-    """Whether the server has said no, where the client only guesses: one that dies in between says nothing."""
-    return any(f"({code})" in words for code in (_REFUSED, _NOT_ALLOWED)) and "is down" not in words
+def _is_rejection(message: str) -> bool:
+    """Return whether the server rejected the user; the client only guesses, and a server that dies sends nothing."""
+    return any(f"({code})" in message for code in (_ACCESS_REFUSED, _NOT_ALLOWED)) and "is down" not in message
 
 
-def _words(error: BaseException) -> str:
-    """What the client says without the address, which it never quotes with a password but at great length."""
-    while (within := _within(error)) is not None:
-        error = within
+def _describe(error: BaseException) -> str:
+    """Describe the client's error without its text for the address, which contains no password but is very long."""
+    while (wrapped := _unwrap(error)) is not None:
+        error = wrapped
     return f"{type(error).__name__}: {error}"[:200]
 
 
-def _within(error: BaseException) -> BaseException | None:
-    """What *error* only wraps: the client has it among several, as an attribute, or as an argument."""
-    several = getattr(error, "exceptions", ())
-    found = several[-1] if several else getattr(error, "exception", error.args[0] if error.args else None)
-    return found if isinstance(found, BaseException) else None
+def _unwrap(error: BaseException) -> BaseException | None:
+    """Return the error that *error* only wraps: one of several, an attribute, or an argument."""
+    errors = getattr(error, "exceptions", ())
+    wrapped = errors[-1] if errors else getattr(error, "exception", error.args[0] if error.args else None)
+    return wrapped if isinstance(wrapped, BaseException) else None

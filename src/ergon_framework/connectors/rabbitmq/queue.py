@@ -1,4 +1,4 @@
-"""RabbitMQQueue: a queue in RabbitMQ, in both flavours."""
+"""RabbitMQQueue: a queue in RabbitMQ, in the sync and async variants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 import pika
 
-from ergon_framework.connectors.arrivals import Arrivals
+from ergon_framework.connectors.arrivals import WakeupHub
 from ergon_framework.connectors.base import (
     AsyncConnector,
     Capabilities,
@@ -23,42 +23,46 @@ from ergon_framework.connectors.base import (
     Delivery,
     Depth,
     Listener,
+    SettlementRequest,
     SettleResult,
-    Settling,
     Unlisten,
 )
 from ergon_framework.connectors.codec import MAX_BYTES, Codec, describe_unread
-from ergon_framework.connectors.daemons import Daemons
+from ergon_framework.connectors.daemons import DaemonExecutor
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
 from ergon_framework.connectors.outage import public_address
-from ergon_framework.connectors.rabbitmq.address import VARIABLE, parameters
-from ergon_framework.connectors.rabbitmq.examining import examined
-from ergon_framework.connectors.rabbitmq.graves import Graves
-from ergon_framework.connectors.rabbitmq.line import Line, leave, line_to
-from ergon_framework.connectors.rabbitmq.message import Message, count_deliveries, fresh
-from ergon_framework.connectors.rabbitmq.station import Station
+from ergon_framework.connectors.rabbitmq.address import URL_VARIABLE, connection_parameters
+from ergon_framework.connectors.rabbitmq.examining import diagnose
+from ergon_framework.connectors.rabbitmq.graves import DeadLetterQueue
+from ergon_framework.connectors.rabbitmq.line import (
+    ConnectionThread,
+    acquire_connection_thread,
+    release_connection_thread,
+)
+from ergon_framework.connectors.rabbitmq.message import Message, count_deliveries, new_message
+from ergon_framework.connectors.rabbitmq.station import QueueChannels
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.finding import Finding, Wall
+from ergon_framework.finding import Diagnostic, WallClock
 from ergon_framework.redaction import learn_address
 from ergon_framework.transaction import Transaction
 
 R = TypeVar("R")
 
-#: As long as the longest name that goes with it leaves room for: 255 bytes, less what is appended to it.
-_LONGEST: Final = 230
-#: Threads for the calls about dead letters, which block.
-_THREADS: Final = 2
+#: Longest queue name: the 255 bytes of AMQP, less the longest suffix.
+_MAX_NAME_BYTES: Final = 230
+#: Threads for the blocking calls about dead letters.
+_DEAD_LETTER_THREADS: Final = 2
 
 
 class RabbitMQQueue(Connector, AsyncConnector):
-    """One quorum queue of a RabbitMQ server, made with its dead letters and delays when it is opened.
+    """One quorum queue of a RabbitMQ server, declared with its dead-letter and delay queues when it is opened.
 
-    The address is *url*, or the environment's ``ERGON_RABBITMQ__URL``. A claim holds as long as the connection, but no
-    longer than the server's *consumer_timeout*, which it does not tell: give here what it is set to. Dead letters are
-    kept for *dead_days*, None for ever. A server that does not answer for *timeout* seconds is taken for gone. One
-    fetch loads bodies of *max_fetch_bytes* at most, and always at least one.
+    The address is *url*, or the environment's ``ERGON_RABBITMQ__URL``. A claim lasts as long as the connection, but no
+    longer than the server's ``consumer_timeout``, which the server does not report: pass its value as
+    *consumer_timeout*. Dead letters are kept for *dead_days*, None for no limit. A server that does not answer for
+    *timeout* seconds counts as lost. One fetch loads bodies of *max_fetch_bytes* at most, and always at least one.
     """
 
     def __init__(
@@ -72,13 +76,13 @@ class RabbitMQQueue(Connector, AsyncConnector):
         timeout: float = 10.0,
         max_fetch_bytes: int = MAX_FETCH_BYTES,
     ) -> None:
-        if not 0 < len(name.encode()) <= _LONGEST:
-            raise ConfigurationError(f"the name of a queue has 1 to {_LONGEST} bytes, not {len(name.encode())}")
+        if not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
+            raise ConfigurationError(f"the name of a queue has 1 to {_MAX_NAME_BYTES} bytes, not {len(name.encode())}")
         if name.startswith("amq."):
             raise ConfigurationError(f"the name {name!r} begins with 'amq.', which the server keeps for itself")
-        for words, seconds in (("timeout", timeout), ("consumer_timeout", consumer_timeout)):
+        for option, seconds in (("timeout", timeout), ("consumer_timeout", consumer_timeout)):
             if not 0 < seconds < math.inf:
-                raise ConfigurationError(f"{words} must be a finite number of seconds > 0, not {seconds!r}")
+                raise ConfigurationError(f"{option} must be a finite number of seconds > 0, not {seconds!r}")
         self._name = name
         self._url = url
         self._codec = select_codec(codec)
@@ -87,20 +91,20 @@ class RabbitMQQueue(Connector, AsyncConnector):
         self._timeout = timeout
         self._limits = FetchLimits(max_fetch_bytes)
         self._lock = threading.Lock()
-        self._arrivals = Arrivals()
-        self._line: Line | None = None
-        self._inherited: Line | None = None
-        self._station: Station | None = None
-        self._graves = Graves(
+        self._arrivals = WakeupHub()
+        self._connection_thread: ConnectionThread | None = None
+        self._inherited: ConnectionThread | None = None
+        self._channels: QueueChannels | None = None
+        self._dead_letters = DeadLetterQueue(
             name,
             self._codec,
-            connect=self._parameters,
-            trust=lambda: self._run(lambda station: station.trust()),
+            connect=self._build_parameters,
+            bind_durably=lambda: self._run(lambda channels: channels.bind_durably()),
             timeout=timeout,
-            days=dead_days,
-            load=max_fetch_bytes,
+            dead_days=dead_days,
+            max_bytes=max_fetch_bytes,
         )
-        self._threads = Daemons(f"ergon-{name}-dead", size=_THREADS)
+        self._executor = DaemonExecutor(f"ergon-{name}-dead", size=_DEAD_LETTER_THREADS)
 
     def __repr__(self) -> str:
         return f"RabbitMQQueue({self._name!r})"
@@ -111,146 +115,155 @@ class RabbitMQQueue(Connector, AsyncConnector):
 
     @property
     def server_address(self) -> str | None:
-        return public_address(self._url or os.environ.get(VARIABLE))
+        return public_address(self._url or os.environ.get(URL_VARIABLE))
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do; whether it is durable is known once it was opened."""
-        durability = None if self._line is None else self._line.durability
+        """The capabilities of the server; durability is known once the queue was opened."""
+        durability = None if self._connection_thread is None else self._connection_thread.durability
         return Capabilities(
             mode="queue",
             renewable=False,
             lease=None,
-            release_is_free=True,
+            release_uncounted=True,
             delays=True,
             dead_letters=True,
             fenced_by="channel",
             durable=None if durability is None else durability.durable,
             max_payload=self._codec.max_bytes,
             deadline=self._consumer_timeout,
-            replays_at_once=False,
+            atomic_replay=False,
         )
 
     @property
     def durability(self) -> str | None:
-        """In words, what a power loss could cost; None before the queue was opened."""
-        return None if self._line is None or self._line.durability is None else self._line.durability.words
+        """A description of what a power loss could lose; None before the queue was opened."""
+        return (
+            None
+            if self._connection_thread is None or self._connection_thread.durability is None
+            else self._connection_thread.durability.message
+        )
 
-    # -- coming and going -------------------------------------------------------------------------------
+    # -- opening and closing ----------------------------------------------------------------------------
 
-    def _address(self) -> str:
-        url = self._url or os.environ.get(VARIABLE)
+    def _require_url(self) -> str:
+        url = self._url or os.environ.get(URL_VARIABLE)
         if not url:
             raise ConfigurationError(
-                f"the queue {self._name!r} has no server: set {VARIABLE} in the environment or give url=…"
+                f"the queue {self._name!r} has no server: set {URL_VARIABLE} in the environment or give url=…"
             )
         learn_address(url)
         return url
 
-    def _parameters(self) -> pika.ConnectionParameters:
-        return parameters(self._address(), timeout=self._timeout)
+    def _build_parameters(self) -> pika.ConnectionParameters:
+        return connection_parameters(self._require_url(), timeout=self._timeout)
 
-    def _at(self) -> tuple[Line, Station]:
+    def _ensure_channels(self) -> tuple[ConnectionThread, QueueChannels]:
         with self._lock:
-            if self._line is not None and self._line.owner != os.getpid():
-                # Kept, so that nobody collects connections that are the parent's.
-                self._inherited, self._line, self._station = self._line, None, None
-            if self._line is None or self._station is None:
-                self._line = line_to(self._address(), self._timeout)
-                self._station = Station(
+            if self._connection_thread is not None and self._connection_thread.owner_pid != os.getpid():
+                # Kept, so that the parent's connections are not garbage-collected.
+                self._inherited, self._connection_thread, self._channels = self._connection_thread, None, None
+            if self._connection_thread is None or self._channels is None:
+                self._connection_thread = acquire_connection_thread(self._require_url(), self._timeout)
+                self._channels = QueueChannels(
                     self._name,
-                    self._line,
+                    self._connection_thread,
                     codec=self._codec,
                     dead_days=self._dead_days,
-                    leaves_out=self._leaves_out,
+                    body_rule=self._omits_body,
                     max_bytes=self._limits.max_bytes,
-                    arrived=self._arrivals.arrived,
-                    lost=self._arrivals.lost,
+                    on_arrival=self._arrivals.notify,
+                    on_lost=self._arrivals.notify_lost,
                 )
-            return self._line, self._station
+            return self._connection_thread, self._channels
 
-    def _run(self, work: Callable[[Station], Coroutine[Any, Any, R]]) -> R:
-        line, station = self._at()
-        return line.run(work(station))
+    def _run(self, work: Callable[[QueueChannels], Coroutine[Any, Any, R]]) -> R:
+        thread, channels = self._ensure_channels()
+        return thread.run(work(channels))
 
-    async def _run_async(self, work: Callable[[Station], Coroutine[Any, Any, R]], *, whole: bool = True) -> R:
-        line, station = self._at()
-        return await line.run_async(work(station), whole=whole)
+    async def _run_async(self, work: Callable[[QueueChannels], Coroutine[Any, Any, R]], *, whole: bool = True) -> R:
+        thread, channels = self._ensure_channels()
+        return await thread.run_async(work(channels), whole=whole)
 
     def open(self) -> None:
-        """Connect, make the queues that are missing, and refuse those that are there but not as they must be."""
-        self._run(lambda station: station.open())
+        """Connect, declare missing queues, and reject existing ones whose arguments differ."""
+        self._run(lambda channels: channels.open())
 
     async def open_async(self) -> None:
-        await self._run_async(lambda station: station.open())
+        await self._run_async(lambda channels: channels.open())
 
     def close(self) -> None:
-        """Disconnect. What is still held goes back to the queue, and has cost a delivery."""
-        line, station, last = self._left()
-        if line is not None and station is not None:
-            with suppress(Exception):  # a server that is gone will find out by itself
-                line.run(station.close(last=last))
-            if last:
-                line.end()
+        """Disconnect. Claims that are still held are requeued, and their delivery is counted."""
+        thread, channels, is_last = self._detach()
+        if thread is not None and channels is not None:
+            with suppress(Exception):  # an unavailable server detects the close on its own
+                thread.run(channels.close(is_last=is_last))
+            if is_last:
+                thread.stop()
 
     async def close_async(self) -> None:
-        line, station, last = self._left()
-        if line is not None and station is not None:
+        thread, channels, is_last = self._detach()
+        if thread is not None and channels is not None:
             with suppress(Exception):  # as above
-                await line.run_async(station.close(last=last), whole=True)
-            if last:
-                line.end()
+                await thread.run_async(channels.close(is_last=is_last), whole=True)
+            if is_last:
+                thread.stop()
 
-    def _left(self) -> tuple[Line | None, Station | None, bool]:
-        self._threads.close()
+    def _detach(self) -> tuple[ConnectionThread | None, QueueChannels | None, bool]:
+        self._executor.close()
         with self._lock:
-            line, station, self._line, self._station = self._line, self._station, None, None
-        if line is None or line.owner != os.getpid():
+            thread, channels, self._connection_thread, self._channels = (
+                self._connection_thread,
+                self._channels,
+                None,
+                None,
+            )
+        if thread is None or thread.owner_pid != os.getpid():
             return None, None, False
-        return line, station, leave(line)
+        return thread, channels, release_connection_thread(thread)
 
     # -- fetch ------------------------------------------------------------------------------------------
 
     def listen(self, listener: Listener) -> Unlisten:
         return self._arrivals.listen(listener)
 
-    def limit_deliveries(self, most: int) -> None:
-        self._limits.raise_deliveries(most)
+    def limit_deliveries(self, max_deliveries: int) -> None:
+        self._limits.raise_deliveries(max_deliveries)
 
-    def _leaves_out(self, properties: pika.BasicProperties, size: int) -> bool:
-        """Whether a body of *size* bytes is not loaded."""
-        most = self._codec.max_bytes
-        if most is not None and size > most:
+    def _omits_body(self, properties: pika.BasicProperties, size: int) -> bool:
+        """Return whether a body of *size* bytes is not loaded."""
+        max_bytes = self._codec.max_bytes
+        if max_bytes is not None and size > max_bytes:
             return True
         return size > MAX_BYTES and self._limits.exceeds(count_deliveries(properties))
 
     def fetch_transactions(self, batch_size: int, *, wait: float = 0.0, **_extra: Any) -> Sequence[Delivery]:
-        """What is ready, the oldest first."""
+        """Return ready transactions, the oldest first."""
         if batch_size < 1:
             return []
-        line, station = self._at()
-        found = station.consumer.take(batch_size)
-        if not found:
-            line.run(station.consumer.want(batch_size, wait))
-            found = station.consumer.take(batch_size)
-        return [self._delivery(message) for message in found]
+        thread, channels = self._ensure_channels()
+        messages = channels.consumer.pop(batch_size)
+        if not messages:
+            thread.run(channels.consumer.wait_for_messages(batch_size, wait))
+            messages = channels.consumer.pop(batch_size)
+        return [self._to_delivery(message) for message in messages]
 
     async def fetch_transactions_async(
         self, batch_size: int, *, wait: float = 0.0, **_extra: Any
     ) -> Sequence[Delivery]:
         if batch_size < 1:
             return []
-        line, station = self._at()
-        found = station.consumer.take(batch_size)
-        if not found:
-            await line.run_async(station.consumer.want(batch_size, wait))
-            # Nothing is awaited from here on: whoever is cancelled has taken nothing.
-            found = station.consumer.take(batch_size)
-        return [self._delivery(message) for message in found]
+        thread, channels = self._ensure_channels()
+        messages = channels.consumer.pop(batch_size)
+        if not messages:
+            await thread.run_async(channels.consumer.wait_for_messages(batch_size, wait))
+            # No await from here on, so that a cancelled caller has claimed nothing.
+            messages = channels.consumer.pop(batch_size)
+        return [self._to_delivery(message) for message in messages]
 
-    def _delivery(self, message: Message) -> Delivery:
+    def _to_delivery(self, message: Message) -> Delivery:
         if message.unread is None and self._limits.exceeds(message.deliveries):
-            # It is a dead letter, and decoding it may be what ended the processes before.
+            # It will be dead-lettered, and decoding it may be what ended the earlier processes.
             transaction, error = describe_unread(len(message.body), message.headers, source=self._name, limit=None)
             transaction = transaction.replace(payload=message.body)
         else:
@@ -259,89 +272,91 @@ class RabbitMQQueue(Connector, AsyncConnector):
 
     # -- settle -----------------------------------------------------------------------------------------
 
-    def settle(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        return self._run(lambda station: station.settler.settle(settlings)) if settlings else []
+    def settle(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        return self._run(lambda channels: channels.settler.settle(requests)) if requests else []
 
-    async def settle_async(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        return await self._run_async(lambda station: station.settler.settle(settlings)) if settlings else []
+    async def settle_async(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        return await self._run_async(lambda channels: channels.settler.settle(requests)) if requests else []
 
     # -- dispatch ---------------------------------------------------------------------------------------
 
     def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
-        """Hand over many. Where that fails nobody knows which of them the server has."""
-        return self._run(self._sent(transactions)) if transactions else []
+        """Publish transactions. After an error it is unknown which of them the server has."""
+        return self._run(self._prepare_dispatch(transactions)) if transactions else []
 
     async def dispatch_async(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
-        return await self._run_async(self._sent(transactions)) if transactions else []
+        return await self._run_async(self._prepare_dispatch(transactions)) if transactions else []
 
-    def _sent(
+    def _prepare_dispatch(
         self, transactions: Sequence[Transaction]
-    ) -> Callable[[Station], Coroutine[Any, Any, Sequence[Confirmation]]]:
+    ) -> Callable[[QueueChannels], Coroutine[Any, Any, Sequence[Confirmation]]]:
         now, encode = time.time(), self._codec.encode
-        written = [fresh(self._name, *encode(self.stamped(each)), since=now) for each in transactions]
+        messages = [new_message(self._name, *encode(self.prepare(each)), ready_since=now) for each in transactions]
 
-        async def sent(station: Station) -> Sequence[Confirmation]:
-            problems = await station.publish(written)
+        async def send(channels: QueueChannels) -> Sequence[Confirmation]:
+            problems = await channels.publish(messages)
             failed = [(each.id, problem) for each, problem in zip(transactions, problems, strict=True) if problem]
             if failed:
                 raise ConnectorError(
-                    f"{len(failed)} of {len(written)} transactions were not taken by the queue {self._name!r}, first "
+                    f"{len(failed)} of {len(messages)} transactions were not taken by the queue {self._name!r}, first "
                     f"{failed[0][0]!r}: {failed[0][1]}; dispatch them again"
                 )
             return [Confirmation(each.id) for each in transactions]
 
-        return sent
+        return send
 
-    # -- what is there ----------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------
 
     def depth(self) -> Depth:
-        """How much is there. What others have in flight, and delays that only others have used, it cannot see."""
-        return self._run(lambda station: station.depth())
+        """Return the depth. Other clients' claims, and delay queues that only they have used, are not included."""
+        return self._run(lambda channels: channels.depth())
 
     async def depth_async(self) -> Depth:
-        return await self._run_async(lambda station: station.depth())
+        return await self._run_async(lambda channels: channels.depth())
 
-    def examine(self, wall: Wall) -> Sequence[Finding]:  # noqa: ARG002 - the server does not tell its time
-        """How the server and the queue are; queues are not made if they are not there."""
-        line, _ = self._at()
-        return line.run(examined(line.sends, self._name, dead_days=self._dead_days, deadline=self._consumer_timeout))
+    def diagnose(self, wall: WallClock) -> Sequence[Diagnostic]:  # noqa: ARG002 - the server does not report its time
+        """Diagnose the server and the queue; missing queues are not declared."""
+        thread, _ = self._ensure_channels()
+        return thread.run(
+            diagnose(thread.publish_connection, self._name, dead_days=self._dead_days, deadline=self._consumer_timeout)
+        )
 
     # -- dead letters -----------------------------------------------------------------------------------
 
     def list_dead(
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
     ) -> Sequence[DeadLetterRecord]:
-        return self._graves.listed(query, after=after, limit=limit)
+        return self._dead_letters.list_dead(query, after=after, limit=limit)
 
     async def list_dead_async(
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
     ) -> Sequence[DeadLetterRecord]:
-        return await self._in_thread(lambda: self._graves.listed(query, after=after, limit=limit))
+        return await self._run_in_thread(lambda: self._dead_letters.list_dead(query, after=after, limit=limit))
 
-    def replay_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return self._graves.replayed(places)
+    def replay_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return self._dead_letters.replay(handles)
 
-    async def replay_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return await self._in_thread(lambda: self._graves.replayed(places))
+    async def replay_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return await self._run_in_thread(lambda: self._dead_letters.replay(handles))
 
-    def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return self._graves.discarded(places)
+    def discard_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return self._dead_letters.discard(handles)
 
-    async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return await self._in_thread(lambda: self._graves.discarded(places))
+    async def discard_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return await self._run_in_thread(lambda: self._dead_letters.discard(handles))
 
-    def replace_dead(self, place: str, transaction: Transaction) -> ReplayResult:
-        return self._graves.replace(place, self.stamped(transaction))
+    def replace_dead(self, handle: str, transaction: Transaction) -> ReplayResult:
+        return self._dead_letters.replace(handle, self.prepare(transaction))
 
-    async def replace_dead_async(self, place: str, transaction: Transaction) -> ReplayResult:
-        stamped = self.stamped(transaction)
-        return await self._in_thread(lambda: self._graves.replace(place, stamped))
+    async def replace_dead_async(self, handle: str, transaction: Transaction) -> ReplayResult:
+        prepared = self.prepare(transaction)
+        return await self._run_in_thread(lambda: self._dead_letters.replace(handle, prepared))
 
-    async def _in_thread(self, call: Callable[[], R]) -> R:
+    async def _run_in_thread(self, call: Callable[[], R]) -> R:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
-        def arrive(value: R | None, error: BaseException | None) -> None:
+        def complete(value: R | None, error: BaseException | None) -> None:
             if future.done():
                 return
             if error is not None:
@@ -353,12 +368,12 @@ class RabbitMQQueue(Connector, AsyncConnector):
             value, error = None, None
             try:
                 value = call()
-            except Exception as raised:  # noqa: BLE001 - handed to the caller, who raises it
+            except Exception as raised:  # noqa: BLE001 - handed to the caller, which raises it
                 error = raised
-            with suppress(RuntimeError):  # the loop has closed: nobody waits there any more
-                loop.call_soon_threadsafe(arrive, value, error)
+            with suppress(RuntimeError):  # the loop has closed: no caller waits there any more
+                loop.call_soon_threadsafe(complete, value, error)
 
-        self._threads.open()
-        self._threads.submit(job)
-        came: R = await future
-        return came
+        self._executor.open()
+        self._executor.submit(job)
+        result: R = await future
+        return result

@@ -1,6 +1,7 @@
-"""Settling: what a group of claims becomes.
+"""Settle a group of claims.
 
-What is to live on is published first and acked then, so that a crash in between leaves it twice and never nowhere.
+A message that continues to exist is published first and acked afterwards, so that a crash in between duplicates it and
+never loses it.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from contextlib import suppress
 from ergon_framework.connectors.base import (
     Ack,
     DeadLetter,
+    Defer,
     Delivery,
-    Later,
     Release,
     Settlement,
+    SettlementRequest,
     SettleResult,
-    Settling,
     UndecodableError,
 )
 from ergon_framework.connectors.codec import Codec, UnencodableError
 from ergon_framework.connectors.encryption import write_envelope
 from ergon_framework.connectors.rabbitmq import graves, topology
 from ergon_framework.connectors.rabbitmq.consumer import Consumer
-from ergon_framework.connectors.rabbitmq.message import Message, Outgoing
-from ergon_framework.connectors.rabbitmq.sending import Sender
-from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError
+from ergon_framework.connectors.rabbitmq.message import Message, OutgoingMessage
+from ergon_framework.connectors.rabbitmq.sending import DurablePublisher
+from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError
 from ergon_framework.failure import Failure
 from ergon_framework.telemetry import logs
 
@@ -36,122 +37,131 @@ _log = logging.getLogger(__name__)
 SETTLED, LOST, FAILED = SettleResult.SETTLED, SettleResult.LOST, SettleResult.FAILED
 
 
-class Settler:
-    """Settles for one queue; lives on the line's own thread."""
+class RabbitMQSettler:
+    """Settles the claims of one queue; runs on the connection thread."""
 
-    def __init__(self, queue: str, consumer: Consumer, sender: Sender, *, codec: Codec) -> None:
+    def __init__(self, queue: str, consumer: Consumer, publisher: DurablePublisher, *, codec: Codec) -> None:
         self._queue = queue
         self._codec = codec
         self._consumer = consumer
-        self._sender = sender
+        self._publisher = publisher
 
-    async def settle(self, settlings: Sequence[Settling]) -> list[SettleResult]:
-        """One result each. What was written and not answered raises ConnectionLost: nobody knows what became of it."""
-        results = [FAILED] * len(settlings)
-        number = self._consumer.number
-        ending: list[tuple[int, Message]] = []
-        living: list[tuple[int, Message, Outgoing]] = []
+    async def settle(self, requests: Sequence[SettlementRequest]) -> list[SettleResult]:
+        """Settle claims and return one result each.
+
+        Raises ConnectionLostError if a written settlement was not answered: its outcome is unknown.
+        """
+        results = [FAILED] * len(requests)
+        channel_number = self._consumer.channel_number
+        finished: list[tuple[int, Message]] = []
+        republished: list[tuple[int, Message, OutgoingMessage]] = []
         unread: dict[bool, list[tuple[int, Message]]] = {True: [], False: []}
-        for index, (delivery, how) in enumerate(settlings):
-            message = self._consumer.leave(delivery.receipt)
+        for index, (delivery, settlement) in enumerate(requests):
+            message = self._consumer.begin_settle(delivery.receipt)
             if message is None:
                 results[index] = LOST
-            elif type(how) is Ack:
-                ending.append((index, message))
-            elif message.unread is not None and type(how) in (DeadLetter, Release):
-                # Its body is not here to be published: the server moves it.
-                unread[type(how) is Release].append((index, message))
+            elif type(settlement) is Ack:
+                finished.append((index, message))
+            elif message.unread is not None and type(settlement) in (DeadLetter, Release):
+                # Its body is not loaded, so the server moves the message.
+                unread[type(settlement) is Release].append((index, message))
             else:
-                outgoing = self._outgoing(delivery, how, message)
+                outgoing = self._to_outgoing(delivery, settlement, message)
                 if outgoing is None:
-                    self._consumer.stay([message])
+                    self._consumer.cancel_settle([message])
                 else:
-                    living.append((index, message, outgoing))
-        # What ends need not wait for what lives on.
-        acked = self._consumer.ack([message for _, message in ending])
-        for requeue, placed in unread.items():
-            acked = self._consumer.reject([message for _, message in placed], requeue=requeue) and acked
-            ending += placed
-        published = await self._published(living)
+                    republished.append((index, message, outgoing))
+        # Messages that end need not wait for those that are republished.
+        acked = self._consumer.ack([message for _, message in finished])
+        for requeue, indexed in unread.items():
+            acked = self._consumer.reject([message for _, message in indexed], requeue=requeue) and acked
+            finished += indexed
+        published = await self._publish(republished)
         acked = self._consumer.ack([message for _, message in published]) and acked
-        ending += published
-        if not ending:
+        finished += published
+        if not finished:
             return results
-        await self._consumer.written()
-        if not acked or self._consumer.number != number:
-            raise ConnectionLost("the connection to RabbitMQ was lost while settling")
-        for index, _ in ending:
+        await self._consumer.sync_log()
+        if not acked or self._consumer.channel_number != channel_number:
+            raise ConnectionLostError("the connection to RabbitMQ was lost while settling")
+        for index, _ in finished:
             results[index] = SETTLED
         return results
 
-    async def give_back(self, messages: Sequence[Message]) -> None:
-        """Release what was never handed out."""
-        kept = [message for message in messages if self._consumer.leave(message.receipt) is not None]
-        self._consumer.reject([message for message in kept if message.unread is not None], requeue=True)
-        kept = [message for message in kept if message.unread is None]
-        living = [(0, message, _released(self._queue, message)) for message in kept]
-        done = {id(message) for _, message in await self._published(living)}
-        self._consumer.ack([message for message in kept if id(message) in done])
-        # What is handed out next may end this process, and with it every ack that is not in the queue's log.
-        if done:
+    async def release(self, messages: Sequence[Message]) -> None:
+        """Release messages that were never handed out."""
+        held = [message for message in messages if self._consumer.begin_settle(message.receipt) is not None]
+        self._consumer.reject([message for message in held if message.unread is not None], requeue=True)
+        held = [message for message in held if message.unread is None]
+        republished = [(0, message, _build_release(self._queue, message)) for message in held]
+        published_ids = {id(message) for _, message in await self._publish(republished)}
+        self._consumer.ack([message for message in held if id(message) in published_ids])
+        # The next message may end this process, and with it every ack that is not in the queue's log.
+        if published_ids:
             with suppress(ErgonError):
-                await self._consumer.written()
-        self._consumer.hold([message for message in kept if id(message) not in done])
+                await self._consumer.sync_log()
+        self._consumer.retain([message for message in held if id(message) not in published_ids])
 
-    async def _published(self, living: list[tuple[int, Message, Outgoing]]) -> list[tuple[int, Message]]:
-        """Those that the server has; the others are held as before."""
-        if not living:
+    async def _publish(self, republished: list[tuple[int, Message, OutgoingMessage]]) -> list[tuple[int, Message]]:
+        """Publish; return the messages that the server stored. The others are held as before."""
+        if not republished:
             return []
         try:
-            problems = await self._sender.send([outgoing for *_, outgoing in living])
+            problems = await self._publisher.send([outgoing for *_, outgoing in republished])
         except ErgonError as error:
-            # Each may be asked for again; those beside them that only end have ended.
+            # These settlements may be retried; those that were only acked have ended.
             if isinstance(error, ConfigurationError):
-                logs.say(logging.WARNING, "settlement refused", {"queue": self._queue, "error": str(error)}, to=_log)
-            problems = ["unknown"] * len(living)
-        kept: list[tuple[int, Message]] = []
-        for (index, message, _), problem in zip(living, problems, strict=True):
+                logs.log_event(
+                    logging.WARNING, "settlement refused", {"queue": self._queue, "error": str(error)}, to=_log
+                )
+            problems = ["unknown"] * len(republished)
+        stored: list[tuple[int, Message]] = []
+        for (index, message, _), problem in zip(republished, problems, strict=True):
             if problem:
-                self._consumer.stay([message])
+                self._consumer.cancel_settle([message])
             else:
-                kept.append((index, message))
-        return kept
+                stored.append((index, message))
+        return stored
 
-    def _outgoing(self, delivery: Delivery, how: Settlement, message: Message) -> Outgoing | None:
-        """What is published in its place; None for what cannot be."""
+    def _to_outgoing(self, delivery: Delivery, settlement: Settlement, message: Message) -> OutgoingMessage | None:
+        """Return the message that is published in its place; None if none can be."""
         if message.unread is not None:
             return None
-        match how:
+        match settlement:
             case Release():
-                return _released(self._queue, message)
-            case Later():
-                return self._later(delivery, how, message)
+                return _build_release(self._queue, message)
+            case Defer():
+                return self._build_deferred(delivery, settlement, message)
             case DeadLetter():
-                return self._buried(delivery, how, message)
+                return self._build_dead_letter(delivery, settlement, message)
             case _:
                 return None
 
-    def _later(self, delivery: Delivery, how: Later, message: Message) -> Outgoing | None:
-        written: dict[str, str] | None = None
-        if not isinstance(delivery.error, UndecodableError):  # what could not be read comes back as it was
+    def _build_deferred(self, delivery: Delivery, settlement: Defer, message: Message) -> OutgoingMessage | None:
+        envelope: dict[str, str] | None = None
+        if not isinstance(delivery.error, UndecodableError):  # an undecodable message is republished unchanged
             try:
-                written = write_envelope(self._codec, delivery, how)
+                envelope = write_envelope(self._codec, delivery, settlement)
             except UnencodableError:
                 return None
-        wait = topology.step(how.delay) if how.delay > 0 else 0
-        target = topology.later(self._queue, wait) if wait else self._queue
-        return message.sent_on(
-            target, delivered=message.deliveries - 1, since=time.time() + wait / 1000, written=written
+        delay_ms = topology.delay_bucket_ms(settlement.delay) if settlement.delay > 0 else 0
+        target = topology.delay_queue(self._queue, delay_ms) if delay_ms else self._queue
+        return message.republished_to(
+            target, delivered=message.deliveries - 1, ready_since=time.time() + delay_ms / 1000, envelope=envelope
         )
 
-    def _buried(self, delivery: Delivery, how: DeadLetter, message: Message) -> Outgoing | None:
-        if how.failure is not None and not isinstance(how.failure, Failure):
+    def _build_dead_letter(
+        self, delivery: Delivery, settlement: DeadLetter, message: Message
+    ) -> OutgoingMessage | None:
+        if settlement.failure is not None and not isinstance(settlement.failure, Failure):
             return None
         try:
-            return graves.buried(self._queue, delivery, how, headers=message.headers, codec=self._codec)
+            return graves.dead_letter_message(
+                self._queue, delivery, settlement, headers=message.headers, codec=self._codec
+            )
         except (ValueError, TypeError, UnencodableError):
             return None
 
 
-def _released(queue: str, message: Message) -> Outgoing:
-    return message.sent_on(queue, delivered=message.deliveries - 1)
+def _build_release(queue: str, message: Message) -> OutgoingMessage:
+    return message.republished_to(queue, delivered=message.deliveries - 1)

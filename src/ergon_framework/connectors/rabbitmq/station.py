@@ -1,4 +1,4 @@
-"""Station: all that one queue has on the line's own thread."""
+"""QueueChannels: the parts of one queue that run on the connection thread."""
 
 from __future__ import annotations
 
@@ -11,83 +11,85 @@ from ergon_framework.connectors.base import Depth
 from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.rabbitmq import topology
 from ergon_framework.connectors.rabbitmq.consumer import Consumer
-from ergon_framework.connectors.rabbitmq.declaring import Declarer
+from ergon_framework.connectors.rabbitmq.declaring import TopologyDeclarer
 from ergon_framework.connectors.rabbitmq.fields import BodyRule
-from ergon_framework.connectors.rabbitmq.line import Line
-from ergon_framework.connectors.rabbitmq.message import Message, Outgoing
-from ergon_framework.connectors.rabbitmq.sending import Sender
-from ergon_framework.connectors.rabbitmq.settling import Settler
+from ergon_framework.connectors.rabbitmq.line import ConnectionThread
+from ergon_framework.connectors.rabbitmq.message import Message, OutgoingMessage
+from ergon_framework.connectors.rabbitmq.sending import DurablePublisher
+from ergon_framework.connectors.rabbitmq.settling import RabbitMQSettler
 from ergon_framework.errors import ErgonError
 
 
-class Station:
+class QueueChannels:
     """Consumer, publisher and settler of one queue."""
 
     def __init__(
         self,
         queue: str,
-        line: Line,
+        thread: ConnectionThread,
         *,
         codec: Codec,
         dead_days: float | None,
-        leaves_out: BodyRule,
+        body_rule: BodyRule,
         max_bytes: int,
-        arrived: Callable[[], None],
-        lost: Callable[[Sequence[Any]], None],
+        on_arrival: Callable[[], None],
+        on_lost: Callable[[Sequence[Any]], None],
     ) -> None:
         self._queue = queue
-        self._line = line
-        self._declarer = Declarer(queue, line.sends, dead_days=dead_days)
-        self._sender = Sender(queue, line.sends, self._declarer)
+        self._connection_thread = thread
+        self._declarer = TopologyDeclarer(queue, thread.publish_connection, dead_days=dead_days)
+        self._publisher = DurablePublisher(queue, thread.publish_connection, self._declarer)
         self.consumer = Consumer(
             queue,
-            line.takes,
+            thread.consume_connection,
             prepare=self.open,
-            leaves_out=leaves_out,
+            body_rule=body_rule,
             max_bytes=max_bytes,
-            arrived=arrived,
-            lost=lost,
-            give_back=self._give_back,
+            on_arrival=on_arrival,
+            on_lost=on_lost,
+            release=self._release,
         )
-        self.settler = Settler(queue, self.consumer, self._sender, codec=codec)
+        self.settler = RabbitMQSettler(queue, self.consumer, self._publisher, codec=codec)
 
     async def open(self) -> None:
-        """Have the queues, and say once what the server's confirmations are worth."""
-        await self._declarer.everything()
-        self._line.judge(self._line.sends.server)
+        """Declare the queues, and log once how durable the server's confirmations are."""
+        await self._declarer.declare_all()
+        self._connection_thread.log_durability(self._connection_thread.publish_connection.server)
 
-    async def publish(self, messages: Sequence[Outgoing]) -> list[str]:
-        await self._declarer.needed(topology.dead(self._queue))
-        return await self._sender.send(messages)
+    async def publish(self, messages: Sequence[OutgoingMessage]) -> list[str]:
+        await self._declarer.ensure_queue(topology.dead_letter_queue(self._queue))
+        return await self._publisher.send(messages)
 
-    async def trust(self) -> None:
-        """Have the queue itself, and let messages in that somebody else publishes."""
-        await self._declarer.trust([self._queue])
+    async def bind_durably(self) -> None:
+        """Bind the queue itself, so that it accepts messages of other publishers."""
+        await self._declarer.bind_durably([self._queue])
 
     async def depth(self) -> Depth:
-        """What the server says, and what has come here without having been handed out."""
-        ready = await self._declarer.count(self._queue)
-        delayed = sum([await self._declarer.count(name) for name in self._declarer.delays])
-        dead = await self._declarer.count(topology.dead(self._queue))
+        """Return the server's counts plus the messages that were delivered here but not handed out."""
+        ready = await self._declarer.count_ready(self._queue)
+        delayed = sum([await self._declarer.count_ready(name) for name in self._declarer.delay_queues])
+        dead = await self._declarer.count_ready(topology.dead_letter_queue(self._queue))
         waiting = list(self.consumer.waiting)
-        since = min((message.since for message in waiting), default=self.consumer.newest if ready else None)
+        ready_since = min(
+            (message.ready_since for message in waiting), default=self.consumer.newest_ready_since if ready else None
+        )
         return Depth(
             ready=ready + len(waiting),
             delayed=delayed,
-            in_flight=self.consumer.handed_out,
+            in_flight=self.consumer.in_flight,
             dead=dead,
-            oldest_age=None if since is None else max(0.0, time.time() - since),
+            oldest_age=None if ready_since is None else max(0.0, time.time() - ready_since),
         )
 
-    async def _give_back(self, messages: Sequence[Message]) -> None:
-        await self.settler.give_back(messages)
+    async def _release(self, messages: Sequence[Message]) -> None:
+        await self.settler.release(messages)
 
-    async def close(self, *, last: bool) -> None:
-        """Give back what was never handed out, and let go of the rest."""
+    async def close(self, *, is_last: bool) -> None:
+        """Release messages that were never handed out, and close the channels."""
         with suppress(ErgonError):
-            await self.consumer.empty()
+            await self.consumer.release_waiting()
         await self.consumer.close()
         self._declarer.close()
-        self._sender.close()
-        if last:
-            await self._line.close()
+        self._publisher.close()
+        if is_last:
+            await self._connection_thread.close()

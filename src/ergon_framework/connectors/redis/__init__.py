@@ -1,9 +1,9 @@
 """A queue in a Redis stream."""
 
-from ergon_framework.errors import extra
+from ergon_framework.errors import require_extra
 
-extra("redis", "redis")
+require_extra("redis", "redis")
 
-from ergon_framework.connectors.redis.queue import RedisQueue  # noqa: E402 - not before its client is known to be there
+from ergon_framework.connectors.redis.queue import RedisQueue  # noqa: E402 - its client must be checked for first
 
 __all__ = ["RedisQueue"]

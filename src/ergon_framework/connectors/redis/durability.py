@@ -1,4 +1,4 @@
-"""Durability: what an answer of this server is worth when the power fails, read from its settings."""
+"""Durability of a confirmed write of this server after a power loss, read from its settings."""
 
 from __future__ import annotations
 
@@ -7,64 +7,65 @@ from typing import Final, NamedTuple
 
 from ergon_framework.errors import ConfigurationError
 
-#: What is asked for.
-SETTINGS: Final = ("appendonly", "appendfsync", "maxmemory", "maxmemory-policy")
+#: The settings that are read.
+DURABILITY_SETTINGS: Final = ("appendonly", "appendfsync", "maxmemory", "maxmemory-policy")
 
 
-class Durability(NamedTuple):
-    """Whether what was confirmed survives, None where nobody can say, and in words what was found."""
+class RedisDurability(NamedTuple):
+    """Whether confirmed data survives a power loss, None if that is unknown, with the finding as text."""
 
     durable: bool | None
-    words: str
+    message: str
 
 
-#: A server that does not let its settings be read.
-HIDDEN: Final = Durability(
+#: For a server whose settings cannot be read.
+UNKNOWN_DURABILITY: Final = RedisDurability(
     None, "what a power loss costs is unknown: the server does not let CONFIG GET be used; appendfsync must be always"
 )
 
 
-def judged(settings: Mapping[str, str]) -> Durability:
-    """What *settings* mean.
+def assess_durability(settings: Mapping[str, str]) -> RedisDurability:
+    """Assess the durability that *settings* give.
 
-    >>> judged({"appendonly": "yes", "appendfsync": "always"}).durable
+    >>> assess_durability({"appendonly": "yes", "appendfsync": "always"}).durable
     True
-    >>> judged({"appendonly": "yes", "appendfsync": "everysec"}).words
-    'a power loss may cost what was confirmed in the last two seconds: appendfsync is everysec, not always'
-    >>> judged({"appendonly": "no", "appendfsync": "always"}).durable
+    >>> assess_durability({"appendonly": "yes", "appendfsync": "everysec"}).durable
     False
-    >>> judged({}).durable
+    >>> assess_durability({"appendonly": "no", "appendfsync": "always"}).durable
+    False
+    >>> assess_durability({}).durable
     """
     if not settings.get("appendonly") or not settings.get("appendfsync"):
-        return HIDDEN
+        return UNKNOWN_DURABILITY
     if settings["appendonly"] != "yes":
-        return Durability(
+        return RedisDurability(
             durable=False,
-            words="a power loss or a crash of the server may cost all since its last snapshot: appendonly is not yes",
+            message="a power loss or a crash of the server may cost all since its last snapshot: appendonly is not yes",
         )
-    how = settings["appendfsync"]
-    if how == "everysec":
-        return Durability(
+    fsync_policy = settings["appendfsync"]
+    if fsync_policy == "everysec":
+        return RedisDurability(
             durable=False,
-            words="a power loss may cost what was confirmed in the last two seconds: appendfsync is everysec, "
+            message="a power loss may cost what was confirmed in the last two seconds: appendfsync is everysec, "
             "not always",
         )
-    if how != "always":
-        return Durability(
+    if fsync_policy != "always":
+        return RedisDurability(
             durable=False,
-            words=f"a power loss may cost whatever the kernel had not written yet: appendfsync is {how}, not always",
+            message=f"a power loss may cost whatever the kernel had not written yet: appendfsync is "
+            f"{fsync_policy}, not always",
         )
-    return Durability(durable=True, words="a power loss costs nothing that was confirmed")
+    return RedisDurability(durable=True, message="a power loss costs nothing that was confirmed")
 
 
-def refuse_eviction(settings: Mapping[str, str]) -> None:
-    """Refuse a server that throws keys away when its memory is full: a queue is a key, and has no copy.
+def reject_evicting_server(settings: Mapping[str, str]) -> None:
+    """Reject a server that evicts keys when its memory is full: a queue is a key, and has no copy.
 
-    >>> refuse_eviction({"maxmemory": "0", "maxmemory-policy": "allkeys-lru"})
-    >>> refuse_eviction({"maxmemory": "100", "maxmemory-policy": "volatile-lru"})
+    >>> reject_evicting_server({"maxmemory": "0", "maxmemory-policy": "allkeys-lru"})
+    >>> reject_evicting_server({"maxmemory": "100", "maxmemory-policy": "volatile-lru"})
     """
     policy = settings.get("maxmemory-policy", "")
-    # Keys with a time to live are no concern of ours: none of a queue's has one.
+    # A volatile policy evicts only keys with a time to live, and no key of a queue has one.
     if settings.get("maxmemory", "0") != "0" and policy.startswith("allkeys"):
         raise ConfigurationError(
             f"the server throws any key away when its memory is full (maxmemory-policy is {policy}), and a queue is a "

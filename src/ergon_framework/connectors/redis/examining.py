@@ -1,4 +1,4 @@
-"""Examining: how a server and a queue in it are, told as findings; it is only read."""
+"""Diagnose a server and a queue in it; the checks only read."""
 
 from __future__ import annotations
 
@@ -8,62 +8,68 @@ from typing import Final
 from redis.exceptions import ResponseError
 
 from ergon_framework.connectors.redis.claiming import GROUP
-from ergon_framework.connectors.redis.home import Home
-from ergon_framework.connectors.redis.keys import Keys
-from ergon_framework.connectors.redis.lines import Node
+from ergon_framework.connectors.redis.home import ServerClient
+from ergon_framework.connectors.redis.keys import QueueKeys
+from ergon_framework.connectors.redis.lines import ClusterNode
 from ergon_framework.connectors.redis.operation import Operation
-from ergon_framework.errors import ConfigurationError, text
-from ergon_framework.finding import Finding, Wall, Weight, of_clocks, of_durability, of_version
+from ergon_framework.errors import ConfigurationError, error_message
+from ergon_framework.finding import Diagnostic, Severity, WallClock, check_clock_skew, check_durability, check_version
 
-#: The oldest release of the server that tests run with.
-_OLDEST: Final = (7, 0)
+#: The oldest server release that the tests run with.
+_MIN_VERSION: Final = (7, 0)
 
 
-def examined(home: Home, node: Node | None, keys: Keys, name: str, wall: Wall) -> Operation[list[Finding]]:
-    """How the server is, and the queue called *name* in it."""
-    about = yield from _about("server")
-    found = [Finding("connection", Weight.FINE, f"connected to Redis, as {about.get('redis_mode', 'a server')}")]
-    if version := about.get("redis_version"):
-        found.append(of_version(version, server="Redis", number=_number(version), needed=_OLDEST))
+def diagnose(
+    client: ServerClient, node: ClusterNode | None, keys: QueueKeys, name: str, wall: WallClock
+) -> Operation[list[Diagnostic]]:
+    """Diagnose the server, and the queue called *name* in it."""
+    info = yield from _read_info("server")
+    findings = [Diagnostic("connection", Severity.OK, f"connected to Redis, as {info.get('redis_mode', 'a server')}")]
+    if version := info.get("redis_version"):
+        findings.append(check_version(version, server="Redis", number=_parse_version(version), minimum=_MIN_VERSION))
     before = wall()
     seconds, micros = yield ("TIME",)
-    found.append(of_clocks(int(seconds) + int(micros) / 1e6, before, wall(), server="Redis"))
-    if (yield from _about("replication")).get("role") == "slave":
-        found.append(
-            Finding("role", Weight.BROKEN, "the server is a replica and takes no writes", "give the primary's address")
+    findings.append(check_clock_skew(int(seconds) + int(micros) / 1e6, before, wall(), server="Redis"))
+    if (yield from _read_info("replication")).get("role") == "slave":
+        findings.append(
+            Diagnostic(
+                "role", Severity.ERROR, "the server is a replica and takes no writes", "give the primary's address"
+            )
         )
     try:
-        durability = yield from home.checked(node)
+        durability = yield from client.check_durability(node)
     except ConfigurationError as error:
-        words, _, do = text(error).partition(": ")
-        found.append(Finding("eviction", Weight.BROKEN, words, do))
+        problem, _, remedy = error_message(error).partition(": ")
+        findings.append(Diagnostic("eviction", Severity.ERROR, problem, remedy))
     else:
-        do = "set appendonly to yes and appendfsync to always, in redis.conf or with CONFIG SET"
-        found.append(of_durability(durability.words, durable=durability.durable, do=do))
-    rights = yield from _rights(keys)
-    if any(each.weight is Weight.BROKEN for each in rights):
-        return found + rights
-    return found + rights + (yield from _queue(keys, name))
+        remedy = "set appendonly to yes and appendfsync to always, in redis.conf or with CONFIG SET"
+        findings.append(check_durability(durability.message, durable=durability.durable, remedy=remedy))
+    rights = yield from _check_rights(keys)
+    if any(each.weight is Severity.ERROR for each in rights):
+        return findings + rights
+    return findings + rights + (yield from _check_queue(keys, name))
 
 
-def _queue(keys: Keys, name: str) -> Operation[list[Finding]]:
-    """Whether the stream is one, and who reads it."""
-    kind = _word((yield ("TYPE", keys.stream)))
+def _check_queue(keys: QueueKeys, name: str) -> Operation[list[Diagnostic]]:
+    """Check that the key is a stream, and whether the consumer group exists."""
+    kind = _to_text((yield ("TYPE", keys.stream)))
     if kind == "none":
-        words = f"the queue {name!r} is not there yet; its first user has it"
-        return [Finding("queue", Weight.FINE, words, shared=False)]
+        observed = f"the queue {name!r} is not there yet; its first user has it"
+        return [Diagnostic("queue", Severity.OK, observed, shared=False)]
     if kind != "stream":
-        seen = f"the key {keys.stream!r} of the queue {name!r} holds a {kind}, not a stream"
-        do = "give the queue another name, or another database of the server"
-        return [Finding("queue", Weight.BROKEN, seen, do, shared=False)]
+        mismatch = f"the key {keys.stream!r} of the queue {name!r} holds a {kind}, not a stream"
+        remedy = "give the queue another name, or another database of the server"
+        return [Diagnostic("queue", Severity.ERROR, mismatch, remedy, shared=False)]
     groups = yield ("XINFO", "GROUPS", keys.stream)
-    grouped = any(_word(part) == GROUP for group in groups for part in group if isinstance(part, bytes))
-    words = f"the queue {name!r} is there" if grouped else f"the stream of {name!r} is there; its first worker reads it"
-    return [Finding("queue", Weight.FINE, words, shared=False)]
+    has_group = any(_to_text(part) == GROUP for group in groups for part in group if isinstance(part, bytes))
+    observed = (
+        f"the queue {name!r} is there" if has_group else f"the stream of {name!r} is there; its first worker reads it"
+    )
+    return [Diagnostic("queue", Severity.OK, observed, shared=False)]
 
 
-def _rights(keys: Keys) -> Operation[list[Finding]]:
-    """What the user may not do with the queue's keys; nothing where the server does not let that be asked."""
+def _check_rights(keys: QueueKeys) -> Operation[list[Diagnostic]]:
+    """Check the user's rights on the queue's keys; return nothing where the server does not allow that check."""
     commands = (
         ("XADD", keys.stream, "*", "body", ""),
         ("XREADGROUP", "GROUP", GROUP, "doctor", "STREAMS", keys.stream, ">"),
@@ -71,27 +77,27 @@ def _rights(keys: Keys) -> Operation[list[Finding]]:
         ("ZADD", keys.later, "0", "doctor"),
     )
     try:
-        user = _word((yield ("ACL", "WHOAMI")))
+        user = _to_text((yield ("ACL", "WHOAMI")))
         for command in commands:
-            answer = _word((yield ("ACL", "DRYRUN", user, *command)))
+            answer = _to_text((yield ("ACL", "DRYRUN", user, *command)))
             if answer != "OK":
-                seen = f"the user {user!r} may not do all that a queue needs: {answer}"
-                return [Finding("permissions", Weight.BROKEN, seen, _granted(user, keys), shared=False)]
+                observed = f"the user {user!r} may not do all that a queue needs: {answer}"
+                return [Diagnostic("permissions", Severity.ERROR, observed, _build_grants(user, keys), shared=False)]
     except ResponseError:
-        # Only those who may manage users may ask; what is missing is then told by the first command that needs it.
+        # The check needs the right to manage users; without it, the first rejected command reports a missing right.
         return []
-    return [Finding("permissions", Weight.FINE, f"the user {user!r} may do what a queue needs", shared=False)]
+    return [Diagnostic("permissions", Severity.OK, f"the user {user!r} may do what a queue needs", shared=False)]
 
 
-def _granted(user: str, keys: Keys) -> str:
-    beside = keys.dead.removesuffix("dead")
+def _build_grants(user: str, keys: QueueKeys) -> str:
+    prefix = keys.dead.removesuffix("dead")
     return (
-        f"give it the queue's keys and their commands: ACL SETUSER {user} ~{keys.stream} ~{beside}* +@all -@dangerous"
+        f"give it the queue's keys and their commands: ACL SETUSER {user} ~{keys.stream} ~{prefix}* +@all -@dangerous"
     )
 
 
-def _about(section: str) -> Operation[Mapping[str, str]]:
-    """What the server tells of itself; nothing to those whom it does not."""
+def _read_info(section: str) -> Operation[Mapping[str, str]]:
+    """Read a section of INFO; return nothing where the server does not allow it."""
     try:
         answer: bytes = yield ("INFO", section)
     except ResponseError:
@@ -100,16 +106,16 @@ def _about(section: str) -> Operation[Mapping[str, str]]:
     return {name: value for name, colon, value in lines if colon}
 
 
-def _number(version: str) -> Sequence[int]:
-    return list(_parts(version))
+def _parse_version(version: str) -> Sequence[int]:
+    return list(_iterate_parts(version))
 
 
-def _parts(version: str) -> Iterator[int]:
+def _iterate_parts(version: str) -> Iterator[int]:
     for part in version.split("."):
         if not part.isdigit():
             return
         yield int(part)
 
 
-def _word(answer: bytes | str) -> str:
+def _to_text(answer: bytes | str) -> str:
     return answer.decode(errors="replace") if isinstance(answer, bytes) else answer

@@ -1,4 +1,4 @@
-"""Home: what all queues of one address share in this process: the lines to its server, or its cluster's nodes."""
+"""The client of one address, shared by all its queues in this process: connection pools by cluster node."""
 
 from __future__ import annotations
 
@@ -10,96 +10,104 @@ from contextlib import suppress
 
 from redis.exceptions import ResponseError
 
-from ergon_framework.connectors.redis.durability import HIDDEN, SETTINGS, Durability, judged, refuse_eviction
-from ergon_framework.connectors.redis.lines import Lines, Node
+from ergon_framework.connectors.redis.durability import (
+    DURABILITY_SETTINGS,
+    UNKNOWN_DURABILITY,
+    RedisDurability,
+    assess_durability,
+    reject_evicting_server,
+)
+from ergon_framework.connectors.redis.lines import ClusterNode, ConnectionPool
 from ergon_framework.connectors.redis.operation import Operation
 from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
-_homes: dict[tuple[str, int], Home] = {}
-_making = threading.Lock()
+_clients: dict[tuple[str, int], ServerClient] = {}
+_registry_lock = threading.Lock()
 
 
-class Home:
-    """One address, as this process knows it."""
+class ServerClient:
+    """The per-process state of one address."""
 
     def __init__(self, url: str) -> None:
-        self.owner = os.getpid()
+        self.owner_pid = os.getpid()
         self._url = url
         self._lock = threading.Lock()
-        #: By node; None is the one that the address names.
-        self._lines: dict[Node | None, Lines] = {None: Lines(url)}
-        self._judged: dict[Node | None, Durability] = {}
+        #: By node; None is the node that the address names.
+        self._pools: dict[ClusterNode | None, ConnectionPool] = {None: ConnectionPool(url)}
+        self._durabilities: dict[ClusterNode | None, RedisDurability] = {}
         self.users = 0
 
-    def lines(self, node: Node | None) -> Lines:
-        """The lines to *node*."""
+    def pool(self, node: ClusterNode | None) -> ConnectionPool:
+        """Return the connection pool of *node*."""
         with self._lock:
-            lines = self._lines.get(node)
-            if lines is None:
-                lines = self._lines[node] = Lines(self._url, node)
-            return lines
+            pool = self._pools.get(node)
+            if pool is None:
+                pool = self._pools[node] = ConnectionPool(self._url, node)
+            return pool
 
-    def next_after(self, node: Node | None) -> Node | None:
-        """Whom to ask when *node* does not answer: another node may know where its queues went."""
-        known = list(self._lines)
-        return known[(known.index(node) + 1) % len(known)] if node in known else None
+    def follow_redirect(self, node: ClusterNode | None) -> ClusterNode | None:
+        """Return the node to ask when *node* does not answer: another node may know where its queues moved."""
+        nodes = list(self._pools)
+        return nodes[(nodes.index(node) + 1) % len(nodes)] if node in nodes else None
 
-    def checked(self, node: Node | None) -> Operation[Durability]:
-        """Once per server: what is its answer worth."""
-        found = self._judged.get(node)
-        if found is None:
+    def check_durability(self, node: ClusterNode | None) -> Operation[RedisDurability]:
+        """Read the durability of the server's answers, once per server."""
+        durability = self._durabilities.get(node)
+        if durability is None:
             settings: dict[str, str] = {}
-            # Hosted servers often forbid it.
+            # Hosted servers often forbid CONFIG GET.
             with suppress(ResponseError):
-                for name in SETTINGS:
+                for name in DURABILITY_SETTINGS:
                     answer: Sequence[bytes] = yield ("CONFIG", "GET", name)
                     if answer:
                         settings[name] = answer[1].decode()
-            refuse_eviction(settings)
-            found = self._judged[node] = judged(settings) if settings else HIDDEN
-            level = logging.INFO if found.durable else logging.WARNING
-            logs.say(level, "redis durability", {"durable": found.durable, "words": found.words}, to=_log)
+            reject_evicting_server(settings)
+            durability = self._durabilities[node] = assess_durability(settings) if settings else UNKNOWN_DURABILITY
+            level = logging.INFO if durability.durable else logging.WARNING
+            logs.log_event(
+                level, "redis durability", {"durable": durability.durable, "words": durability.message}, to=_log
+            )
             if node is not None:
-                yield from self._neighbours()
-        return found
+                yield from self._discover_nodes()
+        return durability
 
-    def _neighbours(self) -> Operation[None]:
-        """Learn of the cluster's other nodes, before the one that is known is the one that is gone."""
+    def _discover_nodes(self) -> Operation[None]:
+        """Discover the cluster's other nodes, so that they are known when this one fails."""
         with suppress(ResponseError):
             slots = yield ("CLUSTER", "SLOTS")
             for _, _, *nodes in slots:
                 for host, port, *_ in nodes:
                     if host:
-                        self.lines(Node(host.decode(), int(port)))
+                        self.pool(ClusterNode(host.decode(), int(port)))
 
     def close(self) -> None:
-        for lines in self._lines.values():
-            lines.close()
+        for pool in self._pools.values():
+            pool.close()
 
     async def close_async(self) -> None:
-        for lines in self._lines.values():
-            await lines.close_async()
+        for pool in self._pools.values():
+            await pool.close_async()
 
 
-def home_of(url: str) -> Home:
-    """The home of *url*, one per process however many queues live in it; give it back with ``leave``."""
-    with _making:
-        where = url, os.getpid()
-        home = _homes.get(where)
-        if home is None:
-            home = _homes[where] = Home(url)
-        home.users += 1
-        return home
+def acquire_client(url: str) -> ServerClient:
+    """Return the client of *url*, one per process; end its use with ``release_client``."""
+    with _registry_lock:
+        key = url, os.getpid()
+        client = _clients.get(key)
+        if client is None:
+            client = _clients[key] = ServerClient(url)
+        client.users += 1
+        return client
 
 
-def leave(home: Home) -> bool:
-    """One user less; True for the last one, who turns off the light."""
-    with _making:
-        home.users -= 1
-        if home.users > 0:
+def release_client(client: ServerClient) -> bool:
+    """Decrement the reference count; return True for the last user, which closes the client."""
+    with _registry_lock:
+        client.users -= 1
+        if client.users > 0:
             return False
-        for where, known in list(_homes.items()):
-            if known is home:
-                del _homes[where]
+        for key, other in list(_clients.items()):
+            if other is client:
+                del _clients[key]
         return True

@@ -1,4 +1,4 @@
-"""Keys: where a queue lives, all of it in one slot of a cluster."""
+"""The keys of a queue, all in one slot of a cluster."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 from ergon_framework.errors import ConfigurationError
 
-_LONGEST = 200
+_MAX_NAME_CHARS = 200
 
 
-class Keys(NamedTuple):
+class QueueKeys(NamedTuple):
     """The keys of one queue.
 
-    What is ready or in flight is in *stream*; what is put off is in *later*, with the moment it is
-    due in *due*; *free* counts the deliveries that cost nothing, by entry; *dead* are the dead
-    letters; *bell* rings for those who sleep when something comes back without being added.
+    Messages that are ready or in flight are in *stream*; deferred ones are in *later*, with their due
+    times in *due*; *free* counts the uncounted deliveries of each entry; *dead* has the dead letters;
+    *bell* notifies waiting workers of messages that are returned without being added.
     """
 
     stream: str
@@ -25,28 +25,28 @@ class Keys(NamedTuple):
     bell: str
 
 
-def keys_of(name: str, stream: str | None = None) -> Keys:
-    """The keys of the queue *name*, beside *stream* where somebody else's producer has chosen that.
+def queue_keys(name: str, stream: str | None = None) -> QueueKeys:
+    """Return the keys of the queue *name*; *stream* is the key that a third-party producer writes to.
 
-    >>> keys_of("orders").stream, keys_of("orders").dead
+    >>> queue_keys("orders").stream, queue_keys("orders").dead
     ('ergon:{orders}', 'ergon:{orders}:orders:dead')
-    >>> keys_of("orders", "shop:orders").dead
+    >>> queue_keys("orders", "shop:orders").dead
     'ergon:{shop:orders}:orders:dead'
     """
-    if not 0 < len(name) <= _LONGEST:
-        raise ConfigurationError(f"the name of a queue has 1 to {_LONGEST} characters, not {len(name)}")
+    if not 0 < len(name) <= _MAX_NAME_CHARS:
+        raise ConfigurationError(f"the name of a queue has 1 to {_MAX_NAME_CHARS} characters, not {len(name)}")
     if stream is None and ("{" in name or "}" in name):
         raise ConfigurationError(f"the name of a queue in Redis has no braces, which mark a cluster's slot: {name!r}")
     stream = f"ergon:{{{name}}}" if stream is None else stream
-    beside = f"ergon:{{{_tag(stream)}}}:{name}"
-    return Keys(stream, *(f"{beside}:{part}" for part in ("later", "due", "free", "dead", "bell")))
+    prefix = f"ergon:{{{_parse_hash_tag(stream)}}}:{name}"
+    return QueueKeys(stream, *(f"{prefix}:{part}" for part in ("later", "due", "free", "dead", "bell")))
 
 
-def _tag(stream: str) -> str:
-    """The part of a key that decides its slot: what is between its first braces, else all of it."""
-    _, opened, rest = stream.partition("{")
-    inside, closed, _ = rest.partition("}")
-    if opened and closed and inside:
+def _parse_hash_tag(stream: str) -> str:
+    """Return the part of a key that decides its slot: the text in its first braces, otherwise the whole key."""
+    _, opening, rest = stream.partition("{")
+    inside, closing, _ = rest.partition("}")
+    if opening and closing and inside:
         return inside
     if not stream or "}" in stream:
         raise ConfigurationError(f"no keys can be made that share a cluster's slot with the stream {stream!r}")

@@ -1,7 +1,7 @@
-"""Lines: the connections of this process to one server, made when they are needed and kept while they are sound.
+"""Connection pool: the connections of this process to one server, opened on demand and kept while they are usable.
 
-The client's own connections without its pools: after an outage the very next call tries to
-connect, nothing is sent twice behind anybody's back, and no call outlasts its timeouts.
+It uses the client's connections without its pools: after an outage the very next call tries to connect, no command is
+sent twice without the caller's knowledge, and no call outlasts its timeouts.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import redis
 import redis.asyncio
 from redis import exceptions
 
-from ergon_framework.connectors.redis.failures import translated
-from ergon_framework.connectors.redis.operation import Command, Operation, Together
-from ergon_framework.connectors.transports import drop
-from ergon_framework.errors import ConfigurationError, ConnectionLost
+from ergon_framework.connectors.redis.failures import translate_error
+from ergon_framework.connectors.redis.operation import Command, Operation, Pipeline
+from ergon_framework.connectors.transports import close_socket
+from ergon_framework.errors import ConfigurationError, ConnectionLostError
 
 R = TypeVar("R")
 
-#: Most connections of each flavour; whoever comes later waits.
-_MOST: Final = 16
-#: Seconds within which a connection is made and a command answered, unless the address says otherwise.
-TIMEOUT: Final = 5.0
+#: Most connections, sync and async ones each; further callers wait.
+_MAX_CONNECTIONS: Final = 16
+#: Timeout of a connection attempt and of a command, unless the address gives another one.
+DEFAULT_TIMEOUT_SECONDS: Final = 5.0
 
 
-class Line(Protocol):
-    """What is used of the client's own connection."""
+class Connection(Protocol):
+    """The used part of the client's own connection."""
 
     def connect(self) -> None: ...
 
@@ -45,8 +45,8 @@ class Line(Protocol):
     def read_response(self, *, timeout: float = ...) -> Any: ...
 
 
-class AsyncLine(Protocol):
-    """The same on an event loop."""
+class AsyncConnection(Protocol):
+    """The used part of the client's own connection on an event loop."""
 
     async def connect(self) -> None: ...
 
@@ -59,272 +59,276 @@ class AsyncLine(Protocol):
     async def read_response(self) -> Any: ...
 
 
-class Node(NamedTuple):
+class ClusterNode(NamedTuple):
     """One server of a cluster."""
 
     host: str
     port: int
 
 
-class Moved(ConnectionLost):
-    """The queue is at another node of the cluster; nothing was done here."""
+class ClusterMovedError(ConnectionLostError):
+    """The queue is at another node of the cluster; this node has changed nothing."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: ClusterNode) -> None:
         super().__init__("the queue is at another node of the cluster")
         self.node = node
 
 
-class Lines:
-    """Connections for both flavours to the server at *url*, or to another *node* of its cluster."""
+class ConnectionPool:
+    """Sync and async connections to the server at *url*, or to another *node* of its cluster."""
 
-    def __init__(self, url: str, node: Node | None = None) -> None:
+    def __init__(self, url: str, node: ClusterNode | None = None) -> None:
         settings: dict[str, Any] = {
-            "socket_timeout": TIMEOUT,
-            "socket_connect_timeout": TIMEOUT,
+            "socket_timeout": DEFAULT_TIMEOUT_SECONDS,
+            "socket_connect_timeout": DEFAULT_TIMEOUT_SECONDS,
             "socket_keepalive": True,
             "protocol": 2,
             "client_name": "ergon",
             "driver_info": None,
         }
         try:
-            self._kind, self._options = _settings(redis.ConnectionPool, url, settings)
-            self._kind_async, self._options_async = _settings(redis.asyncio.ConnectionPool, url, settings)
+            self._connection_class, self._options = _parse_options(redis.ConnectionPool, url, settings)
+            self._async_connection_class, self._options_async = _parse_options(
+                redis.asyncio.ConnectionPool, url, settings
+            )
         except (ValueError, TypeError, exceptions.RedisError):
-            # Without its cause, which quotes the address.
+            # Without the cause, which quotes the address.
             raise ConfigurationError(
                 "the address of the server cannot be read; it looks like redis://user@host:6379/0"
             ) from None
         if node is not None:
             self._options |= node._asdict()
             self._options_async |= node._asdict()
-        self.timeout = float(self._options.get("socket_timeout") or TIMEOUT)
-        # The client makes a task of every write to limit it. Here one limit holds for a command and its answer.
+        self.timeout = float(self._options.get("socket_timeout") or DEFAULT_TIMEOUT_SECONDS)
+        # The client creates a task for every write to limit its time. Here one timeout covers a command and its answer.
         self._options_async["socket_timeout"] = None
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._owner = os.getpid()
         self._closed = False
-        # A queue: a semaphore is written in Python.
-        self._free: SimpleQueue[None] = SimpleQueue()
-        for _ in range(_MOST):
-            self._free.put(None)
-        self._idle: list[Line] = []
-        self._per_loop: dict[asyncio.AbstractEventLoop, _LoopLines] = {}
+        # A queue, because a semaphore is written in Python.
+        self._permits: SimpleQueue[None] = SimpleQueue()
+        for _ in range(_MAX_CONNECTIONS):
+            self._permits.put(None)
+        self._idle: list[Connection] = []
+        self._loop_connections: dict[asyncio.AbstractEventLoop, _LoopConnections] = {}
 
     def after_fork(self) -> None:
-        """A child begins anew."""
+        """Reset the pool in a forked child."""
         if self._owner != os.getpid():
-            # They are the parent's: closing them here would end its sessions. Kept, so that nobody collects them.
-            self._inherited = (self._idle, self._per_loop)
-            self._begin()
+            # These are the parent's: closing them would end its sessions. Kept, so that they are not garbage-collected.
+            self._inherited = (self._idle, self._loop_connections)
+            self._reset()
 
-    # -- the sync flavour -----------------------------------------------------------------------
+    # -- sync -----------------------------------------------------------------------------------
 
     def run(self, operation: Operation[R]) -> R:
-        """Perform *operation* on a connection of its own."""
+        """Run *operation* on a connection of its own."""
         self.after_fork()
         try:
-            self._free.get(timeout=self.timeout)
+            self._permits.get(timeout=self.timeout)
         except Empty:
-            raise _full() from None
-        line: Line | None = None
-        sound = False
+            raise _pool_exhausted_error() from None
+        connection: Connection | None = None
+        is_usable = False
         try:
-            line = self._first_sound() or self.connect()
-            value = _performed(line, operation)
+            connection = self._take_idle() or self.connect()
+            value = _run_operation(connection, operation)
         except exceptions.MovedError as error:
-            raise Moved(Node(error.host, int(error.port))) from None
+            raise ClusterMovedError(ClusterNode(error.host, int(error.port))) from None
         except exceptions.RedisError as error:
-            # A server that refuses a command has answered it: the line is as good as before.
-            sound = isinstance(error, exceptions.ResponseError) and not isinstance(error, exceptions.ReadOnlyError)
-            if not sound:
-                self._forget()
-            raise translated(error) from None
+            # A server that rejects a command has answered it, so the connection is still usable.
+            is_usable = isinstance(error, exceptions.ResponseError) and not isinstance(error, exceptions.ReadOnlyError)
+            if not is_usable:
+                self._close_idle()
+            raise translate_error(error) from None
         else:
-            sound = True
+            is_usable = True
             return value
         finally:
-            if line is not None and sound and not self._closed:
-                self._idle.append(line)
-            elif line is not None:
-                line.disconnect()
-            self._free.put(None)
+            if connection is not None and is_usable and not self._closed:
+                self._idle.append(connection)
+            elif connection is not None:
+                connection.disconnect()
+            self._permits.put(None)
 
-    def connect(self) -> Line:
-        """A new connection that nobody else will use; the caller disconnects it."""
-        line = cast("Line", self._kind(**self._options))
+    def connect(self) -> Connection:
+        """Open a connection outside the pool; the caller disconnects it."""
+        connection = cast("Connection", self._connection_class(**self._options))
         try:
-            line.connect()
+            connection.connect()
         except BaseException:
-            line.disconnect()
+            connection.disconnect()
             raise
-        return line
+        return connection
 
-    def _first_sound(self) -> Line | None:
+    def _take_idle(self) -> Connection | None:
         while self._idle:
             try:
-                line = self._idle.pop()
+                connection = self._idle.pop()
             except IndexError:  # another thread was faster
                 return None
             with suppress(exceptions.RedisError):
-                # Nothing was asked: whatever can be read there is the end of it.
-                if not line.can_read(0):
-                    return line
-            line.disconnect()
+                # No command is pending: data to read is an end of file or an error.
+                if not connection.can_read(0):
+                    return connection
+            connection.disconnect()
         return None
 
-    def _forget(self) -> None:
-        """Whatever broke one line has broken the others too."""
+    def _close_idle(self) -> None:
+        """Close all idle connections: an error that broke one connection has broken the others too."""
         while self._idle:
             with suppress(IndexError):
                 self._idle.pop().disconnect()
 
     def close(self) -> None:
-        """Close what is idle; what is borrowed is closed when it comes back."""
+        """Close idle connections; one that is in use is closed when it is released."""
         self._closed = True
-        self._forget()
-        for lines in list(self._per_loop.values()):
-            lines.abandon()
-        self._per_loop.clear()
+        self._close_idle()
+        for loop_connections in list(self._loop_connections.values()):
+            loop_connections.abandon()
+        self._loop_connections.clear()
 
-    # -- the async flavour ----------------------------------------------------------------------
+    # -- async ----------------------------------------------------------------------------------
 
     async def run_async(self, operation: Operation[R]) -> R:
-        """See run."""
+        """Run *operation* on an async connection; see ``run``."""
         self.after_fork()
-        lines = self._here()
-        if lines.room.locked():
+        loop_connections = self._get_loop_connections()
+        if loop_connections.permits.locked():
             try:
                 async with asyncio.timeout(self.timeout):
-                    await lines.room.acquire()
+                    await loop_connections.permits.acquire()
             except TimeoutError:
-                raise _full() from None
+                raise _pool_exhausted_error() from None
         else:
-            await lines.room.acquire()
-        line: AsyncLine | None = None
-        sound = False
+            await loop_connections.permits.acquire()
+        connection: AsyncConnection | None = None
+        is_usable = False
         try:
-            line = await lines.first_sound() or await self._connect_async()
-            value = await _performed_async(line, operation, self.timeout)
+            connection = await loop_connections.take_idle() or await self._connect_async()
+            value = await _run_operation_async(connection, operation, self.timeout)
         except exceptions.MovedError as error:
-            raise Moved(Node(error.host, int(error.port))) from None
+            raise ClusterMovedError(ClusterNode(error.host, int(error.port))) from None
         except exceptions.RedisError as error:
-            sound = isinstance(error, exceptions.ResponseError) and not isinstance(error, exceptions.ReadOnlyError)
-            if not sound:
-                await lines.forget()
-            raise translated(error) from None
+            is_usable = isinstance(error, exceptions.ResponseError) and not isinstance(error, exceptions.ReadOnlyError)
+            if not is_usable:
+                await loop_connections.close_idle()
+            raise translate_error(error) from None
         else:
-            sound = True
+            is_usable = True
             return value
         finally:
-            if line is not None and sound and not self._closed:
-                lines.idle.append(line)
-            elif line is not None:
-                await _hang_up(line)
-            lines.room.release()
+            if connection is not None and is_usable and not self._closed:
+                loop_connections.idle.append(connection)
+            elif connection is not None:
+                await _disconnect(connection)
+            loop_connections.permits.release()
 
-    async def _connect_async(self) -> AsyncLine:
-        line = cast("AsyncLine", self._kind_async(**self._options_async))
+    async def _connect_async(self) -> AsyncConnection:
+        connection = cast("AsyncConnection", self._async_connection_class(**self._options_async))
         try:
-            async with _limit(2 * self.timeout):
-                await line.connect()
+            async with _time_limit(2 * self.timeout):
+                await connection.connect()
         except BaseException:
-            await _hang_up(line)
+            await _disconnect(connection)
             raise
-        return line
+        return connection
 
-    def _here(self) -> _LoopLines:
+    def _get_loop_connections(self) -> _LoopConnections:
         loop = asyncio.get_running_loop()
-        lines = self._per_loop.get(loop)
-        if lines is None:
-            for other in [other for other in self._per_loop if other.is_closed()]:
-                self._per_loop.pop(other).abandon()
-            lines = self._per_loop[loop] = _LoopLines(loop)
-        return lines
+        loop_connections = self._loop_connections.get(loop)
+        if loop_connections is None:
+            for other in [other for other in self._loop_connections if other.is_closed()]:
+                self._loop_connections.pop(other).abandon()
+            loop_connections = self._loop_connections[loop] = _LoopConnections(loop)
+        return loop_connections
 
     async def close_async(self) -> None:
-        """See close."""
+        """Close the connections of the running event loop, and all idle ones; see ``close``."""
         self._closed = True
-        lines = self._per_loop.pop(asyncio.get_running_loop(), None)
-        if lines is not None:
-            await lines.forget()
+        loop_connections = self._loop_connections.pop(asyncio.get_running_loop(), None)
+        if loop_connections is not None:
+            await loop_connections.close_idle()
         self.close()
 
 
-class _LoopLines:
+class _LoopConnections:
     """The connections of one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.room = asyncio.Semaphore(_MOST)
-        self.idle: list[AsyncLine] = []
+        self.permits = asyncio.Semaphore(_MAX_CONNECTIONS)
+        self.idle: list[AsyncConnection] = []
 
-    async def first_sound(self) -> AsyncLine | None:
+    async def take_idle(self) -> AsyncConnection | None:
         while self.idle:
-            line = self.idle.pop()
+            connection = self.idle.pop()
             with suppress(exceptions.RedisError):
-                if not await line.can_read():
-                    return line
-            await _hang_up(line)
+                if not await connection.can_read():
+                    return connection
+            await _disconnect(connection)
         return None
 
-    async def forget(self) -> None:
+    async def close_idle(self) -> None:
         while self.idle:
-            await _hang_up(self.idle.pop())
+            await _disconnect(self.idle.pop())
 
     def abandon(self) -> None:
-        """Let them go from outside their event loop, which runs elsewhere or is closed."""
-        for line in self.idle:
-            own: Any = line
-            writer, own._writer, own._reader = own._writer, None, None  # noqa: SLF001 - disconnect() needs their loop
+        """Discard idle connections from outside their event loop, which runs in another thread or is closed."""
+        for connection in self.idle:
+            client_connection: Any = connection
+            writer, client_connection._writer, client_connection._reader = client_connection._writer, None, None  # noqa: SLF001 - disconnect() needs their loop
             if writer is None:
                 continue
             try:
                 self._loop.call_soon_threadsafe(writer.transport.abort)
             except RuntimeError:
-                drop(writer.transport)
+                close_socket(writer.transport)
         self.idle.clear()
 
 
-async def _hang_up(line: AsyncLine) -> None:
+async def _disconnect(connection: AsyncConnection) -> None:
     with suppress(exceptions.RedisError, OSError):
-        await line.disconnect(nowait=True)
+        await connection.disconnect(nowait=True)
 
 
-def _full() -> ConnectionLost:
-    return ConnectionLost(f"none of {_MOST} connections to the server was free in time")
+def _pool_exhausted_error() -> ConnectionLostError:
+    return ConnectionLostError(f"none of {_MAX_CONNECTIONS} connections to the server was free in time")
 
 
-def _settings(pool: Any, url: str, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    made = pool.from_url(url, **settings)
-    options = {name: value for name, value in made.connection_kwargs.items() if name in settings or value is not None}
-    return made.connection_class, options
+def _parse_options(pool: Any, url: str, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    client_pool = pool.from_url(url, **settings)
+    options = {
+        name: value for name, value in client_pool.connection_kwargs.items() if name in settings or value is not None
+    }
+    return client_pool.connection_class, options
 
 
-def packed(command: Command) -> bytes:
-    """The bytes of *command*."""
+def pack_command(command: Command) -> bytes:
+    """Encode *command* to bytes."""
     data: bytes = hiredis.pack_command(command)
     return data
 
 
-def _packed(command: Command | Together) -> tuple[bytes, int]:
-    """The bytes of *command*, and how many answers it has; 0 means one that is not in a list."""
-    if isinstance(command, Together):
-        return b"".join(packed(each) for each in command.commands), len(command.commands)
-    return packed(command), 0
+def _pack(command: Command | Pipeline) -> tuple[bytes, int]:
+    """Return the bytes of *command*, and the number of its answers; 0 means one answer that is not in a list."""
+    if isinstance(command, Pipeline):
+        return b"".join(pack_command(each) for each in command.commands), len(command.commands)
+    return pack_command(command), 0
 
 
-def _performed(line: Line, operation: Operation[R]) -> R:
-    """Run *operation* on *line*; whatever a command raises is raised at its yield."""
+def _run_operation(connection: Connection, operation: Operation[R]) -> R:
+    """Run *operation* on *connection*; an error of a command is raised at its yield."""
     try:
         command = next(operation)
         while True:
-            data, many = _packed(command)
+            data, answer_count = _pack(command)
             try:
-                line.send_packed_command([data])
-                answer = _answers(line, many) if many else line.read_response()
-            except Exception as error:  # noqa: BLE001 - handed to the operation, which hands it on
+                connection.send_packed_command([data])
+                answer = _read_answers(connection, answer_count) if answer_count else connection.read_response()
+            except Exception as error:  # noqa: BLE001 - thrown into the operation, which raises it again
                 command = operation.throw(error)
             else:
                 command = operation.send(answer)
@@ -333,18 +337,18 @@ def _performed(line: Line, operation: Operation[R]) -> R:
         return value
 
 
-def _answers(line: Line, many: int) -> Sequence[Any]:
+def _read_answers(connection: Connection, answer_count: int) -> Sequence[Any]:
     answers: list[Any] = []
-    for _ in range(many):
+    for _ in range(answer_count):
         try:
-            answers.append(line.read_response())
+            answers.append(connection.read_response())
         except exceptions.ResponseError as error:
             answers.append(error)
     return answers
 
 
 @asynccontextmanager
-async def _limit(seconds: float) -> AsyncIterator[None]:
+async def _time_limit(seconds: float) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(seconds) as limit:
             yield
@@ -354,17 +358,21 @@ async def _limit(seconds: float) -> AsyncIterator[None]:
         raise exceptions.TimeoutError(f"no answer within {seconds:g} s") from None
 
 
-async def _performed_async(line: AsyncLine, operation: Operation[R], timeout: float) -> R:
-    """The same without blocking the event loop."""
+async def _run_operation_async(connection: AsyncConnection, operation: Operation[R], timeout: float) -> R:
+    """Run *operation* on an async connection, without blocking the event loop."""
     try:
         command = next(operation)
         while True:
-            data, many = _packed(command)
+            data, answer_count = _pack(command)
             try:
-                async with _limit(timeout):
-                    await line.send_packed_command(data)
-                    answer = await _answers_async(line, many) if many else await line.read_response()
-            except Exception as error:  # noqa: BLE001 - handed to the operation, which hands it on
+                async with _time_limit(timeout):
+                    await connection.send_packed_command(data)
+                    answer = (
+                        await _read_answers_async(connection, answer_count)
+                        if answer_count
+                        else await connection.read_response()
+                    )
+            except Exception as error:  # noqa: BLE001 - thrown into the operation, which raises it again
                 command = operation.throw(error)
             else:
                 command = operation.send(answer)
@@ -373,11 +381,11 @@ async def _performed_async(line: AsyncLine, operation: Operation[R], timeout: fl
         return value
 
 
-async def _answers_async(line: AsyncLine, many: int) -> Sequence[Any]:
+async def _read_answers_async(connection: AsyncConnection, answer_count: int) -> Sequence[Any]:
     answers: list[Any] = []
-    for _ in range(many):
+    for _ in range(answer_count):
         try:
-            answers.append(await line.read_response())
+            answers.append(await connection.read_response())
         except exceptions.ResponseError as error:
             answers.append(error)
     return answers

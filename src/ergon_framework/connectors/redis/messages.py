@@ -1,4 +1,4 @@
-"""Messages: entries of a stream as bodies and headers, also those that some other producer wrote."""
+"""Entries of a stream as bodies and headers, including those of third-party producers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from ergon_framework.connectors.base import MissingKeyError, UndecodableError
 from ergon_framework.connectors.codec import (
-    PROGRESS,
+    PROGRESS_HEADERS,
     WIRE,
     Codec,
     UnencodableError,
@@ -15,99 +15,103 @@ from ergon_framework.connectors.codec import (
     describe_unread,
     to_json,
 )
-from ergon_framework.connectors.redis.scripts import PACKED
+from ergon_framework.connectors.redis.scripts import PACKED_FIELD
 from ergon_framework.transaction import Transaction
 
-#: How often an entry was handed out at a cost before it was put back as a new one.
-DELIVERIES: Final = "ergon-deliveries"
-#: What a transaction brings home when it is put off, and loses when it is replayed.
-CHANGING: Final = (*PROGRESS, DELIVERIES)
-_PACKED: Final = PACKED.encode()
-#: More bytes than any message has, and as many as a number in Lua counts exactly.
-_UNLIMITED: Final = 2**53
-#: Names of headers that are read for nearly every message, and need not be decoded each time.
-_NAMES: Final = {row.header.encode(): row.header for row in WIRE} | {DELIVERIES.encode(): DELIVERIES}
+#: Counted deliveries of an entry before it was added again as a new one.
+DELIVERIES_HEADER: Final = "ergon-deliveries"
+#: Headers that a deferred transaction brings back, and that a replay removes.
+CHANGING_HEADERS: Final = (*PROGRESS_HEADERS, DELIVERIES_HEADER)
+_PACKED_FIELD: Final = PACKED_FIELD.encode()
+#: More bytes than any message has, and the largest integer that Lua counts exactly.
+_NO_SIZE_LIMIT: Final = 2**53
+#: Headers of nearly every message, so that their names need not be decoded each time.
+_HEADER_NAMES: Final = {row.header.encode(): row.header for row in WIRE} | {
+    DELIVERIES_HEADER.encode(): DELIVERIES_HEADER
+}
 
 
 class Messages:
-    """Writes and reads the entries of one queue.
+    """Encodes and decodes the entries of one queue.
 
-    A header is a field, and the body is the field called *body*. What has none is somebody else's:
-    its fields are then the headers, and as one JSON object the body.
+    A header is a field, and the body is the field called *body_field*. An entry without that field is
+    a third-party one: its fields are the headers, and the body is one JSON object of them.
     """
 
-    def __init__(self, codec: Codec, *, name: str, body: str) -> None:
+    def __init__(self, codec: Codec, *, name: str, body_field: str) -> None:
         self.codec = codec
         self._name = name
         #: The name of the field that holds the body.
-        self.body = body
-        self._field = body.encode()
+        self.body_field = body_field
+        self._encoded_body_field = body_field.encode()
 
     @property
-    def largest(self) -> int:
-        """Bytes of the largest body that is read."""
-        most = self.codec.max_bytes
-        return _UNLIMITED if most is None else most
+    def max_body_bytes(self) -> int:
+        """The largest body that is decoded, in bytes."""
+        max_bytes = self.codec.max_bytes
+        return _NO_SIZE_LIMIT if max_bytes is None else max_bytes
 
-    def fields(self, transaction: Transaction) -> list[str | bytes]:
-        """The fields and values of *transaction*."""
+    def encode_fields(self, transaction: Transaction) -> list[str | bytes]:
+        """Encode *transaction* to fields and values."""
         body, headers = self.codec.encode(transaction)
-        if self.body in headers:
-            raise UnencodableError(f"a header of transaction {transaction.id!r} is called {self.body!r}, as the body")
-        fields: list[str | bytes] = [self._field, body]
+        if self.body_field in headers:
+            raise UnencodableError(
+                f"a header of transaction {transaction.id!r} is called {self.body_field!r}, as the body"
+            )
+        fields: list[str | bytes] = [self._encoded_body_field, body]
         for header, text in headers.items():
             fields += (header, text)
         return fields
 
     def split(self, fields: Sequence[bytes]) -> tuple[bytes, dict[str, str]]:
-        """Body and headers of an entry."""
+        """Split an entry into body and headers."""
         body: bytes | None = None
         headers: dict[str, str] = {}
-        pairs = iter(spread(fields) if fields and fields[0] == _PACKED else fields)
+        pairs = iter(unpack_fields(fields) if fields and fields[0] == _PACKED_FIELD else fields)
         for name, value in zip(pairs, pairs, strict=True):
-            if name == self._field:
+            if name == self._encoded_body_field:
                 body = value
             else:
-                headers[_NAMES.get(name) or name.decode(errors="replace")] = value.decode(errors="replace")
+                headers[_HEADER_NAMES.get(name) or name.decode(errors="replace")] = value.decode(errors="replace")
         return (to_json(headers).encode() if body is None else body), headers
 
-    def read(
+    def decode(
         self, body: bytes, headers: Mapping[str, str]
     ) -> tuple[Transaction, UndecodableError | MissingKeyError | None]:
-        """The transaction of an entry, or a stand-in for it and why."""
+        """Decode an entry; return its transaction, or a stand-in and the error."""
         try:
             return self.codec.decode(body, headers, source=self._name), None
-        except Exception:  # noqa: BLE001 - whatever it is, the next line tells it
+        except Exception:  # noqa: BLE001 - whatever the error is, the next line reports it
             return decode(self.codec, body, headers, source=self._name)
 
     def describe(
         self, size: int, headers: Mapping[str, str]
     ) -> tuple[Transaction, UndecodableError | MissingKeyError | None]:
-        """The same of an entry whose body of *size* bytes was not loaded."""
+        """Return a stand-in for an entry whose body of *size* bytes was not loaded, and the error."""
         return describe_unread(size, headers, source=self._name, limit=self.codec.max_bytes)
 
 
-def counted(headers: Mapping[str, str]) -> int:
-    """How many deliveries an entry had cost before it was put back; a producer's nonsense is none."""
-    text = headers.get(DELIVERIES)
+def previous_deliveries(headers: Mapping[str, str]) -> int:
+    """Return the counted deliveries of an entry before it was added again; an invalid header counts as none."""
+    text = headers.get(DELIVERIES_HEADER)
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else 0  # noqa: PLR2004
 
 
-def spread(fields: Sequence[bytes]) -> Sequence[bytes]:
-    """The fields of an entry whose first one holds them, as the scripts pack them; what only looks so stays as it is.
+def unpack_fields(fields: Sequence[bytes]) -> Sequence[bytes]:
+    """Unpack the fields of an entry that the scripts have packed into one; return an invalid packing unchanged.
 
-    >>> spread([b"ergon-packed", b"1:a2:bc", b"more", b"x"])
+    >>> unpack_fields([b"ergon-packed", b"1:a2:bc", b"more", b"x"])
     [b'a', b'bc', b'more', b'x']
-    >>> spread([b"ergon-packed", b"1:a2:b"])
+    >>> unpack_fields([b"ergon-packed", b"1:a2:b"])
     [b'ergon-packed', b'1:a2:b']
     """
-    whole, texts, at = fields[1], list[bytes](), 0
-    while at < len(whole):
-        colon = whole.find(b":", at, at + 10)
-        length = whole[at:colon]
-        end = colon + 1 + int(length) if colon > 0 and length.isdigit() else len(whole) + 1
-        if end > len(whole):
+    packed, texts, position = fields[1], list[bytes](), 0
+    while position < len(packed):
+        colon = packed.find(b":", position, position + 10)
+        length = packed[position:colon]
+        end = colon + 1 + int(length) if colon > 0 and length.isdigit() else len(packed) + 1
+        if end > len(packed):
             return fields
-        texts.append(whole[colon + 1 : end])
-        at = end
+        texts.append(packed[colon + 1 : end])
+        position = end
     return [*texts, *fields[2:]] if texts and len(texts) % 2 == 0 else fields

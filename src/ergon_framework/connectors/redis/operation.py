@@ -1,7 +1,7 @@
-"""Operation: a piece of work with a server, written once for both flavours.
+"""Operation: work with a server that is written once for the sync and the async variant.
 
-An operation is a generator that yields commands and is sent their answers. Who sends them, on a
-thread or on an event loop, is not its business; what it decides is the same for both.
+An operation is a generator that yields commands and receives their answers. The caller runs it on a thread or on an
+event loop; the operation's decisions are the same for both.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ R = TypeVar("R")
 Command: TypeAlias = tuple[Any, ...]
 
 
-class Together(NamedTuple):
-    """Many commands in one go; an answer each, an error that one of them had among them."""
+class Pipeline(NamedTuple):
+    """Commands that are sent together; the answers are a list, with the error of a failed command in its place."""
 
     commands: Sequence[Command]
 
 
-Operation: TypeAlias = Generator[Command | Together, Any, R]
+Operation: TypeAlias = Generator[Command | Pipeline, Any, R]
 
 
 class Script:
-    """Lua that the server runs in one step."""
+    """A Lua script that the server runs in one step."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     def run(self, keys: Sequence[str], *arguments: Any) -> Operation[Any]:
-        """What it answers; sent as a whole to a server that does not know it, as after a restart."""
+        """Run the script and return its answer; send its text to a server that does not know it, as after a restart."""
         try:
             return (yield ("EVALSHA", self.sha, len(keys), *keys, *arguments))
         except NoScriptError:

@@ -1,4 +1,4 @@
-"""RedisQueue: a queue in a Redis stream, in both flavours."""
+"""RedisQueue: a queue in a Redis stream, as a sync and an async connector."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from ergon_framework.connectors.arrivals import Arrivals
+from ergon_framework.connectors.arrivals import WakeupHub
 from ergon_framework.connectors.base import (
     AsyncConnector,
     Capabilities,
@@ -24,8 +24,8 @@ from ergon_framework.connectors.base import (
     Delivery,
     Depth,
     Listener,
+    SettlementRequest,
     SettleResult,
-    Settling,
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec
@@ -34,49 +34,49 @@ from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
 from ergon_framework.connectors.outage import public_address
 from ergon_framework.connectors.redis import burials, scripts
-from ergon_framework.connectors.redis.claiming import GROUP, Claiming
-from ergon_framework.connectors.redis.doorbell import Doorbell
-from ergon_framework.connectors.redis.durability import Durability
-from ergon_framework.connectors.redis.examining import examined
+from ergon_framework.connectors.redis.claiming import GROUP, ClaimManager
+from ergon_framework.connectors.redis.doorbell import NotificationListener
+from ergon_framework.connectors.redis.durability import RedisDurability
+from ergon_framework.connectors.redis.examining import diagnose
 from ergon_framework.connectors.redis.failures import MEMORY_FULL
-from ergon_framework.connectors.redis.home import Home, home_of, leave
-from ergon_framework.connectors.redis.keys import keys_of
-from ergon_framework.connectors.redis.lines import Line, Moved, Node
+from ergon_framework.connectors.redis.home import ServerClient, acquire_client, release_client
+from ergon_framework.connectors.redis.keys import queue_keys
+from ergon_framework.connectors.redis.lines import ClusterMovedError, ClusterNode, Connection
 from ergon_framework.connectors.redis.messages import Messages
-from ergon_framework.connectors.redis.operation import Operation, Together
-from ergon_framework.connectors.redis.receipt import Receipt
-from ergon_framework.connectors.redis.settling import Settler
-from ergon_framework.errors import ConfigurationError, ConnectionLost
-from ergon_framework.finding import Finding, Wall
+from ergon_framework.connectors.redis.operation import Operation, Pipeline
+from ergon_framework.connectors.redis.receipt import RedisReceipt
+from ergon_framework.connectors.redis.settling import RedisSettler
+from ergon_framework.errors import ConfigurationError, ConnectionLostError
+from ergon_framework.finding import Diagnostic, WallClock
 from ergon_framework.redaction import learn_address
 from ergon_framework.transaction import Transaction
 
 R = TypeVar("R")
 
-#: Where the address of the server is looked for if the program does not give one.
-VARIABLE: Final = "ERGON_REDIS__URL"
-#: A waiting fetch looks at least this often, doorbell or not.
-_LOOK: Final = 0.25
-#: Most that is dispatched in one step.
-_TOGETHER: Final = 1_000
-#: How often a queue is looked for before a cluster is said to be moving it.
-_REDIRECTIONS: Final = 5
-_DAY: Final = 86_400.0
-#: Seconds between two rounds of tidying, and for how long a consumer with empty hands is remembered.
-_TIDY: Final = 300.0
-_REMEMBERED: Final = 3_600.0
-#: Seconds that a cancelled fetch may take to give back what it claimed.
-_GIVE_BACK: Final = 1.0
+#: The environment variable with the address of the server, read if the program gives none.
+URL_VARIABLE: Final = "ERGON_REDIS__URL"
+#: The longest interval between two polls of a waiting fetch, with or without the notification listener.
+_POLL_INTERVAL_SECONDS: Final = 0.25
+#: Most messages that are dispatched in one step.
+_MAX_DISPATCH_BATCH: Final = 1_000
+#: Redirections that a call follows before it fails because the cluster is moving the queue.
+_MAX_REDIRECTIONS: Final = 5
+_DAY_SECONDS: Final = 86_400.0
+#: Seconds between two clean-ups, and the idle time after which a consumer without claims is removed.
+_CLEANUP_INTERVAL_SECONDS: Final = 300.0
+_CONSUMER_IDLE_SECONDS: Final = 3_600.0
+#: Timeout for a cancelled fetch to release the messages that it claimed.
+_RELEASE_TIMEOUT_SECONDS: Final = 1.0
 
 
 class RedisQueue(Connector, AsyncConnector):
     """One queue of a Redis server, 7 or newer, or of a cluster of them.
 
-    The address is *url*, or the environment's ``ERGON_REDIS__URL``. Claims last for *lease* seconds
+    The address is *url*, or ``ERGON_REDIS__URL`` of the environment. Claims last for *lease* seconds
     and are renewed one by one; all workers of a queue have the same lease. *stream* is the key of a
-    stream that somebody else's producer writes, and *body* the field that holds the body there. Dead
-    letters are kept for *dead_days*, None for ever. One fetch loads messages of *max_fetch_bytes* at
-    most, and always at least one.
+    stream that a third-party producer writes, and *body* the field that holds the body there. Dead
+    letters are kept for *dead_days*, without limit if None. One fetch loads messages of
+    *max_fetch_bytes* at most, and always at least one.
     """
 
     def __init__(
@@ -94,33 +94,35 @@ class RedisQueue(Connector, AsyncConnector):
         if not 0 < lease < math.inf:
             raise ConfigurationError(f"a lease must be a finite number of seconds > 0, not {lease!r}")
         self._name = name
-        self._keys = keys_of(name, stream)
+        self._keys = queue_keys(name, stream)
         self._url = url
         self._lease = lease
         self._codec = select_codec(codec)
-        self._messages = Messages(self._codec, name=name, body=body)
+        self._messages = Messages(self._codec, name=name, body_field=body)
         self._dead_days = dead_days
         self._limits = FetchLimits(max_fetch_bytes)
         self._lock = threading.Lock()
-        self._arrivals = Arrivals()
-        self._home: Home | None = None
-        self._inherited: Home | None = None
-        self._node: Node | None = None
-        self._durability: Durability | None = None
-        self._listening = 0
-        self._tidied = time.monotonic()
-        self._begin()
+        self._arrivals = WakeupHub()
+        self._client: ServerClient | None = None
+        self._inherited: ServerClient | None = None
+        self._node: ClusterNode | None = None
+        self._durability: RedisDurability | None = None
+        self._listener_count = 0
+        self._last_cleanup = time.monotonic()
+        self._create_consumer()
 
-    def _begin(self) -> None:
-        """A consumer of its own, in this process and in every child that is forked from it."""
-        self._owner = os.getpid()
-        consumer = f"{socket.gethostname()[:60]}:{self._owner}:{secrets.token_hex(6)}"
-        self._claiming = Claiming(self._keys, self._messages, consumer=consumer, lease=self._lease, limits=self._limits)
-        self._settler = Settler(self._keys, self._claiming, codec=self._codec)
-        self._bell = self._new_bell()
+    def _create_consumer(self) -> None:
+        """Create a separate consumer, in this process and in every child that is forked from it."""
+        self._owner_pid = os.getpid()
+        consumer = f"{socket.gethostname()[:60]}:{self._owner_pid}:{secrets.token_hex(6)}"
+        self._claims = ClaimManager(
+            self._keys, self._messages, consumer=consumer, lease=self._lease, limits=self._limits
+        )
+        self._settler = RedisSettler(self._keys, self._claims, codec=self._codec)
+        self._listener = self._new_listener()
 
-    def _new_bell(self) -> Doorbell:
-        return Doorbell(self._connect, (self._keys.stream, self._keys.bell), self._arrivals.arrived)
+    def _new_listener(self) -> NotificationListener:
+        return NotificationListener(self._connect, (self._keys.stream, self._keys.bell), self._arrivals.notify)
 
     def __repr__(self) -> str:
         return f"RedisQueue({self._name!r})"
@@ -131,21 +133,21 @@ class RedisQueue(Connector, AsyncConnector):
 
     @property
     def server_address(self) -> str | None:
-        return public_address(self._url or os.environ.get(VARIABLE))
+        return public_address(self._url or os.environ.get(URL_VARIABLE))
 
     @property
     def write_refusal(self) -> str | None:
-        """Return why the server takes nothing new; at its memory limit it still lets workers fetch and ack."""
-        return MEMORY_FULL if self._claiming.memory_full else None
+        """Why the server rejects writes; at its memory limit it still lets workers fetch and ack."""
+        return MEMORY_FULL if self._claims.memory_full else None
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do; whether it is durable is known once it was opened."""
+        """The capabilities of the queue; the durability is known once the queue was opened."""
         return Capabilities(
             mode="queue",
             renewable=True,
             lease=self._lease,
-            release_is_free=True,
+            release_uncounted=True,
             delays=True,
             dead_letters=True,
             fenced_by="token",
@@ -155,46 +157,46 @@ class RedisQueue(Connector, AsyncConnector):
 
     @property
     def durability(self) -> str | None:
-        """In words, what a power loss could cost; None before the queue was opened."""
-        return None if self._durability is None else self._durability.words
+        """What a power loss could lose, as text; None before the queue was opened."""
+        return None if self._durability is None else self._durability.message
 
-    # -- coming and going ---------------------------------------------------------------------------
+    # -- opening and closing ------------------------------------------------------------------------
 
-    def _at_home(self) -> Home:
+    def _get_client(self) -> ServerClient:
         with self._lock:
-            if self._owner != os.getpid():
-                # Kept, so that nobody collects connections that are the parent's.
-                self._inherited, self._home, self._durability = self._home, None, None
-                self._begin()
-                for _ in range(self._listening):
-                    self._bell.want()
-            if self._home is None:
-                self._home = home_of(self._address())
-            return self._home
+            if self._owner_pid != os.getpid():
+                # A reference is kept, so that the parent's connections are not garbage-collected here.
+                self._inherited, self._client, self._durability = self._client, None, None
+                self._create_consumer()
+                for _ in range(self._listener_count):
+                    self._listener.enable()
+            if self._client is None:
+                self._client = acquire_client(self._require_url())
+            return self._client
 
-    def _address(self) -> str:
-        url = self._url or os.environ.get(VARIABLE)
+    def _require_url(self) -> str:
+        url = self._url or os.environ.get(URL_VARIABLE)
         if not url:
             raise ConfigurationError(
-                f"the queue {self._name!r} has no server: set {VARIABLE} in the environment or give url=…"
+                f"the queue {self._name!r} has no server: set {URL_VARIABLE} in the environment or give url=…"
             )
         learn_address(url)
         return url
 
-    def _opened(self, home: Home) -> Operation[None]:
-        """The first time, make the group and look at the server."""
+    def _ensure_open(self, client: ServerClient) -> Operation[None]:
+        """Create the consumer group and check the server, the first time."""
         if self._durability is None:
-            yield from self._grouped()
-            self._durability = yield from home.checked(self._node)
+            yield from self._create_group()
+            self._durability = yield from client.check_durability(self._node)
 
-    def _grouped(self) -> Operation[None]:
+    def _create_group(self) -> Operation[None]:
         try:
             yield ("XGROUP", "CREATE", self._keys.stream, GROUP, "0", "MKSTREAM")
         except ResponseError as error:
             if str(error).startswith("BUSYGROUP"):
                 return
-            # At its memory limit the server refuses the command before it looks for the group. Workers that start then
-            # must be able to fetch and ack: nothing else makes room.
+            # At its memory limit the server rejects the command before it looks for the group. Workers that start then
+            # must be able to fetch and ack: only that frees memory.
             if not isinstance(error, OutOfMemoryError) or not (yield from self._has_group()):
                 raise
 
@@ -205,140 +207,140 @@ class RedisQueue(Connector, AsyncConnector):
             return False
         return any(GROUP.encode() in group for group in groups)
 
-    def _run(self, work: Callable[[Home], Operation[R]]) -> R:
-        for _ in range(_REDIRECTIONS):
-            home, node = self._at_home(), self._node
+    def _run(self, work: Callable[[ServerClient], Operation[R]]) -> R:
+        for _ in range(_MAX_REDIRECTIONS):
+            client, node = self._get_client(), self._node
             try:
-                return home.lines(node).run(self._grouping(work, home))
-            except Moved as moved:
-                self._node = moved.node
-            except ConnectionLost:
-                self._node = home.next_after(node)
+                return client.pool(node).run(self._run_with_group(work, client))
+            except ClusterMovedError as redirection:
+                self._node = redirection.node
+            except ConnectionLostError:
+                self._node = client.follow_redirect(node)
                 raise
-        raise self._wandering()
+        raise self._redirection_error()
 
-    async def _run_async(self, work: Callable[[Home], Operation[R]]) -> R:
-        for _ in range(_REDIRECTIONS):
-            home, node = self._at_home(), self._node
+    async def _run_async(self, work: Callable[[ServerClient], Operation[R]]) -> R:
+        for _ in range(_MAX_REDIRECTIONS):
+            client, node = self._get_client(), self._node
             try:
-                return await home.lines(node).run_async(self._grouping(work, home))
-            except Moved as moved:
-                self._node = moved.node
-            except ConnectionLost:
-                self._node = home.next_after(node)
+                return await client.pool(node).run_async(self._run_with_group(work, client))
+            except ClusterMovedError as redirection:
+                self._node = redirection.node
+            except ConnectionLostError:
+                self._node = client.follow_redirect(node)
                 raise
-        raise self._wandering()
+        raise self._redirection_error()
 
-    def _grouping(self, work: Callable[[Home], Operation[R]], home: Home) -> Operation[R]:
-        """*work*, once more where the server has lost the group, as after a flush."""
+    def _run_with_group(self, work: Callable[[ServerClient], Operation[R]], client: ServerClient) -> Operation[R]:
+        """Run *work*, and once more where the server has lost the group, as after a flush."""
         try:
-            return (yield from work(home))
+            return (yield from work(client))
         except ResponseError as error:
             if "NOGROUP" not in str(error) and "no such key" not in str(error):
                 raise
-        yield from self._grouped()
-        return (yield from work(home))
+        yield from self._create_group()
+        return (yield from work(client))
 
-    def _wandering(self) -> ConnectionLost:
-        return ConnectionLost(f"the cluster sends everybody who asks for the queue {self._name!r} somewhere else")
+    def _redirection_error(self) -> ConnectionLostError:
+        return ConnectionLostError(f"the cluster sends everybody who asks for the queue {self._name!r} somewhere else")
 
-    def _connect(self) -> Line:
-        """A line for the doorbell, which must not bring back to life what was closed meanwhile."""
-        home = self._home
-        if home is None:
-            raise ConnectionLost(f"the queue {self._name!r} is closed")
-        return home.lines(self._node).connect()
+    def _connect(self) -> Connection:
+        """Open a connection for the notification listener; fail if the queue was closed meanwhile."""
+        client = self._client
+        if client is None:
+            raise ConnectionLostError(f"the queue {self._name!r} is closed")
+        return client.pool(self._node).connect()
 
     def open(self) -> None:
-        """Connect; refuse a server that would throw the queue away, and say what its settings are worth."""
-        self._run(self._opened)
+        """Connect; reject a server that would evict the queue, and log the durability of its settings."""
+        self._run(self._ensure_open)
 
     async def open_async(self) -> None:
-        await self._run_async(self._opened)
+        await self._run_async(self._ensure_open)
 
     def close(self) -> None:
-        """Disconnect. What is still held comes back to somebody when the lease ends."""
+        """Disconnect. Unsettled messages are redelivered when their lease ends."""
         self.interrupt()
-        with suppress(Exception):  # a server that is gone will find out by itself
-            if self._home is not None and self._owner == os.getpid():
-                self._run(self._left)
-        home, last = self._gone()
-        if home is not None and last:
-            home.close()
+        with suppress(Exception):  # without an answer, the claims expire and the idle consumer is removed later
+            if self._client is not None and self._owner_pid == os.getpid():
+                self._run(self._remove_consumer)
+        client, is_last = self._detach()
+        if client is not None and is_last:
+            client.close()
 
     async def close_async(self) -> None:
         self.interrupt()
         with suppress(Exception):  # as above
-            if self._home is not None and self._owner == os.getpid():
-                await self._run_async(self._left)
-        home, last = self._gone()
-        if home is not None and last:
-            await home.close_async()
+            if self._client is not None and self._owner_pid == os.getpid():
+                await self._run_async(self._remove_consumer)
+        client, is_last = self._detach()
+        if client is not None and is_last:
+            await client.close_async()
 
-    def _left(self, _: Home) -> Operation[None]:
+    def _remove_consumer(self, _: ServerClient) -> Operation[None]:
         if self._durability is not None:
-            yield from scripts.LEAVE.run((self._keys.stream,), GROUP, self._claiming.consumer)
+            yield from scripts.REMOVE_CONSUMER.run((self._keys.stream,), GROUP, self._claims.consumer)
 
-    def _gone(self) -> tuple[Home | None, bool]:
-        """The home that is left, and whether nobody else in this process lives there."""
+    def _detach(self) -> tuple[ServerClient | None, bool]:
+        """Detach from the client; return it, and whether this was its last user in this process."""
         with self._lock:
-            home, self._home, self._durability = self._home, None, None
-            self._bell.close()
-            self._bell = self._new_bell()
-            for _ in range(self._listening):
-                self._bell.want()
-        return home, home is not None and leave(home)
+            client, self._client, self._durability = self._client, None, None
+            self._listener.close()
+            self._listener = self._new_listener()
+            for _ in range(self._listener_count):
+                self._listener.enable()
+        return client, client is not None and release_client(client)
 
     def interrupt(self) -> None:
-        """Every fetch that is waiting now returns at once."""
+        """Make every waiting fetch return immediately."""
         self._arrivals.interrupt()
 
-    # -- being woken ----------------------------------------------------------------------------------
+    # -- wake-ups -------------------------------------------------------------------------------------
 
     def listen(self, listener: Listener) -> Unlisten:
         unlisten = self._arrivals.listen(listener)
         with self._lock:
-            self._listening += 1
-            self._bell.want()
+            self._listener_count += 1
+            self._listener.enable()
 
-        def leave_off() -> None:
+        def stop_listening() -> None:
             unlisten()
             with self._lock:
-                self._listening -= 1
-                self._bell.unwant()
+                self._listener_count -= 1
+                self._listener.disable()
 
-        return leave_off
+        return stop_listening
 
     @contextmanager
-    def _wanting(self) -> Iterator[None]:
-        """Somebody waits in a fetch."""
-        bell = self._bell
-        bell.want()
+    def _enable_listener(self) -> Iterator[None]:
+        """Enable the notification listener while a fetch waits."""
+        listener = self._listener
+        listener.enable()
         try:
             yield
         finally:
-            bell.unwant()
+            listener.disable()
 
     # -- fetch ------------------------------------------------------------------------------------------
 
-    def limit_deliveries(self, most: int) -> None:
-        self._limits.raise_deliveries(most)
+    def limit_deliveries(self, max_deliveries: int) -> None:
+        self._limits.raise_deliveries(max_deliveries)
 
     def fetch_transactions(self, batch_size: int, *, wait: float = 0.0, **_extra: Any) -> Sequence[Delivery]:
-        """What is ready: what came back first, then by age."""
+        """Return ready transactions: redelivered ones first, then by age."""
         if batch_size < 1:
             return []
         if wait <= 0:
-            return self._told_lost(self._fetched(batch_size))
+            return self._notify_lost(self._fetch_once(batch_size))
         end = time.monotonic() + wait
-        with self._wanting(), self._arrivals.bell() as bell:
+        with self._enable_listener(), self._arrivals.waiter() as waiter:
             while True:
-                bell.clear()
-                found = self._told_lost(self._fetched(batch_size))
-                left = end - time.monotonic()
-                if found or left <= 0 or bell.interrupted:
-                    return found
-                bell.rung(min(left, _LOOK))
+                waiter.clear()
+                deliveries = self._notify_lost(self._fetch_once(batch_size))
+                remaining = end - time.monotonic()
+                if deliveries or remaining <= 0 or waiter.is_interrupted:
+                    return deliveries
+                waiter.wait(min(remaining, _POLL_INTERVAL_SECONDS))
 
     async def fetch_transactions_async(
         self, batch_size: int, *, wait: float = 0.0, **_extra: Any
@@ -346,144 +348,148 @@ class RedisQueue(Connector, AsyncConnector):
         if batch_size < 1:
             return []
         if wait <= 0:
-            return self._told_lost(await self._fetched_async(batch_size))
+            return self._notify_lost(await self._fetch_once_async(batch_size))
         end = time.monotonic() + wait
-        with self._wanting(), self._arrivals.bell_async() as bell:
+        with self._enable_listener(), self._arrivals.waiter_async() as waiter:
             while True:
-                bell.clear()
-                found = self._told_lost(await self._fetched_async(batch_size))
-                left = end - time.monotonic()
-                if found or left <= 0 or bell.interrupted:
-                    return found
-                await bell.rung(min(left, _LOOK))
+                waiter.clear()
+                deliveries = self._notify_lost(await self._fetch_once_async(batch_size))
+                remaining = end - time.monotonic()
+                if deliveries or remaining <= 0 or waiter.is_interrupted:
+                    return deliveries
+                await waiter.wait(min(remaining, _POLL_INTERVAL_SECONDS))
 
-    def _fetched(self, count: int) -> tuple[list[Delivery], list[Receipt]]:
-        self._at_home()
-        with self._claiming.fetching():
-            return self._run(lambda home: self._claimed(home, count))
+    def _fetch_once(self, count: int) -> tuple[list[Delivery], list[RedisReceipt]]:
+        self._get_client()
+        with self._claims.track_fetch():
+            return self._run(lambda client: self._claim(client, count))
 
-    async def _fetched_async(self, count: int) -> tuple[list[Delivery], list[Receipt]]:
-        self._at_home()
+    async def _fetch_once_async(self, count: int) -> tuple[list[Delivery], list[RedisReceipt]]:
+        self._get_client()
         try:
-            with self._claiming.fetching():
-                return await self._run_async(lambda home: self._claimed(home, count))
+            with self._claims.track_fetch():
+                return await self._run_async(lambda client: self._claim(client, count))
         except asyncio.CancelledError:
-            # Whoever cancels has no use for what was claimed on the way, and somebody else has.
+            # The caller that cancels does not handle what was claimed meanwhile; other workers do.
             with suppress(Exception):
-                async with asyncio.timeout(_GIVE_BACK):
-                    await self._run_async(lambda _: self._disowned())
+                async with asyncio.timeout(_RELEASE_TIMEOUT_SECONDS):
+                    await self._run_async(lambda _: self._release_unconfirmed())
             raise
 
-    def _claimed(self, home: Home, count: int) -> Operation[tuple[list[Delivery], list[Receipt]]]:
-        yield from self._opened(home)
-        yield from self._disowned()
-        yield from self._tidy()
-        found, lost, seen = yield from self._claiming.claim(count, asks=self._bell.wanted)
-        if seen is not None:
-            self._bell.arm(seen)
-        return found, lost
+    def _claim(self, client: ServerClient, count: int) -> Operation[tuple[list[Delivery], list[RedisReceipt]]]:
+        yield from self._ensure_open(client)
+        yield from self._release_unconfirmed()
+        yield from self._clean_up_if_due()
+        deliveries, lost, state = yield from self._claims.claim(count, wants_wakeup=self._listener.enabled)
+        if state is not None:
+            self._listener.watch_from(state)
+        return deliveries, lost
 
-    def _told_lost(self, fetched: tuple[list[Delivery], list[Receipt]]) -> list[Delivery]:
-        found, lost = fetched
+    def _notify_lost(self, fetched: tuple[list[Delivery], list[RedisReceipt]]) -> list[Delivery]:
+        deliveries, lost = fetched
         if lost:
-            self._arrivals.lost(lost)
-        return found
+            self._arrivals.notify_lost(lost)
+        return deliveries
 
-    def _disowned(self) -> Operation[None]:
-        """Give back what fetches took whose answer never arrived."""
-        unknown = yield from self._claiming.unknown()
+    def _release_unconfirmed(self) -> Operation[None]:
+        """Release the messages of fetches whose answer never arrived."""
+        unknown = yield from self._claims.find_unknown()
         if unknown:
             yield from self._settler.settle(unknown)
 
-    def _tidy(self) -> Operation[None]:
-        """Now and then forget who is gone, and what is older than it is to get."""
-        if time.monotonic() < self._tidied + _TIDY:
+    def _clean_up_if_due(self) -> Operation[None]:
+        """Remove idle consumers and expired dead letters, at an interval."""
+        if time.monotonic() < self._last_cleanup + _CLEANUP_INTERVAL_SECONDS:
             return
-        self._tidied = time.monotonic()
-        yield from self._tidied_up()
+        self._last_cleanup = time.monotonic()
+        yield from self._clean_up()
 
-    def _tidied_up(self) -> Operation[None]:
-        idle = round(max(_REMEMBERED, 10 * self._lease) * 1000)
-        yield from scripts.TIDY.run((self._keys.stream,), GROUP, idle)
+    def _clean_up(self) -> Operation[None]:
+        idle = round(max(_CONSUMER_IDLE_SECONDS, 10 * self._lease) * 1000)
+        yield from scripts.CLEAN_UP.run((self._keys.stream,), GROUP, idle)
         if self._dead_days is not None:
-            oldest = max(0, round((time.time() - self._dead_days * _DAY) * 1000))
+            oldest = max(0, round((time.time() - self._dead_days * _DAY_SECONDS) * 1000))
             yield ("XTRIM", self._keys.dead, "MINID", oldest)
 
     # -- settle and renew -------------------------------------------------------------------------------
 
-    def settle(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        if not settlings:
+    def settle(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        if not requests:
             return []
-        with self._doubting(settlings):
-            return self._told_ready(self._run(lambda home: self._settled(home, settlings)))
+        with self._mark_unknown_on_error(requests):
+            return self._notify_ready(self._run(lambda client: self._settle(client, requests)))
 
-    async def settle_async(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
-        if not settlings:
+    async def settle_async(self, requests: Sequence[SettlementRequest]) -> Sequence[SettleResult]:
+        if not requests:
             return []
-        with self._doubting(settlings):
-            return self._told_ready(await self._run_async(lambda home: self._settled(home, settlings)))
+        with self._mark_unknown_on_error(requests):
+            return self._notify_ready(await self._run_async(lambda client: self._settle(client, requests)))
 
     @contextmanager
-    def _doubting(self, settlings: Sequence[Settling]) -> Iterator[None]:
+    def _mark_unknown_on_error(self, requests: Sequence[SettlementRequest]) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self._settler.doubt(settlings)
+            self._settler.mark_unknown(requests)
             raise
 
-    def _settled(self, home: Home, settlings: Sequence[Settling]) -> Operation[tuple[list[SettleResult], bool]]:
-        yield from self._opened(home)
-        return (yield from self._settler.settle(settlings))
+    def _settle(
+        self, client: ServerClient, requests: Sequence[SettlementRequest]
+    ) -> Operation[tuple[list[SettleResult], bool]]:
+        yield from self._ensure_open(client)
+        return (yield from self._settler.settle(requests))
 
-    def _told_ready(self, settled: tuple[list[SettleResult], bool]) -> list[SettleResult]:
+    def _notify_ready(self, settled: tuple[list[SettleResult], bool]) -> list[SettleResult]:
         results, ready = settled
         if ready:
-            self._arrivals.arrived()
+            self._arrivals.notify()
         return results
 
     def extend(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
-        return self._run(lambda home: self._extended(home, deliveries)) if deliveries else []
+        return self._run(lambda client: self._extend(client, deliveries)) if deliveries else []
 
     async def extend_async(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
-        return await self._run_async(lambda home: self._extended(home, deliveries)) if deliveries else []
+        return await self._run_async(lambda client: self._extend(client, deliveries)) if deliveries else []
 
-    def _extended(self, home: Home, deliveries: Sequence[Delivery]) -> Operation[list[float | None]]:
-        yield from self._opened(home)
+    def _extend(self, client: ServerClient, deliveries: Sequence[Delivery]) -> Operation[list[float | None]]:
+        yield from self._ensure_open(client)
         return (yield from self._settler.extend(deliveries, self._lease))
 
     # -- dispatch ---------------------------------------------------------------------------------------
 
     def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
-        """Add all to the stream; up to a thousand at once are added in one step, or none of them.
+        """Add all to the stream, in steps of up to a thousand messages; each step adds all of its messages or none.
 
-        Returns when the server has confirmed every one. After ConnectionLost nobody knows: whoever
-        asks again may have them twice.
+        Return when the server has confirmed every one. After ConnectionLostError the outcome is
+        unknown: a repeated dispatch may add them twice.
         """
-        return self._run(self._sent(transactions)) if transactions else []
+        return self._run(self._prepare_dispatch(transactions)) if transactions else []
 
     async def dispatch_async(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
-        return await self._run_async(self._sent(transactions)) if transactions else []
+        return await self._run_async(self._prepare_dispatch(transactions)) if transactions else []
 
-    def _sent(self, transactions: Sequence[Transaction]) -> Callable[[Home], Operation[Sequence[Confirmation]]]:
-        stamped = [self.stamped(transaction) for transaction in transactions]
-        stream, written = self._keys.stream, self._messages.fields
-        commands = [("XADD", stream, "*", *written(transaction)) for transaction in stamped]
+    def _prepare_dispatch(
+        self, transactions: Sequence[Transaction]
+    ) -> Callable[[ServerClient], Operation[Sequence[Confirmation]]]:
+        prepared = [self.prepare(transaction) for transaction in transactions]
+        stream, encode_fields = self._keys.stream, self._messages.encode_fields
+        commands = [("XADD", stream, "*", *encode_fields(transaction)) for transaction in prepared]
 
-        def sent(home: Home) -> Operation[Sequence[Confirmation]]:
-            yield from self._opened(home)
+        def send(client: ServerClient) -> Operation[Sequence[Confirmation]]:
+            yield from self._ensure_open(client)
             if len(commands) == 1:
                 yield commands[0]
-            for start in range(0, len(commands) if len(commands) > 1 else 0, _TOGETHER):
-                answers = yield Together([("MULTI",), *commands[start : start + _TOGETHER], ("EXEC",)])
-                # What was refused for want of memory was refused before anything was done.
+            for start in range(0, len(commands) if len(commands) > 1 else 0, _MAX_DISPATCH_BATCH):
+                answers = yield Pipeline([("MULTI",), *commands[start : start + _MAX_DISPATCH_BATCH], ("EXEC",)])
+                # A step that is rejected for lack of memory is rejected before anything is added.
                 for answer in (*answers, *(answers[-1] if isinstance(answers[-1], list) else ())):
                     if isinstance(answer, Exception):
                         raise answer
-            return [Confirmation(transaction.id) for transaction in stamped]
+            return [Confirmation(transaction.id) for transaction in prepared]
 
-        return sent
+        return send
 
-    # -- what is there ------------------------------------------------------------------------------------
+    # -- inspection ---------------------------------------------------------------------------------------
 
     def depth(self) -> Depth:
         return self._run(self._depth)
@@ -491,87 +497,95 @@ class RedisQueue(Connector, AsyncConnector):
     async def depth_async(self) -> Depth:
         return await self._run_async(self._depth)
 
-    def _depth(self, home: Home) -> Operation[Depth]:
-        yield from self._opened(home)
+    def _depth(self, client: ServerClient) -> Operation[Depth]:
+        yield from self._ensure_open(client)
         keys = self._keys
         answer = yield from scripts.DEPTH.run((keys.stream, keys.later, keys.due, keys.dead), GROUP)
         ready, delayed, in_flight, dead, age = answer
         return Depth(ready, delayed, in_flight, dead, None if ready == 0 or age < 0 else age / 1000)
 
-    def queued(self, ids: Collection[str]) -> Collection[str]:
-        """Which of these are ready, delayed or in flight; the whole queue is looked through."""
-        return self._run(lambda home: self._queued(home, ids))
+    def find_queued(self, ids: Collection[str]) -> Collection[str]:
+        """Return those of *ids* that are ready, delayed or in flight; reads the whole queue."""
+        return self._run(lambda client: self._find_queued(client, ids))
 
-    async def queued_async(self, ids: Collection[str]) -> Collection[str]:
-        return await self._run_async(lambda home: self._queued(home, ids))
+    async def find_queued_async(self, ids: Collection[str]) -> Collection[str]:
+        return await self._run_async(lambda client: self._find_queued(client, ids))
 
-    def _queued(self, home: Home, ids: Collection[str]) -> Operation[set[str]]:
-        yield from self._opened(home)
-        return (yield from burials.queued(self._keys, self._messages, ids))
+    def _find_queued(self, client: ServerClient, ids: Collection[str]) -> Operation[set[str]]:
+        yield from self._ensure_open(client)
+        return (yield from burials.find_queued(self._keys, self._messages, ids))
 
-    def examine(self, wall: Wall) -> Sequence[Finding]:
-        """How the server and the queue are; the stream is not made if it is not there."""
-        return self._run(lambda home: examined(home, self._node, self._keys, self._name, wall))
+    def diagnose(self, wall: WallClock) -> Sequence[Diagnostic]:
+        """Diagnose the server and the queue; a missing stream is not created."""
+        return self._run(lambda client: diagnose(client, self._node, self._keys, self._name, wall))
 
     # -- dead letters -------------------------------------------------------------------------------------
 
     def list_dead(
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
     ) -> Sequence[DeadLetterRecord]:
-        return self._run(lambda home: self._listed(home, query, after=after, limit=limit))
+        return self._run(lambda client: self._list_dead(client, query, after=after, limit=limit))
 
     async def list_dead_async(
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
     ) -> Sequence[DeadLetterRecord]:
-        return await self._run_async(lambda home: self._listed(home, query, after=after, limit=limit))
+        return await self._run_async(lambda client: self._list_dead(client, query, after=after, limit=limit))
 
-    def _listed(
-        self, home: Home, query: DeadLetterQuery, *, after: str | None, limit: int
+    def _list_dead(
+        self, client: ServerClient, query: DeadLetterQuery, *, after: str | None, limit: int
     ) -> Operation[Sequence[DeadLetterRecord]]:
-        yield from self._opened(home)
+        yield from self._ensure_open(client)
         return (
-            yield from burials.listed(
-                self._keys, self._messages, self._name, query, after=after, limit=limit, load=self._limits.max_bytes
+            yield from burials.list_dead(
+                self._keys,
+                self._messages,
+                self._name,
+                query,
+                after=after,
+                limit=limit,
+                max_bytes=self._limits.max_bytes,
             )
         )
 
-    def replay_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        replayed = self._run(lambda home: self._replayed(home, places))
-        self._arrivals.arrived()
+    def replay_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        replayed = self._run(lambda client: self._replay_dead(client, handles))
+        self._arrivals.notify()
         return replayed
 
-    async def replay_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        replayed = await self._run_async(lambda home: self._replayed(home, places))
-        self._arrivals.arrived()
+    async def replay_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        replayed = await self._run_async(lambda client: self._replay_dead(client, handles))
+        self._arrivals.notify()
         return replayed
 
-    def _replayed(self, home: Home, places: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
-        yield from self._opened(home)
-        return (yield from burials.replayed(self._keys, places))
+    def _replay_dead(self, client: ServerClient, handles: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
+        yield from self._ensure_open(client)
+        return (yield from burials.replay_dead(self._keys, handles))
 
-    def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return self._run(lambda home: self._discarded(home, places))
+    def discard_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return self._run(lambda client: self._discard_dead(client, handles))
 
-    async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return await self._run_async(lambda home: self._discarded(home, places))
+    async def discard_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
+        return await self._run_async(lambda client: self._discard_dead(client, handles))
 
-    def replace_dead(self, place: str, transaction: Transaction) -> ReplayResult:
-        return self._run(self._replaced(place, transaction))
+    def replace_dead(self, handle: str, transaction: Transaction) -> ReplayResult:
+        return self._run(self._prepare_replace(handle, transaction))
 
-    async def replace_dead_async(self, place: str, transaction: Transaction) -> ReplayResult:
-        return await self._run_async(self._replaced(place, transaction))
+    async def replace_dead_async(self, handle: str, transaction: Transaction) -> ReplayResult:
+        return await self._run_async(self._prepare_replace(handle, transaction))
 
-    def _replaced(self, place: str, transaction: Transaction) -> Callable[[Home], Operation[ReplayResult]]:
-        fields = self._messages.fields(self.stamped(transaction))
+    def _prepare_replace(
+        self, handle: str, transaction: Transaction
+    ) -> Callable[[ServerClient], Operation[ReplayResult]]:
+        fields = self._messages.encode_fields(self.prepare(transaction))
 
-        def replaced(home: Home) -> Operation[ReplayResult]:
-            yield from self._opened(home)
-            result = yield from burials.replace_dead(self._keys, place, fields)
-            self._arrivals.arrived()
+        def replace(client: ServerClient) -> Operation[ReplayResult]:
+            yield from self._ensure_open(client)
+            result = yield from burials.replace_dead(self._keys, handle, fields)
+            self._arrivals.notify()
             return result
 
-        return replaced
+        return replace
 
-    def _discarded(self, home: Home, places: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
-        yield from self._opened(home)
-        return (yield from burials.discarded(self._keys, places))
+    def _discard_dead(self, client: ServerClient, handles: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
+        yield from self._ensure_open(client)
+        return (yield from burials.discard_dead(self._keys, handles))

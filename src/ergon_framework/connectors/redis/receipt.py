@@ -1,18 +1,18 @@
-"""Receipt: what a worker must show to settle what it holds."""
+"""The receipt that a worker presents to settle a claimed message."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class Receipt(NamedTuple):
-    """The claim on one entry of the stream: whose it is, and how often the entry was handed out by then.
+class RedisReceipt(NamedTuple):
+    """The claim on one entry of the stream: its consumer, and the number of claims of the entry so far.
 
-    Every claim of an entry counts one more, whoever makes it, so that no two have the same number.
+    Every claim of an entry increments the count, by any consumer, so that no two claims have the same number.
     """
 
     id: bytes
     consumer: str
-    times: int
+    claim_count: int
     deliveries: int
     readable: bool = True

@@ -1,12 +1,11 @@
-"""Scripts: every step that must be one step of the server.
+"""Lua scripts: every change that must be one step of the server.
 
-An entry of the group's pending list is a claim. Its count grows with every claim, whoever makes
-it, and is never taken back, so that owner and count together name one claim and no other. What a
-delivery does not cost is counted beside, in a hash. What is released belongs to a consumer that
-does not exist, in its old place, and is taken from there first.
+An entry of the group's pending list is a claim. Its count grows with every claim, by any consumer, and is never
+decreased, so that consumer and count together identify one claim. Uncounted deliveries are counted separately, in a
+hash. A released entry belongs to a consumer that does not exist, keeps its place in the stream, and is claimed first.
 
-Where something moves from one stream to another it is added to the second before it is taken from
-the first: whatever the server refuses then, for want of memory for instance, is still where it was.
+A message that moves from one stream to another is added to the second before it is deleted from the first: a message
+that the server rejects, for lack of memory for instance, stays where it was.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from typing import Final
 
 from ergon_framework.connectors.redis.operation import Script
 
-#: The consumer to whom belongs what was given back.
-RETURNED: Final = "ergon:returned"
-#: How much of what is due is moved in one step.
-RIPE: Final = 200
-#: The most fields and values of a message that one command can be given in Lua, with some that are about it.
-MOST_FIELDS: Final = 7_000
-#: The field that holds all others of a message that has more of them, each text with its length before it.
-PACKED: Final = "ergon-packed"
+#: The consumer that owns released entries.
+RETURNED_CONSUMER: Final = "ergon:returned"
+#: Most due messages that one step moves.
+MAX_DUE_PER_FETCH: Final = 200
+#: Most fields and values of a message that one command accepts in Lua, with room for some extra ones.
+MAX_FIELDS: Final = 7_000
+#: The field that holds all others of a message with more of them, each text prefixed by its length.
+PACKED_FIELD: Final = "ergon-packed"
 
-_TOOLS: Final = f"""
-local RETURNED, MOST, PACKED = '{RETURNED}', {MOST_FIELDS}, '{PACKED}'
+_HELPERS: Final = f"""
+local RETURNED, MOST, PACKED = '{RETURNED_CONSUMER}', {MAX_FIELDS}, '{PACKED_FIELD}'
 
 local function milliseconds()
     local time = redis.call('TIME')
@@ -94,13 +93,13 @@ local function rings(bell)
 end
 """
 
-#: The largest part of a message that is told of one whose body is not.
-_TOLD: Final = 512 * 1024
+#: Most bytes of the other fields that are returned of a message without its body.
+_MAX_SHOWN_BYTES: Final = 512 * 1024
 
-#: How large entries are. Of one that is too large to be loaded the body is left out, and of its other fields as many
-#: are kept as are needed to name it.
+#: Sizes of entries. Of an entry that is too large to be loaded the body is left out, and as many of its other fields
+#: are kept as are needed to identify it.
 _MEASURE: Final = f"""
-local TOLD = {_TOLD}
+local TOLD = {_MAX_SHOWN_BYTES}
 
 -- Bytes of the body, or of all fields where none is the body or they are more; bytes of all; deliveries counted before.
 local function measure(fields, body)
@@ -138,8 +137,8 @@ local function next_step(step, heaviest, budget)
 end
 """
 
-#: Claims for one fetch, up to its number of bytes. What was delivered before may be what ended the worker: it is
-#: claimed alone, and without its body once it has had its last delivery.
+#: Claims for one fetch, up to its number of bytes. A redelivered message may be what ended the worker: it is claimed
+#: alone, and without its body once it has had its last delivery.
 _TAKE: Final = (
     _MEASURE
     + """
@@ -183,16 +182,16 @@ end
 """
 )
 
-#: Keys: stream, free. Arguments: group, consumer, how many, the name of the body's field, bytes of the largest body,
-#: bytes of one fetch, last delivery with a body. Answers with what is new, each with its id, its fields, how often it
-#: was claimed, how often at no cost, and the size of a body that is left out or -1.
-READ: Final = Script(_TOOLS + _TAKE + "take_new()\nreturn taken\n")
+#: Keys: stream, free. Arguments: group, consumer, count, the name of the body's field, bytes of the largest body, bytes
+#: of one fetch, last delivery with a body. Returns new entries, each with its id, its fields, the number of claims, the
+#: number of uncounted ones, and the size of a body that is left out or -1.
+READ: Final = Script(_HELPERS + _TAKE + "take_new()\nreturn taken\n")
 
-#: Keys: stream, free, later, due, bell. Arguments: as above, lease in ms, cursor or '', whether it wants to be woken.
-#: Answers with the cursor, what was taken as above, and 1 where the memory limit is reached; and for those that find
-#: nothing: the last id that was handed out, the last ring, and the ms until something is due.
+#: Keys: stream, free, later, due, bell. Arguments: as above, lease in ms, cursor or '', whether it wants a wake-up.
+#: Returns the cursor, the claimed entries as above, and 1 if the memory limit is reached; if there are no entries, also
+#: the last delivered id, the id of the last notification, and the ms until a message becomes due.
 FETCH: Final = Script(
-    _TOOLS
+    _HELPERS
     + _TAKE
     + f"""
 local later, due, bell = KEYS[3], KEYS[4], KEYS[5]
@@ -200,7 +199,7 @@ local lease, cursor = ARGV[8], ARGV[9]
 local now = milliseconds()
 -- Changes nothing, and is refused at the memory limit; the server looks at that only before the first write.
 memory_full = is_out_of_memory(redis.pcall('ZADD', due, 'XX', 0, ''))
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', due, '-inf', now, 'LIMIT', 0, {RIPE})) do
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', due, '-inf', now, 'LIMIT', 0, {MAX_DUE_PER_FETCH})) do
     local entry = redis.call('XRANGE', later, id, id)[1]
     if entry == nil or added(stream, entry[2]) then
         redis.call('ZREM', due, id)
@@ -247,11 +246,11 @@ return {{cursor, taken, memory_full and 1 or 0, last, rung, soon}}
 """
 )
 
-#: Keys: dead. Arguments: the id where it begins, the one where it ends, how many, the name of the body's field, bytes
-#: of the largest body, bytes of one answer. Answers with dead letters, each with its id, its fields, and the size of a
-#: body that is left out or -1; with none where there are no more.
+#: Keys: dead. Arguments: the first id, the last id, count, the name of the body's field, bytes of the largest body,
+#: bytes of one answer. Returns dead letters, each with its id, its fields, and the size of a body that is left out or
+#: -1; none if there are no more.
 LIST: Final = Script(
-    _TOOLS
+    _HELPERS
     + _MEASURE
     + """
 local from, body, largest, budget = ARGV[1], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -284,11 +283,11 @@ local function held(stream, group, me, id, count)
 end
 """
 
-#: Keys: stream, later, due, free, dead, bell. Arguments: group, consumer, how many acks, id and count of each; then
-#: of every other settlement its kind, id, count and three more. Answers with a letter each: s, l, f, or m
-#: where the memory limit is reached.
+#: Keys: stream, later, due, free, dead, bell. Arguments: group, consumer, the number of acks, id and count of each;
+#: then of every other settlement its kind, id, count and three more values. Returns a letter each: s for settled, l
+#: for lost, f for failed, or m if the memory limit is reached.
 SETTLE: Final = Script(
-    _TOOLS
+    _HELPERS
     + _HELD
     + """
 local stream, later, due, free, dead, bell = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
@@ -391,7 +390,7 @@ return table.concat(answers)
 """
 )
 
-#: Keys: stream. Arguments: group, consumer, id and count of each. Answers with 1 for each that is held, and 0.
+#: Keys: stream. Arguments: group, consumer, id and count of each claim. Returns 1 for each that exists, otherwise 0.
 EXTEND: Final = Script(
     _HELD
     + """
@@ -411,10 +410,10 @@ return table.concat(answers)
 """
 )
 
-#: Keys: stream, dead. Arguments: how many fields to leave out, their names, then the places. Answers with a letter
-#: each: s, g for one that was not there, f.
+#: Keys: stream, dead. Arguments: the number of fields to leave out, their names, then the handles. Returns a letter
+#: each: s for replayed, g for missing, f for failed.
 REPLAY: Final = Script(
-    _TOOLS
+    _HELPERS
     + """
 local stream, dead, drop, answers = KEYS[1], KEYS[2], {}, {}
 local names = tonumber(ARGV[1])
@@ -434,10 +433,10 @@ return table.concat(answers)
 """
 )
 
-#: Keys: stream, dead. Arguments: the id of a dead letter, then the fields of the message that replaces it. Answers as
-#: a replay of one.
+#: Keys: stream, dead. Arguments: the id of a dead letter, then the fields of the message that replaces it. Returns the
+#: letter of a replay.
 REPLACE: Final = Script(
-    _TOOLS
+    _HELPERS
     + """
 local stream, dead, fields = KEYS[1], KEYS[2], {}
 for at = 2, #ARGV do fields[at - 1] = ARGV[at] end
@@ -448,10 +447,10 @@ return 's'
 """
 )
 
-#: Keys: stream, later, due, dead. Arguments: group. Answers with what is ready, delayed, in flight and dead, and the
-#: age of the oldest that is ready in ms, or -1.
+#: Keys: stream, later, due, dead. Arguments: group. Returns the numbers of ready, delayed, in-flight and dead messages,
+#: and the age of the oldest ready one in ms, or -1.
 DEPTH: Final = Script(
-    _TOOLS
+    _HELPERS
     + """
 local stream, later, due, dead, group = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
 local now = milliseconds()
@@ -498,10 +497,9 @@ return {fresh + returned + ripe, delayed, pending - returned, buried, oldest}
 """
 )
 
-#: Keys: the stream to look through. Arguments: the id behind which it goes on, how much of it, the name of the field
-#: with ids, the ids that are looked for. Answers with where it got to, the ids that are there, and the entries
-#: without such a field.
-LOOK: Final = Script(
+#: Keys: the stream to search. Arguments: the id after which it continues, count, the name of the field with ids, the
+#: wanted ids. Returns the last id it has read, the ids that are there, and the entries without such a field.
+FIND_IDS: Final = Script(
     """
 local wanted, found, unnamed, last = {}, {}, {}, false
 for at = 4, #ARGV do wanted[ARGV[at]] = true end
@@ -521,11 +519,11 @@ return {last, found, unnamed}
 """
 )
 
-#: Keys: stream. Arguments: group, ms of idleness after which a consumer without anything in hand is forgotten.
-#: Forgetting one that holds something would throw its claims away, so both are one step. Where others read the
-#: stream too, what is done here was left to them: cut off what everybody has done.
-TIDY: Final = Script(
-    _TOOLS
+#: Keys: stream. Arguments: group, ms of idleness after which a consumer without claims is removed. Removing one with
+#: claims would delete them, so the check and the removal are one step. Where other groups read the stream, settled
+#: entries were left to them: this trims the entries that all groups have finished.
+CLEAN_UP: Final = Script(
+    _HELPERS
     + """
 local stream, group, idle = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local groups = redis.call('XINFO', 'GROUPS', stream)
@@ -563,8 +561,8 @@ return redis.call('XTRIM', stream, 'MINID', lowest)
 """
 )
 
-#: Keys: stream. Arguments: group, consumer. A consumer that leaves with empty hands is forgotten.
-LEAVE: Final = Script("""
+#: Keys: stream. Arguments: group, consumer. Removes a consumer without claims.
+REMOVE_CONSUMER: Final = Script("""
 if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) == 0 then
     return redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
 end

@@ -1,4 +1,4 @@
-"""The asyncio driver: bodies on long-lived tasks, a timer as the watcher."""
+"""The asyncio driver: handler calls run on long-lived tasks, and a loop timer is the deadline timer."""
 
 from __future__ import annotations
 
@@ -15,76 +15,76 @@ from types import CoroutineType
 from typing import Any
 
 from ergon_framework import scope
-from ergon_framework.engine.drivers.bodies import checked
+from ergon_framework.engine.drivers.bodies import reject_unstarted_coroutine
 from ergon_framework.engine.effects import NEVER, Call, R, Script
-from ergon_framework.engine.outcome import Answer, Err, Ok, Stopped
-from ergon_framework.engine.senses import Senses
-from ergon_framework.engine.slots import Mailbox, Slot, Slots
+from ergon_framework.engine.outcome import CallResult, Err, Interrupted, Ok
+from ergon_framework.engine.senses import Clock
+from ergon_framework.engine.slots import Mailbox, Scheduler, Slot
 
-#: The longest that workers go on without letting the event loop see to others.
-SLICE = 0.005
+#: The longest time that workers run before they yield to the event loop.
+MAX_SLICE_SECONDS = 0.005
 
 
-class Asyncio(Slots):
+class AsyncioDriver(Scheduler):
     """Runs scripts on tasks of the running event loop.
 
-    The tasks are workers that live as long as the driver: each takes what is ready, makes its
-    calls and takes the next. A body that is asked to leave is cancelled, once; one that ignores
-    that keeps its worker, as a hung body keeps its thread.
+    The tasks are workers that live as long as the driver: each takes a ready slot, makes its calls and takes the
+    next. A call that is requested to exit is cancelled, once; a call that ignores the cancellation keeps its worker,
+    as a hung call keeps its thread.
     """
 
-    def __init__(self, senses: Senses | None = None) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        super().__init__(senses or Senses(clock=clock_of(self._loop)))
+        super().__init__(clock or Clock(monotonic=event_loop_clock(self._loop)))
         self._thread = threading.get_ident()
         self._context = copy_context()
         self._ready: deque[tuple[Slot, Any]] = deque()
         self._idle: list[tuple[asyncio.Future[None], asyncio.Task[None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._over: asyncio.Future[Any] = self._loop.create_future()
-        #: A worker is deciding right now, and will look for more work before it waits.
-        self._deciding = False
-        #: The worker that was woken and has not come round yet; it will wake the next one if need be.
-        self._coming: asyncio.Task[None] | None = None
+        self._result_future: asyncio.Future[Any] = self._loop.create_future()
+        #: A worker steps a script right now, and looks for more work before it waits.
+        self._is_stepping = False
+        #: The worker that was woken and has not run yet; it wakes the next one if there is more work.
+        self._woken_worker: asyncio.Task[None] | None = None
         self._caller: asyncio.Task[Any] | None = None
-        self._since = 0.0
+        self._slice_start = 0.0
 
     async def run(self, script: Script[R]) -> R:
-        """Perform *script* to its end. Cancelling the caller stops it, and is passed on when it has ended."""
+        """Run *script* to its end. Cancelling the caller stops it; CancelledError is raised when it has ended."""
         cancelled: asyncio.CancelledError | None = None
         self._caller = asyncio.current_task()
         self.start(script)
-        while not self._over.done():
+        while not self._result_future.done():
             try:
-                await asyncio.wait((self._over,))
+                await asyncio.wait((self._result_future,))
             except asyncio.CancelledError as error:
                 cancelled = error
-                self.halt()
+                self.interrupt_root()
         self._close()
         if cancelled is not None:
-            self._over.exception()  # looked at, so that asyncio does not report it as forgotten
+            self._result_future.exception()  # retrieved, so that asyncio does not report it as never retrieved
             raise cancelled
-        await asyncio.sleep(0)  # the idle workers end in this turn of the event loop
-        result: R = self._over.result()
+        await asyncio.sleep(0)  # the idle workers end in this iteration of the event loop
+        result: R = self._result_future.result()
         return result
 
     def stop(self) -> None:
-        self._soon(self.halt)
+        self._call_on_loop(self.interrupt_root)
 
     def signal(self, mailbox: Mailbox, item: Any) -> None:
-        self._soon(partial(mailbox.put, item, urgent=True))
+        self._call_on_loop(partial(mailbox.put, item, urgent=True))
 
-    def _soon(self, act: Callable[[], None]) -> None:
-        """Have *act* done on the event loop's thread; after its end there is nobody left to tell."""
-        # At once where that is possible: a handler that stops its loop means now. A signal handler
-        # may have interrupted somebody who holds the lock, and must not wait for him.
+    def _call_on_loop(self, callback: Callable[[], None]) -> None:
+        """Run *callback* on the event loop's thread; do nothing if the loop is closed."""
+        # Immediately where possible: a handler that stops its loop expects that. A signal handler
+        # may have interrupted the holder of the lock, and must not wait for it.
         if threading.get_ident() == self._thread and self.lock.acquire(blocking=False):
             self.lock.release()
-            act()
+            callback()
             return
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(act)
+            self._loop.call_soon_threadsafe(callback)
 
     # -- workers --------------------------------------------------------------------------------
 
@@ -92,136 +92,136 @@ class Asyncio(Slots):
         if self._closed:
             return
         self._ready.append((slot, answer))
-        if not self._deciding:
+        if not self._is_stepping:
             self._wake()
 
     def _wake(self) -> None:
-        """Have one more worker look for work, unless one is on its way."""
-        if self._coming is not None:
+        """Wake or start one more worker, unless one is already on its way."""
+        if self._woken_worker is not None:
             return
         while self._idle:
             idle, worker = self._idle.pop()
             if not idle.done():
                 idle.set_result(None)
-                self._coming = worker
+                self._woken_worker = worker
                 return
-        # A context of its own, so that a worker inherits nothing of the transaction that
-        # happens to be running where it is started.
+        # With a separate context: a worker must not inherit from the transaction that
+        # runs where it is started.
         task = self._loop.create_task(self._work(), context=self._context.copy())
-        self._coming = task
+        self._woken_worker = task
         self._tasks.add(task)
-        task.add_done_callback(self._left_off)
+        task.add_done_callback(self._on_worker_done)
 
-    def _left_off(self, task: asyncio.Task[None]) -> None:
-        """A worker has ended; if it was cancelled on its way to work, somebody else has to go."""
+    def _on_worker_done(self, task: asyncio.Task[None]) -> None:
+        """Handle the end of a worker; if it was cancelled on its way to work, wake another one."""
         self._tasks.discard(task)
-        if self._coming is task:
-            self._coming = None
+        if self._woken_worker is task:
+            self._woken_worker = None
             if self._ready and not self._closed:
                 self._wake()
 
     async def _work(self) -> None:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a task
-        self._came()
+        self._start_slice()
         while not self._closed:
             if not self._ready:
-                await self._rest(task)
+                await self._wait_for_work(task)
                 continue
             slot, answer = self._ready.popleft()
-            call = self._decide(slot, answer)
+            call = self._step_slot(slot, answer)
             while call is not None:
-                answer = self._begun(call, task)
-                if type(answer) is _Within:
-                    answer = await self._rest_of(answer)
+                answer = self._start_call(call, task)
+                if type(answer) is _SuspendedCall:
+                    answer = await self._finish_call(answer)
                 if type(answer) is Err:
-                    answer = self._read(answer, task)
-                told = self.returned(slot, call, answer)
+                    answer = self._classify_cancellation(answer, task)
+                next_answer = self.accept_result(slot, call, answer)
                 if task.cancelling():
-                    self._retire(slot, told)
+                    self._retire(slot, next_answer)
                     return
-                if self.clock() - self._since > SLICE:
+                if self.clock() - self._slice_start > MAX_SLICE_SECONDS:
                     await asyncio.sleep(0)
-                    self._since = self.clock()
-                call = None if told is None else self._decide(slot, told)
+                    self._slice_start = self.clock()
+                call = None if next_answer is None else self._step_slot(slot, next_answer)
 
-    def _read(self, answer: Err, task: asyncio.Task[None]) -> Answer:
-        """*answer*, unless everybody is being cancelled: the end of the event loop is a stop, and no failure."""
-        cancelled = isinstance(answer.error, asyncio.CancelledError)
-        if cancelled and task.cancelling() and self._caller is not None and self._caller.cancelling():
-            return Stopped()
+    def _classify_cancellation(self, answer: Err, task: asyncio.Task[None]) -> CallResult:
+        """Return *answer*, or Interrupted if the event loop cancels all tasks: its end is a stop, not a failure."""
+        is_cancelled = isinstance(answer.error, asyncio.CancelledError)
+        if is_cancelled and task.cancelling() and self._caller is not None and self._caller.cancelling():
+            return Interrupted()
         return answer
 
-    async def _rest(self, task: asyncio.Task[None]) -> None:
+    async def _wait_for_work(self, task: asyncio.Task[None]) -> None:
         idle = self._loop.create_future()
         self._idle.append((idle, task))
         await idle
-        self._came()
+        self._start_slice()
 
-    def _came(self) -> None:
-        self._coming = None
-        self._since = self.clock()
+    def _start_slice(self) -> None:
+        self._woken_worker = None
+        self._slice_start = self.clock()
 
-    def _decide(self, slot: Slot, answer: Any) -> Call | None:
-        self._deciding = True
-        call = self.advance(slot, answer)
-        self._deciding = False
-        # The body may keep this worker; what else is ready must not wait for it.
+    def _step_slot(self, slot: Slot, answer: Any) -> Call | None:
+        self._is_stepping = True
+        call = self.step(slot, answer)
+        self._is_stepping = False
+        # The call may occupy this worker; other ready slots must not wait for it.
         if call is not None and self._ready:
             self._wake()
         return call
 
-    def _begun(self, call: Call, task: asyncio.Task[None]) -> Answer | _Within:
-        """Make *call*: its answer, if it has one without waiting, or what is left to be awaited."""
+    def _start_call(self, call: Call, task: asyncio.Task[None]) -> CallResult | _SuspendedCall:
+        """Start *call*; return its result if it ends without waiting, else the suspended coroutine."""
         context = call.context or self._context.copy()
         try:
-            value, awaited = context.run(_first, call)
-        except BaseException as error:  # noqa: BLE001 - an answer is data; the script classifies it
+            value, awaited = context.run(_run_to_suspension, call)
+        except BaseException as error:  # noqa: BLE001 - a result is data; the script classifies it
             return Err(error)
-        if awaited is _NOTHING:
+        if awaited is _NOT_SUSPENDED:
             return Ok(value)
         call.cancel = partial(_cancel, task)
-        return _Within(value, context, awaited)
+        return _SuspendedCall(value, context, awaited)
 
-    async def _rest_of(self, within: _Within) -> Answer:
+    async def _finish_call(self, suspended: _SuspendedCall) -> CallResult:
         try:
-            value = checked(await within)
-        except BaseException as error:  # noqa: BLE001 - an answer is data; the script classifies it
+            value = reject_unstarted_coroutine(await suspended)
+        except BaseException as error:  # noqa: BLE001 - a result is data; the script classifies it
             return Err(error)
         finally:
-            self._since = self.clock()
+            self._slice_start = self.clock()
         return Ok(value)
 
-    def _retire(self, slot: Slot, told: Answer | None) -> None:
-        """End a worker that was cancelled, by us or by its body.
+    def _retire(self, slot: Slot, next_answer: CallResult | None) -> None:
+        """End a worker that the driver or its call has cancelled.
 
-        A cancellation that was requested and not yet delivered cannot be taken back; the next
-        transaction on this task would be struck by it.
+        A cancellation that was requested and not yet delivered cannot be withdrawn; it would hit the next
+        transaction on this task.
         """
-        if told is not None:
-            self.resume(slot, told)
+        if next_answer is not None:
+            self.resume(slot, next_answer)
         elif self._ready:
             self._wake()
 
     # -- time -----------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        due = self.watcher.look(self)
-        self._timer = None if due == NEVER else self._loop.call_at(due, self._look)
+    def _fire_due(self) -> None:
+        due = self.deadline_timer.fire_due(self)
+        self._timer = None if due == NEVER else self._loop.call_at(due, self._fire_due)
 
-    def _poke(self, until: float) -> None:
+    def _reschedule_timer(self, until: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self.watcher.wakes_at = until
-        self._timer = self._loop.call_at(until, self._look)
+        self.deadline_timer.wakes_at = until
+        self._timer = self._loop.call_at(until, self._fire_due)
 
     def _finish(self, value: Any, error: BaseException | None) -> None:
-        if self._over.done():
+        if self._result_future.done():
             return
         if error is None:
-            self._over.set_result(value)
+            self._result_future.set_result(value)
         else:
-            self._over.set_exception(error)
+            self._result_future.set_exception(error)
 
     def _close(self) -> None:
         self.close()
@@ -232,11 +232,11 @@ class Asyncio(Slots):
                 idle.set_result(None)
 
 
-class _Within:
-    """The rest of a coroutine, every step of it inside *context*.
+class _SuspendedCall:
+    """The rest of a coroutine; every step of it runs inside *context*.
 
-    A worker's task lives longer than one transaction: without this, what a handler leaves in a
-    context variable would be found by the next one.
+    The task of a worker lives longer than one transaction: without this, context variables that a handler sets
+    would be visible to the next transaction.
     """
 
     __slots__ = ("_awaited", "_context", "_coroutine")
@@ -255,7 +255,7 @@ class _Within:
             except GeneratorExit:
                 run(coroutine.close)
                 raise
-            except BaseException as error:  # noqa: BLE001 - the coroutine's to handle, cancellation included
+            except BaseException as error:  # noqa: BLE001 - passed to the coroutine, cancellation included
                 resume, value = coroutine.throw, error
             else:
                 resume = coroutine.send
@@ -265,32 +265,32 @@ class _Within:
                 return stop.value
 
 
-_NOTHING = object()
+_NOT_SUSPENDED = object()
 
 
-def _first(call: Call) -> tuple[Any, Any]:
-    """The call up to its first suspension: its value, or the coroutine and what it waits for."""
-    scope.enter(call.scope)
+def _run_to_suspension(call: Call) -> tuple[Any, Any]:
+    """Run the call up to its first suspension; return its value, or the coroutine and the object it awaits."""
+    scope.set_scope(call.scope)
     value = call.fn(*call.args)
     if type(value) is not CoroutineType:
         if not inspect.isawaitable(value):
-            return checked(value), _NOTHING
-        value = _awaited(value)
+            return reject_unstarted_coroutine(value), _NOT_SUSPENDED
+        value = _await(value)
     try:
         return value, value.send(None)
     except StopIteration as stop:
-        return checked(stop.value), _NOTHING
+        return reject_unstarted_coroutine(stop.value), _NOT_SUSPENDED
 
 
-def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
-    """The loop's own clock; asyncio's standard one is asked directly, because it is asked often."""
-    plain = type(loop).time is asyncio.BaseEventLoop.time
-    return time.monotonic if plain else loop.time
+def event_loop_clock(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
+    """Return the loop's clock; the standard one directly, without the call through the loop: it is read often."""
+    is_standard = type(loop).time is asyncio.BaseEventLoop.time
+    return time.monotonic if is_standard else loop.time
 
 
 def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
 
 
-async def _awaited(value: Awaitable[Any]) -> Any:
+async def _await(value: Awaitable[Any]) -> Any:
     return await value

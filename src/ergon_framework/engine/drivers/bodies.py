@@ -1,17 +1,17 @@
-"""What a body gave back: a value, or something that only looks like one."""
+"""Check the return value of a handler call: a coroutine or generator object is not a result."""
 
 from __future__ import annotations
 
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
-#: Nothing of their bodies has run yet.
-_UNBEGUN = (CoroutineType, GeneratorType, AsyncGeneratorType)
+#: Types of objects whose code has not started yet.
+_UNSTARTED_TYPES = (CoroutineType, GeneratorType, AsyncGeneratorType)
 
 
-def checked(value: Any) -> Any:
-    """*value*, unless it is a body that has not even begun: to take that for success would be to lose the work."""
-    if type(value) not in _UNBEGUN:
+def reject_unstarted_coroutine(value: Any) -> Any:
+    """Return *value*; TypeError if it is an unstarted coroutine or generator: accepting it would lose the work."""
+    if type(value) not in _UNSTARTED_TYPES:
         return value
     if not isinstance(value, AsyncGeneratorType):
         value.close()

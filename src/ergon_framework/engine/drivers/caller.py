@@ -1,11 +1,10 @@
-"""Callers: they perform one script for whoever calls, in his own thread or task.
+"""Inline runners: they run one script in the thread or task of the caller.
 
-The loops' drivers run many scripts and own their threads. A caller is for code that is already
-running somewhere and wants one script done before it goes on. It knows two effects, Call and Sleep,
-and holds no decision. A call without a deadline is made in place. A call with one is made on a
-thread, or in a task, of its own, in a copy of the present context: at the deadline it is abandoned,
-its scope is cancelled, and whatever it still returns reaches nobody. A Visit keeps its deadline by
-itself, so that it is made in place too.
+The drivers of the loops run many scripts and own their threads. An inline runner is for code that already runs
+somewhere and needs the result of one script. It supports three effects, Call, SelfTimedCall and Sleep, and makes no
+decision. A call without a deadline runs in place. A call with a deadline runs on a separate thread or task, in a
+copy of the current context: at the deadline it is abandoned, its scope is cancelled, and its result is discarded. A
+SelfTimedCall keeps its own deadline, so it runs in place too.
 """
 
 from __future__ import annotations
@@ -17,41 +16,40 @@ from contextvars import Context, copy_context
 from typing import Any, Final
 
 from ergon_framework import scope
-from ergon_framework.engine.drivers.aio import clock_of
-from ergon_framework.engine.drivers.bodies import checked
+from ergon_framework.engine.drivers.aio import event_loop_clock
+from ergon_framework.engine.drivers.bodies import reject_unstarted_coroutine
 from ergon_framework.engine.drivers.daemons import DaemonExecutor
-from ergon_framework.engine.drivers.waiting import Alarm, RealTime, Waiting
-from ergon_framework.engine.effects import NEVER, Call, R, Script, Sleep, Visit
-from ergon_framework.engine.outcome import Answer, Err, Expired, NotBegunError, Ok, Stopped
-from ergon_framework.engine.senses import Senses
+from ergon_framework.engine.drivers.waiting import RealTime, ThreadClock, Wakeup
+from ergon_framework.engine.effects import NEVER, Call, R, Script, SelfTimedCall, Sleep
+from ergon_framework.engine.outcome import CallResult, Err, Expired, Interrupted, NotStartedError, Ok
+from ergon_framework.engine.senses import Clock
 from ergon_framework.errors import ConfigurationError, ErgonError
 
-#: The most bodies that run at once, abandoned ones included; more wait for a thread within their deadline.
-THREADS: Final = 1_000
+#: Maximum number of calls that run at once, abandoned ones included; others wait for a thread until their deadline.
+MAX_THREADS: Final = 1_000
 
 
-class Caller:
-    """Performs scripts in the threads of those who call; one is enough for a process.
+class InlineRunner:
+    """Runs scripts in the threads of its callers; one instance is enough for a process.
 
-    An exception that strikes the calling thread while it waits (Ctrl-C, a signal handler's) is told to
-    the script as Stopped, and raised when the script has ended. A forked child begins with threads of
-    its own.
+    An exception that is raised in the calling thread while it waits (Ctrl-C, from a signal handler) reaches the
+    script as Interrupted, and is raised again when the script has ended. A forked child starts with new threads.
     """
 
-    def __init__(self, waiting: Waiting | None = None, *, threads: int = THREADS) -> None:
+    def __init__(self, waiting: ThreadClock | None = None, *, threads: int = MAX_THREADS) -> None:
         self._waiting = waiting or RealTime()
         self._threads = threads
         self._executor: DaemonExecutor | None = None
         self._pid = 0
 
     @property
-    def senses(self) -> Senses:
-        return self._waiting.senses
+    def clock(self) -> Clock:
+        return self._waiting.time_source
 
-    def perform(self, script: Script[R]) -> R:
-        """Perform *script* to its end."""
+    def run(self, script: Script[R]) -> R:
+        """Run *script* to its end and return its result."""
         answer: Any = None
-        struck: BaseException | None = None
+        interruption: BaseException | None = None
         while True:
             try:
                 effect = script.send(answer)
@@ -59,98 +57,98 @@ class Caller:
                 result: R = stop.value
                 break
             try:
-                answer = self._performed(effect)
+                answer = self._perform(effect)
             except BaseException as error:
-                if struck is not None:
+                if interruption is not None:
                     script.close()
                     raise
-                struck, answer = error, Stopped(effect if isinstance(effect, Call) else None)
-        if struck is None:
+                interruption, answer = error, Interrupted(effect if isinstance(effect, Call) else None)
+        if interruption is None:
             return result
         try:
-            raise struck
+            raise interruption
         finally:
-            del struck  # a frame that holds the exception which holds the frame
+            del interruption  # breaks the reference cycle between the frame and the exception
 
-    def _performed(self, effect: Any) -> Any:
+    def _perform(self, effect: Any) -> Any:
         if type(effect) is Call:
-            return _made(effect) if effect.until == NEVER else self._made_elsewhere(effect)
-        if type(effect) is Visit:
-            return _visited(effect)
+            return _run_call(effect) if effect.until == NEVER else self._run_on_thread(effect)
+        if type(effect) is SelfTimedCall:
+            return _run_self_timed(effect)
         if type(effect) is Sleep:
-            self._wait(self._waiting.alarm(), effect.until, lambda: False)
+            self._wait(self._waiting.create_wakeup(), effect.until, lambda: False)
             return None
-        raise _unknown(effect)
+        raise _unsupported_effect_error(effect)
 
-    def _made_elsewhere(self, call: Call) -> Answer:
-        body = _Body(call, self._waiting.alarm())
-        self._daemons().execute(self._run, body)
+    def _run_on_thread(self, call: Call) -> CallResult:
+        background = _BackgroundCall(call, self._waiting.create_wakeup())
+        self._get_executor().submit_nowait(self._run_background, background)
         try:
-            self._wait(body.alarm, call.until, body.came)
+            self._wait(background.wakeup, call.until, background.is_done)
         finally:
-            # Asked once more: it may have come back in this very moment, and then it is known how it ended.
-            if body.answer is None:
-                self._abandon(body)
-        # Taken out: the traceback of an error leads back to the body, and together they would keep each
-        # other, and the client's sockets with them, until the garbage collector comes.
-        answer, body.answer = body.answer, None
+            # Checked again: the call may have ended at this moment, and then its result is known.
+            if background.answer is None:
+                self._abandon(background)
+        # Removed from the pending call: the traceback of an error refers to it, and the cycle would keep
+        # the client's sockets open until the garbage collector runs.
+        answer, background.answer = background.answer, None
         if answer is not None:
             return answer
-        return Expired(call) if body.begun else Err(NotBegunError("no thread was free in time"))
+        return Expired(call) if background.started else Err(NotStartedError("no thread was free in time"))
 
-    def _wait(self, alarm: Alarm, until: float, over: Callable[[], bool]) -> None:
-        clock = self._waiting.senses.clock
-        while not over() and (left := until - clock()) > 0:
-            alarm.wait(left)
+    def _wait(self, wakeup: Wakeup, until: float, is_over: Callable[[], bool]) -> None:
+        monotonic = self._waiting.time_source.monotonic
+        while not is_over() and (remaining := until - monotonic()) > 0:
+            wakeup.wait(remaining)
 
-    def _abandon(self, body: _Body) -> None:
-        body.abandoned = True
-        if body.call.scope is not None:
-            body.call.scope.cancel()
+    def _abandon(self, background: _BackgroundCall) -> None:
+        background.abandoned = True
+        if background.call.scope is not None:
+            background.call.scope.cancel()
 
-    def _run(self, body: _Body) -> None:
-        # Each side writes before it reads, so that one of them at least sees the other: a body that is
-        # told to have been left unbegun will never begin.
-        body.begun = True
-        if not body.abandoned:
-            body.answer = _made_within(body.context, body.call)
-        body.alarm.ring()
+    def _run_background(self, background: _BackgroundCall) -> None:
+        # Each side writes before it reads, so that at least one of them sees the other: a call that is
+        # reported as not started never starts.
+        background.started = True
+        if not background.abandoned:
+            background.answer = _run_in_context(background.context, background.call)
+        background.wakeup.set()
 
-    def _daemons(self) -> DaemonExecutor:
+    def _get_executor(self) -> DaemonExecutor:
         executor = self._executor
-        # Threads do not survive a fork, and the lock of the old executor may be held for ever.
+        # Threads do not survive a fork, and the lock of the old executor may never be released.
         if executor is None or self._pid != os.getpid():
             executor = self._executor = DaemonExecutor(self._threads, name="ergon-call", waiting=self._waiting)
             self._pid = os.getpid()
         return executor
 
 
-class AsyncCaller:
-    """Performs scripts in the tasks of those who call.
+class AsyncInlineRunner:
+    """Runs scripts in the tasks of its callers.
 
-    A cancellation of the calling task is told to the script as Stopped, and passed on when the script has
-    ended. An abandoned body is cancelled and not awaited.
+    A cancellation of the calling task reaches the script as Interrupted, and is raised when the script has ended. An
+    abandoned call is cancelled and not awaited.
     """
 
-    def __init__(self, senses: Senses | None = None) -> None:
-        self._given = senses
-        self._of: tuple[asyncio.AbstractEventLoop, Senses] | None = None
-        self._left: set[asyncio.Task[Any]] = set()
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock
+        self._loop_clock: tuple[asyncio.AbstractEventLoop, Clock] | None = None
+        self._abandoned_tasks: set[asyncio.Task[Any]] = set()
 
     @property
-    def senses(self) -> Senses:
-        """Those it was given, or the running event loop's."""
-        if self._given is not None:
-            return self._given
-        loop, known = asyncio.get_running_loop(), self._of
-        if known is None or known[0] is not loop:
-            known = self._of = loop, Senses(clock=clock_of(loop))
-        return known[1]
+    def clock(self) -> Clock:
+        """The clock that was passed, or that of the running event loop."""
+        if self._clock is not None:
+            return self._clock
+        loop, cached = asyncio.get_running_loop(), self._loop_clock
+        if cached is None or cached[0] is not loop:
+            cached = self._loop_clock = loop, Clock(monotonic=event_loop_clock(loop))
+        return cached[1]
 
-    async def perform(self, script: Script[R]) -> R:
-        """Perform *script* to its end."""
+    async def run(self, script: Script[R]) -> R:
+        """Run *script* to its end and return its result."""
         answer: Any = None
-        struck: asyncio.CancelledError | None = None
+        interruption: asyncio.CancelledError | None = None
         while True:
             try:
                 effect = script.send(answer)
@@ -159,139 +157,139 @@ class AsyncCaller:
                 break
             try:
                 if isinstance(effect, Call) and effect.until == NEVER:
-                    answer = _made(effect)
-                    # What does not wait need not be a coroutine.
+                    answer = _run_call(effect)
+                    # A function that does not wait need not be a coroutine function.
                     if type(answer) is Ok and hasattr(answer.value, "__await__"):
-                        answer = await _made_async(answer.value)
+                        answer = await _await_result(answer.value)
                 elif type(effect) is Call:
-                    answer = await self._made_elsewhere(effect)
+                    answer = await self._run_on_task(effect)
                 else:
                     answer = None
-                    await _slept(effect)
+                    await _sleep(effect)
             except asyncio.CancelledError as error:
-                if struck is not None:
+                if interruption is not None:
                     script.close()
                     raise
-                struck, answer = error, Stopped(effect if isinstance(effect, Call) else None)
-        if struck is None:
+                interruption, answer = error, Interrupted(effect if isinstance(effect, Call) else None)
+        if interruption is None:
             return result
         try:
-            raise struck
+            raise interruption
         finally:
-            del struck  # a frame that holds the exception which holds the frame
+            del interruption  # breaks the reference cycle between the frame and the exception
 
-    async def _made_elsewhere(self, call: Call) -> Answer:
+    async def _run_on_task(self, call: Call) -> CallResult:
         loop = asyncio.get_running_loop()
-        over: asyncio.Future[Answer] = loop.create_future()
-        task = loop.create_task(_told(over, call), context=_context(call))
-        timer = loop.call_at(call.until, _tell, over, Expired(call))
+        ended: asyncio.Future[CallResult] = loop.create_future()
+        task = loop.create_task(_run_and_notify(ended, call), context=_get_context(call))
+        timer = loop.call_at(call.until, _set_result, ended, Expired(call))
         try:
-            answer = await over
+            answer = await ended
         finally:
             timer.cancel()
             if not task.done():
                 self._abandon(task, call)
-        # Both at once: what was done was done.
+        # If deadline and result come together, the result counts: the work is done.
         return task.result() if type(answer) is Expired and task.done() else answer
 
     def _abandon(self, task: asyncio.Task[Any], call: Call) -> None:
         if call.scope is not None:
             call.scope.cancel()
-        # The event loop itself holds tasks only weakly.
-        self._left.add(task)
-        task.add_done_callback(self._left.discard)
+        # The event loop holds only weak references to tasks.
+        self._abandoned_tasks.add(task)
+        task.add_done_callback(self._abandoned_tasks.discard)
         task.cancel()
 
 
-class _Body:
-    """A call that somebody waits for, until he does not."""
+class _BackgroundCall:
+    """A call on a separate thread, and whether its caller still waits for it."""
 
-    __slots__ = ("abandoned", "alarm", "answer", "begun", "call", "context")
+    __slots__ = ("abandoned", "answer", "call", "context", "started", "wakeup")
 
-    def __init__(self, call: Call, alarm: Alarm) -> None:
+    def __init__(self, call: Call, wakeup: Wakeup) -> None:
         self.call = call
-        self.alarm = alarm
-        self.context = _context(call)
-        self.answer: Answer | None = None
-        self.begun = False
+        self.wakeup = wakeup
+        self.context = _get_context(call)
+        self.answer: CallResult | None = None
+        self.started = False
         self.abandoned = False
 
-    def came(self) -> bool:
+    def is_done(self) -> bool:
         return self.answer is not None
 
 
-def _context(call: Call) -> Context:
+def _get_context(call: Call) -> Context:
     return call.context or copy_context()
 
 
-def _tell(over: asyncio.Future[Answer], answer: Answer) -> None:
-    if not over.done():
-        over.set_result(answer)
+def _set_result(ended: asyncio.Future[CallResult], answer: CallResult) -> None:
+    if not ended.done():
+        ended.set_result(answer)
 
 
-def _made(call: Call) -> Answer:
+def _run_call(call: Call) -> CallResult:
     try:
         return Ok(call.fn(*call.args))
-    except BaseException as error:  # noqa: BLE001 - an answer is data; the script classifies it
+    except BaseException as error:  # noqa: BLE001 - a result is data; the script classifies it
         return Err(error)
 
 
-def _visited(visit: Visit) -> Answer:
+def _run_self_timed(call: SelfTimedCall) -> CallResult:
     try:
-        return Ok(visit.fn(*visit.args))
+        return Ok(call.fn(*call.args))
     except ErgonError as error:
         return Err(error)
 
 
-def _made_within(context: Context, call: Call) -> Answer:
+def _run_in_context(context: Context, call: Call) -> CallResult:
     try:
-        return Ok(context.run(_body, call))
-    except BaseException as error:  # noqa: BLE001 - an answer is data; the script classifies it
+        return Ok(context.run(_run_scoped, call))
+    except BaseException as error:  # noqa: BLE001 - a result is data; the script classifies it
         return Err(error)
 
 
-async def _made_async(awaitable: Awaitable[Any]) -> Answer:
-    """What *awaitable* came to. A cancellation of the task itself comes out; one that a body raises is an answer."""
+async def _await_result(awaitable: Awaitable[Any]) -> CallResult:
+    """Await *awaitable*. A cancellation of the task itself propagates; one that the handler raises is a result."""
     try:
-        return Ok(checked(await awaitable))
+        return Ok(reject_unstarted_coroutine(await awaitable))
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
         return Err(error)
-    except BaseException as error:  # noqa: BLE001 - an answer is data; the script classifies it
+    except BaseException as error:  # noqa: BLE001 - a result is data; the script classifies it
         return Err(error)
 
 
-def _body(call: Call) -> Any:
+def _run_scoped(call: Call) -> Any:
     if call.scope is not None:
-        scope.enter(call.scope)
-    return checked(call.fn(*call.args))
+        scope.set_scope(call.scope)
+    return reject_unstarted_coroutine(call.fn(*call.args))
 
 
-async def _slept(effect: Any) -> None:
+async def _sleep(effect: Any) -> None:
     if type(effect) is not Sleep:
-        raise _unknown(effect)
+        raise _unsupported_effect_error(effect)
     await asyncio.sleep(max(0.0, effect.until - asyncio.get_running_loop().time()))
 
 
-async def _told(over: asyncio.Future[Answer], call: Call) -> Answer:
-    """Make *call*, and say so from within: of the end of a task others learn a turn of the loop later."""
+async def _run_and_notify(ended: asyncio.Future[CallResult], call: Call) -> CallResult:
+    """Make *call* and set *ended* from inside: others see the end of a task one loop iteration later."""
     if call.scope is not None:
-        scope.enter(call.scope)
-    answer = _made(call)
+        scope.set_scope(call.scope)
+    answer = _run_call(call)
     try:
         if isinstance(answer, Ok):
-            answer = await _made_async(answer.value)
+            answer = await _await_result(answer.value)
     except BaseException:
-        over.cancel()  # somebody else has cancelled this task
+        ended.cancel()  # other code has cancelled this task
         raise
     try:
-        _tell(over, answer)
+        _set_result(ended, answer)
         return answer
     finally:
-        del over, answer  # both hold the exception, whose traceback holds this frame since Python 3.12
+        del ended, answer  # both hold the exception, whose traceback holds this frame since Python 3.12
 
 
-def _unknown(effect: object) -> ConfigurationError:
+def _unsupported_effect_error(effect: object) -> ConfigurationError:
     return ConfigurationError(f"a caller makes calls and sleeps, and nothing else; it was asked for {effect!r}")

@@ -1,4 +1,4 @@
-"""The thread driver: bodies on real threads."""
+"""The thread driver: handler calls run on real threads."""
 
 from __future__ import annotations
 
@@ -6,42 +6,41 @@ from contextvars import copy_context
 from typing import Any
 
 from ergon_framework import scope
-from ergon_framework.engine.drivers.bodies import checked
+from ergon_framework.engine.drivers.bodies import reject_unstarted_coroutine
 from ergon_framework.engine.drivers.daemons import DaemonExecutor, ShutDownError
-from ergon_framework.engine.drivers.waiting import RealTime, Waiting
+from ergon_framework.engine.drivers.waiting import RealTime, ThreadClock
 from ergon_framework.engine.effects import NEVER, Call, R, Script
-from ergon_framework.engine.outcome import Answer, Err, Ok
-from ergon_framework.engine.slots import Mailbox, Slot, Slots
+from ergon_framework.engine.outcome import CallResult, Err, Ok
+from ergon_framework.engine.slots import Mailbox, Scheduler, Slot
 
 
-class Threads(Slots):
-    """Runs scripts on threads: *concurrency* of them for the counted ones, and aides.
+class ThreadDriver(Scheduler):
+    """Runs scripts on threads: *concurrency* worker threads for counted scripts, and helper threads.
 
-    An aide runs what concurrency does not bound (fetching, settling), and the continuation of a
-    script whose own thread is still occupied by a body that will not leave. Threads are abandoned,
-    never killed.
+    A helper thread runs scripts outside the concurrency limit (fetching, settling), and continues a script whose own
+    thread is still occupied by a call after its timeout. Threads are abandoned, never killed.
     """
 
-    def __init__(self, concurrency: int, *, name: str = "ergon", waiting: Waiting | None = None) -> None:
+    def __init__(self, concurrency: int, *, name: str = "ergon", waiting: ThreadClock | None = None) -> None:
         waiting = waiting or RealTime()
-        super().__init__(waiting.senses)
+        super().__init__(waiting.time_source)
         self._context = copy_context()
         self._workers = DaemonExecutor(concurrency, name=f"{name}-worker", waiting=waiting)
-        self._aides = DaemonExecutor(name=f"{name}-aide", waiting=waiting)
-        self._alarm = waiting.alarm()
-        self._over = waiting.alarm()
+        self._helpers = DaemonExecutor(name=f"{name}-aide", waiting=waiting)
+        self._timer_wakeup = waiting.create_wakeup()
+        self._end_wakeup = waiting.create_wakeup()
         self._result: tuple[Any, BaseException | None] | None = None
 
     def run(self, script: Script[R]) -> R:
-        """Perform *script* to its end. Ctrl-C stops it as ``stop`` does, and is raised when it has ended.
+        """Run *script* to its end. Ctrl-C stops it as ``stop`` does, and is raised when the script has ended.
 
-        The caller's thread only waits: an interrupt that struck it in the middle of a decision
-        would leave that decision half made.
+        The caller's thread only waits: an interrupt in the middle of a decision would leave shared state half
+        changed.
         """
         try:
             interrupted = self._run(script)
         finally:
-            # Whatever struck this thread: nothing may go on behind the caller's back.
+            # After any exception in this thread too, nothing may continue in the background.
             self._close()
         if interrupted is not None:
             raise interrupted
@@ -54,20 +53,20 @@ class Threads(Slots):
 
     def _run(self, script: Script[Any]) -> KeyboardInterrupt | None:
         interrupted: KeyboardInterrupt | None = None
-        self._aides.execute(self._watch)
+        self._helpers.submit_nowait(self._run_timer)
         self.start(script)
         while self._result is None:
             try:
-                self._over.wait(None)
+                self._end_wakeup.wait(None)
             except KeyboardInterrupt as error:
                 if interrupted is not None:
                     raise
                 interrupted = error
-                self.halt()
+                self.interrupt_root()
         return interrupted
 
     def stop(self) -> None:
-        self.halt()
+        self.interrupt_root()
 
     def signal(self, mailbox: Mailbox, item: Any) -> None:
         mailbox.put(item, urgent=True)
@@ -75,52 +74,52 @@ class Threads(Slots):
     def resume(self, slot: Slot, answer: Any) -> None:
         if self._closed:
             return
-        # The slot's own thread is free unless one of its bodies still occupies it.
-        executor = self._workers if slot.counted and not slot.bodies else self._aides
+        # The slot's own thread is free unless an abandoned call still occupies it.
+        executor = self._workers if slot.counted and not slot.abandoned_calls else self._helpers
         try:
-            executor.execute(self._drive, slot, answer)
+            executor.submit_nowait(self._run_slot, slot, answer)
         except ShutDownError:
-            return  # closed just now
+            return  # closed concurrently
         except RuntimeError as error:
-            # The machine gives no thread at all: there is nobody to go on with, and the caller must know.
+            # The system cannot start a thread: the run cannot continue, and the caller must get the error.
             self._finish(None, error)
 
-    def _drive(self, slot: Slot, answer: Any) -> None:
-        call = self.advance(slot, answer)
+    def _run_slot(self, slot: Slot, answer: Any) -> None:
+        call = self.step(slot, answer)
         while call is not None:
-            told = self.returned(slot, call, self._made(call))
-            if told is None:
+            next_answer = self.accept_result(slot, call, self._run_call(call))
+            if next_answer is None:
                 return
-            call = self.advance(slot, told)
+            call = self.step(slot, next_answer)
 
-    def _made(self, call: Call) -> Answer:
+    def _run_call(self, call: Call) -> CallResult:
         context = call.context or self._context.copy()
         try:
-            return Ok(context.run(_body, call))
-        except BaseException as error:  # noqa: BLE001 - an answer is data; the script classifies it
+            return Ok(context.run(_run_scoped, call))
+        except BaseException as error:  # noqa: BLE001 - a result is data; the script classifies it
             return Err(error)
 
-    def _watch(self) -> None:
+    def _run_timer(self) -> None:
         while not self._closed:
-            due = self.watcher.look(self)
-            self._alarm.wait(None if due == NEVER else max(0.0, due - self.clock()))
+            due = self.deadline_timer.fire_due(self)
+            self._timer_wakeup.wait(None if due == NEVER else max(0.0, due - self.clock()))
 
-    def _poke(self, until: float) -> None:  # noqa: ARG002 - the alarm has no time of its own
-        self._alarm.ring()
+    def _reschedule_timer(self, until: float) -> None:  # noqa: ARG002 - the timer thread computes the next deadline itself
+        self._timer_wakeup.set()
 
     def _finish(self, value: Any, error: BaseException | None) -> None:
         with self.lock:
             if self._result is None:
                 self._result = value, error
-        self._over.ring()
+        self._end_wakeup.set()
 
     def _close(self) -> None:
         self.close()
-        self._alarm.ring()
+        self._timer_wakeup.set()
         self._workers.shutdown(wait=False)
-        self._aides.shutdown(wait=False)
+        self._helpers.shutdown(wait=False)
 
 
-def _body(call: Call) -> Any:
-    scope.enter(call.scope)
-    return checked(call.fn(*call.args))
+def _run_scoped(call: Call) -> Any:
+    scope.set_scope(call.scope)
+    return reject_unstarted_coroutine(call.fn(*call.args))

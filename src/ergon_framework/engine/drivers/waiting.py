@@ -1,6 +1,6 @@
-"""How threads wait: the only two ways in which the thread driver ever blocks.
+"""The blocking primitives of the thread driver: it blocks only in an Inbox or a Wakeup.
 
-They are handed in, so that a test can put virtual time under real threads.
+Both are parameters of the driver, so that tests can run real threads in virtual time.
 """
 
 from __future__ import annotations
@@ -10,45 +10,45 @@ import threading
 from contextlib import suppress
 from typing import Any, Protocol
 
-from ergon_framework.engine.senses import Senses
+from ergon_framework.engine.senses import Clock
 
 
 class Inbox(Protocol):
-    """Where a worker waits for work."""
+    """A queue on which a worker thread waits for work."""
 
     def put(self, item: Any) -> None: ...
 
     def get(self) -> Any: ...
 
 
-class Alarm(Protocol):
-    """Where the watcher waits for the next due time; it can be woken from anywhere, signal handlers included."""
+class Wakeup(Protocol):
+    """A flag on which a thread waits; any thread and any signal handler may set it."""
 
-    def ring(self) -> None: ...
+    def set(self) -> None: ...
 
     def wait(self, seconds: float | None) -> None:
-        """Until somebody rings, or *seconds* are over; None is for ever."""
+        """Wait until the flag is set or *seconds* have passed; None waits without limit. Waiting resets the flag."""
 
 
-class Waiting(Protocol):
-    """Time, and everything that waits for it."""
+class ThreadClock(Protocol):
+    """A clock, and the primitives that wait by it."""
 
     @property
-    def senses(self) -> Senses: ...
+    def time_source(self) -> Clock: ...
 
-    def inbox(self) -> Inbox: ...
+    def create_inbox(self) -> Inbox: ...
 
-    def alarm(self) -> Alarm: ...
+    def create_wakeup(self) -> Wakeup: ...
 
     def start(self, thread: threading.Thread) -> None:
-        """Start *thread*; virtual time must know how many there are."""
+        """Start *thread*; virtual time must know the number of threads."""
 
-    def ended(self) -> None:
-        """The calling thread is about to end."""
+    def thread_ended(self) -> None:
+        """Record that the calling thread is about to end."""
 
 
 class _Latch:
-    """A lock that is held while nobody has rung: a third of the price of an event, and safe in signal handlers."""
+    """A lock that is held until ``set``: takes a third of the time of an event, and is safe in signal handlers."""
 
     __slots__ = ("_lock",)
 
@@ -56,28 +56,28 @@ class _Latch:
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def ring(self) -> None:
-        # Rung twice is rung once.
+    def set(self) -> None:
+        # Setting it twice has the effect of setting it once.
         with suppress(RuntimeError):
             self._lock.release()
 
     def wait(self, seconds: float | None) -> None:
-        # Nobody can wait longer than this; the watcher then looks and waits again.
+        # A lock cannot wait longer than TIMEOUT_MAX; the timer then waits again.
         self._lock.acquire(timeout=-1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX))
 
 
 class RealTime:
-    """Waiting as the machine does it."""
+    """Real clocks, queues and threads."""
 
-    senses = Senses()
+    time_source = Clock()
 
-    def inbox(self) -> Inbox:
+    def create_inbox(self) -> Inbox:
         return queue.SimpleQueue()
 
-    def alarm(self) -> Alarm:
+    def create_wakeup(self) -> Wakeup:
         return _Latch()
 
     def start(self, thread: threading.Thread) -> None:
         thread.start()
 
-    def ended(self) -> None: ...
+    def thread_ended(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Attempts: how one begins and how it ends in the database, for many jobs in one statement."""
+"""Start and finish attempts in the database, for many jobs in one statement."""
 
 from __future__ import annotations
 
@@ -8,165 +8,173 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from ergon_framework.connectors.postgres.receipt import Receipt
+from ergon_framework.connectors.postgres.receipt import PostgresReceipt
 from ergon_framework.errors import Category
 from ergon_framework.executor.jobs import statements
 from ergon_framework.executor.jobs.model import JobState
-from ergon_framework.executor.verdict import KILLED, Again, Blame, Bury, Complete
-from ergon_framework.schema.operation import Operation, Query, Text
+from ergon_framework.executor.verdict import KILLED, Complete, Fail, FailureCause, Retry
+from ergon_framework.schema.operation import Operation, PreparedTextQuery, Query
 
-#: What is said of a job whose orchestrators have died until it had no attempt left.
-EXHAUSTED: Final = "orchestrator_died"
-_EXHAUSTED_WORDS: Final = "every attempt was begun, and none came back: what ran it died, or the job killed it"
-_KILLED_WORDS: Final = "killed, as somebody asked for"
-#: ASCII, so that a database of any encoding keeps it, and no NUL, because JSON escapes it.
-_WRITER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+#: The error code of a job whose orchestrators died until it had no attempt left.
+EXHAUSTED_CODE: Final = "orchestrator_died"
+_EXHAUSTED_MESSAGE: Final = "every attempt was begun, and none came back: what ran it died, or the job killed it"
+_KILLED_MESSAGE: Final = "killed, as somebody asked for"
+#: ASCII, so that a database of any encoding can store it, and no NUL, because JSON escapes it.
+_ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
-class Decision(StrEnum):
-    """What becomes of a message that was claimed, by what the row of its job says."""
+class StartDecision(StrEnum):
+    """The decision about a claimed message, according to the row of its job."""
 
     #: The attempt has begun and is counted: send it.
     RUN = "run"
-    #: It had begun before, by this very claim, and nobody could be told.
-    BEGUN = "begun"
-    #: It had failed and somebody has replayed its dead letter: begun, with its attempts counted anew.
+    #: The attempt had begun before, by this same claim, but the answer was lost.
+    ALREADY_STARTED = "begun"
+    #: The job had failed and its dead letter was replayed: begun, with its attempts counted from the start.
     REPLAYED = "replayed"
-    #: The job has its end: the message goes.
-    OVER = "over"
-    #: The job has failed and its message was to be buried: that was not done yet.
-    BURIED = "buried"
-    #: Its attempts were begun and never ended, so it has failed now: bury the message.
+    #: The job is final: ack the message.
+    FINAL = "over"
+    #: The job has failed, and its message is not dead-lettered yet.
+    FAILED = "buried"
+    #: Its attempts were begun and never ended, so it has failed now: dead-letter the message.
     EXHAUSTED = "exhausted"
-    #: Somebody wanted it killed and its orchestrator died: it is killed now.
+    #: A kill was requested and its orchestrator died: it is killed now.
     KILLED = "killed"
-    #: It is to wait still.
-    EARLY = "early"
+    #: The job is not due yet.
+    NOT_DUE = "early"
     #: There is no such job.
     UNKNOWN = "unknown"
-    #: The claim is gone: somebody else has, or will have, the message.
+    #: The claim is gone: another worker has the message or will claim it.
     STALE = "stale"
 
 
-class Claim(NamedTuple):
-    """A message in hand, and the job that it is for."""
+class JobClaim(NamedTuple):
+    """A claimed message and the id of its job."""
 
     job_id: str
-    receipt: Receipt
+    receipt: PostgresReceipt
 
 
-class Started(NamedTuple):
-    """What is to be done with a message, and what is known for it."""
+class StartedAttempt(NamedTuple):
+    """The decision about a message, and the job's data that it needs."""
 
-    decision: Decision
+    decision: StartDecision
     attempt_number: int = 0
     max_attempts: int = 0
     timeout: float | None = None
     delay: float = 0.0
-    blame: Blame | None = None
+    cause: FailureCause | None = None
 
 
-class GiveBack(NamedTuple):
-    """Nothing was sent, or it was interrupted for somebody else's sake: the attempt does not count."""
+class ReleaseAttempt(NamedTuple):
+    """Nothing was sent, or the attempt was interrupted because of another job: it does not count."""
 
-    #: Seconds before the job is tried again.
+    #: Seconds before the job is retried.
     delay: float = 0.0
-    words: str = "nothing was sent, or it was interrupted for another job's sake"
+    message: str = "nothing was sent, or it was interrupted for another job's sake"
     code: str = "given_back"
 
 
-class Kill(NamedTuple):
-    """The executor was ended by a request to kill before an outcome arrived."""
+class KillAttempt(NamedTuple):
+    """The executor was ended by a kill request before an outcome arrived."""
 
-    message: str = _KILLED_WORDS
-
-
-Conclusion: TypeAlias = Complete | Again | Bury | GiveBack | Kill
+    message: str = _KILLED_MESSAGE
 
 
-class End(NamedTuple):
-    """How an attempt ended, to be written by the claim that it began with."""
-
-    claim: Claim
-    verdict: Conclusion
+AttemptConclusion: TypeAlias = Complete | Retry | Fail | ReleaseAttempt | KillAttempt
 
 
-_GONE: Final = Started(Decision.STALE)
+class AttemptEnd(NamedTuple):
+    """How an attempt ended; it is written under the claim that the attempt began with."""
+
+    claim: JobClaim
+    conclusion: AttemptConclusion
 
 
-def start(claims: Sequence[Claim], *, max_attempts: int, timeout: float | None) -> Operation[list[Started]]:
-    """Begin an attempt for each of *claims*, durably, or say why there is none; in order.
+_CLAIM_GONE: Final = StartedAttempt(StartDecision.STALE)
 
-    *max_attempts* and *timeout* are for those that do not say it themselves.
+
+def start_attempts(
+    claims: Sequence[JobClaim], *, max_attempts: int, timeout: float | None
+) -> Operation[list[StartedAttempt]]:
+    """Begin an attempt for each of *claims*, durably, or return why there is none, in order.
+
+    *max_attempts* and *timeout* apply to jobs that do not set their own.
     """
-    # In one order for everybody: those who lock the same must not meet crosswise.
-    given = [
+    # All workers use the same order: locking the same rows in different orders would deadlock.
+    claim_rows = [
         {"id": job_id, "message": receipt.id, "worker": receipt.worker, "token": receipt.token}
-        for job_id, receipt in sorted(claims, key=_by_id)
+        for job_id, receipt in sorted(claims, key=_claim_job_id)
     ]
-    rest = (str(max_attempts), None if timeout is None else repr(timeout), EXHAUSTED, _EXHAUSTED_WORDS, _KILLED_WORDS)
-    ((answer,),) = yield Text(statements.START, (_WRITER.encode(given), *rest))
-    found = {row[0]: _started(*row[1:]) for row in json.loads(answer or "[]")}
-    return [found.get(claim.job_id, _GONE) for claim in claims]
+    parameters = (
+        str(max_attempts),
+        None if timeout is None else repr(timeout),
+        EXHAUSTED_CODE,
+        _EXHAUSTED_MESSAGE,
+        _KILLED_MESSAGE,
+    )
+    ((answer,),) = yield PreparedTextQuery(statements.START_ATTEMPTS, (_ENCODER.encode(claim_rows), *parameters))
+    started_by_id = {row[0]: _row_to_started(*row[1:]) for row in json.loads(answer or "[]")}
+    return [started_by_id.get(claim.job_id, _CLAIM_GONE) for claim in claims]
 
 
-def _started(  # noqa: PLR0917 - the columns of a row
+def _row_to_started(  # noqa: PLR0917 - the columns of a row
     decision: str,
     attempts: int | None,
-    most: int | None,
+    max_attempts: int | None,
     timeout: float | None,
     delay: float | None,
     category: str | None,
     code: str | None,
-    words: str | None,
-) -> Started:
-    blame = None if code is None else Blame(Category(category or "SYSTEM"), code, words or "", final=True)
-    return Started(Decision(decision), attempts or 0, most or 0, timeout, delay or 0.0, blame)
+    message: str | None,
+) -> StartedAttempt:
+    cause = None if code is None else FailureCause(Category(category or "SYSTEM"), code, message or "", final=True)
+    return StartedAttempt(StartDecision(decision), attempts or 0, max_attempts or 0, timeout, delay or 0.0, cause)
 
 
-def finish(ends: Sequence[End]) -> Operation[list[JobState | None]]:
-    """Write how attempts ended; where each job is now, None for one whose claim was not the last."""
-    given = [_written(end) for end in sorted(ends, key=_by_job)]
-    ((answer,),) = yield Text(statements.FINISH, (_WRITER.encode(given), _KILLED_WORDS))
-    found = json.loads(answer or "{}")
-    states = [found.get(end.claim.job_id) for end in ends]
+def finish_attempts(ends: Sequence[AttemptEnd]) -> Operation[list[JobState | None]]:
+    """Write how attempts ended; return the state of each job, None for a job whose claim was not the last."""
+    end_rows = [_end_to_row(end) for end in sorted(ends, key=_end_job_id)]
+    ((answer,),) = yield PreparedTextQuery(statements.FINISH_ATTEMPTS, (_ENCODER.encode(end_rows), _KILLED_MESSAGE))
+    states_by_id = json.loads(answer or "{}")
+    states = [states_by_id.get(end.claim.job_id) for end in ends]
     return [None if state is None else JobState(state) for state in states]
 
 
-_by_id: Final = attrgetter("job_id")
-_by_job: Final = attrgetter("claim.job_id")
+_claim_job_id: Final = attrgetter("job_id")
+_end_job_id: Final = attrgetter("claim.job_id")
 
 
-def _written(end: End) -> dict[str, Any]:
-    """What is to be written; what is not named is null there."""
-    (job_id, receipt), verdict = end
-    told: dict[str, Any] = {"id": job_id, "worker": receipt.worker, "token": receipt.token, "uncounted": 0}
-    if isinstance(verdict, Complete):
-        return told | {"state": "succeeded", "result": _WRITER.encode(verdict.result)}
-    if isinstance(verdict, GiveBack):
-        return told | {"state": "pending", "delay": verdict.delay, "uncounted": 1}
-    if isinstance(verdict, Kill):
-        return told | {"state": "killed", "category": "BUSINESS", "code": KILLED, "words": verdict.message}
-    blame = verdict.blame
-    told |= {"category": blame.category.value, "code": _fit(blame.code), "type": _fit(blame.error_type)}
-    told |= {"words": _fit(blame.message), "traceback": _fit(blame.traceback)}
-    if isinstance(verdict, Again):
-        return told | {"state": "pending", "delay": verdict.delay}
-    return told | {"state": "failed"}
+def _end_to_row(end: AttemptEnd) -> dict[str, Any]:
+    """Return the values to write; an omitted column becomes null."""
+    (job_id, receipt), conclusion = end
+    row: dict[str, Any] = {"id": job_id, "worker": receipt.worker, "token": receipt.token, "uncounted": 0}
+    if isinstance(conclusion, Complete):
+        return row | {"state": "succeeded", "result": _ENCODER.encode(conclusion.result)}
+    if isinstance(conclusion, ReleaseAttempt):
+        return row | {"state": "pending", "delay": conclusion.delay, "uncounted": 1}
+    if isinstance(conclusion, KillAttempt):
+        return row | {"state": "killed", "category": "BUSINESS", "code": KILLED, "words": conclusion.message}
+    cause = conclusion.cause
+    row |= {"category": cause.category.value, "code": _to_storable(cause.code), "type": _to_storable(cause.error_type)}
+    row |= {"words": _to_storable(cause.message), "traceback": _to_storable(cause.traceback)}
+    if isinstance(conclusion, Retry):
+        return row | {"state": "pending", "delay": conclusion.delay}
+    return row | {"state": "failed"}
 
 
-def _fit(text: str | None) -> str | None:
-    """What a text column can hold: an executor may write anything."""
+def _to_storable(text: str | None) -> str | None:
+    """Return *text* in a form that a text column can store: an executor may write anything."""
     return None if text is None else text.replace("\0", "\ufffd").encode(errors="replace").decode()
 
 
-def kills() -> Operation[set[str]]:
-    """The running jobs that somebody wants killed, of all orchestrators."""
-    rows = yield Query(statements.KILLS)
+def jobs_to_kill() -> Operation[set[str]]:
+    """Return the running jobs with a kill request, of all orchestrators."""
+    rows = yield Query(statements.JOBS_TO_KILL)
     return {row[0] for row in rows}
 
 
-def swept(most: int) -> Operation[int]:
-    """Throw away at most *most* jobs whose retention is over; how many were looked at."""
-    ((count,),) = yield Query(statements.SWEEP, {"most": most})
+def delete_expired(limit: int) -> Operation[int]:
+    """Delete at most *limit* jobs whose retention has expired; return the number of jobs examined."""
+    ((count,),) = yield Query(statements.DELETE_EXPIRED, {"most": limit})
     return int(count)

@@ -1,4 +1,4 @@
-"""JobClient: submit, watch and steer jobs, in both variants."""
+"""Clients that submit, query and control jobs, sync and async."""
 
 from __future__ import annotations
 
@@ -11,70 +11,70 @@ from typing import Any, Final, Self, TypeVar
 
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.postgres import callers
-from ergon_framework.connectors.postgres.queue import VARIABLE
+from ergon_framework.connectors.postgres.queue import DSN_VARIABLE
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.executor.jobs import crontab, reading
-from ergon_framework.executor.jobs.cron import Cron, CronEntry, columns
+from ergon_framework.executor.jobs.cron import Cron, CronEntry, cron_columns
 from ergon_framework.executor.jobs.model import Job, JobState, JobWaitTimeout, Submitted
 from ergon_framework.executor.jobs.registrations import ServedExecutor, list_executors
-from ergon_framework.executor.jobs.request import DEFAULT, Request, parameters
-from ergon_framework.executor.jobs.submitting import SUBMIT, submit, submit_many, submitted
-from ergon_framework.executor.jobs.waiting import Waiting
-from ergon_framework.schema.lines import Lines
+from ergon_framework.executor.jobs.request import DEFAULT_KIND, JobRequest, job_parameters
+from ergon_framework.executor.jobs.submitting import SUBMIT, read_submission, submit, submit_many
+from ergon_framework.executor.jobs.waiting import JobWaiter
+from ergon_framework.schema.lines import ConnectionPool
 from ergon_framework.schema.operation import Operation
 
 R = TypeVar("R")
 
-#: Seconds that one question may take.
-_WITHIN: Final = 30.0
+#: Timeout of one database operation in seconds.
+_TIMEOUT_SECONDS: Final = 30.0
 
 
-class _Client:
-    """What both variants share: everything but how the database is asked."""
+class _JobClientBase:
+    """The shared part of both variants: everything except the call to the database."""
 
     def __init__(
-        self, dsn: str | None = None, *, default: str | None = DEFAULT, executors: Collection[str] | None = None
+        self, dsn: str | None = None, *, default: str | None = DEFAULT_KIND, executors: Collection[str] | None = None
     ) -> None:
-        address = dsn or os.environ.get(VARIABLE)
+        address = dsn or os.environ.get(DSN_VARIABLE)
         if not address:
-            raise ConfigurationError(f"jobs need a database: set {VARIABLE} in the environment or give dsn=…")
-        self._lines = Lines(address, other=ConnectorError)
+            raise ConfigurationError(f"jobs need a database: set {DSN_VARIABLE} in the environment or give dsn=…")
+        self._connection_pool = ConnectionPool(address, error_type=ConnectorError)
         self._default = default
         self._executors = None if executors is None else frozenset(executors)
 
-    def parameters(self, function: str, /, *args: Any, **told: Any) -> dict[str, Any]:
-        """What the database is given for a job: see ``Request`` for what may be *told* besides its arguments."""
-        request = Request(function=function, args=args, **told)
-        return parameters(request, default=self._default, executors=self._executors)
+    def job_parameters(self, function: str, /, *args: Any, **options: Any) -> dict[str, Any]:
+        """Return the database parameters of a job; ``JobRequest`` documents the *options* next to its arguments."""
+        request = JobRequest(function=function, args=args, **options)
+        return job_parameters(request, default=self._default, executors=self._executors)
 
-    def _all(self, requests: Iterable[Request]) -> Operation[list[Submitted]]:
-        given = [parameters(one, default=self._default, executors=self._executors) for one in requests]
-        return submit_many(given)
+    def _build_submissions(self, requests: Iterable[JobRequest]) -> Operation[list[Submitted]]:
+        jobs = [job_parameters(one, default=self._default, executors=self._executors) for one in requests]
+        return submit_many(jobs)
 
-    def submitting(self, function: str, /, *args: Any, **told: Any) -> Operation[Submitted]:
-        """Submitting as a script, to be one part of a larger database transaction."""
-        return submit(self.parameters(function, *args, **told))
+    def build_submission(self, function: str, /, *args: Any, **options: Any) -> Operation[Submitted]:
+        """Return a submission as a script, to be one part of a larger database transaction."""
+        return submit(self.job_parameters(function, *args, **options))
 
-    def entry(self, cron: Cron) -> dict[str, Any]:
-        """What the table of entries is given for *cron*."""
-        return columns(cron, default=self._default, executors=self._executors)
+    def to_cron_row(self, cron: Cron) -> dict[str, Any]:
+        """Return the table row of *cron*."""
+        return cron_columns(cron, default=self._default, executors=self._executors)
 
-    def statement(self, function: str, /, *args: Any, style: str = "psycopg", **told: Any) -> callers.Statement:
-        """The statement that submits the job, for a library that is none of the known ones."""
+    def statement(self, function: str, /, *args: Any, style: str = "psycopg", **options: Any) -> callers.Statement:
+        """Return the statement that submits the job, for a database library without built-in support."""
         try:
-            known = callers.Style(style)
+            param_style = callers.ParamStyle(style)
         except ValueError:
-            styles = ", ".join(callers.Style)
+            styles = ", ".join(callers.ParamStyle)
             raise ConfigurationError(f"there is no style {style!r}; the styles are {styles}") from None
-        return callers.rendered(SUBMIT, self.parameters(function, *args, **told), known)
+        return callers.render(SUBMIT, self.job_parameters(function, *args, **options), param_style)
 
 
-class JobClient(_Client):
-    """Submits, shows and steers jobs, from threads.
+class JobClient(_JobClientBase):
+    """Submits, queries and controls jobs, from threads.
 
-    The address is *dsn*, or the environment's ``ERGON_POSTGRES__DSN``. A function without a prefix
-    is for the *default* executors. A job for executors that no orchestrator serves becomes a dead
-    letter ten minutes after it is due; with *executors*, one for any other does so at once.
+    The address is *dsn*, or ``ERGON_POSTGRES__DSN`` of the environment. A function without a prefix runs in the
+    *default* executors. A job for executors that no orchestrator serves is dead-lettered ten minutes after it is due;
+    with *executors*, a job for any other executor is dead-lettered immediately.
     """
 
     def __enter__(self) -> Self:
@@ -83,45 +83,45 @@ class JobClient(_Client):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, function: str, /, *args: Any, **told: Any) -> Submitted:
-        """Submit a job; JobConflict if its id or unique key is taken by another one."""
-        return self._run(self.submitting(function, *args, **told))
+    def submit(self, function: str, /, *args: Any, **options: Any) -> Submitted:
+        """Submit a job; raise JobConflict if its id or unique key belongs to a different job."""
+        return self._run(self.build_submission(function, *args, **options))
 
-    def submit_many(self, requests: Iterable[Request]) -> builtins.list[Submitted]:
-        """Submit many jobs in one database transaction, in their order: all of them, or on JobConflict none."""
-        return self._run(self._all(requests))
+    def submit_many(self, requests: Iterable[JobRequest]) -> builtins.list[Submitted]:
+        """Submit many jobs in one database transaction, in order: all of them, or none on JobConflict."""
+        return self._run(self._build_submissions(requests))
 
-    def submit_on(self, connection: Any, function: str, /, *args: Any, **told: Any) -> Submitted:
-        """Submit inside the database transaction that is open on *connection*: it is there if that commits, only then.
+    def submit_on(self, connection: Any, function: str, /, *args: Any, **options: Any) -> Submitted:
+        """Submit inside the open database transaction of *connection*: the job exists only if that commits.
 
-        *connection* is one of psycopg, SQLAlchemy (a Session too) or Django.
+        *connection* is a connection of psycopg, SQLAlchemy (also a Session) or Django.
         """
-        given = self.parameters(function, *args, **told)
-        return submitted(given, callers.run(connection, SUBMIT, given))
+        values = self.job_parameters(function, *args, **options)
+        return read_submission(values, callers.execute_on(connection, SUBMIT, values))
 
     def show(self, job_id: str) -> Job:
-        """The job; JobNotFound if there is none."""
-        return self._run(reading.show(job_id))
+        """Return the job; raise JobNotFound if there is none."""
+        return self._run(reading.get_job(job_id))
 
     def list(self, **filters: Any) -> list[Job]:
-        """Jobs, the newest first: ``states``, ``kind``, ``function``, ``tenant``, ``before`` and ``limit``."""
-        return self._run(reading.listed(**filters))
+        """Return jobs, newest first: ``states``, ``kind``, ``function``, ``tenant``, ``before`` and ``limit``."""
+        return self._run(reading.list_jobs(**filters))
 
     def wait(self, job_id: str, *, timeout: float | None = None) -> Job:
-        """The job once it is over; JobWaitTimeout after *timeout* seconds, which changes nothing about the job."""
-        until = None if timeout is None else time.monotonic() + timeout
-        for pause in reading.looks():
-            state = self._run(reading.state(job_id))
-            if state.over:
+        """Wait for the job to be final and return it; JobWaitTimeout after *timeout* seconds leaves it unchanged."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for pause in reading.poll_intervals():
+            state = self._run(reading.get_state(job_id))
+            if state.is_final:
                 break
-            time.sleep(_left(job_id, state, pause=pause, until=until, timeout=timeout))
+            time.sleep(_next_pause(job_id, state, pause=pause, deadline=deadline, timeout=timeout))
         return self.show(job_id)
 
     def wait_many(self, job_ids: Iterable[str], *, timeout: float | None = None) -> builtins.list[Job]:
-        """All of these once the last is over, in the order of their ids; else as ``wait``."""
-        waiting = Waiting(job_ids, timeout=timeout)
+        """Wait until all of these jobs are final and return them in the order of their ids; else as ``wait``."""
+        waiting = JobWaiter(job_ids, timeout=timeout)
         while waiting:
-            pause = self._run(waiting.look())
+            pause = self._run(waiting.poll())
             if pause:
                 time.sleep(pause)
         return waiting.jobs
@@ -131,51 +131,51 @@ class JobClient(_Client):
         return self._run(list_executors())
 
     def cancel(self, job_id: str) -> bool:
-        """Cancel the job if it waits; False if it has begun or is over."""
+        """Cancel the job if it is waiting; return False if it has begun or is final."""
         return self._run(reading.cancel(job_id))
 
     def kill(self, job_id: str) -> JobState:
-        """Cancel the job if it waits, have it killed if it runs; where it is now."""
+        """Cancel the job if it is waiting, request its kill if it is running; return its state."""
         return self._run(reading.kill(job_id))
 
     def replay(self, job_id: str) -> None:
-        """Have a job that has failed run anew."""
+        """Run a failed job again."""
         self._run(reading.replay(job_id))
 
     def schedule(self, *crons: Cron) -> None:
-        """Declare cron entries: those of the same name are changed, and what is the same stays as it is."""
-        self._run(crontab.declare([self.entry(cron) for cron in crons]))
+        """Declare cron entries: an entry of the same name is changed, an equal one stays as it is."""
+        self._run(crontab.declare([self.to_cron_row(cron) for cron in crons]))
 
     def unschedule(self, name: str) -> bool:
-        """Take a cron entry away; False if there is none. The jobs that it has submitted stay."""
+        """Remove a cron entry; return False if there is none. Jobs that it has submitted stay."""
         return self._run(crontab.remove(name))
 
     def schedules(self) -> builtins.list[CronEntry]:
-        """All cron entries, by name."""
-        return self._run(crontab.listed())
+        """Return all cron entries, by name."""
+        return self._run(crontab.list_entries())
 
     def pause_schedule(self, name: str) -> None:
-        """Have nothing submitted for a cron entry until it is resumed; CronNotFound if there is none."""
+        """Stop submitting for a cron entry until it is resumed; raise CronNotFound if there is none."""
         self._run(crontab.pause(name))
 
     def resume_schedule(self, name: str) -> None:
-        """Have a cron entry go on with the next time to come; what passed since was not missed."""
+        """Resume a cron entry with its next scheduled time; times that passed meanwhile are not misfires."""
         self._run(crontab.resume(name))
 
     def run_schedule(self, name: str) -> Submitted:
-        """Submit the job of a cron entry now, beside its scheduled times."""
+        """Submit the job of a cron entry now, in addition to its scheduled times."""
         return self._run(crontab.run_now(name))
 
     def close(self) -> None:
-        """Close its connections; used again, it connects anew."""
-        self._lines.close()
+        """Close the connections; the next use connects again."""
+        self._connection_pool.close()
 
     def _run(self, operation: Operation[R]) -> R:
-        return self._lines.run(operation, within=_WITHIN)
+        return self._connection_pool.run(operation, timeout_seconds=_TIMEOUT_SECONDS)
 
 
-class AsyncJobClient(_Client):
-    """The same, from an event loop."""
+class AsyncJobClient(_JobClientBase):
+    """The async variant of JobClient."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -183,36 +183,36 @@ class AsyncJobClient(_Client):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def submit(self, function: str, /, *args: Any, **told: Any) -> Submitted:
-        return await self._run(self.submitting(function, *args, **told))
+    async def submit(self, function: str, /, *args: Any, **options: Any) -> Submitted:
+        return await self._run(self.build_submission(function, *args, **options))
 
-    async def submit_many(self, requests: Iterable[Request]) -> builtins.list[Submitted]:
-        return await self._run(self._all(requests))
+    async def submit_many(self, requests: Iterable[JobRequest]) -> builtins.list[Submitted]:
+        return await self._run(self._build_submissions(requests))
 
-    async def submit_on(self, connection: Any, function: str, /, *args: Any, **told: Any) -> Submitted:
-        """As its twin, on an async connection of psycopg, SQLAlchemy or asyncpg."""
-        given = self.parameters(function, *args, **told)
-        return submitted(given, await callers.run_async(connection, SUBMIT, given))
+    async def submit_on(self, connection: Any, function: str, /, *args: Any, **options: Any) -> Submitted:
+        """Submit as JobClient does, on an async connection of psycopg, SQLAlchemy or asyncpg."""
+        values = self.job_parameters(function, *args, **options)
+        return read_submission(values, await callers.execute_on_async(connection, SUBMIT, values))
 
     async def show(self, job_id: str) -> Job:
-        return await self._run(reading.show(job_id))
+        return await self._run(reading.get_job(job_id))
 
     async def list(self, **filters: Any) -> list[Job]:
-        return await self._run(reading.listed(**filters))
+        return await self._run(reading.list_jobs(**filters))
 
     async def wait(self, job_id: str, *, timeout: float | None = None) -> Job:
-        until = None if timeout is None else time.monotonic() + timeout
-        for pause in reading.looks():
-            state = await self._run(reading.state(job_id))
-            if state.over:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for pause in reading.poll_intervals():
+            state = await self._run(reading.get_state(job_id))
+            if state.is_final:
                 break
-            await asyncio.sleep(_left(job_id, state, pause=pause, until=until, timeout=timeout))
+            await asyncio.sleep(_next_pause(job_id, state, pause=pause, deadline=deadline, timeout=timeout))
         return await self.show(job_id)
 
     async def wait_many(self, job_ids: Iterable[str], *, timeout: float | None = None) -> builtins.list[Job]:
-        waiting = Waiting(job_ids, timeout=timeout)
+        waiting = JobWaiter(job_ids, timeout=timeout)
         while waiting:
-            pause = await self._run(waiting.look())
+            pause = await self._run(waiting.poll())
             if pause:
                 await asyncio.sleep(pause)
         return waiting.jobs
@@ -230,13 +230,13 @@ class AsyncJobClient(_Client):
         await self._run(reading.replay(job_id))
 
     async def schedule(self, *crons: Cron) -> None:
-        await self._run(crontab.declare([self.entry(cron) for cron in crons]))
+        await self._run(crontab.declare([self.to_cron_row(cron) for cron in crons]))
 
     async def unschedule(self, name: str) -> bool:
         return await self._run(crontab.remove(name))
 
     async def schedules(self) -> builtins.list[CronEntry]:
-        return await self._run(crontab.listed())
+        return await self._run(crontab.list_entries())
 
     async def pause_schedule(self, name: str) -> None:
         await self._run(crontab.pause(name))
@@ -248,15 +248,15 @@ class AsyncJobClient(_Client):
         return await self._run(crontab.run_now(name))
 
     async def close(self) -> None:
-        await self._lines.close_async()
+        await self._connection_pool.close_async()
 
     async def _run(self, operation: Operation[R]) -> R:
-        return await self._lines.run_async(operation, within=_WITHIN)
+        return await self._connection_pool.run_async(operation, timeout_seconds=_TIMEOUT_SECONDS)
 
 
-def _left(job_id: str, state: JobState, *, pause: float, until: float | None, timeout: float | None) -> float:
-    """Seconds until the next look; JobWaitTimeout if there is to be none."""
-    left = pause if until is None else until - time.monotonic()
-    if left <= 0:
+def _next_pause(job_id: str, state: JobState, *, pause: float, deadline: float | None, timeout: float | None) -> float:
+    """Return the seconds until the next poll; raise JobWaitTimeout if the time is over."""
+    remaining = pause if deadline is None else deadline - time.monotonic()
+    if remaining <= 0:
         raise JobWaitTimeout(f"the job {job_id!r} is {state.value} after {timeout:g} s; it goes on", state)
-    return min(pause, left)
+    return min(pause, remaining)

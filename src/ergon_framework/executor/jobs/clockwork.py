@@ -1,4 +1,4 @@
-"""Clockwork: what an orchestrator does about cron entries while it runs, beside its jobs."""
+"""The cron scheduler of an orchestrator: it fires due cron entries while the orchestrator runs its jobs."""
 
 from __future__ import annotations
 
@@ -8,88 +8,90 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.executor.jobs import crontab, observe
-from ergon_framework.executor.jobs.observe import Tick
-from ergon_framework.schema.lines import Lines
+from ergon_framework.executor.jobs.observe import CronTickResult
+from ergon_framework.schema.lines import ConnectionPool
 
-#: Seconds between two looks, at most: an entry may be new.
-LOOK: Final = 1.0
-#: Seconds that one firing may take.
-_WITHIN: Final = 15.0
-#: Seconds between two complaints.
-_TOLD: Final = 5.0
+#: Maximum seconds between two polls: an entry may be new.
+MAX_POLL_INTERVAL_SECONDS: Final = 1.0
+#: Timeout of one database operation in seconds.
+_TIMEOUT_SECONDS: Final = 15.0
+#: Minimum seconds between two warnings.
+_WARN_INTERVAL_SECONDS: Final = 5.0
 
 
 @asynccontextmanager
-async def clockwork(dsn: str, crons: Sequence[dict[str, Any]], *, task: str) -> AsyncIterator[None]:
-    """Declare these ``columns``, and fire what is due for as long as this lasts, whoever has declared it."""
-    lines = Lines(dsn, most=1)
+async def run_cron(dsn: str, crons: Sequence[dict[str, Any]], *, task: str) -> AsyncIterator[None]:
+    """Declare these ``cron_columns``, and fire all due entries, whatever declared them, while the context lasts."""
+    connection_pool = ConnectionPool(dsn, max_size=1)
     try:
         if crons:
-            await lines.run_async(crontab.declare(crons), within=_WITHIN)
-        running = asyncio.create_task(Clockwork(lines, task=task).run(), name=f"{task}-cron")
+            await connection_pool.run_async(crontab.declare(crons), timeout_seconds=_TIMEOUT_SECONDS)
+        running = asyncio.create_task(CronScheduler(connection_pool, task=task).run(), name=f"{task}-cron")
         try:
             yield
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
     finally:
-        await lines.close_async()
+        await connection_pool.close_async()
 
 
-class Clockwork:
-    """Belongs to one event loop."""
+class CronScheduler:
+    """Polls for due entries and fires them; belongs to one event loop."""
 
-    def __init__(self, lines: Lines, *, task: str) -> None:
-        self._lines = lines
+    def __init__(self, connection_pool: ConnectionPool, *, task: str) -> None:
+        self._connection_pool = connection_pool
         self._task = task
-        self._tally = observe.tally_of(task)
-        self._told = float("-inf")
+        self._metrics = observe.job_metrics(task)
+        self._warned_at = float("-inf")
 
     async def run(self) -> None:
-        """Look for what is due and fire it, for ever."""
+        """Poll for due entries and fire them, forever."""
         while True:
-            pause = LOOK
+            pause = MAX_POLL_INTERVAL_SECONDS
             try:
-                pause = await self._look()
-            except Exception as error:  # noqa: BLE001 - the boundary of a look: there is always a next one
-                self._complain(error)
+                pause = await self._poll()
+            except Exception as error:  # noqa: BLE001 - the boundary of a poll: there is always a next one
+                self._warn(error)
             await asyncio.sleep(pause)
 
-    async def _look(self) -> float:
-        """One look; seconds until the next one."""
-        seconds = await self._lines.run_async(crontab.due(), within=_WITHIN)
+    async def _poll(self) -> float:
+        """Poll once; return the seconds until the next poll."""
+        seconds = await self._connection_pool.run_async(crontab.seconds_until_due(), timeout_seconds=_TIMEOUT_SECONDS)
         if seconds is None or seconds > 0:
-            return LOOK if seconds is None else min(LOOK, seconds)
-        # Nothing was fired though something is due: somebody else has it, or nobody can.
-        return 0.0 if await self._fire() else LOOK
+            return MAX_POLL_INTERVAL_SECONDS if seconds is None else min(MAX_POLL_INTERVAL_SECONDS, seconds)
+        # An entry is due but was not fired: another orchestrator has it, or it cannot be fired.
+        return 0.0 if await self._fire_all() else MAX_POLL_INTERVAL_SECONDS
 
-    async def _fire(self) -> bool:
-        """Fire all that is due; whether there was any."""
+    async def _fire_all(self) -> bool:
+        """Fire all due entries; return whether there was any."""
         tried: set[str] = set()
-        some = False
+        has_fired = False
         while True:
-            before = len(tried)
+            tried_before = len(tried)
             try:
-                fired = await self._lines.run_async(crontab.fire(tried), within=_WITHIN)
-            except ConnectionLost:
+                fired = await self._connection_pool.run_async(
+                    crontab.fire_next(tried), timeout_seconds=_TIMEOUT_SECONDS
+                )
+            except ConnectionLostError:
                 raise
-            except Exception as error:  # noqa: BLE001 - the boundary of an entry: the others are fired all the same
-                self._complain(error, *tried)
-                if len(tried) == before:
-                    return some
+            except Exception as error:  # noqa: BLE001 - the boundary of an entry: the other entries are still fired
+                self._warn(error, *tried)
+                if len(tried) == tried_before:
+                    return has_fired
                 continue
             if fired is None:
-                return some
-            some = True
-            self._tally.ticked(Tick.FIRED, fired.submitted)
-            self._tally.ticked(Tick.REPEATED, fired.repeated)
+                return has_fired
+            has_fired = True
+            self._metrics.record_tick(CronTickResult.FIRED, fired.submitted)
+            self._metrics.record_tick(CronTickResult.REPEATED, fired.repeated)
             if fired.missed_since is not None:
-                observe.missed(self._task, fired.name, submitted=fired.submitted)
+                observe.log_misfire(self._task, fired.name, submitted=fired.submitted)
 
-    def _complain(self, error: Exception, *names: str) -> None:
+    def _warn(self, error: Exception, *names: str) -> None:
         now = time.monotonic()
-        if now >= self._told + _TOLD:
-            self._told = now
-            observe.unfired(self._task, error, names)
+        if now >= self._warned_at + _WARN_INTERVAL_SECONDS:
+            self._warned_at = now
+            observe.log_cron_failed(self._task, error, names)

@@ -1,4 +1,4 @@
-"""Desk: where the orchestrators of one kind ask the database about their jobs, and tell it, many at a time."""
+"""The database access of the orchestrators of one kind: attempts of many jobs are started and finished in batches."""
 
 from __future__ import annotations
 
@@ -7,109 +7,119 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
-from ergon_framework.errors import ConnectionLost, ErgonError
+from ergon_framework.errors import ConnectionLostError, ErgonError
 from ergon_framework.executor.jobs import attempts, observe
-from ergon_framework.executor.jobs.attempts import Claim, End, Started
+from ergon_framework.executor.jobs.attempts import AttemptEnd, JobClaim, StartedAttempt
 from ergon_framework.executor.jobs.model import JobState
-from ergon_framework.executor.jobs.together import Together
-from ergon_framework.failure import describe
-from ergon_framework.schema.lines import Lines
+from ergon_framework.executor.jobs.together import AsyncCoalescer
+from ergon_framework.failure import describe_error
+from ergon_framework.schema.lines import ConnectionPool
 from ergon_framework.schema.operation import Operation
 from ergon_framework.task.mixins.policies import RetryPolicy
 
 R = TypeVar("R")
 T = TypeVar("T")
 
-#: Seconds that one statement may take.
-_WITHIN: Final = 15.0
-#: How long to wait before the database is asked once more.
-_AGAIN: Final = RetryPolicy(backoff=0.05, multiplier=2.0, cap=2.0)
-#: How often something is said that the server refuses, though it can be reached.
-_REFUSED: Final = 5
-#: Seconds between two complaints.
-_TOLD: Final = 5.0
-#: Seconds that an outcome waits for others to be written with, where there are many: statements are dear.
-_LINGER: Final = 0.005
-#: How many expired jobs are thrown away at a time.
-_SWEPT: Final = 500
+#: Timeout of one statement in seconds.
+_TIMEOUT_SECONDS: Final = 15.0
+#: The delays between retries of a database call.
+_RETRY_POLICY: Final = RetryPolicy(backoff=0.05, multiplier=2.0, cap=2.0)
+#: Maximum number of retries of a call that the server rejects although it is reachable.
+_MAX_REJECTED_RETRIES: Final = 5
+#: Minimum seconds between two warnings.
+_WARN_INTERVAL_SECONDS: Final = 5.0
+#: Seconds that an outcome waits to be written in a batch, under load: statements are expensive.
+_LINGER_SECONDS: Final = 0.005
+#: Number of expired jobs that are deleted in one statement.
+_DELETE_BATCH_SIZE: Final = 500
 
 
-class Unwritten(ErgonError):
-    """The database does not take what it is told about a job; the message comes back to whatever the row says."""
+class JobWriteError(ErgonError):
+    """The database rejects a write about a job; the message is redelivered and follows the job's row."""
 
     code = "job_unwritten"
-    later = True
+    not_attempted = True
     retry_after = 5.0
 
 
-class Desk:
-    """Belongs to one event loop."""
+class BatchedJobStore:
+    """Starts and finishes attempts; belongs to one event loop."""
 
     def __init__(
-        self, lines: Lines, *, task: str, max_attempts: int, timeout: float | None, busy: Callable[[], bool]
+        self,
+        connection_pool: ConnectionPool,
+        *,
+        task: str,
+        max_attempts: int,
+        timeout: float | None,
+        is_busy: Callable[[], bool],
     ) -> None:
-        self._lines = lines
+        self._connection_pool = connection_pool
         self._task = task
         self._max_attempts = max_attempts
         self._timeout = timeout
-        self._starting: Together[Claim, Started] = Together(self._start)
-        self._finishing: Together[End, JobState | None] = Together(self._finish, linger=self._patience)
-        self._busy = busy
-        self._told = float("-inf")
+        self._start_coalescer: AsyncCoalescer[JobClaim, StartedAttempt] = AsyncCoalescer(self._start)
+        self._finish_coalescer: AsyncCoalescer[AttemptEnd, JobState | None] = AsyncCoalescer(
+            self._finish, linger=self._linger_seconds
+        )
+        self._is_busy = is_busy
+        self._warned_at = float("-inf")
 
-    async def start(self, claim: Claim) -> Started:
-        """Begin an attempt. Asked again for the same claim, it answers the same and counts nothing."""
-        return await self._said(self._starting, claim)
+    async def start(self, claim: JobClaim) -> StartedAttempt:
+        """Begin an attempt. A repeated call for the same claim returns the same and counts nothing."""
+        return await self._retry_until_written(self._start_coalescer, claim)
 
-    async def finish(self, end: End) -> JobState | None:
-        """Write how an attempt ended; None if the claim was not the last. Said twice, it is written once.
+    async def finish(self, end: AttemptEnd) -> JobState | None:
+        """Write how an attempt ended; None if the claim was not the last. A repeated call writes nothing more.
 
-        While the database is out of reach it is tried again: a result is not to be lost for that.
+        The write is retried while the database is unavailable: a result must not be lost for that.
         """
-        return await self._said(self._finishing, end)
+        return await self._retry_until_written(self._finish_coalescer, end)
 
-    async def kills(self) -> set[str]:
-        """The running jobs that somebody wants killed."""
-        return await self.run(attempts.kills())
+    async def jobs_to_kill(self) -> set[str]:
+        """Return the running jobs with a kill request."""
+        return await self.run(attempts.jobs_to_kill())
 
-    async def sweep(self) -> None:
-        """Throw away some of the jobs whose retention is over."""
-        while await self.run(attempts.swept(_SWEPT)) == _SWEPT:
+    async def delete_expired(self) -> None:
+        """Delete jobs whose retention has expired."""
+        while await self.run(attempts.delete_expired(_DELETE_BATCH_SIZE)) == _DELETE_BATCH_SIZE:
             pass
 
     def close(self) -> None:
-        """Nobody asks any more."""
-        self._starting.close()
-        self._finishing.close()
+        """Stop the batches that are under way; there are no more callers."""
+        self._start_coalescer.close()
+        self._finish_coalescer.close()
 
     async def run(self, operation: Operation[R]) -> R:
-        """Everything that is asked goes through here."""
-        return await self._lines.run_async(operation, within=_WITHIN)
+        """Run *operation*; every database call goes through here."""
+        return await self._connection_pool.run_async(operation, timeout_seconds=_TIMEOUT_SECONDS)
 
-    async def _start(self, claims: Sequence[Claim]) -> Sequence[Started]:
-        return await self.run(attempts.start(claims, max_attempts=self._max_attempts, timeout=self._timeout))
+    async def _start(self, claims: Sequence[JobClaim]) -> Sequence[StartedAttempt]:
+        return await self.run(attempts.start_attempts(claims, max_attempts=self._max_attempts, timeout=self._timeout))
 
-    async def _finish(self, ends: Sequence[End]) -> Sequence[JobState | None]:
-        return await self.run(attempts.finish(ends))
+    async def _finish(self, ends: Sequence[AttemptEnd]) -> Sequence[JobState | None]:
+        return await self.run(attempts.finish_attempts(ends))
 
-    async def _said(self, how: Callable[[R], Awaitable[T]], what: R) -> T:
-        number = 0
+    async def _retry_until_written(self, call: Callable[[R], Awaitable[T]], item: R) -> T:
+        retries = 0
         while True:
             try:
-                return await how(what)
+                return await call(item)
             except Exception as error:
-                hopeless = not isinstance(error, ErgonError) or error.final
-                self._complain(error)
-                if hopeless or (not isinstance(error, ConnectionLost) and number >= _REFUSED):
-                    raise Unwritten(f"the database does not take what it is told: {describe(error)}") from error
-            await asyncio.sleep(_AGAIN.delay(number))
-            number = min(number + 1, 1000)
+                is_permanent = not isinstance(error, ErgonError) or error.final
+                self._warn(error)
+                if is_permanent or (not isinstance(error, ConnectionLostError) and retries >= _MAX_REJECTED_RETRIES):
+                    raise JobWriteError(
+                        f"the database does not take what it is told: {describe_error(error)}"
+                    ) from error
+            await asyncio.sleep(_RETRY_POLICY.delay(retries))
+            retries = min(retries + 1, 1000)
 
-    def _patience(self) -> float:
-        return _LINGER if self._busy() else 0.0
+    def _linger_seconds(self) -> float:
+        return _LINGER_SECONDS if self._is_busy() else 0.0
 
-    def _complain(self, error: Exception) -> None:
+    def _warn(self, error: Exception) -> None:
         now = time.monotonic()
-        if now >= self._told + _TOLD:
-            self._told = now
-            observe.unwritten(self._task, error)
+        if now >= self._warned_at + _WARN_INTERVAL_SECONDS:
+            self._warned_at = now
+            observe.log_write_failed(self._task, error)

@@ -1,4 +1,4 @@
-"""Job: what is known about one piece of work for an executor, and what may be wrong with asking for it."""
+"""Jobs: the stored state of one unit of work for an executor, and the errors of job requests."""
 
 from __future__ import annotations
 
@@ -9,50 +9,50 @@ from typing import Any, Final
 
 from ergon_framework.errors import Category, ErgonError
 
-#: Seconds for which a job is kept after its end, unless it says otherwise: a week.
-RETENTION: Final = 7 * 86_400.0
-#: The name of a kind's queue is this and the kind.
-PREFIX: Final = "jobs."
+#: Default seconds for which a job is kept after its end: one week.
+DEFAULT_RETENTION_SECONDS: Final = 7 * 86_400.0
+#: The prefix of a kind's queue name; the kind follows.
+QUEUE_PREFIX: Final = "jobs."
 
 
 def queue_name(kind: str) -> str:
-    """The queue of the executors called *kind*; each kind has its own, so that a slow one delays no other."""
-    return PREFIX + kind
+    """Return the queue of the executors *kind*; each kind has its own, so that a slow kind delays no other."""
+    return QUEUE_PREFIX + kind
 
 
 class JobState(StrEnum):
-    """Where a job is; all but the first two are its end."""
+    """The state of a job; all but the first two are final."""
 
-    #: It waits: for its turn, its time, or its next attempt.
+    #: The job waits: in the queue, for its due time, or for its next attempt.
     PENDING = "pending"
     RUNNING = "running"
     SUCCEEDED = "succeeded"
-    #: It is a dead letter.
+    #: The job is dead-lettered.
     FAILED = "failed"
     CANCELLED = "cancelled"
     KILLED = "killed"
 
     @property
-    def over(self) -> bool:
-        """Whether it has its end; a failed one may be replayed all the same."""
+    def is_final(self) -> bool:
+        """Whether the state is final; a failed job may still be replayed."""
         return self not in {JobState.PENDING, JobState.RUNNING}
 
 
 @dataclass(frozen=True, slots=True)
 class JobError:
-    """Why the last attempt did not succeed."""
+    """The cause of the last unsuccessful attempt."""
 
     category: Category
     code: str
     message: str
-    #: The name of what went wrong in a handler, and where, if the executor has told.
+    #: The type and the traceback of an error in a handler, if the executor reported them.
     type: str | None = None
     traceback: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job as it is stored; its arguments are in its message and are not shown."""
+    """A job as it is stored; its arguments are in its message and are omitted."""
 
     id: str
     kind: str
@@ -71,16 +71,16 @@ class Job:
     ended_at: datetime | None
     expires_at: datetime | None
     kill_asked: bool
-    #: What the handler returned, once it has succeeded.
+    #: The handler's return value, if the job has succeeded.
     result: Any
     error: JobError | None
-    #: Its place in the order of submission: where the next page of a list begins.
+    #: Its number in the order of submission: the start of the next page of a list.
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """The job that there is now; *created* unless it was there before."""
+    """The job that exists now; *created* is False if it existed before."""
 
     id: str
     created: bool
@@ -88,28 +88,28 @@ class Submitted:
 
 
 class JobConflict(ErgonError):
-    """The id or the unique key is taken by a job with another function or other arguments."""
+    """The id or the unique key belongs to a job with another function or other arguments."""
 
     final = True
     code = "job_conflict"
 
 
 class JobNotFound(ErgonError):
-    """There is no such job, or its retention is over."""
+    """There is no such job, or its retention has expired."""
 
     final = True
     code = "job_not_found"
 
 
 class NotReplayable(ErgonError):
-    """Only a job that has failed, and whose dead letter is there, can be replayed."""
+    """The job cannot be replayed: only a failed job with an existing dead letter can."""
 
     final = True
     code = "not_replayable"
 
 
 class JobWaitTimeout(ErgonError, TimeoutError):
-    """The job had no end when the waiting was over; ``state`` is where it was."""
+    """The job was not final at the end of the wait; ``state`` is its state then."""
 
     category = Category.TIMEOUT
     code = "job_wait_timeout"

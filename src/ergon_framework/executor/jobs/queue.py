@@ -1,4 +1,4 @@
-"""JobQueue: the queue of one kind of executors, whose transactions bring the claims that they are held by."""
+"""The queue of one kind of executors; its transactions include the claims on their messages."""
 
 from __future__ import annotations
 
@@ -10,80 +10,85 @@ from typing import Any, Final, NamedTuple
 from ergon_framework.connectors.base import Delivery
 from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.connectors.postgres.home import Home
-from ergon_framework.connectors.postgres.receipt import Receipt
-from ergon_framework.connectors.postgres.statements import DUE
+from ergon_framework.connectors.postgres.home import DatabaseClient
+from ergon_framework.connectors.postgres.receipt import PostgresReceipt
+from ergon_framework.connectors.postgres.statements import SECONDS_UNTIL_DUE
 from ergon_framework.executor.jobs.model import queue_name
 from ergon_framework.executor.jobs.request import CODEC
 from ergon_framework.schema.operation import Operation, Query
 
-#: Seconds that a fetch waits until there is use for a job; then one is taken all the same, because an empty fetch
-#: would mean that there are none.
-PATIENCE: Final = 5.0
-#: Seconds that it waits for more room, so that one claim brings many.
-LINGER: Final = 0.01
+#: Seconds that a fetch waits for capacity; after that it claims one job anyway, because an empty fetch would mean that
+#: there are none.
+CAPACITY_WAIT_SECONDS: Final = 5.0
+#: Seconds that a fetch waits for more capacity, so that one claim returns many jobs.
+LINGER_SECONDS: Final = 0.01
 
 
-class Room(NamedTuple):
-    """How many jobs there is use for, and how many are worth a claim."""
+class FetchCapacity(NamedTuple):
+    """The number of jobs that can be claimed, and the number that is worth a claim."""
 
-    left: int
-    enough: int
+    available: int
+    worthwhile: int
 
 
-class Held(NamedTuple):
-    """What a message of a job says, and the claim on it."""
+class ClaimedJob(NamedTuple):
+    """The body of a job's message, and the claim on it."""
 
     body: Any
-    receipt: Receipt
+    receipt: PostgresReceipt
 
 
 class JobQueue(PostgresQueue):
-    """The queue of the executors called *kind*; their jobs are submitted by a JobClient."""
+    """The queue of the executors *kind*; a JobClient submits their jobs."""
 
     def __init__(
-        self, kind: str, *, dsn: str | None = None, lease: float = 30.0, room: Callable[[], Room] | None = None
+        self,
+        kind: str,
+        *,
+        dsn: str | None = None,
+        lease: float = 30.0,
+        get_capacity: Callable[[], FetchCapacity] | None = None,
     ) -> None:
         super().__init__(queue_name(kind), dsn=dsn, lease=lease, codec=CODEC)
         self.kind = kind
-        self._room = room
-        #: To be set when there may be more room.
-        self.freed = asyncio.Event()
+        self._get_capacity = get_capacity
+        #: Set when there may be more capacity.
+        self.capacity_freed = asyncio.Event()
 
     def _select_codec(self, codec: Codec | None) -> Codec:
-        # Jobs are written by functions of the database, which do not encrypt.
+        # Functions of the database write jobs, and they do not encrypt.
         return codec or CODEC
 
     @property
-    def address(self) -> str:
-        """Where its database is."""
-        return self._address()
+    def dsn(self) -> str:
+        """The address of its database."""
+        return self._require_dsn()
 
     async def fetch_transactions_async(self, batch_size: int, **extra: Any) -> Sequence[Delivery]:
-        """As every queue, but no more than there is use for; without any, it waits a while for that first."""
-        if self._room is None:
+        """Fetch at most as many jobs as there is capacity for; without any, wait a while for capacity first."""
+        if self._get_capacity is None:
             return await super().fetch_transactions_async(batch_size, **extra)
-        # Those that were fetched before begin now, and are counted then.
+        # Jobs of the previous fetch start now, so that the capacity includes them.
         await asyncio.sleep(0)
-        if self._room().left < 1:
+        if self._get_capacity().available < 1:
             with suppress(TimeoutError):
-                async with asyncio.timeout(PATIENCE):
-                    while self._room().left < 1:
-                        self.freed.clear()
-                        await self.freed.wait()
-        if self._room().left < self._room().enough:
-            await asyncio.sleep(LINGER)
-        return await super().fetch_transactions_async(max(1, min(batch_size, self._room().left)), **extra)
+                async with asyncio.timeout(CAPACITY_WAIT_SECONDS):
+                    while self._get_capacity().available < 1:
+                        self.capacity_freed.clear()
+                        await self.capacity_freed.wait()
+        if self._get_capacity().available < self._get_capacity().worthwhile:
+            await asyncio.sleep(LINGER_SECONDS)
+        return await super().fetch_transactions_async(max(1, min(batch_size, self._get_capacity().available)), **extra)
 
-    def _claimed(self, home: Home, count: int) -> Operation[list[Delivery]]:
-        found = yield from super()._claimed(home, count)
-        for delivery in found:
+    def _claim(self, client: DatabaseClient, count: int) -> Operation[list[Delivery]]:
+        deliveries = yield from super()._claim(client, count)
+        for delivery in deliveries:
             if delivery.error is None:
                 transaction = delivery.transaction
-                delivery.transaction = transaction.replace(payload=Held(transaction.payload, delivery.receipt))
-        if not found and self._number is not None:
-            # Jobs are submitted for later, by others: whoever sleeps has to know until when.
-            due = yield Query(DUE, {"queue": self._number})
+                delivery.transaction = transaction.replace(payload=ClaimedJob(transaction.payload, delivery.receipt))
+        if not deliveries and self._number is not None:
+            # Clients submit jobs with a later due time: an idle worker needs the time of its next poll.
+            due = yield Query(SECONDS_UNTIL_DUE, {"queue": self._number})
             if due:
-                self._remind(due[0][0])
-        return found
+                self._wake_after(due[0][0])
+        return deliveries

@@ -1,8 +1,8 @@
-"""Registrations: which executors orchestrators serve, and how jobs for all others end.
+"""Registrations: the executors that orchestrators serve, and how jobs for all others end.
 
 A client cannot know which executors exist, because orchestrators of other deployments may serve them. Each
 orchestrator registers its kinds in the database and renews them while it runs. A job for a kind that no
-orchestrator serves becomes a dead letter once it has been due, and orchestrators have run, for GRACE_SECONDS.
+orchestrator serves is dead-lettered once it has been due, and orchestrators have run, for GRACE_SECONDS.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Final
 from ergon_framework.connectors.base import Ack, Delivery, Release, Settlement
 from ergon_framework.errors import Category
 from ergon_framework.executor.jobs import observe, statements
-from ergon_framework.executor.jobs.burial import JobFailed, letter
-from ergon_framework.executor.jobs.model import PREFIX, Job
+from ergon_framework.executor.jobs.burial import JobFailed, dead_letter
+from ergon_framework.executor.jobs.model import QUEUE_PREFIX, Job
 from ergon_framework.executor.jobs.queue import JobQueue
-from ergon_framework.executor.verdict import Blame
-from ergon_framework.schema.lines import Lines
-from ergon_framework.schema.operation import Operation, Query, Text
+from ergon_framework.executor.verdict import FailureCause
+from ergon_framework.schema.lines import ConnectionPool
+from ergon_framework.schema.operation import Operation, PreparedTextQuery, Query
 
 #: Seconds that a job waits, after it is due, for the first orchestrator of its executors.
 GRACE_SECONDS: Final = 600.0
@@ -61,7 +61,7 @@ def list_executors() -> Operation[list[ServedExecutor]]:
 def list_unserved() -> Operation[list[str]]:
     """Return the kinds without an orchestrator that have a message to settle."""
     rows = yield Query(statements.UNSERVED, {"grace": GRACE_SECONDS, "absent": ABSENT_SECONDS})
-    return [row[0].removeprefix(PREFIX) for row in rows]
+    return [row[0].removeprefix(QUEUE_PREFIX) for row in rows]
 
 
 def describe_unknown(kind: str, known: Collection[str]) -> str:
@@ -94,18 +94,20 @@ def fail_unserved(deliveries: Sequence[Delivery], message: str) -> Operation[dic
         | {"token": each.receipt.token}
         for each in deliveries
     ]
-    ((answer,),) = yield Text(statements.FAIL_UNSERVED, (json.dumps(claims), repr(GRACE_SECONDS), NO_ROUTE, message))
+    ((answer,),) = yield PreparedTextQuery(
+        statements.FAIL_UNSERVED, (json.dumps(claims), repr(GRACE_SECONDS), NO_ROUTE, message)
+    )
     return {job_id: (decision, attempts) for job_id, decision, attempts in json.loads(answer or "[]")}
 
 
 @asynccontextmanager
 async def registration(dsn: str, kinds: Collection[str], *, lease: float, task: str) -> AsyncIterator[None]:
     """Register *kinds* and dead-letter jobs for unknown executors while the context lasts."""
-    lines = Lines(dsn, most=1)
+    connection_pool = ConnectionPool(dsn, max_size=1)
     try:
         # A database without the table fails the start, not the first job.
-        await lines.run_async(register(kinds), within=_TIMEOUT_SECONDS)
-        registrar = _Registrar(lines, dsn, kinds, lease=lease, task=task)
+        await connection_pool.run_async(register(kinds), timeout_seconds=_TIMEOUT_SECONDS)
+        registrar = _Registrar(connection_pool, dsn, kinds, lease=lease, task=task)
         await registrar.dead_letter_unserved()
         renewing = asyncio.create_task(registrar.run(), name=f"{task}-registration")
         try:
@@ -114,40 +116,42 @@ async def registration(dsn: str, kinds: Collection[str], *, lease: float, task: 
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
     finally:
-        await lines.close_async()
+        await connection_pool.close_async()
 
 
 class _Registrar:
     """Renew a registration and dead-letter unserved jobs; belongs to one event loop."""
 
-    def __init__(self, lines: Lines, dsn: str, kinds: Collection[str], *, lease: float, task: str) -> None:
-        self._lines = lines
+    def __init__(
+        self, connection_pool: ConnectionPool, dsn: str, kinds: Collection[str], *, lease: float, task: str
+    ) -> None:
+        self._connection_pool = connection_pool
         self._dsn = dsn
         self._kinds = kinds
         self._lease = lease
         self._task = task
-        self._warned = float("-inf")
+        self._warned_at = float("-inf")
 
     async def run(self) -> None:
-        """Renew the registration and look for jobs without an executor, for ever."""
+        """Renew the registration and dead-letter jobs without an executor, forever."""
         while True:
             await asyncio.sleep(RENEW_SECONDS)
             try:
-                await self._lines.run_async(register(self._kinds), within=_TIMEOUT_SECONDS)
+                await self._connection_pool.run_async(register(self._kinds), timeout_seconds=_TIMEOUT_SECONDS)
                 await self._settle_unserved()
-            except Exception as error:  # noqa: BLE001 - the boundary of a round: there is always a next one
+            except Exception as error:  # noqa: BLE001 - the boundary of one iteration: there is always a next one
                 self._warn(error)
 
     async def dead_letter_unserved(self) -> None:
-        """Do one round at the start, so that a run that ends at an empty queue does one as well."""
+        """Dead-letter jobs once at the start, so that a run that ends at an empty queue does it as well."""
         try:
             await self._settle_unserved()
         except Exception as error:  # noqa: BLE001 - as above
             self._warn(error)
 
     async def _settle_unserved(self) -> None:
-        for kind in await self._lines.run_async(list_unserved(), within=_TIMEOUT_SECONDS):
-            known = await self._lines.run_async(list_executors(), within=_TIMEOUT_SECONDS)
+        for kind in await self._connection_pool.run_async(list_unserved(), timeout_seconds=_TIMEOUT_SECONDS):
+            known = await self._connection_pool.run_async(list_executors(), timeout_seconds=_TIMEOUT_SECONDS)
             message = describe_unknown(kind, [each.kind for each in known])
             queue = JobQueue(kind, dsn=self._dsn, lease=self._lease)
             try:
@@ -163,10 +167,12 @@ class _Registrar:
             return False
         decisions: dict[str, tuple[str, int]] = {}
         try:
-            decisions = await self._lines.run_async(fail_unserved(deliveries, message), within=_TIMEOUT_SECONDS)
+            decisions = await self._connection_pool.run_async(
+                fail_unserved(deliveries, message), timeout_seconds=_TIMEOUT_SECONDS
+            )
         finally:
-            # A message without a decision is released: its job is unchanged, or the next round finds it failed.
-            settlings = [(each, _settlement(queue, each, decisions, message)) for each in deliveries]
+            # A message without a decision is released: its job is unchanged, or the next iteration finds it failed.
+            settlings = [(each, _to_settlement(queue, each, decisions, message)) for each in deliveries]
             await queue.settle_async(settlings)
         failed = [job_id for job_id, (decision, _) in decisions.items() if decision == "failed"]
         for job_id in failed:
@@ -175,14 +181,16 @@ class _Registrar:
 
     def _warn(self, error: Exception) -> None:
         now = time.monotonic()
-        if now >= self._warned + _WARN_INTERVAL_SECONDS:
-            self._warned = now
+        if now >= self._warned_at + _WARN_INTERVAL_SECONDS:
+            self._warned_at = now
             observe.log_registration_failed(self._task, error)
 
 
-def _settlement(queue: JobQueue, delivery: Delivery, decisions: dict[str, tuple[str, int]], message: str) -> Settlement:
+def _to_settlement(
+    queue: JobQueue, delivery: Delivery, decisions: dict[str, tuple[str, int]], message: str
+) -> Settlement:
     decision, attempts = decisions.get(delivery.transaction.id, ("waiting", 0))
     if decision == "failed":
-        blame = Blame(Category.SYSTEM, NO_ROUTE, message, final=True)
-        return letter(queue.name, delivery.transaction, JobFailed(blame, attempts))
+        cause = FailureCause(Category.SYSTEM, NO_ROUTE, message, final=True)
+        return dead_letter(queue.name, delivery.transaction, JobFailed(cause, attempts))
     return Ack() if decision == "over" else Release()

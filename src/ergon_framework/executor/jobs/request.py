@@ -1,4 +1,4 @@
-"""Request: a job that is to be submitted, as the database gets it."""
+"""Job requests: a job to submit, and its parameters in the database."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from typing import Any, Final
 
 from ergon_framework.connectors.codec import JsonCodec, UnencodableError
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.executor.jobs.model import RETENTION, queue_name
-from ergon_framework.executor.routing import MARK, NoRoute, route
-from ergon_framework.telemetry.context import carried
+from ergon_framework.executor.jobs.model import DEFAULT_RETENTION_SECONDS, queue_name
+from ergon_framework.executor.routing import EXECUTOR_SEPARATOR, UnroutableJob, route_job
+from ergon_framework.telemetry.context import with_current_trace
 from ergon_framework.transaction import Transaction
 
-#: The executors of jobs whose names select none, unless the client is told otherwise.
-DEFAULT: Final = "python"
-#: The largest body; with what a request adds to it, it fits into a line of the protocol.
-MAX_BYTES: Final = 15 * 1024 * 1024
-#: How many levels of priority there are above 0, and below it; as in every queue of PostgreSQL.
-LEVELS: Final = 100
-_LONGEST_DELAY: Final = 10 * 365 * 86_400.0
-_LONGEST_KEY: Final = 1024
+#: The default executors of jobs whose function names none, unless the client sets others.
+DEFAULT_KIND: Final = "python"
+#: Maximum size of a body; together with the rest of a request it fits into a line of the protocol.
+MAX_BODY_BYTES: Final = 15 * 1024 * 1024
+#: The number of priority levels above 0, and below it; as in every PostgreSQL queue.
+PRIORITY_LEVELS: Final = 100
+_MAX_DELAY_SECONDS: Final = 10 * 365 * 86_400.0
+_MAX_KEY_CHARS: Final = 1024
 
-CODEC: Final = JsonCodec(max_bytes=MAX_BYTES)
-_CANONICAL: Final = json.JSONEncoder(allow_nan=False, sort_keys=True, separators=(",", ":"))
+CODEC: Final = JsonCodec(max_bytes=MAX_BODY_BYTES)
+_CANONICAL_ENCODER: Final = json.JSONEncoder(allow_nan=False, sort_keys=True, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class JobRequest:
     """One job for an executor.
 
-    *function* is ``handler`` or ``executor#handler``. It becomes due after *delay* seconds, or *at* a
-    moment. *max_attempts* and *timeout*, the seconds of one attempt, are the orchestrator's policy
-    unless they are given. Below a handler its id is derived from the transaction that is handled, so
-    that a second run of that handler submits the same job: *name* tells several of one function apart.
+    *function* is ``handler`` or ``executor#handler``. The job is due after *delay* seconds, or *at* a time. Defaults of
+    *max_attempts* and *timeout*, the seconds of one attempt, come from the orchestrator's policy. Inside a handler its
+    id is derived from the transaction of that handler, so that a second run of the handler submits the same job;
+    *name* distinguishes several jobs of one function.
     """
 
     function: str
@@ -53,35 +53,37 @@ class Request:
     timeout: float | None = None
     tenant: str | None = None
     correlation: str | None = None
-    retention: float = RETENTION
+    retention: float = DEFAULT_RETENTION_SECONDS
 
     def __post_init__(self) -> None:
         self._check_times()
-        if not -LEVELS <= self.priority <= LEVELS:
-            raise ConfigurationError(f"a priority is between -{LEVELS} and {LEVELS}, not {self.priority}")
+        if not -PRIORITY_LEVELS <= self.priority <= PRIORITY_LEVELS:
+            raise ConfigurationError(
+                f"a priority is between -{PRIORITY_LEVELS} and {PRIORITY_LEVELS}, not {self.priority}"
+            )
         if self.max_attempts is not None and not 1 <= self.max_attempts < 2**31:
             raise ConfigurationError(f"a job has at least 1 attempt, not {self.max_attempts}")
-        if self.unique_key is not None and not 0 < len(self.unique_key) <= _LONGEST_KEY:
-            raise ConfigurationError(f"a unique key has 1 to {_LONGEST_KEY} characters, not {len(self.unique_key)}")
+        if self.unique_key is not None and not 0 < len(self.unique_key) <= _MAX_KEY_CHARS:
+            raise ConfigurationError(f"a unique key has 1 to {_MAX_KEY_CHARS} characters, not {len(self.unique_key)}")
 
     def _check_times(self) -> None:
         if self.at is not None and (self.delay or self.at.tzinfo is None):
             raise ConfigurationError("a job is due after a delay or at a moment, which names its zone, not both")
-        if not 0 <= self.delay <= _LONGEST_DELAY:
-            raise ConfigurationError(f"a delay is between 0 and {_LONGEST_DELAY:g} seconds, not {self.delay!r}")
+        if not 0 <= self.delay <= _MAX_DELAY_SECONDS:
+            raise ConfigurationError(f"a delay is between 0 and {_MAX_DELAY_SECONDS:g} seconds, not {self.delay!r}")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise ConfigurationError(f"a timeout is a finite number of seconds > 0, not {self.timeout!r}")
-        if not 0 <= self.retention <= _LONGEST_DELAY:
-            raise ConfigurationError(f"a retention is 0 to {_LONGEST_DELAY:g} seconds, not {self.retention!r}")
+        if not 0 <= self.retention <= _MAX_DELAY_SECONDS:
+            raise ConfigurationError(f"a retention is 0 to {_MAX_DELAY_SECONDS:g} seconds, not {self.retention!r}")
 
 
-def parameters(request: Request, *, default: str | None, executors: Collection[str] | None) -> dict[str, Any]:
-    """What ``ergon.submit_job`` is given for *request*; errors if it cannot be written.
+def job_parameters(request: JobRequest, *, default: str | None, executors: Collection[str] | None) -> dict[str, Any]:
+    """Return the parameters of ``ergon.submit_job`` for *request*; raise an error if it cannot be written.
 
-    An executor that is none of *executors*, if those are known, is not refused here: the orchestrator
-    of the default one makes a dead letter of the job, so that it is not lost.
+    An executor outside *executors*, if those are known, is not rejected here: the orchestrator of the default executor
+    dead-letters the job, so that it is not lost.
     """
-    kind, handler = _routed(request.function, default=default, executors=executors)
+    kind, handler = _select_queue(request.function, default=default, executors=executors)
     queue = queue_name(kind)
     fields: dict[str, Any] = {
         "tenant": request.tenant,
@@ -89,7 +91,7 @@ def parameters(request: Request, *, default: str | None, executors: Collection[s
         "id": request.id,
     }
     payload = {"function": request.function, "args": list(request.args), "kwargs": dict(request.kwargs)}
-    transaction = carried(
+    transaction = with_current_trace(
         Transaction.new(
             payload,
             name=request.name or f"{queue}/{handler}",
@@ -116,24 +118,26 @@ def parameters(request: Request, *, default: str | None, executors: Collection[s
     }
 
 
-def _routed(function: str, *, default: str | None, executors: Collection[str] | None) -> tuple[str, str]:
-    """The kind whose queue the job goes to, and the name under which it is listed."""
-    prefix, mark, _ = function.partition(MARK)
-    known = {prefix if mark else str(default)} if executors is None else executors
-    found = route(function, default=default, executors=known)
-    if not isinstance(found, NoRoute):
-        return found.executor, found.handler
-    # What names an executor that does not exist is for an orchestrator to bury; all else is a slip of the caller.
-    misnamed = isinstance(route(function, default=default, executors={prefix if mark else str(default)}), NoRoute)
-    if misnamed or default is None:
-        raise ConfigurationError(found.message)
+def _select_queue(function: str, *, default: str | None, executors: Collection[str] | None) -> tuple[str, str]:
+    """Return the kind whose queue the job goes to, and the handler name under which it is listed."""
+    prefix, separator, _ = function.partition(EXECUTOR_SEPARATOR)
+    known = {prefix if separator else str(default)} if executors is None else executors
+    routing = route_job(function, default=default, executors=known)
+    if not isinstance(routing, UnroutableJob):
+        return routing.executor, routing.handler
+    # An orchestrator dead-letters a job for an executor that does not exist; any other fault is the caller's error.
+    is_misnamed = isinstance(
+        route_job(function, default=default, executors={prefix if separator else str(default)}), UnroutableJob
+    )
+    if is_misnamed or default is None:
+        raise ConfigurationError(routing.message)
     return default, function
 
 
 def _digest(kind: str, handler: str, payload: Mapping[str, Any]) -> bytes:
-    # Sorted: the order of keys is no difference between two jobs.
-    told = [kind, handler, payload["args"], payload["kwargs"]]
+    # Sorted: jobs that differ only in the order of keys are equal.
+    content = [kind, handler, payload["args"], payload["kwargs"]]
     try:
-        return hashlib.sha256(_CANONICAL.encode(told).encode()).digest()
+        return hashlib.sha256(_CANONICAL_ENCODER.encode(content).encode()).digest()
     except TypeError:
         raise UnencodableError("the names of keyword arguments, and all keys below them, are texts") from None

@@ -1,21 +1,21 @@
-"""The statements: how an attempt begins and ends, and what people ask for.
+"""SQL statements that start and finish attempts, and those that query and control jobs.
 
-The first two have numbered places and take and give JSON: they are made for every job, and the driver's own
-conversions would take longer than all the rest. Placeholders of the others are psycopg's named ones.
+The first two have numbered parameters, and take and return JSON: they run for every job, and the driver's conversions
+would take longer than all the rest. The others use psycopg's named placeholders.
 
-The row of a job is the truth, and a message only brings somebody to it. An attempt begins for whoever holds the message
-in a claim, and is counted before anything is sent; how it ended is said by the same claim, or by nobody. The message is
-settled afterwards: if that does not happen any more, it comes back, and the row says what is to become of it.
+The row of a job is the truth; its message only triggers processing. An attempt begins under the claim on its message
+and is counted before anything is sent; only the same claim can write how it ended. The message is settled afterwards:
+if that fails, the message is redelivered, and the row decides what happens to it.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from ergon_framework.executor.jobs.model import PREFIX
+from ergon_framework.executor.jobs.model import QUEUE_PREFIX
 
-#: The messages of *$1* that these claims hold still.
-_CLAIMED: Final = """
+#: The messages of *$1* that are still claimed by these claims.
+_CLAIMED_MESSAGES: Final = """
 with given as materialized (
     select * from json_to_recordset($1::json) as g(id text, message bigint, worker bigint, token bigint)
 ),
@@ -30,9 +30,9 @@ mine as materialized (
 """
 
 #: The worker's row is locked as by a claim: a statement that removes the worker waits, or has run before, and then
-#: nothing is found here. ``attempts.Decision`` lists the results for each message.
-START: Final = f"""
-{_CLAIMED},
+#: nothing is found here. ``StartDecision`` lists the results for each message.
+START_ATTEMPTS: Final = f"""
+{_CLAIMED_MESSAGES},
 found as materialized (
     select j.id, j.state, j.attempts, j.due_at, j.kill_asked, j.worker as by_worker, j.token as by_token,
         j.message as for_message, coalesce(j.max_attempts, $2::integer) as most,
@@ -85,10 +85,10 @@ select json_agg(json_build_array(
 from mine m left join judged d on d.id = m.id left join changed c on c.id = m.id
 """
 
-#: Fenced by the claim that the attempt began with. Whoever finds it ended by that very claim has asked before, and was
-#: not told. An outcome is applied also after a request to kill, but no further attempt is made then. One row for each
-#: that was this claim's.
-FINISH: Final = """
+#: Fenced by the claim that the attempt began with. A caller that finds it finished by the same claim has called before
+#: and lost the answer. An outcome is applied also after a kill request, but then there is no retry. Returns one row for
+#: each job of this claim.
+FINISH_ATTEMPTS: Final = """
 with given as materialized (
     select * from json_to_recordset($1::json) as g(
         id text, worker bigint, token bigint, state text, delay float8, uncounted integer, result text, category text,
@@ -123,11 +123,11 @@ done as (
 select json_object_agg(m.id, coalesce(d.state, m.was))::text from mine m left join done d on d.id = m.id
 """
 
-#: Which of those that run are to be killed: hardly ever any, so all of them are read.
-KILLS: Final = "select id from ergon.job where kill_asked and state = 'running'"
+#: Running jobs with a kill request: there is rarely one, so all of them are read.
+JOBS_TO_KILL: Final = "select id from ergon.job where kill_asked and state = 'running'"
 
-#: A little at a time. A failed one whose dead letter is still there could be replayed, so it is kept on.
-SWEEP: Final = """
+#: Deletes in small batches. A failed job whose dead letter exists can be replayed, so it is kept.
+DELETE_EXPIRED: Final = """
 with old as materialized (
     select j.id, j.state = 'failed' and exists (
         select 1 from ergon.dead_letter d where d.queue = j.queue and d.transaction_id = j.id
@@ -157,27 +157,31 @@ where e.served_at < now() - interval '5 seconds'
 """
 
 #: An executor *e* is known for this long after an orchestrator served it last: longer than any outage, and than the
-#: time between two runs of what is run once a year.
-_SERVED: Final = "e.served_at > now() - interval '400 days'"
+#: interval of a job that runs once a year.
+_IS_SERVED: Final = "e.served_at > now() - interval '400 days'"
 
 #: Of a queue *q*: its executor is registered; or its jobs run or have succeeded, because an orchestrator of an older
-#: release serves it, which does not register.
-_REGISTERED: Final = f"exists (select 1 from ergon.executor e where q.name = '{PREFIX}' || e.kind and {_SERVED})"
-_ACTIVE: Final = "exists (select 1 from ergon.job s where s.queue = q.id and s.state in ('running', 'succeeded'))"
-_UNKNOWN: Final = f"not {_REGISTERED} and not {_ACTIVE}"
+#: release, which does not register, serves it.
+_IS_REGISTERED: Final = (
+    f"exists (select 1 from ergon.executor e where q.name = '{QUEUE_PREFIX}' || e.kind and {_IS_SERVED})"
+)
+_HAS_ACTIVE_JOBS: Final = (
+    "exists (select 1 from ergon.job s where s.queue = q.id and s.state in ('running', 'succeeded'))"
+)
+_IS_UNKNOWN: Final = f"not {_IS_REGISTERED} and not {_HAS_ACTIVE_JOBS}"
 
 EXECUTORS: Final = f"""
-select e.kind, e.served_at from ergon.executor e where {_SERVED}
+select e.kind, e.served_at from ergon.executor e where {_IS_SERVED}
 union all
-select substr(q.name, length('{PREFIX}') + 1), now() from ergon.queue q
-where starts_with(q.name, '{PREFIX}') and not {_REGISTERED} and {_ACTIVE}
+select substr(q.name, length('{QUEUE_PREFIX}') + 1), now() from ergon.queue q
+where starts_with(q.name, '{QUEUE_PREFIX}') and not {_IS_REGISTERED} and {_HAS_ACTIVE_JOBS}
 order by 1
 """
 
 #: Queues without an orchestrator that have a message to dead-letter, or to remove because its job has ended.
 UNSERVED: Final = f"""
 select q.name from ergon.queue q
-where starts_with(q.name, '{PREFIX}') and {_UNKNOWN} and exists (
+where starts_with(q.name, '{QUEUE_PREFIX}') and {_IS_UNKNOWN} and exists (
     select 1 from (
         select r.transaction_id from ergon.ready r where r.queue = q.id
         union all
@@ -195,16 +199,16 @@ and exists (
 order by q.name
 """
 
-#: Whether an orchestrator serves the executor is asked again in the statement that fails the job.
+#: The statement that fails the job checks again whether an orchestrator serves the executor.
 FAIL_UNSERVED: Final = f"""
-{_CLAIMED},
+{_CLAIMED_MESSAGES},
 failed as (
     update ergon.job j set
         state = 'failed', worker = m.worker, token = m.token, message = m.message, ended_at = now(),
         expires_at = now() + j.retention * interval '1 second', category = 'SYSTEM', error_code = $3::text,
         error_type = null, error_message = $4::text, error_traceback = null
     from mine m, ergon.queue q
-    where j.id = m.id and q.id = j.queue and {_UNKNOWN} and (
+    where j.id = m.id and q.id = j.queue and {_IS_UNKNOWN} and (
         j.state = 'failed' or j.state = 'pending' and j.due_at < now() - $2::float8 * interval '1 second'
     )
     returning j.id, j.attempts
@@ -216,9 +220,9 @@ select json_agg(json_build_array(
 from mine m left join ergon.job j on j.id = m.id left join failed f on f.id = m.id
 """
 
-# -- what people ask for ----------------------------------------------------------------------------
+# -- queries and control ----------------------------------------------------------------------------
 
-#: One that waits for a far time keeps its row until then: its message is there as long, and must find it.
+#: A cancelled job keeps its row until its due time: its message exists as long, and must find the row.
 CANCEL: Final = """
 update ergon.job set state = 'cancelled', ended_at = now(),
     expires_at = greatest(now(), due_at) + retention * interval '1 second'
@@ -241,10 +245,10 @@ COLUMNS: Final = """
     j.unique_key, j.created_at, j.due_at, j.started_at, j.ended_at, j.expires_at, j.kill_asked, j.result, j.category,
     j.error_code, j.error_message, j.error_type, j.error_traceback, j.number
 """
-SHOW: Final = f"select {COLUMNS} from ergon.job j join ergon.queue q on q.id = j.queue where j.id = %(id)s"
+GET_JOB: Final = f"select {COLUMNS} from ergon.job j join ergon.queue q on q.id = j.queue where j.id = %(id)s"
 
-#: Whom one that is due waits for: those of its kind that run, and those that were due before it. Not all are counted.
-COMPANY: Final = """
+#: Jobs ahead of a due job: running jobs of its kind, and due jobs submitted before it. The counts are limited.
+JOBS_AHEAD: Final = """
 select
     (select count(*) from (
         select from ergon.job r where r.queue = j.queue and r.state = 'running' limit %(most)s
@@ -256,20 +260,20 @@ select
 from ergon.job j where j.id = %(id)s and j.state = 'pending' and j.due_at <= now()
 """
 
-#: Of these, the ones that have their end.
-ENDED: Final = f"""
+#: Those of the given jobs that are final.
+FIND_FINISHED: Final = f"""
 select {COLUMNS} from ergon.job j join ergon.queue q on q.id = j.queue
 where j.id = any(%(ids)s::text[]) and j.state not in ('pending', 'running')
 """
 
-MISSING: Final = """
+FIND_MISSING: Final = """
 select i.id from unnest(%(ids)s::text[]) as i(id) where not exists (select 1 from ergon.job j where j.id = i.id) limit 1
 """
 
-STATE: Final = "select state from ergon.job where id = %(id)s"
+GET_STATE: Final = "select state from ergon.job where id = %(id)s"
 
-#: By one index whatever is asked: the newest of each queue and state, and of these the newest.
-LIST: Final = f"""
+#: Uses one index for any filter: the newest jobs of each queue and state, and the newest of these.
+LIST_JOBS: Final = f"""
 select p.* from unnest(%(states)s::text[]) as s(state)
 cross join (
     select q.id, q.name from ergon.queue q
@@ -285,13 +289,13 @@ cross join lateral (
 order by p.number desc limit %(limit)s
 """
 
-REPLAYED: Final = """
+LOCK_FOR_REPLAY: Final = """
 select j.state, j.queue, (
     select max(d.id) from ergon.dead_letter d where d.queue = j.queue and d.transaction_id = j.id
 ) from ergon.job j where j.id = %(id)s for no key update of j
 """
 
-RESET: Final = """
+RESET_JOB: Final = """
 update ergon.job set state = 'pending', attempts = 0, due_at = now(), ended_at = null, expires_at = null, result = null,
     kill_asked = false, category = null, error_code = null, error_type = null, error_message = null,
     error_traceback = null

@@ -1,7 +1,7 @@
-"""JobTask: the consumer of one kind's queue; it brings jobs to executors and their outcomes to the database.
+"""The worker of one kind's queue; it sends jobs to executors and writes their outcomes to the database.
 
-Attempts are the store's. One is counted there before anything is sent, and its end is written there before the message
-is settled; whatever dies in between, the message comes back, and the row of the job says what is to become of it.
+The job store counts attempts: an attempt is counted there before anything is sent, and its end is written there before
+the message is settled. If a process dies in between, the message is redelivered, and the row of the job decides.
 """
 
 from __future__ import annotations
@@ -15,25 +15,33 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from ergon_framework.connectors.base import Ack
-from ergon_framework.engine.drivers.aio import Asyncio
+from ergon_framework.engine.drivers.aio import AsyncioDriver
 from ergon_framework.errors import Category, ConfigurationError, ErgonError
-from ergon_framework.executor.guard import Guard
+from ergon_framework.executor.guard import ProcessReaper
 from ergon_framework.executor.jobs import attempts, observe
-from ergon_framework.executor.jobs.attempts import Claim, Conclusion, Decision, End, GiveBack, Kill, Started
-from ergon_framework.executor.jobs.burial import JobFailed, acked, again, later, letter
-from ergon_framework.executor.jobs.desk import Desk
+from ergon_framework.executor.jobs.attempts import (
+    AttemptConclusion,
+    AttemptEnd,
+    JobClaim,
+    KillAttempt,
+    ReleaseAttempt,
+    StartDecision,
+    StartedAttempt,
+)
+from ergon_framework.executor.jobs.burial import JobFailed, acks_failure, dead_letter, defer, retry_later
+from ergon_framework.executor.jobs.desk import BatchedJobStore
 from ergon_framework.executor.jobs.model import JobState
-from ergon_framework.executor.jobs.observe import Ended
-from ergon_framework.executor.jobs.queue import Held, JobQueue, Room
-from ergon_framework.executor.jobs.rules import MOST_AHEAD, engine_rules, with_attempts
-from ergon_framework.executor.pool import NOBODY, ExecutorPool, PoolClosed, PoolPolicy, Reservation
-from ergon_framework.executor.process import Command
+from ergon_framework.executor.jobs.observe import AttemptOutcome
+from ergon_framework.executor.jobs.queue import ClaimedJob, FetchCapacity, JobQueue
+from ergon_framework.executor.jobs.rules import MAX_CLAIMS_AHEAD, engine_policy, with_max_attempts
+from ergon_framework.executor.pool import NO_EXECUTOR_RETRY_SECONDS, ExecutorPool, PoolClosed, PoolPolicy, Reservation
+from ergon_framework.executor.process import ExecutorCommand
 from ergon_framework.executor.protocol import ExecutionOutcome
-from ergon_framework.executor.routing import NoRoute, route
+from ergon_framework.executor.routing import UnroutableJob, route_job
 from ergon_framework.executor.start import ExecutorNotStarted
-from ergon_framework.executor.verdict import KILLED, Again, Blame, Bury, judge
-from ergon_framework.failure import describe
-from ergon_framework.schema.lines import Lines
+from ergon_framework.executor.verdict import KILLED, Fail, FailureCause, Retry, decide
+from ergon_framework.failure import describe_error
+from ergon_framework.schema.lines import ConnectionPool
 from ergon_framework.task.base import AsyncTask
 from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.exceptions import TransactionException
@@ -41,47 +49,47 @@ from ergon_framework.task.gates import Gate
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, OnOutcome
 from ergon_framework.task.mixins.policies import ConsumerPolicy, RetryPolicy, SettlePolicy
 from ergon_framework.task.report import Report
-from ergon_framework.telemetry.context import outbound
-from ergon_framework.telemetry.options import options_of
+from ergon_framework.telemetry.context import inject_carrier
+from ergon_framework.telemetry.options import get_options
 from ergon_framework.transaction import Transaction
 
-#: Seconds between two looks for kills, while something runs; and between two rounds of throwing away what has expired.
-LOOK: Final = 0.5
-SWEEP: Final = 60.0
-#: Seconds that a job waits here for an executor before another orchestrator may have it.
-PATIENCE: Final = 2.0
-#: Below so many seconds a job, attempts begin before an executor is free, so that none waits for the database.
-BRISK: Final = 0.05
-#: The weight of the last job in that average.
-_WEIGHT: Final = 0.2
-#: Seconds of work that are claimed beyond what runs, so that executors do not wait for the next claim. What takes long
-#: is left to others.
-AHEAD: Final = 0.05
-#: Seconds that a body which was told to leave takes at most for giving its attempt back.
-_LAST: Final = 2.0
+#: Seconds between two polls for kill requests while a job runs, and between two deletions of expired jobs.
+KILL_POLL_SECONDS: Final = 0.5
+DELETE_INTERVAL_SECONDS: Final = 60.0
+#: Seconds that a job waits here for an executor before it is released to another orchestrator.
+EXECUTOR_WAIT_SECONDS: Final = 2.0
+#: Below this average job duration, attempts begin before an executor is free, so that none waits for the database.
+SHORT_JOB_SECONDS: Final = 0.05
+#: The weight of the last job in that moving average.
+_LAST_JOB_WEIGHT: Final = 0.2
+#: Seconds of work that are claimed beyond the running jobs, so that executors do not wait for the next claim. Long jobs
+#: are left to other workers.
+CLAIM_AHEAD_SECONDS: Final = 0.05
+#: Maximum seconds that a cancelled handler call takes to release its attempt.
+_RELEASE_TIMEOUT_SECONDS: Final = 2.0
 
 
-class _Settled(ErgonError):
-    """No error: the job has its end, and its message needs nothing but its ack."""
+class _AckOnly(ErgonError):
+    """Control flow, not an error: the job is final, and its message only needs its ack."""
 
 
-class _Attempt:
-    """One that has begun and has no end yet."""
+class _RunningAttempt:
+    """An attempt that has begun and has not ended."""
 
     __slots__ = ("claim", "kill", "started")
 
-    def __init__(self, claim: Claim, started: Started) -> None:
+    def __init__(self, claim: JobClaim, started: StartedAttempt) -> None:
         self.claim = claim
         self.started = started
-        #: Somebody wants it killed.
+        #: Whether a kill was requested.
         self.kill = False
 
 
-class JobTask(AsyncConsumerMixin, AsyncTask):
-    """Runs the jobs of the executors called *kind*, which *command* starts.
+class JobWorker(AsyncConsumerMixin, AsyncTask):
+    """Runs the jobs of the executors *kind*, which *command* starts.
 
-    Of the policy's process step, ``retry`` says how jobs are tried again, and how long an attempt may
-    take, where a job does not say it itself. How many run at once is the pool's.
+    ``retry`` of the policy's process step sets the retries and the timeout of an attempt for jobs that do not set their
+    own. The pool limits the concurrency.
     """
 
     connector: JobQueue
@@ -89,60 +97,62 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
     def __init__(
         self,
         kind: str,
-        command: Command,
+        command: ExecutorCommand,
         *,
         pool: PoolPolicy | None = None,
         dsn: str | None = None,
         lease: float = 30.0,
         policy: ConsumerPolicy | None = None,
         gates: Sequence[Gate] | None = None,
-        guard: Callable[[], Guard] | None = None,
+        get_reaper: Callable[[], ProcessReaper] | None = None,
     ) -> None:
-        super().__init__(JobQueue(kind, dsn=dsn, lease=lease, room=self._room), policy=policy, gates=gates)
+        super().__init__(
+            JobQueue(kind, dsn=dsn, lease=lease, get_capacity=self._get_capacity), policy=policy, gates=gates
+        )
         self.kind = kind
         self.command = command
-        self._rules = pool or PoolPolicy()
-        self._guard = guard
-        self._retry = RetryPolicy()
-        self._settle = SettlePolicy()
+        self._pool_policy = pool or PoolPolicy()
+        self._get_reaper = get_reaper
+        self._retry_policy = RetryPolicy()
+        self._settle_policy = SettlePolicy()
         self._pool: ExecutorPool | None = None
-        self._lines: Lines | None = None
-        self._desk: Desk | None = None
-        self._tally = observe.tally_of(self.name)
-        #: By the job's id.
-        self._begun: dict[str, _Attempt] = {}
-        #: How many wait for an executor, or are in one.
-        self._inside = 0
-        #: How long a job has taken lately, in seconds; not known before the first.
-        self._usual = BRISK
+        self._connection_pool: ConnectionPool | None = None
+        self._store: BatchedJobStore | None = None
+        self._metrics = observe.job_metrics(self.name)
+        #: By job id.
+        self._running_attempts: dict[str, _RunningAttempt] = {}
+        #: The number of jobs that wait for an executor or run in one.
+        self._active_jobs = 0
+        #: The moving average of a job's duration in seconds; unknown before the first job.
+        self._average_seconds = SHORT_JOB_SECONDS
 
     @property
     def name(self) -> str:
         return self.connector.name
 
-    # -- coming and going -------------------------------------------------------------------------
+    # -- lifespan ---------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[Mapping[str, Any] | None]:
-        """The executors, the connections, and the look for kills."""
-        guard = None if self._guard is None else self._guard()
-        lines = self._lines = Lines(self.connector.address, most=4)
+        """Open the executors and the connections, and poll for kill requests."""
+        reaper = None if self._get_reaper is None else self._get_reaper()
+        connection_pool = self._connection_pool = ConnectionPool(self.connector.dsn, max_size=4)
         try:
-            # A database without the tables is found out here, and not by the first job.
-            await lines.run_async(attempts.kills())
-            async with ExecutorPool(self.command, policy=self._rules, name=self.kind, guard=guard) as pool:
+            # A database without the tables fails here, not at the first job.
+            await connection_pool.run_async(attempts.jobs_to_kill())
+            async with ExecutorPool(self.command, policy=self._pool_policy, name=self.kind, reaper=reaper) as pool:
                 self._pool = pool
-                watching = asyncio.create_task(self._watch(), name=f"{self.name}-watch")
+                housekeeping = asyncio.create_task(self._run_housekeeping(), name=f"{self.name}-watch")
                 try:
                     yield None
                 finally:
-                    watching.cancel()
-                    await asyncio.gather(watching, return_exceptions=True)
+                    housekeeping.cancel()
+                    await asyncio.gather(housekeeping, return_exceptions=True)
         finally:
-            if self._desk is not None:
-                self._desk.close()
-            self._pool = self._lines = self._desk = None
-            await lines.close_async()
+            if self._store is not None:
+                self._store.close()
+            self._pool = self._connection_pool = self._store = None
+            await connection_pool.close_async()
 
     async def consume_transactions(
         self,
@@ -150,121 +160,129 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
         *,
         gates: Sequence[Gate] | None = None,
         on_outcome: OnOutcome | None = None,
-        driver: Callable[[], Asyncio] = Asyncio,
+        driver: Callable[[], AsyncioDriver] = AsyncioDriver,
     ) -> Report:
-        """Consume until the policy says that it is enough; its process step is carried out by the store."""
-        if self._lines is None or self._pool is None:
-            raise ConfigurationError(f"the executors of {self.name} are not open; use run(), or opened()")
+        """Consume until the policy ends the loop; the job store replaces the retries of its process step."""
+        if self._connection_pool is None or self._pool is None:
+            raise ConfigurationError(f"the executors of {self.name} are not open; use run(), or open()")
         policy = choose_policy(self, policy, ConsumerPolicy)
-        retry = self._retry = policy.steps.process.retry
-        self._settle = policy.steps.settle
-        self._desk = Desk(
-            self._lines, task=self.name, max_attempts=retry.max_attempts, timeout=retry.timeout, busy=self._busy
+        retry = self._retry_policy = policy.steps.process.retry
+        self._settle_policy = policy.steps.settle
+        self._store = BatchedJobStore(
+            self._connection_pool,
+            task=self.name,
+            max_attempts=retry.max_attempts,
+            timeout=retry.timeout,
+            is_busy=self._is_busy,
         )
-        rules = engine_rules(policy, self._pool.places)
-        return await super().consume_transactions(rules, gates=gates, on_outcome=on_outcome, driver=driver)
+        consumer_policy = engine_policy(policy, self._pool.slot_count)
+        return await super().consume_transactions(consumer_policy, gates=gates, on_outcome=on_outcome, driver=driver)
 
-    async def _watch(self) -> None:
-        """Look for kills while something runs, and now and then for what has expired."""
-        swept = time.monotonic()
+    async def _run_housekeeping(self) -> None:
+        """Poll for kill requests while jobs run, and delete expired jobs from time to time."""
+        deleted_at = time.monotonic()
         while True:
-            await asyncio.sleep(LOOK)
-            desk = self._desk
-            if desk is None:
+            await asyncio.sleep(KILL_POLL_SECONDS)
+            store = self._store
+            if store is None:
                 continue
-            # A database that is out of reach is the loop's to complain about.
+            # The consume loop reports a database that is unavailable.
             with suppress(ErgonError):
-                if self._begun:
-                    self._kill(await desk.kills())
-                if time.monotonic() >= swept + SWEEP:
-                    swept = time.monotonic()
-                    await desk.sweep()
+                if self._running_attempts:
+                    self._request_kills(await store.jobs_to_kill())
+                if time.monotonic() >= deleted_at + DELETE_INTERVAL_SECONDS:
+                    deleted_at = time.monotonic()
+                    await store.delete_expired()
 
-    def _kill(self, wanted: set[str]) -> None:
-        for job_id in wanted & self._begun.keys():
-            attempt = self._begun[job_id]
+    def _request_kills(self, job_ids: set[str]) -> None:
+        for job_id in job_ids & self._running_attempts.keys():
+            attempt = self._running_attempts[job_id]
             attempt.kill = True
             if self._pool is not None and self._pool.kill(job_id):
-                observe.killed(self.name, job_id)
+                observe.log_killed(self.name, job_id)
 
     # -- one job ----------------------------------------------------------------------------------
 
     async def process_transaction(self, transaction: Transaction) -> Any:
-        """Begin an attempt, have an executor make it, and write how it ended."""
-        if not isinstance(transaction.payload, Held) or self._pool is None or self._desk is None:
+        """Begin an attempt, run it in an executor, and write how it ended."""
+        if not isinstance(transaction.payload, ClaimedJob) or self._pool is None or self._store is None:
             raise ConfigurationError(f"{self.name} takes what its own queue brings, and nothing else")
-        claim = Claim(transaction.id, transaction.payload.receipt)
+        claim = JobClaim(transaction.id, transaction.payload.receipt)
         try:
-            self._inside += 1
+            self._active_jobs += 1
             try:
-                verdict = await self._judged(self._pool, self._desk, transaction, claim=claim)
+                conclusion = await self._run_job(self._pool, self._store, transaction, claim=claim)
             except asyncio.CancelledError:
-                # Told to leave, by whoever stops the loop: that is no fault of the job, so it does not count.
-                await self._give_back(self._desk, claim)
+                # Cancelled because the loop stops: this is no fault of the job, so the attempt does not count.
+                await self._release_attempt(self._store, claim)
                 raise
             finally:
-                self._inside -= 1
-                self.connector.freed.set()
-            return await self._ended(self._desk, claim, verdict)
-        except _Settled:
+                self._active_jobs -= 1
+                self.connector.capacity_freed.set()
+            return await self._finish(self._store, claim, conclusion)
+        except _AckOnly:
             return Ack()
         finally:
-            self._begun.pop(claim.job_id, None)
+            self._running_attempts.pop(claim.job_id, None)
 
-    def _busy(self) -> bool:
-        """Whether others are about to end beside the one that has ended."""
-        return len(self._begun) > self._rules.size * self._rules.max_in_flight
+    def _is_busy(self) -> bool:
+        """Return whether more attempts are about to end soon after the one that has ended."""
+        return len(self._running_attempts) > self._pool_policy.size * self._pool_policy.max_in_flight
 
-    def _room(self) -> Room:
-        """How many more jobs are to be claimed."""
-        places = self._rules.size * self._rules.max_in_flight
-        most = places + math.ceil(places * min(MOST_AHEAD, AHEAD / max(self._usual, 1e-6)))
-        return Room(most - self._inside, most // 4)
+    def _get_capacity(self) -> FetchCapacity:
+        """Return the number of jobs that can still be claimed."""
+        slot_count = self._pool_policy.size * self._pool_policy.max_in_flight
+        max_claims = slot_count + math.ceil(
+            slot_count * min(MAX_CLAIMS_AHEAD, CLAIM_AHEAD_SECONDS / max(self._average_seconds, 1e-6))
+        )
+        return FetchCapacity(max_claims - self._active_jobs, max_claims // 4)
 
-    async def _judged(self, pool: ExecutorPool, desk: Desk, transaction: Transaction, *, claim: Claim) -> Conclusion:
-        attempt = await self._start(desk, claim) if self._usual < BRISK else None
-        place = pool.reserve_now() or await self._place(pool)
-        if place is None:
-            untried = self._untried(pool)
+    async def _run_job(
+        self, pool: ExecutorPool, store: BatchedJobStore, transaction: Transaction, *, claim: JobClaim
+    ) -> AttemptConclusion:
+        attempt = await self._start(store, claim) if self._average_seconds < SHORT_JOB_SECONDS else None
+        reservation = pool.reserve_now() or await self._reserve_slot(pool)
+        if reservation is None:
+            release = self._no_slot_release(pool)
             if attempt is not None:
-                return untried
-            raise later(untried.words, untried.delay, code=untried.code)
-        with place:
+                return release
+            raise defer(release.message, release.delay, code=release.code)
+        with reservation:
             if attempt is None:
-                attempt = await self._start(desk, claim)
-            return await self._run(pool, transaction, attempt, place=place)
+                attempt = await self._start(store, claim)
+            return await self._run_attempt(pool, transaction, attempt, reservation=reservation)
 
-    async def _place(self, pool: ExecutorPool) -> Reservation | None:
-        # An interpreter on a busy machine takes longer to start than a job is to wait for one that runs.
-        await pool.tried()
+    async def _reserve_slot(self, pool: ExecutorPool) -> Reservation | None:
+        # On a busy machine an interpreter takes longer to start than a job may wait for a running executor.
+        await pool.wait_first_start()
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(EXECUTOR_WAIT_SECONDS):
                 return await pool.reserve()
         except (TimeoutError, PoolClosed, ExecutorNotStarted):
             return None
 
-    def _untried(self, pool: ExecutorPool) -> GiveBack:
-        """Why there was no place, and when to look for one again: another orchestrator may have one meanwhile."""
-        error = pool.unstarted
+    def _no_slot_release(self, pool: ExecutorPool) -> ReleaseAttempt:
+        """Return why no slot was free, and when to retry: another orchestrator may have a slot meanwhile."""
+        error = pool.startup_error
         if error is not None:
-            return GiveBack(NOBODY, describe(error), ExecutorNotStarted.code)
-        return GiveBack(0.0 if pool.pids else NOBODY, "no executor was free", "no_executor")
+            return ReleaseAttempt(NO_EXECUTOR_RETRY_SECONDS, describe_error(error), ExecutorNotStarted.code)
+        return ReleaseAttempt(0.0 if pool.pids else NO_EXECUTOR_RETRY_SECONDS, "no executor was free", "no_executor")
 
-    async def _run(
-        self, pool: ExecutorPool, transaction: Transaction, attempt: _Attempt, *, place: Reservation
-    ) -> Conclusion:
-        """What becomes of an attempt that has begun: whatever happens here is an end of it."""
+    async def _run_attempt(
+        self, pool: ExecutorPool, transaction: Transaction, attempt: _RunningAttempt, *, reservation: Reservation
+    ) -> AttemptConclusion:
+        """Return the conclusion of an attempt that has begun; every event here ends it."""
         started, body = attempt.started, transaction.payload.body
         try:
-            function, args, kwargs = _read(body)
-            found = route(function, default=self.kind, executors=(self.kind,))
-            if isinstance(found, NoRoute):
-                return Bury(Blame(Category.SYSTEM, found.code, found.message, final=True), fatal=True)
+            function, args, kwargs = _parse_body(body)
+            routing = route_job(function, default=self.kind, executors=(self.kind,))
+            if isinstance(routing, UnroutableJob):
+                return Fail(FailureCause(Category.SYSTEM, routing.code, routing.message, final=True), fatal=True)
             if attempt.kill:
-                return Kill("killed before it was sent")
+                return KillAttempt("killed before it was sent")
             began = time.monotonic()
             outcome = await pool.run(
-                found.handler,
+                routing.handler,
                 args,
                 kwargs,
                 job_id=transaction.id,
@@ -272,106 +290,108 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
                 attempt_number=started.attempt_number,
                 enqueued_at=transaction.created_at,
                 queue_name=self.name,
-                carrier=outbound() or transaction.trace,
-                place=place,
+                carrier=inject_carrier() or transaction.trace,
+                reservation=reservation,
             )
-            self._usual += _WEIGHT * (time.monotonic() - began - self._usual)
+            self._average_seconds += _LAST_JOB_WEIGHT * (time.monotonic() - began - self._average_seconds)
             return self._conclude(outcome, attempt)
         except ErgonError as error:
-            if error.later and not error.final:
-                return GiveBack()
-            return Bury(Blame(error.category, error.code or "not_sent", describe(error), final=True), fatal=True)
-        except Exception as error:  # noqa: BLE001 - the boundary of an attempt: it is never left without an end
-            told = Blame(Category.SYSTEM, "not_sent", describe(error), type(error).__name__, final=True)
-            return Bury(told, fatal=True)
+            if error.not_attempted and not error.final:
+                return ReleaseAttempt()
+            return Fail(
+                FailureCause(error.category, error.code or "not_sent", describe_error(error), final=True), fatal=True
+            )
+        except Exception as error:  # noqa: BLE001 - the boundary of an attempt: it always gets an end
+            cause = FailureCause(Category.SYSTEM, "not_sent", describe_error(error), type(error).__name__, final=True)
+            return Fail(cause, fatal=True)
 
-    def _conclude(self, outcome: ExecutionOutcome, attempt: _Attempt) -> Conclusion:
-        """Decide what becomes of an attempt whose outcome has arrived."""
+    def _conclude(self, outcome: ExecutionOutcome, attempt: _RunningAttempt) -> AttemptConclusion:
+        """Return the conclusion of an attempt whose outcome has arrived."""
         if attempt.kill and outcome.error_type == KILLED:
-            return Kill()
-        if not options_of(self).record_tracebacks:
+            return KillAttempt()
+        if not get_options(self).record_tracebacks:
             outcome = outcome.model_copy(update={"error_traceback": None})
         started = attempt.started
-        rules = with_attempts(self._retry, started.max_attempts)
-        return judge(outcome, attempt_number=started.attempt_number, policy=rules, dice=random.random)
+        job_policy = with_max_attempts(self._retry_policy, started.max_attempts)
+        return decide(outcome, attempt_number=started.attempt_number, policy=job_policy, random_source=random.random)
 
-    async def _start(self, desk: Desk, claim: Claim) -> _Attempt:
-        """Begin the attempt; whatever else the row says about this message is raised."""
-        started = await desk.start(claim)
+    async def _start(self, store: BatchedJobStore, claim: JobClaim) -> _RunningAttempt:
+        """Begin the attempt; raise an error for every other decision about this message."""
+        started = await store.start(claim)
         decision = started.decision
-        if decision in {Decision.RUN, Decision.BEGUN, Decision.REPLAYED}:
-            attempt = self._begun[claim.job_id] = _Attempt(claim, started)
+        if decision in {StartDecision.RUN, StartDecision.ALREADY_STARTED, StartDecision.REPLAYED}:
+            attempt = self._running_attempts[claim.job_id] = _RunningAttempt(claim, started)
             return attempt
-        if decision in {Decision.OVER, Decision.KILLED}:
-            raise _Settled
-        if decision in {Decision.BURIED, Decision.EXHAUSTED}:
-            blame = started.blame or Blame(Category.SYSTEM, "failed", "the job has failed", final=True)
-            self._tally.ended(Ended.FAILED)
-            raise JobFailed(blame, started.attempt_number)
-        if decision is Decision.EARLY:
-            raise later("the job is not due yet", started.delay, code="early")
-        if decision is Decision.UNKNOWN:
-            words = f"there is no job {claim.job_id!r}; submit jobs with a JobClient, or ergon.submit_job"
-            raise JobFailed(Blame(Category.BUSINESS, "no_job", words, final=True), 0)
-        raise self._stale(claim)
+        if decision in {StartDecision.FINAL, StartDecision.KILLED}:
+            raise _AckOnly
+        if decision in {StartDecision.FAILED, StartDecision.EXHAUSTED}:
+            cause = started.cause or FailureCause(Category.SYSTEM, "failed", "the job has failed", final=True)
+            self._metrics.record_end(AttemptOutcome.FAILED)
+            raise JobFailed(cause, started.attempt_number)
+        if decision is StartDecision.NOT_DUE:
+            raise defer("the job is not due yet", started.delay, code="early")
+        if decision is StartDecision.UNKNOWN:
+            message = f"there is no job {claim.job_id!r}; submit jobs with a JobClient, or ergon.submit_job"
+            raise JobFailed(FailureCause(Category.BUSINESS, "no_job", message, final=True), 0)
+        raise self._stale_claim_error(claim)
 
-    async def _ended(self, desk: Desk, claim: Claim, verdict: Conclusion) -> None:
-        """Write the end, and have the message settled as the row says now."""
-        attempt = self._begun.get(claim.job_id)
+    async def _finish(self, store: BatchedJobStore, claim: JobClaim, conclusion: AttemptConclusion) -> None:
+        """Write the end of the attempt, and have the message settled according to the job's state."""
+        attempt = self._running_attempts.get(claim.job_id)
         attempts_made = 0 if attempt is None else attempt.started.attempt_number
-        end = End(claim, verdict)
+        end = AttemptEnd(claim, conclusion)
         try:
-            state = await desk.finish(end)
+            state = await store.finish(end)
         except asyncio.CancelledError:
-            # What came out is worth more than to be gone at once; said twice it is written once.
-            await self._last(desk.finish(end))
+            # The outcome is worth a short delay of the exit; a repeated call writes nothing more.
+            await self._finish_before_exit(store.finish(end))
             raise
         if state is None:
-            raise self._stale(claim)
+            raise self._stale_claim_error(claim)
         if state is JobState.SUCCEEDED:
-            self._tally.ended(Ended.SUCCEEDED)
+            self._metrics.record_end(AttemptOutcome.SUCCEEDED)
             return
         if state is JobState.PENDING:
-            if isinstance(verdict, Again):
-                self._tally.ended(Ended.RETRIED)
-                raise again(verdict.blame, verdict.delay, attempts=attempts_made)
-            self._tally.ended(Ended.GIVEN_BACK)
-            back = verdict if isinstance(verdict, GiveBack) else GiveBack()
-            raise later(back.words, back.delay, code=back.code)
-        if state is JobState.FAILED and isinstance(verdict, Bury):
-            self._tally.ended(Ended.FAILED)
-            raise JobFailed(verdict.blame, attempts_made)
-        self._tally.ended(Ended.KILLED)
-        raise _Settled
+            if isinstance(conclusion, Retry):
+                self._metrics.record_end(AttemptOutcome.RETRIED)
+                raise retry_later(conclusion.cause, conclusion.delay, attempts=attempts_made)
+            self._metrics.record_end(AttemptOutcome.RELEASED)
+            release = conclusion if isinstance(conclusion, ReleaseAttempt) else ReleaseAttempt()
+            raise defer(release.message, release.delay, code=release.code)
+        if state is JobState.FAILED and isinstance(conclusion, Fail):
+            self._metrics.record_end(AttemptOutcome.FAILED)
+            raise JobFailed(conclusion.cause, attempts_made)
+        self._metrics.record_end(AttemptOutcome.KILLED)
+        raise _AckOnly
 
-    async def _give_back(self, desk: Desk, claim: Claim) -> None:
-        """Where nothing has begun this changes nothing: it is fenced by the claim."""
-        if await self._last(desk.finish(End(claim, GiveBack()))) is not None:
-            self._tally.ended(Ended.GIVEN_BACK)
+    async def _release_attempt(self, store: BatchedJobStore, claim: JobClaim) -> None:
+        """Release the attempt; fenced by the claim, so it changes nothing if no attempt has begun."""
+        if await self._finish_before_exit(store.finish(AttemptEnd(claim, ReleaseAttempt()))) is not None:
+            self._metrics.record_end(AttemptOutcome.RELEASED)
 
-    async def _last(self, words: Awaitable[JobState | None]) -> JobState | None:
+    async def _finish_before_exit(self, finishing: Awaitable[JobState | None]) -> JobState | None:
         with suppress(Exception):
-            async with asyncio.timeout(_LAST):
-                return await words
+            async with asyncio.timeout(_RELEASE_TIMEOUT_SECONDS):
+                return await finishing
         return None
 
-    def _stale(self, claim: Claim) -> TransactionException:
-        observe.stale(self.name, claim.job_id)
-        self._tally.ended(Ended.STALE)
-        # If the claim is gone this changes nothing; if it is not, the message must not stay with somebody who is idle.
-        return later("the claim is gone; somebody else has the job", 0.0, code="stale")
+    def _stale_claim_error(self, claim: JobClaim) -> TransactionException:
+        observe.log_stale_claim(self.name, claim.job_id)
+        self._metrics.record_end(AttemptOutcome.STALE)
+        # If the claim is gone this changes nothing; if it is not, the message must not stay with an idle worker.
+        return defer("the claim is gone; somebody else has the job", 0.0, code="stale")
 
     # -- the dead letter --------------------------------------------------------------------------
 
     async def handle_transaction_exception(self, transaction: Transaction, exc: TransactionException) -> Any:
-        """The dead letter of a job says what its row says, attempts included; what the policy acks is acked."""
-        if not isinstance(exc, JobFailed) or acked(exc.category, self._settle):
+        """Return the dead letter of a failed job, with the data of its row; None if the policy acks the failure."""
+        if not isinstance(exc, JobFailed) or acks_failure(exc.category, self._settle_policy):
             return None
-        return letter(self.name, transaction, exc, options_of(self))
+        return dead_letter(self.name, transaction, exc, get_options(self))
 
 
-def _read(body: Any) -> tuple[str, list[Any], dict[str, Any]]:
-    """What a message of a job says."""
+def _parse_body(body: Any) -> tuple[str, list[Any], dict[str, Any]]:
+    """Return the function, the args and the kwargs of a job's message."""
     try:
         function, args, kwargs = body["function"], body["args"], body["kwargs"]
     except (TypeError, KeyError):

@@ -1,4 +1,4 @@
-"""Timetable: the times that a cron expression means in a time zone; it has no clock of its own."""
+"""The schedule of a cron expression in a time zone; it has no clock of its own."""
 
 from __future__ import annotations
 
@@ -9,77 +9,77 @@ from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any, Final
 from zoneinfo import ZoneInfo
 
-from ergon_framework.errors import ConfigurationError, extra
+from ergon_framework.errors import ConfigurationError, require_extra
 
-_LONGEST: Final = 200
+_MAX_EXPRESSION_CHARS: Final = 200
 _SECOND: Final = timedelta(seconds=1)
-#: A moment to read expressions at, for those who only want to know whether they can be read.
-_ANY: Final = datetime(2000, 1, 1, tzinfo=UTC)
+#: An arbitrary time that is used to validate expressions.
+_ANY_TIME: Final = datetime(2000, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
-class Timetable:
+class CronSchedule:
     """*expression* has five fields, or six, of which the first is seconds; *zone* is a name such as Europe/Berlin."""
 
     expression: str
     zone: str = "UTC"
 
     def __post_init__(self) -> None:
-        if len(self.expression) > _LONGEST:
-            raise ConfigurationError(f"a cron expression has at most {_LONGEST} characters")
-        if self.after(_ANY) is None:
+        if len(self.expression) > _MAX_EXPRESSION_CHARS:
+            raise ConfigurationError(f"a cron expression has at most {_MAX_EXPRESSION_CHARS} characters")
+        if self.after(_ANY_TIME) is None:
             raise ConfigurationError(f"the cron expression {self.expression!r} means no time at all: no such day comes")
 
     def after(self, moment: datetime) -> datetime | None:
-        """The first time after *moment*; None if none comes in 50 years."""
+        """Return the first scheduled time after *moment*; None if there is none in 50 years."""
         for tick in self._ticks(moment):
-            # In an hour that comes twice, those of its first time may be told once more.
+            # In an hour that occurs twice, the times of its first occurrence may be repeated.
             if tick > moment:
                 return tick
         return None
 
-    def passed(self, since: datetime, until: datetime, *, most: int) -> list[datetime]:
-        """The last *most* times from *since* to *until*, both included, the oldest first; however long that was.
+    def between(self, since: datetime, until: datetime, *, limit: int) -> list[datetime]:
+        """Return the last *limit* scheduled times from *since* to *until*, both included, oldest first.
 
-        *since* is one of them, whatever the expression says.
+        *since* is one of them, whatever the expression means. The length of the interval does not matter.
         """
-        # Backwards only finds out where to begin: around a change of the clocks it may leave some out.
-        begin, seen = until, 0
+        # Backward iteration only finds the first time: around a clock change it may omit some.
+        begin, count = until, 0
         for tick in self._ticks(until + _SECOND, reverse=True):
             if tick < since:
-                begin = begin if seen else since
+                begin = begin if count else since
                 break
             if tick <= until:
-                begin, seen = min(begin, tick), seen + 1
-            if seen == most:
+                begin, count = min(begin, tick), count + 1
+            if count == limit:
                 break
-        found: deque[datetime] = deque(maxlen=most)
+        ticks: deque[datetime] = deque(maxlen=limit)
         if begin <= since:
             begin = since
-            found.append(since)
+            ticks.append(since)
         else:
             begin -= _SECOND
         for tick in self._ticks(begin):
             if tick > until:
                 break
             if tick > begin:
-                found.append(tick)
-        return list(found)
+                ticks.append(tick)
+        return list(ticks)
 
     def _ticks(self, moment: datetime, *, reverse: bool = False) -> Iterator[datetime]:
-        library = extra("cron", "cronsim")
-        here = moment.astimezone(_zone(self.zone))
+        library = require_extra("cron", "cronsim")
+        local_moment = moment.astimezone(_load_zone(self.zone))
         try:
-            found: Any = library.CronSim(self.expression, here, reverse=reverse)
+            ticks: Any = library.CronSim(self.expression, local_moment, reverse=reverse)
         except library.CronSimError as error:
             raise ConfigurationError(
                 f"{self.expression!r} is no cron expression: {error}; it has minute, hour, day, month and day of the "
                 "week, and may have seconds before them, as in '30 8 * * MON-FRI' or '*/10 * * * * *'"
             ) from error
-        return (tick.astimezone(UTC) for tick in found)
+        return (tick.astimezone(UTC) for tick in ticks)
 
 
-def _zone(name: str) -> tzinfo:
+def _load_zone(name: str) -> tzinfo:
     if name == "UTC":
         return UTC
     try:

@@ -1,4 +1,4 @@
-"""Together: whoever comes while a statement is under way goes with the next one."""
+"""Coalesce calls: callers that arrive during a statement join the next batch."""
 
 from __future__ import annotations
 
@@ -7,68 +7,68 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Generic, TypeVar
 
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: The most that go with one statement.
-MOST: Final = 200
+#: Maximum number of items in one statement.
+MAX_BATCH_ITEMS: Final = 200
 
 
-class Together(Generic[T, R]):
-    """Calls *call* for many at once, one call after the other; it belongs to one event loop.
+class AsyncCoalescer(Generic[T, R]):
+    """Calls *call* with batches of items, one batch after the other; belongs to one event loop.
 
-    An error that is no broken line may be the fault of one of them, so each is then called for by itself.
+    An error other than a lost connection may be caused by one item, so each item of the batch is then called alone.
     """
 
     def __init__(
         self, call: Callable[[Sequence[T]], Awaitable[Sequence[R]]], *, linger: Callable[[], float] = float
     ) -> None:
         self._call = call
-        #: Says how many seconds the first one is to wait for others.
+        #: Returns the seconds that the first item waits for others.
         self._linger = linger
-        self._waiting: deque[tuple[T, asyncio.Future[R]]] = deque()
-        self._working: asyncio.Task[None] | None = None
+        self._pending: deque[tuple[T, asyncio.Future[R]]] = deque()
+        self._worker_task: asyncio.Task[None] | None = None
 
     async def __call__(self, item: T) -> R:
-        """The answer for *item*. Whoever is cancelled leaves; what he asked for may be done all the same."""
+        """Return the answer for *item*. Cancellation ends only the wait; the call may still be made."""
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, answer))
-        if self._working is None or self._working.done():
-            self._working = asyncio.create_task(self._work(), name="ergon-jobs-together")
+        self._pending.append((item, answer))
+        if self._worker_task is None or self._worker_task.done():
+            self._worker_task = asyncio.create_task(self._run_batches(), name="ergon-jobs-together")
         return await answer
 
     def close(self) -> None:
-        """Leave whatever is under way; nobody waits for it any more."""
-        if self._working is not None:
-            self._working.cancel()
+        """Cancel the batch that is under way; it has no waiting caller any more."""
+        if self._worker_task is not None:
+            self._worker_task.cancel()
 
-    async def _work(self) -> None:
-        while self._waiting:
+    async def _run_batches(self) -> None:
+        while self._pending:
             linger = self._linger()
             if linger > 0:
                 await asyncio.sleep(linger)
-            group = [self._waiting.popleft() for _ in range(min(MOST, len(self._waiting)))]
-            # What nobody waits for any more, and was not begun, is not begun.
-            group = [(item, answer) for item, answer in group if not answer.done()]
-            if group:
-                await self._answer(group)
+            batch = [self._pending.popleft() for _ in range(min(MAX_BATCH_ITEMS, len(self._pending)))]
+            # Items whose callers were cancelled before the batch began are dropped.
+            batch = [(item, answer) for item, answer in batch if not answer.done()]
+            if batch:
+                await self._run_batch(batch)
 
-    async def _answer(self, group: list[tuple[T, asyncio.Future[R]]]) -> None:
+    async def _run_batch(self, batch: list[tuple[T, asyncio.Future[R]]]) -> None:
         try:
-            results = await self._call([item for item, _ in group])
+            results = await self._call([item for item, _ in batch])
         except BaseException as error:
-            if len(group) > 1 and isinstance(error, Exception) and not isinstance(error, ConnectionLost):
-                for one in group:
-                    await self._answer([one])
+            if len(batch) > 1 and isinstance(error, Exception) and not isinstance(error, ConnectionLostError):
+                for pending in batch:
+                    await self._run_batch([pending])
                 return
-            for _, answer in group:
+            for _, answer in batch:
                 if not answer.done():
-                    answer.set_exception(error if isinstance(error, Exception) else ConnectionLost("interrupted"))
+                    answer.set_exception(error if isinstance(error, Exception) else ConnectionLostError("interrupted"))
             if not isinstance(error, Exception):
                 raise
             return
-        for (_, answer), result in zip(group, results, strict=True):
+        for (_, answer), result in zip(batch, results, strict=True):
             if not answer.done():
                 answer.set_result(result)

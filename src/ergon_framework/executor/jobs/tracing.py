@@ -1,4 +1,4 @@
-"""Tracing: what the row of a job says of it, without its arguments and its result."""
+"""Look up a job: the data of its row, without its arguments and its result."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Final
 
 from ergon_framework.executor.jobs import statements
 from ergon_framework.executor.jobs.model import Job, JobState
-from ergon_framework.executor.jobs.reading import job_of
+from ergon_framework.executor.jobs.reading import row_to_job
 from ergon_framework.executor.jobs.registrations import ServedExecutor, describe_wait, list_executors
-from ergon_framework.history import Event, History, Kind, Place, State, Value, in_order
+from ergon_framework.history import History, HistoryEvent, Location, Value, WorkKind, WorkState, sort_events
 from ergon_framework.schema.operation import Operation, Query
 
-#: The most others that are counted.
-_MOST: Final = 1_000
+#: Maximum number of other jobs that are counted.
+_MAX_COUNTED_JOBS: Final = 1_000
 
 
-def trace(job_id: str) -> Operation[list[History]]:
-    """The job of that id, if there is one."""
-    rows = yield Query(statements.SHOW, {"id": job_id})
-    company = yield Query(statements.COMPANY, {"id": job_id, "most": _MOST})
-    running, before = company[0] if company else (None, None)
-    jobs = [job_of(*row) for row in rows]
-    # An older schema has no table of executors; it is needed for a job that waits, and for nothing else.
+def lookup_job(job_id: str) -> Operation[list[History]]:
+    """Return the history of the job with that id, if there is one."""
+    rows = yield Query(statements.GET_JOB, {"id": job_id})
+    counts = yield Query(statements.JOBS_AHEAD, {"id": job_id, "most": _MAX_COUNTED_JOBS})
+    running, due_before = counts[0] if counts else (None, None)
+    jobs = [row_to_job(*row) for row in rows]
+    # An older schema has no table of executors; only a waiting job needs it.
     known = (yield from list_executors()) if any(job.state is JobState.PENDING for job in jobs) else []
-    return [_history(job, running=running, before=before, known=known) for job in jobs]
+    return [_to_history(job, running=running, due_before=due_before, known=known) for job in jobs]
 
 
-def _history(job: Job, *, running: int | None, before: int | None, known: Sequence[ServedExecutor]) -> History:
-    waits = describe_wait(job, known, datetime.now(UTC)) if job.state is JobState.PENDING else None
-    told: dict[str, Value | None] = {
+def _to_history(job: Job, *, running: int | None, due_before: int | None, known: Sequence[ServedExecutor]) -> History:
+    wait_reason = describe_wait(job, known, datetime.now(UTC)) if job.state is JobState.PENDING else None
+    fields: dict[str, Value | None] = {
         "function": job.function_name,
         "attempts": job.attempts,
         "max attempts": job.max_attempts,
@@ -40,48 +40,52 @@ def _history(job: Job, *, running: int | None, before: int | None, known: Sequen
         "correlation": job.correlation,
         "unique key": job.unique_key,
         "running of its kind": running,
-        "orchestrator": waits,
-        "due before it": before if before is None or before < _MOST else f"{_MOST} or more",
+        "orchestrator": wait_reason,
+        "due before it": due_before
+        if due_before is None or due_before < _MAX_COUNTED_JOBS
+        else f"{_MAX_COUNTED_JOBS} or more",
     }
     return History(
-        kind=Kind.JOB,
+        kind=WorkKind.JOB,
         id=job.id,
         where=job.kind,
-        about={name: value for name, value in told.items() if value is not None},
-        events=in_order(_events(job)),
-        place=_place(job),
+        about={name: value for name, value in fields.items() if value is not None},
+        events=sort_events(_to_events(job)),
+        place=_to_location(job),
     )
 
 
-def _events(job: Job) -> list[Event]:
-    events = [Event(at=job.created_at.timestamp(), what="submitted")]
+def _to_events(job: Job) -> list[HistoryEvent]:
+    events = [HistoryEvent(at=job.created_at.timestamp(), what="submitted")]
     if job.started_at is not None:
-        events.append(Event(at=job.started_at.timestamp(), what=f"attempt {job.attempts} began"))
+        events.append(HistoryEvent(at=job.started_at.timestamp(), what=f"attempt {job.attempts} began"))
     if job.error is not None:
-        # An attempt that is to be made again has no end of its own in the row, only what went wrong.
-        ended = None if job.ended_at is None else job.ended_at.timestamp()
+        # An attempt that will be retried has no end time in the row, only its error.
+        ended_at = None if job.ended_at is None else job.ended_at.timestamp()
         delay: dict[str, Value] = {}
         if job.state is JobState.PENDING and job.started_at is not None:
-            delay = {"due": _moment(job.due_at)}
-        words = f"{job.error.code}: {job.error.message}"
-        what = "attempt failed" if ended is None else job.state.value
-        verdict, trace = job.error.category.value, job.error.traceback
-        events.append(Event(at=ended, what=what, verdict=verdict, words=words, values=delay, traceback=trace))
+            delay = {"due": _format_time(job.due_at)}
+        message = f"{job.error.code}: {job.error.message}"
+        title = "attempt failed" if ended_at is None else job.state.value
+        category, stack = job.error.category.value, job.error.traceback
+        events.append(
+            HistoryEvent(at=ended_at, what=title, verdict=category, words=message, values=delay, traceback=stack)
+        )
     elif job.ended_at is not None:
-        events.append(Event(at=job.ended_at.timestamp(), what=job.state.value))
+        events.append(HistoryEvent(at=job.ended_at.timestamp(), what=job.state.value))
     return events
 
 
-def _place(job: Job) -> Place:
+def _to_location(job: Job) -> Location:
     since = None if job.ended_at is None else job.ended_at.timestamp()
-    kept = None if job.expires_at is None else f"its row is kept until {_moment(job.expires_at)}"
+    retention = None if job.expires_at is None else f"its row is kept until {_format_time(job.expires_at)}"
     if job.state is JobState.PENDING:
-        return Place(state=State.PENDING, until=job.due_at.timestamp())
+        return Location(state=WorkState.PENDING, until=job.due_at.timestamp())
     if job.state is JobState.RUNNING:
         started = None if job.started_at is None else job.started_at.timestamp()
-        return Place(state=State.RUNNING, since=started, words="its kill is asked for" if job.kill_asked else "")
-    return Place(state=State(job.state.value), since=since, words=kept or "")
+        return Location(state=WorkState.RUNNING, since=started, words="its kill is asked for" if job.kill_asked else "")
+    return Location(state=WorkState(job.state.value), since=since, words=retention or "")
 
 
-def _moment(at: datetime) -> str:
-    return at.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+def _format_time(moment: datetime) -> str:
+    return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

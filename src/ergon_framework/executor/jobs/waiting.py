@@ -1,4 +1,4 @@
-"""Waiting: many jobs that are to have their ends, looked at some at a time."""
+"""Wait for many jobs to be final, and poll them in batches."""
 
 from __future__ import annotations
 
@@ -11,52 +11,53 @@ from ergon_framework.executor.jobs import reading
 from ergon_framework.executor.jobs.model import Job, JobWaitTimeout
 from ergon_framework.schema.operation import Operation
 
-#: How many are looked at together, at most and at least. Those that were named first, because they are likely to end
-#: first; about twice as many as were found the last time, because looking at one that runs is in vain.
-_MOST: Final = 500
-_LEAST: Final = 50
+#: Maximum and minimum number of jobs in one poll. The first ids are polled first, because they are likely to end first;
+#: about twice as many as were final at the last poll, because polling a running job is useless.
+_MAX_POLLED_JOBS: Final = 500
+_MIN_POLLED_JOBS: Final = 50
 
 
-class Waiting:
-    """The ends of *job_ids*; whoever waits looks and pauses in turn, until nothing is left."""
+class JobWaiter:
+    """Waits for *job_ids*; the caller polls and pauses in turn until all jobs are final."""
 
     def __init__(self, job_ids: Iterable[str], *, timeout: float | None) -> None:
         self._ids = list(job_ids)
-        self._left = dict.fromkeys(self._ids)
-        self._found: dict[str, Job] = {}
+        self._unfinished = dict.fromkeys(self._ids)
+        self._finished: dict[str, Job] = {}
         self._timeout = timeout
-        self._until = None if timeout is None else time.monotonic() + timeout
-        self._looks = reading.looks()
-        self._portion = _MOST
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._intervals = reading.poll_intervals()
+        self._poll_size = _MAX_POLLED_JOBS
 
     def __bool__(self) -> bool:
-        """Whether some have no end yet."""
-        return bool(self._left)
+        """Return whether some jobs are not final yet."""
+        return bool(self._unfinished)
 
-    def look(self) -> Operation[float]:
-        """Look once; seconds to pause before the next look. JobWaitTimeout if there is to be none."""
-        portion = list(islice(self._left, self._portion))
-        found = yield from reading.ended(portion)
-        self._portion = min(_MOST, max(_LEAST, 2 * len(found)))
-        for job in found:
-            self._found[job.id] = job
-            self._left.pop(job.id, None)
-        if found:
-            self._looks = reading.looks()
-        if not self._left or len(found) == len(portion):
+    def poll(self) -> Operation[float]:
+        """Poll once; return the seconds until the next poll. Raise JobWaitTimeout if the time is over."""
+        job_ids = list(islice(self._unfinished, self._poll_size))
+        finished = yield from reading.find_finished(job_ids)
+        self._poll_size = min(_MAX_POLLED_JOBS, max(_MIN_POLLED_JOBS, 2 * len(finished)))
+        for job in finished:
+            self._finished[job.id] = job
+            self._unfinished.pop(job.id, None)
+        if finished:
+            self._intervals = reading.poll_intervals()
+        if not self._unfinished or len(finished) == len(job_ids):
             return 0.0
-        return self._pause(self._looks)
+        return self._next_pause(self._intervals)
 
-    def _pause(self, looks: Iterator[float]) -> float:
-        pause = next(looks)
-        left = pause if self._until is None else self._until - time.monotonic()
-        if left <= 0:
+    def _next_pause(self, intervals: Iterator[float]) -> float:
+        pause = next(intervals)
+        remaining = pause if self._deadline is None else self._deadline - time.monotonic()
+        if remaining <= 0:
             raise JobWaitTimeout(
-                f"{len(self._left):,} of {len(self._ids):,} jobs are not over after {self._timeout:g} s; they go on"
+                f"{len(self._unfinished):,} of {len(self._ids):,} jobs are not over after "
+                f"{self._timeout:g} s; they go on"
             )
-        return min(pause, left)
+        return min(pause, remaining)
 
     @property
     def jobs(self) -> list[Job]:
-        """All of them, in the order in which they were named."""
-        return [self._found[job_id] for job_id in self._ids]
+        """All jobs, in the order of the given ids."""
+        return [self._finished[job_id] for job_id in self._ids]

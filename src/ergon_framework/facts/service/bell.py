@@ -1,4 +1,4 @@
-"""Bell: a thread that listens to a service for everybody in this process who wants to be woken."""
+"""ServiceListener: a thread that listens to a service and notifies all subscribers in this process."""
 
 from __future__ import annotations
 
@@ -9,83 +9,83 @@ from typing import Any, Final
 
 import grpc
 
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.facts.boundary import Unlisten
 from ergon_framework.facts.service import boundary_pb2 as wire
-from ergon_framework.facts.service.address import Address
+from ergon_framework.facts.service.address import ServiceAddress
 from ergon_framework.facts.service.calls import SERVICE
-from ergon_framework.facts.service.line import Line
-from ergon_framework.facts.service.messages import written
+from ergon_framework.facts.service.line import ReconnectingChannel
+from ergon_framework.facts.service.messages import encode
 
-#: Seconds before it listens again to a service that has gone; then twice as many, up to the last.
-WAITS: Final = (0.1, 5.0)
+#: Seconds before listening again after a lost connection: first delay, then doubled up to the second value.
+RECONNECT_DELAYS_SECONDS: Final = (0.1, 5.0)
 
 
-class Bell:
-    """Rings with every word of the service, and whenever the line is there again: facts may have come meanwhile."""
+class ServiceListener:
+    """Notifies on every message of the service and after each reconnect, since facts may have arrived meanwhile."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: ServiceAddress) -> None:
         self._address = address
         self._lock = threading.Lock()
-        self._wakes: tuple[Callable[[], None], ...] = ()
-        self._listening: _Listening | None = None
+        self._callbacks: tuple[Callable[[], None], ...] = ()
+        self._thread: _ListenerThread | None = None
 
     def listen(self, wake: Callable[[], None]) -> Unlisten:
-        """Have *wake* called, until the returned function is."""
+        """Call *wake* on every notification, until the returned function is called."""
         with self._lock:
-            self._wakes = (*self._wakes, wake)
-            if self._listening is None:
-                self._listening = _Listening(self._address, self._ring)
+            self._callbacks = (*self._callbacks, wake)
+            if self._thread is None:
+                self._thread = _ListenerThread(self._address, self._notify)
 
         def unlisten() -> None:
             with self._lock:
-                kept = list(self._wakes)
+                callbacks = list(self._callbacks)
                 with suppress(ValueError):
-                    kept.remove(wake)
-                self._wakes = tuple(kept)
-                if kept or self._listening is None:
+                    callbacks.remove(wake)
+                self._callbacks = tuple(callbacks)
+                if callbacks or self._thread is None:
                     return
-                listening, self._listening = self._listening, None
-            listening.stop()
+                thread, self._thread = self._thread, None
+            thread.stop()
 
         return unlisten
 
     def close(self) -> None:
-        """Nobody is woken any more."""
+        """Stop listening; no subscriber is notified afterwards."""
         with self._lock:
-            self._wakes = ()
-            listening, self._listening = self._listening, None
-        if listening is not None:
-            listening.stop()
+            self._callbacks = ()
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.stop()
 
-    def _ring(self) -> None:
-        for wake in self._wakes:
-            # One whose event loop is closed must not silence the others.
+    def _notify(self) -> None:
+        for wake in self._callbacks:
+            # A callback of a closed event loop must not prevent the others.
             with suppress(Exception):
                 wake()
 
 
-class _Listening:
-    def __init__(self, address: Address, ring: Callable[[], None]) -> None:
-        self._line = Line(address)
-        self._ring = ring
+class _ListenerThread:
+    def __init__(self, address: ServiceAddress, notify: Callable[[], None]) -> None:
+        self._channel = ReconnectingChannel(address)
+        self._notify = notify
         self._stopped = threading.Event()
         self._call: Any = None
         threading.Thread(target=self._run, name="ergon-facts-bell", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
-        self._line.close()
+        self._channel.close()
 
     def _run(self) -> None:
-        wait = WAITS[0]
+        delay = RECONNECT_DELAYS_SECONDS[0]
         while not self._stopped.is_set():
-            # The line is down or the service refuses; those who are woken meet the reason themselves.
-            with suppress(grpc.RpcError, ConnectionLost, ValueError), self._line.open() as held:
-                for _ in held.call("unary_stream", SERVICE + "Watch")(written(wire.WatchRequest())):
+            # The connection is lost or the service rejects the call; the subscribers' own calls report the cause.
+            with suppress(grpc.RpcError, ConnectionLostError, ValueError), self._channel.open() as lease:
+                for _ in lease.get_stub("unary_stream", SERVICE + "Watch")(encode(wire.WatchRequest())):
                     if self._stopped.is_set():
                         return
-                    wait = WAITS[0]
-                    self._ring()
-            self._stopped.wait(wait)
-            wait = min(wait * 2, WAITS[1])
+                    delay = RECONNECT_DELAYS_SECONDS[0]
+                    self._notify()
+            self._stopped.wait(delay)
+            delay = min(delay * 2, RECONNECT_DELAYS_SECONDS[1])

@@ -1,4 +1,4 @@
-"""Calls: what a client sends for each call of the contract, and how it reads the answer; the same in both flavours."""
+"""RpcCall: the request of each call of the contract and the parser of its answer, for the sync and async clients."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Final, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from ergon_framework.facts.boundary import Appended, Appending, BoundaryCapabilities, LogState
-from ergon_framework.facts.errors import NotOffered, ServiceFailed
-from ergon_framework.facts.model import Cursor, Envelope, Fact, FactConfirmation, Pair, Stored, StoredFact
+from ergon_framework.facts.boundary import AppendResult, BoundaryCapabilities, LogState, NewFact
+from ergon_framework.facts.errors import NotSupportedRemotely, ServiceError
+from ergon_framework.facts.model import Cursor, Envelope, Fact, FactConfirmation, StoredArtifact, StoredFact, ZonePair
 from ergon_framework.facts.service import batches, messages
 from ergon_framework.facts.service import boundary_pb2 as wire
-from ergon_framework.facts.service.requests import FACTS, MESSAGE
+from ergon_framework.facts.service.requests import MAX_FACTS, MAX_MESSAGE_BYTES
 
 T = TypeVar("T")
 
@@ -21,103 +21,107 @@ SERVICE: Final = "/ergon.facts.v1.Boundary/"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(Generic[T]):
-    """One call: its name, what is sent, and how the answer is read."""
+class RpcCall(Generic[T]):
+    """One call: its method, its request, and the parser of its answer."""
 
     method: str
     request: Message
     answer: type[Message]
-    read: Callable[[Any], T]
+    parse: Callable[[Any], T]
 
-    def result(self, data: bytes) -> T:
+    def to_result(self, data: bytes) -> T:
         try:
-            return self.read(self.answer.FromString(data))
+            return self.parse(self.answer.FromString(data))
         except (DecodeError, ValueError) as error:
-            raise ServiceFailed(f"the answer to {self.method} cannot be read: {error}; ask again") from error
+            raise ServiceError(f"the answer to {self.method} cannot be read: {error}; ask again") from error
 
 
-def describe() -> Asked[tuple[str, BoundaryCapabilities]]:
-    return Asked("Describe", wire.DescribeRequest(), wire.Description, messages.read_description)
+def describe() -> RpcCall[tuple[str, BoundaryCapabilities]]:
+    return RpcCall("Describe", wire.DescribeRequest(), wire.Description, messages.read_description)
 
 
-def append_fact(envelope: Envelope, fact: Fact) -> Asked[FactConfirmation]:
+def append_fact(envelope: Envelope, fact: Fact) -> RpcCall[FactConfirmation]:
     request = messages.write_appending(envelope, fact)
-    return Asked("AppendFact", request, wire.Confirmation, messages.read_confirmation)
+    return RpcCall("AppendFact", request, wire.Confirmation, messages.read_confirmation)
 
 
-def append_facts(facts: Sequence[Appending]) -> Iterator[Asked[Sequence[Appended]]]:
-    """As many calls as the limits of one call make necessary."""
+def append_facts(facts: Sequence[NewFact]) -> Iterator[RpcCall[Sequence[AppendResult]]]:
+    """Yield as many calls as the limits of one call require."""
     facts = list(facts)
     begin = size = 0
-    for place, (envelope, fact) in enumerate(facts):
-        more = batches.weight(envelope, fact)
-        if place > begin and (place - begin >= FACTS or size + more > MESSAGE):
-            yield _append_batch(facts[begin:place])
-            begin, size = place, 0
-        size += more
+    for index, (envelope, fact) in enumerate(facts):
+        added = batches.max_encoded_size(envelope, fact)
+        if index > begin and (index - begin >= MAX_FACTS or size + added > MAX_MESSAGE_BYTES):
+            yield _append_batch(facts[begin:index])
+            begin, size = index, 0
+        size += added
     if begin < len(facts):
         yield _append_batch(facts[begin:])
 
 
-def _append_batch(facts: Sequence[Appending]) -> Asked[Sequence[Appended]]:
+def _append_batch(facts: Sequence[NewFact]) -> RpcCall[Sequence[AppendResult]]:
     request = wire.AppendFactsRequest()
     batches.write_facts(facts, request.facts)
-    asked = [envelope.message_id for envelope, _ in facts]
-    return Asked("AppendFacts", request, wire.AppendFactsAnswer, lambda answer: batches.read_answer(answer, asked))
+    message_ids = [envelope.message_id for envelope, _ in facts]
+    return RpcCall(
+        "AppendFacts", request, wire.AppendFactsAnswer, lambda answer: batches.read_append_answer(answer, message_ids)
+    )
 
 
-def get_fact(from_zone: str, message_id: str) -> Asked[FactConfirmation | None]:
+def get_fact(from_zone: str, message_id: str) -> RpcCall[FactConfirmation | None]:
     request = wire.GetFactRequest(from_zone=from_zone, message_id=message_id)
-    return Asked("GetFact", request, wire.GetFactAnswer, _found)
+    return RpcCall("GetFact", request, wire.GetFactAnswer, _parse_fact)
 
 
-def _found(answer: wire.GetFactAnswer) -> FactConfirmation | None:
+def _parse_fact(answer: wire.GetFactAnswer) -> FactConfirmation | None:
     return messages.read_confirmation(answer.confirmation) if answer.HasField("confirmation") else None
 
 
-def fetch_facts(reader: str, pair: Pair, limit: int, after: Cursor | None) -> Asked[Sequence[StoredFact]]:
-    limit = max(0, min(limit, FACTS))
+def fetch_facts(reader: str, pair: ZonePair, limit: int, after: Cursor | None) -> RpcCall[Sequence[StoredFact]]:
+    limit = max(0, min(limit, MAX_FACTS))
     request = wire.FetchFactsRequest(
         reader=reader,
         pair=messages.write_pair(pair),
         limit=limit,
         after=None if after is None else messages.write_cursor(after),
     )
-    return Asked("FetchFacts", request, wire.FetchFactsAnswer, lambda answer: batches.read_fetched(answer, limit))
+    return RpcCall(
+        "FetchFacts", request, wire.FetchFactsAnswer, lambda answer: batches.read_fetch_answer(answer, limit)
+    )
 
 
-def confirm_receipt(reader: str, pair: Pair, cursor: Cursor) -> Asked[None]:
+def confirm_receipt(reader: str, pair: ZonePair, cursor: Cursor) -> RpcCall[None]:
     request = wire.ConfirmReceiptRequest(
         reader=reader, pair=messages.write_pair(pair), cursor=messages.write_cursor(cursor)
     )
-    return Asked("ConfirmReceipt", request, wire.ConfirmReceiptAnswer, lambda _: None)
+    return RpcCall("ConfirmReceipt", request, wire.ConfirmReceiptAnswer, lambda _: None)
 
 
-def cursor_of(reader: str, pair: Pair) -> Asked[Cursor | None]:
+def get_cursor(reader: str, pair: ZonePair) -> RpcCall[Cursor | None]:
     request = wire.CursorOfRequest(reader=reader, pair=messages.write_pair(pair))
-    return Asked("CursorOf", request, wire.CursorAnswer, _cursor)
+    return RpcCall("CursorOf", request, wire.CursorAnswer, _parse_cursor)
 
 
-def end_of(pair: Pair) -> Asked[Cursor | None]:
-    return Asked("EndOf", wire.EndOfRequest(pair=messages.write_pair(pair)), wire.CursorAnswer, _cursor)
+def last_offset(pair: ZonePair) -> RpcCall[Cursor | None]:
+    return RpcCall("EndOf", wire.EndOfRequest(pair=messages.write_pair(pair)), wire.CursorAnswer, _parse_cursor)
 
 
-def cursor_at(pair: Pair, unix_ms: int) -> Asked[Cursor | None]:
+def cursor_at_time(pair: ZonePair, unix_ms: int) -> RpcCall[Cursor | None]:
     request = wire.CursorAtRequest(pair=messages.write_pair(pair), unix_ms=unix_ms)
-    return Asked("CursorAt", request, wire.CursorAnswer, _cursor)
+    return RpcCall("CursorAt", request, wire.CursorAnswer, _parse_cursor)
 
 
-def _cursor(answer: wire.CursorAnswer) -> Cursor | None:
+def _parse_cursor(answer: wire.CursorAnswer) -> Cursor | None:
     return messages.read_cursor(answer.cursor) if answer.HasField("cursor") else None
 
 
-def retire_reader(reader: str, pair: Pair, by: str) -> Asked[bool]:
+def retire_reader(reader: str, pair: ZonePair, by: str) -> RpcCall[bool]:
     request = wire.RetireReaderRequest(reader=reader, pair=messages.write_pair(pair), by=by)
-    return Asked("RetireReader", request, wire.RetireReaderAnswer, lambda answer: bool(answer.retired))
+    return RpcCall("RetireReader", request, wire.RetireReaderAnswer, lambda answer: bool(answer.retired))
 
 
-def survey() -> Asked[Sequence[LogState]]:
-    return Asked(
+def list_logs() -> RpcCall[Sequence[LogState]]:
+    return RpcCall(
         "Survey",
         wire.SurveyRequest(),
         wire.SurveyAnswer,
@@ -125,14 +129,14 @@ def survey() -> Asked[Sequence[LogState]]:
     )
 
 
-def received(bucket: str, key: str, expected: Stored, zone: str = "") -> Asked[int]:
-    request = wire.ReceivedRequest(bucket=bucket, key=key, expected=messages.write_stored(expected), zone=zone)
-    return Asked("Received", request, wire.ReceivedAnswer, lambda answer: int(answer.size))
+def uploaded_bytes(bucket: str, key: str, expected: StoredArtifact, zone: str = "") -> RpcCall[int]:
+    request = wire.ReceivedRequest(bucket=bucket, key=key, expected=messages.write_artifact(expected), zone=zone)
+    return RpcCall("Received", request, wire.ReceivedAnswer, lambda answer: int(answer.size))
 
 
-def not_offered(what: str) -> NotOffered:
-    """What is done where the store is."""
-    return NotOffered(
-        f"{what} is not offered over the line: the zone that holds the store does it there, as its replicator does "
-        "that pulls facts of others"
+def not_supported_error(operation: str) -> NotSupportedRemotely:
+    """Return the error for an operation that is available only where the store is."""
+    return NotSupportedRemotely(
+        f"{operation} is not offered over the line: the zone that holds the store does it there, as its replicator "
+        "does that pulls facts of others"
     )

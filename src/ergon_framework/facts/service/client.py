@@ -1,4 +1,4 @@
-"""BoundaryClient: a boundary that is somewhere else, in the sync flavour; called from several threads at once."""
+"""BoundaryClient: the sync client of a remote boundary; several threads may call it concurrently."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from ergon_framework.errors import ConnectionLost
-from ergon_framework.facts.blob import to_pieces
+from ergon_framework.errors import ConnectionLostError
+from ergon_framework.facts.blob import to_chunks
 from ergon_framework.facts.boundary import (
-    Appended,
-    Appending,
+    AppendResult,
     BlobSource,
     Boundary,
     BoundaryCapabilities,
     LogState,
-    Pruned,
+    NewFact,
+    PruneResult,
     Unlisten,
 )
-from ergon_framework.facts.model import Cursor, Envelope, Fact, FactConfirmation, Pair, Stored, StoredFact
+from ergon_framework.facts.model import Cursor, Envelope, Fact, FactConfirmation, StoredArtifact, StoredFact, ZonePair
 from ergon_framework.facts.service import calls, faults
-from ergon_framework.facts.service.address import Address
-from ergon_framework.facts.service.bell import Bell
-from ergon_framework.facts.service.calls import SERVICE, Asked
-from ergon_framework.facts.service.line import Line
-from ergon_framework.facts.service.messages import written
-from ergon_framework.facts.service.transfer import Download, Upload
+from ergon_framework.facts.service.address import ServiceAddress
+from ergon_framework.facts.service.bell import ServiceListener
+from ergon_framework.facts.service.calls import SERVICE, RpcCall
+from ergon_framework.facts.service.line import ReconnectingChannel
+from ergon_framework.facts.service.messages import encode
+from ergon_framework.facts.service.transfer import RemoteDownload, RemoteUpload
 from ergon_framework.facts.service.transfers import download, upload
 
 T = TypeVar("T")
 
 
 class BoundaryClient(Boundary):
-    """A store behind a service. A line that is down is ConnectionLost: nobody knows whether it was done.
+    """A store behind a service. A lost connection raises ConnectionLostError: the outcome is then unknown.
 
-    ``epoch`` and ``capabilities`` are asked for once; ``describe`` asks again.
+    ``epoch`` and ``capabilities`` are queried once; ``describe`` queries them again.
     """
 
-    def __init__(self, address: Address) -> None:
-        self._line = Line(address)
+    def __init__(self, address: ServiceAddress) -> None:
+        self._channel = ReconnectingChannel(address)
         self._deadline = address.deadline
-        self._bell = Bell(address)
-        self._described: tuple[str, BoundaryCapabilities] | None = None
+        self._listener = ServiceListener(address)
+        self._description: tuple[str, BoundaryCapabilities] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -52,66 +52,66 @@ class BoundaryClient(Boundary):
         self.close()
 
     def close(self) -> None:
-        """Calls that are under way are cancelled."""
-        self._bell.close()
-        self._line.close()
+        """Close the client; running calls are cancelled."""
+        self._listener.close()
+        self._channel.close()
 
     def describe(self) -> tuple[str, BoundaryCapabilities]:
-        """The epoch and the capabilities of the store as they are now."""
-        self._described = self._ask(calls.describe())
-        return self._described
+        """Query the current epoch and capabilities of the store."""
+        self._description = self._call(calls.describe())
+        return self._description
 
     @property
     def epoch(self) -> str:
-        return (self._described or self.describe())[0]
+        return (self._description or self.describe())[0]
 
     @property
     def capabilities(self) -> BoundaryCapabilities:
-        return (self._described or self.describe())[1]
+        return (self._description or self.describe())[1]
 
     def listen(self, wake: Callable[[], None]) -> Unlisten:
-        return self._bell.listen(wake)
+        return self._listener.listen(wake)
 
     # -- facts ----------------------------------------------------------------------------------------
 
     def append_fact(self, envelope: Envelope, fact: Fact) -> FactConfirmation:
-        return self._ask(calls.append_fact(envelope, fact))
+        return self._call(calls.append_fact(envelope, fact))
 
-    def append_facts(self, facts: Sequence[Appending]) -> Sequence[Appended]:
-        return [result for asked in calls.append_facts(facts) for result in self._ask(asked)]
+    def append_facts(self, facts: Sequence[NewFact]) -> Sequence[AppendResult]:
+        return [result for rpc_call in calls.append_facts(facts) for result in self._call(rpc_call)]
 
-    def forward_facts(self, facts: Sequence[StoredFact]) -> Sequence[Appended]:  # noqa: ARG002 - not here
-        raise calls.not_offered("forwarding facts")
+    def forward_facts(self, facts: Sequence[StoredFact]) -> Sequence[AppendResult]:  # noqa: ARG002 - unused
+        raise calls.not_supported_error("forwarding facts")
 
     def get_fact(self, from_zone: str, message_id: str) -> FactConfirmation | None:
-        return self._ask(calls.get_fact(from_zone, message_id))
+        return self._call(calls.get_fact(from_zone, message_id))
 
     # -- reading --------------------------------------------------------------------------------------
 
     def fetch_facts(
-        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
+        self, reader: str, pair: ZonePair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
     ) -> Sequence[StoredFact]:
         if max_readers is not None:
-            raise calls.not_offered("a limit of readers")
-        return self._ask(calls.fetch_facts(reader, pair, limit, after))
+            raise calls.not_supported_error("a limit of readers")
+        return self._call(calls.fetch_facts(reader, pair, limit, after))
 
-    def confirm_receipt(self, reader: str, pair: Pair, cursor: Cursor) -> None:
-        self._ask(calls.confirm_receipt(reader, pair, cursor))
+    def confirm_receipt(self, reader: str, pair: ZonePair, cursor: Cursor) -> None:
+        self._call(calls.confirm_receipt(reader, pair, cursor))
 
-    def cursor_of(self, reader: str, pair: Pair) -> Cursor | None:
-        return self._ask(calls.cursor_of(reader, pair))
+    def get_cursor(self, reader: str, pair: ZonePair) -> Cursor | None:
+        return self._call(calls.get_cursor(reader, pair))
 
-    def end_of(self, pair: Pair) -> Cursor | None:
-        return self._ask(calls.end_of(pair))
+    def last_offset(self, pair: ZonePair) -> Cursor | None:
+        return self._call(calls.last_offset(pair))
 
-    def cursor_at(self, pair: Pair, unix_ms: int) -> Cursor | None:
-        return self._ask(calls.cursor_at(pair, unix_ms))
+    def cursor_at_time(self, pair: ZonePair, unix_ms: int) -> Cursor | None:
+        return self._call(calls.cursor_at_time(pair, unix_ms))
 
-    def retire_reader(self, reader: str, pair: Pair, *, by: str = "") -> bool:
-        return self._ask(calls.retire_reader(reader, pair, by))
+    def retire_reader(self, reader: str, pair: ZonePair, *, by: str = "") -> bool:
+        return self._call(calls.retire_reader(reader, pair, by))
 
-    def survey(self) -> Sequence[LogState]:
-        return self._ask(calls.survey())
+    def list_logs(self) -> Sequence[LogState]:
+        return self._call(calls.list_logs())
 
     # -- artifacts ------------------------------------------------------------------------------------
 
@@ -121,33 +121,35 @@ class BoundaryClient(Boundary):
         key: str,
         blob: BlobSource,
         *,
-        expected: Stored | None = None,
+        expected: StoredArtifact | None = None,
         begin: int = 0,
         zone: str = "",
-    ) -> Stored:
-        given = Upload(bucket, key, to_pieces(blob), expected, begin, zone)
-        return upload(given, self._line, received=partial(self.received, zone=zone))
+    ) -> StoredArtifact:
+        artifact = RemoteUpload(bucket, key, to_chunks(blob), expected, begin, zone)
+        return upload(artifact, self._channel, uploaded_bytes=partial(self.uploaded_bytes, zone=zone))
 
-    def received(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:
-        return self._ask(calls.received(bucket, key, expected, zone))
+    def uploaded_bytes(self, bucket: str, key: str, expected: StoredArtifact, *, zone: str = "") -> int:
+        return self._call(calls.uploaded_bytes(bucket, key, expected, zone))
 
     def get_object(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> Iterator[bytes]:
-        return download(Download(bucket, key, begin, zone), self._line)
+        return download(RemoteDownload(bucket, key, begin, zone), self._channel)
 
     # -- retention ------------------------------------------------------------------------------------
 
-    def prune(self, before_unix_ms: int) -> Pruned:  # noqa: ARG002 - not here
-        raise calls.not_offered("retention")
+    def prune(self, before_unix_ms: int) -> PruneResult:  # noqa: ARG002 - unused
+        raise calls.not_supported_error("retention")
 
-    def _ask(self, asked: Asked[T]) -> T:
-        with self._line.open() as held:
-            call: Any = held.call("unary_unary", SERVICE + asked.method)
+    def _call(self, rpc_call: RpcCall[T]) -> T:
+        with self._channel.open() as lease:
+            call: Any = lease.get_stub("unary_unary", SERVICE + rpc_call.method)
             try:
-                data = call(written(asked.request), timeout=self._deadline)
+                data = call(encode(rpc_call.request), timeout=self._deadline)
             except grpc.RpcError as error:
-                failed: Any = error
-                raise faults.raised(failed, asked.method) from error
+                rpc_error: Any = error
+                raise faults.to_client_error(rpc_error, rpc_call.method) from error
             except ValueError as error:
-                # So gRPC says that the channel is closed.
-                raise ConnectionLost(f"{asked.method} was not sent, the client is closed; make another one") from error
-        return asked.result(data)
+                # gRPC raises ValueError when the channel is closed.
+                raise ConnectionLostError(
+                    f"{rpc_call.method} was not sent, the client is closed; make another one"
+                ) from error
+        return rpc_call.to_result(data)

@@ -1,4 +1,4 @@
-"""AsyncBoundaryClient: a boundary that is somewhere else, in the async flavour."""
+"""AsyncBoundaryClient: the async client of a remote boundary."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from ergon_framework.errors import ConnectionLost
-from ergon_framework.facts.blob import to_pieces
+from ergon_framework.errors import ConnectionLostError
+from ergon_framework.facts.blob import to_chunks
 from ergon_framework.facts.boundary import (
-    Appended,
-    Appending,
+    AppendResult,
     AsyncBlobSource,
     AsyncBoundary,
     BoundaryCapabilities,
     LogState,
-    Pruned,
+    NewFact,
+    PruneResult,
     Unlisten,
 )
-from ergon_framework.facts.model import Cursor, Envelope, Fact, FactConfirmation, Pair, Stored, StoredFact
+from ergon_framework.facts.model import Cursor, Envelope, Fact, FactConfirmation, StoredArtifact, StoredFact, ZonePair
 from ergon_framework.facts.service import calls, faults
-from ergon_framework.facts.service.address import Address
-from ergon_framework.facts.service.bell import Bell
-from ergon_framework.facts.service.calls import SERVICE, Asked
+from ergon_framework.facts.service.address import ServiceAddress
+from ergon_framework.facts.service.bell import ServiceListener
+from ergon_framework.facts.service.calls import SERVICE, RpcCall
 from ergon_framework.facts.service.client import BoundaryClient
-from ergon_framework.facts.service.line import AsyncLine
-from ergon_framework.facts.service.messages import written
-from ergon_framework.facts.service.transfer import Download, Upload
+from ergon_framework.facts.service.line import AsyncReconnectingChannel
+from ergon_framework.facts.service.messages import encode
+from ergon_framework.facts.service.transfer import RemoteDownload, RemoteUpload
 from ergon_framework.facts.service.transfers_aio import download, upload
 
 T = TypeVar("T")
 
 
 class AsyncBoundaryClient(AsyncBoundary):
-    """A store behind a service. A line that is down is ConnectionLost: nobody knows whether it was done.
+    """A store behind a service. A lost connection raises ConnectionLostError: the outcome is then unknown.
 
-    ``epoch`` and ``capabilities`` are asked for once, which holds the event loop up if ``describe`` was not awaited
-    before; ``describe`` asks again.
+    ``epoch`` and ``capabilities`` are queried once, which blocks the event loop unless ``describe`` was awaited
+    before; ``describe`` queries them again.
     """
 
-    def __init__(self, address: Address) -> None:
-        self._line = AsyncLine(address)
+    def __init__(self, address: ServiceAddress) -> None:
+        self._channel = AsyncReconnectingChannel(address)
         self._deadline = address.deadline
-        self._bell = Bell(address)
-        self._described: tuple[str, BoundaryCapabilities] | None = None
+        self._listener = ServiceListener(address)
+        self._description: tuple[str, BoundaryCapabilities] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -54,73 +54,73 @@ class AsyncBoundaryClient(AsyncBoundary):
         await self.close()
 
     async def close(self) -> None:
-        """Calls that are under way are cancelled."""
-        self._bell.close()
-        await self._line.close()
+        """Close the client; running calls are cancelled."""
+        self._listener.close()
+        await self._channel.close()
 
     async def describe(self) -> tuple[str, BoundaryCapabilities]:
-        """The epoch and the capabilities of the store as they are now."""
-        self._described = await self._ask(calls.describe())
-        return self._described
+        """Query the current epoch and capabilities of the store."""
+        self._description = await self._call(calls.describe())
+        return self._description
 
     @property
     def epoch(self) -> str:
-        return self._known()[0]
+        return self._require_description()[0]
 
     @property
     def capabilities(self) -> BoundaryCapabilities:
-        return self._known()[1]
+        return self._require_description()[1]
 
-    def _known(self) -> tuple[str, BoundaryCapabilities]:
-        if self._described is None:
-            # A property cannot wait; the other flavour can.
-            with BoundaryClient(self._line.address) as client:
-                self._described = client.describe()
-        return self._described
+    def _require_description(self) -> tuple[str, BoundaryCapabilities]:
+        if self._description is None:
+            # A property cannot await, so the sync client makes the call.
+            with BoundaryClient(self._channel.address) as client:
+                self._description = client.describe()
+        return self._description
 
     def listen(self, wake: Callable[[], None]) -> Unlisten:
-        return self._bell.listen(wake)
+        return self._listener.listen(wake)
 
     # -- facts ----------------------------------------------------------------------------------------
 
     async def append_fact_async(self, envelope: Envelope, fact: Fact) -> FactConfirmation:
-        return await self._ask(calls.append_fact(envelope, fact))
+        return await self._call(calls.append_fact(envelope, fact))
 
-    async def append_facts_async(self, facts: Sequence[Appending]) -> Sequence[Appended]:
-        return [result for asked in calls.append_facts(facts) for result in await self._ask(asked)]
+    async def append_facts_async(self, facts: Sequence[NewFact]) -> Sequence[AppendResult]:
+        return [result for rpc_call in calls.append_facts(facts) for result in await self._call(rpc_call)]
 
-    async def forward_facts_async(self, facts: Sequence[StoredFact]) -> Sequence[Appended]:  # noqa: ARG002 - not here
-        raise calls.not_offered("forwarding facts")
+    async def forward_facts_async(self, facts: Sequence[StoredFact]) -> Sequence[AppendResult]:  # noqa: ARG002 - unused
+        raise calls.not_supported_error("forwarding facts")
 
     async def get_fact_async(self, from_zone: str, message_id: str) -> FactConfirmation | None:
-        return await self._ask(calls.get_fact(from_zone, message_id))
+        return await self._call(calls.get_fact(from_zone, message_id))
 
     # -- reading --------------------------------------------------------------------------------------
 
     async def fetch_facts_async(
-        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
+        self, reader: str, pair: ZonePair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
     ) -> Sequence[StoredFact]:
         if max_readers is not None:
-            raise calls.not_offered("a limit of readers")
-        return await self._ask(calls.fetch_facts(reader, pair, limit, after))
+            raise calls.not_supported_error("a limit of readers")
+        return await self._call(calls.fetch_facts(reader, pair, limit, after))
 
-    async def confirm_receipt_async(self, reader: str, pair: Pair, cursor: Cursor) -> None:
-        await self._ask(calls.confirm_receipt(reader, pair, cursor))
+    async def confirm_receipt_async(self, reader: str, pair: ZonePair, cursor: Cursor) -> None:
+        await self._call(calls.confirm_receipt(reader, pair, cursor))
 
-    async def cursor_of_async(self, reader: str, pair: Pair) -> Cursor | None:
-        return await self._ask(calls.cursor_of(reader, pair))
+    async def get_cursor_async(self, reader: str, pair: ZonePair) -> Cursor | None:
+        return await self._call(calls.get_cursor(reader, pair))
 
-    async def end_of_async(self, pair: Pair) -> Cursor | None:
-        return await self._ask(calls.end_of(pair))
+    async def last_offset_async(self, pair: ZonePair) -> Cursor | None:
+        return await self._call(calls.last_offset(pair))
 
-    async def cursor_at_async(self, pair: Pair, unix_ms: int) -> Cursor | None:
-        return await self._ask(calls.cursor_at(pair, unix_ms))
+    async def cursor_at_time_async(self, pair: ZonePair, unix_ms: int) -> Cursor | None:
+        return await self._call(calls.cursor_at_time(pair, unix_ms))
 
-    async def retire_reader_async(self, reader: str, pair: Pair, *, by: str = "") -> bool:
-        return await self._ask(calls.retire_reader(reader, pair, by))
+    async def retire_reader_async(self, reader: str, pair: ZonePair, *, by: str = "") -> bool:
+        return await self._call(calls.retire_reader(reader, pair, by))
 
-    async def survey_async(self) -> Sequence[LogState]:
-        return await self._ask(calls.survey())
+    async def list_logs_async(self) -> Sequence[LogState]:
+        return await self._call(calls.list_logs())
 
     # -- artifacts ------------------------------------------------------------------------------------
 
@@ -130,33 +130,35 @@ class AsyncBoundaryClient(AsyncBoundary):
         key: str,
         blob: AsyncBlobSource,
         *,
-        expected: Stored | None = None,
+        expected: StoredArtifact | None = None,
         begin: int = 0,
         zone: str = "",
-    ) -> Stored:
-        pieces = blob if isinstance(blob, AsyncIterable) else to_pieces(blob)
-        given = Upload(bucket, key, pieces, expected, begin, zone)
-        return await upload(given, self._line, received=partial(self.received_async, zone=zone))
+    ) -> StoredArtifact:
+        pieces = blob if isinstance(blob, AsyncIterable) else to_chunks(blob)
+        artifact = RemoteUpload(bucket, key, pieces, expected, begin, zone)
+        return await upload(artifact, self._channel, uploaded_bytes=partial(self.uploaded_bytes_async, zone=zone))
 
-    async def received_async(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:
-        return await self._ask(calls.received(bucket, key, expected, zone))
+    async def uploaded_bytes_async(self, bucket: str, key: str, expected: StoredArtifact, *, zone: str = "") -> int:
+        return await self._call(calls.uploaded_bytes(bucket, key, expected, zone))
 
     def get_object_async(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> AsyncIterator[bytes]:
-        return download(Download(bucket, key, begin, zone), self._line)
+        return download(RemoteDownload(bucket, key, begin, zone), self._channel)
 
     # -- retention ------------------------------------------------------------------------------------
 
-    async def prune_async(self, before_unix_ms: int) -> Pruned:  # noqa: ARG002 - not here
-        raise calls.not_offered("retention")
+    async def prune_async(self, before_unix_ms: int) -> PruneResult:  # noqa: ARG002 - unused
+        raise calls.not_supported_error("retention")
 
-    async def _ask(self, asked: Asked[T]) -> T:
-        async with self._line.open() as held:
-            call: Any = held.call("unary_unary", SERVICE + asked.method)
+    async def _call(self, rpc_call: RpcCall[T]) -> T:
+        async with self._channel.open() as lease:
+            call: Any = lease.get_stub("unary_unary", SERVICE + rpc_call.method)
             try:
-                data = await call(written(asked.request), timeout=self._deadline)
+                data = await call(encode(rpc_call.request), timeout=self._deadline)
             except grpc.RpcError as error:
-                failed: Any = error
-                raise faults.raised(failed, asked.method) from error
+                rpc_error: Any = error
+                raise faults.to_client_error(rpc_error, rpc_call.method) from error
             except grpc.aio.UsageError as error:
-                raise ConnectionLost(f"{asked.method} was not sent, the client is closed; make another one") from error
-        return asked.result(data)
+                raise ConnectionLostError(
+                    f"{rpc_call.method} was not sent, the client is closed; make another one"
+                ) from error
+        return rpc_call.to_result(data)

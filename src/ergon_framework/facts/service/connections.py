@@ -1,8 +1,9 @@
-"""Connections: which identity each connection of a facts service has, and which connections are closed.
+"""Connections: the identity of each connection of a facts service, and which connections are closed.
 
-gRPC accepts connections, completes handshakes and says nothing about either until a call comes, so idle connections of
-callers without rights would take the places of all others. The open connections are therefore listed from the sockets
-of this process, several times a second, and those beyond a limit are shut down; gRPC takes that as the caller's end.
+gRPC accepts connections and completes handshakes without reporting either until a call arrives, so idle connections of
+callers without rights could use up the capacity for all others. The open connections are therefore listed from the
+sockets of this process, several times a second, and those beyond a limit are shut down; gRPC treats that as a
+disconnect by the caller.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from urllib.parse import unquote
 from ergon_framework.facts.errors import AccessDenied, LimitExceeded
 from ergon_framework.facts.service.identity import Identity, IdentityKey
 from ergon_framework.facts.service.limits import Limits
-from ergon_framework.facts.service.refusals import Refusals
+from ergon_framework.facts.service.refusals import RejectionHandler
 from ergon_framework.telemetry.names import Event
 
-#: The files that this process has open, on Linux and BSD.
-OPEN_FILES: Final = "/dev/fd"
-#: Seconds between two looks at the open connections.
-INTERVAL_SECONDS: Final = 0.2
-#: Seconds for which a refused connection stays open, so that the caller receives the reason.
+#: The directory of the files that this process has open, on Linux and BSD.
+OPEN_FILES_PATH: Final = "/dev/fd"
+#: Seconds between two listings of the open connections.
+SCAN_INTERVAL_SECONDS: Final = 0.2
+#: Seconds for which a rejected connection stays open, so that the caller receives the reason.
 LINGER_SECONDS: Final = 1.0
-#: One of so many places stays free of connections without an identity, for callers that have one.
+#: One in this many connections is reserved for callers with an identity.
 FREE_SHARE: Final = 10
 
 #: Descriptor and inode of a socket.
@@ -41,7 +42,7 @@ SocketName: TypeAlias = tuple[int, int]
 
 
 class Peer(NamedTuple):
-    """The far end of a connection."""
+    """The remote end of a connection."""
 
     address: str
     port: int
@@ -55,9 +56,9 @@ class _Connection:
     since: float
     #: None until it is listed.
     socket: SocketName | None = None
-    #: None until a call shows an identity that is let in.
-    who: Identity | None = None
-    #: When it is closed; None if it stays.
+    #: None until a call shows an identity that is admitted.
+    identity: Identity | None = None
+    #: The time at which it is closed; None if it stays open.
     close_at: float | None = None
     is_closed: bool = False
 
@@ -65,62 +66,64 @@ class _Connection:
 class Connections:
     """The open connections of one service. For one event loop.
 
-    A connection gets its identity with its first call. One without an identity is closed after a time, and the oldest
-    ones of an address that has too many are closed at once, so that a new caller from the same address still comes in.
+    A connection gets its identity with its first call. One without an identity is closed after a time, and if an
+    address has too many of them, the oldest are closed immediately, so that it can still open new connections.
     """
 
-    def __init__(self, limits: Limits, refusals: Refusals, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limits: Limits, rejections: RejectionHandler, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._limits = limits
-        self._refusals = refusals
+        self._rejections = rejections
         self._clock = clock
         self._open: dict[Peer, _Connection] = {}
         self._counts: Counter[IdentityKey] = Counter()
-        #: All sockets of this process; None for those that are no connection of the service.
+        #: All sockets of this process; None for those that are not connections of the service.
         self._sockets: dict[SocketName, Peer | None] = {}
 
     # -- calls ----------------------------------------------------------------------------------------
 
-    def identify(self, peer_name: str, who: Identity) -> None:
-        """Note that *who* calls on this connection; LimitExceeded if that identity has too many of them."""
+    def identify(self, peer_name: str, identity: Identity) -> None:
+        """Record the identity of this connection; raise LimitExceeded if the identity has too many connections."""
         peer = parse_peer(peer_name)
         if peer is None:
             return
         connection = self._open.setdefault(peer, _Connection(self._clock()))
-        if connection.who is who:
+        if connection.identity is identity:
             return
-        key = who.key
-        if connection.who is None or connection.who.key != key:
+        key = identity.key
+        if connection.identity is None or connection.identity.key != key:
             limit = self._limits.connections_per_identity
             if self._counts[key] >= limit:
                 self._close_later(connection)
                 raise LimitExceeded(
-                    f"{who.name} has {limit} connections at once, which is the limit of one identity "
+                    f"{identity.name} has {limit} connections at once, which is the limit of one identity "
                     "(connections_per_identity); share connections, or close those that are not used"
                 )
             self._counts[key] += 1
-        connection.who = who
+        connection.identity = identity
 
-    def refuse(self, peer_name: str) -> None:
-        """Close this connection soon: the identity of its caller was refused."""
+    def reject(self, peer_name: str) -> None:
+        """Close this connection soon, because the identity of its caller was rejected."""
         peer = parse_peer(peer_name)
         if peer is not None:
             self._close_later(self._open.setdefault(peer, _Connection(self._clock())))
 
     def recheck(self, admit: Callable[[Identity], None]) -> None:
-        """Refuse the connections whose identity *admit* refuses now."""
-        refused: dict[Identity, bool] = {}
+        """Close the connections whose identity *admit* rejects now."""
+        is_rejected: dict[Identity, bool] = {}
         for connection in self._open.values():
-            who = connection.who
-            if who is None:
+            identity = connection.identity
+            if identity is None:
                 continue
-            if who not in refused:
+            if identity not in is_rejected:
                 try:
-                    admit(who)
+                    admit(identity)
                 except AccessDenied:
-                    refused[who] = True
+                    is_rejected[identity] = True
                 else:
-                    refused[who] = False
-            if refused[who]:
+                    is_rejected[identity] = False
+            if is_rejected[identity]:
                 self._close_later(connection)
 
     def _close_later(self, connection: _Connection) -> None:
@@ -130,84 +133,85 @@ class Connections:
     # -- sockets --------------------------------------------------------------------------------------
 
     async def watch(self, port: int) -> None:
-        """Look after the connections to *port* until this is cancelled."""
+        """Enforce the limits of connections to *port* until cancelled."""
         while True:
-            # Without a free descriptor nothing can be listed; the next time there may be one.
+            # Without a free descriptor nothing can be listed; the next pass may succeed.
             with suppress(OSError):
-                self.sweep(port)
-            await asyncio.sleep(INTERVAL_SECONDS)
+                self.enforce_limits(port)
+            await asyncio.sleep(SCAN_INTERVAL_SECONDS)
 
-    def sweep(self, port: int) -> None:
-        """List the open connections to *port*, and close those that are beyond a limit."""
+    def enforce_limits(self, port: int) -> None:
+        """List the open connections to *port*, and close those that exceed a limit."""
         self._sockets = {
-            name: self._sockets[name] if name in self._sockets else _accepted(name[0], port) for name in _list_sockets()
+            name: self._sockets[name] if name in self._sockets else _find_accepted_peer(name[0], port)
+            for name in _list_sockets()
         }
         now = self._clock()
-        known, self._open = self._open, {}
+        previous, self._open = self._open, {}
         for name, peer in self._sockets.items():
             if peer is not None:
-                connection = known.get(peer)
-                # Another connection from the same port as one that was closed: nothing is known of it.
+                connection = previous.get(peer)
+                # A new connection may have the same remote port as a closed one; it has no identity yet.
                 if connection is None or connection.socket not in (None, name):
                     connection = _Connection(now)
                 connection.socket = name
                 self._open[peer] = connection
-        self._counts = Counter(each.who.key for each in self._open.values() if each.who is not None)
-        for peer in self._excess(now):
+        self._counts = Counter(each.identity.key for each in self._open.values() if each.identity is not None)
+        for peer in self._find_excess(now):
             connection = self._open[peer]
             connection.is_closed = True
             if connection.socket is not None:
                 _shut_down(connection.socket[0], peer)
 
-    def _excess(self, now: float) -> Iterable[Peer]:
-        """Choose the connections to close."""
+    def _find_excess(self, now: float) -> Iterable[Peer]:
+        """Yield the connections to close."""
         limits = self._limits
         unknown: list[Peer] = []
         total = 0
         for peer, connection in self._open.items():
             if connection.is_closed:
                 continue
-            is_late = connection.who is None and now - connection.since >= limits.identification
+            is_late = connection.identity is None and now - connection.since >= limits.identification
             if is_late or (connection.close_at is not None and now >= connection.close_at):
                 yield peer
                 continue
             total += 1
-            if connection.who is None:
+            if connection.identity is None:
                 unknown.append(peer)
         unknown.sort(key=lambda peer: self._open[peer].since)
         counts = Counter(peer.address for peer in unknown)
-        places = limits.connections - limits.connections // FREE_SHARE
+        max_total = limits.connections - limits.connections // FREE_SHARE
         for peer in unknown:
             if counts[peer.address] > limits.connections_per_address:
                 reason = (
                     f"an address has more than {limits.connections_per_address} connections without an identity "
                     "(connections_per_address); the oldest are closed"
                 )
-            elif total > places:
+            elif total > max_total:
                 reason = (
-                    f"more than {places} of {limits.connections} connections are open (connections); the oldest "
+                    f"more than {max_total} of {limits.connections} connections are open (connections); the oldest "
                     "without an identity are closed"
                 )
             else:
                 continue
             counts[peer.address] -= 1
             total -= 1
-            self._refusals.note(Event.LIMIT_REACHED, "connect", reason, str(peer))
+            self._rejections.record(Event.LIMIT_REACHED, "connect", reason, str(peer))
             yield peer
 
 
 @lru_cache(maxsize=4096)
 def parse_peer(name: str) -> Peer | None:
-    """Parse gRPC's name of a far end, ``ipv4:127.0.0.1:80`` or ``ipv6:%5B::1%5D:80``; None for other kinds."""
+    """Parse gRPC's name of a peer, ``ipv4:127.0.0.1:80`` or ``ipv6:%5B::1%5D:80``; return None for other kinds."""
     kind, _, rest = name.partition(":")
     host, _, port = unquote(rest).rpartition(":")
     if kind not in ("ipv4", "ipv6") or not port.isdecimal():
         return None
-    return Peer(_address(host.strip("[]")), int(port))
+    return Peer(_normalize_address(host.strip("[]")), int(port))
 
 
-def _address(host: str) -> str:
-    """Return an IP address without its scope; one of IPv4 within IPv6 as one of IPv4."""
+def _normalize_address(host: str) -> str:
+    """Return an IP address without its scope; an IPv4-mapped IPv6 address becomes an IPv4 address."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)
@@ -215,27 +219,27 @@ def _address(host: str) -> str:
 
 def _list_sockets() -> Iterable[SocketName]:
     """Yield each socket of this process."""
-    for name in os.listdir(OPEN_FILES):  # noqa: PTH208 - numbers, no paths
-        # Closed since it was listed, as the descriptor of the listing itself.
+    for name in os.listdir(OPEN_FILES_PATH):  # noqa: PTH208 - numbers, no paths
+        # A descriptor may have been closed since the listing, as the descriptor of the listing itself.
         with suppress(OSError):
-            found = os.fstat(int(name))
-            if stat.S_ISSOCK(found.st_mode):
-                yield int(name), found.st_ino
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                yield int(name), status.st_ino
 
 
-def _accepted(file: int, port: int) -> Peer | None:
-    """Return the far end if *file* is a connection that was accepted at *port*."""
+def _find_accepted_peer(file: int, port: int) -> Peer | None:
+    """Return the peer if *file* is a connection that was accepted at *port*."""
     with suppress(OSError), _duplicate(file) as connection:
         if _is_ip(connection) and connection.getsockname()[1] == port:
-            return _peer(connection)
+            return _get_peer(connection)
     return None
 
 
 def _shut_down(file: int, peer: Peer) -> None:
     """End the connection to *peer*; gRPC closes its descriptor when it reads the end."""
-    # Of a duplicate, whose far end is compared: the descriptor may have been closed, and opened for something else.
+    # On a duplicate, after comparing its peer: the descriptor may have been closed and reused meanwhile.
     with suppress(OSError), _duplicate(file) as connection:
-        if _is_ip(connection) and _peer(connection) == peer:
+        if _is_ip(connection) and _get_peer(connection) == peer:
             connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -252,6 +256,6 @@ def _is_ip(connection: socket.socket) -> bool:
     return connection.family in (socket.AF_INET, socket.AF_INET6)
 
 
-def _peer(connection: socket.socket) -> Peer:
+def _get_peer(connection: socket.socket) -> Peer:
     host, port, *_ = connection.getpeername()
-    return Peer(_address(host), port)
+    return Peer(_normalize_address(host), port)

@@ -1,4 +1,4 @@
-"""Files of a key, its certificate and those who are trusted; they may be replaced while a program runs."""
+"""TLS files: a key, its certificate and the trusted authorities; they may be replaced while a program runs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ergon_framework.telemetry.names import LIBRARY, Event, Field
 
 log: Final = logging.getLogger(f"{LIBRARY}.facts.service")
 
-#: By what a file that was replaced is noticed; None while there is none.
-Stamp: TypeAlias = tuple[int, int, int] | None
+#: Modification time, size and inode, by which a replaced file is noticed; None if the file is missing.
+FileStamp: TypeAlias = tuple[int, int, int] | None
 
 
-def stamp(path: Path) -> Stamp:
-    """What *path* is like now."""
+def file_stamp(path: Path) -> FileStamp:
+    """Return the current stamp of *path*."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 class Pem(NamedTuple):
-    """The three as they stand."""
+    """The contents of the three files, in PEM."""
 
     key: bytes
     certificate: bytes
@@ -40,26 +40,26 @@ class Pem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Where they are: the key, its certificate with what stands between it and the authority, and the authorities."""
+    """Paths of the key, of the certificate with its chain up to the authority, and of the trusted authorities."""
 
     certificate: Path
     key: Path
     authorities: Path
 
-    def stamps(self) -> tuple[Stamp, ...]:
-        return stamp(self.certificate), stamp(self.key), stamp(self.authorities)
+    def mtimes(self) -> tuple[FileStamp, ...]:
+        return file_stamp(self.certificate), file_stamp(self.key), file_stamp(self.authorities)
 
     def read(self) -> Pem:
-        """All three, which fit each other; ConfigurationError says what does not."""
-        found = []
-        for what, path in (("key", self.key), ("certificate", self.certificate), ("authorities", self.authorities)):
+        """Read all three files and check that they match; raise ConfigurationError if they do not."""
+        contents = []
+        for kind, path in (("key", self.key), ("certificate", self.certificate), ("authorities", self.authorities)):
             try:
-                found.append(path.read_bytes())
+                contents.append(path.read_bytes())
             except OSError as error:
-                raise ConfigurationError(f"the file of the {what} cannot be read: {error}") from error
+                raise ConfigurationError(f"the file of the {kind} cannot be read: {error}") from error
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            # Of a key with a password nobody is asked for it: a service starts alone.
+            # An empty password avoids the prompt for an encrypted key: a service starts unattended.
             context.load_cert_chain(self.certificate, self.key, password=lambda: "")
             context.load_verify_locations(self.authorities)
         except (ssl.SSLError, OSError, ValueError) as error:
@@ -67,30 +67,30 @@ class TlsFiles:
                 f"{self.certificate}, {self.key} and {self.authorities} are no certificate with its key and the "
                 f"authorities that sign: {error}"
             ) from error
-        return Pem(*found)
+        return Pem(*contents)
 
 
-class Renewed:
-    """The files as a handshake needs them: what was readable last, until what is there now is readable too."""
+class ReloadingTlsFiles:
+    """The last readable contents of the files, replaced when changed files are readable too."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._lock = threading.Lock()
-        self._stamps = files.stamps()
+        self._stamps = files.mtimes()
         self._pem = files.read()
 
-    def changed(self) -> Pem | None:
-        """What is there now, if it is other than last time."""
+    def reload_if_changed(self) -> Pem | None:
+        """Return the current contents if they have changed since the last call."""
         with self._lock:
-            now = self._files.stamps()
+            now = self._files.mtimes()
             if now == self._stamps:
                 return None
             self._stamps = now
             try:
                 pem = self._files.read()
             except ConfigurationError as error:
-                # Halfway replaced: when the other file follows, the stamps differ again.
-                logs.say(logging.ERROR, Event.CERTIFICATES_UNREADABLE, {Field.ERROR: str(error)}, to=log)
+                # Partly replaced: when the other file follows, the stamps differ again.
+                logs.log_event(logging.ERROR, Event.CERTIFICATES_UNREADABLE, {Field.ERROR: str(error)}, to=log)
                 return None
             if pem == self._pem:
                 return None
@@ -104,19 +104,21 @@ class Renewed:
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Mutual TLS with what the files hold at each handshake: nobody without a certificate comes in."""
-    renewed = Renewed(files)
+    """Return credentials for mutual TLS with the current files at each handshake; a client certificate is required."""
+    reloading = ReloadingTlsFiles(files)
 
-    def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
+    def to_configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([(pem.key, pem.certificate)], pem.authorities)
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        pem = renewed.changed()
-        return None if pem is None else configuration(pem)
+        pem = reloading.reload_if_changed()
+        return None if pem is None else to_configuration(pem)
 
-    return grpc.dynamic_ssl_server_credentials(configuration(renewed.pem), fetch, require_client_authentication=True)
+    return grpc.dynamic_ssl_server_credentials(
+        to_configuration(reloading.pem), fetch, require_client_authentication=True
+    )
 
 
 def channel_credentials(pem: Pem) -> grpc.ChannelCredentials:
-    """Mutual TLS with these, from the side that calls."""
+    """Return client credentials for mutual TLS with these files."""
     return grpc.ssl_channel_credentials(pem.authorities, pem.key, pem.certificate)

@@ -1,4 +1,4 @@
-"""HealthService: grpc.health.v1 for a facts service. A check is answered outside of the limits of calls."""
+"""HealthService: grpc.health.v1 for a facts service. Checks do not count towards the limits of calls."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.facts.errors import InvalidFactError, LimitExceeded
-from ergon_framework.facts.service.admission import Admission
+from ergon_framework.facts.service.admission import CallAdmission
 from ergon_framework.facts.service.identity import Identity
-from ergon_framework.facts.service.refusals import Refusals
+from ergon_framework.facts.service.refusals import RejectionHandler
 
-NAME: Final = "grpc.health.v1.Health"
-#: Checks at once with one certificate, how long each may take to send its request, and the most bytes of it.
+SERVICE_NAME: Final = "grpc.health.v1.Health"
+#: Concurrent checks with one certificate, seconds that each has to send its request, and maximum bytes of the request.
 MAX_CHECKS: Final = 8
 REQUEST_SECONDS: Final = 2.0
-MAX_REQUEST: Final = 1024
-#: Seconds after which the certificate of a caller that watches is checked again.
+MAX_REQUEST_BYTES: Final = 1024
+#: Seconds after which the certificate of a watching caller is checked again.
 RECHECK_SECONDS: Final = 1.0
 
 _STATUS: Final = health_pb2.HealthCheckResponse
 
 
 class HealthService:
-    """Says whether the services *names* can be used. For one event loop.
+    """Reports whether the services *names* can be used. For one event loop.
 
-    Check is answered to every certificate that the handshake has accepted, also to one that names no zone: probes have
-    such ones. Watch lasts, so it takes an identity and counts as a stream of it.
+    Check is answered for every certificate that the handshake has accepted, also for one that names no zone, as probes
+    have. Watch is a long-running call, so it requires an identity and counts as one of its streams.
     """
 
     def __init__(
@@ -41,56 +41,56 @@ class HealthService:
         names: tuple[str, ...],
         *,
         identify: Callable[[Any], Identity],
-        recognise: Callable[[Any], None],
+        record_identity: Callable[[Any], None],
         recheck: Callable[[Identity], None],
-        admission: Admission,
-        refusals: Refusals,
+        admission: CallAdmission,
+        rejections: RejectionHandler,
         timeout: float,
     ) -> None:
         self._names = names
         self._identify = identify
-        self._recognise = recognise
+        self._record_identity = record_identity
         self._recheck = recheck
         self._admission = admission
-        self._refusals = refusals
+        self._rejections = rejections
         self._timeout = timeout
         self._status = _STATUS.SERVING
-        self._leaving = False
+        self._is_stopping = False
         self._changed = asyncio.Event()
         self._checks: Counter[bytes] = Counter()
 
-    def set(self, *, serving: bool) -> None:
-        """Say from now on whether the service can be used."""
-        self._tell(_STATUS.SERVING if serving else _STATUS.NOT_SERVING)
+    def set_serving(self, *, serving: bool) -> None:
+        """Set whether the service can be used."""
+        self._set_status(_STATUS.SERVING if serving else _STATUS.NOT_SERVING)
 
-    def leave(self) -> None:
-        """Say that it cannot be used, and end the streams of those that watch."""
-        self._leaving = True
-        self._tell(_STATUS.NOT_SERVING)
+    def stop(self) -> None:
+        """Report the service as not serving, and end the streams of watching callers."""
+        self._is_stopping = True
+        self._set_status(_STATUS.NOT_SERVING)
 
-    def _tell(self, status: int) -> None:
+    def _set_status(self, status: int) -> None:
         self._status = status
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Both calls, registered as taking a stream: a caller that sends no request is known while it is waited for."""
+    def make_handler(self) -> grpc.GenericRpcHandler:
+        """Return the handler of both calls, registered as streams: a caller is identified before its request."""
         handlers = {
             "Check": grpc.stream_unary_rpc_method_handler(self._check),
             "Watch": grpc.stream_stream_rpc_method_handler(self._watch),
         }
-        return grpc.method_handlers_generic_handler(NAME, handlers)
+        return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
 
     async def _check(self, incoming: AsyncIterator[bytes], context: Any) -> bytes:
-        async with self._refusals.told("Health.Check", context):
-            self._recognise(context)
-            # By the certificate as it is: it may name no zone.
+        async with self._rejections.abort_on_error("Health.Check", context):
+            self._record_identity(context)
+            # Counted by the certificate itself, because it may name no zone.
             certificate = context.auth_context().get("x509_pem_cert", [b""])[0]
             if self._checks[certificate] >= MAX_CHECKS:
                 raise LimitExceeded(f"there are {MAX_CHECKS} checks at once with this certificate, which is the limit")
             self._checks[certificate] += 1
             try:
-                status = self._of(await self._request(incoming))
+                status = self._get_status(await self._read_request(incoming))
             finally:
                 self._checks[certificate] -= 1
                 if not self._checks[certificate]:
@@ -101,35 +101,35 @@ class HealthService:
         return answer
 
     async def _watch(self, incoming: AsyncIterator[bytes], context: Any) -> None:
-        async with self._refusals.told("Health.Watch", context):
-            who = self._identify(context)
-            with self._admission.admit(who, stream=True):
-                name = await self._request(incoming)
+        async with self._rejections.abort_on_error("Health.Watch", context):
+            identity = self._identify(context)
+            with self._admission.admit(identity, stream=True):
+                name = await self._read_request(incoming)
                 last = None
                 while True:
-                    changed, status = self._changed, self._of(name)
+                    changed, status = self._changed, self._get_status(name)
                     if status is None:
                         status = _STATUS.SERVICE_UNKNOWN
                     if status != last:
                         async with asyncio.timeout(self._timeout):
                             await context.write(_STATUS(status=status).SerializeToString())
                         last = status
-                    if self._leaving:
-                        raise ConnectionLost("the service is being stopped; watch another one, or again later")
+                    if self._is_stopping:
+                        raise ConnectionLostError("the service is being stopped; watch another one, or again later")
                     with suppress(TimeoutError):
                         await asyncio.wait_for(changed.wait(), RECHECK_SECONDS)
-                    self._recheck(who)
+                    self._recheck(identity)
 
-    async def _request(self, incoming: AsyncIterator[bytes]) -> str:
+    async def _read_request(self, incoming: AsyncIterator[bytes]) -> str:
         async with asyncio.timeout(REQUEST_SECONDS):
             data = await anext(aiter(incoming), b"")
-        if len(data) > MAX_REQUEST:
-            raise InvalidFactError(f"a HealthCheckRequest has at most {MAX_REQUEST:,} bytes, not {len(data):,}")
+        if len(data) > MAX_REQUEST_BYTES:
+            raise InvalidFactError(f"a HealthCheckRequest has at most {MAX_REQUEST_BYTES:,} bytes, not {len(data):,}")
         try:
             name: str = health_pb2.HealthCheckRequest.FromString(data).service
         except DecodeError as error:
             raise InvalidFactError(f"the request is no HealthCheckRequest: {error}") from error
         return name
 
-    def _of(self, name: str) -> int | None:
+    def _get_status(self, name: str) -> int | None:
         return self._status if name in self._names else None

@@ -1,4 +1,4 @@
-"""Identity: who a caller is, by the URI names in its certificate, and until when."""
+"""Identity: the zones and the operator that the URI names in a caller's certificate stand for, and its validity."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cryptography.hazmat.primitives.hashes import SHA256, Hash
 from ergon_framework.facts.errors import AccessDenied, InvalidFactError
 from ergon_framework.facts.model import check_zone
 
-#: What two certificates of one identity have in common: the zones, and the operator.
+#: Equal for all certificates of one identity: the zones and the operator.
 IdentityKey: TypeAlias = tuple[frozenset[str], str | None]
 
-ZONE: Final = "ergon://zone/"
-OPERATOR: Final = "ergon://operator/"
+ZONE_URI_PREFIX: Final = "ergon://zone/"
+OPERATOR_URI_PREFIX: Final = "ergon://operator/"
 #: The orders of the curves whose signatures a handshake accepts: P-224, P-256, P-384 and P-521.
 CURVE_ORDERS: Final = (
     0xFFFFFFFFFFFFFFFFFFFFFFFFFFFF16A2E0B8F03E13DD29455C5C2A3D,
@@ -34,67 +34,67 @@ CURVE_ORDERS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a certificate says about who holds it."""
+    """The identity that a certificate states for its holder."""
 
     zones: frozenset[str]
-    #: The operator's name; None for everybody else.
+    #: The name of the operator; None if the holder is not an operator.
     operator: str | None
-    #: Seconds since 1970 between which it holds.
+    #: Begin and end of the certificate's validity, in seconds since 1970.
     since: float
     until: float
     #: sha256 of the certificate, in hexadecimal digits.
     fingerprint: str
-    #: What a new signature cannot change: issuer (DER), serial number, and sha256 of the public key (SPKI).
+    #: Unaffected by a new signature: issuer (DER), serial number, and sha256 of the public key (SPKI).
     issuer: bytes = b""
     serial: int = 0
     public_key: str = ""
-    #: The fingerprint and those of the same certificate with the other valid ECDSA signature, for old lists.
+    #: The fingerprint, and those of the same certificate with the other valid ECDSA signature, for old lists.
     fingerprints: frozenset[str] = frozenset()
 
     @property
     def key(self) -> IdentityKey:
-        """By what limits are counted."""
+        """The key by which limits are counted."""
         return self.zones, self.operator
 
     @property
     def name(self) -> str:
-        """For logs and audits."""
-        who = [f"zone {zone}" for zone in sorted(self.zones)] + [f"operator {self.operator}"] * bool(self.operator)
-        return ", ".join(who) or "nobody"
+        """The display name for logs and audits."""
+        names = [f"zone {zone}" for zone in sorted(self.zones)] + [f"operator {self.operator}"] * bool(self.operator)
+        return ", ".join(names) or "nobody"
 
     def check(self, now: float) -> None:
-        """Whether it holds at that moment; somebody with an expired certificate may come back with a new one."""
+        """Raise AccessDenied unless the certificate is valid at *now*; the caller may retry with a new certificate."""
         if not self.since <= now <= self.until:
             raise AccessDenied(
                 f"the certificate of {self.name} is not valid now; put a new one in its place, no restart is needed",
                 final=False,
-                later=True,
+                not_attempted=True,
                 retry_after=5.0,
             )
 
 
-def zone_uri(zone: str) -> str:
-    """How *zone* is written in a certificate."""
+def to_zone_uri(zone: str) -> str:
+    """Return the URI of *zone* in a certificate."""
     check_zone("zone", zone)
-    return ZONE + quote(zone, safe="")
+    return ZONE_URI_PREFIX + quote(zone, safe="")
 
 
-def operator_uri(name: str) -> str:
-    """How an operator is written in a certificate."""
-    return OPERATOR + quote(name, safe="")
+def to_operator_uri(name: str) -> str:
+    """Return the URI of an operator in a certificate."""
+    return OPERATOR_URI_PREFIX + quote(name, safe="")
 
 
-# Of each connection every call brings the same certificate.
+# Cached because every call on a connection presents the same certificate.
 @lru_cache(maxsize=1024)
-def read(pem: bytes) -> Identity:
-    """Who holds the certificate, whose signature the handshake has checked; AccessDenied if it names nobody."""
+def parse_certificate(pem: bytes) -> Identity:
+    """Return the identity in a certificate that the handshake has verified; raise AccessDenied if it names none."""
     try:
         certificate = x509.load_pem_x509_certificate(pem)
         uris = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(
             x509.UniformResourceIdentifier
         )
-        zones = frozenset(_names(uris, ZONE))
-        operators = sorted(_names(uris, OPERATOR))
+        zones = frozenset(_parse_names(uris, ZONE_URI_PREFIX))
+        operators = sorted(_parse_names(uris, OPERATOR_URI_PREFIX))
         public_key = digest_public_key(certificate)
     except (
         ValueError,
@@ -105,7 +105,7 @@ def read(pem: bytes) -> Identity:
     ) as error:
         raise AccessDenied(f"the certificate names nobody in a way that can be read: {error}") from error
     if not zones and not operators:
-        raise AccessDenied(f"the certificate names no zone; it needs a URI such as {ZONE}Plant%20A")
+        raise AccessDenied(f"the certificate names no zone; it needs a URI such as {ZONE_URI_PREFIX}Plant%20A")
     return Identity(
         zones=zones,
         operator=operators[0] if operators else None,
@@ -115,7 +115,7 @@ def read(pem: bytes) -> Identity:
         issuer=certificate.issuer.public_bytes(),
         serial=certificate.serial_number,
         public_key=public_key,
-        fingerprints=frozenset(_fingerprints(certificate)),
+        fingerprints=frozenset(_list_fingerprints(certificate)),
     )
 
 
@@ -133,28 +133,28 @@ def _sha256(data: bytes) -> str:
     return digest.finalize().hex()
 
 
-def _fingerprints(certificate: x509.Certificate) -> Iterable[str]:
+def _list_fingerprints(certificate: x509.Certificate) -> Iterable[str]:
     """Yield the fingerprint of *certificate*, and of each certificate that differs only in the form of its signature.
 
-    An ECDSA signature (r, s) is as valid as (r, n - s), and takes no key to convert. The curve of the issuer is not
+    An ECDSA signature (r, s) is as valid as (r, n - s), and the conversion needs no key. The curve of the issuer is not
     in the certificate, so all of them are tried.
     """
     yield certificate.fingerprint(SHA256()).hex()
     if not isinstance(certificate.signature_algorithm_parameters, ec.ECDSA):
         return
     r, s = decode_dss_signature(certificate.signature)
-    whole = certificate.public_bytes(serialization.Encoding.DER)
+    encoded = certificate.public_bytes(serialization.Encoding.DER)
     signed = certificate.tbs_certificate_bytes
-    after = whole[whole.index(signed) + len(signed) :]
+    after = encoded[encoded.index(signed) + len(signed) :]
     # The identifier of an ECDSA algorithm has fewer than 128 bytes, so its length is one byte.
     algorithm = after[: 2 + after[1]]
     for order in CURVE_ORDERS:
         if s < order:
             signature = b"\x00" + encode_dss_signature(r, order - s)
-            yield _sha256(_tagged(0x30, signed + algorithm + _tagged(0x03, signature)))
+            yield _sha256(_encode_der(0x30, signed + algorithm + _encode_der(0x03, signature)))
 
 
-def _tagged(tag: int, content: bytes) -> bytes:
+def _encode_der(tag: int, content: bytes) -> bytes:
     """Encode *content* as DER with *tag*."""
     size = len(content)
     if size < 0x80:  # noqa: PLR2004 - the short form of DER
@@ -163,7 +163,7 @@ def _tagged(tag: int, content: bytes) -> bytes:
     return bytes([tag, 0x80 | len(length)]) + length + content
 
 
-def _names(uris: Iterable[str], prefix: str) -> Iterable[str]:
+def _parse_names(uris: Iterable[str], prefix: str) -> Iterable[str]:
     for uri in uris:
         if uri.startswith(prefix):
             name = unquote(uri.removeprefix(prefix), errors="strict")

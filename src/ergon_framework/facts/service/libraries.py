@@ -1,13 +1,13 @@
-"""Libraries of the service and its clients, which not everybody has installed."""
+"""Check for the optional libraries of the service and its clients."""
 
 from __future__ import annotations
 
-from ergon_framework.errors import extra
+from ergon_framework.errors import require_extra
 
 
-def needed() -> None:
-    """Say which extra is missing, if one is, before anything fails in the middle."""
-    extra("grpc", "grpc")
-    extra("grpc", "grpc_health")
-    extra("grpc", "google.protobuf")
-    extra("grpc", "cryptography")
+def require_grpc() -> None:
+    """Raise an error that names the missing extra, before a later import fails."""
+    require_extra("grpc", "grpc")
+    require_extra("grpc", "grpc_health")
+    require_extra("grpc", "google.protobuf")
+    require_extra("grpc", "cryptography")

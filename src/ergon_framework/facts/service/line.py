@@ -1,4 +1,4 @@
-"""Line: the connection of a client, in both flavours; another one takes its place when the certificate is renewed."""
+"""ReconnectingChannel: the gRPC channel of a client, sync and async; replaced when the certificate is renewed."""
 
 from __future__ import annotations
 
@@ -10,115 +10,115 @@ from typing import Any
 
 import grpc
 
-from ergon_framework.errors import ConnectionLost
-from ergon_framework.facts.service.address import Address
-from ergon_framework.facts.service.files import Renewed, channel_credentials
+from ergon_framework.errors import ConnectionLostError
+from ergon_framework.facts.service.address import ServiceAddress
+from ergon_framework.facts.service.files import ReloadingTlsFiles, channel_credentials
 
 
-class _Held:
-    """A channel with those who use it; it is closed when nobody does any more and another one has taken its place."""
+class _ChannelLease:
+    """A channel with a reference count; a replaced channel is closed when its last user has released it."""
 
-    __slots__ = ("calls", "channel", "loop", "retired", "users")
+    __slots__ = ("channel", "loop", "retired", "stubs", "user_count")
 
     def __init__(self, channel: Any, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.channel = channel
         self.loop = loop
-        self.calls: dict[str, Any] = {}
-        self.users = 0
+        self.stubs: dict[str, Any] = {}
+        self.user_count = 0
         self.retired = False
 
-    def call(self, kind: str, method: str) -> Any:
-        """A call by its name; made once for each channel, because that takes longer than many a call."""
-        found = self.calls.get(method)
-        if found is None:
-            found = self.calls[method] = getattr(self.channel, kind)(method)
-        return found
+    def get_stub(self, kind: str, method: str) -> Any:
+        """Return the stub of a method; cached per channel, because creating one takes longer than many a call."""
+        stub = self.stubs.get(method)
+        if stub is None:
+            stub = self.stubs[method] = getattr(self.channel, kind)(method)
+        return stub
 
 
-class Line:
-    """Of threads."""
+class ReconnectingChannel:
+    """The variant for threads."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: ServiceAddress) -> None:
         self.address = address
-        self._renewed = Renewed(address.files)
+        self._files = ReloadingTlsFiles(address.files)
         self._lock = threading.Lock()
-        self._held: _Held | None = None
+        self._lease: _ChannelLease | None = None
         self._closed = False
 
     @contextmanager
-    def open(self) -> Iterator[_Held]:
-        """A channel with the certificate of now."""
-        gone = None
+    def open(self) -> Iterator[_ChannelLease]:
+        """Yield a channel with the current certificate."""
+        replaced = None
         with self._lock:
             if self._closed:
-                raise ConnectionLost("the client is closed; make another one")
-            if self._renewed.changed() is not None and self._held is not None:
-                gone, self._held = self._held, None
-                gone.retired = True
-            if self._held is None:
-                credentials = channel_credentials(self._renewed.pem)
-                self._held = _Held(grpc.secure_channel(self.address.host, credentials, self.address.options()))
-            held = self._held
-            held.users += 1
-            unused = gone is not None and not gone.users
-        if gone is not None and unused:
-            gone.channel.close()
+                raise ConnectionLostError("the client is closed; make another one")
+            if self._files.reload_if_changed() is not None and self._lease is not None:
+                replaced, self._lease = self._lease, None
+                replaced.retired = True
+            if self._lease is None:
+                credentials = channel_credentials(self._files.pem)
+                self._lease = _ChannelLease(grpc.secure_channel(self.address.host, credentials, self.address.options()))
+            lease = self._lease
+            lease.user_count += 1
+            is_unused = replaced is not None and not replaced.user_count
+        if replaced is not None and is_unused:
+            replaced.channel.close()
         try:
-            yield held
+            yield lease
         finally:
             with self._lock:
-                held.users -= 1
-                last = held.retired and not held.users
-            if last:
-                held.channel.close()
+                lease.user_count -= 1
+                is_last = lease.retired and not lease.user_count
+            if is_last:
+                lease.channel.close()
 
     def close(self) -> None:
-        """No call after this; those that are under way are cancelled."""
+        """Close the channel: no call starts afterwards, and running calls are cancelled."""
         with self._lock:
             self._closed = True
-            held, self._held = self._held, None
-        if held is not None:
-            held.channel.close()
+            lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.channel.close()
 
 
-class AsyncLine:
-    """Of asyncio; on another event loop it connects anew."""
+class AsyncReconnectingChannel:
+    """The variant for asyncio; on another event loop it opens a new channel."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: ServiceAddress) -> None:
         self.address = address
-        self._renewed = Renewed(address.files)
-        self._held: _Held | None = None
+        self._files = ReloadingTlsFiles(address.files)
+        self._lease: _ChannelLease | None = None
         self._closed = False
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[_Held]:
-        """A channel with the certificate of now."""
+    async def open(self) -> AsyncIterator[_ChannelLease]:
+        """Yield a channel with the current certificate."""
         if self._closed:
-            raise ConnectionLost("the client is closed; make another one")
+            raise ConnectionLostError("the client is closed; make another one")
         loop = asyncio.get_running_loop()
-        gone = None
-        renewed = self._renewed.changed() is not None
-        if self._held is not None and (renewed or self._held.loop is not loop):
-            gone, self._held = self._held, None
-            gone.retired = True
-        if self._held is None:
-            credentials = channel_credentials(self._renewed.pem)
+        replaced = None
+        is_renewed = self._files.reload_if_changed() is not None
+        if self._lease is not None and (is_renewed or self._lease.loop is not loop):
+            replaced, self._lease = self._lease, None
+            replaced.retired = True
+        if self._lease is None:
+            credentials = channel_credentials(self._files.pem)
             channel = grpc.aio.secure_channel(self.address.host, credentials, self.address.options())
-            self._held = _Held(channel, loop)
-        held = self._held
-        held.users += 1
+            self._lease = _ChannelLease(channel, loop)
+        lease = self._lease
+        lease.user_count += 1
         try:
-            if gone is not None and not gone.users and gone.loop is loop:
-                await gone.channel.close()
-            yield held
+            if replaced is not None and not replaced.user_count and replaced.loop is loop:
+                await replaced.channel.close()
+            yield lease
         finally:
-            held.users -= 1
-            if held.retired and not held.users:
-                await held.channel.close()
+            lease.user_count -= 1
+            if lease.retired and not lease.user_count:
+                await lease.channel.close()
 
     async def close(self) -> None:
-        """No call after this; those that are under way are cancelled."""
+        """Close the channel: no call starts afterwards, and running calls are cancelled."""
         self._closed = True
-        held, self._held = self._held, None
-        if held is not None:
-            await held.channel.close()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            await lease.channel.close()

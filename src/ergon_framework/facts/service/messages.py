@@ -1,34 +1,34 @@
-"""Messages: what zones hand to each other as protocol buffers, and back.
+"""Conversion between the model and protocol buffers.
 
-Whatever is read is made anew by the model, which checks it: nothing that is malformed gets through.
+Every message is rebuilt by the model, which checks it, so invalid data never passes.
 """
 
 from __future__ import annotations
 
 from google.protobuf.message import Message
 
-from ergon_framework.facts.boundary import Appending, Behind, BoundaryCapabilities, LogState
+from ergon_framework.facts.boundary import BoundaryCapabilities, LogState, NewFact, ReaderLag
 from ergon_framework.facts.errors import InvalidFactError
 from ergon_framework.facts.model import (
+    BoundarySide,
     Buffer,
     Cursor,
     Envelope,
     Fact,
     FactConfirmation,
-    Pair,
-    Side,
-    Stored,
-    check_stored,
+    StoredArtifact,
+    ZonePair,
+    check_digest_and_size,
     check_zone,
 )
 from ergon_framework.facts.service import boundary_pb2 as wire
 
-#: The longest name of an epoch that is read.
-EPOCH = 128
+#: Maximum length of an epoch name that is read.
+MAX_EPOCH_CHARS = 128
 
 
-def written(message: Message) -> bytes:
-    """*message* as it travels."""
+def encode(message: Message) -> bytes:
+    """Serialize *message*."""
     data: bytes = message.SerializeToString()
     return data
 
@@ -55,34 +55,34 @@ def read_fact(message: wire.Fact) -> Fact:
 
 def write_appending(envelope: Envelope, fact: Fact) -> wire.Appending:
     message = wire.Appending()
-    # Written where they belong: making them apart and copying them takes three times as long.
-    around = message.envelope
-    around.message_id = envelope.message_id
-    around.from_zone = envelope.from_zone
-    around.to_zone = envelope.to_zone
-    around.produced_at_unix_ms = envelope.produced_at_unix_ms
+    # Fields are set in place: building the submessages separately and copying them takes three times as long.
+    wire_envelope = message.envelope
+    wire_envelope.message_id = envelope.message_id
+    wire_envelope.from_zone = envelope.from_zone
+    wire_envelope.to_zone = envelope.to_zone
+    wire_envelope.produced_at_unix_ms = envelope.produced_at_unix_ms
     if envelope.correlation_id is not None:
-        around.correlation_id = envelope.correlation_id
+        wire_envelope.correlation_id = envelope.correlation_id
     if envelope.causation_id is not None:
-        around.causation_id = envelope.causation_id
+        wire_envelope.causation_id = envelope.causation_id
     if envelope.labels:
-        around.labels.update(envelope.labels)
-    stated = message.fact
-    stated.subject = fact.subject
-    stated.predicate = fact.predicate
-    stated.object_json = fact.object_json
+        wire_envelope.labels.update(envelope.labels)
+    wire_fact = message.fact
+    wire_fact.subject = fact.subject
+    wire_fact.predicate = fact.predicate
+    wire_fact.object_json = fact.object_json
     return message
 
 
-def read_appending(message: wire.Appending) -> Appending:
+def read_appending(message: wire.Appending) -> NewFact:
     try:
         return read_envelope(message.envelope), read_fact(message.fact)
     except InvalidFactError as error:
-        # Looked at only now: what is not there reads as if it were empty, which neither of them can be.
+        # Checked only after a failure: a missing submessage reads as empty, which is invalid for both.
         for name in ("envelope", "fact"):
             if not message.HasField(name):
-                said = f"a fact that is appended has an {name} of its own, and this one has none"
-                raise InvalidFactError(said) from error
+                reason = f"a fact that is appended has an {name} of its own, and this one has none"
+                raise InvalidFactError(reason) from error
         raise
 
 
@@ -111,14 +111,14 @@ def read_confirmation(message: wire.Confirmation) -> FactConfirmation:
 # -- reading --------------------------------------------------------------------------------------------
 
 
-def write_pair(pair: Pair) -> wire.Pair:
+def write_pair(pair: ZonePair) -> wire.Pair:
     return wire.Pair(from_zone=pair.from_zone, to_zone=pair.to_zone)
 
 
-def read_pair(message: wire.Pair) -> Pair:
+def read_pair(message: wire.Pair) -> ZonePair:
     check_zone("from_zone", message.from_zone)
     check_zone("to_zone", message.to_zone)
-    return Pair(message.from_zone, message.to_zone)
+    return ZonePair(message.from_zone, message.to_zone)
 
 
 def write_cursor(cursor: Cursor) -> wire.Cursor:
@@ -126,8 +126,10 @@ def write_cursor(cursor: Cursor) -> wire.Cursor:
 
 
 def read_cursor(message: wire.Cursor) -> Cursor:
-    if len(message.epoch) > EPOCH:
-        raise InvalidFactError(f"the epoch of a cursor has at most {EPOCH} characters, not {len(message.epoch)}")
+    if len(message.epoch) > MAX_EPOCH_CHARS:
+        raise InvalidFactError(
+            f"the epoch of a cursor has at most {MAX_EPOCH_CHARS} characters, not {len(message.epoch)}"
+        )
     return Cursor(message.epoch, message.offset)
 
 
@@ -140,41 +142,39 @@ def write_log(state: LogState) -> wire.LogState:
         last=state.last,
         bytes=state.bytes,
         readers={
-            reader: wire.Behind(
-                offset=behind.offset, facts=behind.facts, bytes=behind.bytes, since_unix_ms=behind.since_unix_ms
-            )
-            for reader, behind in state.readers.items()
+            reader: wire.Behind(offset=lag.offset, facts=lag.facts, bytes=lag.bytes, since_unix_ms=lag.since_unix_ms)
+            for reader, lag in state.readers.items()
         },
     )
 
 
 def read_log(message: wire.LogState) -> LogState:
     return LogState(
-        pair=Pair(message.pair.from_zone, message.pair.to_zone),
+        pair=ZonePair(message.pair.from_zone, message.pair.to_zone),
         buffer=Buffer(message.buffer),
         epoch=message.epoch,
         first=message.first,
         last=message.last,
         bytes=message.bytes,
-        readers={reader: _behind(behind) for reader, behind in message.readers.items()},
+        readers={reader: _read_lag(lag) for reader, lag in message.readers.items()},
     )
 
 
-def _behind(message: wire.Behind) -> Behind:
+def _read_lag(message: wire.Behind) -> ReaderLag:
     since = message.since_unix_ms if message.HasField("since_unix_ms") else None
-    return Behind(message.offset, message.facts, message.bytes, since)
+    return ReaderLag(message.offset, message.facts, message.bytes, since)
 
 
 # -- artifacts, and the store itself --------------------------------------------------------------------
 
 
-def write_stored(stored: Stored) -> wire.Stored:
+def write_artifact(stored: StoredArtifact) -> wire.Stored:
     return wire.Stored(digest=stored.digest, size=stored.size)
 
 
-def read_stored(message: wire.Stored) -> Stored:
-    check_stored(message.digest, message.size)
-    return Stored(message.digest, message.size)
+def read_artifact(message: wire.Stored) -> StoredArtifact:
+    check_digest_and_size(message.digest, message.size)
+    return StoredArtifact(message.digest, message.size)
 
 
 def write_description(epoch: str, capabilities: BoundaryCapabilities) -> wire.Description:
@@ -188,4 +188,6 @@ def write_description(epoch: str, capabilities: BoundaryCapabilities) -> wire.De
 
 def read_description(message: wire.Description) -> tuple[str, BoundaryCapabilities]:
     durable = message.durable if message.HasField("durable") else None
-    return message.epoch, BoundaryCapabilities(durable=durable, side=Side(message.side), artifacts=message.artifacts)
+    return message.epoch, BoundaryCapabilities(
+        durable=durable, side=BoundarySide(message.side), artifacts=message.artifacts
+    )

@@ -1,6 +1,6 @@
-"""Requests: the bytes that a caller sends, read and checked. What is wrong with them is told, and nothing is believed.
+"""Parse and validate the requests of callers; invalid requests raise InvalidFactError.
 
-It knows no connection and no store, so that a fuzzer can be let loose on it.
+The module knows no connection and no store, so that a fuzzer can call it directly.
 """
 
 from __future__ import annotations
@@ -10,55 +10,55 @@ from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from ergon_framework.facts.boundary import Appending
+from ergon_framework.facts.boundary import NewFact
 from ergon_framework.facts.errors import InvalidFactError
 from ergon_framework.facts.model import (
-    SIZE,
+    MAX_JSON_INTEGER,
     Cursor,
     ObjectName,
-    Pair,
-    Stored,
+    StoredArtifact,
+    ZonePair,
     check_message_id,
     check_reader,
     check_zone,
 )
 from ergon_framework.facts.service import boundary_pb2 as wire
 from ergon_framework.facts.service.batches import read_facts
-from ergon_framework.facts.service.messages import read_appending, read_cursor, read_pair, read_stored
+from ergon_framework.facts.service.messages import read_appending, read_artifact, read_cursor, read_pair
 
-#: The most facts in one call, and the most bytes in one message; each single fact that the model allows fits.
-FACTS: Final = 1_000
-MESSAGE: Final = 4 * 1024 * 1024
-#: The most bytes of a request that brings neither facts nor bytes of an artifact.
-PLAIN: Final = 64 * 1024
-#: The longest name of somebody on whose behalf an operator acts.
-BY: Final = 256
+#: Maximum facts in one call, and maximum bytes of one message; each single fact that the model allows fits.
+MAX_FACTS: Final = 1_000
+MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
+#: Maximum bytes of a request that contains neither facts nor artifact content.
+MAX_PLAIN_REQUEST_BYTES: Final = 64 * 1024
+#: Maximum length of the name for which an operator acts.
+MAX_BY_CHARS: Final = 256
 
 M = TypeVar("M", bound=Message)
 CheckZones: TypeAlias = Callable[[Collection[str]], None]
 
 
-class Fetch(NamedTuple):
-    """Who wants to read what."""
+class FetchRequest(NamedTuple):
+    """A request to read facts."""
 
     reader: str
-    pair: Pair
+    pair: ZonePair
     limit: int
     after: Cursor | None
 
 
-class Put(NamedTuple):
-    """Which artifact is going to come."""
+class PutRequest(NamedTuple):
+    """The announcement of an artifact upload."""
 
     bucket: str
     key: str
-    expected: Stored | None
+    expected: StoredArtifact | None
     begin: int
     zone: str
 
 
-def parse(kind: type[M], data: bytes, limit: int = PLAIN) -> M:
-    """The message that *data* is, of at most *limit* bytes."""
+def parse(kind: type[M], data: bytes, limit: int = MAX_PLAIN_REQUEST_BYTES) -> M:
+    """Parse *data*, of at most *limit* bytes, as a message of type *kind*."""
     if len(data) > limit:
         raise InvalidFactError(f"a {kind.__name__} has at most {limit:,} bytes, and this one has {len(data):,}")
     try:
@@ -68,99 +68,99 @@ def parse(kind: type[M], data: bytes, limit: int = PLAIN) -> M:
     return message
 
 
-def _any_zone(zones: Collection[str]) -> None:
-    """Let all of *zones* append."""
+def _allow_any_zone(zones: Collection[str]) -> None:
+    """Allow all *zones* to append."""
 
 
-def append_fact(data: bytes, check_zones: CheckZones = _any_zone) -> Appending:
-    """*check_zones* is called with the zones in whose name it is appended, before what takes long."""
-    message = parse(wire.Appending, data, MESSAGE)
+def parse_append_fact(data: bytes, check_zones: CheckZones = _allow_any_zone) -> NewFact:
+    """Parse one fact; *check_zones* is called with the sending zones before the expensive work."""
+    message = parse(wire.Appending, data, MAX_MESSAGE_BYTES)
     check_zones({message.envelope.from_zone} - {""})
     return read_appending(message)
 
 
-def append_facts(data: bytes, check_zones: CheckZones = _any_zone) -> Sequence[Appending | InvalidFactError]:
-    """One that is malformed is an error of its own, and its neighbours are not; *check_zones* as above."""
-    facts = parse(wire.AppendFactsRequest, data, MESSAGE).facts
-    if len(facts.message_ids) > FACTS:
+def parse_append_facts(data: bytes, check_zones: CheckZones = _allow_any_zone) -> Sequence[NewFact | InvalidFactError]:
+    """Parse facts; an invalid fact is returned as its error. *check_zones* as in parse_append_fact."""
+    facts = parse(wire.AppendFactsRequest, data, MAX_MESSAGE_BYTES).facts
+    if len(facts.message_ids) > MAX_FACTS:
         raise InvalidFactError(
-            f"one call appends at most {FACTS:,} facts, and this one brings {len(facts.message_ids):,}"
+            f"one call appends at most {MAX_FACTS:,} facts, and this one brings {len(facts.message_ids):,}"
         )
-    # An empty name is no zone; reading the facts says so.
+    # An empty name is not a zone; reading the facts reports it.
     check_zones(set(facts.from_zones) - {""})
     return read_facts(facts)
 
 
-def get_fact(data: bytes) -> tuple[str, str]:
+def parse_get_fact(data: bytes) -> tuple[str, str]:
     request = parse(wire.GetFactRequest, data)
     check_zone("from_zone", request.from_zone)
     check_message_id(request.message_id)
     return request.from_zone, request.message_id
 
 
-def fetch_facts(data: bytes) -> Fetch:
+def parse_fetch_facts(data: bytes) -> FetchRequest:
     request = parse(wire.FetchFactsRequest, data)
     check_reader(request.reader)
     if request.limit < 0:
         raise InvalidFactError(f"limit is a number of facts, not {request.limit}")
     after = read_cursor(request.after) if request.HasField("after") else None
-    return Fetch(request.reader, read_pair(request.pair), min(request.limit, FACTS), after)
+    return FetchRequest(request.reader, read_pair(request.pair), min(request.limit, MAX_FACTS), after)
 
 
-def confirm_receipt(data: bytes) -> tuple[str, Pair, Cursor]:
+def parse_confirm_receipt(data: bytes) -> tuple[str, ZonePair, Cursor]:
     request = parse(wire.ConfirmReceiptRequest, data)
     check_reader(request.reader)
     if not request.HasField("cursor"):
-        # Taken for offset 0 it would confirm nothing, and look as if it had.
+        # Read as offset 0 it would confirm nothing, and look successful.
         raise InvalidFactError("a receipt has a cursor, and this one has none; give that of the last fact")
     return request.reader, read_pair(request.pair), read_cursor(request.cursor)
 
 
-def cursor_of(data: bytes) -> tuple[str, Pair]:
+def parse_get_cursor(data: bytes) -> tuple[str, ZonePair]:
     request = parse(wire.CursorOfRequest, data)
     check_reader(request.reader)
     return request.reader, read_pair(request.pair)
 
 
-def end_of(data: bytes) -> Pair:
+def parse_last_offset(data: bytes) -> ZonePair:
     return read_pair(parse(wire.EndOfRequest, data).pair)
 
 
-def cursor_at(data: bytes) -> tuple[Pair, int]:
+def parse_cursor_at_time(data: bytes) -> tuple[ZonePair, int]:
     request = parse(wire.CursorAtRequest, data)
-    if not 0 <= request.unix_ms <= SIZE:
+    if not 0 <= request.unix_ms <= MAX_JSON_INTEGER:
         raise InvalidFactError(f"unix_ms is a number of milliseconds since 1970, not {request.unix_ms}")
     return read_pair(request.pair), request.unix_ms
 
 
-def retire_reader(data: bytes) -> tuple[str, Pair, str]:
+def parse_retire_reader(data: bytes) -> tuple[str, ZonePair, str]:
     request = parse(wire.RetireReaderRequest, data)
     check_reader(request.reader)
-    if len(request.by) > BY or not request.by.isprintable():
-        raise InvalidFactError(f"by is the name of somebody, of at most {BY} visible characters")
+    if len(request.by) > MAX_BY_CHARS or not request.by.isprintable():
+        raise InvalidFactError(f"by is the name of somebody, of at most {MAX_BY_CHARS} visible characters")
     return request.reader, read_pair(request.pair), request.by
 
 
-def received(data: bytes) -> Put:
+def parse_uploaded_bytes(data: bytes) -> PutRequest:
     request = parse(wire.ReceivedRequest, data)
     name = ObjectName.check(request.bucket, request.key, request.zone)
-    return Put(name.bucket, name.key, read_stored(request.expected), 0, name.zone)
+    return PutRequest(name.bucket, name.key, read_artifact(request.expected), 0, name.zone)
 
 
-def put_part(data: bytes) -> Put | bytes | int:
-    """One message of an upload: its header, a piece, or how many bytes its pieces had."""
-    request = parse(wire.PutObjectRequest, data, MESSAGE)
+def parse_put_part(data: bytes) -> PutRequest | bytes | int:
+    """Parse one message of an upload: its header, a chunk, or the total size of its chunks."""
+    request = parse(wire.PutObjectRequest, data, MAX_MESSAGE_BYTES)
     part = request.WhichOneof("part")
     if part == "header":
         header = request.header
         name = ObjectName.check(header.bucket, header.key, header.zone)
-        expected = read_stored(header.expected) if header.HasField("expected") else None
+        expected = read_artifact(header.expected) if header.HasField("expected") else None
         if header.begin < 0 or header.begin > (0 if expected is None else expected.size):
             raise InvalidFactError(
                 f"an upload begins at a byte that is expected, not at {header.begin}; ask Received first, and say "
                 "what is expected"
             )
-        return Put(name.bucket, name.key, expected, header.begin, name.zone)
+        return PutRequest(name.bucket, name.key, expected, header.begin, name.zone)
     if part == "piece":
         piece: bytes = request.piece
         return piece
@@ -170,9 +170,9 @@ def put_part(data: bytes) -> Put | bytes | int:
     raise InvalidFactError("a message of an upload has a header, a piece or an end, and this one has none")
 
 
-def get_object(data: bytes) -> tuple[ObjectName, int]:
+def parse_get_object(data: bytes) -> tuple[ObjectName, int]:
     request = parse(wire.GetObjectRequest, data)
     name = ObjectName.check(request.bucket, request.key, request.zone)
-    if not 0 <= request.begin <= SIZE:
+    if not 0 <= request.begin <= MAX_JSON_INTEGER:
         raise InvalidFactError(f"begin is a byte of the artifact, not {request.begin}")
     return name, request.begin

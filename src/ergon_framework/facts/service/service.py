@@ -1,4 +1,4 @@
-"""BoundaryService: each call of the protocol, from its bytes over the caller's rights to the store, and back."""
+"""BoundaryService: handles each call of the protocol: parses it, checks the caller's rights, calls the store."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from typing import Any, Final, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from ergon_framework.errors import ConnectionLost
-from ergon_framework.facts.boundary import AsyncBoundary, KnownObject
+from ergon_framework.errors import ConnectionLostError
+from ergon_framework.facts.boundary import AsyncBoundary, ObjectInfo
 from ergon_framework.facts.errors import AccessDenied, ArtifactUnknown, FactError, InvalidFactError, LimitExceeded
 from ergon_framework.facts.model import ObjectName
 from ergon_framework.facts.service import batches, faults, identity, messages, requests
 from ergon_framework.facts.service import boundary_pb2 as wire
-from ergon_framework.facts.service.access import Access
-from ergon_framework.facts.service.admission import Admission
+from ergon_framework.facts.service.access import AccessPolicy
+from ergon_framework.facts.service.admission import CallAdmission
 from ergon_framework.facts.service.connections import Connections
-from ergon_framework.facts.service.fetching import fetched
+from ergon_framework.facts.service.fetching import fetch_within_limit
 from ergon_framework.facts.service.identity import Identity
 from ergon_framework.facts.service.limits import Limits
-from ergon_framework.facts.service.refusals import Refusals
-from ergon_framework.facts.service.revoked import Revoked
+from ergon_framework.facts.service.refusals import RejectionHandler
+from ergon_framework.facts.service.revoked import RevocationList
 from ergon_framework.facts.service.uploads import UploadSlots
 
 T = TypeVar("T")
 
-NAME: Final = "ergon.facts.v1.Boundary"
-#: The largest piece of an artifact in one message.
-PIECE: Final = 1024 * 1024
-#: Seconds for which somebody who goes on sending what was refused is listened to, so that he can hear why.
-LINGER: Final = 5.0
-#: Seconds after which somebody who only listens is looked at again.
-LOOK: Final = 1.0
-#: The largest request, in bytes, that is read and hashed on the event loop; it takes a few milliseconds at most.
-MAX_ON_LOOP: Final = 4 * 1024
+SERVICE_NAME: Final = "ergon.facts.v1.Boundary"
+#: Maximum bytes of artifact content in one message.
+MAX_CHUNK_BYTES: Final = 1024 * 1024
+#: Seconds for which the service reads on from a sender whose upload was rejected, so that it receives the reason.
+LINGER_SECONDS: Final = 5.0
+#: Seconds after which the certificate of a listening caller is checked again.
+RECHECK_SECONDS: Final = 1.0
+#: Largest request, in bytes, that is parsed and hashed on the event loop, which takes a few milliseconds at most.
+MAX_ON_LOOP_BYTES: Final = 4 * 1024
 
 
 class BoundaryService:
-    """A store as others may use it, within *limits*."""
+    """Offers a store to remote callers, within *limits*."""
 
     def __init__(
         self,
         store: AsyncBoundary,
-        access: Access,
-        revoked: Revoked,
+        access: AccessPolicy,
+        revoked: RevocationList,
         *,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.time,
@@ -57,148 +57,150 @@ class BoundaryService:
         self._store = store
         self._access = access
         self._revoked = revoked
-        self._patience = limits.patience
+        self._timeout = limits.call_timeout
         self._clock = clock
         self._upload_slots = UploadSlots(limits.uploads)
-        self.admission = Admission(limits)
-        self.refusals = Refusals()
-        self.connections = Connections(limits, self.refusals)
-        self._leaving = False
-        self._bells: set[asyncio.Event] = set()
+        self.admission = CallAdmission(limits)
+        self.rejections = RejectionHandler()
+        self.connections = Connections(limits, self.rejections)
+        self._is_stopping = False
+        self._wakeups: set[asyncio.Event] = set()
 
-    def leave(self) -> None:
-        """Whoever only listens is sent away; everybody else may finish."""
-        self._leaving = True
-        for bell in self._bells:
-            bell.set()
+    def release(self) -> None:
+        """Disconnect callers that only listen; all other calls may finish."""
+        self._is_stopping = True
+        for wakeup in self._wakeups:
+            wakeup.set()
 
     def close(self) -> None:
-        """End the threads, and log the refusals that were only counted."""
+        """Stop the threads, and log the rejections that were only counted."""
         self.admission.close()
-        self.refusals.report(everything=True)
+        self.rejections.report(everything=True)
 
     # -- facts ----------------------------------------------------------------------------------------
 
-    async def _describe(self, who: Identity, data: bytes) -> Message:  # noqa: ARG002 - everybody with a name may
+    async def _describe(self, who: Identity, data: bytes) -> Message:  # noqa: ARG002 - open to every identity
         requests.parse(wire.DescribeRequest, data)
         return messages.write_description(self._store.epoch, self._store.capabilities)
 
     async def _append_fact(self, who: Identity, data: bytes) -> Message:
-        envelope, fact = await self._read(who, data, requests.append_fact)
+        envelope, fact = await self._parse_facts(who, data, requests.parse_append_fact)
         return messages.write_confirmation(await self._store.append_fact_async(envelope, fact))
 
     async def _append_facts(self, who: Identity, data: bytes) -> Message:
-        given = await self._read(who, data, requests.append_facts)
-        sound = [each for each in given if not isinstance(each, FactError)]
-        stored = iter(await self._store.append_facts_async(sound) if sound else ())
-        results = [each if isinstance(each, FactError) else next(stored) for each in given]
-        return batches.write_answer(results)
+        parsed = await self._parse_facts(who, data, requests.parse_append_facts)
+        valid = [each for each in parsed if not isinstance(each, FactError)]
+        stored = iter(await self._store.append_facts_async(valid) if valid else ())
+        results = [each if isinstance(each, FactError) else next(stored) for each in parsed]
+        return batches.write_append_answer(results)
 
-    async def _read(self, who: Identity, data: bytes, read: Callable[[bytes, requests.CheckZones], T]) -> T:
-        """Read facts, whose zones are compared with the rights of *who* before they are brought into canonical form."""
+    async def _parse_facts(self, who: Identity, data: bytes, parse: Callable[[bytes, requests.CheckZones], T]) -> T:
+        """Parse facts; their zones are checked against the caller's rights before they are made canonical."""
 
         def work() -> T:
-            return read(data, partial(self._access.append, who))
+            return parse(data, partial(self._access.check_append, who))
 
-        return work() if len(data) <= MAX_ON_LOOP else await self.admission.run(who, work)
+        return work() if len(data) <= MAX_ON_LOOP_BYTES else await self.admission.run(who, work)
 
     async def _get_fact(self, who: Identity, data: bytes) -> Message:
-        from_zone, message_id = requests.get_fact(data)
-        self._access.ask(who, from_zone)
-        found = await self._store.get_fact_async(from_zone, message_id)
-        return wire.GetFactAnswer(confirmation=None if found is None else messages.write_confirmation(found))
+        from_zone, message_id = requests.parse_get_fact(data)
+        self._access.check_lookup(who, from_zone)
+        confirmation = await self._store.get_fact_async(from_zone, message_id)
+        return wire.GetFactAnswer(
+            confirmation=None if confirmation is None else messages.write_confirmation(confirmation)
+        )
 
     # -- reading --------------------------------------------------------------------------------------
 
     async def _fetch_facts(self, who: Identity, data: bytes) -> Message:
-        fetch = requests.fetch_facts(data)
-        self._access.read(who, fetch.pair, fetch.reader)
-        # Fetching registers: nobody adds pairs of zones that this store has nothing to do with.
-        if not self._access.concerns(fetch.pair) and await self._store.end_of_async(fetch.pair) is None:
-            raise self._access.unknown(fetch.pair)
-        most = self._access.max_readers(fetch.pair, fetch.reader)
-        async with self.admission.fetching(who):
-            return batches.write_fetched(await fetched(self._store, fetch, max_readers=most))
+        request = requests.parse_fetch_facts(data)
+        self._access.check_read(who, request.pair, request.reader)
+        # A fetch registers the reader: no caller may add zone pairs that do not concern this store.
+        if not self._access.concerns(request.pair) and await self._store.last_offset_async(request.pair) is None:
+            raise self._access.unknown_pair_error(request.pair)
+        max_readers = self._access.max_readers(request.pair, request.reader)
+        async with self.admission.fetch_slots(who):
+            return batches.write_fetch_answer(await fetch_within_limit(self._store, request, max_readers=max_readers))
 
     async def _confirm_receipt(self, who: Identity, data: bytes) -> Message:
-        reader, pair, cursor = requests.confirm_receipt(data)
-        self._access.read(who, pair, reader)
+        reader, pair, cursor = requests.parse_confirm_receipt(data)
+        self._access.check_read(who, pair, reader)
         await self._store.confirm_receipt_async(reader, pair, cursor)
         return wire.ConfirmReceiptAnswer()
 
-    async def _cursor_of(self, who: Identity, data: bytes) -> Message:
-        reader, pair = requests.cursor_of(data)
-        self._access.look(who, pair)
-        return _cursor(await self._store.cursor_of_async(reader, pair))
+    async def _get_cursor(self, who: Identity, data: bytes) -> Message:
+        reader, pair = requests.parse_get_cursor(data)
+        self._access.check_cursor(who, pair)
+        return _to_cursor_answer(await self._store.get_cursor_async(reader, pair))
 
-    async def _end_of(self, who: Identity, data: bytes) -> Message:
-        pair = requests.end_of(data)
-        self._access.look(who, pair)
-        return _cursor(await self._store.end_of_async(pair))
+    async def _last_offset(self, who: Identity, data: bytes) -> Message:
+        pair = requests.parse_last_offset(data)
+        self._access.check_cursor(who, pair)
+        return _to_cursor_answer(await self._store.last_offset_async(pair))
 
-    async def _cursor_at(self, who: Identity, data: bytes) -> Message:
-        pair, unix_ms = requests.cursor_at(data)
-        self._access.look(who, pair)
-        return _cursor(await self._store.cursor_at_async(pair, unix_ms))
+    async def _cursor_at_time(self, who: Identity, data: bytes) -> Message:
+        pair, unix_ms = requests.parse_cursor_at_time(data)
+        self._access.check_cursor(who, pair)
+        return _to_cursor_answer(await self._store.cursor_at_time_async(pair, unix_ms))
 
     async def _retire_reader(self, who: Identity, data: bytes) -> Message:
-        reader, pair, by = requests.retire_reader(data)
-        operator = self._access.operate(who)
-        # The certificate is what was proven; whatever else was said stands beside it.
+        reader, pair, by = requests.parse_retire_reader(data)
+        operator = self._access.require_operator(who)
+        # The operator in the certificate is proven; the name in the request is only appended to it.
         name = f"{operator} ({by})" if by and by != operator else operator
         return wire.RetireReaderAnswer(retired=await self._store.retire_reader_async(reader, pair, by=name))
 
-    async def _survey(self, who: Identity, data: bytes) -> Message:
+    async def _list_logs(self, who: Identity, data: bytes) -> Message:
         requests.parse(wire.SurveyRequest, data)
-        seen = self._access.visible(who, await self._store.survey_async())
-        return wire.SurveyAnswer(logs=map(messages.write_log, seen))
+        visible_logs = self._access.filter_visible(who, await self._store.list_logs_async())
+        return wire.SurveyAnswer(logs=map(messages.write_log, visible_logs))
 
     async def _watch(self, who: Identity, data: bytes, context: Any) -> None:
         requests.parse(wire.WatchRequest, data)
-        loop, bell = asyncio.get_running_loop(), asyncio.Event()
+        loop, wakeup = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            # From any thread; a loop that is closed has nobody left who listens.
+            # Called from any thread; a closed loop has no listening caller left.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(bell.set)
+                loop.call_soon_threadsafe(wakeup.set)
 
-        self._bells.add(bell)
+        self._wakeups.add(wakeup)
         unlisten = self._store.listen(wake)
-        bell.set()
+        wakeup.set()
         try:
             while True:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(bell.wait(), LOOK)
+                    await asyncio.wait_for(wakeup.wait(), RECHECK_SECONDS)
                 self.admit(who)
-                if self._leaving:
-                    raise ConnectionLost("the service is being stopped; listen to another one, or again later")
-                if bell.is_set():
-                    bell.clear()
+                if self._is_stopping:
+                    raise ConnectionLostError("the service is being stopped; listen to another one, or again later")
+                if wakeup.is_set():
+                    wakeup.clear()
                     await self._write(context, wire.Ring())
         finally:
             unlisten()
-            self._bells.discard(bell)
+            self._wakeups.discard(wakeup)
 
     # -- artifacts ------------------------------------------------------------------------------------
 
     async def _put_object(self, who: Identity, incoming: AsyncIterator[bytes]) -> wire.Stored:
-        self._access.put(who)
-        header = requests.put_part(await self._next(incoming))
-        if not isinstance(header, requests.Put):
+        self._access.check_put(who)
+        header = requests.parse_put_part(await self._receive(incoming))
+        if not isinstance(header, requests.PutRequest):
             raise InvalidFactError("an upload begins with a header that says where it goes")
-        owner = self._access.put(who, header.zone)
+        owner = self._access.check_put(who, header.zone)
         slot = self._upload_slots.take(self._access.own_zones(who))
-        async with aclosing(self._pieces(who, incoming)) as pieces:
+        async with aclosing(self._receive_chunks(who, incoming)) as pieces:
             with slot:
                 stored = await self._store.put_object_async(
                     header.bucket, header.key, pieces, expected=header.expected, begin=header.begin, zone=owner
                 )
-        return messages.write_stored(stored)
+        return messages.write_artifact(stored)
 
-    async def _pieces(self, who: Identity, incoming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    async def _receive_chunks(self, who: Identity, incoming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         size = 0
         while True:
-            part = requests.put_part(await self._next(incoming))
+            part = requests.parse_put_part(await self._receive(incoming))
             self.admit(who)
             if isinstance(part, bytes):
                 size += len(part)
@@ -210,61 +212,63 @@ class BoundaryService:
                     f"an upload ends with how many bytes it had, which are {size}; something is missing"
                 )
 
-    async def _next(self, incoming: AsyncIterator[bytes]) -> bytes:
+    async def _receive(self, incoming: AsyncIterator[bytes]) -> bytes:
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._timeout):
                 return await anext(incoming)
         except StopAsyncIteration:
-            raise ConnectionLost("the upload broke off before its end; ask Received, and go on from there") from None
+            raise ConnectionLostError(
+                "the upload broke off before its end; ask Received, and go on from there"
+            ) from None
 
-    async def _received(self, who: Identity, data: bytes) -> Message:
-        asked = requests.received(data)
-        owner = self._access.put(who, asked.zone)
-        assert asked.expected is not None  # noqa: S101 - the request has been read
-        size = await self._store.received_async(asked.bucket, asked.key, asked.expected, zone=owner)
+    async def _uploaded_bytes(self, who: Identity, data: bytes) -> Message:
+        request = requests.parse_uploaded_bytes(data)
+        owner = self._access.check_put(who, request.zone)
+        assert request.expected is not None  # noqa: S101 - the parser requires it
+        size = await self._store.uploaded_bytes_async(request.bucket, request.key, request.expected, zone=owner)
         return wire.ReceivedAnswer(size=size)
 
     async def _get_object(self, who: Identity, data: bytes, context: Any) -> None:
-        name, begin = requests.get_object(data)
-        known = await self._known_object(who, name)
-        header = wire.GetObjectHeader(stored=None if known is None else messages.write_stored(known.stored))
+        name, begin = requests.parse_get_object(data)
+        info = await self._stat_object(who, name)
+        header = wire.GetObjectHeader(stored=None if info is None else messages.write_artifact(info.stored))
         await self._write(context, wire.GetObjectAnswer(header=header))
-        owner = name.zone if known is None else known.zone
+        owner = name.zone if info is None else info.zone
         stream: Any = self._store.get_object_async(name.bucket, name.key, begin=begin, zone=owner)
         async with aclosing(stream):
             async for piece in stream:
-                for start in range(0, len(piece), PIECE):
+                for start in range(0, len(piece), MAX_CHUNK_BYTES):
                     self.admit(who)
-                    await self._write(context, wire.GetObjectAnswer(piece=piece[start : start + PIECE]))
+                    await self._write(context, wire.GetObjectAnswer(piece=piece[start : start + MAX_CHUNK_BYTES]))
 
-    async def _known_object(self, who: Identity, name: ObjectName) -> KnownObject | None:
-        """Return the first artifact of that name that *who* may read; None if it is missing, and its own."""
-        refused: ArtifactUnknown | None = None
-        for owner in self._access.owners(who, name.zone):
-            known = await self._store.known_object_async(name.bucket, name.key, zone=owner)
-            if known is not None:
+    async def _stat_object(self, who: Identity, name: ObjectName) -> ObjectInfo | None:
+        """Return the first artifact of that name that the caller may read; None if it is missing and the caller's."""
+        rejection: ArtifactUnknown | None = None
+        for owner in self._access.list_owners(who, name.zone):
+            info = await self._store.stat_object_async(name.bucket, name.key, zone=owner)
+            if info is not None:
                 try:
-                    self._access.get(who, name.bucket, name.key, known)
+                    self._access.check_get(who, name.bucket, name.key, info)
                 except ArtifactUnknown as error:
-                    refused = error
+                    rejection = error
                 else:
-                    return known
-        if refused is not None:
-            raise refused
-        self._access.get(who, name.bucket, name.key, None)
+                    return info
+        if rejection is not None:
+            raise rejection
+        self._access.check_get(who, name.bucket, name.key, None)
         return None
 
     async def _write(self, context: Any, answer: Message) -> None:
-        async with asyncio.timeout(self._patience):
-            await context.write(messages.written(answer))
+        async with asyncio.timeout(self._timeout):
+            await context.write(messages.encode(answer))
 
-    # -- around it ------------------------------------------------------------------------------------
+    # -- server ---------------------------------------------------------------------------------------
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """All calls, for a server. They are given bytes: what is malformed is to be told, not to be logged.
+    def make_handler(self) -> grpc.GenericRpcHandler:
+        """Return the handler of all calls. It takes bytes, so that invalid requests are answered instead of logged.
 
-        All of them are registered as taking a stream, also those that take one request: so the caller is known, and
-        refused, before anything of a request is received. On the wire there is no difference.
+        All calls are registered as taking a stream, also those that take one request: the caller is then identified,
+        or rejected, before any byte of a request is received. There is no difference on the wire.
         """
         unary = {
             "Describe": self._describe,
@@ -273,55 +277,58 @@ class BoundaryService:
             "GetFact": self._get_fact,
             "FetchFacts": self._fetch_facts,
             "ConfirmReceipt": self._confirm_receipt,
-            "CursorOf": self._cursor_of,
-            "EndOf": self._end_of,
-            "CursorAt": self._cursor_at,
+            "CursorOf": self._get_cursor,
+            "EndOf": self._last_offset,
+            "CursorAt": self._cursor_at_time,
             "RetireReader": self._retire_reader,
-            "Survey": self._survey,
-            "Received": self._received,
+            "Survey": self._list_logs,
+            "Received": self._uploaded_bytes,
         }
-        # What is asked of the caller's rights before the request is known.
-        first: dict[str, Callable[[Identity], object]] = {
-            "AppendFact": self._access.append_any,
-            "AppendFacts": self._access.append_any,
-            "RetireReader": self._access.operate,
-            "Received": self._access.put,
+        # Checks of the caller's rights that are made before the request is read.
+        prechecks: dict[str, Callable[[Identity], object]] = {
+            "AppendFact": self._access.check_append_any,
+            "AppendFacts": self._access.check_append_any,
+            "RetireReader": self._access.require_operator,
+            "Received": self._access.check_put,
         }
         streams = {"Watch": self._watch, "GetObject": self._get_object}
         handlers = {
             **{
-                name: grpc.stream_unary_rpc_method_handler(self._unary(name, call, first.get(name)))
+                name: grpc.stream_unary_rpc_method_handler(self._make_unary_handler(name, call, prechecks.get(name)))
                 for name, call in unary.items()
             },
-            **{name: grpc.stream_stream_rpc_method_handler(self._stream(name, call)) for name, call in streams.items()},
+            **{
+                name: grpc.stream_stream_rpc_method_handler(self._make_stream_handler(name, call))
+                for name, call in streams.items()
+            },
             "PutObject": grpc.stream_stream_rpc_method_handler(self._upload),
         }
-        return grpc.method_handlers_generic_handler(NAME, handlers)
+        return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
 
-    def _unary(
+    def _make_unary_handler(
         self,
         name: str,
         call: Callable[[Identity, bytes], Awaitable[Message]],
-        first: Callable[[Identity], object] | None,
+        precheck: Callable[[Identity], object] | None,
     ) -> Any:
         async def handle(incoming: AsyncIterator[bytes], context: Any) -> bytes:
-            async with self.refusals.told(name, context):
+            async with self.rejections.abort_on_error(name, context):
                 who = self.identify(context)
-                if first is not None:
-                    first(who)
+                if precheck is not None:
+                    precheck(who)
                 with self.admission.admit(who, stream=False) as caller:
-                    async with asyncio.timeout(self._patience), caller.request(aiter(incoming)) as data:
-                        return messages.written(await call(who, data))
-            raise AssertionError  # what was refused has ended the call
+                    async with asyncio.timeout(self._timeout), caller.request(aiter(incoming)) as data:
+                        return messages.encode(await call(who, data))
+            raise AssertionError  # a rejection has ended the call
 
         return handle
 
-    def _stream(self, name: str, call: Callable[[Identity, bytes, Any], Awaitable[None]]) -> Any:
+    def _make_stream_handler(self, name: str, call: Callable[[Identity, bytes, Any], Awaitable[None]]) -> Any:
         async def handle(incoming: AsyncIterator[bytes], context: Any) -> None:
-            async with self.refusals.told(name, context):
+            async with self.rejections.abort_on_error(name, context):
                 who = self.identify(context)
                 with self.admission.admit(who, stream=True) as caller:
-                    async with asyncio.timeout(self._patience), caller.request(aiter(incoming)) as request:
+                    async with asyncio.timeout(self._timeout), caller.request(aiter(incoming)) as request:
                         data = request
                     await call(who, data, context)
 
@@ -331,53 +338,53 @@ class BoundaryService:
         parts = aiter(incoming)
         is_admitted = False
 
-        async def hear_out(error: FactError) -> None:
+        async def drain_upload(error: FactError) -> None:
             if not is_admitted:
                 return
-            await self._write(context, wire.PutObjectAnswer(fault=faults.write(error)))
+            await self._write(context, wire.PutObjectAnswer(fault=faults.to_wire(error)))
             with suppress(TimeoutError):
-                async with asyncio.timeout(LINGER):
+                async with asyncio.timeout(LINGER_SECONDS):
                     async for _ in parts:
                         pass
 
-        # Around the refusal: a sender that is heard out keeps its place among the streams of its identity.
-        with ExitStack() as admitted:
-            async with self.refusals.told("PutObject", context, first=hear_out):
+        # Encloses the error handling: a sender whose upload is drained still counts as a stream of its identity.
+        with ExitStack() as stack:
+            async with self.rejections.abort_on_error("PutObject", context, before_abort=drain_upload):
                 who = self.identify(context)
-                admitted.enter_context(self.admission.admit(who, stream=True))
+                stack.enter_context(self.admission.admit(who, stream=True))
                 is_admitted = True
                 stored = await self._put_object(who, parts)
                 await self._write(context, wire.PutObjectAnswer(stored=stored))
 
     def identify(self, context: Any) -> Identity:
-        """Return the identity of the caller; a connection whose identity is refused is closed soon."""
+        """Return the identity of the caller; a connection with a rejected identity is closed soon."""
         try:
             who = self._read_identity(context)
         except AccessDenied:
-            self.connections.refuse(context.peer())
+            self.connections.reject(context.peer())
             raise
         self.connections.identify(context.peer(), who)
         return who
 
-    def recognise(self, context: Any) -> None:
-        """Note the identity of the caller, if it has one that is let in."""
+    def record_identity(self, context: Any) -> None:
+        """Record the identity of the caller, if it has one that is admitted."""
         with suppress(AccessDenied, LimitExceeded):
             self.connections.identify(context.peer(), self._read_identity(context))
 
     def _read_identity(self, context: Any) -> Identity:
-        """The handshake has checked the certificate; what may have changed since is checked here."""
-        found = context.auth_context().get("x509_pem_cert")
-        if not found:
+        """Return the identity; the handshake has verified the certificate, this checks what may have changed since."""
+        certificates = context.auth_context().get("x509_pem_cert")
+        if not certificates:
             raise AccessDenied("there is no certificate on this connection; mutual TLS is needed")
-        who = identity.read(found[0])
+        who = identity.parse_certificate(certificates[0])
         self.admit(who)
         return who
 
     def admit(self, who: Identity) -> None:
-        """Raise AccessDenied unless the certificate of *who* holds now and is not revoked."""
+        """Raise AccessDenied unless the certificate of *who* is valid now and not revoked."""
         who.check(self._clock())
         self._revoked.check(who)
 
 
-def _cursor(found: Any) -> Message:
-    return wire.CursorAnswer(cursor=None if found is None else messages.write_cursor(found))
+def _to_cursor_answer(cursor: Any) -> Message:
+    return wire.CursorAnswer(cursor=None if cursor is None else messages.write_cursor(cursor))

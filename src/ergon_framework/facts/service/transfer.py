@@ -1,4 +1,4 @@
-"""Transfers: what is known of an upload or a download under way, and whether it goes on after a break."""
+"""State of uploads and downloads, and whether they can be resumed after a break."""
 
 from __future__ import annotations
 
@@ -9,149 +9,149 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from ergon_framework.facts.errors import ArtifactMismatch, InvalidFactError, ServiceFailed
-from ergon_framework.facts.model import Stored
+from ergon_framework.facts.errors import ArtifactMismatch, InvalidFactError, ServiceError
+from ergon_framework.facts.model import StoredArtifact
 from ergon_framework.facts.service import boundary_pb2 as wire
 from ergon_framework.facts.service import faults, messages
-from ergon_framework.facts.service.messages import written
+from ergon_framework.facts.service.messages import encode
 
-#: The largest piece in one message.
-PIECE: Final = 1024 * 1024
-#: Seconds before it goes on after a break; when they are used up without a byte more, it is given up. Together they are
-#: longer than a service needs to start again, also on a machine that has much to do.
-WAITS: Final = (0.1, 0.4, 1.6, 3.2, 6.4)
+#: Maximum bytes of content in one message.
+MAX_CHUNK_BYTES: Final = 1024 * 1024
+#: Seconds to wait before each resumption; a transfer fails when all are used without progress. Their sum is longer than
+#: a service needs to restart, also on a busy machine.
+RESUME_DELAYS_SECONDS: Final = (0.1, 0.4, 1.6, 3.2, 6.4)
 
 
-class Breaks:
-    """How often a transfer has broken off without having come further."""
+class RetryBudget:
+    """Counts the breaks of a transfer without progress."""
 
     def __init__(self) -> None:
-        self._at = -1
-        self._count = 0
+        self._position = -1
+        self._failures = 0
 
-    def wait(self, at: int) -> float | None:
-        """Seconds to wait before it goes on from byte *at*; None if it does not."""
-        self._count = 0 if at > self._at else self._count + 1
-        self._at = max(self._at, at)
-        return WAITS[self._count] if self._count < len(WAITS) else None
+    def next_delay(self, position: int) -> float | None:
+        """Return the seconds to wait before resuming from byte *position*; None if the budget is exhausted."""
+        self._failures = 0 if position > self._position else self._failures + 1
+        self._position = max(self._position, position)
+        return RESUME_DELAYS_SECONDS[self._failures] if self._failures < len(RESUME_DELAYS_SECONDS) else None
 
 
 @dataclass(slots=True)
-class Upload:
-    """An artifact on its way out; *blob* yields it from *begin* on."""
+class RemoteUpload:
+    """An artifact to upload; *blob* yields it from *begin* on."""
 
     bucket: str
     key: str
     blob: Iterable[bytes] | AsyncIterable[bytes]
-    expected: Stored | None
+    expected: StoredArtifact | None
     begin: int
     zone: str = ""
 
     @property
-    def repeatable(self) -> bool:
-        """Whether it can go on after a break: it is known what it will be, and it can be read again."""
+    def is_resumable(self) -> bool:
+        """Whether the upload can be resumed: its digest is known, and the blob can be read again."""
         return (
             self.expected is not None and not isinstance(self.blob, AsyncIterable) and iter(self.blob) is not self.blob
         )
 
-    def header(self, begin: int) -> bytes:
-        expected = None if self.expected is None else messages.write_stored(self.expected)
+    def to_header(self, begin: int) -> bytes:
+        expected = None if self.expected is None else messages.write_artifact(self.expected)
         header = wire.PutObjectHeader(bucket=self.bucket, key=self.key, expected=expected, begin=begin, zone=self.zone)
-        return written(wire.PutObjectRequest(header=header))
+        return encode(wire.PutObjectRequest(header=header))
 
 
-class Sending:
-    """The pieces of one stream, as messages."""
+class UploadStream:
+    """Converts the content of one upload stream to messages."""
 
     def __init__(self, skip: int = 0) -> None:
         self._skip = skip
         self._size = 0
 
-    def pieces(self, piece: Any) -> Iterator[bytes]:
-        """*piece*, without what need not be sent again, in messages that are not too large."""
+    def to_messages(self, piece: Any) -> Iterator[bytes]:
+        """Yield *piece*, without the bytes to skip, in messages of limited size."""
         if not isinstance(piece, bytes | bytearray | memoryview):
             raise InvalidFactError(f"a blob yields bytes, not {type(piece).__name__}")
         data = bytes(piece)
         skipped = min(self._skip, len(data))
         self._skip -= skipped
-        for start in range(skipped, len(data), PIECE):
-            part = data[start : start + PIECE]
+        for start in range(skipped, len(data), MAX_CHUNK_BYTES):
+            part = data[start : start + MAX_CHUNK_BYTES]
             self._size += len(part)
-            yield written(wire.PutObjectRequest(piece=part))
+            yield encode(wire.PutObjectRequest(piece=part))
 
-    def end(self) -> bytes:
-        return written(wire.PutObjectRequest(end=wire.PutObjectEnd(size=self._size)))
+    def to_end_message(self) -> bytes:
+        return encode(wire.PutObjectRequest(end=wire.PutObjectEnd(size=self._size)))
 
 
-def stored(data: bytes | None) -> Stored:
-    """What was confirmed; None is an answer that did not come."""
+def check_stored(data: bytes | None) -> StoredArtifact:
+    """Return the confirmed artifact; raise the error of the service. None as *data* is a missing answer."""
     try:
         answer = wire.PutObjectAnswer.FromString(data or b"")
         kind = answer.WhichOneof("result")
         if kind == "stored":
-            return messages.read_stored(answer.stored)
+            return messages.read_artifact(answer.stored)
     except (DecodeError, InvalidFactError) as error:
-        raise ServiceFailed(f"the answer to PutObject cannot be read: {error}") from error
+        raise ServiceError(f"the answer to PutObject cannot be read: {error}") from error
     if kind == "fault":
-        raise faults.read(answer.fault)
-    raise ServiceFailed("PutObject has ended without an answer; nobody knows whether it was done, ask again")
+        raise faults.from_wire(answer.fault)
+    raise ServiceError("PutObject has ended without an answer; nobody knows whether it was done, ask again")
 
 
-class Download:
-    """An artifact on its way in, from *begin* on."""
+class RemoteDownload:
+    """An artifact being downloaded, from *begin* on."""
 
     def __init__(self, bucket: str, key: str, begin: int, zone: str = "") -> None:
         self._bucket = bucket
         self._key = key
         self._zone = zone
         self._begin = begin
-        self._got = 0
+        self._received = 0
         self._hash = hashlib.sha256()
-        self._stored: Stored | None = None
+        self._stored: StoredArtifact | None = None
 
     @property
-    def at(self) -> int:
-        """The next byte."""
-        return self._begin + self._got
+    def position(self) -> int:
+        """The position of the next byte."""
+        return self._begin + self._received
 
     @property
-    def repeatable(self) -> bool:
-        """Whether it can go on after a break: it is known what the whole must be."""
+    def is_resumable(self) -> bool:
+        """Whether the download can be resumed: the digest of the whole artifact is known."""
         return self._stored is not None
 
-    def request(self) -> bytes:
-        return written(wire.GetObjectRequest(bucket=self._bucket, key=self._key, begin=self.at, zone=self._zone))
+    def to_request(self) -> bytes:
+        return encode(wire.GetObjectRequest(bucket=self._bucket, key=self._key, begin=self.position, zone=self._zone))
 
-    def take(self, data: bytes) -> bytes | None:
-        """The bytes of one message; None for the header."""
+    def parse_chunk(self, data: bytes) -> bytes | None:
+        """Return the content of one message; None for the header."""
         try:
             answer = wire.GetObjectAnswer.FromString(data)
             if answer.WhichOneof("part") == "header":
-                self._recognise(
-                    messages.read_stored(answer.header.stored) if answer.header.HasField("stored") else None
+                self._check_header(
+                    messages.read_artifact(answer.header.stored) if answer.header.HasField("stored") else None
                 )
                 return None
         except (DecodeError, InvalidFactError) as error:
-            raise ServiceFailed(f"the answer to GetObject cannot be read: {error}") from error
-        self._got += len(answer.piece)
+            raise ServiceError(f"the answer to GetObject cannot be read: {error}") from error
+        self._received += len(answer.piece)
         self._hash.update(answer.piece)
         piece: bytes = answer.piece
         return piece
 
-    def _recognise(self, told: Stored | None) -> None:
-        if self._stored is not None and told != self._stored:
-            raise self._other(f"{told}")
-        self._stored = told
+    def _check_header(self, artifact: StoredArtifact | None) -> None:
+        if self._stored is not None and artifact != self._stored:
+            raise self._mismatch_error(f"{artifact}")
+        self._stored = artifact
 
-    def end(self) -> None:
-        """All has come, and is what it has to be; of what begins later than its first byte only the size is known."""
+    def verify(self) -> None:
+        """Verify the complete download; without the first byte only its size can be checked."""
         if self._stored is None:
             return
-        found = f"sha256:{self._hash.hexdigest()}" if self._begin == 0 else self._stored.digest
-        if (found, self.at) != self._stored and self._begin <= self._stored.size:
-            raise self._other(f"{found} with {self.at} bytes")
+        digest = f"sha256:{self._hash.hexdigest()}" if self._begin == 0 else self._stored.digest
+        if (digest, self.position) != self._stored and self._begin <= self._stored.size:
+            raise self._mismatch_error(f"{digest} with {self.position} bytes")
 
-    def _other(self, found: str) -> ArtifactMismatch:
+    def _mismatch_error(self, actual: str) -> ArtifactMismatch:
         return ArtifactMismatch(
-            f"{self._bucket}/{self._key} is {self._stored} in the store, and {found} has come; read it again"
+            f"{self._bucket}/{self._key} is {self._stored} in the store, and {actual} has come; read it again"
         )

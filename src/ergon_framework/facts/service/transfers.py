@@ -1,4 +1,4 @@
-"""Uploading and downloading over a connection of threads."""
+"""Upload and download over a channel, for threads."""
 
 from __future__ import annotations
 
@@ -9,123 +9,125 @@ from typing import Any
 
 import grpc
 
-from ergon_framework.errors import ConnectionLost
-from ergon_framework.facts.model import Stored
+from ergon_framework.errors import ConnectionLostError
+from ergon_framework.facts.model import StoredArtifact
 from ergon_framework.facts.service import faults
-from ergon_framework.facts.service.address import Address
+from ergon_framework.facts.service.address import ServiceAddress
 from ergon_framework.facts.service.calls import SERVICE
-from ergon_framework.facts.service.line import Line
-from ergon_framework.facts.service.transfer import Breaks, Download, Sending, Upload, stored
+from ergon_framework.facts.service.line import ReconnectingChannel
+from ergon_framework.facts.service.transfer import RemoteDownload, RemoteUpload, RetryBudget, UploadStream, check_stored
 
 
-def upload(given: Upload, line: Line, *, received: Callable[[str, str, Stored], int]) -> Stored:
-    """Store an artifact; what can be read again goes on after a break, from what the service has received."""
-    breaks, begin = Breaks(), given.begin
+def upload(
+    artifact: RemoteUpload, channel: ReconnectingChannel, *, uploaded_bytes: Callable[[str, str, StoredArtifact], int]
+) -> StoredArtifact:
+    """Store an artifact; a repeatable upload resumes after a break, from the bytes that the service has received."""
+    budget, begin = RetryBudget(), artifact.begin
     while True:
         try:
-            return _sent(given, line, begin)
-        except ConnectionLost:
-            if not given.repeatable or given.expected is None:
+            return _send_upload(artifact, channel, begin)
+        except ConnectionLostError:
+            if not artifact.is_resumable or artifact.expected is None:
                 raise
-            wait = breaks.wait(begin)
-            if wait is None:
+            delay = budget.next_delay(begin)
+            if delay is None:
                 raise
-            time.sleep(wait)
+            time.sleep(delay)
             try:
-                begin = max(given.begin, received(given.bucket, given.key, given.expected))
-            except ConnectionLost:
+                begin = max(artifact.begin, uploaded_bytes(artifact.bucket, artifact.key, artifact.expected))
+            except ConnectionLostError:
                 continue
 
 
-def _sent(given: Upload, line: Line, begin: int) -> Stored:
-    with line.open() as held:
-        sender = _Sender(given, begin)
-        call: Any = held.call("stream_stream", SERVICE + "PutObject")(sender.messages())
+def _send_upload(artifact: RemoteUpload, channel: ReconnectingChannel, begin: int) -> StoredArtifact:
+    with channel.open() as lease:
+        sender = _UploadSender(artifact, begin)
+        call: Any = lease.get_stub("stream_stream", SERVICE + "PutObject")(sender.iterate_messages())
         sender.begin(call)
-        watch = _Watch(call, line.address.deadline, lambda: sender.still(line.address))
+        watchdog = _StallWatchdog(call, channel.address.deadline, lambda: sender.is_stalled(channel.address))
         try:
-            return stored(next(call, None))
+            return check_stored(next(call, None))
         except grpc.RpcError as error:
             if sender.error is not None:
                 raise sender.error from None
-            failed: Any = error
-            raise faults.raised(failed, "PutObject") from error
+            rpc_error: Any = error
+            raise faults.to_client_error(rpc_error, "PutObject") from error
         finally:
-            watch.over()
+            watchdog.stop()
             call.cancel()
 
 
-class _Sender:
-    """Reads the blob in the thread where gRPC wants to have the messages, and remembers what went wrong there."""
+class _UploadSender:
+    """Reads the blob in the thread in which gRPC iterates over the messages, and records errors of the blob."""
 
-    def __init__(self, given: Upload, begin: int) -> None:
-        self._given = given
+    def __init__(self, artifact: RemoteUpload, begin: int) -> None:
+        self._artifact = artifact
         self._begin = begin
         self._call: Any = None
-        self._begun = threading.Event()
-        #: Since when it waits for the line; None while the blob is read, which takes as long as it takes.
-        self._since: float | None = time.monotonic()
-        self._ended = False
+        self._started = threading.Event()
+        #: Since when it waits for the connection; None while the blob is read, which has no time limit.
+        self._waiting_since: float | None = time.monotonic()
+        self._is_complete = False
         self.error: BaseException | None = None
 
     def begin(self, call: Any) -> None:
         self._call = call
-        self._begun.set()
+        self._started.set()
 
-    def still(self, address: Address) -> bool:
-        """Whether nothing has moved for too long."""
-        since = self._since
-        longest = address.seal if self._ended else address.deadline
-        return since is not None and time.monotonic() - since > longest
+    def is_stalled(self, address: ServiceAddress) -> bool:
+        """Return whether the upload has made no progress for too long."""
+        since = self._waiting_since
+        max_seconds = address.commit_timeout if self._is_complete else address.deadline
+        return since is not None and time.monotonic() - since > max_seconds
 
-    def messages(self) -> Iterator[bytes]:
+    def iterate_messages(self) -> Iterator[bytes]:
         try:
-            yield self._given.header(self._begin)
-            sending = Sending(self._begin - self._given.begin)
-            blob: Any = self._given.blob
-            self._since = None
+            yield self._artifact.to_header(self._begin)
+            stream = UploadStream(self._begin - self._artifact.begin)
+            blob: Any = self._artifact.blob
+            self._waiting_since = None
             for piece in blob:
-                for message in sending.pieces(piece):
-                    self._since = time.monotonic()
+                for message in stream.to_messages(piece):
+                    self._waiting_since = time.monotonic()
                     yield message
-                self._since = None
-            self._ended = True
-            self._since = time.monotonic()
-            yield sending.end()
+                self._waiting_since = None
+            self._is_complete = True
+            self._waiting_since = time.monotonic()
+            yield stream.to_end_message()
         except GeneratorExit:
             raise
-        except BaseException as error:  # noqa: BLE001 - whatever the blob raises is for whoever uploads it
+        except BaseException as error:  # noqa: BLE001 - any error of the blob is raised to the uploading caller
             self.error = error
-            self._begun.wait()
-            # Without its end the service keeps nothing of it, whether or not it hears of the cancellation.
+            self._started.wait()
+            # Without the end message the service discards the upload, even if the cancellation does not arrive.
             self._call.cancel()
 
 
-def download(given: Download, line: Line) -> Iterator[bytes]:
-    """The artifact; it goes on after a break, and is checked at its end."""
-    breaks = Breaks()
+def download(artifact: RemoteDownload, channel: ReconnectingChannel) -> Iterator[bytes]:
+    """Yield the artifact; the download resumes after a break, and the content is verified at its end."""
+    budget = RetryBudget()
     while True:
         try:
-            yield from _received(given, line)
-            given.end()
-        except ConnectionLost:
-            wait = breaks.wait(given.at) if given.repeatable else None
-            if wait is None:
+            yield from _receive_chunks(artifact, channel)
+            artifact.verify()
+        except ConnectionLostError:
+            delay = budget.next_delay(artifact.position) if artifact.is_resumable else None
+            if delay is None:
                 raise
-            time.sleep(wait)
+            time.sleep(delay)
         else:
             return
 
 
-def _received(given: Download, line: Line) -> Iterator[bytes]:
-    with line.open() as held:
-        call: Any = held.call("unary_stream", SERVICE + "GetObject")(given.request())
+def _receive_chunks(artifact: RemoteDownload, channel: ReconnectingChannel) -> Iterator[bytes]:
+    with channel.open() as lease:
+        call: Any = lease.get_stub("unary_stream", SERVICE + "GetObject")(artifact.to_request())
         since: float | None = None
 
-        def still() -> bool:
-            return since is not None and time.monotonic() - since > line.address.deadline
+        def is_stalled() -> bool:
+            return since is not None and time.monotonic() - since > channel.address.deadline
 
-        watch = _Watch(call, line.address.deadline, still)
+        watchdog = _StallWatchdog(call, channel.address.deadline, is_stalled)
         try:
             while True:
                 since = time.monotonic()
@@ -133,32 +135,32 @@ def _received(given: Download, line: Line) -> Iterator[bytes]:
                 since = None
                 if data is None:
                     return
-                piece = given.take(data)
+                piece = artifact.parse_chunk(data)
                 if piece:
                     yield piece
         except grpc.RpcError as error:
-            failed: Any = error
-            raise faults.raised(failed, "GetObject") from error
+            rpc_error: Any = error
+            raise faults.to_client_error(rpc_error, "GetObject") from error
         finally:
-            watch.over()
+            watchdog.stop()
             call.cancel()
 
 
-class _Watch:
-    """Cancels a call that stands still; nothing else ends a wait for the next message."""
+class _StallWatchdog:
+    """Cancels a call that makes no progress; nothing else ends a wait for the next message."""
 
-    def __init__(self, call: Any, patience: float, still: Callable[[], bool]) -> None:
+    def __init__(self, call: Any, timeout: float, is_stalled: Callable[[], bool]) -> None:
         self._call = call
-        self._patience = patience
-        self._still = still
-        self._over = threading.Event()
+        self._timeout = timeout
+        self._is_stalled = is_stalled
+        self._stopped = threading.Event()
         threading.Thread(target=self._run, name="ergon-facts-watch", daemon=True).start()
 
-    def over(self) -> None:
-        self._over.set()
+    def stop(self) -> None:
+        self._stopped.set()
 
     def _run(self) -> None:
-        while not self._over.wait(self._patience / 4):
-            if self._still():
+        while not self._stopped.wait(self._timeout / 4):
+            if self._is_stalled():
                 self._call.cancel()
                 return

@@ -1,4 +1,4 @@
-"""UploadSlots: how many artifacts each zone may upload at the same time."""
+"""UploadSlots: how many artifacts each zone may upload concurrently."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 from ergon_framework.facts.errors import LimitExceeded
 
-#: Uploads that a zone may have under way.
+#: Maximum concurrent uploads of a zone.
 MAX_UPLOADS = 16
 
 
 class UploadSlots:
-    """Counts the uploads of each zone; called on one event loop."""
+    """Counts the uploads of each zone; for one event loop."""
 
     def __init__(self, limit: int = MAX_UPLOADS) -> None:
         self._limit = limit
@@ -21,7 +21,7 @@ class UploadSlots:
 
     @contextmanager
     def take(self, zones: Collection[str]) -> Iterator[None]:
-        """Count an upload of *zones* until it ends; LimitExceeded if one of them has as many as it may."""
+        """Count an upload of *zones* until the context exits; raise LimitExceeded if a zone has reached its limit."""
         for zone in zones:
             if self._uploads[zone] >= self._limit:
                 raise LimitExceeded(

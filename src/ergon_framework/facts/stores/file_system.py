@@ -1,4 +1,4 @@
-"""What a file system is asked for: folders held open, entries that last, and whether a sync reaches the disk."""
+"""File system access: open folders, durable directory entries, and detection of durable syncs."""
 
 from __future__ import annotations
 
@@ -11,96 +11,99 @@ from typing import Final
 
 from ergon_framework.facts.errors import BufferFull, FactError
 
-#: Nothing is looked up through a link: whoever can plant one in the folder leads nowhere with it.
-_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-FILE: Final = os.O_CLOEXEC | os.O_NOFOLLOW
+#: Links are not followed: a link planted in the folder cannot redirect a lookup.
+_FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+FILE_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW
 
-#: File systems that write on fsync what they have been given, and order the disk to keep it.
-_KEEPING: Final = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "xfs", "zfs"})
-#: File systems that are memory.
-_FORGETTING: Final = frozenset({"devtmpfs", "ramfs", "tmpfs"})
-#: Options of a mount with which a sync does not wait for the disk.
-_CARELESS: Final = frozenset({"barrier=0", "nobarrier", "volatile"})
-
-
-def open_folder(name: str, *, within: int | None = None) -> int:
-    """A folder, held open; only the outermost may be a link, which is its owner's choice."""
-    return os.open(name, _FOLDER if within is not None else _FOLDER & ~os.O_NOFOLLOW, dir_fd=within)
+#: File systems that write the data on fsync and order the disk to flush it.
+_DURABLE_FILE_SYSTEMS: Final = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "xfs", "zfs"})
+#: File systems that are held in memory.
+_MEMORY_FILE_SYSTEMS: Final = frozenset({"devtmpfs", "ramfs", "tmpfs"})
+#: Mount options with which a sync does not wait for the disk.
+_UNSAFE_MOUNT_OPTIONS: Final = frozenset({"barrier=0", "nobarrier", "volatile"})
 
 
-def make_folder(name: str, *, within: int) -> None:
-    """Have a folder called *name*, whose entry is durable also if somebody else has just made it."""
+def open_folder(name: str, *, parent_fd: int | None = None) -> int:
+    """Open a folder; only the outermost folder may be a link, because its owner chose it."""
+    return os.open(name, _FOLDER_FLAGS if parent_fd is not None else _FOLDER_FLAGS & ~os.O_NOFOLLOW, dir_fd=parent_fd)
+
+
+def make_folder(name: str, *, parent_fd: int) -> None:
+    """Create the folder *name* if it is missing, and make its entry durable even if another process created it."""
     with suppress(FileExistsError):
-        os.mkdir(name, 0o700, dir_fd=within)
-    os.fsync(within)
+        os.mkdir(name, 0o700, dir_fd=parent_fd)
+    os.fsync(parent_fd)
 
 
 def make_path(path: Path) -> None:
-    """Have *path*, with all above it; what was missing is durable."""
+    """Create *path* with its missing parents, and make the new entries durable."""
     if not path.is_dir():
         make_path(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
-    # Somebody else may have made it a moment ago; where that cannot be synced it is older than we are.
+    # Another process may have created it a moment ago. A parent that cannot be synced is older than this process.
     with suppress(PermissionError):
-        above = open_folder(str(path.parent))
+        parent_fd = open_folder(str(path.parent))
         try:
-            os.fsync(above)
+            os.fsync(parent_fd)
         finally:
-            os.close(above)
+            os.close(parent_fd)
 
 
 @contextmanager
-def folder(name: str, *, within: int) -> Iterator[int]:
-    """A folder, held open for a while."""
-    opened = open_folder(name, within=within)
+def folder(name: str, *, parent_fd: int) -> Iterator[int]:
+    """Open a folder and close it on exit."""
+    folder_fd = open_folder(name, parent_fd=parent_fd)
     try:
-        yield opened
+        yield folder_fd
     finally:
-        os.close(opened)
+        os.close(folder_fd)
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
-    """Errors of the operating system as ours; a full disk is a full buffer."""
+def translate_os_errors(message: str) -> Iterator[None]:
+    """Translate operating system errors to framework errors; a full disk raises BufferFull."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise BufferFull(f"{what}: {error.strerror}; nothing was stored, make room on that disk") from error
-        raise FactError(f"{what}: {error.strerror or error}; look at that disk, and try again") from error
+            raise BufferFull(f"{message}: {error.strerror}; nothing was stored, make room on that disk") from error
+        raise FactError(f"{message}: {error.strerror or error}; look at that disk, and try again") from error
 
 
-def boot() -> str:
-    """Names this run of the machine; empty where nobody says."""
+def boot_id() -> str:
+    """Return the boot id of the machine, or an empty string where it is unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
 
 
-def keeps_what_is_synced(path: str | Path) -> bool | None:
-    """Whether a sync below *path* survives a loss of power; None where nobody can tell.
+def is_fsync_durable(path: str | Path) -> bool | None:
+    """Tell whether a sync below *path* survives a power loss; return None where this is unknown.
 
-    The disk itself is believed: one that lies about its cache cannot be told from here.
+    The disk itself is trusted: a disk that reports flushed data too early cannot be detected here.
     """
     try:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return None
-    kind, options = _mount_of(os.path.realpath(path), mounts)
-    if kind in _FORGETTING or options & _CARELESS:
+    file_system, options = _find_mount(os.path.realpath(path), mounts)
+    if file_system in _MEMORY_FILE_SYSTEMS or options & _UNSAFE_MOUNT_OPTIONS:
         return False
-    return True if kind in _KEEPING else None
+    return True if file_system in _DURABLE_FILE_SYSTEMS else None
 
 
-def _mount_of(path: str, mounts: str) -> tuple[str, set[str]]:
-    """The kind and the options of the mount that *path* is on: the longest that it begins with, the last of those."""
-    found: tuple[int, str, set[str]] = (-1, "", set())
+def _find_mount(path: str, mounts: str) -> tuple[str, set[str]]:
+    """Return type and options of the mount of *path*: the longest matching mount point, the last of equal ones."""
+    best: tuple[int, str, set[str]] = (-1, "", set())
     for line in mounts.splitlines():
-        before, _, behind = line.partition(" - ")
-        words, kinds = before.split(), behind.split()
-        place = words[4].replace("\\040", " ").rstrip("/")
-        if (path == place or path.startswith(place + "/")) and len(place) >= found[0]:
-            options = {*words[5].split(","), *(kinds[2].split(",") if len(kinds) > 2 else ())}  # noqa: PLR2004 - as proc(5) has it
-            found = len(place), kinds[0], options
-    return found[1], found[2]
+        left, _, right = line.partition(" - ")
+        fields, file_system_fields = left.split(), right.split()
+        mount_point = fields[4].replace("\\040", " ").rstrip("/")
+        if (path == mount_point or path.startswith(mount_point + "/")) and len(mount_point) >= best[0]:
+            options = {
+                *fields[5].split(","),
+                *(file_system_fields[2].split(",") if len(file_system_fields) > 2 else ()),  # noqa: PLR2004 - as proc(5) has it
+            }
+            best = len(mount_point), file_system_fields[0], options
+    return best[1], best[2]

@@ -1,8 +1,8 @@
-"""Uploads into a folder: written once, hashed on the way, and in the hands of one at a time.
+"""Uploads into a folder: written once, hashed while they are written, with one owner at a time.
 
-An upload is two files. ``NAME`` says who has it in hand: a mark, and the run of the machine in which it was
-made. ``NAME.part`` holds the bytes. Whoever writes holds the lock of the first and finds his own mark there,
-so that somebody from whom the upload was taken, in this process or another, writes nothing any more.
+An upload is two files. ``NAME`` records its owner: the boot id of the machine and a random token.
+``NAME.part`` holds the bytes. A writer holds the lock of the first file and finds its own token there,
+so that a previous owner, in this process or another, cannot write any more.
 """
 
 from __future__ import annotations
@@ -16,236 +16,244 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from ergon_framework.facts.boundary import CHUNK
-from ergon_framework.facts.contents import Receiving, check_piece, lost, not_as_expected, not_so_far
+from ergon_framework.facts.boundary import CHUNK_BYTES
+from ergon_framework.facts.contents import (
+    ContentUpload,
+    check_chunk,
+    digest_mismatch_error,
+    offset_error,
+    upload_lost_error,
+)
 from ergon_framework.facts.errors import FactError
-from ergon_framework.facts.model import Stored
-from ergon_framework.facts.stores.file_system import FILE, boot, told
+from ergon_framework.facts.model import StoredArtifact
+from ergon_framework.facts.stores.file_system import FILE_FLAGS, boot_id, translate_os_errors
 
-#: A named upload is synced each time that many bytes have come: what lies before is there after a loss of power.
-SYNC: Final = 8 * 1024 * 1024
-#: Seconds to wait for somebody who is just writing; a process that was stopped in the middle may never go on.
-_PATIENCE: Final = 30.0
+#: A named upload is synced each time this number of bytes has arrived; the bytes before survive a power loss.
+SYNC_INTERVAL_BYTES: Final = 8 * 1024 * 1024
+#: Seconds to wait for the lock of another writer; a process that was stopped during a write may never continue.
+_LOCK_TIMEOUT_SECONDS: Final = 30.0
 
 
-def part(name: str) -> str:
-    """Where the bytes of an upload are."""
+def upload_path(name: str) -> str:
+    """Return the name of the file that holds the bytes of an upload."""
     return f"{name}.part"
 
 
-class Claim:
-    """Who has an upload in hand."""
+class UploadLock:
+    """The ownership lock of an upload."""
 
-    def __init__(self, uploads: int, name: str, opened: int) -> None:
-        self._uploads = uploads
+    def __init__(self, uploads_fd: int, name: str, lock_fd: int) -> None:
+        self._uploads_fd = uploads_fd
         self.name = name
-        self._opened = opened
-        self._mark = f"{boot()} {uuid.uuid4().hex}".encode()
+        self._lock_fd = lock_fd
+        self._token = f"{boot_id()} {uuid.uuid4().hex}".encode()
 
     @classmethod
     @contextmanager
-    def locked(cls, uploads: int, name: str, *, make: bool = True) -> Iterator[tuple[Claim, bytes] | None]:
-        """The claim with its lock held, and the mark that is found there; None if there is none and none is made."""
+    def acquire(cls, uploads_fd: int, name: str, *, create: bool = True) -> Iterator[tuple[UploadLock, bytes] | None]:
+        """Yield the held lock and the token in the file, or None if the file is missing and *create* is false."""
         while True:
             try:
-                opened = os.open(name, os.O_RDWR | FILE | (os.O_CREAT if make else 0), 0o600, dir_fd=uploads)
+                lock_fd = os.open(
+                    name, os.O_RDWR | FILE_FLAGS | (os.O_CREAT if create else 0), 0o600, dir_fd=uploads_fd
+                )
             except FileNotFoundError:
                 yield None
                 return
-            claim = cls(uploads, name, opened)
+            lock = cls(uploads_fd, name, lock_fd)
             try:
-                _lock(opened, name)
-                # Sealed or swept between the opening and the lock: what is there now is another file.
-                if os.fstat(opened).st_nlink:
-                    yield claim, os.pread(opened, 128, 0)
+                _lock(lock_fd, name)
+                # The file was committed or deleted between open and lock: the name now stands for another file.
+                if os.fstat(lock_fd).st_nlink:
+                    yield lock, os.pread(lock_fd, 128, 0)
                     return
             except BaseException:
-                claim.close()
+                lock.close()
                 raise
-            claim.close()
+            lock.close()
 
-    def take(self) -> None:
-        """From now on the upload is in these hands; the lock is held."""
-        os.pwrite(self._opened, self._mark, 0)
-        # The one before may have been longer: another machine names its runs otherwise.
-        os.ftruncate(self._opened, len(self._mark))
+    def take_ownership(self) -> None:
+        """Make this object the owner of the upload; the caller holds the lock."""
+        os.pwrite(self._lock_fd, self._token, 0)
+        # The previous token may be longer: another machine has another form of boot id.
+        os.ftruncate(self._lock_fd, len(self._token))
 
     def unlock(self) -> None:
-        fcntl.flock(self._opened, fcntl.LOCK_UN)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Nobody else writes in here, and the upload is still in these hands."""
-        _lock(self._opened, self.name)
+    def check_owned(self) -> Iterator[None]:
+        """Hold the lock for a block, and raise an error if this object no longer owns the upload."""
+        _lock(self._lock_fd, self.name)
         try:
-            if not os.fstat(self._opened).st_nlink or os.pread(self._opened, 128, 0) != self._mark:
-                raise lost(self.name)
+            if not os.fstat(self._lock_fd).st_nlink or os.pread(self._lock_fd, 128, 0) != self._token:
+                raise upload_lost_error(self.name)
             yield
         finally:
             self.unlock()
 
     def discard(self) -> None:
-        """The upload is over; the lock is held, and of its bytes nothing is left."""
+        """Delete the upload with its bytes; the caller holds the lock."""
         with suppress(FileNotFoundError):
-            os.unlink(part(self.name), dir_fd=self._uploads)
-        os.unlink(self.name, dir_fd=self._uploads)
+            os.unlink(upload_path(self.name), dir_fd=self._uploads_fd)
+        os.unlink(self.name, dir_fd=self._uploads_fd)
 
     def close(self) -> None:
-        opened, self._opened = self._opened, -1
-        if opened >= 0:
-            os.close(opened)
+        lock_fd, self._lock_fd = self._lock_fd, -1
+        if lock_fd >= 0:
+            os.close(lock_fd)
 
 
-def _lock(opened: int, name: str) -> None:
-    end = time.monotonic() + _PATIENCE
+def _lock(lock_fd: int, name: str) -> None:
+    deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
     while True:
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise FactError(
-                    f"the upload {name} is being written by a process that has not moved for {_PATIENCE:g} s; look "
-                    "whether it was stopped, and try again"
+                    f"the upload {name} is being written by a process that has not moved for {_LOCK_TIMEOUT_SECONDS:g} "
+                    "s; look whether it was stopped, and try again"
                 ) from None
             time.sleep(0.001)
         else:
             return
 
 
-class FileUpload(Receiving):
+class FileUpload(ContentUpload):
     """An upload as a file that grows."""
 
     def __init__(
         self,
-        uploads: int,
+        uploads_fd: int,
         name: str,
         *,
         begin: int,
         resumable: bool,
-        room: Callable[[int], None],
-        place: Callable[[str], None],
+        reserve: Callable[[int], None],
+        store_content: Callable[[str], None],
     ) -> None:
-        self._uploads = uploads
+        self._uploads_fd = uploads_fd
         self._resumable = resumable
-        self._room = room
-        self._place = place
+        self._reserve = reserve
+        self._store_content = store_content
         self._hash = hashlib.sha256()
         self._size = 0
-        self._over = False
-        with told(f"cannot begin the upload {name}"):
-            self._claim, self._file = self._taken(name, begin)
+        self._is_finished = False
+        with translate_os_errors(f"cannot begin the upload {name}"):
+            self._upload_lock, self._part_fd = self._open_part(name, begin)
 
-    def _taken(self, name: str, begin: int) -> tuple[Claim, int]:
-        with Claim.locked(self._uploads, name) as found:
-            assert found is not None  # noqa: S101 - it is made
-            claim, mark = found
-            here = kept(self._uploads, name, mark) if begin else 0
-            if not 0 <= begin <= here:
-                if not mark:
-                    claim.discard()
-                raise not_so_far(name, begin, here)
-            file = os.open(part(name), os.O_RDWR | os.O_CREAT | FILE, 0o600, dir_fd=self._uploads)
+    def _open_part(self, name: str, begin: int) -> tuple[UploadLock, int]:
+        with UploadLock.acquire(self._uploads_fd, name) as acquired:
+            assert acquired is not None  # noqa: S101 - create is true
+            upload_lock, token = acquired
+            stored_bytes = durable_bytes(self._uploads_fd, name, token) if begin else 0
+            if not 0 <= begin <= stored_bytes:
+                if not token:
+                    upload_lock.discard()
+                raise offset_error(name, begin, stored_bytes)
+            part_fd = os.open(upload_path(name), os.O_RDWR | os.O_CREAT | FILE_FLAGS, 0o600, dir_fd=self._uploads_fd)
             try:
-                claim.take()
-                os.ftruncate(file, begin)
+                upload_lock.take_ownership()
+                os.ftruncate(part_fd, begin)
                 if self._resumable:
-                    os.fsync(self._uploads)
+                    os.fsync(self._uploads_fd)
             except BaseException:
-                os.close(file)
+                os.close(part_fd)
                 raise
-            claim.unlock()
-            return claim, file
+            upload_lock.unlock()
+            return upload_lock, part_fd
 
     @property
     def size(self) -> int:
         return self._size
 
-    def recall(self, begin: int) -> None:
-        """Read again what came before: a hash cannot be put down and taken up."""
+    def resume(self, begin: int) -> None:
+        """Hash the existing bytes again, because a hash state cannot be saved."""
         while self._size < begin:
-            piece = os.pread(self._file, min(CHUNK, begin - self._size), self._size)
-            if not piece:
-                raise lost(self._claim.name)
-            self._hash.update(piece)
-            self._size += len(piece)
+            chunk = os.pread(self._part_fd, min(CHUNK_BYTES, begin - self._size), self._size)
+            if not chunk:
+                raise upload_lost_error(self._upload_lock.name)
+            self._hash.update(chunk)
+            self._size += len(chunk)
 
     def add(self, piece: bytes) -> None:
-        check_piece(piece)
-        rest = memoryview(piece).cast("B")
-        while rest:
-            # Never beyond a point of syncing: a byte behind it proves that the sync was done.
-            now = rest[: SYNC - self._size % SYNC]
-            self._write(now)
-            rest = rest[len(now) :]
-            if self._resumable and self._size % SYNC == 0:
+        check_chunk(piece)
+        remaining = memoryview(piece).cast("B")
+        while remaining:
+            # Writes stop at each sync point: a byte after it proves that the sync was done.
+            block = remaining[: SYNC_INTERVAL_BYTES - self._size % SYNC_INTERVAL_BYTES]
+            self._write(block)
+            remaining = remaining[len(block) :]
+            if self._resumable and self._size % SYNC_INTERVAL_BYTES == 0:
                 self._sync()
 
-    def _write(self, piece: memoryview) -> None:
-        self._room(len(piece))
-        with told(f"cannot write the upload {self._claim.name}"), self._claim.held():
+    def _write(self, block: memoryview) -> None:
+        self._reserve(len(block))
+        with translate_os_errors(f"cannot write the upload {self._upload_lock.name}"), self._upload_lock.check_owned():
             try:
                 written = 0
-                while written < len(piece):
-                    written += os.pwrite(self._file, piece[written:], self._size + written)
+                while written < len(block):
+                    written += os.pwrite(self._part_fd, block[written:], self._size + written)
             except OSError:
-                os.ftruncate(self._file, self._size)
+                os.ftruncate(self._part_fd, self._size)
                 raise
-        self._hash.update(piece)
-        self._size += len(piece)
+        self._hash.update(block)
+        self._size += len(block)
 
     def _sync(self) -> None:
-        with told(f"cannot sync the upload {self._claim.name}"):
+        with translate_os_errors(f"cannot sync the upload {self._upload_lock.name}"):
             try:
-                os.fsync(self._file)
+                os.fsync(self._part_fd)
             except OSError:
-                # The kernel has forgotten which bytes it could not write: a second sync would lie about them.
+                # The kernel no longer knows which bytes it failed to write: a second sync would succeed without them.
                 self.discard()
                 raise
 
-    def seal(self, expected: Stored | None = None) -> Stored:
-        stored = Stored(f"sha256:{self._hash.hexdigest()}", self._size)
+    def commit(self, expected: StoredArtifact | None = None) -> StoredArtifact:
+        stored = StoredArtifact(f"sha256:{self._hash.hexdigest()}", self._size)
         if expected is not None and stored != expected:
             self.discard()
-            raise not_as_expected(expected, stored)
+            raise digest_mismatch_error(expected, stored)
         self._sync()
-        with told(f"cannot keep the upload {self._claim.name}"), self._claim.held():
-            self._place(stored.digest)
-            self._over = True
-            self._claim.discard()
+        with translate_os_errors(f"cannot keep the upload {self._upload_lock.name}"), self._upload_lock.check_owned():
+            self._store_content(stored.digest)
+            self._is_finished = True
+            self._upload_lock.discard()
         return stored
 
     def discard(self) -> None:
-        """Nothing of it is kept; if it is in other hands now, that is theirs."""
-        if not self._over:
-            self._over = True
-            with suppress(FactError, OSError), self._claim.held():
-                self._claim.discard()
+        """Delete the upload, unless another owner has taken it over."""
+        if not self._is_finished:
+            self._is_finished = True
+            with suppress(FactError, OSError), self._upload_lock.check_owned():
+                self._upload_lock.discard()
 
     def close(self) -> None:
-        """Let go of it: one without a name is gone, another can be gone on with."""
+        """Close the upload: an unnamed upload is deleted, a named one can be resumed."""
         try:
             if not self._resumable:
                 self.discard()
-            elif not self._over:
+            elif not self._is_finished:
                 with suppress(FactError):
                     self._sync()
         finally:
-            os.close(self._file)
-            self._claim.close()
+            os.close(self._part_fd)
+            self._upload_lock.close()
 
 
-def kept(uploads: int, name: str, mark: bytes) -> int:
-    """Bytes of an upload that are here and stay here."""
+def durable_bytes(uploads_fd: int, name: str, token: bytes) -> int:
+    """Return the number of bytes of an upload that are stored durably."""
     try:
-        file = os.open(part(name), os.O_RDONLY | FILE, dir_fd=uploads)
+        part_fd = os.open(upload_path(name), os.O_RDONLY | FILE_FLAGS, dir_fd=uploads_fd)
     except FileNotFoundError:
         return 0
     try:
-        size = os.fstat(file).st_size
-        if boot() and mark.startswith(boot().encode()):
-            os.fsync(file)
+        size = os.fstat(part_fd).st_size
+        if boot_id() and token.startswith(boot_id().encode()):
+            os.fsync(part_fd)
             return size
-        # The machine was off since: of the last stretch nobody knows whether its bytes came before its length.
-        return max(0, size - 1) // SYNC * SYNC
+        # The machine was restarted: in the last interval the length may have been written before the bytes.
+        return max(0, size - 1) // SYNC_INTERVAL_BYTES * SYNC_INTERVAL_BYTES
     finally:
-        os.close(file)
+        os.close(part_fd)

@@ -1,8 +1,8 @@
-"""FileContents: contents as files in a folder, each under its digest.
+"""Content store in a folder: one file per content, named by its digest.
 
-``objects/ab/cd/HEX`` are the contents, ``uploads/`` is what has not been sealed. What is to be kept is written
-and synced beside, moved to its place in one step, and the folder synced: whatever can be read under a digest
-was complete before it had that name, also after a loss of power.
+``objects/ab/cd/HEX`` are the contents, ``uploads/`` holds uploads that are not committed. A content is written
+and synced in ``uploads/``, renamed in one step, and its folder is synced: a file that can be read under a digest
+was complete before it had that name, also after a power loss.
 """
 
 from __future__ import annotations
@@ -16,181 +16,181 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.facts.boundary import CHUNK
-from ergon_framework.facts.contents import ByteBudget, Contents, Receiving, check_upload, hexadecimal, is_upload
+from ergon_framework.facts.boundary import CHUNK_BYTES
+from ergon_framework.facts.contents import ByteBudget, ContentStore, ContentUpload, check_upload, digest_hex, is_upload
 from ergon_framework.facts.errors import BufferFull
 from ergon_framework.facts.stores.file_system import (
-    FILE,
+    FILE_FLAGS,
     folder,
-    keeps_what_is_synced,
+    is_fsync_durable,
     make_folder,
     make_path,
     open_folder,
-    told,
+    translate_os_errors,
 )
-from ergon_framework.facts.stores.file_uploads import Claim, FileUpload, kept, part
+from ergon_framework.facts.stores.file_uploads import FileUpload, UploadLock, durable_bytes, upload_path
 
 
-class FileContents(Contents):
-    """Contents below *folder*, which may be shared by processes, also of several zones.
+class FileContentStore(ContentStore):
+    """Contents below *folder*, which processes may share, also those of several zones.
 
-    *max_bytes* bounds what is there: beyond, adding is BufferFull. Processes that share a folder do not
-    tell each other what they are just writing, and may together overshoot it by that.
+    *max_bytes* bounds the stored bytes: beyond it, an upload raises BufferFull. Processes that share a folder do
+    not see each other's running uploads, and may together exceed the bound by those.
     """
 
     def __init__(self, folder: str | Path, *, max_bytes: int | None = None) -> None:
         self._path = Path(folder)
         try:
             make_path(self._path)
-            root = open_folder(str(self._path))
+            root_fd = open_folder(str(self._path))
         except OSError as error:
             raise ConfigurationError(f"cannot keep artifacts in {folder}: {error.strerror}") from error
         try:
             for name in ("objects", "uploads"):
-                make_folder(name, within=root)
-            self._objects = open_folder("objects", within=root)
-            self._closing = [weakref.finalize(self, os.close, self._objects)]
-            self._uploads = open_folder("uploads", within=root)
-            self._closing.append(weakref.finalize(self, os.close, self._uploads))
+                make_folder(name, parent_fd=root_fd)
+            self._objects_fd = open_folder("objects", parent_fd=root_fd)
+            self._finalizers = [weakref.finalize(self, os.close, self._objects_fd)]
+            self._uploads_fd = open_folder("uploads", parent_fd=root_fd)
+            self._finalizers.append(weakref.finalize(self, os.close, self._uploads_fd))
         except OSError as error:
             raise ConfigurationError(f"cannot keep artifacts in {folder}: {error.strerror}") from error
         finally:
-            os.close(root)
-        self._durable = keeps_what_is_synced(self._path)
+            os.close(root_fd)
+        self._durable = is_fsync_durable(self._path)
         self._max_bytes = max_bytes
         self._budget = ByteBudget(max_bytes)
-        #: Folders of which this process has seen to it that they last.
-        self._lasting: set[str] = set()
+        #: Folders whose entries this process has made durable.
+        self._durable_folders: set[str] = set()
 
     @property
     def durable(self) -> bool | None:
         return self._durable
 
     def close(self) -> None:
-        """Let go of the folder, so that its disk can be taken away; nothing is asked of it afterwards."""
-        for close in self._closing:
-            close()
+        """Close the folder, so that its disk can be unmounted; the store cannot be used afterwards."""
+        for finalizer in self._finalizers:
+            finalizer()
 
     # -- uploads --------------------------------------------------------------------------------------
 
     @contextmanager
-    def receive(self, upload: str | None = None, *, begin: int = 0) -> Iterator[Receiving]:
+    def begin_upload(self, upload: str | None = None, *, begin: int = 0) -> Iterator[ContentUpload]:
         name = uuid.uuid4().hex if upload is None else check_upload(upload)
-        taken = FileUpload(
-            self._uploads,
+        file_upload = FileUpload(
+            self._uploads_fd,
             name,
             begin=begin,
             resumable=upload is not None,
-            room=self._take,
-            place=lambda digest: self._place(part(name), digest),
+            reserve=self._reserve,
+            store_content=lambda digest: self._store_content(upload_path(name), digest),
         )
         try:
-            with told(f"cannot go on with the upload {name}"):
-                taken.recall(begin)
-            yield taken
+            with translate_os_errors(f"cannot go on with the upload {name}"):
+                file_upload.resume(begin)
+            yield file_upload
         finally:
-            taken.close()
+            file_upload.close()
 
-    def _take(self, size: int) -> None:
-        used = self._budget.take(size, self._measure)
+    def _reserve(self, size: int) -> None:
+        used = self._budget.reserve(size, self._measure)
         if used is not None:
             raise BufferFull(
                 f"{used} bytes of artifacts are here and {self._max_bytes} is the most: nothing was stored"
             )
 
-    def _place(self, name: str, digest: str) -> None:
-        digits = _digits(digest)
-        with self._leaf(digits, make=True) as leaf:
-            # What is there under that name has the same bytes or is damaged, so that taking its place is no loss.
-            os.rename(name, digits, src_dir_fd=self._uploads, dst_dir_fd=leaf)
-            os.fsync(leaf)
+    def _store_content(self, name: str, digest: str) -> None:
+        digits = _require_digest_hex(digest)
+        with self._content_folder(digits, create=True) as folder_fd:
+            # A file that exists under that name has the same bytes or is damaged, so that replacing it loses nothing.
+            os.rename(name, digits, src_dir_fd=self._uploads_fd, dst_dir_fd=folder_fd)
+            os.fsync(folder_fd)
 
-    def received(self, upload: str) -> int:
+    def uploaded_bytes(self, upload: str) -> int:
         with (
-            told(f"cannot look after the upload {upload}"),
-            Claim.locked(self._uploads, check_upload(upload), make=False) as found,
+            translate_os_errors(f"cannot look after the upload {upload}"),
+            UploadLock.acquire(self._uploads_fd, check_upload(upload), create=False) as acquired,
         ):
-            if found is None:
+            if acquired is None:
                 return 0
-            claim, mark = found
+            upload_lock, token = acquired
             try:
-                return kept(self._uploads, upload, mark)
+                return durable_bytes(self._uploads_fd, upload, token)
             finally:
-                claim.close()
+                upload_lock.close()
 
-    def sweep(self, before_unix_ms: int) -> int:
-        with told("cannot sweep uploads"):
-            found = {name.removesuffix(".part") for name in os.listdir(self._uploads)}  # noqa: PTH208 - held open
-            # What somebody else has put there is not ours to remove.
-            return sum(self._swept(name, before_unix_ms) for name in sorted(found) if is_upload(name))
+    def delete_stale_uploads(self, before_unix_ms: int) -> int:
+        with translate_os_errors("cannot sweep uploads"):
+            names = {name.removesuffix(".part") for name in os.listdir(self._uploads_fd)}  # noqa: PTH208 - folder is open
+            # Files that are not uploads belong to other programs and are not removed.
+            return sum(self._delete_if_stale(name, before_unix_ms) for name in sorted(names) if is_upload(name))
 
-    def _swept(self, name: str, before_unix_ms: int) -> bool:
-        if not self._older(name, before_unix_ms):
+    def _delete_if_stale(self, name: str, before_unix_ms: int) -> bool:
+        if not self._is_older(name, before_unix_ms):
             return False
-        with Claim.locked(self._uploads, name) as found:
-            assert found is not None  # noqa: S101 - it is made
-            claim, _ = found
+        with UploadLock.acquire(self._uploads_fd, name) as acquired:
+            assert acquired is not None  # noqa: S101 - create is true
+            upload_lock, _ = acquired
             try:
-                # Somebody may have come back to it while the lock was waited for.
-                if gone := self._older(name, before_unix_ms):
-                    claim.discard()
+                # The upload may have been resumed while this call waited for the lock.
+                if is_stale := self._is_older(name, before_unix_ms):
+                    upload_lock.discard()
             finally:
-                claim.close()
-            return gone
+                upload_lock.close()
+            return is_stale
 
-    def _older(self, name: str, before_unix_ms: int) -> bool:
-        for file in (part(name), name):
+    def _is_older(self, name: str, before_unix_ms: int) -> bool:
+        for file_name in (upload_path(name), name):
             with suppress(FileNotFoundError):
-                found = os.stat(file, dir_fd=self._uploads, follow_symlinks=False)
-                return stat.S_ISREG(found.st_mode) and found.st_mtime * 1000 < before_unix_ms
+                status = os.stat(file_name, dir_fd=self._uploads_fd, follow_symlinks=False)
+                return stat.S_ISREG(status.st_mode) and status.st_mtime * 1000 < before_unix_ms
         return False
 
     # -- contents -------------------------------------------------------------------------------------
 
     def size_of(self, digest: str) -> int | None:
-        digits = hexadecimal(digest)
+        digits = digest_hex(digest)
         if digits is None:
             return None
-        with told(f"cannot look for {digest}"):
+        with translate_os_errors(f"cannot look for {digest}"):
             try:
-                with self._leaf(digits) as leaf:
-                    found = os.stat(digits, dir_fd=leaf, follow_symlinks=False)
+                with self._content_folder(digits) as folder_fd:
+                    status = os.stat(digits, dir_fd=folder_fd, follow_symlinks=False)
             except FileNotFoundError:
                 return None
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def read(self, digest: str, *, begin: int = 0) -> Iterator[bytes]:
         if self.size_of(digest) is None:
             raise KeyError(digest)
-        return self._pieces(digest, _digits(digest), begin)
+        return self._read_chunks(digest, _require_digest_hex(digest), begin)
 
-    def _pieces(self, digest: str, digits: str, begin: int) -> Iterator[bytes]:
-        with told(f"cannot read {digest}"):
+    def _read_chunks(self, digest: str, digits: str, begin: int) -> Iterator[bytes]:
+        with translate_os_errors(f"cannot read {digest}"):
             try:
-                with self._leaf(digits) as leaf:
-                    file = os.open(digits, os.O_RDONLY | FILE, dir_fd=leaf)
+                with self._content_folder(digits) as folder_fd:
+                    content_fd = os.open(digits, os.O_RDONLY | FILE_FLAGS, dir_fd=folder_fd)
             except FileNotFoundError:
                 raise KeyError(digest) from None
         try:
             while True:
-                with told(f"cannot read {digest}"):
-                    piece = os.pread(file, CHUNK, begin)
-                if not piece:
+                with translate_os_errors(f"cannot read {digest}"):
+                    chunk = os.pread(content_fd, CHUNK_BYTES, begin)
+                if not chunk:
                     return
-                begin += len(piece)
-                yield piece
+                begin += len(chunk)
+                yield chunk
         finally:
-            os.close(file)
+            os.close(content_fd)
 
     def remove(self, digest: str) -> bool:
-        digits = hexadecimal(digest)
+        digits = digest_hex(digest)
         if digits is None:
             return False
-        with told(f"cannot remove {digest}"):
+        with translate_os_errors(f"cannot remove {digest}"):
             try:
-                with self._leaf(digits) as leaf:
-                    os.unlink(digits, dir_fd=leaf)
-                    os.fsync(leaf)
+                with self._content_folder(digits) as folder_fd:
+                    os.unlink(digits, dir_fd=folder_fd)
+                    os.fsync(folder_fd)
             except FileNotFoundError:
                 return False
         return True
@@ -198,39 +198,39 @@ class FileContents(Contents):
     # -- folders --------------------------------------------------------------------------------------
 
     @contextmanager
-    def _leaf(self, digits: str, *, make: bool = False) -> Iterator[int]:
-        """The folder of a content, held open; each step of the way is looked up in the one before."""
-        with ExitStack() as opened:
-            at, way = self._objects, ""
+    def _content_folder(self, digits: str, *, create: bool = False) -> Iterator[int]:
+        """Open the folder of a content; each level is opened relative to the one before."""
+        with ExitStack() as stack:
+            folder_fd, relative_path = self._objects_fd, ""
             for name in (digits[:2], digits[2:4]):
-                way += name
-                if make and way not in self._lasting:
-                    make_folder(name, within=at)
-                    self._lasting.add(way)
-                at = opened.enter_context(folder(name, within=at))
-            yield at
+                relative_path += name
+                if create and relative_path not in self._durable_folders:
+                    make_folder(name, parent_fd=folder_fd)
+                    self._durable_folders.add(relative_path)
+                folder_fd = stack.enter_context(folder(name, parent_fd=folder_fd))
+            yield folder_fd
 
     def _measure(self) -> int:
-        """Bytes that are here, sealed or not."""
-        return _measure(self._objects, "") + self.upload_bytes()
+        """Return the number of stored bytes, committed or not."""
+        return _measure(self._objects_fd, "") + self.upload_bytes()
 
     def upload_bytes(self) -> int:
-        with told("cannot measure uploads"):
-            return _measure(self._uploads, ".part")
+        with translate_os_errors("cannot measure uploads"):
+            return _measure(self._uploads_fd, ".part")
 
 
-def _measure(top: int, ending: str) -> int:
-    """Bytes of all files below the folder *top* whose name ends so."""
+def _measure(top: int, suffix: str) -> int:
+    """Return the size of all files below the folder *top* whose names end with *suffix*."""
     size = 0
-    for _, _, files, at in os.fwalk(".", dir_fd=top):
+    for _, _, files, folder_fd in os.fwalk(".", dir_fd=top):
         for name in files:
-            if name.endswith(ending):
+            if name.endswith(suffix):
                 with suppress(FileNotFoundError):
-                    size += os.stat(name, dir_fd=at, follow_symlinks=False).st_size
+                    size += os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_size
     return size
 
 
-def _digits(digest: str) -> str:
-    digits = hexadecimal(digest)
-    assert digits is not None  # noqa: S101 - made by a hash, or looked at before
+def _require_digest_hex(digest: str) -> str:
+    digits = digest_hex(digest)
+    assert digits is not None  # noqa: S101 - computed by a hash, or checked before
     return digits

@@ -1,4 +1,4 @@
-"""Artifacts in memory: named once and for ever, kept by their content, and watched by the facts that name them."""
+"""Artifacts in memory: names that never change, contents by digest, and the facts that reference them."""
 
 from __future__ import annotations
 
@@ -7,181 +7,187 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
-from ergon_framework.facts.boundary import CHUNK
+from ergon_framework.facts.boundary import CHUNK_BYTES
 from ergon_framework.facts.errors import (
     ArtifactLost,
     ArtifactUnknown,
     InvalidFactError,
 )
-from ergon_framework.facts.model import ArtifactReference, Envelope, ObjectName, Stored
+from ergon_framework.facts.model import ArtifactReference, Envelope, ObjectName, StoredArtifact
 from ergon_framework.facts.stores import refusals
 
 
-class Upload:
-    """The bytes of an artifact as they come; nothing of it can be read before it is complete."""
+class MemoryUpload:
+    """The bytes of an incomplete artifact; they cannot be read before the upload is complete."""
 
     def __init__(self, content: bytes = b"") -> None:
-        self._pieces = [content]
+        self._chunks = [content]
         self._hash = hashlib.sha256(content)
         self.size = len(content)
-        #: Without room, what may be stored already is only compared.
-        self.is_kept = True
+        #: Without capacity, the bytes of an artifact that may be stored already are only hashed and compared.
+        self.is_buffered = True
 
-    def add(self, piece: bytes) -> None:
-        if not isinstance(piece, bytes | bytearray | memoryview):
-            raise InvalidFactError(f"a blob yields bytes, not {type(piece).__name__}")
-        if self.is_kept:
-            self._pieces.append(bytes(piece))
-        self._hash.update(piece)
-        self.size += len(piece)
+    def add(self, chunk: bytes) -> None:
+        if not isinstance(chunk, bytes | bytearray | memoryview):
+            raise InvalidFactError(f"a blob yields bytes, not {type(chunk).__name__}")
+        if self.is_buffered:
+            self._chunks.append(bytes(chunk))
+        self._hash.update(chunk)
+        self.size += len(chunk)
 
     @property
-    def stored(self) -> Stored:
-        return Stored(f"sha256:{self._hash.hexdigest()}", self.size)
+    def stored(self) -> StoredArtifact:
+        return StoredArtifact(f"sha256:{self._hash.hexdigest()}", self.size)
 
-    def content(self) -> bytes:
-        return b"".join(self._pieces)
+    def to_bytes(self) -> bytes:
+        return b"".join(self._chunks)
 
 
 class Artifacts:
-    """All of one store; its owner calls it under a lock."""
+    """All artifacts of one store; the owner calls it under a lock."""
 
     def __init__(self) -> None:
-        #: What was confirmed for each name, and when it was stored.
-        self._names: dict[ObjectName, tuple[Stored, int]] = {}
+        #: By name: what was confirmed, and when it was stored.
+        self._names: dict[ObjectName, tuple[StoredArtifact, int]] = {}
         self._contents: dict[str, bytes] = {}
-        #: Uploads that broke off, by name and what was expected; and since when.
-        self._partial: dict[tuple[ObjectName, Stored], tuple[bytes, int]] = {}
-        #: Which retained facts name it, the oldest first; and what each of these facts names.
-        self._named_by: dict[ObjectName, dict[tuple[str, str], None]] = {}
-        self._uses: dict[tuple[str, str], ObjectName] = {}
-        #: Those that are coming in.
-        self.arriving: set[Upload] = set()
+        #: Interrupted uploads, by name and expected content, with the time of the interruption.
+        self._interrupted: dict[tuple[ObjectName, StoredArtifact], tuple[bytes, int]] = {}
+        #: By artifact: the retained facts that reference it, oldest first. By fact: the artifact that it references.
+        self._facts_by_artifact: dict[ObjectName, dict[tuple[str, str], None]] = {}
+        self._artifact_by_fact: dict[tuple[str, str], ObjectName] = {}
+        #: Running uploads.
+        self.running_uploads: set[MemoryUpload] = set()
 
     def copy_stored(self) -> Artifacts:
-        """Return a copy of what is stored, without the uploads that are coming in."""
-        twin = copy.copy(self)
-        twin.arriving = set()
-        return copy.deepcopy(twin)
+        """Return a copy of the stored artifacts, without the running uploads."""
+        clone = copy.copy(self)
+        clone.running_uploads = set()
+        return copy.deepcopy(clone)
 
-    def begin(self, name: ObjectName, expected: Stored | None, begin: int) -> Upload:
-        """A new upload, or what is here of one that broke off."""
+    def begin(self, name: ObjectName, expected: StoredArtifact | None, begin: int) -> MemoryUpload:
+        """Begin an upload, or resume an interrupted one."""
         if begin == 0:
             if expected is not None:
-                self._partial.pop((name, expected), None)
-            return Upload()
-        here = 0 if expected is None else self.received(name, expected)
-        if expected is None or not 0 < begin <= here:
-            raise refusals.too_far(name, begin, here)
-        partial = self._partial.pop((name, expected), None)
+                self._interrupted.pop((name, expected), None)
+            return MemoryUpload()
+        stored_bytes = 0 if expected is None else self.uploaded_bytes(name, expected)
+        if expected is None or not 0 < begin <= stored_bytes:
+            raise refusals.upload_offset_error(name, begin, stored_bytes)
+        partial = self._interrupted.pop((name, expected), None)
         content = self._contents[expected.digest] if partial is None else partial[0]
-        return Upload(content[:begin])
+        return MemoryUpload(content[:begin])
 
-    def interrupt(self, name: ObjectName, expected: Stored, upload: Upload, now: int) -> None:
-        """It broke off, and may be gone on with."""
-        self._partial[name, expected] = upload.content(), now
+    def interrupt(self, name: ObjectName, expected: StoredArtifact, upload: MemoryUpload, now: int) -> None:
+        """Record an interrupted upload, which may be resumed."""
+        self._interrupted[name, expected] = upload.to_bytes(), now
 
-    def received(self, name: ObjectName, expected: Stored) -> int:
-        known = self._names.get(name)
-        if known is not None and known[0] == expected and expected.digest in self._contents:
+    def uploaded_bytes(self, name: ObjectName, expected: StoredArtifact) -> int:
+        entry = self._names.get(name)
+        if entry is not None and entry[0] == expected and expected.digest in self._contents:
             return expected.size
-        partial = self._partial.get((name, expected))
+        partial = self._interrupted.get((name, expected))
         return 0 if partial is None else len(partial[0])
 
     def locate(self, name: ObjectName) -> ObjectName:
-        """Return the name under which it is kept: the store's own zones keep what their facts name without an owner."""
-        shared = name._replace(zone="")
-        if name not in self._names and any(zone == name.zone for zone, _ in self.namers(shared)):
-            return shared
+        """Return the stored name; artifacts of the store's own zones are stored without an owning zone."""
+        shared_name = name._replace(zone="")
+        if name not in self._names and any(zone == name.zone for zone, _ in self.referencing_facts(shared_name)):
+            return shared_name
         return name
 
-    def known(self, name: ObjectName) -> Stored | None:
-        """What was confirmed for that name."""
-        known = self._names.get(name)
-        return None if known is None else known[0]
+    def stat(self, name: ObjectName) -> StoredArtifact | None:
+        """Return what was confirmed for that name, or None."""
+        entry = self._names.get(name)
+        return None if entry is None else entry[0]
 
-    def namers(self, name: ObjectName) -> Collection[tuple[str, str]]:
-        """The retained facts that name it, each as zone and message_id."""
-        return self._named_by.get(name, {})
+    def referencing_facts(self, name: ObjectName) -> Collection[tuple[str, str]]:
+        """Return the retained facts that reference the artifact, each as zone and message_id."""
+        return self._facts_by_artifact.get(name, {})
 
-    def found(self, name: ObjectName, stored: Stored) -> Stored | None:
-        """What was confirmed for these bytes before; other bytes are a conflict."""
-        known = self._names.get(name)
-        if known is None:
+    def match(self, name: ObjectName, stored: StoredArtifact) -> StoredArtifact | None:
+        """Return what was confirmed for the same bytes before, or None; raise a conflict for other bytes."""
+        entry = self._names.get(name)
+        if entry is None:
             return None
-        if known[0] != stored:
-            raise refusals.taken(name, known[0], stored)
-        return known[0]
+        if entry[0] != stored:
+            raise refusals.artifact_conflict_error(name, entry[0], stored)
+        return entry[0]
 
-    def keep(self, name: ObjectName, upload: Upload, now: int) -> Stored:
+    def store(self, name: ObjectName, upload: MemoryUpload, now: int) -> StoredArtifact:
         stored = upload.stored
         self._names[name] = stored, now
-        self._contents.setdefault(stored.digest, upload.content())
+        self._contents.setdefault(stored.digest, upload.to_bytes())
         return stored
 
-    def mend(self, upload: Upload) -> None:
-        """Somebody has sent once more what is named already: should it be missing or damaged, it is right again."""
-        self._contents[upload.stored.digest] = upload.content()
+    def repair(self, upload: MemoryUpload) -> None:
+        """Replace the content of a stored artifact by the same bytes, which repairs a missing or damaged one."""
+        self._contents[upload.stored.digest] = upload.to_bytes()
 
-    def check(self, reference: ArtifactReference, owners: Iterable[str]) -> ObjectName:
-        """Return the artifact that a fact names, of the first of *owners* that has one; refuse what is not so."""
+    def resolve_reference(self, reference: ArtifactReference, owners: Iterable[str]) -> ObjectName:
+        """Return the referenced artifact of the first of *owners* that has it; raise if it is missing or differs."""
         names = (ObjectName(zone, reference.bucket, reference.key) for zone in owners)
         name = next((name for name in names if name in self._names), None)
-        known = None if name is None else self._names[name][0]
-        if name is None or known is None or known.digest not in self._contents:
-            raise refusals.not_stored(reference)
-        if known != (reference.digest, reference.size):
-            raise refusals.another(reference, known)
+        stored = None if name is None else self._names[name][0]
+        if name is None or stored is None or stored.digest not in self._contents:
+            raise refusals.artifact_missing_error(reference)
+        if stored != (reference.digest, reference.size):
+            raise refusals.artifact_differs_error(reference, stored)
         return name
 
-    def name(self, name: ObjectName, envelope: Envelope) -> None:
-        """A retained fact names it from now on."""
-        fact = envelope.from_zone, envelope.message_id
-        self._named_by.setdefault(name, {})[fact] = None
-        self._uses[fact] = name
+    def add_reference(self, name: ObjectName, envelope: Envelope) -> None:
+        """Record that a retained fact references the artifact."""
+        fact_key = envelope.from_zone, envelope.message_id
+        self._facts_by_artifact.setdefault(name, {})[fact_key] = None
+        self._artifact_by_fact[fact_key] = name
 
-    def unname(self, envelope: Envelope) -> None:
-        """That fact is no longer retained."""
-        fact = envelope.from_zone, envelope.message_id
-        name = self._uses.pop(fact)
-        self._named_by[name].pop(fact)
-        if not self._named_by[name]:
-            del self._named_by[name]
+    def remove_reference(self, envelope: Envelope) -> None:
+        """Remove the reference of a fact that is no longer retained."""
+        fact_key = envelope.from_zone, envelope.message_id
+        name = self._artifact_by_fact.pop(fact_key)
+        self._facts_by_artifact[name].pop(fact_key)
+        if not self._facts_by_artifact[name]:
+            del self._facts_by_artifact[name]
 
-    def prune(self, before: int) -> int:
-        """Remove what was stored before and no retained fact names."""
-        gone = [name for name, (_, at) in self._names.items() if at < before and name not in self._named_by]
-        for name in gone:
+    def prune(self, before_unix_ms: int) -> int:
+        """Remove artifacts that were stored before the given time and that no retained fact references."""
+        unused = [
+            name
+            for name, (_, stored_at_unix_ms) in self._names.items()
+            if stored_at_unix_ms < before_unix_ms and name not in self._facts_by_artifact
+        ]
+        for name in unused:
             del self._names[name]
-        self.sweep(before)
+        self.delete_stale_uploads(before_unix_ms)
         used = Counter(stored.digest for stored, _ in self._names.values())
         for digest in [digest for digest in self._contents if not used[digest]]:
             del self._contents[digest]
-        return len(gone)
+        return len(unused)
 
     def read(self, name: ObjectName, begin: int = 0) -> Iterator[bytes]:
-        """The content, piece by piece, and at the end an error if it is not what was stored."""
-        known = self._names.get(name)
-        content = None if known is None else self._contents.get(known[0].digest)
-        if known is None or content is None:
-            raise self._missing(name, "is missing")
-        return self._pieces(name, content, known[0].digest, begin)
+        """Return the content in chunks; raise an error at the end if it is not what was stored."""
+        entry = self._names.get(name)
+        content = None if entry is None else self._contents.get(entry[0].digest)
+        if entry is None or content is None:
+            raise self._lost_error(name, "is missing")
+        return self._read_chunks(name, content, entry[0].digest, begin)
 
-    def _pieces(self, name: ObjectName, content: bytes, digest: str, begin: int) -> Iterator[bytes]:
-        made = hashlib.sha256(content[:begin])
-        for start in range(begin, len(content), CHUNK):
-            piece = content[start : start + CHUNK]
-            made.update(piece)
-            yield piece
-        if f"sha256:{made.hexdigest()}" != digest:
-            raise self._missing(name, "is damaged")
+    def _read_chunks(self, name: ObjectName, content: bytes, digest: str, begin: int) -> Iterator[bytes]:
+        hasher = hashlib.sha256(content[:begin])
+        for start in range(begin, len(content), CHUNK_BYTES):
+            chunk = content[start : start + CHUNK_BYTES]
+            hasher.update(chunk)
+            yield chunk
+        if f"sha256:{hasher.hexdigest()}" != digest:
+            raise self._lost_error(name, "is damaged")
 
-    def _missing(self, name: ObjectName, what: str) -> ArtifactLost | ArtifactUnknown:
-        return refusals.missing(name, what, next(iter(self.namers(name)), None))
+    def _lost_error(self, name: ObjectName, problem: str) -> ArtifactLost | ArtifactUnknown:
+        return refusals.artifact_lost_error(name, problem, next(iter(self.referencing_facts(name)), None))
 
-    def sweep(self, before: int) -> None:
-        """Remove uploads that broke off before."""
-        self._partial = {upload: kept for upload, kept in self._partial.items() if kept[1] >= before}
+    def delete_stale_uploads(self, before_unix_ms: int) -> None:
+        """Remove uploads that were interrupted before the given time."""
+        self._interrupted = {
+            upload: partial for upload, partial in self._interrupted.items() if partial[1] >= before_unix_ms
+        }
 
     @property
     def size(self) -> int:
@@ -189,6 +195,6 @@ class Artifacts:
 
     @property
     def upload_bytes(self) -> int:
-        """Bytes of uploads that are not complete."""
-        broken = sum(len(content) for content, _ in self._partial.values())
-        return broken + sum(upload.size for upload in self.arriving if upload.is_kept)
+        """The number of bytes of incomplete uploads."""
+        interrupted_bytes = sum(len(content) for content, _ in self._interrupted.values())
+        return interrupted_bytes + sum(upload.size for upload in self.running_uploads if upload.is_buffered)

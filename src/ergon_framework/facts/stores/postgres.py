@@ -1,4 +1,4 @@
-"""PostgresBoundary: facts in PostgreSQL, in both flavours; the bytes of artifacts are in contents beside it."""
+"""PostgresBoundary: facts in PostgreSQL, sync and async; artifact bytes are in a separate content store."""
 
 from __future__ import annotations
 
@@ -12,124 +12,131 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Self, TypeVar
 from weakref import WeakKeyDictionary, ref
 
-from ergon_framework.connectors.postgres.queue import VARIABLE
+from ergon_framework.connectors.postgres.queue import DSN_VARIABLE
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts import observe
-from ergon_framework.facts.blob import to_pieces
+from ergon_framework.facts.blob import to_chunks
 from ergon_framework.facts.boundary import (
-    Appended,
-    Appending,
+    AppendResult,
     AsyncBlobSource,
     AsyncBoundary,
     BlobSource,
     Boundary,
     BoundaryCapabilities,
-    KnownObject,
     LogState,
-    Pruned,
+    NewFact,
+    ObjectInfo,
+    PruneResult,
     Unlisten,
-    confirmed,
+    raise_if_error,
 )
-from ergon_framework.facts.contents import Contents
+from ergon_framework.facts.contents import ContentStore
 from ergon_framework.facts.model import (
+    BoundarySide,
     Cursor,
     Envelope,
     Fact,
     FactConfirmation,
     ObjectName,
-    Pair,
-    Side,
-    Stored,
+    StoredArtifact,
     StoredFact,
+    ZonePair,
 )
 from ergon_framework.facts.stores import postgres_reading as reading
 from ergon_framework.facts.stores import postgres_retention as retention
 from ergon_framework.facts.stores import postgres_statements as statements
 from ergon_framework.facts.stores import refusals
-from ergon_framework.facts.stores.postgres_appending import Appending as Appender
-from ergon_framework.facts.stores.postgres_batch import Item, appending, forwarding, plain
-from ergon_framework.facts.stores.postgres_bell import Bell
-from ergon_framework.facts.stores.postgres_objects import Objects, put_async
-from ergon_framework.facts.stores.postgres_partitions import made_ahead
-from ergon_framework.facts.stores.postgres_sharing import AsyncShared, Shared, portions
-from ergon_framework.facts.stores.postgres_side import PostgresFactSide
-from ergon_framework.facts.stores.postgres_store import Store
+from ergon_framework.facts.stores.postgres_appending import FactAppender as Appender
+from ergon_framework.facts.stores.postgres_batch import FactRow, row_to_append, rows_to_append, rows_to_forward
+from ergon_framework.facts.stores.postgres_bell import FactListener
+from ergon_framework.facts.stores.postgres_objects import PostgresArtifacts, put_async
+from ergon_framework.facts.stores.postgres_partitions import create_future_partitions
+from ergon_framework.facts.stores.postgres_sharing import AsyncCoalescer, Coalescer, split_batches
+from ergon_framework.facts.stores.postgres_side import PostgresFactConsumerStore
+from ergon_framework.facts.stores.postgres_store import DatabaseSession
 from ergon_framework.schema.operation import Operation, Query
 
 R = TypeVar("R")
 
-#: Seconds that a call may take, and that a round of retention may.
-_WITHIN: Final = 30.0
-_PRUNING: Final = 600.0
+#: Timeouts of a call and of a retention run.
+_CALL_TIMEOUT_SECONDS: Final = 30.0
+_PRUNE_TIMEOUT_SECONDS: Final = 600.0
 
 
-class EpochBegun(NamedTuple):
-    """One epoch, of this store or of one that facts were forwarded from."""
+class EpochRecord(NamedTuple):
+    """One epoch, of this store or of a store that facts were forwarded from."""
 
     epoch: str
     began_at: datetime
     why: str
     by: str
-    #: Whether the store is in it.
+    #: Whether this is the store's current epoch.
     present: bool
 
 
-class _Premises:
-    """What a boundary has in one process: a forked child has another."""
+class _ProcessState:
+    """The connections, listener and coalescers of a boundary in one process; a forked child creates its own."""
 
-    def __init__(self, store: Store, appender: Appender) -> None:
-        self.store = store
-        self.bell = Bell(store.lines)
+    def __init__(self, session: DatabaseSession, appender: Appender) -> None:
+        self.session = session
+        self.listener = FactListener(session.pool)
         self._appender = appender
-        #: Facts that are appended and such that are forwarded never go together: they are different statements.
-        self.shared = {kind: Shared(self._commit) for kind in (False, True)}
-        self._per_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, AsyncShared]] = WeakKeyDictionary()
-        #: The loop that asked last, which mostly asks again, and its own; in one piece, for loops of several threads.
-        self._last: tuple[ref[asyncio.AbstractEventLoop], dict[bool, AsyncShared]] | None = None
+        #: Appends and forwards use different statements, so they are never in one batch.
+        self.coalescers = {forwarded: Coalescer(self._commit) for forwarded in (False, True)}
+        self._per_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, AsyncCoalescer]] = WeakKeyDictionary()
+        #: The last loop with its coalescers: the common case. One tuple, so that loops of several threads see both.
+        self._last_used: tuple[ref[asyncio.AbstractEventLoop], dict[bool, AsyncCoalescer]] | None = None
 
-    def shared_here(self) -> dict[bool, AsyncShared]:
-        """Those of the running event loop."""
+    def coalescer_for_loop(self) -> dict[bool, AsyncCoalescer]:
+        """Return the coalescers of the running event loop."""
         loop = asyncio.get_running_loop()
-        last = self._last
+        last = self._last_used
         if last is not None and last[0]() is loop:
             return last[1]
-        found = self._per_loop.get(loop)
-        if found is None:
-            found = self._per_loop[loop] = {kind: AsyncShared(self._commit_async) for kind in (False, True)}
-        self._last = ref(loop), found
-        return found
+        coalescers = self._per_loop.get(loop)
+        if coalescers is None:
+            coalescers = self._per_loop[loop] = {
+                forwarded: AsyncCoalescer(self._commit_async) for forwarded in (False, True)
+            }
+        self._last_used = ref(loop), coalescers
+        return coalescers
 
-    def _commit(self, items: Sequence[Item]) -> Sequence[Appended]:
-        return self._told(items, self.store.lines.run(self._appender.commit(self.store, items), within=_WITHIN))
+    def _commit(self, items: Sequence[FactRow]) -> Sequence[AppendResult]:
+        return self._record_results(
+            items,
+            self.session.pool.run(self._appender.commit(self.session, items), timeout_seconds=_CALL_TIMEOUT_SECONDS),
+        )
 
-    async def _commit_async(self, items: Sequence[Item]) -> Sequence[Appended]:
-        commit = self._appender.commit(self.store, items)
-        return self._told(items, await self.store.lines.run_async(commit, within=_WITHIN))
+    async def _commit_async(self, items: Sequence[FactRow]) -> Sequence[AppendResult]:
+        commit = self._appender.commit(self.session, items)
+        return self._record_results(
+            items, await self.session.pool.run_async(commit, timeout_seconds=_CALL_TIMEOUT_SECONDS)
+        )
 
-    def _told(self, items: Sequence[Item], results: Sequence[Appended]) -> Sequence[Appended]:
-        """Count what has come of them, and wake whoever waits here for new ones."""
-        side = self.store.side
-        observe.appended_all(side.store_buffer if items[0].origin is None else side.forward_buffer, results)
+    def _record_results(self, items: Sequence[FactRow], results: Sequence[AppendResult]) -> Sequence[AppendResult]:
+        """Count the results, and notify the listeners of this process if there are new facts."""
+        side = self.session.side
+        observe.record_appends(side.store_buffer if items[0].origin is None else side.forward_buffer, results)
         if any(isinstance(result, FactConfirmation) and not result.duplicate for result in results):
-            self.bell.ring()
+            self.listener.notify()
         return results
 
 
 class PostgresBoundary(Boundary, AsyncBoundary):
     """A store in a database that ``ergon db upgrade`` has prepared; one database is one store.
 
-    The address is *dsn*, or the environment's ``ERGON_POSTGRES__DSN``. *contents* keeps the bytes of artifacts; without
-    it there are none. *max_facts* and *max_bytes* bound what is retained: beyond, appending is BufferFull and nothing
-    is lost. Ids are kept for ever, or for *identity_retention* seconds and at least as long as their facts. A database
-    that may lose what it has committed is refused, unless *accept_loss*.
+    The address is *dsn*, or the environment's ``ERGON_POSTGRES__DSN``. *contents* stores the bytes of artifacts;
+    without it artifacts are not supported. *max_facts* and *max_bytes* bound what is retained: beyond them, an append
+    raises BufferFull and nothing is lost. Ids are kept without limit, or for *identity_retention* seconds and at least
+    as long as their facts. A database that may lose committed data is rejected, unless *accept_loss*.
     """
 
     def __init__(
         self,
         dsn: str | None = None,
         *,
-        side: Side = Side.INNER,
-        contents: Contents | None = None,
+        side: BoundarySide = BoundarySide.INNER,
+        contents: ContentStore | None = None,
         max_facts: int | None = None,
         max_bytes: int | None = None,
         identity_retention: float | None = None,
@@ -137,20 +144,24 @@ class PostgresBoundary(Boundary, AsyncBoundary):
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._dsn = dsn
-        self._side = Side(side)
+        self._side = BoundarySide(side)
         self._contents = contents
         self._identity_retention = identity_retention
         self._accept_loss = accept_loss
         self._wall = wall
         self._appender = Appender(self._side, max_facts=max_facts, max_bytes=max_bytes, wall=wall)
-        self._objects: Objects | None = None
+        self._artifacts: PostgresArtifacts | None = None
         if contents is not None:
-            self._objects = Objects(
-                contents, side=self._side, store=lambda: self._premises().store, max_bytes=max_bytes, now=self._now
+            self._artifacts = PostgresArtifacts(
+                contents,
+                side=self._side,
+                get_session=lambda: self._get_process_state().session,
+                max_bytes=max_bytes,
+                now=self._now,
             )
         self._lock = threading.Lock()
-        self._here: _Premises | None = None
-        self._inherited: _Premises | None = None
+        self._process_state: _ProcessState | None = None
+        self._inherited: _ProcessState | None = None
 
     def __repr__(self) -> str:
         return f"PostgresBoundary(side={self._side.value!r})"
@@ -158,71 +169,75 @@ class PostgresBoundary(Boundary, AsyncBoundary):
     def _now(self) -> int:
         return int(self._wall() * 1000)
 
-    # -- coming and going -----------------------------------------------------------------------------
+    # -- lifecycle ------------------------------------------------------------------------------------
 
-    def _premises(self) -> _Premises:
-        here = self._here
-        if here is not None and here.store.owner == os.getpid():
-            return here
+    def _get_process_state(self) -> _ProcessState:
+        state = self._process_state
+        if state is not None and state.session.owner_pid == os.getpid():
+            return state
         with self._lock:
-            if self._here is not None and self._here.store.owner != os.getpid():
-                # Kept, so that nobody collects connections that are the parent's.
-                self._inherited, self._here = self._here, None
-            if self._here is None:
-                store = Store(self._address(), side=self._side, accept_loss=self._accept_loss)
-                self._here = _Premises(store, self._appender)
-            return self._here
+            if self._process_state is not None and self._process_state.session.owner_pid != os.getpid():
+                # Referenced, so that garbage collection in the child does not close the parent's connections.
+                self._inherited, self._process_state = self._process_state, None
+            if self._process_state is None:
+                session = DatabaseSession(self._resolve_dsn(), side=self._side, accept_loss=self._accept_loss)
+                self._process_state = _ProcessState(session, self._appender)
+            return self._process_state
 
-    def _address(self) -> str:
-        dsn = self._dsn or os.environ.get(VARIABLE)
+    def _resolve_dsn(self) -> str:
+        dsn = self._dsn or os.environ.get(DSN_VARIABLE)
         if not dsn:
-            raise ConfigurationError(f"facts need a database: set {VARIABLE} in the environment or give dsn=…")
+            raise ConfigurationError(f"facts need a database: set {DSN_VARIABLE} in the environment or give dsn=…")
         return dsn
 
-    def _run(self, work: Callable[..., Operation[R]], *args: Any, within: float = _WITHIN) -> R:
-        store = self._premises().store
-        return store.lines.run(work(store, *args), within=within)
+    def _run(
+        self, make_operation: Callable[..., Operation[R]], *args: Any, timeout_seconds: float = _CALL_TIMEOUT_SECONDS
+    ) -> R:
+        session = self._get_process_state().session
+        return session.pool.run(make_operation(session, *args), timeout_seconds=timeout_seconds)
 
-    async def _run_async(self, work: Callable[..., Operation[R]], *args: Any, within: float = _WITHIN) -> R:
-        store = self._premises().store
-        return await store.lines.run_async(work(store, *args), within=within)
+    async def _run_async(
+        self, make_operation: Callable[..., Operation[R]], *args: Any, timeout_seconds: float = _CALL_TIMEOUT_SECONDS
+    ) -> R:
+        session = self._get_process_state().session
+        return await session.pool.run_async(make_operation(session, *args), timeout_seconds=timeout_seconds)
 
     def open(self) -> None:
-        """Connect; refuse a database that is too old, of the other side, or may lose what it has committed."""
+        """Connect; reject a database that is outdated, of the other side, or may lose committed data."""
         try:
-            self._run(self._opened)
+            self._run(self._open_session)
         except BaseException:
             self.close()
             raise
 
     async def open_async(self) -> None:
         try:
-            await self._run_async(self._opened)
+            await self._run_async(self._open_session)
         except BaseException:
             await self.close_async()
             raise
 
-    def _opened(self, store: Store) -> Operation[None]:
-        yield from store.opened()
-        yield from made_ahead(self._now())
+    def _open_session(self, session: DatabaseSession) -> Operation[None]:
+        yield from session.ensure_open()
+        yield from create_future_partitions(self._now())
 
     def close(self) -> None:
-        """Disconnect; another call connects again."""
-        here = self._left()
-        if here is not None:
-            here.store.lines.close()
+        """Disconnect; the next call connects again."""
+        state = self._detach_process_state()
+        if state is not None:
+            state.session.pool.close()
 
     async def close_async(self) -> None:
-        here = self._left()
-        if here is not None:
-            await here.store.lines.close_async()
+        state = self._detach_process_state()
+        if state is not None:
+            await state.session.pool.close_async()
 
-    def _left(self) -> _Premises | None:
+    def _detach_process_state(self) -> _ProcessState | None:
         with self._lock:
-            here, self._here = self._here, None
-        if here is not None:
-            here.bell.close()
-        return here
+            state, self._process_state = self._process_state, None
+        if state is not None:
+            state.listener.close()
+        return state
 
     def __enter__(self) -> Self:
         self.open()
@@ -238,96 +253,100 @@ class PostgresBoundary(Boundary, AsyncBoundary):
     async def __aexit__(self, *_: object) -> None:
         await self.close_async()
 
-    # -- what it is -----------------------------------------------------------------------------------
+    # -- properties -----------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> str:
-        """The present epoch; of a store that was not opened yet it has to be asked for, which blocks."""
-        known = self._premises().store.known
-        return (known or self._run(Store.opened)).epoch
+        """The present epoch; before the store was opened, reading it queries the database, which blocks."""
+        identity = self._get_process_state().session.identity
+        return (identity or self._run(DatabaseSession.ensure_open)).epoch
 
     @property
     def capabilities(self) -> BoundaryCapabilities:
-        """What it can do; whether it is durable is known once it was opened."""
-        store = self._premises().store
-        worth = [None if store.durability is None else store.durability.durable]
+        """The capabilities; durability is unknown (None) before the store was opened."""
+        session = self._get_process_state().session
+        durabilities = [None if session.durability is None else session.durability.durable]
         if self._contents is not None:
-            worth.append(self._contents.durable)
-        durable = False if False in worth else None if None in worth else True
+            durabilities.append(self._contents.durable)
+        durable = False if False in durabilities else None if None in durabilities else True
         return BoundaryCapabilities(durable=durable, side=self._side, artifacts=self._contents is not None)
 
     @property
     def durability(self) -> str | None:
-        """In words, what a power loss could cost; None before the store was opened."""
-        durability = self._premises().store.durability
-        return None if durability is None else durability.words
+        """A description of what a power loss could lose; None before the store was opened."""
+        durability = self._get_process_state().session.durability
+        return None if durability is None else durability.message
 
     def listen(self, wake: Callable[[], None]) -> Unlisten:
-        return self._premises().bell.hang(wake)
+        return self._get_process_state().listener.subscribe(wake)
 
-    def fact_side(self) -> PostgresFactSide:
-        """In the same database, so that what has succeeded costs no more than its receipt."""
-        return PostgresFactSide.beside(self._run, self._run_async)
+    def consumer_store(self) -> PostgresFactConsumerStore:
+        """Return the consumer store in the same database; a handled fact then costs no more than its confirmation."""
+        return PostgresFactConsumerStore.for_boundary(self._run, self._run_async)
 
     def new_epoch(self, *, by: str, why: str = "") -> str:
-        """Begin a new epoch, as somebody must who knows that an older state was put back; *by* is kept."""
-        return self._run(_renewed, why or "an operator has begun it", by)
+        """Begin a new epoch after an older state was restored; *by* is recorded."""
+        return self._run(_begin_epoch, why or "an operator has begun it", by)
 
     async def new_epoch_async(self, *, by: str, why: str = "") -> str:
-        return await self._run_async(_renewed, why or "an operator has begun it", by)
+        return await self._run_async(_begin_epoch, why or "an operator has begun it", by)
 
-    def epochs(self) -> Sequence[EpochBegun]:
-        """All epochs that are known here, the newest first: who began or adopted each of them, when and why."""
-        return self._run(_epochs)
+    def epochs(self) -> Sequence[EpochRecord]:
+        """Return all known epochs, newest first: who began or adopted each of them, when and why."""
+        return self._run(_list_epochs)
 
-    async def epochs_async(self) -> Sequence[EpochBegun]:
-        return await self._run_async(_epochs)
+    async def epochs_async(self) -> Sequence[EpochRecord]:
+        return await self._run_async(_list_epochs)
 
     # -- facts ----------------------------------------------------------------------------------------
 
     def append_fact(self, envelope: Envelope, fact: Fact) -> FactConfirmation:
         if fact.artifact is not None:
             return super().append_fact(envelope, fact)
-        # The everyday case, by the shortest way.
-        return confirmed(self._premises().shared[False]([plain(envelope, fact)])[0])
+        # The common case, a fact without an artifact, skips the batch logic.
+        return raise_if_error(self._get_process_state().coalescers[False]([row_to_append(envelope, fact)])[0])
 
     def append_fact_async(self, envelope: Envelope, fact: Fact) -> Coroutine[Any, Any, FactConfirmation]:
         if fact.artifact is not None:
             return super().append_fact_async(envelope, fact)
-        return self._premises().shared_here()[False].one(plain(envelope, fact))
+        return self._get_process_state().coalescer_for_loop()[False].submit_one(row_to_append(envelope, fact))
 
-    def append_facts(self, facts: Sequence[Appending]) -> Sequence[Appended]:
-        items = appending(facts, self._absent(fact for _, fact in facts))
-        return self._shared(items, forwarded=False)
+    def append_facts(self, facts: Sequence[NewFact]) -> Sequence[AppendResult]:
+        items = rows_to_append(facts, self._missing_digests(fact for _, fact in facts))
+        return self._submit(items, forwarded=False)
 
-    def forward_facts(self, facts: Sequence[StoredFact]) -> Sequence[Appended]:
-        items = forwarding(facts, self._absent(stored.fact for stored in facts))
-        return self._shared(items, forwarded=True)
+    def forward_facts(self, facts: Sequence[StoredFact]) -> Sequence[AppendResult]:
+        items = rows_to_forward(facts, self._missing_digests(stored.fact for stored in facts))
+        return self._submit(items, forwarded=True)
 
-    def _shared(self, items: Sequence[Item], *, forwarded: bool) -> Sequence[Appended]:
-        shared = self._premises().shared[forwarded]
-        return [result for portion in portions(items) for result in shared(portion)]
+    def _submit(self, items: Sequence[FactRow], *, forwarded: bool) -> Sequence[AppendResult]:
+        coalescer = self._get_process_state().coalescers[forwarded]
+        return [result for batch in split_batches(items) for result in coalescer(batch)]
 
-    async def append_facts_async(self, facts: Sequence[Appending]) -> Sequence[Appended]:
-        items = appending(facts, await self._absent_async(fact for _, fact in facts))
-        return await self._shared_async(items, forwarded=False)
+    async def append_facts_async(self, facts: Sequence[NewFact]) -> Sequence[AppendResult]:
+        items = rows_to_append(facts, await self._missing_digests_async(fact for _, fact in facts))
+        return await self._submit_async(items, forwarded=False)
 
-    async def forward_facts_async(self, facts: Sequence[StoredFact]) -> Sequence[Appended]:
-        items = forwarding(facts, await self._absent_async(stored.fact for stored in facts))
-        return await self._shared_async(items, forwarded=True)
+    async def forward_facts_async(self, facts: Sequence[StoredFact]) -> Sequence[AppendResult]:
+        items = rows_to_forward(facts, await self._missing_digests_async(stored.fact for stored in facts))
+        return await self._submit_async(items, forwarded=True)
 
-    async def _shared_async(self, items: Sequence[Item], *, forwarded: bool) -> Sequence[Appended]:
-        shared = self._premises().shared_here()[forwarded]
-        return [result for portion in portions(items) for result in await shared(portion)]
+    async def _submit_async(self, items: Sequence[FactRow], *, forwarded: bool) -> Sequence[AppendResult]:
+        coalescer = self._get_process_state().coalescer_for_loop()[forwarded]
+        return [result for batch in split_batches(items) for result in await coalescer(batch)]
 
-    def _absent(self, facts: Iterable[Fact]) -> frozenset[str]:
-        """Digests of contents that facts name and that are not here."""
-        named = frozenset(fact.artifact.digest for fact in facts if fact.artifact is not None)
-        return self._objects.absent(named) if named and self._objects else named
+    def _missing_digests(self, facts: Iterable[Fact]) -> frozenset[str]:
+        """Return the digests that facts reference and whose contents are not stored."""
+        digests = frozenset(fact.artifact.digest for fact in facts if fact.artifact is not None)
+        return self._artifacts.missing_digests(digests) if digests and self._artifacts else digests
 
-    async def _absent_async(self, facts: Iterable[Fact]) -> frozenset[str]:
-        named = frozenset(fact.artifact.digest for fact in facts if fact.artifact is not None)
-        return await asyncio.to_thread(self._objects.absent, named) if named and self._objects else named
+    async def _missing_digests_async(self, facts: Iterable[Fact]) -> frozenset[str]:
+        digests = frozenset(fact.artifact.digest for fact in facts if fact.artifact is not None)
+        return (
+            await asyncio.to_thread(self._artifacts.missing_digests, digests)
+            if digests and self._artifacts
+            else digests
+        )
 
     def get_fact(self, from_zone: str, message_id: str) -> FactConfirmation | None:
         return self._run(self._appender.get, from_zone, message_id)
@@ -338,65 +357,65 @@ class PostgresBoundary(Boundary, AsyncBoundary):
     # -- reading --------------------------------------------------------------------------------------
 
     def fetch_facts(
-        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
+        self, reader: str, pair: ZonePair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
     ) -> Sequence[StoredFact]:
         fetch = partial(reading.fetch, after=after, max_readers=max_readers)
         return self._run(fetch, reader, pair, limit)
 
     async def fetch_facts_async(
-        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
+        self, reader: str, pair: ZonePair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
     ) -> Sequence[StoredFact]:
         fetch = partial(reading.fetch, after=after, max_readers=max_readers)
         return await self._run_async(fetch, reader, pair, limit)
 
-    def confirm_receipt(self, reader: str, pair: Pair, cursor: Cursor) -> None:
+    def confirm_receipt(self, reader: str, pair: ZonePair, cursor: Cursor) -> None:
         self._run(reading.confirm, reader, pair, cursor)
 
-    async def confirm_receipt_async(self, reader: str, pair: Pair, cursor: Cursor) -> None:
+    async def confirm_receipt_async(self, reader: str, pair: ZonePair, cursor: Cursor) -> None:
         await self._run_async(reading.confirm, reader, pair, cursor)
 
-    def cursor_of(self, reader: str, pair: Pair) -> Cursor | None:
-        return self._run(reading.cursor_of, reader, pair)
+    def get_cursor(self, reader: str, pair: ZonePair) -> Cursor | None:
+        return self._run(reading.get_cursor, reader, pair)
 
-    async def cursor_of_async(self, reader: str, pair: Pair) -> Cursor | None:
-        return await self._run_async(reading.cursor_of, reader, pair)
+    async def get_cursor_async(self, reader: str, pair: ZonePair) -> Cursor | None:
+        return await self._run_async(reading.get_cursor, reader, pair)
 
-    def end_of(self, pair: Pair) -> Cursor | None:
-        return self._run(reading.end_of, pair)
+    def last_offset(self, pair: ZonePair) -> Cursor | None:
+        return self._run(reading.last_offset, pair)
 
-    async def end_of_async(self, pair: Pair) -> Cursor | None:
-        return await self._run_async(reading.end_of, pair)
+    async def last_offset_async(self, pair: ZonePair) -> Cursor | None:
+        return await self._run_async(reading.last_offset, pair)
 
-    def cursor_at(self, pair: Pair, unix_ms: int) -> Cursor | None:
-        return self._run(reading.cursor_at, pair, unix_ms)
+    def cursor_at_time(self, pair: ZonePair, unix_ms: int) -> Cursor | None:
+        return self._run(reading.get_cursor_at_time, pair, unix_ms)
 
-    async def cursor_at_async(self, pair: Pair, unix_ms: int) -> Cursor | None:
-        return await self._run_async(reading.cursor_at, pair, unix_ms)
+    async def cursor_at_time_async(self, pair: ZonePair, unix_ms: int) -> Cursor | None:
+        return await self._run_async(reading.get_cursor_at_time, pair, unix_ms)
 
-    def retire_reader(self, reader: str, pair: Pair, *, by: str = "") -> bool:
-        return self._run(reading.retire, reader, pair, by)
+    def retire_reader(self, reader: str, pair: ZonePair, *, by: str = "") -> bool:
+        return self._run(reading.retire_reader, reader, pair, by)
 
-    async def retire_reader_async(self, reader: str, pair: Pair, *, by: str = "") -> bool:
-        return await self._run_async(reading.retire, reader, pair, by)
+    async def retire_reader_async(self, reader: str, pair: ZonePair, *, by: str = "") -> bool:
+        return await self._run_async(reading.retire_reader, reader, pair, by)
 
-    def adopt_epoch(self, pair: Pair, cursor: Cursor, *, by: str) -> None:
-        self._run(reading.adopt, pair, cursor, by)
+    def adopt_epoch(self, pair: ZonePair, cursor: Cursor, *, by: str) -> None:
+        self._run(reading.adopt_epoch, pair, cursor, by)
 
-    async def adopt_epoch_async(self, pair: Pair, cursor: Cursor, *, by: str) -> None:
-        await self._run_async(reading.adopt, pair, cursor, by)
+    async def adopt_epoch_async(self, pair: ZonePair, cursor: Cursor, *, by: str) -> None:
+        await self._run_async(reading.adopt_epoch, pair, cursor, by)
 
-    def survey(self) -> Sequence[LogState]:
-        return self._run(reading.survey)
+    def list_logs(self) -> Sequence[LogState]:
+        return self._run(reading.list_logs)
 
-    async def survey_async(self) -> Sequence[LogState]:
-        return await self._run_async(reading.survey)
+    async def list_logs_async(self) -> Sequence[LogState]:
+        return await self._run_async(reading.list_logs)
 
     # -- artifacts ------------------------------------------------------------------------------------
 
-    def _kept(self) -> Objects:
-        if self._objects is None:
-            raise refusals.no_contents()
-        return self._objects
+    def _require_artifacts(self) -> PostgresArtifacts:
+        if self._artifacts is None:
+            raise refusals.no_content_store_error()
+        return self._artifacts
 
     def put_object(
         self,
@@ -404,11 +423,11 @@ class PostgresBoundary(Boundary, AsyncBoundary):
         key: str,
         blob: BlobSource,
         *,
-        expected: Stored | None = None,
+        expected: StoredArtifact | None = None,
         begin: int = 0,
         zone: str = "",
-    ) -> Stored:
-        return self._kept().put(ObjectName.check(bucket, key, zone), to_pieces(blob), expected, begin)
+    ) -> StoredArtifact:
+        return self._require_artifacts().put(ObjectName.check(bucket, key, zone), to_chunks(blob), expected, begin)
 
     async def put_object_async(
         self,
@@ -416,71 +435,71 @@ class PostgresBoundary(Boundary, AsyncBoundary):
         key: str,
         blob: AsyncBlobSource,
         *,
-        expected: Stored | None = None,
+        expected: StoredArtifact | None = None,
         begin: int = 0,
         zone: str = "",
-    ) -> Stored:
-        objects, name = self._kept(), ObjectName.check(bucket, key, zone)
+    ) -> StoredArtifact:
+        artifacts, name = self._require_artifacts(), ObjectName.check(bucket, key, zone)
         if isinstance(blob, AsyncIterable):
-            return await put_async(objects, name, blob, expected=expected, begin=begin)
-        return await asyncio.to_thread(objects.put, name, to_pieces(blob), expected, begin)
+            return await put_async(artifacts, name, blob, expected=expected, begin=begin)
+        return await asyncio.to_thread(artifacts.put, name, to_chunks(blob), expected, begin)
 
-    def received(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:
-        return self._kept().received(ObjectName.check(bucket, key, zone), expected)
+    def uploaded_bytes(self, bucket: str, key: str, expected: StoredArtifact, *, zone: str = "") -> int:
+        return self._require_artifacts().uploaded_bytes(ObjectName.check(bucket, key, zone), expected)
 
-    async def received_async(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:
-        return await asyncio.to_thread(self.received, bucket, key, expected, zone=zone)
+    async def uploaded_bytes_async(self, bucket: str, key: str, expected: StoredArtifact, *, zone: str = "") -> int:
+        return await asyncio.to_thread(self.uploaded_bytes, bucket, key, expected, zone=zone)
 
     def get_object(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> Iterator[bytes]:
-        return self._kept().read(ObjectName.check(bucket, key, zone), begin)
+        return self._require_artifacts().read(ObjectName.check(bucket, key, zone), begin)
 
     async def get_object_async(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> AsyncIterator[bytes]:
-        pieces = self.get_object(bucket, key, begin=begin, zone=zone)
-        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-            yield piece
+        chunks = self.get_object(bucket, key, begin=begin, zone=zone)
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            yield chunk
 
-    def known_object(self, bucket: str, key: str, *, zone: str = "") -> KnownObject | None:
+    def stat_object(self, bucket: str, key: str, *, zone: str = "") -> ObjectInfo | None:
         name = ObjectName.check(bucket, key, zone)
-        return None if self._objects is None else self._objects.known(name)
+        return None if self._artifacts is None else self._artifacts.stat(name)
 
-    async def known_object_async(self, bucket: str, key: str, *, zone: str = "") -> KnownObject | None:
-        return await asyncio.to_thread(self.known_object, bucket, key, zone=zone)
+    async def stat_object_async(self, bucket: str, key: str, *, zone: str = "") -> ObjectInfo | None:
+        return await asyncio.to_thread(self.stat_object, bucket, key, zone=zone)
 
     def artifact_bytes(self) -> int | None:
-        return self._run(_artifact_bytes)
+        return self._run(_read_artifact_bytes)
 
     async def artifact_bytes_async(self) -> int | None:
-        return await self._run_async(_artifact_bytes)
+        return await self._run_async(_read_artifact_bytes)
 
     # -- retention ------------------------------------------------------------------------------------
 
-    def prune(self, before_unix_ms: int) -> Pruned:
-        facts = self._run(retention.drop_facts, before_unix_ms, self._now(), within=_PRUNING)
+    def prune(self, before_unix_ms: int) -> PruneResult:
+        facts = self._run(retention.drop_facts, before_unix_ms, self._now(), timeout_seconds=_PRUNE_TIMEOUT_SECONDS)
         if self._identity_retention is not None:
             latest = self._now() - int(self._identity_retention * 1000)
-            self._run(retention.forget_ids, latest, within=_PRUNING)
-        artifacts = self._run(retention.drop_objects, before_unix_ms, within=_PRUNING)
+            self._run(retention.delete_ids, latest, timeout_seconds=_PRUNE_TIMEOUT_SECONDS)
+        artifacts = self._run(retention.delete_artifacts, before_unix_ms, timeout_seconds=_PRUNE_TIMEOUT_SECONDS)
         if self._contents is not None:
-            self._contents.sweep(before_unix_ms)
-            self._run(retention.drop_contents, self._contents, before_unix_ms, within=_PRUNING)
-        return Pruned(facts, artifacts)
+            self._contents.delete_stale_uploads(before_unix_ms)
+            self._run(retention.delete_contents, self._contents, before_unix_ms, timeout_seconds=_PRUNE_TIMEOUT_SECONDS)
+        return PruneResult(facts, artifacts)
 
-    async def prune_async(self, before_unix_ms: int) -> Pruned:
-        # In a thread: contents block.
+    async def prune_async(self, before_unix_ms: int) -> PruneResult:
+        # In a thread, because content stores block.
         return await asyncio.to_thread(self.prune, before_unix_ms)
 
 
-def _artifact_bytes(store: Store) -> Operation[int]:
-    yield from store.opened()
-    found = yield Query(statements.CONTENT_BYTES)
-    return found[0][0] if found else 0
+def _read_artifact_bytes(session: DatabaseSession) -> Operation[int]:
+    yield from session.ensure_open()
+    rows = yield Query(statements.CONTENT_BYTES)
+    return rows[0][0] if rows else 0
 
 
-def _epochs(store: Store) -> Operation[list[EpochBegun]]:
-    yield from store.opened()
-    return [EpochBegun(*row) for row in (yield Query(statements.EPOCHS))]
+def _list_epochs(session: DatabaseSession) -> Operation[list[EpochRecord]]:
+    yield from session.ensure_open()
+    return [EpochRecord(*row) for row in (yield Query(statements.EPOCHS))]
 
 
-def _renewed(store: Store, why: str, by: str) -> Operation[str]:
-    known = yield from store.opened()
-    return (yield from store.renewed(known, why=why, by=by)).epoch
+def _begin_epoch(session: DatabaseSession, why: str, by: str) -> Operation[str]:
+    identity = yield from session.ensure_open()
+    return (yield from session.begin_epoch(identity, why=why, by=by)).epoch

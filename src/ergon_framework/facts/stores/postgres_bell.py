@@ -1,6 +1,6 @@
-"""Bell: one listening connection of a store that is rung when facts have come, from any process.
+"""FactListener: one listening connection per store that notifies subscribers of new facts from any process.
 
-It saves polling and is not relied on: behind a pooler, or while the line is down, readers look by themselves.
+It saves polling and is optional: behind a pooler, or while the connection is lost, readers poll.
 """
 
 from __future__ import annotations
@@ -15,94 +15,100 @@ import psycopg
 from psycopg import Connection
 from psycopg.rows import TupleRow
 
-from ergon_framework.connectors.postgres.statements import CHANNEL, SLEEP
-from ergon_framework.facts.stores.postgres_statements import BELL
-from ergon_framework.schema.lines import Lines
+from ergon_framework.connectors.postgres.statements import CHANNEL, REGISTER_LISTENER
+from ergon_framework.facts.stores.postgres_statements import FACT_LISTENER_QUEUE
+from ergon_framework.schema.lines import ConnectionPool
 
-#: Seconds between two looks whether anybody wants to hear, and until it connects again.
-_LOOK: Final = 0.2
-_FIRST, _LONGEST = 0.2, 5.0
-#: Seconds for which it is known to those who append that somebody listens, and after which it says so again.
-_ANNOUNCED, _AGAIN = 30.0, 10.0
+#: Seconds between two checks for subscribers, and bounds of the delay before the next connection attempt.
+_POLL_INTERVAL_SECONDS: Final = 0.2
+_MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.2, 5.0
+#: Seconds for which an announcement tells appenders that this process listens, and until it is renewed.
+_ANNOUNCEMENT_SECONDS, _RENEWAL_SECONDS = 30.0, 10.0
 
 
-class Bell:
-    """Calls everybody who hung up, from a thread of its own."""
+class FactListener:
+    """Calls its subscribers from a separate thread."""
 
-    def __init__(self, lines: Lines) -> None:
-        self._lines = lines
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
         self._lock = threading.Lock()
-        self._ringers: tuple[Callable[[], None], ...] = ()
+        self._callbacks: tuple[Callable[[], None], ...] = ()
         self._thread: threading.Thread | None = None
-        self._sleeper = random.getrandbits(62)
-        #: Set while a ring would be heard.
-        self.hears = threading.Event()
+        self._listener_id = random.getrandbits(62)
+        #: Set while notifications are received.
+        self.receiving = threading.Event()
 
-    def hang(self, ring: Callable[[], None]) -> Callable[[], None]:
-        """Have *ring* called until the returned function is."""
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call *callback* on new facts until the returned function is called."""
         with self._lock:
-            self._ringers = (*self._ringers, ring)
-            # It is gone after a fork, or when somebody whom it called has raised.
+            self._callbacks = (*self._callbacks, callback)
+            # The thread is gone after a fork, or after a callback has raised.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._listen, name="ergon-facts-bell", daemon=True)
                 self._thread.start()
 
-        def unhang() -> None:
+        def unsubscribe() -> None:
             with self._lock:
-                places = [place for place, other in enumerate(self._ringers) if other is ring]
-                if places:
-                    self._ringers = self._ringers[: places[0]] + self._ringers[places[0] + 1 :]
+                positions = [position for position, other in enumerate(self._callbacks) if other is callback]
+                if positions:
+                    self._callbacks = self._callbacks[: positions[0]] + self._callbacks[positions[0] + 1 :]
 
-        return unhang
+        return unsubscribe
 
-    def ring(self) -> None:
-        """Call everybody."""
-        for ring in self._ringers:
-            ring()
+    def notify(self) -> None:
+        """Call all subscribers."""
+        for callback in self._callbacks:
+            callback()
 
     def close(self) -> None:
-        """Let everybody go."""
+        """Remove all subscribers."""
         with self._lock:
-            self._ringers = ()
+            self._callbacks = ()
 
-    def _wanted(self) -> bool:
+    def _has_subscribers(self) -> bool:
         with self._lock:
-            if self._ringers:
+            if self._callbacks:
                 return True
             self._thread = None
             return False
 
     def _listen(self) -> None:
-        delay = _FIRST
-        while self._wanted():
+        delay = _MIN_RETRY_SECONDS
+        while self._has_subscribers():
             try:
-                with self._lines.connect() as connection:
-                    if not self._lines.direct:
-                        self._idle(_LONGEST)
+                with self._pool.connect() as connection:
+                    if not self._pool.is_direct:
+                        self._sleep(_MAX_RETRY_SECONDS)
                         continue
                     connection.execute(f"listen {CHANNEL}")
-                    delay = _FIRST
-                    self._hear(connection)
+                    delay = _MIN_RETRY_SECONDS
+                    self._receive(connection)
             except psycopg.Error:
-                self._idle(delay)
-                delay = min(delay * 2, _LONGEST)
+                self._sleep(delay)
+                delay = min(delay * 2, _MAX_RETRY_SECONDS)
             finally:
-                self.hears.clear()
+                self.receiving.clear()
 
-    def _hear(self, connection: Connection[TupleRow]) -> None:
-        announced = float("-inf")
-        while self._wanted():
-            if time.monotonic() > announced + _AGAIN:
-                connection.execute(SLEEP, {"queue": BELL, "sleeper": self._sleeper, "seconds": _ANNOUNCED})
-                if not self.hears.is_set():
-                    self.hears.set()
-                    # Whatever came before that rang for nobody.
-                    self.ring()
-                announced = time.monotonic()
-            if any(notice.payload == str(BELL) for notice in connection.notifies(timeout=_LOOK)):
-                self.ring()
+    def _receive(self, connection: Connection[TupleRow]) -> None:
+        announced_at = float("-inf")
+        while self._has_subscribers():
+            if time.monotonic() > announced_at + _RENEWAL_SECONDS:
+                connection.execute(
+                    REGISTER_LISTENER,
+                    {"queue": FACT_LISTENER_QUEUE, "sleeper": self._listener_id, "seconds": _ANNOUNCEMENT_SECONDS},
+                )
+                if not self.receiving.is_set():
+                    self.receiving.set()
+                    # Notifications before the first announcement were not sent.
+                    self.notify()
+                announced_at = time.monotonic()
+            if any(
+                notice.payload == str(FACT_LISTENER_QUEUE)
+                for notice in connection.notifies(timeout=_POLL_INTERVAL_SECONDS)
+            ):
+                self.notify()
 
-    def _idle(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and self._wanted():
-            time.sleep(_LOOK)
+    def _sleep(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self._has_subscribers():
+            time.sleep(_POLL_INTERVAL_SECONDS)

@@ -1,6 +1,6 @@
-"""Columns: a batch about which nothing is odd, as far as can be seen from here, on its way into PostgreSQL.
+"""Encode a regular batch as one text per column for PostgreSQL.
 
-The server splits one text for each column faster than it takes JSON apart, and it is written faster.
+The server splits these texts faster than it parses JSON, and they are faster to write.
 """
 
 from __future__ import annotations
@@ -10,94 +10,103 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple, TypeAlias
 
-from ergon_framework.facts.model import Pair, contiguous
-from ergon_framework.facts.stores.postgres_batch import Item, labels_written
+from ergon_framework.facts.model import ZonePair, is_contiguous
+from ergon_framework.facts.stores.postgres_batch import FactRow, labels_as_json
 
-#: Between two values: the character that separates units, which no text of a fact may hold.
-_BETWEEN: Final = "\x1f"
+#: The separator of values: the ASCII unit separator, which no text of a fact may contain.
+_SEPARATOR: Final = "\x1f"
 
-_Column: TypeAlias = str | None
+_ColumnText: TypeAlias = str | None
 
 
-class Columns(NamedTuple):
-    """What the function is given, and whose facts are where."""
+class ColumnArguments(NamedTuple):
+    """The arguments of the database function, and the positions of each pair's facts."""
 
     pairs: str
-    #: In the order in which the function has them.
-    texts: tuple[_Column, ...]
-    #: Of each pair, the places that its facts have in the batch.
-    places: Sequence[Sequence[int]]
+    #: In the order of the function's parameters.
+    texts: tuple[_ColumnText, ...]
+    #: For each pair, the positions of its facts in the batch.
+    positions: Sequence[Sequence[int]]
 
-    def offsets(self, lasts: Sequence[int]) -> list[int]:
-        """The offset of each fact in the order of the batch; *lasts* are those before, of each pair."""
-        if len(lasts) == 1:
-            return list(range(lasts[0] + 1, lasts[0] + 1 + len(self.places[0])))
-        found = {
-            place: offset
-            for last, places in zip(lasts, self.places, strict=True)
-            for offset, place in enumerate(places, last + 1)
+    def to_offsets(self, last_offsets: Sequence[int]) -> list[int]:
+        """Return the offset of each fact in batch order; *last_offsets* are the previous offsets of each pair."""
+        if len(last_offsets) == 1:
+            return list(range(last_offsets[0] + 1, last_offsets[0] + 1 + len(self.positions[0])))
+        offsets = {
+            position: offset
+            for last_offset, positions in zip(last_offsets, self.positions, strict=True)
+            for offset, position in enumerate(positions, last_offset + 1)
         }
-        return [found[place] for place in range(len(found))]
+        return [offsets[position] for position in range(len(offsets))]
 
 
-def columns(items: Sequence[Item], seen: dict[Pair, int]) -> Columns | None:
-    """*items* by columns; None if something is odd about them. *seen* has the highest known offset of each pair."""
+def to_columns(items: Sequence[FactRow], seen: dict[ZonePair, int]) -> ColumnArguments | None:
+    """Return *items* by columns, or None if the batch is irregular; *seen* has the highest known offsets by pair."""
     if len({item.identity for item in items}) < len(items) or any(item.fact.artifact is not None for item in items):
         return None
-    parts = _by_pair(items)
-    told = [_told(pair, seen.get(pair, 0), [items[place] for place in places]) for pair, places in parts]
-    if None in told:
+    groups = _group_by_pair(items)
+    pair_arguments = [
+        _to_pair_arguments(pair, seen.get(pair, 0), [items[position] for position in positions])
+        for pair, positions in groups
+    ]
+    if None in pair_arguments:
         return None
-    ordered = items if len(parts) == 1 else [items[place] for _, places in parts for place in places]
+    ordered = items if len(groups) == 1 else [items[position] for _, positions in groups for position in positions]
     envelopes = [item.envelope for item in ordered]
     facts = [item.fact for item in ordered]
     texts = (
-        _joined([envelope.message_id for envelope in envelopes]),
-        _joined([item.digits for item in ordered]),
-        _joined([str(envelope.produced_at_unix_ms) for envelope in envelopes]),
-        _joined_if_any([envelope.correlation_id for envelope in envelopes]),
-        _joined_if_any([envelope.causation_id for envelope in envelopes]),
-        _joined_if_any([labels_written(envelope) for envelope in envelopes]),
-        _joined([fact.subject for fact in facts]),
-        _joined([fact.predicate for fact in facts]),
-        _joined([fact.object_json for fact in facts]),
-        _joined([str(size) for _, places in parts for size in accumulate(items[place].bytes for place in places)]),
-        _joined_if_any([None if item.origin is None else str(item.origin.stored_at_unix_ms) for item in ordered]),
+        _join([envelope.message_id for envelope in envelopes]),
+        _join([item.digits for item in ordered]),
+        _join([str(envelope.produced_at_unix_ms) for envelope in envelopes]),
+        _join_if_any([envelope.correlation_id for envelope in envelopes]),
+        _join_if_any([envelope.causation_id for envelope in envelopes]),
+        _join_if_any([labels_as_json(envelope) for envelope in envelopes]),
+        _join([fact.subject for fact in facts]),
+        _join([fact.predicate for fact in facts]),
+        _join([fact.object_json for fact in facts]),
+        _join(
+            [
+                str(size)
+                for _, positions in groups
+                for size in accumulate(items[position].bytes for position in positions)
+            ]
+        ),
+        _join_if_any([None if item.origin is None else str(item.origin.stored_at_unix_ms) for item in ordered]),
     )
-    # Nothing that a model has let through holds the separator. Should it ever, values would stand in wrong rows.
-    if any(text is not None and text.count(_BETWEEN) != len(items) - 1 for text in texts):
+    # Validated models never contain the separator; if one did, values would be in the wrong rows.
+    if any(text is not None and text.count(_SEPARATOR) != len(items) - 1 for text in texts):
         return None
-    pairs = json.dumps(told, ensure_ascii=False, separators=(",", ":"))
-    return Columns(pairs, texts, [places for _, places in parts])
+    pairs = json.dumps(pair_arguments, ensure_ascii=False, separators=(",", ":"))
+    return ColumnArguments(pairs, texts, [positions for _, positions in groups])
 
 
-def _by_pair(items: Sequence[Item]) -> list[tuple[Pair, Sequence[int]]]:
-    """The places of the facts of each pair, in the order in which pairs are locked."""
+def _group_by_pair(items: Sequence[FactRow]) -> list[tuple[ZonePair, Sequence[int]]]:
+    """Return the positions of each pair's facts, in the order in which pairs are locked."""
     first = items[0].pair
     if all(item.pair == first for item in items):
         return [(first, range(len(items)))]
-    found: dict[Pair, list[int]] = {}
-    for place, item in enumerate(items):
-        found.setdefault(item.pair, []).append(place)
-    return sorted(found.items())
+    positions: dict[ZonePair, list[int]] = {}
+    for position, item in enumerate(items):
+        positions.setdefault(item.pair, []).append(position)
+    return sorted(positions.items())
 
 
-def _told(pair: Pair, seen: int, items: Sequence[Item]) -> list[str | int] | None:
-    """What the function is told of a pair; None if its facts do not follow each other."""
-    told: list[str | int] = [*pair, seen, len(items)]
+def _to_pair_arguments(pair: ZonePair, seen: int, items: Sequence[FactRow]) -> list[str | int] | None:
+    """Return the arguments for one pair, or None if its facts are not contiguous."""
+    arguments: list[str | int] = [*pair, seen, len(items)]
     first = items[0].origin
     if first is None:
-        return told
-    arrived = [item.origin for item in items if item.origin is not None]
-    if not contiguous(arrived, first.offset - 1) or any(each.epoch != first.epoch for each in arrived):
+        return arguments
+    origins = [item.origin for item in items if item.origin is not None]
+    if not is_contiguous(origins, first.offset - 1) or any(each.epoch != first.epoch for each in origins):
         return None
-    return [*told, first.offset, first.epoch]
+    return [*arguments, first.offset, first.epoch]
 
 
-def _joined(values: Iterable[str]) -> str:
-    return _BETWEEN.join(values)
+def _join(values: Iterable[str]) -> str:
+    return _SEPARATOR.join(values)
 
 
-def _joined_if_any(values: Sequence[str | None]) -> _Column:
-    """Where there is none, nothing stands: no value is an empty text."""
-    return _joined([value or "" for value in values]) if any(values) else None
+def _join_if_any(values: Sequence[str | None]) -> _ColumnText:
+    """Join the values, or return None if all are empty: no value is an empty text."""
+    return _join([value or "" for value in values]) if any(values) else None

@@ -1,37 +1,41 @@
-"""Fitness: whether a database may be trusted with what is to be kept in it."""
+"""Check whether a database has the required schema and keeps committed data."""
 
 from __future__ import annotations
 
 import logging
 
-from ergon_framework.connectors.postgres.durability import Durability, judged
-from ergon_framework.connectors.postgres.statements import REVISION, SETTINGS
+from ergon_framework.connectors.postgres.durability import PostgresDurability, assess_durability
+from ergon_framework.connectors.postgres.statements import SELECT_REVISION, SELECT_SETTINGS
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.schema.operation import Operation, Query
-from ergon_framework.schema.revisions import suffices
+from ergon_framework.schema.revisions import is_compatible
 from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
 
-def examined(things: str, *, needed: str, accept_loss: bool, known: Durability | None = None) -> Operation[Durability]:
-    """What a commit is worth there, for *things*; refused where their tables are missing or they could be lost.
+def check_database(
+    data_name: str, *, required: str, accept_loss: bool, known: PostgresDurability | None = None
+) -> Operation[PostgresDurability]:
+    """Return the durability of a commit; raise if the schema is outdated or if *data_name* could be lost.
 
-    It is said in the log, unless it is what was *known*.
+    The durability is logged, unless it equals *known*.
     """
-    found = yield Query(REVISION)
-    revision = found[0][0] if found else None
-    if not suffices(revision, needed):
+    rows = yield Query(SELECT_REVISION)
+    revision = rows[0][0] if rows else None
+    if not is_compatible(revision, required):
         raise ConfigurationError(
-            f"the database is at revision {revision or 'none'}, {things} need {needed}; run: ergon db upgrade"
+            f"the database is at revision {revision or 'none'}, {data_name} need {required}; run: ergon db upgrade"
         )
-    durability = judged(dict((yield Query(SETTINGS))))
+    durability = assess_durability(dict((yield Query(SELECT_SETTINGS))))
     if durability != known:
         level = logging.INFO if durability.durable else logging.WARNING
-        logs.say(level, "postgres durability", {"durable": durability.durable, "words": durability.words}, to=_log)
+        logs.log_event(
+            level, "postgres durability", {"durable": durability.durable, "words": durability.message}, to=_log
+        )
     if not durability.durable and not accept_loss:
         raise ConfigurationError(
-            f"this database is no place for {things}: {durability.words}; set it on, or say accept_loss=True if "
-            f"confirmed {things} may be lost"
+            f"this database is no place for {data_name}: {durability.message}; set it on, or say accept_loss=True if "
+            f"confirmed {data_name} may be lost"
         )
     return durability

@@ -1,7 +1,8 @@
-"""Objects: names of artifacts in PostgreSQL, and their bytes in contents beside it.
+"""Artifact names in PostgreSQL, and the bytes of artifacts in a separate content store.
 
-A content that is stored but not named yet must not be removed under way. Whoever names one holds a lock of the database
-from before it is sealed until its name is committed; it ends with his session, so nobody has to guess whether he lives.
+A content that is stored but has no name yet must not be removed. A call that names a content holds a lock of the
+database from before the content is committed until its name is committed. The lock ends with the database session,
+so a crashed process does not keep it.
 """
 
 from __future__ import annotations
@@ -15,388 +16,420 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from ergon_framework.facts import observe
-from ergon_framework.facts.boundary import KnownObject
-from ergon_framework.facts.contents import ByteBudget, Contents, Receiving
+from ergon_framework.facts.boundary import ObjectInfo
+from ergon_framework.facts.contents import ByteBudget, ContentStore, ContentUpload
 from ergon_framework.facts.errors import ArtifactLost, InvalidFactError
-from ergon_framework.facts.model import ObjectName, Pair, Side, Stored
+from ergon_framework.facts.model import BoundarySide, ObjectName, StoredArtifact, ZonePair
 from ergon_framework.facts.stores import postgres_statements as statements
 from ergon_framework.facts.stores import refusals
-from ergon_framework.facts.stores.postgres_batch import hexadecimal
-from ergon_framework.facts.stores.postgres_store import Store
+from ergon_framework.facts.stores.postgres_batch import digest_hex
+from ergon_framework.facts.stores.postgres_store import DatabaseSession
 from ergon_framework.schema.operation import BEGIN, COMMIT, ROLLBACK, Operation, Query
 
-#: Seconds that sealing and naming one artifact may take; of a large one on a slow store it is long.
-SEALING: Final = 3600.0
-#: And all else.
-ASKING: Final = 30.0
-#: Seconds without a byte after which an upload that can be gone on with is removed, if there is no room for another.
-IDLE: Final = 60.0
+#: Seconds for the commit of one artifact; a large one on a slow content store takes long.
+COMMIT_TIMEOUT_SECONDS: Final = 3600.0
+#: Seconds for every other call.
+CALL_TIMEOUT_SECONDS: Final = 30.0
+#: Seconds without a byte after which a resumable upload may be removed to free space for another.
+IDLE_UPLOAD_SECONDS: Final = 60.0
 
 
-class Upload:
-    """One artifact as it comes in; the digest is made here only if nobody has said what it will be.
+class PostgresUpload:
+    """One artifact upload; its digest is computed here only if the caller has not announced it.
 
-    *fits* says of each piece whether there is room for it. Without room, what has been announced is refused; what may
-    be stored already is hashed and not kept, so that it can be compared with what is.
+    *reserve* tells of each chunk whether there is capacity for it. Without capacity, an announced upload is rejected;
+    the bytes of an artifact that may be stored already are hashed and not written, so that they can be compared.
     """
 
     def __init__(
-        self, name: ObjectName, receiving: Receiving, expected: Stored | None, fits: Callable[[Upload, int], bool]
+        self,
+        name: ObjectName,
+        content_upload: ContentUpload,
+        expected: StoredArtifact | None,
+        reserve: Callable[[PostgresUpload, int], bool],
     ) -> None:
         self.name = name
-        self.receiving = receiving
+        self.content_upload = content_upload
         self.expected = expected
-        self.is_kept = True
-        self._fits = fits
+        self.is_written = True
+        self._reserve = reserve
         self._hash = hashlib.sha256() if expected is None else None
         self._size = 0
 
-    def add(self, piece: bytes) -> None:
-        if not isinstance(piece, bytes | bytearray | memoryview):
-            raise InvalidFactError(f"a blob yields bytes, not {type(piece).__name__}")
+    def add(self, chunk: bytes) -> None:
+        if not isinstance(chunk, bytes | bytearray | memoryview):
+            raise InvalidFactError(f"a blob yields bytes, not {type(chunk).__name__}")
         if self._hash is not None:
-            self._hash.update(piece)
-            self._size += len(piece)
-        self.is_kept = self.is_kept and self._fits(self, len(piece))
-        if self.is_kept:
-            self.receiving.add(bytes(piece))
+            self._hash.update(chunk)
+            self._size += len(chunk)
+        self.is_written = self.is_written and self._reserve(self, len(chunk))
+        if self.is_written:
+            self.content_upload.add(bytes(chunk))
 
     @property
-    def stored(self) -> Stored:
-        """What it is, or is said to be."""
+    def stored(self) -> StoredArtifact:
+        """The digest and size, as announced or as received."""
         if self.expected is not None:
             return self.expected
         digest = "" if self._hash is None else self._hash.hexdigest()
-        return Stored(f"sha256:{digest}", self._size)
+        return StoredArtifact(f"sha256:{digest}", self._size)
 
 
-class Objects:
-    """The artifacts of one store. All of it blocks; the async flavour calls it in threads."""
+class PostgresArtifacts:
+    """The artifacts of one store. All methods block; the async variant calls them in threads."""
 
     def __init__(
         self,
-        contents: Contents,
+        contents: ContentStore,
         *,
-        side: Side,
-        store: Callable[[], Store],
+        side: BoundarySide,
+        get_session: Callable[[], DatabaseSession],
         max_bytes: int | None,
         now: Callable[[], int],
     ) -> None:
         self._contents = contents
         self._side = side
-        self._store = store
+        self._get_session = get_session
         self._max_bytes = max_bytes
         self._budget = ByteBudget(max_bytes)
         self._now = now
 
-    # -- taking in ------------------------------------------------------------------------------------
+    # -- upload ---------------------------------------------------------------------------------------
 
-    def put(self, name: ObjectName, blob: Iterable[bytes], expected: Stored | None, begin: int) -> Stored:
+    def put(
+        self, name: ObjectName, blob: Iterable[bytes], expected: StoredArtifact | None, begin: int
+    ) -> StoredArtifact:
         """Store what *blob* yields."""
-        with self.receiving(name, expected, begin) as upload:
-            if isinstance(upload, Stored):
+        with self.open_upload(name, expected, begin) as upload:
+            if isinstance(upload, StoredArtifact):
                 return upload
-            for piece in blob:
-                upload.add(piece)
-            return self.keep(upload)
+            for chunk in blob:
+                upload.add(chunk)
+            return self.store(upload)
 
     @contextmanager
-    def receiving(self, name: ObjectName, expected: Stored | None, begin: int) -> Iterator[Upload | Stored]:
-        """An upload that may be added to and kept, or what is stored if all of it is here."""
+    def open_upload(
+        self, name: ObjectName, expected: StoredArtifact | None, begin: int
+    ) -> Iterator[PostgresUpload | StoredArtifact]:
+        """Yield an upload that accepts bytes, or the stored artifact if all of it is stored."""
         try:
-            with ExitStack() as opened:
-                begun = self._begin(opened, name, expected, begin)
-                if isinstance(begun, Stored):
-                    observe.put(self._side.store_buffer, "repeated")
-                    yield begun
+            with ExitStack() as stack:
+                result = self._begin(stack, name, expected, begin)
+                if isinstance(result, StoredArtifact):
+                    observe.record_put(self._side.store_buffer, "repeated")
+                    yield result
                 else:
-                    yield Upload(name, begun, expected, self._fits)
+                    yield PostgresUpload(name, result, expected, self._reserve)
         except BaseException as error:
-            observe.put_failed(self._side.store_buffer, error)
+            observe.record_put_failure(self._side.store_buffer, error)
             raise
 
-    def _begin(self, opened: ExitStack, name: ObjectName, expected: Stored | None, begin: int) -> Receiving | Stored:
-        """Open the upload until *opened* is closed; Stored if all of it is here."""
-        upload = None if expected is None else _upload(name, expected)
-        stored = self._stored(name, expected, begin) or self._check_room(name, expected)
+    def _begin(
+        self, stack: ExitStack, name: ObjectName, expected: StoredArtifact | None, begin: int
+    ) -> ContentUpload | StoredArtifact:
+        """Open the upload until *stack* is closed; return the stored artifact if all of it is stored."""
+        upload_name = None if expected is None else _make_upload_name(name, expected)
+        stored = self._find_stored(name, expected, begin) or self._check_capacity(name, expected)
         if stored is not None:
             return stored
         try:
-            return opened.enter_context(self._contents.receive(upload, begin=begin))
+            return stack.enter_context(self._contents.begin_upload(upload_name, begin=begin))
         except InvalidFactError:
-            # Another call has sealed the upload since it was looked for.
-            stored = self._stored(name, expected, begin)
+            # Another call has committed the upload in between.
+            stored = self._find_stored(name, expected, begin)
             if stored is None:
                 raise
             return stored
 
-    def _stored(self, name: ObjectName, expected: Stored | None, begin: int) -> Stored | None:
-        """Return what is stored under that name, for a caller that goes on at *begin*; None if there is more to come.
+    def _find_stored(self, name: ObjectName, expected: StoredArtifact | None, begin: int) -> StoredArtifact | None:
+        """Return the stored artifact for a caller that resumes at *begin*, or None if bytes are missing.
 
-        While another call seals the same upload, its bytes are no upload any more and have no name yet: wait until the
-        name is committed, or the other call has failed.
+        While another call commits the same upload, its bytes have neither an upload nor a name: wait until the name is
+        committed, or the other call has failed.
         """
         if begin == 0:
             return None
-        here = 0
+        stored_bytes = 0
         if expected is not None:
             for wait in (False, True):
                 if wait:
                     self._wait_for_naming(expected)
-                # In this order: a sealed upload that is not found here may have its name by now.
-                here = self._contents.received(_upload(name, expected))
-                if 0 < begin <= here:
+                # In this order: an upload that was committed before the first check has its name at the second.
+                stored_bytes = self._contents.uploaded_bytes(_make_upload_name(name, expected))
+                if 0 < begin <= stored_bytes:
                     return None
                 if self._is_stored(name, expected):
-                    here = expected.size
-                    if 0 < begin <= here:
+                    stored_bytes = expected.size
+                    if 0 < begin <= stored_bytes:
                         return expected
-        raise refusals.too_far(name, begin, here)
+        raise refusals.upload_offset_error(name, begin, stored_bytes)
 
-    def _wait_for_naming(self, expected: Stored) -> None:
-        """Return when no call is between sealing the content and committing its name."""
-        store = self._store()
-        store.lines.run(_wait_for_naming(store, expected), within=ASKING)
+    def _wait_for_naming(self, expected: StoredArtifact) -> None:
+        """Wait until no call is between committing the content and committing its name."""
+        session = self._get_session()
+        session.pool.run(_wait_for_naming(session, expected), timeout_seconds=CALL_TIMEOUT_SECONDS)
 
-    def _is_stored(self, name: ObjectName, expected: Stored) -> bool:
-        known = self._asked(name, statements.OBJECT)
-        return known is not None and known.stored == expected and self._contents.size_of(expected.digest) is not None
+    def _is_stored(self, name: ObjectName, expected: StoredArtifact) -> bool:
+        row = self._fetch_row(name, statements.SELECT_ARTIFACT)
+        return row is not None and row.stored == expected and self._contents.size_of(expected.digest) is not None
 
-    def _check_room(self, name: ObjectName, expected: Stored | None) -> Stored | None:
-        """Refuse what is announced larger than there is room for, before a byte of it is here.
+    def _check_capacity(self, name: ObjectName, expected: StoredArtifact | None) -> StoredArtifact | None:
+        """Reject an announced artifact that exceeds the capacity, before any of its bytes are stored.
 
-        What is stored already is answered, though there is no room for its bytes a second time.
+        An artifact that is stored already is returned, because its bytes need no further space.
         """
         if self._max_bytes is None:
             return None
         used = self._budget.measure(self._measure)
         if expected is None:
             return None
-        lacking = expected.size - self._contents.received(_upload(name, expected))
-        if used + lacking <= self._max_bytes:
+        missing_bytes = expected.size - self._contents.uploaded_bytes(_make_upload_name(name, expected))
+        if used + missing_bytes <= self._max_bytes:
             return None
-        known = self._asked(name, statements.OBJECT)
-        if known is not None and known.stored == expected and self._contents.size_of(expected.digest) == expected.size:
+        row = self._fetch_row(name, statements.SELECT_ARTIFACT)
+        if row is not None and row.stored == expected and self._contents.size_of(expected.digest) == expected.size:
             return expected
-        if self._sweep() and (used := self._budget.measure(self._measure)) + lacking <= self._max_bytes:
+        if (
+            self._delete_idle_uploads()
+            and (used := self._budget.measure(self._measure)) + missing_bytes <= self._max_bytes
+        ):
             return None
-        raise refusals.no_room(name, expected.size, used, self._max_bytes)
+        raise refusals.no_capacity_error(name, expected.size, used, self._max_bytes)
 
-    def _fits(self, upload: Upload, size: int) -> bool:
-        """Count bytes that have come; False if they are only compared with what has that name."""
-        used = self._budget.take(size, self._measure)
+    def _reserve(self, upload: PostgresUpload, size: int) -> bool:
+        """Reserve space for received bytes; return False if they are only compared with the stored artifact."""
+        used = self._budget.reserve(size, self._measure)
         if used is not None:
-            # Once more before it is refused: the count may be older than what others have removed.
-            self._sweep()
+            # Measured again before the rejection: the count may not include what others have removed.
+            self._delete_idle_uploads()
             self._budget.measure(self._measure)
-            used = self._budget.take(size, self._measure)
+            used = self._budget.reserve(size, self._measure)
         if used is None:
             return True
-        if upload.expected is None and self._asked(upload.name, statements.OBJECT) is not None:
+        if upload.expected is None and self._fetch_row(upload.name, statements.SELECT_ARTIFACT) is not None:
             return False
-        raise refusals.no_room(upload.name, None, used, self._max_bytes or 0)
+        raise refusals.no_capacity_error(upload.name, None, used, self._max_bytes or 0)
 
     def _measure(self) -> int:
-        """Bytes of facts, of artifacts, and of uploads that are not sealed."""
-        store = self._store()
-        return store.lines.run(_used(store), within=ASKING) + self._contents.upload_bytes()
+        """Return the bytes of facts, artifacts and uncommitted uploads."""
+        session = self._get_session()
+        return (
+            session.pool.run(_read_used_bytes(session), timeout_seconds=CALL_TIMEOUT_SECONDS)
+            + self._contents.upload_bytes()
+        )
 
-    def _sweep(self) -> int:
-        """Where there is no room, an upload that broke off gives way to one that comes."""
-        return self._contents.sweep(self._now() - int(IDLE * 1000))
+    def _delete_idle_uploads(self) -> int:
+        """Remove idle interrupted uploads to free space for a new one."""
+        return self._contents.delete_stale_uploads(self._now() - int(IDLE_UPLOAD_SECONDS * 1000))
 
-    def keep(self, upload: Upload) -> Stored:
-        """Seal it and give it its name; returns when both are durable."""
-        store = self._store()
-        if not upload.is_kept:
-            given = upload.stored
-            if not store.lines.run(_found(upload.name, given), within=ASKING):
-                raise refusals.no_room(upload.name, given.size, self._measure(), self._max_bytes or 0)
-            observe.put(self._side.store_buffer, "repeated")
-            return given
-        stored, first = store.lines.run(self._kept(store, upload), within=SEALING)
-        observe.put(self._side.store_buffer, "stored" if first else "repeated")
+    def store(self, upload: PostgresUpload) -> StoredArtifact:
+        """Commit the content and its name; return when both are durable."""
+        session = self._get_session()
+        if not upload.is_written:
+            uploaded = upload.stored
+            if not session.pool.run(_match_stored(upload.name, uploaded), timeout_seconds=CALL_TIMEOUT_SECONDS):
+                raise refusals.no_capacity_error(upload.name, uploaded.size, self._measure(), self._max_bytes or 0)
+            observe.record_put(self._side.store_buffer, "repeated")
+            return uploaded
+        stored, is_new = session.pool.run(self._commit(session, upload), timeout_seconds=COMMIT_TIMEOUT_SECONDS)
+        observe.record_put(self._side.store_buffer, "stored" if is_new else "repeated")
         return stored
 
-    def _kept(self, store: Store, upload: Upload) -> Operation[tuple[Stored, bool]]:
-        yield from store.opened()
-        given = upload.stored
-        place = upload.name._asdict()
-        content = {"digest": hexadecimal(given.digest), "size": given.size, "now": self._now()}
-        named = yield from _found(upload.name, given)
-        yield from self._held(content)
-        sealed = (yield Query(statements.IS_SEALED, content)) == [(True,)]
-        # Before the bytes are put in order, which may take long; and once more when nobody can come in between.
-        yield from self._room(statements.USED, given, exempt=named or sealed)
-        made = upload.receiving.seal(upload.expected)
-        if made != given:
-            raise refusals.mismatch(upload.name, given, made)
-        yield from self._room(statements.ROOM, given, exempt=named or sealed)
-        yield Query(statements.SEALED, content)
-        first = bool((yield Query(statements.NAME, {**content, **place})))
-        if not first:
-            yield from _found(upload.name, given)
+    def _commit(self, session: DatabaseSession, upload: PostgresUpload) -> Operation[tuple[StoredArtifact, bool]]:
+        yield from session.ensure_open()
+        uploaded = upload.stored
+        name_columns = upload.name._asdict()
+        content = {"digest": digest_hex(uploaded.digest), "size": uploaded.size, "now": self._now()}
+        is_named = yield from _match_stored(upload.name, uploaded)
+        yield from self._hold_content(content)
+        is_committed = (yield Query(statements.IS_CONTENT_COMMITTED, content)) == [(True,)]
+        # Checked before the content is committed, which may take long, and again under the lock.
+        yield from self._check_bytes(statements.USED_BYTES, uploaded, exempt=is_named or is_committed)
+        committed = upload.content_upload.commit(upload.expected)
+        if committed != uploaded:
+            raise refusals.artifact_mismatch_error(upload.name, uploaded, committed)
+        yield from self._check_bytes(statements.LOCK_USED_BYTES, uploaded, exempt=is_named or is_committed)
+        yield Query(statements.COMMIT_CONTENT, content)
+        is_new = bool((yield Query(statements.INSERT_ARTIFACT, {**content, **name_columns})))
+        if not is_new:
+            yield from _match_stored(upload.name, uploaded)
         yield COMMIT
-        return given, first
+        return uploaded, is_new
 
-    def _held(self, content: dict[str, object]) -> Operation[None]:
-        """Begin a database transaction in which nobody removes the content, whose row is committed."""
+    def _hold_content(self, content: dict[str, object]) -> Operation[None]:
+        """Begin a database transaction in which the content cannot be removed; its row is committed."""
         while True:
-            yield Query(statements.MAKE_CONTENT, content)
+            yield Query(statements.INSERT_CONTENT, content)
             yield BEGIN
-            yield Query(statements.HOLD_CONTENT, content)
-            if (yield Query(statements.CONTENT, content)):
+            yield Query(statements.LOCK_CONTENT_SHARED, content)
+            if (yield Query(statements.CONTENT_EXISTS, content)):
                 return
             # It was removed in between.
             yield ROLLBACK
 
-    def _room(self, statement: str, given: Stored, *, exempt: bool) -> Operation[None]:
+    def _check_bytes(self, statement: str, stored: StoredArtifact, *, exempt: bool) -> Operation[None]:
         if self._max_bytes is None or exempt:
             return
         ((used,),) = yield Query(statement)
-        if used + given.size > self._max_bytes:
-            raise refusals.full("bytes", int(used), self._max_bytes)
+        if used + stored.size > self._max_bytes:
+            raise refusals.buffer_full_error("bytes", int(used), self._max_bytes)
 
-    def received(self, name: ObjectName, expected: Stored) -> int:
-        """Bytes of an upload that are here."""
-        return expected.size if self._is_stored(name, expected) else self._contents.received(_upload(name, expected))
+    def uploaded_bytes(self, name: ObjectName, expected: StoredArtifact) -> int:
+        """Return how many bytes of an upload are stored."""
+        return (
+            expected.size
+            if self._is_stored(name, expected)
+            else self._contents.uploaded_bytes(_make_upload_name(name, expected))
+        )
 
-    # -- giving out -----------------------------------------------------------------------------------
+    # -- read -----------------------------------------------------------------------------------------
 
     def read(self, name: ObjectName, begin: int) -> Iterator[bytes]:
-        """The artifact from *begin* on; damage is found at the end of one that is read from its beginning."""
-        known = self._asked(name, statements.NAMED_OBJECT)
-        if known is None:
-            raise refusals.missing(name, "is missing", None)
-        made = hashlib.sha256()
-        for piece in self._pieces(name, known, begin):
-            made.update(piece)
-            yield piece
-        if begin == 0 and f"sha256:{made.hexdigest()}" != known.stored.digest:
-            raise self._lost(name, known, "is damaged")
+        """Yield the artifact from *begin*; damage is detected at the end of a read that began at byte 0."""
+        row = self._fetch_row(name, statements.SELECT_READABLE_ARTIFACT)
+        if row is None:
+            raise refusals.artifact_lost_error(name, "is missing", None)
+        hasher = hashlib.sha256()
+        for chunk in self._read_chunks(name, row, begin):
+            hasher.update(chunk)
+            yield chunk
+        if begin == 0 and f"sha256:{hasher.hexdigest()}" != row.stored.digest:
+            raise self._lost_error(name, row, "is damaged")
 
-    def _pieces(self, name: ObjectName, known: _Row, begin: int) -> Iterator[bytes]:
+    def _read_chunks(self, name: ObjectName, row: _ArtifactRow, begin: int) -> Iterator[bytes]:
         try:
-            pieces = self._contents.read(known.stored.digest, begin=begin)
-            piece = next(pieces, None)
-            while piece is not None:
-                yield piece
-                piece = next(pieces, None)
+            chunks = self._contents.read(row.stored.digest, begin=begin)
+            chunk = next(chunks, None)
+            while chunk is not None:
+                yield chunk
+                chunk = next(chunks, None)
         except KeyError:
-            raise self._lost(name, known, "is missing") from None
+            raise self._lost_error(name, row, "is missing") from None
 
-    def _lost(self, name: ObjectName, known: _Row, what: str) -> Exception:
-        store = self._store()
-        by = store.lines.run(_named_by(known.id), within=ASKING)
-        error = refusals.missing(name, what, by)
+    def _lost_error(self, name: ObjectName, row: _ArtifactRow, problem: str) -> Exception:
+        session = self._get_session()
+        referencing_fact = session.pool.run(_find_referencing_fact(row.id), timeout_seconds=CALL_TIMEOUT_SECONDS)
+        error = refusals.artifact_lost_error(name, problem, referencing_fact)
         if isinstance(error, ArtifactLost):
-            observe.lost(self._side.store_buffer, error)
+            observe.record_lost_artifact(self._side.store_buffer, error)
         return error
 
-    def _asked(self, name: ObjectName, statement: str) -> _Row | None:
-        store = self._store()
-        return store.lines.run(_object(store, name, statement), within=ASKING)
+    def _fetch_row(self, name: ObjectName, statement: str) -> _ArtifactRow | None:
+        session = self._get_session()
+        return session.pool.run(_open_and_read_row(session, name, statement), timeout_seconds=CALL_TIMEOUT_SECONDS)
 
-    def known(self, name: ObjectName) -> KnownObject | None:
-        """By what it is recognised, whose it is, and who names it."""
-        store = self._store()
-        return store.lines.run(_known(store, name), within=ASKING)
+    def stat(self, name: ObjectName) -> ObjectInfo | None:
+        """Return digest, size and owner of an artifact, and the pairs of zones that reference it."""
+        session = self._get_session()
+        return session.pool.run(_stat(session, name), timeout_seconds=CALL_TIMEOUT_SECONDS)
 
-    # -- facts that name them -------------------------------------------------------------------------
+    # -- contents that facts reference ----------------------------------------------------------------
 
-    def absent(self, digests: frozenset[str]) -> frozenset[str]:
-        """Those of *digests* whose bytes are not here."""
+    def missing_digests(self, digests: frozenset[str]) -> frozenset[str]:
+        """Return the *digests* whose contents are not stored."""
         return frozenset(digest for digest in digests if self._contents.size_of(digest) is None)
 
 
 async def put_async(
-    objects: Objects, name: ObjectName, blob: AsyncIterable[bytes], *, expected: Stored | None, begin: int
-) -> Stored:
-    """Store what *blob* yields, in one thread: what was begun there ends there, in order, also if nobody waits."""
-    thread = ThreadPoolExecutor(1, thread_name_prefix="ergon-facts-upload")
-    run = partial(asyncio.get_running_loop().run_in_executor, thread)
-    receiving = objects.receiving(name, expected, begin)
+    artifacts: PostgresArtifacts,
+    name: ObjectName,
+    blob: AsyncIterable[bytes],
+    *,
+    expected: StoredArtifact | None,
+    begin: int,
+) -> StoredArtifact:
+    """Store what *blob* yields in one thread, which also finishes the cleanup if the caller is cancelled."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="ergon-facts-upload")
+    run_in_thread = partial(asyncio.get_running_loop().run_in_executor, executor)
+    context = artifacts.open_upload(name, expected, begin)
     try:
-        upload = await run(receiving.__enter__)
+        upload = await run_in_thread(context.__enter__)
         try:
-            stored = upload if isinstance(upload, Stored) else await _filled(objects, upload, blob, run)
+            stored = (
+                upload
+                if isinstance(upload, StoredArtifact)
+                else await _upload_all(artifacts, upload, blob, run_in_thread)
+            )
         except BaseException as error:
-            left = run(partial(receiving.__exit__, type(error), error, error.__traceback__))
+            cleanup = run_in_thread(partial(context.__exit__, type(error), error, error.__traceback__))
             with suppress(type(error)):
-                await asyncio.shield(left)
+                await asyncio.shield(cleanup)
             raise
-        await run(receiving.__exit__, None, None, None)
+        await run_in_thread(context.__exit__, None, None, None)
         return stored
     finally:
-        thread.shutdown(wait=False)
+        executor.shutdown(wait=False)
 
 
-async def _filled(
-    objects: Objects, upload: Upload, blob: AsyncIterable[bytes], run: Callable[..., Awaitable[Any]]
-) -> Stored:
-    async for piece in blob:
-        await run(upload.add, piece)
-    stored: Stored = await run(objects.keep, upload)
+async def _upload_all(
+    artifacts: PostgresArtifacts,
+    upload: PostgresUpload,
+    blob: AsyncIterable[bytes],
+    run_in_thread: Callable[..., Awaitable[Any]],
+) -> StoredArtifact:
+    async for chunk in blob:
+        await run_in_thread(upload.add, chunk)
+    stored: StoredArtifact = await run_in_thread(artifacts.store, upload)
     return stored
 
 
-class _Row(NamedTuple):
+class _ArtifactRow(NamedTuple):
     """An artifact as the database has it."""
 
     id: int
-    stored: Stored
+    stored: StoredArtifact
     zone: str
 
 
-def _used(store: Store) -> Operation[int]:
-    yield from store.opened()
-    found = yield Query(statements.USED)
-    return int(found[0][0]) if found else 0
+def _read_used_bytes(session: DatabaseSession) -> Operation[int]:
+    yield from session.ensure_open()
+    rows = yield Query(statements.USED_BYTES)
+    return int(rows[0][0]) if rows else 0
 
 
-def _object(store: Store, name: ObjectName, statement: str) -> Operation[_Row | None]:
-    yield from store.opened()
-    return (yield from _row(name, statement))
+def _open_and_read_row(session: DatabaseSession, name: ObjectName, statement: str) -> Operation[_ArtifactRow | None]:
+    yield from session.ensure_open()
+    return (yield from _read_row(name, statement))
 
 
-def _row(name: ObjectName, statement: str) -> Operation[_Row | None]:
+def _read_row(name: ObjectName, statement: str) -> Operation[_ArtifactRow | None]:
     rows = yield Query(statement, name._asdict())
     if not rows:
         return None
-    number, digest, size, zone = rows[0]
-    return _Row(number, Stored(f"sha256:{digest}", size), zone)
+    object_id, digest, size, zone = rows[0]
+    return _ArtifactRow(object_id, StoredArtifact(f"sha256:{digest}", size), zone)
 
 
-def _wait_for_naming(store: Store, expected: Stored) -> Operation[None]:
-    yield from store.opened()
+def _wait_for_naming(session: DatabaseSession, expected: StoredArtifact) -> Operation[None]:
+    yield from session.ensure_open()
     yield BEGIN
-    yield Query(statements.AWAIT_CONTENT, {"digest": hexadecimal(expected.digest)})
+    yield Query(statements.LOCK_CONTENT, {"digest": digest_hex(expected.digest)})
     yield COMMIT
 
 
-def _found(name: ObjectName, given: Stored) -> Operation[bool]:
-    """Whether the name is given; to another content it is a conflict."""
-    known = yield from _row(name, statements.OBJECT)
-    if known is not None and known.stored != given:
-        raise refusals.taken(name, known.stored, given)
-    return known is not None
+def _match_stored(name: ObjectName, stored: StoredArtifact) -> Operation[bool]:
+    """Tell whether the name exists; raise a conflict if it has another content."""
+    row = yield from _read_row(name, statements.SELECT_ARTIFACT)
+    if row is not None and row.stored != stored:
+        raise refusals.artifact_conflict_error(name, row.stored, stored)
+    return row is not None
 
 
-def _known(store: Store, name: ObjectName) -> Operation[KnownObject | None]:
-    found = yield from _object(store, name, statements.NAMED_OBJECT)
-    if found is None:
+def _stat(session: DatabaseSession, name: ObjectName) -> Operation[ObjectInfo | None]:
+    row = yield from _open_and_read_row(session, name, statements.SELECT_READABLE_ARTIFACT)
+    if row is None:
         return None
-    rows = yield Query(statements.NAMERS, {"object": found.id})
-    return KnownObject(found.stored, frozenset(Pair(*row) for row in rows), found.zone)
+    pairs = yield Query(statements.REFERENCING_PAIRS, {"object": row.id})
+    return ObjectInfo(row.stored, frozenset(ZonePair(*pair) for pair in pairs), row.zone)
 
 
-def _named_by(number: int) -> Operation[tuple[str, str] | None]:
-    rows = yield Query(statements.NAMED_BY, {"object": number})
+def _find_referencing_fact(object_id: int) -> Operation[tuple[str, str] | None]:
+    rows = yield Query(statements.REFERENCING_FACT, {"object": object_id})
     return (rows[0][0], rows[0][1]) if rows else None
 
 
-def _upload(name: ObjectName, expected: Stored) -> str:
-    """The name of an upload that can be gone on with."""
+def _make_upload_name(name: ObjectName, expected: StoredArtifact) -> str:
+    """Return the name of a resumable upload."""
     owner = (name.zone,) if name.zone else ()
-    told = "\n".join((*owner, name.bucket, name.key, expected.digest, str(expected.size)))
-    return hashlib.sha256(told.encode()).hexdigest()
+    identity = "\n".join((*owner, name.bucket, name.key, expected.digest, str(expected.size)))
+    return hashlib.sha256(identity.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Overview: how far the readers of every pair of zones are behind, for whoever looks at all of them."""
+"""Lag of the readers of every pair of zones."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Final
 
 from ergon_framework.schema.operation import Operation, Query
 
-MOST: Final = 200
+MAX_READERS: Final = 200
 
-_READERS: Final = """
+_READER_LAGS: Final = """
 select l.from_zone, l.to_zone, r.reader, l.last - r.fact_offset, l.total - r.total,
     coalesce(greatest(0, extract(epoch from now()) - (
         select f.stored_at from ergon.facts f where f.log = l.id and f.fact_offset = r.fact_offset + 1
@@ -19,8 +19,8 @@ from ergon.fact_log l join ergon.fact_readers r on r.log = l.id order by 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """One reader of a pair of zones: facts and bytes that he has not confirmed, and how long the oldest is there."""
+class ReaderLagRow:
+    """One reader of a pair of zones: unconfirmed facts and bytes, and the age of the oldest in seconds."""
 
     from_zone: str
     to_zone: str
@@ -30,6 +30,6 @@ class Reading:
     seconds: float
 
 
-def readings() -> Operation[list[Reading]]:
-    """All readers of all pairs."""
-    return [Reading(*row) for row in (yield Query(_READERS, {"most": MOST}))]
+def reader_lags() -> Operation[list[ReaderLagRow]]:
+    """Return the lag of all readers of all pairs."""
+    return [ReaderLagRow(*row) for row in (yield Query(_READER_LAGS, {"most": MAX_READERS}))]

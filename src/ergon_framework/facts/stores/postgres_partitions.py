@@ -1,4 +1,4 @@
-"""Partitions: weeks of facts, made ahead and dropped as a whole; where nobody has the right to, rows do as well."""
+"""Weekly partitions of facts, created in advance and dropped as a whole; without the rights, plain rows suffice."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from psycopg import errors
 from ergon_framework.schema.operation import BEGIN, COMMIT, ROLLBACK, Operation, Query
 
 #: Milliseconds that one partition holds.
-WEEK: Final = 7 * 86_400_000
-#: Weeks for which partitions are made ahead.
-_AHEAD: Final = 2
-#: One who makes or drops at a time.
-_TURN: Final = 0x6572676F70
-# Whoever waits for a lock makes all others wait behind him: half a second, then another time.
-_LIMITS: Final = """
+WEEK_MS: Final = 7 * 86_400_000
+#: Weeks for which partitions are created in advance.
+_WEEKS_AHEAD: Final = 2
+#: The advisory lock under which one process at a time creates or drops a partition.
+_PARTITION_LOCK_KEY: Final = 0x6572676F70
+# A waiting lock request blocks all later requests: give up after half a second and retry later.
+_TRY_LOCK: Final = """
 select set_config('lock_timeout', '500ms', true), pg_try_advisory_xact_lock(%(turn)s)
 """
-_FOUND: Final = """
+_LIST_PARTITIONS: Final = """
 select c.relname from pg_inherits i join pg_class c on c.oid = i.inhrelid
 where i.inhparent = 'ergon.facts'::regclass and c.relname ~ '^facts_w[0-9]+$' order by c.relname
 """
-#: Whoever does not own the tables makes and drops none, and locks nobody out to find that out.
-_OWNED: Final = "select pg_has_role(relowner, 'usage') from pg_class where oid = 'ergon.facts'::regclass"
-#: Not to be had without waiting, not allowed, or done by somebody else; each of them leaves things as they were.
-_PUT_OFF: Final = (
+#: A role that does not own the tables creates and drops no partition; the check takes no blocking lock.
+_IS_OWNER: Final = "select pg_has_role(relowner, 'usage') from pg_class where oid = 'ergon.facts'::regclass"
+#: Lock timeout, missing right, or done by another process; each leaves the tables unchanged, to be retried later.
+_RETRY_LATER_ERRORS: Final = (
     errors.LockNotAvailable,
     errors.QueryCanceled,
     errors.DeadlockDetected,
@@ -36,82 +36,83 @@ _PUT_OFF: Final = (
     errors.UndefinedTable,
     errors.InvalidObjectDefinition,
 )
-REST: Final = "facts_rest"
+DEFAULT_PARTITION: Final = "facts_rest"
 
 
-def week_of(unix_ms: int) -> int:
-    """The number of the week that a moment is in."""
-    return unix_ms // WEEK
+def week_number(unix_ms: int) -> int:
+    """Return the number of the week of a moment."""
+    return unix_ms // WEEK_MS
 
 
-def name_of(week: int) -> str:
-    """What the partition of a week is called."""
+def partition_name(week: int) -> str:
+    """Return the name of the partition of a week."""
     return f"facts_w{week}"
 
 
-def within(week: int) -> str:
-    """The condition that a fact *f* is of that week; with it the server looks into no other partition."""
-    return f"f.stored_at >= {week * WEEK} and f.stored_at < {(week + 1) * WEEK}"
+def week_condition(week: int) -> str:
+    """Return the condition that fact *f* is of that week; with it the server scans no other partition."""
+    return f"f.stored_at >= {week * WEEK_MS} and f.stored_at < {(week + 1) * WEEK_MS}"
 
 
-def weeks() -> Operation[list[int]]:
-    """The weeks that have a partition."""
-    return [int(name.removeprefix("facts_w")) for (name,) in (yield Query(_FOUND))]
+def list_weeks() -> Operation[list[int]]:
+    """Return the weeks that have a partition."""
+    return [int(name.removeprefix("facts_w")) for (name,) in (yield Query(_LIST_PARTITIONS))]
 
 
-def made_ahead(now_ms: int) -> Operation[int]:
-    """Make those of this week and the next ones that are missing; how many."""
-    present = week_of(now_ms)
-    found = yield from weeks()
-    missing = [week for week in range(max(0, present), present + _AHEAD + 1) if week not in found]
-    made = 0
+def create_future_partitions(now_ms: int) -> Operation[int]:
+    """Create the missing partitions of this week and the next ones; return their number."""
+    this_week = week_number(now_ms)
+    existing = yield from list_weeks()
+    missing = [week for week in range(max(0, this_week), this_week + _WEEKS_AHEAD + 1) if week not in existing]
+    created_count = 0
     for week in missing:
-        made += yield from _done(_make(week))
-    return made
+        created_count += yield from _run_locked(_create_partition(week))
+    return created_count
 
 
-def dropped(week: int) -> Operation[bool]:
-    """Drop the partition of *week* if nothing in it is retained; False if something is, or it has to wait."""
-    return (yield from _done(_drop(week)))
+def drop_partition(week: int) -> Operation[bool]:
+    """Drop the partition of *week* if nothing in it is retained; return False if something is, or if it has to wait."""
+    return (yield from _run_locked(_drop_if_unused(week)))
 
 
-def _done(statements: Operation[bool]) -> Operation[bool]:
-    """Have all of it or nothing, without waiting for anybody."""
-    if (yield Query(_OWNED)) != [(True,)]:
+def _run_locked(statements: Operation[bool]) -> Operation[bool]:
+    """Run all statements or none, without waiting for other processes."""
+    if (yield Query(_IS_OWNER)) != [(True,)]:
         return False
     try:
         yield BEGIN
-        ((_, turn),) = yield Query(_LIMITS, {"turn": _TURN})
-        done = bool(turn) and (yield from statements)
+        ((_, acquired),) = yield Query(_TRY_LOCK, {"turn": _PARTITION_LOCK_KEY})
+        done = bool(acquired) and (yield from statements)
         yield COMMIT if done else ROLLBACK
-    except _PUT_OFF:
+    except _RETRY_LATER_ERRORS:
         with suppress(psycopg.Error):
             yield ROLLBACK
         return False
     return done
 
 
-def _make(week: int) -> Operation[bool]:
-    # Made aside and then attached, which lets everybody read and write meanwhile. Facts of that week that came too
-    # early for it have to leave the rest first, where nobody may put another one until it is done.
-    name, since, until = name_of(week), week * WEEK, (week + 1) * WEEK
+def _create_partition(week: int) -> Operation[bool]:
+    # Created separately and attached, which lets others read and write meanwhile. Early facts of that week have to
+    # move out of the default partition first; its lock prevents new ones until the attachment.
+    name, since, until = partition_name(week), week * WEEK_MS, (week + 1) * WEEK_MS
     yield Query(f"create table ergon.{name} (like ergon.facts including defaults including constraints)")
-    yield Query(f"lock table ergon.{REST} in access exclusive mode")
+    yield Query(f"lock table ergon.{DEFAULT_PARTITION} in access exclusive mode")
     yield Query(
-        f"with early as (delete from ergon.{REST} where stored_at >= {since} and stored_at < {until} returning *) "  # noqa: S608 - of numbers
+        f"with early as (delete from ergon.{DEFAULT_PARTITION} "  # noqa: S608 - of numbers
+        f"where stored_at >= {since} and stored_at < {until} returning *) "
         f"insert into ergon.{name} select * from early"
     )
     yield Query(f"alter table ergon.facts attach partition ergon.{name} for values from ({since}) to ({until})")
     return True
 
 
-def _drop(week: int) -> Operation[bool]:
-    name = name_of(week)
-    # The parent first, as those do who read and write: nobody puts a forwarded fact of long ago into it meanwhile.
+def _drop_if_unused(week: int) -> Operation[bool]:
+    name = partition_name(week)
+    # The parent is locked first, as by readers and writers: no old forwarded fact can be inserted meanwhile.
     yield Query("lock table ergon.facts in access exclusive mode")
     retained = yield Query(
         "select 1 from ergon.fact_log l where exists (select 1 from ergon.facts f "  # noqa: S608 - of numbers
-        f"where f.log = l.id and f.fact_offset > l.dropped and {within(week)}) limit 1"
+        f"where f.log = l.id and f.fact_offset > l.dropped and {week_condition(week)}) limit 1"
     )
     if retained:
         return False

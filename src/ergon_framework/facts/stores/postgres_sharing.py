@@ -1,6 +1,6 @@
-"""Shared commits: whoever comes while a commit is under way goes with the next one, and nobody waits for company.
+"""Group commit: callers that arrive during a commit join the next batch; no caller waits for others to arrive.
 
-What one caller sends may be refused by the server as a whole; then each of those who went with him goes alone.
+The server may reject a batch because of one caller's facts; then each caller's facts are committed separately.
 """
 
 from __future__ import annotations
@@ -12,251 +12,253 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Final, TypeVar
 
-from ergon_framework.errors import ConnectionLost, text
-from ergon_framework.facts.boundary import Appended, confirmed
+from ergon_framework.errors import ConnectionLostError, error_message
+from ergon_framework.facts.boundary import AppendResult, raise_if_error
 from ergon_framework.facts.model import FactConfirmation
-from ergon_framework.facts.stores.postgres_batch import Item
+from ergon_framework.facts.stores.postgres_batch import FactRow
 
-#: The most that go into one commit. While it is under way others get ready, so one that takes everybody gains nothing.
-MOST: Final = 128
-MOST_BYTES: Final = 4 * 1024 * 1024
-#: Of one caller more: he has said that they belong together, and each commit costs him a wait.
-PORTION: Final = 1000
-#: Commits that one event loop has under way.
-_AT_ONCE: Final = 2
+#: Limits of one commit. Others prepare while it runs, so a commit of all callers would not be faster.
+MAX_BATCH_FACTS: Final = 128
+MAX_BATCH_BYTES: Final = 4 * 1024 * 1024
+#: The limit for one caller is higher: its facts belong together, and each further commit adds latency.
+MAX_CALLER_FACTS: Final = 1000
+#: Commits that one event loop runs concurrently.
+_MAX_CONCURRENT_COMMITS: Final = 2
 
 
-def portions(items: Sequence[Item]) -> list[Sequence[Item]]:
-    """*items* of one caller, cut so that none is too much for one commit."""
-    found: list[Sequence[Item]] = []
+def split_batches(items: Sequence[FactRow]) -> list[Sequence[FactRow]]:
+    """Split the *items* of one caller, so that no part exceeds one commit."""
+    batches: list[Sequence[FactRow]] = []
     begin = size = 0
-    for place, item in enumerate(items):
-        if place > begin and (place - begin >= PORTION or size + item.bytes > MOST_BYTES):
-            found.append(items[begin:place])
-            begin, size = place, 0
+    for index, item in enumerate(items):
+        if index > begin and (index - begin >= MAX_CALLER_FACTS or size + item.bytes > MAX_BATCH_BYTES):
+            batches.append(items[begin:index])
+            begin, size = index, 0
         size += item.bytes
     if begin < len(items):
-        found.append(items[begin:])
-    return found
+        batches.append(items[begin:])
+    return batches
 
 
-_R = TypeVar("_R", bound="_Request")
+_R = TypeVar("_R", bound="_AppendRequest")
 
 
-class _Request:
-    """What one caller wants, and what he is told."""
+class _AppendRequest:
+    """The facts of one caller, and their result."""
 
-    __slots__ = ("answers", "bytes", "done", "error", "items")
+    __slots__ = ("bytes", "done", "error", "items", "results")
 
-    def __init__(self, items: Sequence[Item]) -> None:
+    def __init__(self, items: Sequence[FactRow]) -> None:
         self.items = items
         self.bytes = items[0].bytes if len(items) == 1 else sum(item.bytes for item in items)
-        self.answers: Sequence[Appended] | None = None
+        self.results: Sequence[AppendResult] | None = None
         self.error: BaseException | None = None
-        #: Whom an event loop wakes; threads have their turn instead.
+        #: Set for callers on an event loop; threads wait for their turn instead.
         self.done: asyncio.Future[None] | None = None
 
-    def told(self) -> Sequence[Appended]:
+    def get_results(self) -> Sequence[AppendResult]:
         if self.error is not None:
             raise self.error
-        if self.answers is None:
-            raise _interrupted()
-        return self.answers
+        if self.results is None:
+            raise _interrupted_error()
+        return self.results
 
 
-class _Turn(_Request):
-    """The same of a thread, which waits for its turn: to be told, or to do the work."""
+class _ThreadAppendRequest(_AppendRequest):
+    """A request of a thread, which waits for its result or for its turn to commit the next batch."""
 
-    __slots__ = ("leads", "turn")
+    __slots__ = ("is_leader", "wakeup")
 
-    def __init__(self, items: Sequence[Item]) -> None:
+    def __init__(self, items: Sequence[FactRow]) -> None:
         super().__init__(items)
-        self.leads = False
-        # Taken until then: a lock is the cheapest thing that a thread can wait for.
-        self.turn = threading.Lock()
-        self.turn.acquire()
+        self.is_leader = False
+        # Held until the turn comes: a lock is the fastest primitive that a thread can wait for.
+        self.wakeup = threading.Lock()
+        self.wakeup.acquire()
 
 
-def _interrupted() -> ConnectionLost:
-    return ConnectionLost("the commit was interrupted, and nobody knows whether it was done; append again")
+def _interrupted_error() -> ConnectionLostError:
+    return ConnectionLostError("the commit was interrupted, and nobody knows whether it was done; append again")
 
 
-def _of_his_own(error: BaseException) -> BaseException:
-    """An error for one of several: an exception that is raised in two threads would mix up where it comes from."""
-    return ConnectionLost(text(error)) if isinstance(error, ConnectionLost) else error
+def _copy_error(error: BaseException) -> BaseException:
+    """Return a separate exception for one of several callers: a shared one would mix up their tracebacks."""
+    return ConnectionLostError(error_message(error)) if isinstance(error, ConnectionLostError) else error
 
 
-def _is_anyones(error: Exception) -> bool:
-    """Whether it may be the fault of one of several."""
-    return not isinstance(error, ConnectionLost)
+def _is_caller_specific(error: Exception) -> bool:
+    """Tell whether the error may concern only one of several callers."""
+    return not isinstance(error, ConnectionLostError)
 
 
-class _Waiting(deque[_R]):
+class _AppendQueue(deque[_R]):
     @property
     def is_full(self) -> bool:
-        """Whether so many wait that they would fill a commit, if each wants one."""
-        return len(self) >= MOST
+        """Whether enough requests wait to fill a commit with one fact each."""
+        return len(self) >= MAX_BATCH_FACTS
 
-    def group(self) -> list[_R]:
-        """The next ones that go together; at least one."""
-        found = [self.popleft()]
-        count, size = len(found[0].items), found[0].bytes
-        while self and count + len(self[0].items) <= MOST and size + self[0].bytes <= MOST_BYTES:
-            found.append(self.popleft())
-            count, size = count + len(found[-1].items), size + found[-1].bytes
-        return found
+    def pop_batch(self) -> list[_R]:
+        """Remove and return the requests of the next batch; at least one."""
+        batch = [self.popleft()]
+        count, size = len(batch[0].items), batch[0].bytes
+        while self and count + len(self[0].items) <= MAX_BATCH_FACTS and size + self[0].bytes <= MAX_BATCH_BYTES:
+            batch.append(self.popleft())
+            count, size = count + len(batch[-1].items), size + batch[-1].bytes
+        return batch
 
 
-class Shared:
-    """For threads: one of those who wait does the work for all, and hands it on to the next."""
+class Coalescer:
+    """Group commit for threads: one waiting thread commits for all, and then wakes the next one."""
 
-    def __init__(self, commit: Callable[[Sequence[Item]], Sequence[Appended]]) -> None:
+    def __init__(self, commit: Callable[[Sequence[FactRow]], Sequence[AppendResult]]) -> None:
         self._commit = commit
         self._lock = threading.Lock()
-        self._waiting: _Waiting[_Turn] = _Waiting()
-        self._busy = False
+        self._queue: _AppendQueue[_ThreadAppendRequest] = _AppendQueue()
+        self._is_busy = False
 
-    def __call__(self, items: Sequence[Item]) -> Sequence[Appended]:
-        """The answers for *items*, in order."""
-        request = _Turn(items)
+    def __call__(self, items: Sequence[FactRow]) -> Sequence[AppendResult]:
+        """Return the results of *items*, in order."""
+        request = _ThreadAppendRequest(items)
         with self._lock:
-            self._waiting.append(request)
-            request.leads = not self._busy
-            self._busy = True
-        if not request.leads:
+            self._queue.append(request)
+            request.is_leader = not self._is_busy
+            self._is_busy = True
+        if not request.is_leader:
             self._wait(request)
-        if request.leads:
-            self._lead()
-        return request.told()
+        if request.is_leader:
+            self._flush()
+        return request.get_results()
 
-    def _wait(self, request: _Turn) -> None:
+    def _wait(self, request: _ThreadAppendRequest) -> None:
         try:
-            request.turn.acquire()
+            request.wakeup.acquire()
         except BaseException:
-            # Whoever leaves must not be counted on.
+            # A caller that was interrupted must not be chosen to commit the next batch.
             with self._lock, suppress(ValueError):
-                self._waiting.remove(request)
-            if request.leads:
-                self._hand_on()
+                self._queue.remove(request)
+            if request.is_leader:
+                self._wake_next()
             raise
 
-    def _lead(self) -> None:
+    def _flush(self) -> None:
         with self._lock:
-            group = self._waiting.group()
+            batch = self._queue.pop_batch()
         try:
-            self._answer(group)
+            self._commit_batch(batch)
         finally:
-            self._hand_on()
-            for request in group:
-                request.leads = False
-                request.turn.release()
+            self._wake_next()
+            for request in batch:
+                request.is_leader = False
+                request.wakeup.release()
 
-    def _hand_on(self) -> None:
+    def _wake_next(self) -> None:
         with self._lock:
-            if not self._waiting:
-                self._busy = False
+            if not self._queue:
+                self._is_busy = False
                 return
-            heir = self._waiting[0]
-            heir.leads = True
-        heir.turn.release()
+            next_request = self._queue[0]
+            next_request.is_leader = True
+        next_request.wakeup.release()
 
-    def _answer(self, group: list[_Turn]) -> None:
-        items = [item for request in group for item in request.items]
+    def _commit_batch(self, batch: list[_ThreadAppendRequest]) -> None:
+        items = [item for request in batch for item in request.items]
         try:
-            answers = self._commit(items)
-        except Exception as error:  # noqa: BLE001 - told to everybody who is concerned
-            if len(group) > 1 and _is_anyones(error):
-                for request in group:
-                    self._answer([request])
+            results = self._commit(items)
+        except Exception as error:  # noqa: BLE001 - passed to every caller
+            if len(batch) > 1 and _is_caller_specific(error):
+                for request in batch:
+                    self._commit_batch([request])
                 return
-            for request in group:
-                request.error = _of_his_own(error)
+            for request in batch:
+                request.error = _copy_error(error)
             return
-        _deal(group, answers)
+        _distribute_results(batch, results)
 
 
-def _deal(group: Sequence[_Request], answers: Sequence[Appended]) -> None:
+def _distribute_results(batch: Sequence[_AppendRequest], results: Sequence[AppendResult]) -> None:
     begin = 0
-    for request in group:
-        request.answers = answers[begin : begin + len(request.items)]
+    for request in batch:
+        request.results = results[begin : begin + len(request.items)]
         begin += len(request.items)
 
 
-class AsyncShared:
-    """The same for the tasks of one event loop: a task of its own does the work, so that nobody's end spoils it.
+class AsyncCoalescer:
+    """Group commit for the tasks of one event loop; a separate task commits, so that cancelled callers do not stop it.
 
-    While so many wait that they fill a commit by themselves, a second one is sent: the server has it at hand when it is
-    done with the first.
+    While enough requests wait to fill a commit, a second one is sent: the server can begin it as soon as it has
+    finished the first.
     """
 
-    def __init__(self, commit: Callable[[Sequence[Item]], Awaitable[Sequence[Appended]]]) -> None:
+    def __init__(self, commit: Callable[[Sequence[FactRow]], Awaitable[Sequence[AppendResult]]]) -> None:
         self._commit = commit
-        self._waiting: _Waiting[_Request] = _Waiting()
-        #: How many do the work, counted by themselves: a task that has ended is not known to have ended at once.
-        self._busy = 0
-        #: The event loop itself holds tasks only weakly.
+        self._queue: _AppendQueue[_AppendRequest] = _AppendQueue()
+        #: The number of running flush tasks. Counted here, because a task that has ended reports it only later.
+        self._running_count = 0
+        #: The event loop holds only weak references to tasks.
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, items: Sequence[Item]) -> Sequence[Appended]:
-        """The answers for *items*. Whoever is cancelled leaves; what he asked for may be done all the same."""
-        request, done = self._begun(items)
+    async def __call__(self, items: Sequence[FactRow]) -> Sequence[AppendResult]:
+        """Return the results of *items*. Cancelling a caller does not undo it: its facts may be stored all the same."""
+        request, done = self._enqueue(items)
         try:
             await done
         except asyncio.CancelledError:
-            self._left(request)
+            self._withdraw(request)
             raise
-        return request.told()
+        return request.get_results()
 
-    async def one(self, item: Item) -> FactConfirmation:
-        """The same for a single fact, which is what most ask for: one step less, for each of them twice."""
-        request, done = self._begun([item])
+    async def submit_one(self, item: FactRow) -> FactConfirmation:
+        """Append a single fact; the most frequent call, with one coroutine less than ``__call__``."""
+        request, done = self._enqueue([item])
         try:
             await done
         except asyncio.CancelledError:
-            self._left(request)
+            self._withdraw(request)
             raise
-        return confirmed(request.told()[0])
+        return raise_if_error(request.get_results()[0])
 
-    def _begun(self, items: Sequence[Item]) -> tuple[_Request, asyncio.Future[None]]:
-        request = _Request(items)
+    def _enqueue(self, items: Sequence[FactRow]) -> tuple[_AppendRequest, asyncio.Future[None]]:
+        request = _AppendRequest(items)
         done = request.done = asyncio.get_running_loop().create_future()
-        self._waiting.append(request)
-        # Asked for every fact, and so without the way to is_full.
-        if self._busy < _AT_ONCE and (self._busy == 0 or len(self._waiting) >= MOST):
-            self._busy += 1
-            task = asyncio.create_task(self._work(), name="ergon-facts-shared")
+        self._queue.append(request)
+        # Runs for every fact, so the comparison replaces the property is_full.
+        if self._running_count < _MAX_CONCURRENT_COMMITS and (
+            self._running_count == 0 or len(self._queue) >= MAX_BATCH_FACTS
+        ):
+            self._running_count += 1
+            task = asyncio.create_task(self._flush(), name="ergon-facts-shared")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return request, done
 
-    def _left(self, request: _Request) -> None:
-        """What was not begun, and nobody waits for any more, is not begun."""
+    def _withdraw(self, request: _AppendRequest) -> None:
+        """Remove a request that is not part of a batch yet, because its caller was cancelled."""
         with suppress(ValueError):
-            self._waiting.remove(request)
+            self._queue.remove(request)
 
-    async def _work(self) -> None:
+    async def _flush(self) -> None:
         try:
-            while self._waiting and (self._waiting.is_full or self._busy == 1):
-                group = self._waiting.group()
+            while self._queue and (self._queue.is_full or self._running_count == 1):
+                batch = self._queue.pop_batch()
                 try:
-                    await self._answer(group)
+                    await self._commit_batch(batch)
                 finally:
-                    for request in group:
+                    for request in batch:
                         if request.done is not None and not request.done.done():
                             request.done.set_result(None)
         finally:
-            self._busy -= 1
+            self._running_count -= 1
 
-    async def _answer(self, group: list[_Request]) -> None:
-        items = [item for request in group for item in request.items]
+    async def _commit_batch(self, batch: list[_AppendRequest]) -> None:
+        items = [item for request in batch for item in request.items]
         try:
-            answers = await self._commit(items)
-        except Exception as error:  # noqa: BLE001 - told to everybody who is concerned
-            if len(group) > 1 and _is_anyones(error):
-                for request in group:
-                    await self._answer([request])
+            results = await self._commit(items)
+        except Exception as error:  # noqa: BLE001 - passed to every caller
+            if len(batch) > 1 and _is_caller_specific(error):
+                for request in batch:
+                    await self._commit_batch([request])
                 return
-            for request in group:
-                request.error = _of_his_own(error)
+            for request in batch:
+                request.error = _copy_error(error)
             return
-        _deal(group, answers)
+        _distribute_results(batch, results)

@@ -1,4 +1,4 @@
-"""Keeping: the side of one reader in PostgreSQL, as operations for both flavours."""
+"""ConsumerStoreOperations: the state of one reader in PostgreSQL, as operations for the sync and async variant."""
 
 from __future__ import annotations
 
@@ -6,246 +6,272 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery
-from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, number
+from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, DeadLetterResult, parse_handle
 from ergon_framework.connectors.postgres import burials
-from ergon_framework.connectors.side_store import Kept, Place
+from ergon_framework.connectors.side_store import DeferredRecord, LogPosition
 from ergon_framework.facts.errors import InvalidFactError
 from ergon_framework.facts.model import Cursor
 from ergon_framework.facts.side import (
-    ONLY,
-    OUTDATED,
-    Acked,
-    Buried,
+    EPOCH_CHANGED_REASON,
+    ONLY_PARTITION,
+    AckChange,
     Change,
-    Claimed,
-    Claiming,
-    Delayed,
-    Freed,
-    Reading,
-    Settled,
-    Taken,
+    ClaimRequest,
+    ClaimResult,
+    DeadLetterChange,
+    DeferChange,
+    ReaderInfo,
+    ReleaseChange,
+    SettleRequest,
+    Takeover,
 )
 from ergon_framework.facts.stores import postgres_reading as reading
 from ergon_framework.facts.stores import postgres_side_records as records
 from ergon_framework.facts.stores import postgres_side_statements as statements
-from ergon_framework.facts.stores.postgres_store import Store
+from ergon_framework.facts.stores.postgres_store import DatabaseSession
 from ergon_framework.schema.operation import BEGIN, COMMIT, ROLLBACK, Operation, Query
 
-C = TypeVar("C", Acked, Buried, Delayed)
+C = TypeVar("C", AckChange, DeadLetterChange, DeferChange)
 
-#: Later than any account of an owner.
-_LAST: Final = 2**62
+#: Higher than any turn of an owner.
+_MAX_TURN: Final = 2**62
 
 
-class _Known(NamedTuple):
-    side: int
+class _ConsumerIds(NamedTuple):
+    consumer: int
     queue: int
 
 
-class Keeping:
-    """What a connector asks of the side of its reader; it remembers what only an owner has to know."""
+class ConsumerStoreOperations:
+    """What a connector calls for its reader; caches only what an owner has to know."""
 
-    def __init__(self, whose: Reading) -> None:
-        self._whose = whose
-        self._named = {"from": whose.pair.from_zone, "to": whose.pair.to_zone, "reader": whose.reader}
-        self._known: _Known | None = None
-        #: By offset, how many deliveries ended with their owner. Nobody but whoever takes over adds to them.
-        self._counts: dict[int, int] = {}
+    def __init__(self, reader_info: ReaderInfo) -> None:
+        self._reader_info = reader_info
+        self._key = {"from": reader_info.pair.from_zone, "to": reader_info.pair.to_zone, "reader": reader_info.reader}
+        self._ids: _ConsumerIds | None = None
+        #: By offset, how many deliveries ended with their owner. Only a takeover adds to them.
+        self._delivery_counts: dict[int, int] = {}
 
-    def _found(self) -> Operation[_Known | None]:
-        if self._known is None:
-            rows = yield Query(statements.SIDE, self._named)
-            self._known = _Known(*rows[0]) if rows else None
-        return self._known
+    def _find_ids(self) -> Operation[_ConsumerIds | None]:
+        if self._ids is None:
+            rows = yield Query(statements.SELECT_CONSUMER, self._key)
+            self._ids = _ConsumerIds(*rows[0]) if rows else None
+        return self._ids
 
-    def _made(self) -> Operation[_Known]:
-        while (known := (yield from self._found())) is None:
-            name = f"{self._named['from']}/{self._named['to']} as {self._named['reader']}"
-            yield Query(statements.MAKE, {**self._named, "name": name})
-        return known
+    def _find_or_create_ids(self) -> Operation[_ConsumerIds]:
+        while (ids := (yield from self._find_ids())) is None:
+            name = f"{self._key['from']}/{self._key['to']} as {self._key['reader']}"
+            yield Query(statements.INSERT_CONSUMER, {**self._key, "name": name})
+        return ids
 
-    # -- owning it ------------------------------------------------------------------------------------
+    # -- ownership ------------------------------------------------------------------------------------
 
-    def take_over(self, cursor: Cursor) -> Operation[Taken]:
-        # After a restore the number may be another reader's, or nobody's.
-        self._known = None
-        side, _ = yield from self._made()
+    def take_over(self, cursor: Cursor) -> Operation[Takeover]:
+        # After a restore the id may belong to another reader, or to none.
+        self._ids = None
+        consumer_id, _ = yield from self._find_or_create_ids()
         yield BEGIN
-        ((epoch,),) = yield Query(statements.LOCK, {"side": side})
-        self._whose.recognise(epoch, cursor.epoch)
-        asked = {"side": side, "cursor": cursor.offset}
-        yield Query(statements.COUNT, asked)
-        yield Query(statements.PRUNE, asked)
-        ((generation, replays),) = yield Query(statements.RISE, {"side": side})
-        rows = yield Query(statements.ASIDE, {"side": side})
+        ((epoch,),) = yield Query(statements.LOCK_CONSUMER, {"side": consumer_id})
+        self._reader_info.check_epoch(epoch, cursor.epoch)
+        parameters = {"side": consumer_id, "cursor": cursor.offset}
+        yield Query(statements.COUNT_LOST_CLAIMS, parameters)
+        yield Query(statements.DELETE_OBSOLETE, parameters)
+        ((generation, replays),) = yield Query(statements.NEXT_GENERATION, {"side": consumer_id})
+        rows = yield Query(statements.SELECT_STATE, {"side": consumer_id})
         yield COMMIT
-        self._counts = {offset: lost for offset, lost, settled, *_ in rows if lost and not settled}
-        beyond = [offset for offset, _, settled, *_ in rows if settled]
-        kept = [self._kept(offset, *more) for offset, _, _, *more in rows if more[0] is not None]
-        return Taken(generation, beyond, kept, replays)
+        self._delivery_counts = {
+            offset: lost_count for offset, lost_count, settled, *_ in rows if lost_count and not settled
+        }
+        settled_above = [offset for offset, _, settled, *_ in rows if settled]
+        deferred = [self._to_deferred(offset, *rest) for offset, _, _, *rest in rows if rest[0] is not None]
+        return Takeover(generation, settled_above, deferred, replays)
 
-    def _kept(self, offset: int, due: float, envelope: str, body: bytes) -> Kept:
-        return Kept(due, Place(ONLY, offset), records.read(envelope, body, self._whose.codec))
+    def _to_deferred(self, offset: int, due: float, envelope: str, body: bytes) -> DeferredRecord:
+        return DeferredRecord(
+            due,
+            LogPosition(ONLY_PARTITION, offset),
+            records.deserialize_transaction(envelope, body, self._reader_info.codec),
+        )
 
-    def holds(self, generation: int) -> Operation[bool]:
-        side, _ = yield from self._made()
-        return bool((yield Query(statements.LOOK, {"side": side, "generation": generation})))
+    def is_owner(self, generation: int) -> Operation[bool]:
+        consumer_id, _ = yield from self._find_or_create_ids()
+        return bool((yield Query(statements.CHECK_OWNER, {"side": consumer_id, "generation": generation})))
 
-    def leave(self, generation: int, beyond: Collection[int]) -> Operation[bool]:
-        side, _ = yield from self._made()
+    def release(self, generation: int, settled_above: Collection[int]) -> Operation[bool]:
+        consumer_id, _ = yield from self._find_or_create_ids()
         yield BEGIN
-        told = {"side": side, "generation": generation, "turn": _LAST, "held": [], "epoch": None}
-        if not (yield Query(statements.FENCE, told)):
+        parameters = {"side": consumer_id, "generation": generation, "turn": _MAX_TURN, "held": [], "epoch": None}
+        if not (yield Query(statements.FENCE, parameters)):
             yield ROLLBACK
             return False
-        yield Query(statements.LEAVE, {"side": side, "offsets": list(beyond)})
+        yield Query(statements.RELEASE, {"side": consumer_id, "offsets": list(settled_above)})
         yield COMMIT
         return True
 
-    # -- an owner -------------------------------------------------------------------------------------
+    # -- owner ----------------------------------------------------------------------------------------
 
-    def claim(self, claiming: Claiming) -> Operation[Claimed | None]:
-        side, _ = yield from self._made()
-        told: dict[str, Any] = {"side": side, "generation": claiming.generation}
-        if claiming.new:
-            told |= {"turn": claiming.turn, "held": list(claiming.held), "epoch": claiming.epoch}
-        rows = yield Query(statements.CLAIM if claiming.new else statements.LOOK, told)
+    def claim(self, request: ClaimRequest) -> Operation[ClaimResult | None]:
+        consumer_id, _ = yield from self._find_or_create_ids()
+        parameters: dict[str, Any] = {"side": consumer_id, "generation": request.generation}
+        if request.new:
+            parameters |= {"turn": request.sequence, "held": list(request.claims), "epoch": request.epoch}
+        rows = yield Query(statements.CLAIM if request.new else statements.CHECK_OWNER, parameters)
         if not rows:
             return None
         replays, replayed = rows[0][0], []
-        if replays > claiming.replays:
-            asked = {"side": side, "known": claiming.replays, "latest": replays}
-            for offset, *more in (yield Query(statements.REPLAYED, asked)):
-                self._counts.pop(offset, None)
-                replayed.append(self._kept(offset, *more))
-        return Claimed([self._counts.get(offset, 0) + 1 for offset in claiming.new], replayed, replays)
+        if replays > request.replays:
+            replay_parameters = {"side": consumer_id, "known": request.replays, "latest": replays}
+            for offset, *rest in (yield Query(statements.LIST_REPLAYED, replay_parameters)):
+                self._delivery_counts.pop(offset, None)
+                replayed.append(self._to_deferred(offset, *rest))
+        return ClaimResult([self._delivery_counts.get(offset, 0) + 1 for offset in request.new], replayed, replays)
 
-    def settle(self, settled: Settled) -> Operation[bool]:
-        known = yield from self._made()
-        told = {"side": known.side, "generation": settled.generation, "turn": settled.turn, "held": list(settled.held)}
-        told["epoch"] = None
-        if all(_leaves_nothing(change) for change in settled.changes):
-            return bool((yield Query(statements.CLAIM, told)))
-        writing = self._writing(known, settled)
+    def settle(self, request: SettleRequest) -> Operation[bool]:
+        ids = yield from self._find_or_create_ids()
+        parameters = {
+            "side": ids.consumer,
+            "generation": request.generation,
+            "turn": request.sequence,
+            "held": list(request.claims),
+        }
+        parameters["epoch"] = None
+        if all(_is_write_free(change) for change in request.changes):
+            return bool((yield Query(statements.CLAIM, parameters)))
+        queries = self._build_queries(ids, request)
         yield BEGIN
-        if not (yield Query(statements.FENCE, told)):
+        if not (yield Query(statements.FENCE, parameters)):
             yield ROLLBACK
             return False
-        for query in writing:  # noqa: UP028 - a list has no use for what is sent back
+        for query in queries:  # noqa: UP028 - results are not needed
             yield query
         yield COMMIT
-        for change in settled.changes:
-            if not isinstance(change, Freed | Delayed):
-                self._counts.pop(change.offset, None)
+        for change in request.changes:
+            if not isinstance(change, ReleaseChange | DeferChange):
+                self._delivery_counts.pop(change.offset, None)
         return True
 
-    def _writing(self, known: _Known, settled: Settled) -> list[Query]:
-        """Made before the first of them is sent: what cannot be written is known by then."""
-        given = {"side": known.side}
-        found: list[Query] = []
-        if delayed := _of(settled.changes, Delayed):
-            found.append(Query(statements.DELAY, given | self._delays(delayed)))
-        if done := [change.offset for change in _of(settled.changes, Acked) if change.aside]:
-            found.append(Query(statements.DONE, given | {"offsets": done}))
-        if buried := _of(settled.changes, Buried):
-            found.append(self._burial(known, buried))
-        found.append(Query(statements.SWEEP, given | {"confirmed": settled.confirmed}))
-        return found
+    def _build_queries(self, ids: _ConsumerIds, request: SettleRequest) -> list[Query]:
+        """Build all queries before the first is sent, so that data that cannot be serialized is found in time."""
+        parameters = {"side": ids.consumer}
+        queries: list[Query] = []
+        if deferred := _select(request.changes, DeferChange):
+            queries.append(Query(statements.DEFER, parameters | self._build_defer_columns(deferred)))
+        if acked_offsets := [change.offset for change in _select(request.changes, AckChange) if change.was_deferred]:
+            queries.append(Query(statements.ACK, parameters | {"offsets": acked_offsets}))
+        if dead_lettered := _select(request.changes, DeadLetterChange):
+            queries.append(self._build_dead_letter_query(ids, dead_lettered))
+        queries.append(Query(statements.DELETE_CONFIRMED, parameters | {"confirmed": request.confirmed}))
+        return queries
 
-    def _burial(self, known: _Known, buried: Sequence[Buried]) -> Query:
-        columns = records.burial(buried, self._whose.codec)
-        return Query(statements.BURY, {"side": known.side, "queue": known.queue, **columns})
+    def _build_dead_letter_query(self, ids: _ConsumerIds, dead_lettered: Sequence[DeadLetterChange]) -> Query:
+        columns = records.dead_letter_columns(dead_lettered, self._reader_info.codec)
+        return Query(statements.DEAD_LETTER, {"side": ids.consumer, "queue": ids.queue, **columns})
 
-    def _delays(self, delayed: Sequence[Delayed]) -> dict[str, list[Any]]:
-        written = [records.written(change.kept.transaction, self._whose.codec) for change in delayed]
+    def _build_defer_columns(self, deferred: Sequence[DeferChange]) -> dict[str, list[Any]]:
+        serialized = [
+            records.serialize_transaction(change.deferred.transaction, self._reader_info.codec) for change in deferred
+        ]
         return {
-            "offsets": [change.offset for change in delayed],
-            "deliveries": [self._counts.get(change.offset, 0) for change in delayed],
-            "dues": [change.kept.due for change in delayed],
-            "envelopes": [envelope for envelope, _ in written],
-            "bodies": [body for _, body in written],
+            "offsets": [change.offset for change in deferred],
+            "deliveries": [self._delivery_counts.get(change.offset, 0) for change in deferred],
+            "dues": [change.deferred.due for change in deferred],
+            "envelopes": [envelope for envelope, _ in serialized],
+            "bodies": [body for _, body in serialized],
         }
 
-    def confirm(self, store: Store, generation: int, cursor: Cursor) -> Operation[bool]:
-        """To the boundary, which is the same database."""
-        side, _ = yield from self._made()
-        whose = self._whose
+    def confirm(self, session: DatabaseSession, generation: int, cursor: Cursor) -> Operation[bool]:
+        """Confirm to the boundary, which is in the same database."""
+        consumer_id, _ = yield from self._find_or_create_ids()
+        reader_info = self._reader_info
         return (
-            yield from reading.confirm_held(store, whose.reader, whose.pair, cursor, side=side, generation=generation)
+            yield from reading.confirm_if_owner(
+                session, reader_info.reader, reader_info.pair, cursor, consumer_id=consumer_id, generation=generation
+            )
         )
 
     # -- dead letters ---------------------------------------------------------------------------------
 
-    def dead(self, place: str) -> Operation[DeadLetterRecord | None]:
+    def get_dead_letter(self, handle: str) -> Operation[DeadLetterRecord | None]:
         try:
-            before = str(number(place) - 1)
+            preceding = str(parse_handle(handle) - 1)
         except ConnectorError:
             return None
-        found = yield from self.list_dead(DeadLetterQuery(), before if before != "-1" else None, 1)
-        return found[0] if found and found[0].place == place else None
+        dead_letters = yield from self.list_dead(DeadLetterQuery(), preceding if preceding != "-1" else None, 1)
+        return dead_letters[0] if dead_letters and dead_letters[0].handle == handle else None
 
     def list_dead(self, query: DeadLetterQuery, after: str | None, limit: int) -> Operation[list[DeadLetterRecord]]:
-        known = yield from self._found()
-        if known is None:
+        ids = yield from self._find_ids()
+        if ids is None:
             return []
-        rows = yield from burials.found(known.queue, query, after=after, limit=limit)
-        return [records.record(row, self._whose.queue, self._whose.codec) for row in rows]
+        rows = yield from burials.select_dead(ids.queue, query, after=after, limit=limit)
+        return [records.row_to_dead_letter(row, self._reader_info.queue, self._reader_info.codec) for row in rows]
 
-    def dead_count(self) -> Operation[int]:
-        known = yield from self._found()
-        return 0 if known is None else int((yield Query(statements.DEAD, {"queue": known.queue}))[0][0])
+    def count_dead_letters(self) -> Operation[int]:
+        ids = yield from self._find_ids()
+        return 0 if ids is None else int((yield Query(statements.COUNT_DEAD_LETTERS, {"queue": ids.queue}))[0][0])
 
-    def replay(self, place: str, kept: Kept) -> Operation[bool]:
-        known = yield from self._made()
-        envelope, body = records.written(kept.transaction, self._whose.codec)
-        given: dict[str, Any] = {
-            "side": known.side,
-            "queue": known.queue,
-            "id": number(place),
-            "offset": kept.place.offset,
+    def replay(self, handle: str, deferred: DeferredRecord) -> Operation[bool]:
+        ids = yield from self._find_or_create_ids()
+        envelope, body = records.serialize_transaction(deferred.transaction, self._reader_info.codec)
+        parameters: dict[str, Any] = {
+            "side": ids.consumer,
+            "queue": ids.queue,
+            "id": parse_handle(handle),
+            "offset": deferred.position.offset,
         }
-        given |= {"due": kept.due, "envelope": envelope, "body": body}
-        return bool((yield Query(statements.REPLAY, given)))
+        parameters |= {"due": deferred.due, "envelope": envelope, "body": body}
+        return bool((yield Query(statements.REPLAY, parameters)))
 
-    def discard(self, place: str) -> Operation[bool]:
-        known = yield from self._found()
-        if known is None:
+    def discard(self, handle: str) -> Operation[bool]:
+        ids = yield from self._find_ids()
+        if ids is None:
             return False
-        (result,) = yield from burials.discarded(known.queue, [place])
-        return result.became is Became.DISCARDED
+        (result,) = yield from burials.discard_dead(ids.queue, [handle])
+        return result.outcome is DeadLetterResult.DISCARDED
 
     # -- another epoch --------------------------------------------------------------------------------
 
     def forget_epoch(self, at: float) -> Operation[int]:
-        """Be ready for another epoch; how many facts were due later, and are dead letters now."""
-        known = yield from self._found()
-        if known is None:
-            # Not made: whoever misspells a name would be told that all is well, while his consumer stands still.
-            readers = yield Query(statements.READERS, self._named)
+        """Prepare for another epoch; return how many deferred facts became dead letters."""
+        ids = yield from self._find_ids()
+        if ids is None:
+            # The row is not created here: a misspelled name would report success while the consumer stays blocked.
+            readers = yield Query(statements.LIST_READERS, self._key)
             raise InvalidFactError(
-                f"no reader {self._named['reader']!r} of facts from {self._named['from']!r} to {self._named['to']!r} "
+                f"no reader {self._key['reader']!r} of facts from {self._key['from']!r} to {self._key['to']!r} "
                 f"is known; known are: {', '.join(sorted(name for (name,) in readers)) or 'none'}"
             )
         yield BEGIN
-        yield Query(statements.LOCK, {"side": known.side})
-        rows = yield Query(statements.ASIDE, {"side": known.side})
-        due = [(self._kept(offset, *more), lost) for offset, lost, _, *more in rows if more[0] is not None]
-        buried = [Buried(kept.place.offset, aside=True, record=self._outdated(kept, lost, at)) for kept, lost in due]
-        if buried:
-            yield self._burial(known, buried)
-        yield Query(statements.FORGET, {"side": known.side})
-        yield Query(statements.RENEW, {"side": known.side})
+        yield Query(statements.LOCK_CONSUMER, {"side": ids.consumer})
+        rows = yield Query(statements.SELECT_STATE, {"side": ids.consumer})
+        deferred_rows = [
+            (self._to_deferred(offset, *rest), lost_count)
+            for offset, lost_count, _, *rest in rows
+            if rest[0] is not None
+        ]
+        dead_lettered = [
+            DeadLetterChange(
+                deferred.position.offset, was_deferred=True, record=self._to_outdated_record(deferred, lost_count, at)
+            )
+            for deferred, lost_count in deferred_rows
+        ]
+        if dead_lettered:
+            yield self._build_dead_letter_query(ids, dead_lettered)
+        yield Query(statements.DELETE_STATE, {"side": ids.consumer})
+        yield Query(statements.RESET_CONSUMER, {"side": ids.consumer})
         yield COMMIT
-        return len(buried)
+        return len(dead_lettered)
 
-    def _outdated(self, kept: Kept, lost: int, at: float) -> DeadLetterRecord:
-        delivery = Delivery(kept.transaction, None, lost)
-        return DeadLetterRecord.of(delivery, DeadLetter(OUTDATED), queue=self._whose.queue, at=at)
-
-
-def _leaves_nothing(change: Change) -> bool:
-    return isinstance(change, Freed) or (isinstance(change, Acked) and not change.aside)
+    def _to_outdated_record(self, deferred: DeferredRecord, lost_count: int, at: float) -> DeadLetterRecord:
+        delivery = Delivery(deferred.transaction, None, lost_count)
+        return DeadLetterRecord.from_delivery(
+            delivery, DeadLetter(EPOCH_CHANGED_REASON), queue=self._reader_info.queue, at=at
+        )
 
 
-def _of(changes: Sequence[Change], kind: type[C]) -> list[C]:
-    return [change for change in changes if isinstance(change, kind)]
+def _is_write_free(change: Change) -> bool:
+    return isinstance(change, ReleaseChange) or (isinstance(change, AckChange) and not change.was_deferred)
+
+
+def _select(changes: Sequence[Change], change_type: type[C]) -> list[C]:
+    return [change for change in changes if isinstance(change, change_type)]

@@ -1,7 +1,7 @@
-"""Records: transactions and dead letters of a side of facts, as its tables have them.
+"""Transactions and dead letters of fact consumers, as the tables store them.
 
-A fact may be longer, and be called otherwise, than a header can hold, and it must be possible to keep it all the same:
-so the envelope is written as a text of its own.
+A fact may have longer values and other names than a header can hold, and it must be possible to store it all the
+same: so the envelope is stored as a separate text.
 """
 
 from __future__ import annotations
@@ -12,74 +12,76 @@ from typing import Any, Final
 
 from ergon_framework.connectors.base import DeadLetter, Delivery
 from ergon_framework.connectors.codec import Codec
-from ergon_framework.connectors.deadletters import DeadLetterRecord, Envelope
-from ergon_framework.connectors.postgres.burials import Row
-from ergon_framework.connectors.postgres.headers import texts
-from ergon_framework.connectors.postgres.settling import fitting
-from ergon_framework.facts.side import Buried
+from ergon_framework.connectors.deadletters import DeadLetterRecord, TransactionEnvelope
+from ergon_framework.connectors.postgres.burials import DeadLetterRow
+from ergon_framework.connectors.postgres.headers import headers_as_text
+from ergon_framework.connectors.postgres.settling import sanitize_text
+from ergon_framework.facts.side import DeadLetterChange
 from ergon_framework.failure import Failure
 from ergon_framework.transaction import Transaction
 
-#: The header of a dead letter that has its envelope.
-ENVELOPE: Final = "ergon-envelope"
-#: In an envelope: the body is not plain JSON but the codec's.
-_CODED: Final = "coded"
+#: The header of a dead letter that contains its envelope.
+ENVELOPE_HEADER: Final = "ergon-envelope"
+#: Key in an envelope: the body is encoded by the codec instead of as plain JSON.
+_CODED_KEY: Final = "coded"
 
 
-def written(transaction: Transaction, codec: Codec) -> tuple[str, bytes]:
-    """*transaction* as a text and a body."""
-    envelope = Envelope.model_validate(transaction).model_dump(mode="json")
+def serialize_transaction(transaction: Transaction, codec: Codec) -> tuple[str, bytes]:
+    """Return *transaction* as the text of its envelope and a body."""
+    envelope = TransactionEnvelope.model_validate(transaction).model_dump(mode="json")
     try:
         body = json.dumps(transaction.payload).encode()
     except (TypeError, ValueError):
-        body, envelope[_CODED] = codec.encode(transaction)[0], True
+        body, envelope[_CODED_KEY] = codec.encode(transaction)[0], True
     return json.dumps(envelope), body
 
 
-def read(envelope: str, body: bytes, codec: Codec) -> Transaction:
-    """The transaction that was written so."""
-    given = json.loads(envelope)
-    fields = Envelope.model_validate(given)
-    payload = codec.decode(body, {"ergon-id": fields.id}).payload if given.get(_CODED) else json.loads(body)
-    return Transaction(payload=payload, **{name: getattr(fields, name) for name in Envelope.model_fields})
+def deserialize_transaction(envelope: str, body: bytes, codec: Codec) -> Transaction:
+    """Return the transaction that serialize_transaction() has written."""
+    data = json.loads(envelope)
+    fields = TransactionEnvelope.model_validate(data)
+    payload = codec.decode(body, {"ergon-id": fields.id}).payload if data.get(_CODED_KEY) else json.loads(body)
+    return Transaction(payload=payload, **{name: getattr(fields, name) for name in TransactionEnvelope.model_fields})
 
 
-def burial(buried: Sequence[Buried], codec: Codec) -> dict[str, list[Any]]:
-    """The columns of dead letters."""
-    records = [each.record for each in buried]
+def dead_letter_columns(changes: Sequence[DeadLetterChange], codec: Codec) -> dict[str, list[Any]]:
+    """Return the columns of dead letters."""
+    records = [change.record for change in changes]
     envelopes = [record.envelope for record in records]
     failures = [record.failure for record in records]
-    kept = [written(record.transaction(), codec) for record in records]
+    serialized = [serialize_transaction(record.transaction(), codec) for record in records]
     return {
-        "offsets": [each.offset for each in buried],
-        "asides": [each.aside for each in buried],
-        "names": fitting(envelope.id for envelope in envelopes),
-        "reasons": fitting(record.reason for record in records),
+        "offsets": [change.offset for change in changes],
+        "asides": [change.was_deferred for change in changes],
+        "names": sanitize_text(envelope.id for envelope in envelopes),
+        "reasons": sanitize_text(record.reason for record in records),
         "ats": [record.at for record in records],
         "deliveries": [record.deliveries for record in records],
-        "types": fitting(envelope.type for envelope in envelopes),
-        "keys": fitting(envelope.key for envelope in envelopes),
-        "tenants": fitting(envelope.tenant for envelope in envelopes),
-        "correlations": fitting(envelope.correlation for envelope in envelopes),
-        "tasks": fitting(None if failure is None else failure.task_name for failure in failures),
-        "error_types": fitting(None if failure is None else failure.error_type for failure in failures),
+        "types": sanitize_text(envelope.type for envelope in envelopes),
+        "keys": sanitize_text(envelope.key for envelope in envelopes),
+        "tenants": sanitize_text(envelope.tenant for envelope in envelopes),
+        "correlations": sanitize_text(envelope.correlation for envelope in envelopes),
+        "tasks": sanitize_text(None if failure is None else failure.task_name for failure in failures),
+        "error_types": sanitize_text(None if failure is None else failure.error_type for failure in failures),
         "categories": [None if failure is None else failure.category.value for failure in failures],
         "failures": [None if failure is None else failure.model_dump_json() for failure in failures],
-        "headers": [_headers(record.envelope, text) for record, (text, _) in zip(records, kept, strict=True)],
-        "bodies": [body for _, body in kept],
+        "headers": [
+            _build_headers(record.envelope, text) for record, (text, _) in zip(records, serialized, strict=True)
+        ],
+        "bodies": [body for _, body in serialized],
     }
 
 
-def _headers(envelope: Envelope, text: str) -> str:
-    # What people look for in a table, and the text of all; escapes in that text are none in this one.
-    name, correlation = fitting([envelope.id, envelope.correlation])
-    named = {"ergon-id": name, "ergon-correlation": correlation, ENVELOPE: text}
-    return json.dumps({header: value for header, value in named.items() if value is not None})
+def _build_headers(envelope: TransactionEnvelope, text: str) -> str:
+    # The columns that people search for, and the whole envelope as text; escapes in that text stay as they are.
+    transaction_id, correlation = sanitize_text([envelope.id, envelope.correlation])
+    headers = {"ergon-id": transaction_id, "ergon-correlation": correlation, ENVELOPE_HEADER: text}
+    return json.dumps({header: value for header, value in headers.items() if value is not None})
 
 
-def record(row: Row, queue: str, codec: Codec) -> DeadLetterRecord:
-    """The dead letter of *row*."""
-    transaction = read(texts(row.headers)[ENVELOPE], row.body or b"", codec)
+def row_to_dead_letter(row: DeadLetterRow, queue: str, codec: Codec) -> DeadLetterRecord:
+    """Return the dead letter of *row*."""
+    transaction = deserialize_transaction(headers_as_text(row.headers)[ENVELOPE_HEADER], row.body or b"", codec)
     letter = DeadLetter(row.reason, None if row.failure is None else Failure.model_validate_json(row.failure))
-    delivery = Delivery(transaction, row.place, row.deliveries)
-    return DeadLetterRecord.of(delivery, letter, queue=queue, at=row.at, place=str(row.place))
+    delivery = Delivery(transaction, row.handle, row.deliveries)
+    return DeadLetterRecord.from_delivery(delivery, letter, queue=queue, at=row.at, handle=str(row.handle))

@@ -1,35 +1,35 @@
-"""The statements of a side of facts in PostgreSQL. Placeholders are psycopg's.
+"""The statements of the PostgreSQL consumer store. Placeholders are psycopg's.
 
-Whatever an owner writes begins with the row of its side, by the number of its generation: whoever has taken over has
-raised it under the lock of that row, so that an owner of before finds no row, and writes nothing.
+Every write of an owner begins with the row of its reader, selected by the number of its generation. A takeover raises
+the number under the lock of that row, so that a previous owner finds no row and writes nothing.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-SIDE: Final = """
+SELECT_CONSUMER: Final = """
 select s.id, s.queue from ergon.fact_side s
 where s.from_zone = %(from)s and s.to_zone = %(to)s and s.reader = %(reader)s
 """
 
-READERS: Final = """
+LIST_READERS: Final = """
 select s.reader from ergon.fact_side s where s.from_zone = %(from)s and s.to_zone = %(to)s order by s.reader limit 20
 """
 
-MAKE: Final = """
+INSERT_CONSUMER: Final = """
 insert into ergon.fact_side (from_zone, to_zone, reader, queue)
 select %(from)s, %(to)s, %(reader)s,
     coalesce((select q.id from ergon.queue q where q.name = %(name)s), ergon.make_queue(%(name)s))
 on conflict (from_zone, to_zone, reader) do nothing
 """
 
-# -- taking over ------------------------------------------------------------------------------------------
+# -- takeover ---------------------------------------------------------------------------------------------
 
-LOCK: Final = "select s.epoch from ergon.fact_side s where s.id = %(side)s for update"
+LOCK_CONSUMER: Final = "select s.epoch from ergon.fact_side s where s.id = %(side)s for update"
 
-#: What the one before had in hand was delivered, and how that ended nobody knows.
-COUNT: Final = """
+#: Claims of the previous owner count as delivered; their outcome is unknown.
+COUNT_LOST_CLAIMS: Final = """
 insert into ergon.fact_aside as a (side, fact_offset, deliveries)
 select s.id, h.fact_offset, 1
 from ergon.fact_side s cross join lateral (select distinct unnest(s.held) as fact_offset) as h
@@ -41,44 +41,44 @@ where s.id = %(side)s and (
 )
 on conflict (side, fact_offset) do update set deliveries = a.deliveries + 1 where not a.settled
 """
-PRUNE: Final = """
+DELETE_OBSOLETE: Final = """
 delete from ergon.fact_aside where side = %(side)s and fact_offset <= %(cursor)s and due_at is null
 """
-RISE: Final = """
+NEXT_GENERATION: Final = """
 update ergon.fact_side set generation = generation + 1, turn = 0, held = '{}' where id = %(side)s
 returning generation, replays
 """
-ASIDE: Final = """
+SELECT_STATE: Final = """
 select fact_offset, deliveries, settled, extract(epoch from due_at)::float8, envelope, body
 from ergon.fact_aside where side = %(side)s
 """
 
-# -- an owner ---------------------------------------------------------------------------------------------
+# -- owner ------------------------------------------------------------------------------------------------
 
-#: Two accounts may arrive in another order than they were drawn up in: the later one is right.
-_HELD: Final = """
+#: Two updates may arrive in another order than they were created: the one with the later turn is valid.
+_UPDATE_CLAIMS: Final = """
 update ergon.fact_side s
 set held = case when s.turn < %(turn)s then %(held)s::bigint[] else s.held end, turn = greatest(s.turn, %(turn)s),
     epoch = coalesce(%(epoch)s, s.epoch)
 """
 FENCE: Final = f"""
-{_HELD} where s.id = %(side)s and s.generation = %(generation)s returning s.replays
+{_UPDATE_CLAIMS} where s.id = %(side)s and s.generation = %(generation)s returning s.replays
 """
 
-#: Without waiting for the disk: a process that dies loses nothing by it, and a server that does only a count.
+#: Does not wait for the disk: a killed process loses nothing, and a server crash loses only a delivery count.
 CLAIM: Final = f"""
-{_HELD} from (select set_config('synchronous_commit', 'off', true) as setting) as quick
+{_UPDATE_CLAIMS} from (select set_config('synchronous_commit', 'off', true) as setting) as quick
 where s.id = %(side)s and s.generation = %(generation)s returning s.replays, quick.setting
 """
 
-LOOK: Final = "select s.replays from ergon.fact_side s where s.id = %(side)s and s.generation = %(generation)s"
+CHECK_OWNER: Final = "select s.replays from ergon.fact_side s where s.id = %(side)s and s.generation = %(generation)s"
 
-REPLAYED: Final = """
+LIST_REPLAYED: Final = """
 select a.fact_offset, extract(epoch from a.due_at)::float8, a.envelope, a.body from ergon.fact_aside a
 where a.side = %(side)s and a.replay > %(known)s and a.replay <= %(latest)s and a.due_at is not null order by a.replay
 """
 
-DELAY: Final = """
+DEFER: Final = """
 insert into ergon.fact_aside as a (side, fact_offset, deliveries, due_at, envelope, body)
 select %(side)s, g.fact_offset, g.deliveries, to_timestamp(g.due), g.envelope, g.body
 from unnest(
@@ -88,16 +88,16 @@ on conflict (side, fact_offset) do update set due_at = excluded.due_at, envelope
     body = excluded.body, settled = false, replay = null
 """
 
-_EMPTIED: Final = "settled = true, due_at = null, replay = null, envelope = null, body = null"
+_CLEARED_COLUMNS: Final = "settled = true, due_at = null, replay = null, envelope = null, body = null"
 
-#: Settled, and not deleted: beyond the cursor the log would bring it again.
-DONE: Final = f"""
-update ergon.fact_aside set {_EMPTIED}
+#: Marked as settled and not deleted: after the cursor the log would deliver the fact again.
+ACK: Final = f"""
+update ergon.fact_aside set {_CLEARED_COLUMNS}
 where side = %(side)s and fact_offset = any(%(offsets)s::bigint[]) and due_at is not null
-"""  # noqa: S608 - of constants
+"""  # noqa: S608 - constants
 
-#: One dead letter for one fact, however often it is said because the answer was lost: what is settled is passed over.
-BURY: Final = f"""
+#: One dead letter per fact, also if the request is repeated after a lost answer: settled facts are skipped.
+DEAD_LETTER: Final = f"""
 with given as materialized (
     select * from unnest(
         %(offsets)s::bigint[], %(asides)s::bool[], %(names)s::text[], %(reasons)s::text[], %(ats)s::float8[],
@@ -112,7 +112,7 @@ with given as materialized (
     on conflict (side, fact_offset) do update set settled = true where not a.settled and a.due_at is null
     returning a.fact_offset
 ), again as (
-    update ergon.fact_aside a set {_EMPTIED} from given g
+    update ergon.fact_aside a set {_CLEARED_COLUMNS} from given g
     where g.aside and a.side = %(side)s and a.fact_offset = g.fact_offset and a.due_at is not null
     returning a.fact_offset
 )
@@ -124,14 +124,14 @@ select %(queue)s, g.name, g.reason, to_timestamp(g.at), g.deliveries, g.type, g.
     g.error_type, g.category, true, g.failure, g.headers::jsonb, g.body
 from given g where g.fact_offset in (select fact_offset from fresh union all select fact_offset from again)
 order by g.fact_offset
-"""  # noqa: S608 - of constants
+"""  # noqa: S608 - constants
 
-#: The cursor has gone beyond them, and says as much.
-SWEEP: Final = """
+#: The cursor is beyond these offsets, which makes the rows redundant.
+DELETE_CONFIRMED: Final = """
 delete from ergon.fact_aside where side = %(side)s and settled and fact_offset <= %(confirmed)s
 """
 
-LEAVE: Final = """
+RELEASE: Final = """
 insert into ergon.fact_aside as a (side, fact_offset, settled)
 select %(side)s, o, true from unnest(%(offsets)s::bigint[]) as o
 on conflict (side, fact_offset) do update set settled = true where a.due_at is null
@@ -139,7 +139,7 @@ on conflict (side, fact_offset) do update set settled = true where a.due_at is n
 
 # -- dead letters -----------------------------------------------------------------------------------------
 
-#: In one statement: a crash finds it here or there. The row of the side is locked, so that numbers come in order.
+#: One statement, so that a crash loses nothing. The row of the reader is locked, so that numbers are in order.
 REPLAY: Final = """
 with dead as (
     delete from ergon.dead_letter where queue = %(queue)s and id = %(id)s returning id
@@ -154,12 +154,12 @@ on conflict (side, fact_offset) do update set deliveries = 0, settled = false, d
 returning 1
 """
 
-DEAD: Final = "select count(*) from ergon.dead_letter where queue = %(queue)s"
+COUNT_DEAD_LETTERS: Final = "select count(*) from ergon.dead_letter where queue = %(queue)s"
 
 # -- another epoch ----------------------------------------------------------------------------------------
 
-#: Offsets mean other facts from now on; what is said of the old ones would be said of these.
-FORGET: Final = "delete from ergon.fact_aside where side = %(side)s"
-RENEW: Final = """
+#: Offsets mean other facts from now on; the state of the old ones would apply to the new ones.
+DELETE_STATE: Final = "delete from ergon.fact_aside where side = %(side)s"
+RESET_CONSUMER: Final = """
 update ergon.fact_side set generation = generation + 1, epoch = null, turn = 0, held = '{}' where id = %(side)s
 """

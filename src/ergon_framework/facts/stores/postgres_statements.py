@@ -1,20 +1,20 @@
-"""The statements of the store in PostgreSQL, except those that retention puts together. Placeholders are psycopg's.
+"""The statements of the PostgreSQL store, except those that retention builds. Placeholders are psycopg's.
 
-Offsets are given by ergon.append_facts and by nobody else. Whoever reads looks at the row of the log first, and then at
-facts behind what that row says is dropped: rows of dropped facts may still be there.
+Only ergon.append_facts assigns offsets. A reader reads the row of the log first, and then facts after the dropped
+offset in that row: rows of dropped facts may still exist.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-#: A number that no queue can have: the sleeper who waits for facts.
-BELL: Final = -1
+#: A number that no queue can have: it identifies listeners for facts.
+FACT_LISTENER_QUEUE: Final = -1
 
 # -- the store ------------------------------------------------------------------------------------------
 
-#: Whether it is the one that its row was written for. Of a standby nobody knows.
-RECOGNISE: Final = """
+#: Whether the store is the one that its row was written for. Not valid on a standby.
+VERIFY_STORE: Final = """
 select ergon.fact_token(), e.epoch, s.side,
     s.system_identifier = c.system_identifier and s.database = d.oid and s.born = s.xmin::text::bigint
     and s.timeline = left(pg_walfile_name(pg_current_wal_lsn()), 8)
@@ -23,7 +23,7 @@ where d.datname = current_database()
 """
 IN_RECOVERY: Final = "select pg_is_in_recovery()"
 
-#: The newest first.
+#: Newest first.
 EPOCHS: Final = """
 select e.epoch, e.began_at, e.why, e.by_whom, s.epoch is not null
 from ergon.fact_epochs e left join ergon.fact_store s on s.epoch = e.id order by e.id desc
@@ -31,17 +31,17 @@ from ergon.fact_epochs e left join ergon.fact_store s on s.epoch = e.id order by
 
 BEGIN_EPOCH: Final = "select ergon.begin_fact_epoch(%(was)s, %(side)s, %(why)s, %(by)s)"
 
-#: Numbered, because what it takes and gives is text.
+#: Numbered placeholders, because all arguments and the result are text.
 APPEND: Final = "select ergon.append_facts($1, $2, $3, $4, $5, $6, $7, $8, $9)"
 
-#: The same for a batch about which nothing is odd, by columns; null if something is, and nothing was done.
+#: For a regular batch, by columns; returns null if the batch is irregular, and nothing was done.
 APPEND_PLAIN: Final = """
 select ergon.append_plain_facts($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)
 """
 
-#: The same for the everyday case: one fact, about no artifact, whose id is new, of a pair that has some, without
-#: bounds. In every other case it does nothing and says so, and what is to be done is decided by the function. Two who
-#: append the same id at once both get here, and the second one's insert fails.
+#: For the common case: one fact without an artifact, with a new id, of a pair that has facts, without bounds.
+#: In every other case it does nothing and returns null, and the function decides. Two concurrent appends of the same
+#: id both get here, and the insert of the second one fails.
 APPEND_ONE: Final = """
 with l as materialized (
     select f.id, f.epoch, f.last + 1 as place, f.total + $13::bigint as total
@@ -71,7 +71,7 @@ select (select l.place::text from l), (
 )
 """
 
-GET: Final = """
+GET_CONFIRMATION: Final = """
 select i.fact_offset, e.epoch, encode(i.digest, 'hex'), l.forwarded
 from ergon.fact_ids i join ergon.fact_epochs e on e.id = i.epoch join ergon.fact_log l on l.id = i.log
 where i.from_zone = %(zone)s and i.message_id = %(id)s
@@ -79,7 +79,7 @@ where i.from_zone = %(zone)s and i.message_id = %(id)s
 
 # -- reading --------------------------------------------------------------------------------------------
 
-#: All that a reader's call is decided by.
+#: All values that decide the result of a reader's call.
 STATE: Final = """
 select ergon.fact_token(), l.id, e.epoch, l.last, l.dropped, r.fact_offset
 from (select 1) one
@@ -88,12 +88,12 @@ left join ergon.fact_epochs e on e.id = l.epoch
 left join ergon.fact_readers r on r.log = l.id and r.reader = %(reader)s
 """
 
-MAKE_LOG: Final = """
+INSERT_LOG: Final = """
 insert into ergon.fact_log (from_zone, to_zone) values (%(from)s, %(to)s) on conflict do nothing
 """
 
-#: Under a lock of the log: what retention drops now, it drops before this or not at all.
-REGISTER: Final = """
+#: Under a lock of the log: a concurrent retention run drops its facts before this statement or not at all.
+REGISTER_READER: Final = """
 insert into ergon.fact_readers (log, reader, fact_offset, total)
 select l.id, %(reader)s, l.dropped, l.dropped_total from (
     select id, dropped, dropped_total from ergon.fact_log where from_zone = %(from)s and to_zone = %(to)s for share
@@ -101,7 +101,7 @@ select l.id, %(reader)s, l.dropped, l.dropped_total from (
 on conflict do nothing
 """
 
-#: Readers of one zone are counted by one caller at a time, in a statement of its own: that of the lock sees too little.
+#: One caller at a time counts the readers of a zone. Two statements: the snapshot of the first is from before the lock.
 LOCK_READERS: Final = "select pg_advisory_xact_lock(hashtextextended(%(zone)s, 7))"
 COUNT_READERS: Final = """
 select count(*), coalesce(
@@ -111,7 +111,7 @@ from ergon.fact_readers r join ergon.fact_log l on l.id = r.log
 where case when starts_with(r.reader, %(sender)s) then l.from_zone else l.to_zone end = %(zone)s
 """
 
-#: Up to so many, and so many bytes beyond the first: objects may be large.
+#: Bounded by number and by bytes after the first fact: objects may be large.
 FETCH: Final = """
 select f.fact_offset, f.stored_at, f.message_id, f.produced_at, f.correlation_id, f.causation_id, f.labels, f.subject,
     f.predicate, f.object_json, f.digest
@@ -129,8 +129,8 @@ where r.log = %(log)s and r.reader = %(reader)s and r.fact_offset < %(offset)s
     and f.log = %(log)s and f.fact_offset = %(offset)s
 """
 
-#: The same of one whose side is in a generation: a row is answered if it is.
-CONFIRM_HELD: Final = """
+#: CONFIRM for a reader whose consumer store is in that generation; returns a row if it is.
+CONFIRM_IF_OWNER: Final = """
 with owner as (
     select s.id from ergon.fact_side s where s.id = %(side)s and s.generation = %(generation)s
 ), told as (
@@ -147,7 +147,7 @@ select f.fact_offset from ergon.facts f
 where f.log = %(log)s and f.fact_offset > %(dropped)s and f.stored_at >= %(moment)s order by f.fact_offset limit 1
 """
 
-RETIRE: Final = """
+RETIRE_READER: Final = """
 with gone as (
     delete from ergon.fact_readers r using ergon.fact_log l
     where l.from_zone = %(from)s and l.to_zone = %(to)s and r.log = l.id and r.reader = %(reader)s
@@ -157,8 +157,8 @@ insert into ergon.fact_reader_audit (from_zone, to_zone, reader, fact_offset, la
 select from_zone, to_zone, reader, fact_offset, last, %(by)s from gone returning id
 """
 
-#: Whoever forwards locks the row of the log, so that its end stands while this looks at it.
-ADOPT: Final = """
+#: Forwarding locks the row of the log, so that its end cannot change while this statement runs.
+ADOPT_EPOCH: Final = """
 with l as materialized (
     select id from ergon.fact_log
     where from_zone = %(from)s and to_zone = %(to)s and forwarded and last = %(offset)s for update
@@ -173,7 +173,7 @@ named as (
 update ergon.fact_log f set epoch = named.id from l, named where f.id = l.id returning f.last
 """
 
-SURVEY: Final = """
+LOG_STATES: Final = """
 select l.from_zone, l.to_zone, l.forwarded, e.epoch, l.last, l.total, l.dropped, l.dropped_total,
     r.reader, r.fact_offset, r.total,
     (select f.stored_at from ergon.facts f where f.log = l.id and f.fact_offset = r.fact_offset + 1)
@@ -185,14 +185,14 @@ order by l.id, r.reader
 
 # -- artifacts ------------------------------------------------------------------------------------------
 
-OBJECT: Final = """
+SELECT_ARTIFACT: Final = """
 select o.id, encode(o.digest, 'hex'), o.size, o.zone from ergon.fact_objects o
 where o.bucket = %(bucket)s and o.key = %(key)s and o.zone = %(zone)s
 """
 
-#: The same to be read: the zones of the store keep what their facts name without an owner, and so did every zone before
-#: revision 0013.
-NAMED_OBJECT: Final = """
+#: For reading: artifacts that facts of the store's own zones reference have no owner, and before revision 0013
+#: those of every zone had none.
+SELECT_READABLE_ARTIFACT: Final = """
 select o.id, encode(o.digest, 'hex'), o.size, o.zone from ergon.fact_objects o
 where o.bucket = %(bucket)s and o.key = %(key)s and (
     o.zone = %(zone)s or o.zone = '' and exists (
@@ -203,44 +203,44 @@ where o.bucket = %(bucket)s and o.key = %(key)s and (
 order by o.zone desc limit 1
 """
 
-#: Zone and id of one retained fact that names it.
-NAMED_BY: Final = """
+#: Zone and id of one retained fact that references the artifact.
+REFERENCING_FACT: Final = """
 select l.from_zone, f.message_id from ergon.fact_object_uses u
 join ergon.fact_log l on l.id = u.log
 join ergon.facts f on f.log = u.log and f.fact_offset = u.fact_offset
 where u.object = %(object)s order by u.log, u.fact_offset limit 1
 """
 
-#: The pairs of zones of all retained facts that name it.
-NAMERS: Final = """
+#: The pairs of zones of all retained facts that reference the artifact.
+REFERENCING_PAIRS: Final = """
 select distinct l.from_zone, l.to_zone from ergon.fact_object_uses u join ergon.fact_log l on l.id = u.log
 where u.object = %(object)s
 """
 
-MAKE_CONTENT: Final = """
+INSERT_CONTENT: Final = """
 insert into ergon.fact_contents (digest, size, since) values (decode(%(digest)s, 'hex'), %(size)s, %(now)s)
 on conflict do nothing
 """
-#: Whoever removes a content takes this lock for himself. It ends with the session, however that ends.
-HOLD_CONTENT: Final = "select pg_advisory_xact_lock_shared(hashtextextended(%(digest)s, 6))"
-#: Granted when no transaction holds the content; it ends with the transaction, so that it is held for a moment only.
-AWAIT_CONTENT: Final = "select pg_advisory_xact_lock(hashtextextended(%(digest)s, 6))"
-CONTENT: Final = "select 1 from ergon.fact_contents where digest = decode(%(digest)s, 'hex')"
+#: Removal takes the exclusive lock. The lock ends with the session, also after a crash.
+LOCK_CONTENT_SHARED: Final = "select pg_advisory_xact_lock_shared(hashtextextended(%(digest)s, 6))"
+#: Waits until no transaction holds the content; ends with the transaction, so it is held only briefly.
+LOCK_CONTENT: Final = "select pg_advisory_xact_lock(hashtextextended(%(digest)s, 6))"
+CONTENT_EXISTS: Final = "select 1 from ergon.fact_contents where digest = decode(%(digest)s, 'hex')"
 
-ROOM: Final = """
+LOCK_USED_BYTES: Final = """
 select r.content_bytes + coalesce((select sum(l.total - l.dropped_total) from ergon.fact_log l), 0)
 from (select content_bytes from ergon.fact_room for update) as r
 """
-USED: Final = ROOM.replace(" for update", "")
+USED_BYTES: Final = LOCK_USED_BYTES.replace(" for update", "")
 CONTENT_BYTES: Final = "select content_bytes from ergon.fact_room"
-IS_SEALED: Final = "select sealed from ergon.fact_contents where digest = decode(%(digest)s, 'hex')"
-SEALED: Final = """
+IS_CONTENT_COMMITTED: Final = "select sealed from ergon.fact_contents where digest = decode(%(digest)s, 'hex')"
+COMMIT_CONTENT: Final = """
 with made as (
     update ergon.fact_contents set sealed = true where digest = decode(%(digest)s, 'hex') and not sealed returning size
 )
 update ergon.fact_room set content_bytes = content_bytes + (select size from made) where exists (select 1 from made)
 """
-NAME: Final = """
+INSERT_ARTIFACT: Final = """
 insert into ergon.fact_objects (zone, bucket, key, digest, size, stored_at)
 values (%(zone)s, %(bucket)s, %(key)s, decode(%(digest)s, 'hex'), %(size)s, %(now)s)
 on conflict do nothing returning id
@@ -248,43 +248,43 @@ on conflict do nothing returning id
 
 # -- retention ------------------------------------------------------------------------------------------
 
-LOGS: Final = "select id from ergon.fact_log order by id"
-DROP: Final = "select ergon.drop_facts(%(log)s, %(before)s)"
+LOG_IDS: Final = "select id from ergon.fact_log order by id"
+DROP_FACTS: Final = "select ergon.drop_facts(%(log)s, %(before)s)"
 
-#: Names are locked first: by the next statement nobody can name one of these in a fact who has not done so by now.
-LOCK_OBJECTS: Final = """
+#: Names are locked first, so that the next statement sees every fact that references one of them.
+LOCK_UNREFERENCED_ARTIFACTS: Final = """
 select o.id from ergon.fact_objects o
 where o.stored_at < %(before)s and o.id > %(behind)s
     and not exists (select 1 from ergon.fact_object_uses u where u.object = o.id)
 order by o.id limit %(part)s for update skip locked
 """
-UNNAME: Final = """
+DELETE_ARTIFACTS: Final = """
 delete from ergon.fact_objects o
 where o.id = any(%(ids)s) and not exists (select 1 from ergon.fact_object_uses u where u.object = o.id)
 returning o.id
 """
 
-UNUSED: Final = """
+UNUSED_CONTENTS: Final = """
 select encode(c.digest, 'hex') from ergon.fact_contents c
 where c.since < %(before)s and not exists (select 1 from ergon.fact_objects o where o.digest = c.digest)
 """
-TAKE_CONTENT: Final = "select pg_try_advisory_xact_lock(hashtextextended(%(digest)s, 6))"
-FORGET_CONTENT: Final = """
+TRY_LOCK_CONTENT: Final = "select pg_try_advisory_xact_lock(hashtextextended(%(digest)s, 6))"
+DELETE_CONTENT: Final = """
 with gone as (
     delete from ergon.fact_contents c where c.digest = decode(%(digest)s, 'hex') returning c.size, c.sealed
 )
 update ergon.fact_room set content_bytes = content_bytes - (select size from gone where sealed)
 where exists (select 1 from gone where sealed)
 """
-STILL_UNUSED: Final = """
+IS_CONTENT_UNUSED: Final = """
 select 1 from ergon.fact_contents c
 where c.digest = decode(%(digest)s, 'hex')
     and not exists (select 1 from ergon.fact_objects o where o.digest = c.digest)
 """
 
-#: Never an id whose fact is retained. Within a log, times and offsets grow together: a batch of the oldest that has few
-#: to delete is followed by none. The result is how many were deleted, how many were read, and the time of the last.
-FORGET_IDS: Final = """
+#: Never the id of a retained fact. Within a log, times and offsets grow together: the loop ends after a batch with
+#: few ids to delete. The result is the number of deleted and of read ids, and the time of the last one.
+DELETE_IDS: Final = """
 with old as materialized (
     select i.place, i.kept_at, i.fact_offset <= l.dropped as is_dropped
     from ergon.fact_log l cross join lateral (

@@ -1,7 +1,7 @@
-"""Tracing: the fact of one id, the latest facts of one business process, and who has read them.
+"""Look up the fact with an id, the latest facts of one business process, and their readers.
 
-Facts are found by their id. By correlation they have no index, which every fact would pay for: of each pair of zones
-the latest are looked through, and older ones are not found so.
+Facts are found by their id. They have no index by correlation, whose cost every append would bear: the latest facts
+of each pair of zones are scanned, and older ones are not found.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from ergon_framework.history import Event, History, Kind, Place, State, Value
+from ergon_framework.history import History, HistoryEvent, Location, Value, WorkKind, WorkState
 from ergon_framework.schema.operation import Operation, Query
-from ergon_framework.schema.snapshot import in_one_snapshot
+from ergon_framework.schema.snapshot import in_snapshot
 
-#: The most facts that are told of, and how many of each pair are looked through for a correlation.
-MOST: Final = 100
-LATEST: Final = 10_000
+#: Limits of the facts that are returned, and of the facts of each pair that are scanned for a correlation.
+MAX_FACTS: Final = 100
+MAX_SCANNED_FACTS: Final = 10_000
 
-_OF_LOG: Final = "l.id, l.from_zone, l.to_zone, e.epoch, l.forwarded, l.dropped"
-_OF_FACT: Final = "f.stored_at, f.produced_at, f.correlation_id, f.causation_id, f.predicate"
+_LOG_COLUMNS: Final = "l.id, l.from_zone, l.to_zone, e.epoch, l.forwarded, l.dropped"
+_FACT_COLUMNS: Final = "f.stored_at, f.produced_at, f.correlation_id, f.causation_id, f.predicate"
 
-#: One look for each zone: joined, the ids would be read through wherever the zones are thought to be many.
+#: One lookup per zone: as a join, the planner would scan all ids if it expects many zones.
 BY_ID: Final = f"""
-select i.message_id, i.fact_offset, i.kept_at, {_OF_LOG}, {_OF_FACT}
+select i.message_id, i.fact_offset, i.kept_at, {_LOG_COLUMNS}, {_FACT_COLUMNS}
 from (select distinct from_zone from ergon.fact_log) as z
 cross join lateral (
     select k.* from ergon.fact_ids k where k.from_zone = z.from_zone and k.message_id = %(id)s limit 1
@@ -32,10 +32,10 @@ join ergon.fact_log l on l.id = i.log
 left join ergon.fact_epochs e on e.id = i.epoch
 left join ergon.facts f on f.log = i.log and f.fact_offset = i.fact_offset and f.fact_offset > l.dropped
 limit %(most)s
-"""  # noqa: S608 - of constants
+"""  # noqa: S608 - constants
 
 BY_CORRELATION: Final = f"""
-select f.message_id, f.fact_offset, f.stored_at, {_OF_LOG}, {_OF_FACT}
+select f.message_id, f.fact_offset, f.stored_at, {_LOG_COLUMNS}, {_FACT_COLUMNS}
 from ergon.fact_log l left join ergon.fact_epochs e on e.id = l.epoch
 cross join lateral (
     select g.* from ergon.facts g
@@ -44,7 +44,7 @@ cross join lateral (
     order by g.fact_offset desc limit %(most)s
 ) as f
 order by f.stored_at limit %(most)s
-"""  # noqa: S608 - of constants
+"""  # noqa: S608 - constants
 
 READERS: Final = """
 select r.log, r.reader, r.fact_offset, r.confirmed_at from ergon.fact_readers r
@@ -52,8 +52,8 @@ where r.log = any(%(logs)s) order by r.log, r.reader limit 1000
 """
 
 
-class _Row(NamedTuple):
-    """A row of the first two."""
+class _TracedFactRow(NamedTuple):
+    """A row of BY_ID and BY_CORRELATION."""
 
     message_id: str
     offset: int
@@ -64,7 +64,7 @@ class _Row(NamedTuple):
     epoch: str | None
     forwarded: bool | None
     dropped: int
-    #: All of these are None if the fact is gone.
+    #: These are None if the fact was dropped.
     stored_at: int | None
     produced_at: int | None
     correlation: str | None
@@ -72,58 +72,66 @@ class _Row(NamedTuple):
     predicate: str | None
 
 
-def trace(message_id: str, names: Sequence[str]) -> Operation[list[History]]:
-    """The facts of that id, then those whose correlation is one of *names*."""
-    return (yield from in_one_snapshot(_traced(message_id, names)))
+def lookup_facts(message_id: str, names: Sequence[str]) -> Operation[list[History]]:
+    """Return the facts with that id, then the facts whose correlation is one of *names*."""
+    return (yield from in_snapshot(_find_facts(message_id, names)))
 
 
-def _traced(message_id: str, names: Sequence[str]) -> Operation[list[History]]:
-    found = [_Row(*row) for row in (yield Query(BY_ID, {"id": message_id, "most": MOST}))]
-    given = {"names": list(names), "latest": LATEST, "most": MOST}
-    known = {(row.log, row.offset) for row in found}
-    related = [_Row(*row) for row in (yield Query(BY_CORRELATION, given))]
-    found += [row for row in related if (row.log, row.offset) not in known]
-    if not found:
+def _find_facts(message_id: str, names: Sequence[str]) -> Operation[list[History]]:
+    rows = [_TracedFactRow(*row) for row in (yield Query(BY_ID, {"id": message_id, "most": MAX_FACTS}))]
+    parameters = {"names": list(names), "latest": MAX_SCANNED_FACTS, "most": MAX_FACTS}
+    keys = {(row.log, row.offset) for row in rows}
+    related = [_TracedFactRow(*row) for row in (yield Query(BY_CORRELATION, parameters))]
+    rows += [row for row in related if (row.log, row.offset) not in keys]
+    if not rows:
         return []
-    readers = yield Query(READERS, {"logs": sorted({row.log for row in found})})
-    return [_history(row, [reader[1:] for reader in readers if reader[0] == row.log]) for row in found]
+    readers = yield Query(READERS, {"logs": sorted({row.log for row in rows})})
+    return [_to_history(row, [reader[1:] for reader in readers if reader[0] == row.log]) for row in rows]
 
 
-def _history(row: _Row, readers: Sequence[Sequence[Any]]) -> History:
-    told: dict[str, Value | None] = {
+def _to_history(row: _TracedFactRow, readers: Sequence[Sequence[Any]]) -> History:
+    attributes: dict[str, Value | None] = {
         "offset": row.offset,
         "epoch": row.epoch,
         "predicate": row.predicate,
         "correlation": row.correlation,
         "causation": row.causation,
     }
-    told |= {f"reader {name}": _far(row.offset, offset) for name, offset, _ in readers}
-    stored = (row.kept_at if row.stored_at is None else row.stored_at) / 1000
-    events = [] if row.produced_at is None else [Event(at=row.produced_at / 1000, what="produced")]
-    arrived = "forwarded" if row.forwarded else "stored"
-    events.append(Event(at=stored, what=arrived, words=f"at offset {row.offset}"))
-    events += [_reading(name, at) for name, offset, at in readers if at is not None and offset == row.offset]
-    gone = row.stored_at is None
+    attributes |= {f"reader {name}": _describe_distance(row.offset, offset) for name, offset, _ in readers}
+    stored_at = (row.kept_at if row.stored_at is None else row.stored_at) / 1000
+    events = [] if row.produced_at is None else [HistoryEvent(at=row.produced_at / 1000, what="produced")]
+    event_name = "forwarded" if row.forwarded else "stored"
+    events.append(HistoryEvent(at=stored_at, what=event_name, words=f"at offset {row.offset}"))
+    events += [
+        _to_event(name, confirmed_at)
+        for name, offset, confirmed_at in readers
+        if confirmed_at is not None and offset == row.offset
+    ]
+    is_dropped = row.stored_at is None
     return History(
-        kind=Kind.FACT,
+        kind=WorkKind.FACT,
         id=row.message_id,
         where=f"{row.from_zone} to {row.to_zone}",
-        about={name: value for name, value in told.items() if value is not None},
+        about={name: value for name, value in attributes.items() if value is not None},
         events=tuple(sorted(events, key=lambda event: event.at or 0.0)),
-        place=Place(state=State.DROPPED if gone else State.STORED, since=stored, words=_read_by(row.offset, readers)),
+        place=Location(
+            state=WorkState.DROPPED if is_dropped else WorkState.STORED,
+            since=stored_at,
+            words=_describe_readers(row.offset, readers),
+        ),
     )
 
 
-def _far(offset: int, confirmed: int) -> str:
+def _describe_distance(offset: int, confirmed: int) -> str:
     return "has confirmed it" if confirmed >= offset else f"is {offset - confirmed} before it, at {confirmed}"
 
 
-def _reading(name: str, at: datetime) -> Event:
-    return Event(at=at.timestamp(), what="confirmed", words=f"by {name}")
+def _to_event(name: str, confirmed_at: datetime) -> HistoryEvent:
+    return HistoryEvent(at=confirmed_at.timestamp(), what="confirmed", words=f"by {name}")
 
 
-def _read_by(offset: int, readers: Sequence[Sequence[Any]]) -> str:
+def _describe_readers(offset: int, readers: Sequence[Sequence[Any]]) -> str:
     if not readers:
         return "nobody reads these zones here"
-    done = sum(confirmed >= offset for _, confirmed, _ in readers)
-    return f"{done} of {len(readers)} readers have confirmed it"
+    confirmed_count = sum(confirmed >= offset for _, confirmed, _ in readers)
+    return f"{confirmed_count} of {len(readers)} readers have confirmed it"

@@ -1,8 +1,8 @@
-"""S3Contents: contents in a bucket of S3 or of a server that speaks like it, each under its digest.
+"""Content store in a bucket of S3 or of a compatible server: one object per content, named by its digest.
 
-``objects/ab/cd/HEX`` are the contents, ``uploads/NAME/`` is what has not been sealed: parts, each an object of
-its own, which anybody can go on behind. At the seal the parts are read again, in order, into the one object;
-it has its name only when all of it is there and its digest is right.
+``objects/ab/cd/HEX`` are the contents, ``uploads/NAME/`` holds uploads that are not committed: parts, each a
+separate object, after which any process can resume. The commit reads the parts again, in order, into one object;
+the object gets its name only when it is complete and its digest is right.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ergon_framework.errors import ConfigurationError, extra
-from ergon_framework.facts.boundary import CHUNK
-from ergon_framework.facts.contents import Contents, Receiving, check_upload, hexadecimal
-from ergon_framework.facts.stores.s3_bucket import READ, Bucket
-from ergon_framework.facts.stores.s3_uploads import S3Upload, chain, listed, place_of
+from ergon_framework.errors import ConfigurationError, require_extra
+from ergon_framework.facts.boundary import CHUNK_BYTES
+from ergon_framework.facts.contents import ContentStore, ContentUpload, check_upload, digest_hex
+from ergon_framework.facts.stores.s3_bucket import READ_BYTES, Bucket
+from ergon_framework.facts.stores.s3_uploads import S3Upload, content_path, contiguous_parts, list_parts
 
-#: Bytes of a part, which one upload holds in memory; S3 takes no smaller ones in the middle of an object.
-PART: Final = 8 * 1024 * 1024
-SMALLEST: Final = 5 * 1024 * 1024
+#: Bytes of a part, which one upload holds in memory; S3 accepts smaller parts only at the end of an object.
+DEFAULT_PART_BYTES: Final = 8 * 1024 * 1024
+MIN_PART_BYTES: Final = 5 * 1024 * 1024
 
 
-class S3Contents(Contents):
+class S3ContentStore(ContentStore):
     """Contents in *bucket*, below *prefix*.
 
     Credentials come from the environment (``AWS_ACCESS_KEY_ID`` and the others, or the machine's role), never
-    from arguments. *endpoint* is for servers other than Amazon's. Whether such a server syncs before it
-    confirms cannot be asked: *durable* is what its operator says, and unknown unless he says it.
+    from arguments. *endpoint* is for servers other than Amazon's. Such a server does not report whether it syncs
+    before it confirms: *durable* is what its operator states, and unknown by default.
     """
 
     def __init__(
@@ -39,15 +39,17 @@ class S3Contents(Contents):
         region: str = "us-east-1",
         prefix: str = "",
         durable: bool | None = None,
-        part_bytes: int = PART,
+        part_bytes: int = DEFAULT_PART_BYTES,
         timeout: float = 60.0,
     ) -> None:
-        if part_bytes < SMALLEST:
-            raise ConfigurationError(f"a part has at least {SMALLEST:,} bytes on S3, and part_bytes is {part_bytes:,}")
-        extra("s3", "obstore")
+        if part_bytes < MIN_PART_BYTES:
+            raise ConfigurationError(
+                f"a part has at least {MIN_PART_BYTES:,} bytes on S3, and part_bytes is {part_bytes:,}"
+            )
+        require_extra("s3", "obstore")
         self._bucket = Bucket(bucket, endpoint=endpoint, region=region, prefix=prefix, timeout=timeout)
         self._durable = durable
-        self._part = part_bytes
+        self._part_bytes = part_bytes
 
     @property
     def durable(self) -> bool | None:
@@ -56,22 +58,22 @@ class S3Contents(Contents):
     # -- uploads --------------------------------------------------------------------------------------
 
     @contextmanager
-    def receive(self, upload: str | None = None, *, begin: int = 0) -> Iterator[Receiving]:
+    def begin_upload(self, upload: str | None = None, *, begin: int = 0) -> Iterator[ContentUpload]:
         name = uuid.uuid4().hex if upload is None else check_upload(upload)
-        taken = S3Upload(self._bucket, name, resumable=upload is not None, part_bytes=self._part)
-        taken.take(begin)
+        s3_upload = S3Upload(self._bucket, name, resumable=upload is not None, part_bytes=self._part_bytes)
+        s3_upload.take_over(begin)
         try:
-            yield taken
+            yield s3_upload
         finally:
-            taken.close()
+            s3_upload.close()
 
-    def received(self, upload: str) -> int:
-        return sum(size for _, size in chain(listed(self._bucket, check_upload(upload))))
+    def uploaded_bytes(self, upload: str) -> int:
+        return sum(size for _, size in contiguous_parts(list_parts(self._bucket, check_upload(upload))))
 
-    def sweep(self, before_unix_ms: int) -> int:
+    def delete_stale_uploads(self, before_unix_ms: int) -> int:
         uploads: dict[str, list[Mapping[str, Any]]] = {}
-        for found in self._bucket.list("uploads/"):
-            uploads.setdefault(found["path"].split("/")[1], []).append(found)
+        for entry in self._bucket.list("uploads/"):
+            uploads.setdefault(entry["path"].split("/")[1], []).append(entry)
         old = [
             files
             for files in uploads.values()
@@ -82,33 +84,33 @@ class S3Contents(Contents):
         return len(old)
 
     def upload_bytes(self) -> int:
-        return sum(found["size"] for found in self._bucket.list("uploads/"))
+        return sum(entry["size"] for entry in self._bucket.list("uploads/"))
 
     # -- contents -------------------------------------------------------------------------------------
 
     def size_of(self, digest: str) -> int | None:
-        digits = hexadecimal(digest)
-        return None if digits is None else self._bucket.size_of(place_of(digits))
+        digits = digest_hex(digest)
+        return None if digits is None else self._bucket.size_of(content_path(digits))
 
     def read(self, digest: str, *, begin: int = 0) -> Iterator[bytes]:
         size = self.size_of(digest)
         if size is None:
             raise KeyError(digest)
-        return self._pieces(digest, begin, size)
+        return self._read_chunks(digest, begin, size)
 
-    def _pieces(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
-        path = place_of(str(hexadecimal(digest)))
-        # In stretches, and not as one long stream: each has a timeout of its own, however slow the reader is.
+    def _read_chunks(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
+        path = content_path(str(digest_hex(digest)))
+        # Several reads instead of one long stream: each has its own timeout, however slow the reader is.
         while begin < size:
-            stretch = self._bucket.read(path, begin, min(READ, size - begin))
-            if stretch is None:
+            block = self._bucket.read(path, begin, min(READ_BYTES, size - begin))
+            if block is None:
                 raise KeyError(digest)
-            for start in range(0, len(stretch), CHUNK):
-                yield stretch[start : start + CHUNK]
-            begin += len(stretch)
+            for start in range(0, len(block), CHUNK_BYTES):
+                yield block[start : start + CHUNK_BYTES]
+            begin += len(block)
 
     def remove(self, digest: str) -> bool:
         if self.size_of(digest) is None:
             return False
-        self._bucket.delete([place_of(str(hexadecimal(digest)))])
+        self._bucket.delete([content_path(str(digest_hex(digest)))])
         return True

@@ -1,4 +1,4 @@
-"""A batch: attempts that are written together, once."""
+"""Batches: attempts that are written together, at most once."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from ergon_framework.providers.execution import AttemptRow
-from ergon_framework.providers.sql.minutes import Attempt, Place, Tally, attempt_of, tallied
+from ergon_framework.providers.execution import AttemptRecord
+from ergon_framework.providers.sql.minutes import MinuteRollup, RollupAttempt, RollupKey, roll_up, to_attempt
 from ergon_framework.providers.sql.sampling import Sampler
 
 #: Tenant, provider and capability.
-Account: TypeAlias = tuple[str, str, str]
-#: The longest text of a row; a correlation that is longer would not fit into its index.
-LONGEST: Final = 500
+ScopeKey: TypeAlias = tuple[str, str, str]
+#: Maximum length of a text column; a longer correlation would not fit into its index.
+MAX_TEXT_CHARS: Final = 500
 
 
-class Ready(NamedTuple):
-    """One attempt: as it is counted, and as it is stored if it is *kept*."""
+class PreparedAttempt(NamedTuple):
+    """One attempt: as it is counted, and as it is stored if *is_stored* is set."""
 
-    row: AttemptRow
-    attempt: Attempt
-    kept: bool
+    row: AttemptRecord
+    attempt: RollupAttempt
+    is_stored: bool
 
 
-class Seen(NamedTuple):
-    """What a batch knows of one account's last moments."""
+class AccountLastSeen(NamedTuple):
+    """The last success and the last error of one scope in a batch."""
 
     last_success_at: datetime | None
     last_error_at: datetime | None
@@ -36,81 +36,84 @@ class Seen(NamedTuple):
 
 
 @dataclass(slots=True)
-class Batch:
-    """Some attempts under one id.
+class AttemptBatch:
+    """Attempts under one batch id.
 
-    *doubt* says that its commit was sent and never answered, *refused* that the server did not want it once before.
+    *outcome_unknown* means that the commit was sent and not confirmed, *was_rejected* that the server rejected the
+    batch once.
     """
 
-    ready: tuple[Ready, ...]
+    attempts: tuple[PreparedAttempt, ...]
     id: uuid.UUID = field(default_factory=uuid.uuid4)
-    doubt: bool = False
-    refused: bool = False
+    outcome_unknown: bool = False
+    was_rejected: bool = False
 
     def __len__(self) -> int:
-        return len(self.ready)
+        return len(self.attempts)
 
-    def halves(self) -> list[Batch]:
-        """The same attempts in two batches of their own; only for one that was certainly not written."""
-        middle = len(self.ready) // 2
-        return [Batch(part) for part in (self.ready[:middle], self.ready[middle:]) if part]
+    def split(self) -> list[AttemptBatch]:
+        """Split the attempts into two batches with new ids; only for a batch that was certainly not written."""
+        middle = len(self.attempts) // 2
+        return [AttemptBatch(part) for part in (self.attempts[:middle], self.attempts[middle:]) if part]
 
-    def rows(self, executions: Collection[str]) -> list[tuple[Any, ...]]:
-        """Return what is stored, column by column of the table; only *executions* can be referred to."""
-        return [_stored(one, executions) for one in self.ready if one.kept]
+    def to_rows(self, executions: Collection[str]) -> list[tuple[Any, ...]]:
+        """Return the stored rows, column by column of the table; rows can refer only to *executions*."""
+        return [_to_row(prepared, executions) for prepared in self.attempts if prepared.is_stored]
 
     @property
     def executions(self) -> list[str]:
-        """The executions that the stored rows name."""
-        named = {one.row.task_execution_id for one in self.ready if one.kept}
-        return sorted({_short(name) for name in named if name is not None})
+        """The task executions that the stored rows name."""
+        names = {prepared.row.task_execution_id for prepared in self.attempts if prepared.is_stored}
+        return sorted({_fit_text(name) for name in names if name is not None})
 
-    def tallies(self) -> dict[Place, Tally]:
-        return tallied(one.attempt for one in self.ready)
+    def rollups(self) -> dict[RollupKey, MinuteRollup]:
+        return roll_up(prepared.attempt for prepared in self.attempts)
 
 
-def prepared(rows: Iterable[AttemptRow], sampler: Sampler) -> tuple[Batch, list[AttemptRow]]:
-    """A batch of *rows*, and those of them that no table could hold."""
-    ready, refused = [], []
+def prepare_batch(rows: Iterable[AttemptRecord], sampler: Sampler) -> tuple[AttemptBatch, list[AttemptRecord]]:
+    """Return a batch of *rows*, and the rows that no table can hold."""
+    attempts, rejected = [], []
     for row in rows:
         try:
-            # Figures that no calendar and no histogram has; or whatever else a stranger may have put there.
-            fits = math.isfinite(row.duration_ms) and Ready(row, attempt_of(row), sampler.keeps(row))
-        except Exception:  # noqa: BLE001 - as above
-            fits = False
-        if fits:
-            ready.append(fits)
+            # Values may exceed the calendar or the histogram, because callers can pass anything.
+            prepared_attempt = math.isfinite(row.duration_ms) and PreparedAttempt(
+                row, to_attempt(row), sampler.should_store(row)
+            )
+        except Exception:  # noqa: BLE001 - a row with arbitrary values can raise anything
+            prepared_attempt = False
+        if prepared_attempt:
+            attempts.append(prepared_attempt)
         else:
-            refused.append(row)
-    return Batch(tuple(ready)), refused
+            rejected.append(row)
+    return AttemptBatch(tuple(attempts)), rejected
 
 
-def seen(tallies: dict[Place, Tally]) -> dict[Account, Seen]:
-    """The last moments of each account, in the order of the accounts."""
-    found: dict[Account, Seen] = {}
-    for place, tally in tallies.items():
-        account = place[:3]
-        before = found.get(account, Seen(None, None, None))
+def last_seen(rollups: dict[RollupKey, MinuteRollup]) -> dict[ScopeKey, AccountLastSeen]:
+    """Return the last success and the last error of each scope, in the order of the scopes."""
+    last_seen_by_scope: dict[ScopeKey, AccountLastSeen] = {}
+    for key, rollup in rollups.items():
+        scope = key[:3]
+        previous = last_seen_by_scope.get(scope, AccountLastSeen(None, None, None))
         error = max(
-            ((one.last_error_at, one.last_error_code) for one in (before, tally) if one.last_error_at),
+            ((entry.last_error_at, entry.last_error_code) for entry in (previous, rollup) if entry.last_error_at),
             default=(None, None),
         )
-        success = max((one.last_success_at for one in (before, tally) if one.last_success_at), default=None)
-        found[account] = Seen(success, *error)
-    return found
+        success = max((entry.last_success_at for entry in (previous, rollup) if entry.last_success_at), default=None)
+        last_seen_by_scope[scope] = AccountLastSeen(success, *error)
+    return last_seen_by_scope
 
 
-def _stored(one: Ready, executions: Collection[str]) -> tuple[Any, ...]:
-    row = one.row
-    execution = None if row.task_execution_id is None else _short(row.task_execution_id)
+def _to_row(prepared: PreparedAttempt, executions: Collection[str]) -> tuple[Any, ...]:
+    row = prepared.row
+    execution_id = None if row.task_execution_id is None else _fit_text(row.task_execution_id)
     return (
         row.tenant_id,
-        execution if execution in executions else None,
+        execution_id if execution_id in executions else None,
         row.provider_name,
         row.capability,
-        _short(row.operation),
-        None if row.idempotency_key is None else _short(row.idempotency_key),
-        _short(row.correlation_id),
+        _fit_text(row.operation),
+        None if row.idempotency_key is None else _fit_text(row.idempotency_key),
+        _fit_text(row.correlation_id),
         row.attempt_number,
         row.max_attempts,
         row.duration_ms,
@@ -119,10 +122,10 @@ def _stored(one: Ready, executions: Collection[str]) -> tuple[Any, ...]:
         None if row.reason_code is None else row.reason_code.value,
         row.retryable,
         row.http_status,
-        one.attempt.at,
+        prepared.attempt.at,
     )
 
 
-def _short(text: str) -> str:
-    """*text* as a column can hold it. Never used for whose a row is: two tenants must not become one."""
-    return text[:LONGEST].replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
+def _fit_text(text: str) -> str:
+    """Return *text* as a column can hold it. Never used for scope names: two tenants must not become one."""
+    return text[:MAX_TEXT_CHARS].replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()

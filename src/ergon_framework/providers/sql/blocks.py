@@ -1,4 +1,4 @@
-"""Blocks: calls that a process has taken out of the windows beforehand, and spends without a round trip."""
+"""Quota blocks: calls that a process reserves in advance and makes without a round trip."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Final, NamedTuple
 from pydantic import Field
 
 from ergon_framework.policy import Count, Policy
-from ergon_framework.providers.books import Account
-from ergon_framework.providers.quota import Block, Window
+from ergon_framework.providers.books import ProviderScope
+from ergon_framework.providers.quota import QuotaBlock, Window
 
-#: The limits of minute, hour, day and month, in this order; None is no limit.
-Limits = tuple[int | None, ...]
+#: The limits per minute, hour, day and month, in this order; None means no limit.
+WindowLimits = tuple[int | None, ...]
 
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 
 
 class BlockPolicy(Policy):
-    """How many calls a process takes at once, and for how long."""
+    """The number of calls that a process reserves in one block, and the duration of the block."""
 
     size: Count = Field(default=100, description="The most calls that a process has in hand for one account.")
     lease: float = Field(default=10.0, gt=0, le=3600, description="Seconds after which what is left is worth nothing.")
 
 
-class Rest(NamedTuple):
-    """A block that is over: its reservation, and what was not spent of it."""
+class UnusedQuota(NamedTuple):
+    """The unused calls of a block that has ended: its reservation, and their number."""
 
     reservation: int
     unspent: int
 
 
 @dataclass(frozen=True, slots=True)
-class Leased:
-    """A block as the server gave it at *at*, asked for at *sent* by the monotonic clock of this process."""
+class LeasedBlock:
+    """A block that the server granted at *at*, requested at *sent* by the monotonic clock of this process."""
 
     reservation: int
     granted: int
@@ -45,74 +45,91 @@ class Leased:
     sent: float
 
 
-class Purse:
-    """The block of one account in this process; safe from any thread."""
+class QuotaBlockCache:
+    """The quota block of one scope in this process; safe from any thread."""
 
-    def __init__(self, account: Account, limits: Limits) -> None:
-        self.account = account
+    def __init__(self, scope: ProviderScope, limits: WindowLimits) -> None:
+        self.scope = scope
         self.limits = limits
         self._lock = threading.Lock()
-        self._block: Block | None = None
-        self._leased: Leased | None = None
-        self._renewing = False
+        self._block: QuotaBlock | None = None
+        self._leased_block: LeasedBlock | None = None
+        self._is_renewing = False
 
     def take(self, clock: float) -> int | None:
-        """One call: the reservation that it is out of; None where there is none to take."""
+        """Take one call and return the reservation of its block; None if there is no call to take."""
         with self._lock:
-            if self._block is None or self._leased is None:
+            if self._block is None or self._leased_block is None:
                 return None
-            block = self._block.take(_moment(self._leased, clock))
+            block = self._block.take(_to_server_time(self._leased_block, clock))
             if block is None:
                 return None
             self._block = block
-            return self._leased.reservation
+            return self._leased_block.reservation
 
-    def put_back(self, reservation: int) -> None:
-        """A call was not made; if its block is over, it stays spent."""
+    def refund(self, reservation: int) -> None:
+        """Return a call that was not made; it stays used if its block has ended."""
         with self._lock:
-            if self._block is not None and self._leased is not None and self._leased.reservation == reservation:
+            if (
+                self._block is not None
+                and self._leased_block is not None
+                and self._leased_block.reservation == reservation
+            ):
                 self._block = replace(self._block, left=self._block.left + 1)
 
-    def has(self, clock: float) -> bool:
-        """Whether there is a call to take."""
+    def has_quota(self, clock: float) -> bool:
+        """Return whether there is a call to take."""
         with self._lock:
-            block, leased = self._block, self._leased
-            return block is not None and leased is not None and block.take(_moment(leased, clock)) is not None
+            block, leased_block = self._block, self._leased_block
+            return (
+                block is not None
+                and leased_block is not None
+                and block.take(_to_server_time(leased_block, clock)) is not None
+            )
 
-    def renewal(self) -> tuple[bool, Rest | None]:
-        """Whether it is for the caller to fetch the next block, and the one that he is to give back for it."""
+    def start_renewal(self) -> tuple[bool, UnusedQuota | None]:
+        """Return whether the caller must fetch the next block, and the ended block to release for it."""
         with self._lock:
-            if self._renewing:
+            if self._is_renewing:
                 return False, None
-            self._renewing = True
-            return True, self._ended()
+            self._is_renewing = True
+            return True, self._remove_block()
 
-    def renewed(self, leased: Leased | None) -> None:
-        """The next block has come, or has not."""
+    def set_next(self, leased_block: LeasedBlock | None) -> None:
+        """End the renewal with the next block, or None if there is none."""
         with self._lock:
-            self._renewing = False
-            if leased is not None:
-                until = _EPOCH + timedelta(seconds=leased.until)
-                self._leased, self._block = leased, Block(leased.window, leased.granted, until)
+            self._is_renewing = False
+            if leased_block is not None:
+                until = _EPOCH + timedelta(seconds=leased_block.until)
+                self._leased_block, self._block = (
+                    leased_block,
+                    QuotaBlock(leased_block.window, leased_block.granted, until),
+                )
 
-    def lapsed(self, clock: float) -> Rest | None:
-        """What is over because its time is; nobody may come for a next one."""
+    def pop_expired(self, clock: float) -> UnusedQuota | None:
+        """Remove the block if it has expired, because no further call may ask for the next one."""
         with self._lock:
-            if self._leased is None or self._renewing or _moment(self._leased, clock).timestamp() < self._leased.until:
+            if (
+                self._leased_block is None
+                or self._is_renewing
+                or _to_server_time(self._leased_block, clock).timestamp() < self._leased_block.until
+            ):
                 return None
-            return self._ended()
+            return self._remove_block()
 
-    def emptied(self) -> Rest | None:
-        """The end: what is to be given back."""
+    def drain(self) -> UnusedQuota | None:
+        """Remove the block at shutdown, and return its unused calls."""
         with self._lock:
-            return self._ended()
+            return self._remove_block()
 
-    def _ended(self) -> Rest | None:
-        leased, block = self._leased, self._block
-        self._leased = self._block = None
-        return None if leased is None else Rest(leased.reservation, 0 if block is None else block.left)
+    def _remove_block(self) -> UnusedQuota | None:
+        leased_block, block = self._leased_block, self._block
+        self._leased_block = self._block = None
+        return (
+            None if leased_block is None else UnusedQuota(leased_block.reservation, 0 if block is None else block.left)
+        )
 
 
-def _moment(leased: Leased, clock: float) -> datetime:
-    """The server's time, or later: as if its answer had been under way from the moment it was asked."""
-    return _EPOCH + timedelta(seconds=leased.at + clock - leased.sent)
+def _to_server_time(leased_block: LeasedBlock, clock: float) -> datetime:
+    """Return an upper bound of the server's time: as if it had answered at the moment of the request."""
+    return _EPOCH + timedelta(seconds=leased_block.at + clock - leased_block.sent)

@@ -1,4 +1,4 @@
-"""Books in PostgreSQL: quota, breakers and keys that a whole fleet shares."""
+"""The provider state in PostgreSQL: quota, breakers and keys that all processes share."""
 
 from __future__ import annotations
 
@@ -15,107 +15,107 @@ from weakref import WeakSet
 from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.providers import circuit_breaker
 from ergon_framework.providers.books import (
-    Account,
-    Admission,
-    Admitted,
-    Asked,
-    AsyncBooks,
-    Books,
-    Concluded,
+    AdmissionRequest,
+    AdmissionResult,
+    AdmittedAttempt,
+    AsyncProviderState,
+    AttemptResult,
+    ProviderScope,
+    ProviderState,
 )
-from ergon_framework.providers.circuit_breaker import BreakerState, Pass
+from ergon_framework.providers.circuit_breaker import BreakerState, Permit
 from ergon_framework.providers.errors import ProviderQuotaExceededError
-from ergon_framework.providers.execution import AttemptRow
+from ergon_framework.providers.execution import AttemptRecord
 from ergon_framework.providers.sql import statements
-from ergon_framework.providers.sql.blocks import BlockPolicy, Limits, Purse, Rest
-from ergon_framework.providers.sql.names import owner_of
-from ergon_framework.providers.sql.sweeping import LostRow, reconciled
-from ergon_framework.providers.sql.view import View
+from ergon_framework.providers.sql.blocks import BlockPolicy, QuotaBlockCache, UnusedQuota, WindowLimits
+from ergon_framework.providers.sql.names import scope_key
+from ergon_framework.providers.sql.sweeping import LostReservation, reconcile_reservations
+from ergon_framework.providers.sql.view import BreakerCache
 from ergon_framework.providers.sql.visits import (
-    Granted,
-    admission,
-    conclusion,
-    held,
+    PostgresAdmitted,
+    admit_operation,
+    blocked_by,
+    complete_operation,
     is_closed,
-    lease,
-    limits_of,
+    lease_block_operation,
+    quota_limits,
 )
-from ergon_framework.providers.sql.watcher import Watcher
+from ergon_framework.providers.sql.watcher import BreakerListener
 from ergon_framework.providers.sql.writer import MetricsWriter
-from ergon_framework.schema.lines import Lines
+from ergon_framework.schema.lines import ConnectionPool
 from ergon_framework.schema.operation import Operation, Query
-from ergon_framework.schema.revisions import suffices
+from ergon_framework.schema.revisions import is_compatible
 
 _log = logging.getLogger(__name__)
 
-#: Where the address of the database is found unless it is given.
-VARIABLE: Final = "ERGON_POSTGRES__DSN"
-#: The revision that has the tables of providers as this release uses them.
-NEEDED: Final = "0011"
-#: The most accounts of which a process has blocks in hand.
-_PURSES: Final = 10_000
-#: Seconds for the blocks to be given back at the end.
-_GIVE_BACK: Final = 2.0
+#: The environment variable with the database address, if none is passed.
+DSN_VARIABLE: Final = "ERGON_POSTGRES__DSN"
+#: The schema revision with the provider tables that this release requires.
+REQUIRED_REVISION: Final = "0011"
+#: Maximum number of scopes for which a process holds quota blocks.
+_MAX_BLOCK_CACHES: Final = 10_000
+#: Seconds to release the quota blocks at shutdown.
+_RELEASE_TIMEOUT_SECONDS: Final = 2.0
 
 
-class Writer(Protocol):
-    """Whoever writes the attempts down."""
+class AttemptWriter(Protocol):
+    """A writer that stores attempts."""
 
-    def record(self, row: AttemptRow) -> None:
-        """Take a row; neither wait nor raise."""
+    def record(self, row: AttemptRecord) -> None:
+        """Take a row without waiting or raising."""
 
     def close(self, timeout: float) -> None:
-        """Write what is left, within so many seconds."""
+        """Write the pending rows within *timeout* seconds."""
 
 
-class PostgresBooks(Books, AsyncBooks):
+class PostgresProviderState(ProviderState, AsyncProviderState):
     """Quota, breakers and keys in the database at *dsn*; for threads and for asyncio, safe from any of them.
 
-    Each visit is one round trip, made in one transaction by the server's clock. With *blocks* a process
-    takes calls out of the windows in advance, so that a call without a key needs no visit at all. Attempts
-    are written to the metrics tables by a writer of its own, or by *writer*; both are closed with the books.
-    With ``metrics=False`` attempts are counted in ``dropped`` and not written. A forked child has connections,
-    blocks, a watcher and a writer of its own.
+    Each operation is one round trip in one transaction, by the server's clock. With *blocks* a process reserves
+    calls of the windows in advance, so that a call without a key needs no round trip at all. Attempts are written to
+    the metrics tables by an internal writer, or by *writer*; both are closed with this object. With ``metrics=False``
+    attempts are counted in ``dropped`` and not written. A forked child has its own connections, blocks, listener and
+    writer.
     """
 
-    punctual = True
+    is_self_timed = True
 
     def __init__(
         self,
         dsn: str | None = None,
         *,
         blocks: BlockPolicy | None = None,
-        writer: Writer | None = None,
+        writer: AttemptWriter | None = None,
         metrics: bool = True,
         connections: int = 8,
     ) -> None:
-        found = dsn or os.environ.get(VARIABLE)
-        if not found:
-            raise ConfigurationError(f"the books have no database: set {VARIABLE} in the environment or give dsn=…")
-        self._lines = Lines(found, most=connections)
-        self._blocks = blocks
+        database_address = dsn or os.environ.get(DSN_VARIABLE)
+        if not database_address:
+            raise ConfigurationError(f"the books have no database: set {DSN_VARIABLE} in the environment or give dsn=…")
+        self._pool = ConnectionPool(database_address, max_size=connections)
+        self._block_policy = blocks
         self._writer = writer
-        self._own_writer = MetricsWriter(found) if metrics and writer is None else None
-        self._unwritten = 0
-        self._begin_anew()
-        _everybody.add(self)
+        self._own_writer = MetricsWriter(database_address) if metrics and writer is None else None
+        self._unwritten_count = 0
+        self._reset()
+        _instances.add(self)
 
-    def _begin_anew(self) -> None:
-        """At the start, and in a forked child: what the parent has in hand is the parent's."""
+    def _reset(self) -> None:
+        """Set the initial state, also in a forked child: connections and blocks of the parent stay the parent's."""
         self._lock = threading.Lock()
-        self._view = View()
-        self._purses: dict[tuple[Account, Limits], Purse] = {}
-        #: Blocks that could not be given back yet.
-        self._owed: list[Rest] = []
-        self._watcher: Watcher | None = None
-        self._who = f"{socket.gethostname()[:100]}:{os.getpid()}"
+        self._breaker_cache = BreakerCache()
+        self._block_caches: dict[tuple[ProviderScope, WindowLimits], QuotaBlockCache] = {}
+        #: Ended blocks whose unused calls are not yet released in the database.
+        self._unreleased: list[UnusedQuota] = []
+        self._listener: BreakerListener | None = None
+        self._process_name = f"{socket.gethostname()[:100]}:{os.getpid()}"
 
-    # -- coming and going -------------------------------------------------------------------------------
+    # -- open and close ---------------------------------------------------------------------------------
 
     def open(self) -> Self:
-        """Ask the database whether it has the tables; nobody has to."""
+        """Check that the database has the required tables; optional."""
         try:
-            self._lines.run(_checked())
+            self._pool.run(_check_schema())
         except BaseException:
             self.close()
             raise
@@ -123,7 +123,7 @@ class PostgresBooks(Books, AsyncBooks):
 
     async def open_async(self) -> Self:
         try:
-            await self._lines.run_async(_checked())
+            await self._pool.run_async(_check_schema())
         except BaseException:
             await self.close_async()
             raise
@@ -131,27 +131,27 @@ class PostgresBooks(Books, AsyncBooks):
 
     @property
     def dropped(self) -> int:
-        """How many attempts were recorded and kept nowhere."""
-        return self._unwritten + (0 if self._own_writer is None else self._own_writer.dropped)
+        """Number of attempts that were recorded and stored nowhere."""
+        return self._unwritten_count + (0 if self._own_writer is None else self._own_writer.dropped)
 
-    def close(self, timeout: float = _GIVE_BACK) -> None:
-        """Write the attempts that wait, give the blocks back, close what is open; each within *timeout* seconds.
+    def close(self, timeout: float = _RELEASE_TIMEOUT_SECONDS) -> None:
+        """Release the blocks, close connections and write pending attempts; each within *timeout* seconds.
 
-        A later visit opens connections again, and a later attempt is written by a new thread.
+        A later operation opens connections again, and a later attempt is written by a new thread.
         """
-        self._stop()
-        if self._purses or self._owed:
+        self._stop_listener()
+        if self._block_caches or self._unreleased:
             with suppress(ErgonError):
-                self._lines.run(self._returned(), within=timeout)
-        self._lines.close()
+                self._pool.run(self._release_all_blocks(), timeout_seconds=timeout)
+        self._pool.close()
         self._close_writer(timeout)
 
     async def close_async(self) -> None:
-        self._stop()
-        if self._purses or self._owed:
+        self._stop_listener()
+        if self._block_caches or self._unreleased:
             with suppress(ErgonError):
-                await self._lines.run_async(self._returned(), within=_GIVE_BACK)
-        await self._lines.close_async()
+                await self._pool.run_async(self._release_all_blocks(), timeout_seconds=_RELEASE_TIMEOUT_SECONDS)
+        await self._pool.close_async()
         await asyncio.to_thread(self._close_writer)
 
     def __enter__(self) -> Self:
@@ -166,202 +166,233 @@ class PostgresBooks(Books, AsyncBooks):
     async def __aexit__(self, *_: object) -> None:
         await self.close_async()
 
-    def _stop(self) -> None:
+    def _stop_listener(self) -> None:
         with self._lock:
-            watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            watcher.stop()
+            breaker_listener, self._listener = self._listener, None
+        if breaker_listener is not None:
+            breaker_listener.stop()
 
-    def _close_writer(self, timeout: float = _GIVE_BACK) -> None:
+    def _close_writer(self, timeout: float = _RELEASE_TIMEOUT_SECONDS) -> None:
         if self._writer is not None:
             self._writer.close(timeout)
         if self._own_writer is not None:
             self._own_writer.flush(timeout)
 
-    # -- the port -----------------------------------------------------------------------------------------
+    # -- the ProviderState interface ----------------------------------------------------------------------
 
-    def admit(self, asked: Asked) -> Admission:
-        admitted = self._at_once(asked)
-        return self._lines.run(self._admitted(asked), within=asked.within) if admitted is None else admitted
+    def admit(self, request: AdmissionRequest) -> AdmissionResult:
+        admitted = self._admit_locally(request)
+        return (
+            self._pool.run(self._admit_operation(request), timeout_seconds=request.timeout)
+            if admitted is None
+            else admitted
+        )
 
-    async def admit_async(self, asked: Asked) -> Admission:
-        admitted = self._at_once(asked)
-        return await self._lines.run_async(self._admitted(asked), within=asked.within) if admitted is None else admitted
+    async def admit_async(self, request: AdmissionRequest) -> AdmissionResult:
+        admitted = self._admit_locally(request)
+        return (
+            await self._pool.run_async(self._admit_operation(request), timeout_seconds=request.timeout)
+            if admitted is None
+            else admitted
+        )
 
-    def conclude(self, admitted: Admitted, concluded: Concluded) -> BreakerState | None:
-        visit = self._concluded(admitted, concluded)
-        return None if visit is None else self._lines.run(visit, within=concluded.within)
+    def complete(self, admitted: AdmittedAttempt, result: AttemptResult) -> BreakerState | None:
+        operation = self._complete_attempt(admitted, result)
+        return None if operation is None else self._pool.run(operation, timeout_seconds=result.timeout)
 
-    async def conclude_async(self, admitted: Admitted, concluded: Concluded) -> BreakerState | None:
-        visit = self._concluded(admitted, concluded)
-        return None if visit is None else await self._lines.run_async(visit, within=concluded.within)
+    async def complete_async(self, admitted: AdmittedAttempt, result: AttemptResult) -> BreakerState | None:
+        operation = self._complete_attempt(admitted, result)
+        return None if operation is None else await self._pool.run_async(operation, timeout_seconds=result.timeout)
 
-    def held_until(self, account: Account) -> float | None:
-        owner_of(account)
-        self._watch()
-        seen = self._view.of(account)
-        return None if seen is None else circuit_breaker.held_until(seen)
+    def blocked_until(self, scope: ProviderScope) -> float | None:
+        scope_key(scope)
+        self._start_listener()
+        state = self._breaker_cache.get(scope)
+        return None if state is None else circuit_breaker.blocked_until(state)
 
-    def record(self, row: AttemptRow) -> None:
+    def record(self, row: AttemptRecord) -> None:
         writer = self._writer or self._own_writer
         if writer is None:
-            self._unwritten += 1
+            self._unwritten_count += 1
         else:
             writer.record(row)
 
-    def reconcile(self) -> list[LostRow]:
-        """Mark the reservations that their owners let lapse, and say which; done now and then by any process."""
-        return self._lines.run(reconciled())
+    def reconcile(self) -> list[LostReservation]:
+        """Mark and return the reservations that their owners let expire; any process may call it at intervals."""
+        return self._pool.run(reconcile_reservations())
 
-    async def reconcile_async(self) -> list[LostRow]:
-        return await self._lines.run_async(reconciled())
+    async def reconcile_async(self) -> list[LostReservation]:
+        return await self._pool.run_async(reconcile_reservations())
 
     # -- before an attempt --------------------------------------------------------------------------------
 
-    def _at_once(self, asked: Asked) -> Admission | None:
-        """The leave for a call that needs no visit: there are blocks, no key is to be claimed, the breaker is closed.
+    def _admit_locally(self, request: AdmissionRequest) -> AdmissionResult | None:
+        """Admit a call that needs no round trip: blocks exist, no key is to be claimed, the breaker is closed.
 
-        A breaker known to be open refuses here too, if there is a call that it could refuse.
+        A breaker that is known to be open rejects the call here too, if quota would have admitted it.
         """
-        owner_of(asked.account)  # what cannot be kept is not looked for either
-        self._watch()
-        if self._blocks is None or (asked.idempotency_key is not None and asked.attempt_number == 1):
+        scope_key(request.scope)  # validates the names
+        self._start_listener()
+        if self._block_policy is None or (request.idempotency_key is not None and request.attempt_number == 1):
             return None
-        watcher, seen, clock = self._watcher, self._view.of(asked.account), time.monotonic()
-        if seen is None or watcher is None or not watcher.is_fresh(clock):
+        breaker_listener, state, clock = self._listener, self._breaker_cache.get(request.scope), time.monotonic()
+        if state is None or breaker_listener is None or not breaker_listener.is_fresh(clock):
             return None
-        purse = self._purse(asked)
-        if not is_closed(seen):
-            refused = held(seen, asked.now)
-            if refused is None or asked.idempotency_key is not None or not (purse is None or purse.has(clock)):
+        block_cache = self._get_block_cache(request)
+        if not is_closed(state):
+            rejection = blocked_by(state, request.now)
+            if (
+                rejection is None
+                or request.idempotency_key is not None
+                or not (block_cache is None or block_cache.has_quota(clock))
+            ):
                 return None
-            raise circuit_breaker.refusal(refused, asked.now)
-        leave = Pass(seen.generation)
-        if purse is None:
-            return Granted(asked, leave)
-        block = purse.take(clock)
-        return None if block is None else Granted(asked, leave, purse=purse, block=block)
+            raise circuit_breaker.circuit_open_error(rejection, request.now)
+        permit = Permit(state.generation)
+        if block_cache is None:
+            return PostgresAdmitted(request, permit)
+        reservation = block_cache.take(clock)
+        return (
+            None
+            if reservation is None
+            else PostgresAdmitted(request, permit, block_cache=block_cache, block=reservation)
+        )
 
-    def _admitted(self, asked: Asked) -> Operation[Admission]:
-        """The leave that a visit gives: its call is out of a block where there is one, else out of the windows."""
-        limits, purse = limits_of(asked.policy.quota), self._purse(asked)
-        block = None if purse is None else (yield from self._taken(asked, purse))
-        if block is not None and asked.idempotency_key is None:
-            seen = self._view.of(asked.account)
-            if seen is not None and is_closed(seen):
-                return Granted(asked, Pass(seen.generation), purse=purse, block=block)
+    def _admit_operation(self, request: AdmissionRequest) -> Operation[AdmissionResult]:
+        """Admit a call with a round trip: it is taken from a block if there is one, else from the windows."""
+        limits, block_cache = quota_limits(request.policy.quota), self._get_block_cache(request)
+        reservation = None if block_cache is None else (yield from self._take_from_block(request, block_cache))
+        if reservation is not None and request.idempotency_key is None:
+            state = self._breaker_cache.get(request.scope)
+            if state is not None and is_closed(state):
+                return PostgresAdmitted(request, Permit(state.generation), block_cache=block_cache, block=reservation)
         try:
-            admitted = yield from admission(
-                asked, limits=limits if block is None else None, who=self._who, view=self._view
+            admitted = yield from admit_operation(
+                request,
+                limits=limits if reservation is None else None,
+                process_name=self._process_name,
+                breaker_cache=self._breaker_cache,
             )
         except BaseException:
-            # Also where nobody knows: a call that is made without a leave is none that was counted.
-            if purse is not None and block is not None:
-                purse.put_back(block)
+            # Also if the outcome is unknown: without a permit the call is not made, so it does not count.
+            if block_cache is not None and reservation is not None:
+                block_cache.refund(reservation)
             raise
-        if purse is not None and block is not None:
-            if not isinstance(admitted, Granted):
-                purse.put_back(block)
+        if block_cache is not None and reservation is not None:
+            if not isinstance(admitted, PostgresAdmitted):
+                block_cache.refund(reservation)
             else:
-                admitted.purse, admitted.block = purse, block
+                admitted.block_cache, admitted.block = block_cache, reservation
         return admitted
 
-    def _taken(self, asked: Asked, purse: Purse) -> Operation[int | None]:
-        """A call of the purse, with the next block if there is none left; None where the windows are to be asked."""
-        block = purse.take(time.monotonic())
-        if block is not None or self._blocks is None:
-            return block
-        mine, rest = purse.renewal()
-        if not mine:
+    def _take_from_block(self, request: AdmissionRequest, block_cache: QuotaBlockCache) -> Operation[int | None]:
+        """Take a call from the block, or from the next block if it is empty; return None if the windows decide."""
+        reservation = block_cache.take(time.monotonic())
+        if reservation is not None or self._block_policy is None:
+            return reservation
+        must_renew, unused = block_cache.start_renewal()
+        if not must_renew:
             return None
-        leased = None
+        leased_block = None
         try:
-            leased = yield from lease(asked, purse, rest, policy=self._blocks, who=self._who, view=self._view)
+            leased_block = yield from lease_block_operation(
+                request,
+                block_cache,
+                unused,
+                policy=self._block_policy,
+                process_name=self._process_name,
+                breaker_cache=self._breaker_cache,
+            )
         except BaseException:
-            if rest is not None:
-                self._owed.append(rest)
+            if unused is not None:
+                self._unreleased.append(unused)
             raise
         finally:
-            purse.renewed(None if isinstance(leased, ProviderQuotaExceededError) else leased)
-        if isinstance(leased, ProviderQuotaExceededError):
-            # A key comes before the quota: what it stands for may be there already.
-            if asked.idempotency_key is None:
-                raise leased
+            block_cache.set_next(None if isinstance(leased_block, ProviderQuotaExceededError) else leased_block)
+        if isinstance(leased_block, ProviderQuotaExceededError):
+            # The key is checked before the quota: its result may be stored already.
+            if request.idempotency_key is None:
+                raise leased_block
             return None
-        return purse.take(time.monotonic())
+        return block_cache.take(time.monotonic())
 
-    def _purse(self, asked: Asked) -> Purse | None:
-        """Where the blocks of the account are; None where it takes none."""
-        limits = None if self._blocks is None else limits_of(asked.policy.quota)
+    def _get_block_cache(self, request: AdmissionRequest) -> QuotaBlockCache | None:
+        """Return the block cache of the scope; None if the scope uses no blocks."""
+        limits = None if self._block_policy is None else quota_limits(request.policy.quota)
         if limits is None:
             return None
-        place = asked.account, limits
-        purse = self._purses.get(place)
-        if purse is None:
+        cache_key = request.scope, limits
+        block_cache = self._block_caches.get(cache_key)
+        if block_cache is None:
             with self._lock:
-                if len(self._purses) >= _PURSES:
+                if len(self._block_caches) >= _MAX_BLOCK_CACHES:
                     return None
-                purse = self._purses.setdefault(place, Purse(asked.account, limits))
-        return purse
+                block_cache = self._block_caches.setdefault(cache_key, QuotaBlockCache(request.scope, limits))
+        return block_cache
 
     # -- after an attempt ---------------------------------------------------------------------------------
 
-    def _concluded(self, admitted: Admitted, concluded: Concluded) -> Operation[BreakerState | None] | None:
-        if not isinstance(admitted, Granted):
+    def _complete_attempt(
+        self, admitted: AdmittedAttempt, result: AttemptResult
+    ) -> Operation[BreakerState | None] | None:
+        if not isinstance(admitted, PostgresAdmitted):
             raise ConfigurationError("an attempt is concluded in the books that admitted it")
-        error = concluded.error
-        if admitted.purse is not None and admitted.block is not None and error is not None and not error.sent:
-            admitted.purse.put_back(admitted.block)
+        error = result.error
+        if admitted.block_cache is not None and admitted.block is not None and error is not None and not error.sent:
+            admitted.block_cache.refund(admitted.block)
             admitted.block = None
-        return conclusion(admitted, concluded, self._view)
+        return complete_operation(admitted, result, self._breaker_cache)
 
-    # -- beside the calls -----------------------------------------------------------------------------------
+    # -- background work ------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Have a watcher, from the first need on: not before, because threads do not survive a fork."""
-        if self._watcher is None:
+    def _start_listener(self) -> None:
+        """Start the listener on first use and not earlier, because threads do not survive a fork."""
+        if self._listener is None:
             with self._lock:
-                if self._watcher is None:
-                    self._watcher = Watcher(self._lines, self._view, self._tidied)
+                if self._listener is None:
+                    self._listener = BreakerListener(self._pool, self._breaker_cache, self._release_expired_blocks)
 
-    def _tidied(self) -> Operation[None]:
-        """Give back blocks that lapsed: nobody may come for the next ones."""
+    def _release_expired_blocks(self) -> Operation[None]:
+        """Release expired blocks, because no further call may ask for the next ones."""
         clock = time.monotonic()
-        lapsed = [purse.lapsed(clock) for purse in list(self._purses.values())]
-        self._owed += [rest for rest in lapsed if rest is not None]
-        yield from self._paid()
+        expired = [block_cache.pop_expired(clock) for block_cache in list(self._block_caches.values())]
+        self._unreleased += [unused for unused in expired if unused is not None]
+        yield from self._release_pending()
 
-    def _returned(self) -> Operation[None]:
+    def _release_all_blocks(self) -> Operation[None]:
         with self._lock:
-            purses, self._purses = self._purses, {}
-        self._owed += [rest for purse in purses.values() if (rest := purse.emptied()) is not None]
-        yield from self._paid()
+            block_caches, self._block_caches = self._block_caches, {}
+        self._unreleased += [
+            unused for block_cache in block_caches.values() if (unused := block_cache.drain()) is not None
+        ]
+        yield from self._release_pending()
 
-    def _paid(self) -> Operation[None]:
-        while self._owed:
-            rest = self._owed[0]
-            yield Query(statements.GIVE_BACK, rest._asdict())
+    def _release_pending(self) -> Operation[None]:
+        while self._unreleased:
+            unused = self._unreleased[0]
+            yield Query(statements.RELEASE_RESERVATION, unused._asdict())
             with suppress(ValueError):
-                self._owed.remove(rest)
+                self._unreleased.remove(unused)
 
 
-def _checked() -> Operation[None]:
-    found = yield Query("select version_num from ergon.revision")
-    revision: Any = found[0][0] if found else None
-    if not suffices(revision, NEEDED):
+def _check_schema() -> Operation[None]:
+    rows = yield Query("select version_num from ergon.revision")
+    revision: Any = rows[0][0] if rows else None
+    if not is_compatible(revision, REQUIRED_REVISION):
         raise ConfigurationError(
-            f"the database is at revision {revision or 'none'}, the books need {NEEDED}; run: ergon db upgrade"
+            f"the database is at revision {revision or 'none'}, the books need "
+            f"{REQUIRED_REVISION}; run: ergon db upgrade"
         )
 
 
-# -- the books of this process ------------------------------------------------------------------------
+# -- forks --------------------------------------------------------------------------------------------
 
-_everybody: Final[WeakSet[PostgresBooks]] = WeakSet()
-
-
-def _forked() -> None:
-    for books in list(_everybody):
-        books._begin_anew()  # noqa: SLF001 - their own module
+_instances: Final[WeakSet[PostgresProviderState]] = WeakSet()
 
 
-os.register_at_fork(after_in_child=_forked)
+def _reset_instances() -> None:
+    for state in list(_instances):
+        state._reset()  # noqa: SLF001 - the class's own module
+
+
+os.register_at_fork(after_in_child=_reset_instances)

@@ -1,4 +1,4 @@
-"""The desk: what the writer's thread does, batch by batch, and what it says of it."""
+"""The loop of the writer's thread: it writes batches, computes rates, applies retention and logs its problems."""
 
 from __future__ import annotations
 
@@ -8,257 +8,283 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from ergon_framework.providers.execution import AttemptRow
-from ergon_framework.providers.observe import safely
-from ergon_framework.providers.sql.batch import Account, Batch, prepared
-from ergon_framework.providers.sql.reaching import PatientLine, connect
-from ergon_framework.providers.sql.retention import FORGET, Done, Retention, make_ahead, steps
-from ergon_framework.providers.sql.sampling import Sample, Sampler
-from ergon_framework.providers.sql.task_table import OWN, read_task_table
-from ergon_framework.providers.sql.tray import Tray
-from ergon_framework.providers.sql.writing import is_content, refresh_rates, write
+from ergon_framework.providers.execution import AttemptRecord
+from ergon_framework.providers.observe import suppress_errors
+from ergon_framework.providers.sql.batch import AttemptBatch, ScopeKey, prepare_batch
+from ergon_framework.providers.sql.reaching import TimeoutConnection, connect
+from ergon_framework.providers.sql.retention import (
+    BATCH_ID_RETENTION,
+    ProviderRetention,
+    RetentionProgress,
+    create_future_partitions,
+    retention_steps,
+)
+from ergon_framework.providers.sql.sampling import Sampler, SamplingPolicy
+from ergon_framework.providers.sql.task_table import OWN_TASK_TABLE, read_task_table
+from ergon_framework.providers.sql.tray import AttemptQueue
+from ergon_framework.providers.sql.writing import is_data_error, refresh_rates, write_batch
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 
 log: Final = logging.getLogger(f"{LIBRARY}.providers")
 
-#: Seconds that the server has for one answer.
-_PATIENCE: Final = 15.0
-#: Seconds after a failure before the next try: the first, and the longest.
-_SOON: Final = 0.1
-_SELDOM: Final = 5.0
-#: Seconds after which a batch in doubt is given up: well before its id is forgotten.
-_DOUBT: Final = FORGET.total_seconds() / 4
-#: Seconds between two computations of one account's rates after new attempts, and without any: the hour moves on.
+#: Seconds to wait for one answer of the server.
+_ANSWER_TIMEOUT_SECONDS: Final = 15.0
+#: The first and the longest delay in seconds after a failure.
+_MIN_RETRY_SECONDS: Final = 0.1
+_MAX_RETRY_SECONDS: Final = 5.0
+#: Seconds after which a batch with unknown outcome is dropped: well before its id is deleted.
+_MAX_UNKNOWN_SECONDS: Final = BATCH_ID_RETENTION.total_seconds() / 4
+#: Seconds between two computations of one scope's rates with and without new attempts, because the hour moves on.
 REFRESH_SECONDS: Final = 5.0
 IDLE_REFRESH_SECONDS: Final = 60.0
-#: Accounts whose rates are computed in one database transaction.
+#: Scopes whose rates are computed in one database transaction.
 _REFRESH_BATCH: Final = 200
-#: Accounts without new attempts whose rates are still computed.
-_MAX_IDLE_ACCOUNTS: Final = 10_000
-#: Partitions that are made before the first batch, at most.
-_AHEAD: Final = 400
-#: Seconds between two words on the same matter.
-_QUIET: Final = 10.0
+#: Maximum number of scopes without new attempts whose rates are still computed.
+_MAX_IDLE_SCOPES: Final = 10_000
+#: Maximum number of partitions that are created before the first batch.
+_MAX_INITIAL_PARTITIONS: Final = 400
+#: Seconds between two log records about the same problem.
+_LOG_INTERVAL_SECONDS: Final = 10.0
 
 
-class Desk:
-    """Takes from the tray and writes. Only one thread sits at it; its errors are data, and never end it."""
+class AttemptWriterLoop:
+    """The loop that writes queued attempts. Only one thread runs it; errors are handled as data and never end it."""
 
-    def __init__(self, dsn: str, tray: Tray, *, every: float, sample: Sample | None, retention: Retention) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        queue: AttemptQueue,
+        *,
+        every: float,
+        sample: SamplingPolicy | None,
+        retention: ProviderRetention,
+    ) -> None:
         self._dsn = dsn
-        self._tray = tray
+        self._queue = queue
         self._every = every
         self._retention = retention
         self._sampler = Sampler(sample)
-        self.line: PatientLine | None = None
-        #: As the database said when the line was made.
-        self._task_table = OWN
-        #: When the rates of an account were computed last, and the accounts with attempts since then.
-        self._refreshed: dict[Account, float] = {}
-        self._changed: set[Account] = set()
-        #: When to tidy up; None before the first look at the database.
-        self._due: float | None = None
-        self._tidying: Iterator[None] | None = None
-        self._said: dict[str, float] = {}
-        self._told: Counter[str] = Counter()
-        self._away = False
+        self.connection: TimeoutConnection | None = None
+        #: The task table that the database named when the connection was opened.
+        self._task_table = OWN_TASK_TABLE
+        #: When the rates of a scope were last computed, and the scopes with attempts since then.
+        self._refreshed_at: dict[ScopeKey, float] = {}
+        self._changed_scopes: set[ScopeKey] = set()
+        #: When retention is due; None before the first connection.
+        self._retention_due_at: float | None = None
+        self._retention_run: Iterator[None] | None = None
+        self._logged_at: dict[str, float] = {}
+        self._logged_counts: Counter[str] = Counter()
+        self._is_unavailable = False
 
-    def work(self) -> None:
-        """Until the tray is closed, and then until it is empty or its time is over."""
-        tray = self._tray
+    def run(self) -> None:
+        """Run until the queue is closed, and then until it is empty or its timeout has passed."""
+        queue = self._queue
         try:
-            while not tray.closed or (tray.rows and tray.left > 0):
-                self._turn(self._next())
-            while self._changed and tray.left > 0:
-                if not self._refresh(self._changed):
-                    self._pause(_SOON)
+            while not queue.closed or (queue.rows and queue.seconds_left > 0):
+                self._run_once(self._wait_for_rows())
+            while self._changed_scopes and queue.seconds_left > 0:
+                if not self._refresh_rates(self._changed_scopes):
+                    self._pause(_MIN_RETRY_SECONDS)
         finally:
-            # Should it ever end by an error, the next attempt starts another thread.
-            tray.asleep = True
-            if self.line is not None:
-                self.line.close()
+            # If an error ends the loop after all, the next attempt starts another thread.
+            queue.is_asleep = True
+            if self.connection is not None:
+                self.connection.close()
 
-    def _next(self) -> list[AttemptRow]:
-        """The attempts of the next batch, as soon as there are many or the first has waited long enough."""
-        tray = self._tray
-        tray.asleep = True
-        if not tray.rows and not tray.closed:
-            tray.bell.wait(self._leisure())
-        tray.asleep = False
-        tray.bell.clear()
-        if len(tray.rows) < tray.many and tray.rows and not tray.closed:
-            tray.bell.wait(self._every)
-            tray.bell.clear()
-        return tray.take()
+    def _wait_for_rows(self) -> list[AttemptRecord]:
+        """Return the attempts of the next batch, when there are enough or the first one has waited long enough."""
+        queue = self._queue
+        queue.is_asleep = True
+        if not queue.rows and not queue.closed:
+            queue.wakeup.wait(self._compute_idle_seconds())
+        queue.is_asleep = False
+        queue.wakeup.clear()
+        if len(queue.rows) < queue.batch_size and queue.rows and not queue.closed:
+            queue.wakeup.wait(self._every)
+            queue.wakeup.clear()
+        return queue.take()
 
-    def _leisure(self) -> float | None:
-        """Seconds until there is something to do besides attempts."""
-        if self._tidying is not None:
+    def _compute_idle_seconds(self) -> float | None:
+        """Return the seconds until work other than attempts is due."""
+        if self._retention_run is not None:
             return 0.0
-        moments = [self._refresh_moment(account) for account in self._refreshed.keys() | self._changed]
-        if self._due is not None:
-            moments.append(self._due)
-        return max(0.0, min(moments) - time.monotonic()) if moments else None
+        due_times = [self._compute_refresh_time(scope) for scope in self._refreshed_at.keys() | self._changed_scopes]
+        if self._retention_due_at is not None:
+            due_times.append(self._retention_due_at)
+        return max(0.0, min(due_times) - time.monotonic()) if due_times else None
 
-    def _turn(self, rows: list[AttemptRow]) -> None:
-        batch, refused = prepared(rows, self._sampler)
-        if refused:
-            self._drop(refused, "refused", ValueError())
-        if batch.ready:
-            self._see_through(batch)
-        if not self._tray.closed:
+    def _run_once(self, rows: list[AttemptRecord]) -> None:
+        batch, rejected = prepare_batch(rows, self._sampler)
+        if rejected:
+            self._drop(rejected, "refused", ValueError())
+        if batch.attempts:
+            self._write_until_settled(batch)
+        if not self._queue.closed:
             now = time.monotonic()
-            accounts = self._refreshed.keys() | self._changed
-            self._refresh([account for account in accounts if self._refresh_moment(account) <= now])
-            self._tidy()
-        self._speak()
+            scopes = self._refreshed_at.keys() | self._changed_scopes
+            self._refresh_rates([scope for scope in scopes if self._compute_refresh_time(scope) <= now])
+            self._run_due_retention()
+        self._log_dropped()
 
     # -- a batch ------------------------------------------------------------------------------------
 
-    def _see_through(self, batch: Batch) -> None:
-        """Try until it is written, or refused, or there is no more time."""
-        waiting = [batch]
-        began, delay = time.monotonic(), _SOON
-        while waiting:
-            current = waiting.pop()
-            error = self._tried(current)
+    def _write_until_settled(self, batch: AttemptBatch) -> None:
+        """Retry until the batch is written, rejected, or no time is left."""
+        pending = [batch]
+        started_at, delay = time.monotonic(), _MIN_RETRY_SECONDS
+        while pending:
+            current = pending.pop()
+            error = self._try_write(current)
             if error is None:
-                began, delay, self._away = time.monotonic(), _SOON, False
-            elif self._tray.left <= 0:
-                self._drop((one.row for one in current.ready), "closed", error)
-            elif is_content(error) and not current.doubt:
-                waiting += self._taken_apart(current, error)
-            elif current.doubt and time.monotonic() - began >= _DOUBT:
-                self._drop((one.row for one in current.ready), "doubt", error)
+                started_at, delay, self._is_unavailable = time.monotonic(), _MIN_RETRY_SECONDS, False
+            elif self._queue.seconds_left <= 0:
+                self._drop((prepared.row for prepared in current.attempts), "closed", error)
+            elif is_data_error(error) and not current.outcome_unknown:
+                pending += self._split_rejected(current, error)
+            elif current.outcome_unknown and time.monotonic() - started_at >= _MAX_UNKNOWN_SECONDS:
+                self._drop((prepared.row for prepared in current.attempts), "doubt", error)
             else:
-                waiting.append(current)
-                self._say_away(error)
+                pending.append(current)
+                self._log_unavailable(error)
                 self._pause(delay)
-                delay = min(2 * delay, _SELDOM)
+                delay = min(2 * delay, _MAX_RETRY_SECONDS)
 
-    def _taken_apart(self, batch: Batch, error: Exception) -> list[Batch]:
-        """What is left to be tried of a batch that was refused for what is in it."""
-        if not batch.refused:
-            # A partition that was attached at the same moment looks like that too, and is there the next time.
-            batch.refused = True
+    def _split_rejected(self, batch: AttemptBatch, error: Exception) -> list[AttemptBatch]:
+        """Return the batches to retry after the server rejected the content of *batch*."""
+        if not batch.was_rejected:
+            # A partition that is attached concurrently causes the same error, which does not recur.
+            batch.was_rejected = True
             return [batch]
         if len(batch) == 1:
-            self._drop((one.row for one in batch.ready), "refused", error)
+            self._drop((prepared.row for prepared in batch.attempts), "refused", error)
             return []
-        return batch.halves()
+        return batch.split()
 
-    def _tried(self, batch: Batch) -> Exception | None:
-        """What kept *batch* from being written; None if it is."""
+    def _try_write(self, batch: AttemptBatch) -> Exception | None:
+        """Write *batch*; return the error that prevented it, or None."""
         try:
-            line = self._connected()
-            write(line, batch, task_table=self._task_table)
-        except Exception as error:  # noqa: BLE001 - the thread's own boundary: handed on as data
-            self._rolled_back()
+            conn = self._ensure_connection()
+            write_batch(conn, batch, task_table=self._task_table)
+        except Exception as error:  # noqa: BLE001 - the thread's boundary: returned as data
+            self._roll_back()
             return error
-        self._changed |= {one.attempt[:3] for one in batch.ready}
+        self._changed_scopes |= {prepared.attempt[:3] for prepared in batch.attempts}
         return None
 
     # -- rates ------------------------------------------------------------------------------------------
 
-    def _refresh_moment(self, account: Account) -> float:
-        """When the rates of *account* are to be computed next."""
-        last = self._refreshed.get(account, float("-inf"))
-        return last + (REFRESH_SECONDS if account in self._changed else IDLE_REFRESH_SECONDS)
+    def _compute_refresh_time(self, scope: ScopeKey) -> float:
+        """Return when the rates of *scope* are due next."""
+        last = self._refreshed_at.get(scope, float("-inf"))
+        return last + (REFRESH_SECONDS if scope in self._changed_scopes else IDLE_REFRESH_SECONDS)
 
-    def _refresh(self, accounts: Iterable[Account]) -> bool:
-        """Compute the rates of *accounts*; return False if that failed, and is to be done again."""
-        wanted = sorted(accounts)
-        for start in range(0, len(wanted), _REFRESH_BATCH):
-            chunk = wanted[start : start + _REFRESH_BATCH]
+    def _refresh_rates(self, scopes: Iterable[ScopeKey]) -> bool:
+        """Compute the rates of *scopes*; return False if that failed and must be retried."""
+        sorted_scopes = sorted(scopes)
+        for start in range(0, len(sorted_scopes), _REFRESH_BATCH):
+            chunk = sorted_scopes[start : start + _REFRESH_BATCH]
             try:
-                empty = refresh_rates(self._connected(), chunk)
-            except Exception as error:  # noqa: BLE001 - the thread's own boundary: it is tried again
-                self._rolled_back()
-                self._refreshed |= dict.fromkeys(chunk, time.monotonic())
-                self._say_away(error)
+                empty_scopes = refresh_rates(self._ensure_connection(), chunk)
+            except Exception as error:  # noqa: BLE001 - the thread's boundary: it is retried
+                self._roll_back()
+                self._refreshed_at |= dict.fromkeys(chunk, time.monotonic())
+                self._log_unavailable(error)
                 return False
-            self._changed.difference_update(chunk)
-            self._refreshed |= dict.fromkeys(chunk, time.monotonic())
-            for account in empty:
-                del self._refreshed[account]
-        if len(self._refreshed) > _MAX_IDLE_ACCOUNTS:
-            self._refreshed = {account: at for account, at in self._refreshed.items() if account in self._changed}
+            self._changed_scopes.difference_update(chunk)
+            self._refreshed_at |= dict.fromkeys(chunk, time.monotonic())
+            for scope in empty_scopes:
+                del self._refreshed_at[scope]
+        if len(self._refreshed_at) > _MAX_IDLE_SCOPES:
+            self._refreshed_at = {
+                scope: refreshed_at
+                for scope, refreshed_at in self._refreshed_at.items()
+                if scope in self._changed_scopes
+            }
         return True
 
-    def _connected(self) -> PatientLine:
-        left = self._tray.left
-        if left <= 0:
+    def _ensure_connection(self) -> TimeoutConnection:
+        seconds_left = self._queue.seconds_left
+        if seconds_left <= 0:
             raise TimeoutError
-        if self.line is None or self.line.closed:
-            self.line = connect(self._dsn, patience=min(_PATIENCE, left))
-            self._task_table = read_task_table(self.line)
-        self.line.patience = min(_PATIENCE, left)
-        if self._due is None:
-            self._due = time.monotonic()
-            self._step(make_ahead(self.line, self._retention, Done()), most=_AHEAD)
-        return self.line
+        if self.connection is None or self.connection.closed:
+            self.connection = connect(self._dsn, answer_timeout=min(_ANSWER_TIMEOUT_SECONDS, seconds_left))
+            self._task_table = read_task_table(self.connection)
+        self.connection.answer_timeout = min(_ANSWER_TIMEOUT_SECONDS, seconds_left)
+        if self._retention_due_at is None:
+            self._retention_due_at = time.monotonic()
+            self._run_steps(
+                create_future_partitions(self.connection, self._retention, RetentionProgress()),
+                max_steps=_MAX_INITIAL_PARTITIONS,
+            )
+        return self.connection
 
-    def _rolled_back(self) -> None:
-        """Leave no open database transaction behind; a line that cannot do even that is given up."""
-        if self.line is not None and not self.line.closed:
+    def _roll_back(self) -> None:
+        """Roll back an open database transaction; close the connection if that fails."""
+        if self.connection is not None and not self.connection.closed:
             try:
-                self.line.execute("rollback")
-            except Exception:  # noqa: BLE001 - as above
-                self.line.close()
+                self.connection.execute("rollback")
+            except Exception:  # noqa: BLE001 - a broken connection can raise anything
+                self.connection.close()
 
     def _pause(self, delay: float) -> None:
-        tray, until = self._tray, time.monotonic() + delay
-        # New attempts ring the bell too; only the end is a reason to hurry.
-        while not tray.closed and (left := until - time.monotonic()) > 0:
-            tray.bell.wait(left)
-            tray.bell.clear()
-        if tray.closed:
-            time.sleep(min(_SOON, max(0.0, tray.left)))
+        queue, until = self._queue, time.monotonic() + delay
+        # New attempts set the event too; only the close ends the pause early.
+        while not queue.closed and (seconds_left := until - time.monotonic()) > 0:
+            queue.wakeup.wait(seconds_left)
+            queue.wakeup.clear()
+        if queue.closed:
+            time.sleep(min(_MIN_RETRY_SECONDS, max(0.0, queue.seconds_left)))
 
-    # -- now and then -----------------------------------------------------------------------------------
+    # -- retention --------------------------------------------------------------------------------------
 
-    def _tidy(self) -> None:
-        """One short step of it, between two batches."""
-        if self._due is not None and time.monotonic() >= self._due:
-            self._due = time.monotonic() + self._retention.interval
-            self._tidying = self._steps()
-        if self._tidying is not None and not self._step(self._tidying):
-            self._tidying = None
+    def _run_due_retention(self) -> None:
+        """Run one short step of retention between two batches, if it is due."""
+        if self._retention_due_at is not None and time.monotonic() >= self._retention_due_at:
+            self._retention_due_at = time.monotonic() + self._retention.interval
+            self._retention_run = self._iterate_retention()
+        if self._retention_run is not None and not self._run_steps(self._retention_run):
+            self._retention_run = None
 
-    def _steps(self) -> Iterator[None]:
-        yield from steps(self._connected(), self._retention, Done())
+    def _iterate_retention(self) -> Iterator[None]:
+        yield from retention_steps(self._ensure_connection(), self._retention, RetentionProgress())
 
-    def _step(self, work: Iterator[None], *, most: int = 1) -> bool:
-        """Whether there is more of *work*; what fails is left for another time."""
+    def _run_steps(self, steps: Iterator[None], *, max_steps: int = 1) -> bool:
+        """Run up to *max_steps* steps; return whether more follow. A failed run is left for another time."""
         try:
-            for _ in range(most):
-                if next(work, self) is self:
+            for _ in range(max_steps):
+                if next(steps, self) is self:
                     return False
-        except Exception as error:  # noqa: BLE001 - the thread's own boundary: it is tried again
-            self._rolled_back()
-            logs.say(logging.WARNING, Event.RETENTION_FAILED, {Field.ERROR_TYPE: type(error).__name__}, to=log)
+        except Exception as error:  # noqa: BLE001 - the thread's boundary: it is retried
+            self._roll_back()
+            logs.log_event(logging.WARNING, Event.RETENTION_FAILED, {Field.ERROR_TYPE: type(error).__name__}, to=log)
             return False
         return True
 
-    # -- what is said -----------------------------------------------------------------------------------
+    # -- logging ----------------------------------------------------------------------------------------
 
-    def _drop(self, rows: Iterable[AttemptRow], reason: str, error: BaseException) -> None:
-        safely(self._tray.drop, list(rows), reason)
-        self._speak(error)
+    def _drop(self, rows: Iterable[AttemptRecord], reason: str, error: BaseException) -> None:
+        suppress_errors(self._queue.drop, list(rows), reason)
+        self._log_dropped(error)
 
-    def _speak(self, error: BaseException | None = None) -> None:
-        """Say what was dropped since the last word on it; of an error the type only, its message may quote the row."""
+    def _log_dropped(self, error: BaseException | None = None) -> None:
+        """Log the attempts dropped since the last record; of an error only the type, its message may quote the row."""
         now = time.monotonic()
-        blame = {} if error is None else {Field.ERROR_TYPE: type(error).__name__}
-        for reason, lost in list(self._tray.lost.items()):
-            new = lost - self._told[reason]
-            if new and now - self._said.get(reason, float("-inf")) >= _QUIET:
-                self._said[reason], self._told[reason] = now, lost
-                logs.say(logging.WARNING, Event.ROWS_DROPPED, {Field.ROWS: new, Field.REASON: reason} | blame, to=log)
+        error_fields = {} if error is None else {Field.ERROR_TYPE: type(error).__name__}
+        for reason, dropped in list(self._queue.dropped.items()):
+            new_count = dropped - self._logged_counts[reason]
+            if new_count and now - self._logged_at.get(reason, float("-inf")) >= _LOG_INTERVAL_SECONDS:
+                self._logged_at[reason], self._logged_counts[reason] = now, dropped
+                logs.log_event(
+                    logging.WARNING,
+                    Event.ROWS_DROPPED,
+                    {Field.ROWS: new_count, Field.REASON: reason} | error_fields,
+                    to=log,
+                )
 
-    def _say_away(self, error: BaseException) -> None:
-        if not self._away:
-            self._away = True
-            logs.say(logging.WARNING, Event.ROWS_WAIT, {Field.ERROR_TYPE: type(error).__name__}, to=log)
-        self._speak()
+    def _log_unavailable(self, error: BaseException) -> None:
+        if not self._is_unavailable:
+            self._is_unavailable = True
+            logs.log_event(logging.WARNING, Event.ROWS_WAIT, {Field.ERROR_TYPE: type(error).__name__}, to=log)
+        self._log_dropped()

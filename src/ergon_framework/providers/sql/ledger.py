@@ -1,11 +1,10 @@
-"""The ledger of tasks in PostgreSQL: how often each was delivered, and the one end that it had.
+"""The ledger of Celery tasks in PostgreSQL: the number of deliveries of each task, and its single end.
 
-Whoever ends a task writes its end here first, and the first one to do so has ended it: whatever
-else still runs for it (a second delivery, a child that was given up on) finds that end and reports
-nothing of its own. The dead letter is part of the same statement.
+A process that ends a task writes the end here first, and the first process to do so ends the task. Other deliveries
+or abandoned children of the same task find that end and report no result of their own. The dead letter is written by
+the same statement.
 
-Connections are made when they are needed, one for each process and thread, so that a ledger may be
-made before a fork.
+Connections are opened on use, one per process and thread, so that a ledger may be created before a fork.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ import psycopg
 from psycopg import Connection
 from psycopg.rows import TupleRow
 
-from ergon_framework.errors import ConfigurationError, ConnectionLost
-from ergon_framework.providers.deadletter import DeadLetter
-from ergon_framework.schema.failures import unavailability_of
-from ergon_framework.schema.lines import options_of
+from ergon_framework.errors import ConfigurationError, ConnectionLostError
+from ergon_framework.providers.deadletter import ProviderDeadLetter
+from ergon_framework.schema.failures import get_unavailability_cause
+from ergon_framework.schema.lines import connect_options
 
 R = TypeVar("R")
 
-#: Names the database, where a ledger is given none.
-VARIABLE: Final = "ERGON_POSTGRES__DSN"
-#: A silent server is noticed within seconds: whoever waits here holds a worker.
-_SILENCE: Final[dict[str, Any]] = {
+#: The environment variable with the database address, if none is passed.
+DSN_VARIABLE: Final = "ERGON_POSTGRES__DSN"
+#: Detects a server that does not respond within seconds, because a waiting caller blocks a worker.
+_KEEPALIVE_OPTIONS: Final[dict[str, Any]] = {
     "connect_timeout": 3,
     "keepalives": 1,
     "keepalives_idle": 5,
@@ -41,19 +40,19 @@ _SILENCE: Final[dict[str, Any]] = {
     "tcp_user_timeout": 5_000,
     "application_name": "ergon",
 }
-#: Milliseconds that a statement of a brief ledger may take.
-_BRIEFLY: Final = "set local statement_timeout = 3000"
+#: Limits a statement of a ledger with *close_after_use* to 3000 milliseconds.
+_SET_STATEMENT_TIMEOUT: Final = "set local statement_timeout = 3000"
 
 _BEGIN: Final = """
 insert into ergon.provider_deliveries as known (task_id, task_name, deliveries) values (%s, %s, 1)
 on conflict (task_id) do update set deliveries = known.deliveries + 1
 returning deliveries, state, extract(epoch from now() - ended_at)::float8"""
-_GIVE_BACK: Final = """
+_RELEASE: Final = """
 update ergon.provider_deliveries set deliveries = deliveries - 1 where task_id = %s and deliveries > 0"""
 _REOPEN: Final = """
 update ergon.provider_deliveries set state = 'running', run = null, ended_at = null
 where task_id = %s and state = 'succeeding'"""
-_SUCCEED: Final = """
+_COMPLETE: Final = """
 insert into ergon.provider_deliveries as known (task_id, task_name, deliveries, state, run, ended_at)
 values (%(task_id)s, %(task_name)s, 1, %(state)s, %(run)s, now())
 on conflict (task_id) do update set state = excluded.state, run = excluded.run, ended_at = now()
@@ -61,7 +60,7 @@ where known.state = 'running' or (known.state = 'succeeding' and known.run = exc
 returning 1"""
 _CONFIRM: Final = """
 update ergon.provider_deliveries set state = 'succeeded' where task_id = %s and state = 'succeeding'"""
-_BURY: Final = """
+_FAIL: Final = """
 with ended as (
     insert into ergon.provider_deliveries as known (task_id, task_name, deliveries, state, ended_at)
     values (%(task_id)s, %(task_name)s, 1, 'dead', now())
@@ -86,23 +85,23 @@ select ergon.provider_dead_letter_counted(
     %(correlation_id)s, %(attempts)s, %(max_attempts)s, %(timeout_budget_ms)s, %(reason_code)s, %(retryable)s,
     %(http_status)s, to_timestamp(%(occurred_at)s)
 ) from letter"""
-_STATE: Final = "select state from ergon.provider_deliveries where task_id = %s"
-_LETTER: Final = "select reason_code, error_message from ergon.provider_dead_letters where task_id = %s"
-_WAITING: Final = """
+_SELECT_STATE: Final = "select state from ergon.provider_deliveries where task_id = %s"
+_SELECT_DEAD_LETTER: Final = "select reason_code, error_message from ergon.provider_dead_letters where task_id = %s"
+_SELECT_UNPUBLISHED: Final = """
 select
     tenant_id, campaign_id, task_name, provider_name, capability, operation, idempotency_key, correlation_id,
     reason_code, error_type, error_message, attempts, extract(epoch from occurred_at)::float8, task_id, id
 from ergon.provider_dead_letters where published_at is null
 order by id limit %s for update skip locked"""
-_PUBLISHED: Final = "update ergon.provider_dead_letters set published_at = now() where id = any(%s)"
-_FORGET: Final = """
+_MARK_PUBLISHED: Final = "update ergon.provider_dead_letters set published_at = now() where id = any(%s)"
+_DELETE_EXPIRED: Final = """
 delete from ergon.provider_deliveries where task_id in (
     select task_id from ergon.provider_deliveries where created_at < now() - make_interval(secs => %s) limit 5000
 )"""
 
 
-class State(StrEnum):
-    """How far a task is. ``succeeding`` has a result that may not have been reported yet."""
+class TaskState(StrEnum):
+    """The state of a task. ``succeeding`` means that its result may not have been reported yet."""
 
     RUNNING = "running"
     SUCCEEDING = "succeeding"
@@ -111,197 +110,197 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A delivery that was counted: which one it is, and, if the task has ended, how, and how many seconds ago."""
+class TaskDelivery:
+    """A counted delivery: its number, the task's state, and the seconds since the task ended, if it has."""
 
     deliveries: int
-    state: State
+    state: TaskState
     ended_ago: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Buried:
-    """What a dead letter says of the failure."""
+class DeadLetterInfo:
+    """The failure that a dead letter records."""
 
     reason_code: str
     error_message: str
 
 
-class Ledger:
-    """The ledger of one database; *dsn* is read from ERGON_POSTGRES__DSN at the first use, unless it is given.
+class TaskLedger:
+    """The ledger in one database; *dsn* defaults to ERGON_POSTGRES__DSN, which is read on first use.
 
-    A *brief* one closes its connection after each use: nothing of it is left when its process forks.
-    Everything raises ConnectionLost if the database is away, and ConfigurationError if it refuses; then
-    nobody knows whether it was done, and all of it may be done again, at the price of a delivery that
-    is counted twice.
+    With *close_after_use* it closes its connection after each use, so that none is open when its process forks.
+    All operations raise ConnectionLostError if the database is unavailable, and ConfigurationError if it rejects the
+    statement; the outcome is unknown then. All operations may be repeated, at the cost of a delivery that is counted
+    twice.
     """
 
-    def __init__(self, dsn: str | None = None, *, brief: bool = False) -> None:
+    def __init__(self, dsn: str | None = None, *, close_after_use: bool = False) -> None:
         self._dsn = dsn
-        self._is_brief = brief
-        self._kept = threading.local()
+        self._close_after_use = close_after_use
+        self._thread_local = threading.local()
 
-    def brief(self) -> Ledger:
-        return Ledger(self._dsn, brief=True)
+    def with_short_connections(self) -> TaskLedger:
+        return TaskLedger(self._dsn, close_after_use=True)
 
     # -- one task -----------------------------------------------------------------------------------
 
-    def begin(self, task_id: str, task_name: str) -> Begun:
-        """Count a delivery."""
-        row = self._run(lambda line: _one(line, _BEGIN, (task_id, task_name)))
-        return Begun(row[0], State(row[1]), row[2])
+    def begin(self, task_id: str, task_name: str) -> TaskDelivery:
+        """Count a delivery and return its number and the task's state."""
+        row = self._run(lambda conn: _fetch_one(conn, _BEGIN, (task_id, task_name)))
+        return TaskDelivery(row[0], TaskState(row[1]), row[2])
 
-    def give_back(self, task_id: str) -> None:
-        """The delivery was none: nothing was tried."""
-        self._run(lambda line: line.execute(_GIVE_BACK, (task_id,)))
+    def release(self, task_id: str) -> None:
+        """Uncount a delivery in which nothing was tried."""
+        self._run(lambda conn: conn.execute(_RELEASE, (task_id,)))
 
     def reopen(self, task_id: str) -> None:
-        """Its result was never reported, and whoever had it is gone."""
-        self._run(lambda line: line.execute(_REOPEN, (task_id,)))
+        """Set the task to running again: its result was never reported, and the process that had it has exited."""
+        self._run(lambda conn: conn.execute(_REOPEN, (task_id,)))
 
-    def succeed(self, task_id: str, task_name: str, *, run: str, reported: bool) -> State | None:
-        """End it with a result; None if that was done, or the state that it has already.
+    def complete(self, task_id: str, task_name: str, *, run: str, is_reported: bool) -> TaskState | None:
+        """End the task with a result; return None, or the existing state if the task has ended before.
 
-        Unless it counts as *reported*, ``confirm`` is to follow when the result has been.
+        Unless *is_reported* is set, ``confirm`` must follow after the result is reported.
         """
         fields = {
             "task_id": task_id,
             "task_name": task_name,
             "run": run,
-            "state": (State.SUCCEEDED if reported else State.SUCCEEDING).value,
+            "state": (TaskState.SUCCEEDED if is_reported else TaskState.SUCCEEDING).value,
         }
 
-        def act(line: Connection[TupleRow]) -> State | None:
-            if line.execute(_SUCCEED, fields).fetchone() is not None:
+        def write_result(conn: Connection[TupleRow]) -> TaskState | None:
+            if conn.execute(_COMPLETE, fields).fetchone() is not None:
                 return None
-            return State(_one(line, _STATE, (task_id,))[0])
+            return TaskState(_fetch_one(conn, _SELECT_STATE, (task_id,))[0])
 
-        return self._run(act)
+        return self._run(write_result)
 
     def confirm(self, task_id: str) -> None:
-        """Its result has been reported."""
-        self._run(lambda line: line.execute(_CONFIRM, (task_id,)))
+        """Record that the task's result has been reported."""
+        self._run(lambda conn: conn.execute(_CONFIRM, (task_id,)))
 
-    def bury(self, letter: DeadLetter) -> State:
-        """End it with a dead letter, unless it has ended; the state that it has now."""
+    def fail(self, letter: ProviderDeadLetter) -> TaskState:
+        """End the task with a dead letter unless it has ended; return the state that it has now."""
 
-        def act(line: Connection[TupleRow]) -> State:
-            if line.execute(_BURY, letter._asdict()).rowcount:
-                return State.DEAD
-            return State(_one(line, _STATE, (letter.task_id,))[0])
+        def write_dead_letter(conn: Connection[TupleRow]) -> TaskState:
+            if conn.execute(_FAIL, letter._asdict()).rowcount:
+                return TaskState.DEAD
+            return TaskState(_fetch_one(conn, _SELECT_STATE, (letter.task_id,))[0])
 
-        return self._run(act)
+        return self._run(write_dead_letter)
 
-    def buried(self, task_id: str) -> Buried | None:
-        """What its dead letter says."""
-        row = self._run(lambda line: line.execute(_LETTER, (task_id,)).fetchone())
-        return None if row is None else Buried(row[0], row[1])
+    def get_dead_letter(self, task_id: str) -> DeadLetterInfo | None:
+        """Return the failure that the task's dead letter records; None without a dead letter."""
+        row = self._run(lambda conn: conn.execute(_SELECT_DEAD_LETTER, (task_id,)).fetchone())
+        return None if row is None else DeadLetterInfo(row[0], row[1])
 
     # -- all tasks ----------------------------------------------------------------------------------
 
-    def publish(self, send: Callable[[DeadLetter], object], *, limit: int) -> int:
-        """Hand dead letters that were not published to *send*, the oldest first; how many are published now.
+    def publish(self, send: Callable[[ProviderDeadLetter], object], *, limit: int) -> int:
+        """Pass unpublished dead letters to *send*, the oldest first; return the number of published ones.
 
-        One that *send* raises at waits for the next time, and so do those after it. A letter that was
-        sent may be sent again, if this process dies before that is written down.
+        If *send* raises, that dead letter and all later ones stay unpublished. A dead letter may be sent again
+        if this process is killed before the publication is recorded.
         """
         sent: list[int] = []
 
-        def act(line: Connection[TupleRow]) -> Exception | None:
+        def send_batch(conn: Connection[TupleRow]) -> Exception | None:
             failure: Exception | None = None
-            with line.transaction():
-                for *fields, number in line.execute(_WAITING, (limit,)).fetchall():
+            with conn.transaction():
+                for *fields, number in conn.execute(_SELECT_UNPUBLISHED, (limit,)).fetchall():
                     try:
-                        send(DeadLetter(*fields))
-                    except Exception as error:  # noqa: BLE001 - raised below, when what was sent is written down
+                        send(ProviderDeadLetter(*fields))
+                    except Exception as error:  # noqa: BLE001 - raised below, after the sent letters are recorded
                         failure = error
                         break
                     sent.append(number)
                 if sent:
-                    line.execute(_PUBLISHED, (sent,))
+                    conn.execute(_MARK_PUBLISHED, (sent,))
             return failure
 
-        failure = self._once(act)
+        failure = self._run_once(send_batch)
         if failure is not None:
             raise failure
         return len(sent)
 
-    def forget(self, older_than: float) -> int:
-        """Drop what is known of tasks that were first delivered so many seconds ago; dead letters stay."""
-        return self._run(lambda line: line.execute(_FORGET, (older_than,)).rowcount)
+    def delete_expired(self, older_than: float) -> int:
+        """Delete tasks whose first delivery is more than *older_than* seconds ago; dead letters stay."""
+        return self._run(lambda conn: conn.execute(_DELETE_EXPIRED, (older_than,)).rowcount)
 
-    # -- its lines ----------------------------------------------------------------------------------
+    # -- connections --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close this thread's connection; the next use makes another."""
-        pid, line = self._mine()
-        self._kept.line = (0, None)
-        # One that came with a fork is the parent's: closing it would end the parent's session.
-        if line is not None and pid == os.getpid():
-            line.close()
+        """Close this thread's connection; the next use opens another."""
+        pid, conn = self._get_thread_connection()
+        self._thread_local.line = (0, None)
+        # An inherited connection is the parent's: closing it would end the parent's session.
+        if conn is not None and pid == os.getpid():
+            conn.close()
 
-    def _run(self, act: Callable[[Connection[TupleRow]], R]) -> R:
-        """What *act* returns; once more on a fresh connection if the old one was found to be broken."""
+    def _run(self, operation: Callable[[Connection[TupleRow]], R]) -> R:
+        """Run *operation*; retry once on a new connection if the old one is broken."""
         try:
-            return self._once(act)
-        except ConnectionLost:
-            return self._once(act)
+            return self._run_once(operation)
+        except ConnectionLostError:
+            return self._run_once(operation)
 
-    def _once(self, act: Callable[[Connection[TupleRow]], R]) -> R:
+    def _run_once(self, operation: Callable[[Connection[TupleRow]], R]) -> R:
         try:
-            with self._line() as line:
-                return act(line)
+            with self._connection() as conn:
+                return operation(conn)
         except (psycopg.OperationalError, psycopg.InterfaceError) as error:
             self.close()
-            # Without its cause, which quotes the address.
-            raise ConnectionLost(f"the ledger of tasks cannot be reached ({type(error).__name__})") from None
+            # Without the cause, which quotes the address.
+            raise ConnectionLostError(f"the ledger of tasks cannot be reached ({type(error).__name__})") from None
         except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction):
             raise ConfigurationError(
                 "the database has not the tables of providers that this release needs; run: ergon db upgrade"
             ) from None
         except psycopg.Error as error:
-            if cause := unavailability_of(error):
-                raise ConnectionLost(f"the ledger of tasks cannot be written: {cause}") from None
+            if cause := get_unavailability_cause(error):
+                raise ConnectionLostError(f"the ledger of tasks cannot be written: {cause}") from None
             raise ConfigurationError(
                 f"the ledger of tasks is refused by its database ({type(error).__name__})"
             ) from None
 
     @contextmanager
-    def _line(self) -> Iterator[Connection[TupleRow]]:
-        if self._is_brief:
-            with self._connected(autocommit=False) as brief:
-                brief.execute(_BRIEFLY)
-                yield brief
+    def _connection(self) -> Iterator[Connection[TupleRow]]:
+        if self._close_after_use:
+            with self._open_connection(autocommit=False) as short_connection:
+                short_connection.execute(_SET_STATEMENT_TIMEOUT)
+                yield short_connection
             return
-        pid, line = self._mine()
-        if line is None or pid != os.getpid() or line.closed:
-            line = self._connected(autocommit=True)
-            self._kept.line = (os.getpid(), line)
+        pid, conn = self._get_thread_connection()
+        if conn is None or pid != os.getpid() or conn.closed:
+            conn = self._open_connection(autocommit=True)
+            self._thread_local.line = (os.getpid(), conn)
         try:
-            yield line
+            yield conn
         except BaseException:
-            # A time limit may have struck in the middle of a statement: nobody knows what the line is worth.
+            # A time limit may have interrupted a statement, so the state of the connection is unknown.
             with suppress(Exception):
                 self.close()
             raise
 
-    def _mine(self) -> tuple[int, Connection[TupleRow] | None]:
-        """The connection of this thread, and the process that it belongs to."""
-        found: tuple[int, Connection[TupleRow] | None] = getattr(self._kept, "line", (0, None))
-        return found
+    def _get_thread_connection(self) -> tuple[int, Connection[TupleRow] | None]:
+        """Return this thread's connection, and the id of the process that opened it."""
+        entry: tuple[int, Connection[TupleRow] | None] = getattr(self._thread_local, "line", (0, None))
+        return entry
 
-    def _connected(self, *, autocommit: bool) -> Connection[TupleRow]:
-        dsn = self._dsn or os.environ.get(VARIABLE)
+    def _open_connection(self, *, autocommit: bool) -> Connection[TupleRow]:
+        dsn = self._dsn or os.environ.get(DSN_VARIABLE)
         if not dsn:
             raise ConfigurationError(
-                f"the ledger of tasks needs a database: set {VARIABLE}, or give ledger=Ledger(dsn)"
+                f"the ledger of tasks needs a database: set {DSN_VARIABLE}, or give ledger=TaskLedger(dsn)"
             )
-        options = options_of(dsn, _SILENCE)
+        options = connect_options(dsn, _KEEPALIVE_OPTIONS)
         return psycopg.connect(**options, autocommit=autocommit, prepare_threshold=None)
 
 
-def _one(line: Connection[TupleRow], statement: Any, values: Sequence[Any]) -> TupleRow:
-    row = line.execute(statement, values).fetchone()
+def _fetch_one(conn: Connection[TupleRow], statement: Any, values: Sequence[Any]) -> TupleRow:
+    row = conn.execute(statement, values).fetchone()
     if row is None:
-        raise ConnectionLost("the ledger has forgotten the task in this very moment")
+        raise ConnectionLostError("the ledger has forgotten the task in this very moment")
     return row

@@ -1,4 +1,4 @@
-"""Minutes: the roll-ups that health is read from, as the database adds them up, and as its rows give them again."""
+"""Minute roll-ups, from which health is read: added up incrementally in the database, or recomputed from its rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from typing import Any, Final, NamedTuple
 from psycopg import Connection
 
 from ergon_framework.providers.errors import ReasonCode
-from ergon_framework.providers.execution import AttemptRow
-from ergon_framework.providers.health import BOUNDS_MS, NOT_CALLED, Calls, Outcome, Row, minute_of
+from ergon_framework.providers.execution import AttemptRecord
+from ergon_framework.providers.health import (
+    BUCKET_BOUNDS_MS,
+    NOT_CALLED_REASONS,
+    AttemptOutcome,
+    AttemptSample,
+    CallStats,
+    floor_to_minute,
+)
 
 
-class Place(NamedTuple):
-    """Whose attempts, and in which minute; in this order everybody locks them, so that nobody waits in a circle."""
+class RollupKey(NamedTuple):
+    """The scope and the minute of a roll-up; all writers lock roll-ups in this order, so that they cannot deadlock."""
 
     tenant_id: str
     provider_name: str
@@ -24,67 +31,74 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    """One minute of one account. What was refused by ourselves is no error of the provider's."""
+class MinuteRollup:
+    """One minute of one scope. Calls that the framework itself rejected are not errors of the provider."""
 
-    calls: Calls
+    calls: CallStats
     last_success_at: datetime | None = None
     last_error_at: datetime | None = None
     last_error_code: str | None = None
 
 
-class Attempt(NamedTuple):
-    """What a tally reads of an attempt; *at* is the moment as the table keeps it, to the microsecond."""
+class RollupAttempt(NamedTuple):
+    """The fields of an attempt that a roll-up uses; *at* has the precision of the table, one microsecond."""
 
     tenant_id: str
     provider_name: str
     capability: str
     at: datetime
-    outcome: Outcome
+    outcome: AttemptOutcome
     reason_code: ReasonCode | None
     duration_ms: float
 
 
-def moment(created_at: float) -> datetime:
-    """The moment of a row, as the table keeps it. Its minute is taken from this: rounding may move it into the next."""
+def attempt_time(created_at: float) -> datetime:
+    """Return the time of a row as the table stores it. Its minute follows from this value: rounding may change it."""
     return datetime.fromtimestamp(created_at, UTC)
 
 
-def attempt_of(row: AttemptRow) -> Attempt:
-    """What a tally reads of *row*."""
-    at = moment(row.created_at)
-    who = row.tenant_id, row.provider_name, row.capability
-    return Attempt(*who, at, row.outcome, row.reason_code, row.duration_ms)
+def to_attempt(row: AttemptRecord) -> RollupAttempt:
+    """Return the fields of *row* that a roll-up uses."""
+    at = attempt_time(row.created_at)
+    scope = row.tenant_id, row.provider_name, row.capability
+    return RollupAttempt(*scope, at, row.outcome, row.reason_code, row.duration_ms)
 
 
-def tallied(attempts: Iterable[Attempt]) -> dict[Place, Tally]:
-    """The minutes that *attempts* make up, in the order of their places."""
-    sorted_out: dict[Place, list[Attempt]] = {}
+def roll_up(attempts: Iterable[RollupAttempt]) -> dict[RollupKey, MinuteRollup]:
+    """Return the roll-ups of *attempts*, in the order of their keys."""
+    attempts_by_key: dict[RollupKey, list[RollupAttempt]] = {}
     for attempt in attempts:
-        minute = datetime.fromtimestamp(minute_of(attempt.at.timestamp()), UTC)
-        place = Place(attempt.tenant_id, attempt.provider_name, attempt.capability, minute)
-        sorted_out.setdefault(place, []).append(attempt)
-    return {place: _tally(sorted_out[place]) for place in sorted(sorted_out)}
+        minute = datetime.fromtimestamp(floor_to_minute(attempt.at.timestamp()), UTC)
+        key = RollupKey(attempt.tenant_id, attempt.provider_name, attempt.capability, minute)
+        attempts_by_key.setdefault(key, []).append(attempt)
+    return {key: _build_rollup(attempts_by_key[key]) for key in sorted(attempts_by_key)}
 
 
-def _tally(attempts: list[Attempt]) -> Tally:
-    calls = Calls.of(Row(one.at.timestamp(), one.outcome, one.duration_ms, one.reason_code) for one in attempts)
-    # Of two errors at the same moment the word that sorts last: any rule will do that does not depend on an order.
+def _build_rollup(attempts: list[RollupAttempt]) -> MinuteRollup:
+    calls = CallStats.from_rows(
+        AttemptSample(attempt.at.timestamp(), attempt.outcome, attempt.duration_ms, attempt.reason_code)
+        for attempt in attempts
+    )
+    # Of two errors at the same time the last code in sort order wins: the result must not depend on the row order.
     error = max(
         (
-            (one.at, one.reason_code.value)
-            for one in attempts
-            if one.reason_code and one.reason_code not in NOT_CALLED and one.outcome is not Outcome.DEAD_LETTER
+            (attempt.at, attempt.reason_code.value)
+            for attempt in attempts
+            if attempt.reason_code
+            and attempt.reason_code not in NOT_CALLED_REASONS
+            and attempt.outcome is not AttemptOutcome.DEAD_LETTER
         ),
         default=(None, None),
     )
-    succeeded = max((one.at for one in attempts if one.outcome is Outcome.SUCCESS), default=None)
-    return Tally(calls, succeeded, *error)
+    last_success_at = max(
+        (attempt.at for attempt in attempts if attempt.outcome is AttemptOutcome.SUCCESS), default=None
+    )
+    return MinuteRollup(calls, last_success_at, *error)
 
 
 # -- in the database --------------------------------------------------------------------------------
 
-ADD: Final = """
+ADD_ROLLUPS: Final = """
 insert into ergon.provider_minutes as here (
     tenant_id, provider_name, capability, minute, success, retry, failed, dead_letter, refused, buckets, longest_ms,
     last_success_at, last_error_at, last_error_code
@@ -122,13 +136,13 @@ on conflict (tenant_id, provider_name, capability, minute) do update set
     )
 """
 
-# One by one, which is several times as fast as taking the arrays of sixty minutes apart; as integers, whose sums are
-# cheap: nobody makes two thousand million calls in a minute.
-_SUMS: Final = ", ".join(f"sum(buckets[{place}]::integer)" for place in range(1, len(BOUNDS_MS) + 2))
+# Element by element, which is several times as fast as unnesting the arrays of sixty minutes; as integers, whose sums
+# are cheap: no scope makes two thousand million calls in a minute.
+_SUMS: Final = ", ".join(f"sum(buckets[{place}]::integer)" for place in range(1, len(BUCKET_BOUNDS_MS) + 2))
 
-#: From a relation `keys` (tenant_id, provider_name, capability): the hour of each that had attempts, as Hour and Calls
-#: tell it. The current minute as far as it has come, and the 59 before it; p95 by nearest rank within the buckets.
-HOURS: Final = f"""
+#: From a relation `keys` (tenant_id, provider_name, capability): the hour of each scope that had attempts, with the
+#: rules of HourStats and CallStats: the current minute so far and the 59 before it; p95 by nearest rank.
+HOUR_RATES: Final = f"""
 minutes as materialized (
     select keys.tenant_id, keys.provider_name, keys.capability, success, made, longest_ms, buckets
     from keys cross join lateral (
@@ -165,68 +179,72 @@ hours as (
     from counted
 )
 """  # noqa: S608 - of constants
-BOUNDS: Final = list(BOUNDS_MS)
+BUCKET_BOUNDS: Final = list(BUCKET_BOUNDS_MS)
 
 
-def columns(tallies: dict[Place, Tally]) -> dict[str, Any]:
-    """*tallies* as the parameters of ADD."""
-    places, told = list(tallies), list(tallies.values())
-    calls = [tally.calls for tally in told]
+def rollup_columns(rollups: dict[RollupKey, MinuteRollup]) -> dict[str, Any]:
+    """Return *rollups* as the parameters of ADD_ROLLUPS."""
+    keys, values = list(rollups), list(rollups.values())
+    calls = [rollup.calls for rollup in values]
     return {
-        "tenants": [place.tenant_id for place in places],
-        "providers": [place.provider_name for place in places],
-        "capabilities": [place.capability for place in places],
-        "minutes": [place.minute for place in places],
-        "success": [one.success for one in calls],
-        "retry": [one.retry for one in calls],
-        "failed": [one.failed for one in calls],
-        "dead_letter": [one.dead_letter for one in calls],
-        "refused": [one.refused for one in calls],
-        # As text, because an array of arrays would be taken apart with the rest.
-        "buckets": [f"{{{','.join(map(str, one.buckets))}}}" for one in calls],
-        "longest": [one.longest_ms for one in calls],
-        "last_success": [tally.last_success_at for tally in told],
-        "last_error": [tally.last_error_at for tally in told],
-        "last_code": [tally.last_error_code for tally in told],
+        "tenants": [key.tenant_id for key in keys],
+        "providers": [key.provider_name for key in keys],
+        "capabilities": [key.capability for key in keys],
+        "minutes": [key.minute for key in keys],
+        "success": [counts.success for counts in calls],
+        "retry": [counts.retry for counts in calls],
+        "failed": [counts.failed for counts in calls],
+        "dead_letter": [counts.dead_letter for counts in calls],
+        "refused": [counts.refused for counts in calls],
+        # As text, because unnest would also unnest an array of arrays.
+        "buckets": [f"{{{','.join(map(str, counts.buckets))}}}" for counts in calls],
+        "longest": [counts.longest_ms for counts in calls],
+        "last_success": [rollup.last_success_at for rollup in values],
+        "last_error": [rollup.last_error_at for rollup in values],
+        "last_code": [rollup.last_error_code for rollup in values],
     }
 
 
-# -- to hold one against the other ------------------------------------------------------------------
+# -- comparison of roll-ups and rows ------------------------------------------------------------------
 
-_STORED: Final = """
+_SELECT_ROLLUPS: Final = """
 select tenant_id, provider_name, capability, minute, success, retry, failed, dead_letter, refused, buckets, longest_ms,
     last_success_at, last_error_at, last_error_code
 from ergon.provider_minutes where minute >= %s and minute < %s
 """
-_ROWS: Final = """
+_SELECT_ATTEMPTS: Final = """
 select tenant_id, provider_name, capability, created_at, outcome, reason_code, duration_ms
 from ergon.provider_execution_metrics where created_at >= %s and created_at < %s
 """
 
 
-def stored(connection: Connection[Any], since: datetime, until: datetime) -> dict[Place, Tally]:
-    """The minutes from *since* to just before *until*, as they were added up on the way."""
-    found = {}
-    for row in connection.execute(_STORED, [since, until]):
+def load_rollups(connection: Connection[Any], since: datetime, until: datetime) -> dict[RollupKey, MinuteRollup]:
+    """Load the stored roll-ups from *since* to just before *until*."""
+    rollups = {}
+    for row in connection.execute(_SELECT_ROLLUPS, [since, until]):
         tenant, provider, capability, minute, success, retry, failed, dead_letter, refused, buckets, longest_ms = row[
             :11
         ]
-        calls = Calls(success, retry, failed, dead_letter, refused, tuple(buckets), longest_ms)
-        found[Place(tenant, provider, capability, minute.astimezone(UTC))] = Tally(calls, *row[11:])
-    return found
+        calls = CallStats(success, retry, failed, dead_letter, refused, tuple(buckets), longest_ms)
+        rollups[RollupKey(tenant, provider, capability, minute.astimezone(UTC))] = MinuteRollup(calls, *row[11:])
+    return rollups
 
 
-def recomputed(connection: Connection[Any], since: datetime, until: datetime) -> dict[Place, Tally]:
-    """The same from the attempts' own rows, which are all there as long as nothing is sampled and retention is longer.
+def recompute_rollups(connection: Connection[Any], since: datetime, until: datetime) -> dict[RollupKey, MinuteRollup]:
+    """Recompute the same roll-ups from the attempts, which are complete without sampling and within their retention.
 
     It reads every row: for checks, not for dashboards.
     """
-    return tallied(_attempts(connection, since, until))
+    return roll_up(_read_attempts(connection, since, until))
 
 
-def _attempts(connection: Connection[Any], since: datetime, until: datetime) -> Iterator[Attempt]:
+def _read_attempts(connection: Connection[Any], since: datetime, until: datetime) -> Iterator[RollupAttempt]:
     with connection.transaction(), connection.cursor("attempts") as cursor:
         cursor.itersize = 10_000
-        for tenant, provider, capability, at, outcome, reason, duration_ms in cursor.execute(_ROWS, [since, until]):
+        for tenant, provider, capability, at, outcome, reason, duration_ms in cursor.execute(
+            _SELECT_ATTEMPTS, [since, until]
+        ):
             code = None if reason is None else ReasonCode(reason)
-            yield Attempt(tenant, provider, capability, at.astimezone(UTC), Outcome(outcome), code, duration_ms)
+            yield RollupAttempt(
+                tenant, provider, capability, at.astimezone(UTC), AttemptOutcome(outcome), code, duration_ms
+            )

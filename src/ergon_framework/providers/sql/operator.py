@@ -1,4 +1,4 @@
-"""The operator: what a person may say to the books, with a name and a reason, and what he may read there."""
+"""Operator actions on the provider state, each with an actor and a reason, and the listings for operators."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.providers.books import Account
+from ergon_framework.providers.books import ProviderScope
 from ergon_framework.providers.circuit_breaker import BreakerState, OverrideKind
 from ergon_framework.providers.errors import ProviderBadRequestError
 from ergon_framework.providers.health import ProviderHealthState
 from ergon_framework.providers.quota import WindowKind
 from ergon_framework.providers.sql import statements
-from ergon_framework.providers.sql.names import account_of, owner_of
-from ergon_framework.providers.sql.sweeping import LostRow
-from ergon_framework.schema.lines import Lines
+from ergon_framework.providers.sql.names import parse_scope_key, scope_key
+from ergon_framework.providers.sql.sweeping import LostReservation
+from ergon_framework.schema.lines import ConnectionPool
 from ergon_framework.schema.operation import Operation, Query, Rows
 
 R = TypeVar("R")
 
-_ACTOR: Final = 200
-_REASON: Final = 1000
-#: The longest that an override may hold, in seconds: what is meant for ever belongs into the policy.
-_LONGEST: Final = 31 * 86_400.0
-_MOST: Final = 10_000
-_CALLS: Final = 10**12
+_MAX_ACTOR_CHARS: Final = 200
+_MAX_REASON_CHARS: Final = 1000
+#: Maximum duration of an override in seconds: permanent limits belong into the policy.
+_MAX_OVERRIDE_SECONDS: Final = 31 * 86_400.0
+_MAX_ROWS: Final = 10_000
+_MAX_EXTRA_CALLS: Final = 10**12
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerRow:
-    """A breaker as it is stored: an open one whose cooldown is over says so until somebody asks.
+    """A breaker as it is stored: an open breaker stays open after its cooldown until the next call.
 
-    An override that has ended is not shown.
+    An override that has ended is omitted.
     """
 
-    account: Account
+    account: ProviderScope
     state: BreakerState
     consecutive_failures: int
     open_until: datetime | None
@@ -48,9 +48,9 @@ class BreakerRow:
 
 @dataclass(frozen=True, slots=True)
 class QuotaRow:
-    """One window; an extension shows in its limit from the first call on that needs it."""
+    """One quota window; its limit includes an extension only after the first call that needs it."""
 
-    account: Account
+    account: ProviderScope
     kind: WindowKind
     window_start: datetime
     window_end: datetime
@@ -63,10 +63,10 @@ class QuotaRow:
 
 @dataclass(frozen=True, slots=True)
 class OverrideRow:
-    """What somebody has said."""
+    """One recorded operator action."""
 
     at: datetime
-    account: Account
+    account: ProviderScope
     action: str
     until: datetime | None
     calls: int | None
@@ -74,43 +74,43 @@ class OverrideRow:
     reason: str
 
 
-# -- to say ---------------------------------------------------------------------------------------------
+# -- actions --------------------------------------------------------------------------------------------
 
 
 def force_open(
     dsn: str,
-    account: Account,
+    scope: ProviderScope,
     *,
     actor: str,
     reason: str,
     until: datetime | None = None,
     seconds: float | None = None,
 ) -> BreakerRow:
-    """Let nothing through to the provider of *account* for so long."""
-    return _overridden(dsn, account, "force_open", actor=actor, reason=reason, ends=_ends(until, seconds))
+    """Admit no calls to the provider of *scope* until *until* or for *seconds*."""
+    return _apply_override(dsn, scope, "force_open", actor=actor, reason=reason, end=_parse_end(until, seconds))
 
 
 def disable(
     dsn: str,
-    account: Account,
+    scope: ProviderScope,
     *,
     actor: str,
     reason: str,
     until: datetime | None = None,
     seconds: float | None = None,
 ) -> BreakerRow:
-    """Let everything through for so long, whatever the breaker says."""
-    return _overridden(dsn, account, "disable", actor=actor, reason=reason, ends=_ends(until, seconds))
+    """Admit all calls until *until* or for *seconds*, whatever the breaker's state."""
+    return _apply_override(dsn, scope, "disable", actor=actor, reason=reason, end=_parse_end(until, seconds))
 
 
-def lift(dsn: str, account: Account, *, actor: str, reason: str) -> BreakerRow:
-    """Let the breaker decide again."""
-    return _overridden(dsn, account, "lift", actor=actor, reason=reason)
+def clear_override(dsn: str, scope: ProviderScope, *, actor: str, reason: str) -> BreakerRow:
+    """Clear the override, so that the breaker decides again."""
+    return _apply_override(dsn, scope, "lift", actor=actor, reason=reason)
 
 
 def extend_quota(
     dsn: str,
-    account: Account,
+    scope: ProviderScope,
     *,
     calls: int,
     actor: str,
@@ -118,107 +118,113 @@ def extend_quota(
     until: datetime | None = None,
     seconds: float | None = None,
 ) -> list[QuotaRow]:
-    """Allow so many *calls* more in every limited window while it holds; the last word counts, so that 0 ends it."""
-    if not 0 <= calls <= _CALLS:
-        raise ConfigurationError(f"a quota is extended by 0 to {_CALLS:,} calls, not {calls}")
-    ends = _ends(until, seconds)
+    """Allow *calls* extra calls in every limited window while it is active; the last action counts, so 0 ends it."""
+    if not 0 <= calls <= _MAX_EXTRA_CALLS:
+        raise ConfigurationError(f"a quota is extended by 0 to {_MAX_EXTRA_CALLS:,} calls, not {calls}")
+    end = _parse_end(until, seconds)
 
-    def said(account_tenant: str) -> Operation[list[QuotaRow]]:
-        yield _said(account, account_tenant, "extend_quota", actor=actor, reason=reason, ends=ends, calls=calls)
-        rows = yield _one(_QUOTAS, account, account_tenant)
-        return _quota_rows(rows)
+    def record_action(tenant: str) -> Operation[list[QuotaRow]]:
+        yield _build_override_query(scope, tenant, "extend_quota", actor=actor, reason=reason, end=end, calls=calls)
+        rows = yield _build_scope_query(_SELECT_QUOTAS, scope, tenant)
+        return _to_quota_rows(rows)
 
-    return _performed(dsn, lambda: said(_owner(account)))
+    return _run(dsn, lambda: record_action(_check_scope(scope)))
 
 
-def _overridden(
-    dsn: str, account: Account, action: str, *, actor: str, reason: str, ends: dict[str, Any] | None = None
+def _apply_override(
+    dsn: str, scope: ProviderScope, action: str, *, actor: str, reason: str, end: dict[str, Any] | None = None
 ) -> BreakerRow:
-    def said(tenant: str) -> Operation[BreakerRow]:
-        yield _said(account, tenant, action, actor=actor, reason=reason, ends=ends)
-        (row,) = _breaker_rows((yield _one(_BREAKERS, account, tenant)))
+    def record_action(tenant: str) -> Operation[BreakerRow]:
+        yield _build_override_query(scope, tenant, action, actor=actor, reason=reason, end=end)
+        (row,) = _to_breaker_rows((yield _build_scope_query(_SELECT_BREAKERS, scope, tenant)))
         return row
 
-    return _performed(dsn, lambda: said(_owner(account)))
+    return _run(dsn, lambda: record_action(_check_scope(scope)))
 
 
-def _said(
-    account: Account,
+def _build_override_query(
+    scope: ProviderScope,
     tenant: str,
     action: str,
     *,
     actor: str,
     reason: str,
-    ends: dict[str, Any] | None,
+    end: dict[str, Any] | None,
     calls: int | None = None,
 ) -> Query:
-    """The word and its effect, in one statement and so in one transaction."""
-    for what, given, longest in (("actor", actor, _ACTOR), ("reason", reason, _REASON)):
-        if not 0 < len(given.strip()) <= longest or "\0" in given:
-            raise ConfigurationError(f"an override needs its {what}: 1 to {longest} characters")
+    """Return the query that records the action and applies it, in one statement and so in one transaction."""
+    for what, text, max_chars in (("actor", actor, _MAX_ACTOR_CHARS), ("reason", reason, _MAX_REASON_CHARS)):
+        if not 0 < len(text.strip()) <= max_chars or "\0" in text:
+            raise ConfigurationError(f"an override needs its {what}: 1 to {max_chars} characters")
     parameters = {
         "tenant": tenant,
-        "provider": account.provider_name,
-        "capability": account.capability,
+        "provider": scope.provider_name,
+        "capability": scope.capability,
         "action": action,
         "calls": calls,
         "actor": actor.strip(),
         "reason": reason.strip(),
-        **(ends or {"until": None, "seconds": None}),
+        **(end or {"until": None, "seconds": None}),
     }
     return Query(statements.OVERRIDE, parameters)
 
 
-def _ends(until: datetime | None, seconds: float | None) -> dict[str, Any]:
-    """When an override ends by itself: at a moment, or after so many seconds of the server's clock."""
+def _parse_end(until: datetime | None, seconds: float | None) -> dict[str, Any]:
+    """Return the end of an override: a time, or a number of seconds by the server's clock."""
     if (until is None) == (seconds is None):
         raise ConfigurationError("an override ends by itself: say until when, or after how many seconds, not both")
     if until is not None and until.tzinfo is None:
         raise ConfigurationError(f"{until.isoformat()} names no zone, so it is no moment")
-    left = seconds if until is None else (until - datetime.now(UTC)).total_seconds()
-    if left is None or not 0 < left <= _LONGEST:
+    remaining_seconds = seconds if until is None else (until - datetime.now(UTC)).total_seconds()
+    if remaining_seconds is None or not 0 < remaining_seconds <= _MAX_OVERRIDE_SECONDS:
         raise ConfigurationError("an override holds for more than 0 seconds and at most for 31 days")
     return {"until": until, "seconds": seconds}
 
 
-def _owner(account: Account) -> str:
+def _check_scope(scope: ProviderScope) -> str:
     try:
-        return owner_of(account)
+        return scope_key(scope)
     except ProviderBadRequestError as error:
         raise ConfigurationError(str(error)) from None
 
 
-# -- to read --------------------------------------------------------------------------------------------
+# -- listings -------------------------------------------------------------------------------------------
 
 
-def breakers(
+def list_breakers(
     dsn: str, tenant: str | None = None, *, provider: str | None = None, limit: int = 1000
 ) -> list[BreakerRow]:
-    """The breakers of *tenant*, or of all; ``"*"`` is the account of all tenants together."""
-    return _read(dsn, _BREAKERS, _breaker_rows, tenant, provider=provider, limit=limit)
+    """Return the breakers of *tenant*, or of all tenants; ``"*"`` is the scope that all tenants share."""
+    return _read_rows(dsn, _SELECT_BREAKERS, _to_breaker_rows, tenant, provider=provider, limit=limit)
 
 
-def quotas(dsn: str, tenant: str | None = None, *, provider: str | None = None, limit: int = 1000) -> list[QuotaRow]:
-    """The windows that last."""
-    return _read(dsn, _QUOTAS, _quota_rows, tenant, provider=provider, limit=limit)
+def list_quotas(
+    dsn: str, tenant: str | None = None, *, provider: str | None = None, limit: int = 1000
+) -> list[QuotaRow]:
+    """Return the quota windows that have not ended."""
+    return _read_rows(dsn, _SELECT_QUOTAS, _to_quota_rows, tenant, provider=provider, limit=limit)
 
 
-def health_states(dsn: str, tenant: str | None = None, *, limit: int = 1000) -> list[ProviderHealthState]:
+def list_health_states(dsn: str, tenant: str | None = None, *, limit: int = 1000) -> list[ProviderHealthState]:
     """Return the rows of ``provider_health_states``, of one tenant or of all."""
-    return _read(dsn, _HEALTH_STATES, lambda rows: [_health_state(row) for row in rows], tenant, limit=limit)
+    return _read_rows(
+        dsn, _SELECT_HEALTH_STATES, lambda rows: [_to_health_state(row) for row in rows], tenant, limit=limit
+    )
 
 
-def lost(dsn: str, tenant: str | None = None, *, limit: int = 1000) -> list[LostRow]:
-    """Reservations whose owners let them lapse, the newest first; booked as used, whether they were or not."""
-    return _read(dsn, _LOST, lambda rows: [LostRow.of(row) for row in rows], tenant, limit=limit)
+def list_lost_reservations(dsn: str, tenant: str | None = None, *, limit: int = 1000) -> list[LostReservation]:
+    """Return expired reservations, the newest first; they count as used, whether the calls were made or not."""
+    return _read_rows(
+        dsn, _SELECT_LOST, lambda rows: [LostReservation.from_row(row) for row in rows], tenant, limit=limit
+    )
 
 
-def overrides(dsn: str, tenant: str | None = None, *, limit: int = 100) -> list[OverrideRow]:
-    """What was said, the newest first."""
-    return _read(dsn, _OVERRIDES, _override_rows, tenant, limit=limit)
+def list_overrides(dsn: str, tenant: str | None = None, *, limit: int = 100) -> list[OverrideRow]:
+    """Return the recorded operator actions, the newest first."""
+    return _read_rows(dsn, _SELECT_OVERRIDES, _to_override_rows, tenant, limit=limit)
 
 
-_BREAKERS: Final = """
+_SELECT_BREAKERS: Final = """
 select b.tenant_id, b.provider_name, b.capability, b.state, b.consecutive_failures, b.open_until, b.generation,
     case when b.override_until > ergon.provider_clock() then b.override_kind end,
     case when b.override_until > ergon.provider_clock() then b.override_until end, b.updated_at
@@ -228,7 +234,7 @@ where (%(tenant)s::text is null or b.tenant_id = %(tenant)s) and (%(provider)s::
 order by 1, 2, 3 limit %(limit)s
 """
 
-_QUOTAS: Final = """
+_SELECT_QUOTAS: Final = """
 select q.tenant_id, q.provider_name, q.capability, q.window_kind, q.window_start, q.window_end, q.limit_count,
     q.used_count, q.remaining_count, q.last_exhausted_at, q.updated_at
 from ergon.provider_quota_windows q
@@ -239,7 +245,7 @@ order by 1, 2, 3, 6 limit %(limit)s
 """
 
 _HEALTH_FIELDS: Final = tuple(field.name for field in fields(ProviderHealthState))
-_HEALTH_STATES: Final = """
+_SELECT_HEALTH_STATES: Final = """
 select h.id, h.tenant_id, h.provider_name, h.capability, h.breaker_state, h.consecutive_failures, h.success_rate_1h,
     h.p95_latency_ms_1h, h.last_error_code, h.last_error_at, h.last_success_at, h.updated_at
 from ergon.provider_health_states h
@@ -247,7 +253,7 @@ where %(tenant)s::text is null or h.tenant_id = %(tenant)s
 order by h.tenant_id, h.provider_name, h.capability limit %(limit)s
 """
 
-_LOST: Final = """
+_SELECT_LOST: Final = """
 select r.id, r.tenant_id, r.provider_name, r.capability, r.window_starts, r.owner, r.calls, r.until, r.lost_at,
     r.created_at
 from ergon.provider_reservations r
@@ -257,7 +263,7 @@ where (r.lost_at is not null or r.until < ergon.provider_clock())
 order by r.id desc limit %(limit)s
 """
 
-_OVERRIDES: Final = """
+_SELECT_OVERRIDES: Final = """
 select o.at, o.tenant_id, o.provider_name, o.capability, o.action, o.until, o.calls, o.actor, o.reason
 from ergon.provider_overrides o
 where (%(tenant)s::text is null or o.tenant_id = %(tenant)s)
@@ -266,24 +272,24 @@ order by o.id desc limit %(limit)s
 """
 
 
-def breakers_and_quotas(
+def read_breakers_and_quotas(
     tenant: str, *, provider: str | None, capability: str | None
 ) -> Operation[tuple[list[BreakerRow], list[QuotaRow]]]:
-    """What ``breakers`` and ``quotas`` read, for whoever has a line to the database already."""
-    given = {"tenant": tenant, "provider": provider, "capability": capability, "limit": _MOST}
-    held = _breaker_rows((yield Query(_BREAKERS, given)))
-    return held, _quota_rows((yield Query(_QUOTAS, given)))
+    """Read what ``list_breakers`` and ``list_quotas`` return, on an existing connection."""
+    parameters = {"tenant": tenant, "provider": provider, "capability": capability, "limit": _MAX_ROWS}
+    breaker_rows = _to_breaker_rows((yield Query(_SELECT_BREAKERS, parameters)))
+    return breaker_rows, _to_quota_rows((yield Query(_SELECT_QUOTAS, parameters)))
 
 
-def _one(sql: str, account: Account, tenant: str) -> Query:
-    named = {"tenant": tenant, "provider": account.provider_name, "capability": account.capability}
-    return Query(sql, {**named, "limit": _MOST})
+def _build_scope_query(sql: str, scope: ProviderScope, tenant: str) -> Query:
+    parameters = {"tenant": tenant, "provider": scope.provider_name, "capability": scope.capability}
+    return Query(sql, {**parameters, "limit": _MAX_ROWS})
 
 
-def _breaker_rows(rows: Rows) -> list[BreakerRow]:
+def _to_breaker_rows(rows: Rows) -> list[BreakerRow]:
     return [
         BreakerRow(
-            account_of(*names),
+            parse_scope_key(*scope_names),
             BreakerState(state),
             failures,
             open_until,
@@ -292,45 +298,45 @@ def _breaker_rows(rows: Rows) -> list[BreakerRow]:
             until,
             updated_at,
         )
-        for *names, state, failures, open_until, generation, kind, until, updated_at in rows
+        for *scope_names, state, failures, open_until, generation, kind, until, updated_at in rows
     ]
 
 
-def _quota_rows(rows: Rows) -> list[QuotaRow]:
-    return [QuotaRow(account_of(*row[:3]), WindowKind(row[3]), row[4].astimezone(UTC), *row[5:]) for row in rows]
+def _to_quota_rows(rows: Rows) -> list[QuotaRow]:
+    return [QuotaRow(parse_scope_key(*row[:3]), WindowKind(row[3]), row[4].astimezone(UTC), *row[5:]) for row in rows]
 
 
-def _override_rows(rows: Rows) -> list[OverrideRow]:
-    return [OverrideRow(row[0], account_of(*row[1:4]), *row[4:]) for row in rows]
+def _to_override_rows(rows: Rows) -> list[OverrideRow]:
+    return [OverrideRow(row[0], parse_scope_key(*row[1:4]), *row[4:]) for row in rows]
 
 
-def _read(
+def _read_rows(
     dsn: str,
     sql: str,
-    shown: Callable[[Rows], list[R]],
+    convert: Callable[[Rows], list[R]],
     tenant: str | None,
     *,
     provider: str | None = None,
     limit: int,
 ) -> list[R]:
-    if not 0 < limit <= _MOST:
-        raise ConfigurationError(f"1 to {_MOST:,} rows are read at once, not {limit}")
+    if not 0 < limit <= _MAX_ROWS:
+        raise ConfigurationError(f"1 to {_MAX_ROWS:,} rows are read at once, not {limit}")
 
     def read() -> Operation[list[R]]:
         rows = yield Query(sql, {"tenant": tenant, "provider": provider, "capability": None, "limit": limit})
-        return shown(rows)
+        return convert(rows)
 
-    return _performed(dsn, read)
+    return _run(dsn, read)
 
 
-def _performed(dsn: str, make: Callable[[], Operation[R]]) -> R:
-    lines = Lines(dsn, most=1)
+def _run(dsn: str, create_operation: Callable[[], Operation[R]]) -> R:
+    pool = ConnectionPool(dsn, max_size=1)
     try:
-        return lines.run(make())
+        return pool.run(create_operation())
     finally:
-        lines.close()
+        pool.close()
 
 
-def _health_state(row: Sequence[Any]) -> ProviderHealthState:
-    named = dict(zip(_HEALTH_FIELDS, row, strict=True))
-    return ProviderHealthState(**named | {"breaker_state": BreakerState(named["breaker_state"])})
+def _to_health_state(row: Sequence[Any]) -> ProviderHealthState:
+    values = dict(zip(_HEALTH_FIELDS, row, strict=True))
+    return ProviderHealthState(**values | {"breaker_state": BreakerState(values["breaker_state"])})

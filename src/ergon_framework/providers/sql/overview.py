@@ -1,4 +1,4 @@
-"""Overview: which breakers of the database are not closed, for whoever looks at all of them."""
+"""An overview of all breakers in the database that are not closed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Final
 
 from ergon_framework.schema.operation import Operation, Query
 
-MOST: Final = 200
+MAX_OPEN_BREAKERS: Final = 200
 
-_HELD: Final = """
+_SELECT_OPEN_BREAKERS: Final = """
 select b.provider_name, b.capability, b.state, count(*)::int, max(extract(epoch from now() - b.updated_at))::float8
 from ergon.provider_breakers b where b.state <> 'closed' group by 1, 2, 3 order by 1, 2, 3 limit %(most)s
 """
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBack:
-    """Breakers of one provider in one state, of so many tenants; the longest has been so for *seconds*."""
+class OpenBreakerSummary:
+    """The breakers of one provider in one state, for *tenants* tenants; the oldest state is *seconds* old."""
 
     provider: str
     capability: str
@@ -26,6 +26,6 @@ class HeldBack:
     seconds: float
 
 
-def held_back() -> Operation[list[HeldBack]]:
-    """All breakers that are not closed."""
-    return [HeldBack(*row) for row in (yield Query(_HELD, {"most": MOST}))]
+def open_breakers() -> Operation[list[OpenBreakerSummary]]:
+    """Return all breakers that are not closed."""
+    return [OpenBreakerSummary(*row) for row in (yield Query(_SELECT_OPEN_BREAKERS, {"most": MAX_OPEN_BREAKERS}))]

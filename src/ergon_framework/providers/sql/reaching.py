@@ -1,4 +1,4 @@
-"""Reaching the database: a connection on which no wait is longer than its owner allows."""
+"""Database connections on which no wait exceeds a timeout."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from typing import Any
 
 import psycopg
 
-from ergon_framework.schema.failures import Silent, translated
-from ergon_framework.schema.line import Line
-from ergon_framework.schema.lines import options_of
+from ergon_framework.schema.failures import ServerTimeout, translate_error
+from ergon_framework.schema.line import DeadlineConnection
+from ergon_framework.schema.lines import connect_options
 
 
-class PatientLine(Line):
-    """A connection that gives up waiting for an answer after *patience* seconds, and is closed by that."""
+class TimeoutConnection(DeadlineConnection):
+    """A connection that stops waiting for an answer after *answer_timeout* seconds, and is closed then."""
 
-    patience: float = 30.0
+    answer_timeout: float = 30.0
 
     def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
-        self.until = time.monotonic() + self.patience
+        self.deadline = time.monotonic() + self.answer_timeout
         try:
             return super().wait(gen, *args, **options)
-        except Silent:
+        except ServerTimeout:
             self.close()
             raise
 
 
-def connect(dsn: str, *, patience: float) -> PatientLine:
-    """A line to *dsn*, on which nothing is prepared, because a pooler may stand between."""
-    line = PatientLine.connect(**options_of(dsn), autocommit=True, prepare_threshold=None)
-    line.patience = patience
-    return line
+def connect(dsn: str, *, answer_timeout: float) -> TimeoutConnection:
+    """Open a connection to *dsn* without prepared statements, because a pooler may be in between."""
+    conn = TimeoutConnection.connect(**connect_options(dsn), autocommit=True, prepare_threshold=None)
+    conn.answer_timeout = answer_timeout
+    return conn
 
 
 @contextmanager
-def reached(dsn: str, *, patience: float) -> Iterator[PatientLine]:
-    """A line for one piece of work; the driver's errors in our words."""
+def connection(dsn: str, *, answer_timeout: float) -> Iterator[TimeoutConnection]:
+    """Open a connection for one block; the driver's errors are translated."""
     try:
-        with connect(dsn, patience=patience) as line:
-            yield line
+        with connect(dsn, answer_timeout=answer_timeout) as conn:
+            yield conn
     except psycopg.Error as error:
-        # Without its cause, which quotes the statement. Whatever the server refuses here it may grant later.
-        raise translated(error, broken=True) from None
+        # Without the cause, which quotes the statement. The server may accept later what it rejects here.
+        raise translate_error(error, is_broken=True) from None

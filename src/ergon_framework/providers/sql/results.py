@@ -1,4 +1,4 @@
-"""Results: what of a call can be kept for its key."""
+"""Serialization of call results that are stored for idempotency keys."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
-#: The most bytes of a result that is kept.
-LARGEST: Final = 1024 * 1024
+#: Maximum number of bytes of a stored result.
+MAX_RESULT_BYTES: Final = 1024 * 1024
 
-#: Made once: json.dumps makes an encoder for each text that is not written by its defaults.
+#: Created once: json.dumps creates an encoder per call unless all options are the defaults.
 _encode: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
-def written(value: dict[str, Any]) -> str | None:
-    """*value* as it is kept; None where it cannot be: it is no plain JSON, or larger than 1 MiB.
+def serialize_result(value: dict[str, Any]) -> str | None:
+    """Return *value* as it is stored; None if it cannot be: it is not plain JSON, or larger than 1 MiB.
 
-    The call stands all the same. Its key is then kept as done without a result, so that the call is
-    not made again; whoever asks for it again is told so.
+    The call counts as made in any case. Its key is then stored as done without a result, so that the call is
+    not made again; a later call with this key gets an error that says so.
     """
     try:
         text = _encode(value)
     except (TypeError, ValueError, RecursionError):
-        logs.say(logging.WARNING, "provider result not kept", {"reason": "not_json"}, to=_log)
+        logs.log_event(logging.WARNING, "provider result not kept", {"reason": "not_json"}, to=_log)
         return None
-    # Written in ASCII, so that each character is one byte.
-    if len(text) > LARGEST:
-        logs.say(logging.WARNING, "provider result not kept", {"reason": "too_large", "size": len(text)}, to=_log)
+    # The encoder writes ASCII, so that each character is one byte.
+    if len(text) > MAX_RESULT_BYTES:
+        logs.log_event(logging.WARNING, "provider result not kept", {"reason": "too_large", "size": len(text)}, to=_log)
         return None
     return text
 
 
-def not_kept() -> ProviderInternalError:
-    """The error of a key whose call was made and whose result could not be kept."""
+def result_not_stored_error() -> ProviderInternalError:
+    """Return the error of a key whose call was made and whose result could not be stored."""
     return ProviderInternalError(
         "the call of this idempotency key was made, and its result could not be kept: "
         "it was no plain JSON, or larger than 1 MiB",

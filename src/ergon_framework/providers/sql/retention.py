@@ -1,4 +1,4 @@
-"""Retention: partitions made ahead and dropped when they are old, and what else has served its time."""
+"""Retention: partitions are created in advance and dropped when they expire, and expired rows are deleted."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pydantic import Field
 
 from ergon_framework.errors import ErgonError
 from ergon_framework.policy import Count, Policy
-from ergon_framework.providers.sql.reaching import reached
+from ergon_framework.providers.sql.reaching import connection
 from ergon_framework.providers.sql.task_table import read_task_table
 
-#: How long the id of a batch is remembered. No writer repeats one that is older than a quarter of it.
-FORGET: Final = timedelta(hours=2)
-#: One of the fleet at a time.
-_TURN: Final = 0x6572676F6F
-#: Rows that are removed in one go.
-_PART: Final = 10_000
-#: Seconds that the server has for one answer.
-_PATIENCE: Final = 60.0
-# Whoever waits for a lock makes all others wait behind him: half a second, then another time.
-_LIMITS: Final = """
+#: How long the id of a batch is stored. No writer retries a batch that is older than a quarter of it.
+BATCH_ID_RETENTION: Final = timedelta(hours=2)
+#: The id of the advisory lock that lets one process run retention at a time.
+_RETENTION_LOCK_ID: Final = 0x6572676F6F
+#: Maximum number of rows that one statement deletes.
+_MAX_DELETED_ROWS: Final = 10_000
+#: Seconds to wait for one answer of the server.
+_ANSWER_TIMEOUT_SECONDS: Final = 60.0
+# A waiting lock request blocks all later ones, so it waits half a second and is retried in another run.
+_SET_LIMITS_AND_LOCK: Final = """
 select set_config('lock_timeout', '500ms', true), set_config('statement_timeout', '30s', true),
     pg_try_advisory_xact_lock(%s)
 """
 
 
-class Retention(Policy):
-    """How long what is kept, in days unless it says otherwise."""
+class ProviderRetention(Policy):
+    """Retention periods, in days unless stated otherwise."""
 
     ahead: Count = Field(default=3, description="Days for which partitions are made ahead.")
     rows: Count = Field(default=30, description="Days for which the row of an attempt is kept.")
@@ -42,8 +42,8 @@ class Retention(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class Tidied:
-    """What was done; *others* says that somebody else was at it, *left* what could not be had without waiting."""
+class RetentionResult:
+    """The result of a run; *others*: another process runs retention; *left*: partitions whose lock was not free."""
 
     made: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
@@ -52,62 +52,64 @@ class Tidied:
     others: bool = False
 
 
-class _Elsewhere(ErgonError):
-    """Somebody else has the turn."""
+class _LockHeldElsewhere(ErgonError):
+    """Another process holds the retention lock."""
 
 
-def run(dsn: str, retention: Retention | None = None) -> Tidied:
-    """Do it now, on a connection of its own: for cron, and for roles with rights that workers have not."""
-    with reached(dsn, patience=_PATIENCE) as line:
-        return tidy(line, Retention() if retention is None else retention)
+def run_retention(dsn: str, retention: ProviderRetention | None = None) -> RetentionResult:
+    """Run retention once on a separate connection: for cron, and for roles with rights that workers do not have."""
+    with connection(dsn, answer_timeout=_ANSWER_TIMEOUT_SECONDS) as conn:
+        return apply_retention(conn, ProviderRetention() if retention is None else retention)
 
 
-def tidy(line: Connection[Any], retention: Retention) -> Tidied:
-    """Make what is missing and remove what is old, in short database transactions; one of the fleet at a time.
+def apply_retention(conn: Connection[Any], retention: ProviderRetention) -> RetentionResult:
+    """Create missing partitions and remove expired data in short transactions; one process at a time.
 
-    A lock that is not to be had at once is left for the next time.
+    A lock that is not available immediately is left for the next run.
     """
-    done = Done()
-    for _ in steps(line, retention, done):
+    progress = RetentionProgress()
+    for _ in retention_steps(conn, retention, progress):
         pass
-    return done.told()
+    return progress.result()
 
 
-def steps(line: Connection[Any], retention: Retention, done: Done) -> Iterator[None]:
-    """The same in short steps, for one who has other work in between; *done* tells of it."""
+def retention_steps(conn: Connection[Any], retention: ProviderRetention, progress: RetentionProgress) -> Iterator[None]:
+    """Apply retention in short steps, for a caller with other work in between; *progress* collects the result."""
     try:
-        yield from make_ahead(line, retention, done)
-        today = _today(line)
-        for name, day in _partitions(line).items():
+        yield from create_future_partitions(conn, retention, progress)
+        today = _read_today(conn)
+        for name, day in _list_partitions(conn).items():
             if day < today - timedelta(days=retention.rows):
-                done.attempt(line, name, done.dropped, _drop(name))
+                progress.run_statements(conn, name, progress.dropped, _build_drop_statements(name))
                 yield
-        for statement, values in _old(today, retention):
-            yield from _emptied(line, statement, values, done)
-        if read_task_table(line).is_own:
-            # A day more than the attempts: what refers to an execution is gone first.
+        for statement, values in _iterate_deletions(today, retention):
+            yield from _delete_rows(conn, statement, values, progress)
+        if read_task_table(conn).is_own:
+            # One day longer than the attempts, so that rows that refer to an execution are deleted first.
             until = datetime.combine(today, time(), UTC) - timedelta(days=retention.rows + 1)
-            yield from _emptied(line, _EXECUTIONS, {"until": until}, done)
-    except _Elsewhere:
-        done.others = True
+            yield from _delete_rows(conn, _DELETE_EXECUTIONS, {"until": until}, progress)
+    except _LockHeldElsewhere:
+        progress.others = True
 
 
-def make_ahead(line: Connection[Any], retention: Retention, done: Done) -> Iterator[None]:
-    """Make the partitions that are missing."""
-    found, today = _partitions(line).values(), _today(line)
-    # Yesterday's too: what happened before midnight is written after it.
-    for day in (today + timedelta(days=n) for n in range(-1, retention.ahead + 1)):
-        if day not in found:
+def create_future_partitions(
+    conn: Connection[Any], retention: ProviderRetention, progress: RetentionProgress
+) -> Iterator[None]:
+    """Create the missing partitions."""
+    existing_days, today = _list_partitions(conn).values(), _read_today(conn)
+    # Yesterday's too: attempts from before midnight are written after it.
+    for day in (today + timedelta(days=offset) for offset in range(-1, retention.ahead + 1)):
+        if day not in existing_days:
             try:
-                done.attempt(line, _name(day), done.made, _make(day))
-            except _Elsewhere:
-                done.others = True
+                progress.run_statements(conn, _format_partition_name(day), progress.made, _build_create_statements(day))
+            except _LockHeldElsewhere:
+                progress.others = True
                 return
             yield
 
 
-class Done:
-    """What has been done so far."""
+class RetentionProgress:
+    """The progress of a run."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -116,68 +118,70 @@ class Done:
         self.removed = 0
         self.others = False
 
-    def told(self) -> Tidied:
-        return Tidied(tuple(self.made), tuple(self.dropped), self.removed, tuple(self.left), self.others)
+    def result(self) -> RetentionResult:
+        return RetentionResult(tuple(self.made), tuple(self.dropped), self.removed, tuple(self.left), self.others)
 
-    def attempt(self, line: Connection[Any], name: str, into: list[str], statements: list[sql.Composed]) -> None:
+    def run_statements(
+        self, conn: Connection[Any], name: str, names: list[str], statements: list[sql.Composed]
+    ) -> None:
         try:
-            with line.transaction():
-                _turn(line)
+            with conn.transaction():
+                _take_lock(conn)
                 for statement in statements:
-                    line.execute(statement)
+                    conn.execute(statement)
         except (errors.LockNotAvailable, errors.QueryCanceled, errors.DeadlockDetected):
             self.left.append(name)
         else:
-            into.append(name)
+            names.append(name)
 
 
-def _turn(line: Connection[Any]) -> None:
-    found = line.execute(_LIMITS, [_TURN]).fetchone()
-    if found is None or not found[2]:
-        raise _Elsewhere
+def _take_lock(conn: Connection[Any]) -> None:
+    row = conn.execute(_SET_LIMITS_AND_LOCK, [_RETENTION_LOCK_ID]).fetchone()
+    if row is None or not row[2]:
+        raise _LockHeldElsewhere
 
 
 # -- partitions -------------------------------------------------------------------------------------
 
 _TABLE: Final = "provider_execution_metrics"
-_PARTITIONS: Final = """
+_SELECT_PARTITIONS: Final = """
 select relname from pg_inherits join pg_class on pg_class.oid = inhrelid
 where inhparent = 'ergon.provider_execution_metrics'::regclass order by relname
 """
-_NAME: Final = re.compile(rf"{_TABLE}_d([0-9]{{4}})([0-9]{{2}})([0-9]{{2}})")
+_PARTITION_NAME: Final = re.compile(rf"{_TABLE}_d([0-9]{{4}})([0-9]{{2}})([0-9]{{2}})")
 
 
-def _today(line: Connection[Any]) -> date:
-    found = line.execute("select now()").fetchone()
-    moment: datetime = datetime.now(UTC) if found is None else found[0]
-    return moment.astimezone(UTC).date()
+def _read_today(conn: Connection[Any]) -> date:
+    row = conn.execute("select now()").fetchone()
+    server_time: datetime = datetime.now(UTC) if row is None else row[0]
+    return server_time.astimezone(UTC).date()
 
 
-def _partitions(line: Connection[Any]) -> dict[str, date]:
-    """The partitions of days, by their names."""
-    names = [str(row[0]) for row in line.execute(_PARTITIONS)]
-    found = {name: _NAME.fullmatch(name) for name in names}
-    return {name: date(*map(int, match.groups())) for name, match in found.items() if match}
+def _list_partitions(conn: Connection[Any]) -> dict[str, date]:
+    """Return the days of the daily partitions, by their names."""
+    names = [str(row[0]) for row in conn.execute(_SELECT_PARTITIONS)]
+    matches = {name: _PARTITION_NAME.fullmatch(name) for name in names}
+    return {name: date(*map(int, match.groups())) for name, match in matches.items() if match}
 
 
-def _name(day: date) -> str:
+def _format_partition_name(day: date) -> str:
     return f"{_TABLE}_d{day:%Y%m%d}"
 
 
-def _make(day: date) -> list[sql.Composed]:
-    # Made aside and then attached, which lets everybody read and write meanwhile. Rows of that day that came too early
-    # for it have to leave the rest first, where nobody may put another one until it is done.
-    name = sql.Identifier("ergon", _name(day))
+def _build_create_statements(day: date) -> list[sql.Composed]:
+    # Created separately and then attached, so that reads and writes continue meanwhile. Rows of that day in the rest
+    # partition are moved first, under a lock that keeps new ones out until the end.
+    name = sql.Identifier("ergon", _format_partition_name(day))
     begin = datetime.combine(day, time(), UTC)
     bounds = {"since": sql.Literal(begin.isoformat()), "until": sql.Literal((begin + timedelta(days=1)).isoformat())}
-    within = sql.SQL("created_at >= {since} and created_at < {until}").format(**bounds)
+    day_condition = sql.SQL("created_at >= {since} and created_at < {until}").format(**bounds)
     rest = sql.Identifier("ergon", f"{_TABLE}_rest")
     parent = sql.Identifier("ergon", _TABLE)
     return [
         sql.SQL("create table {} (like {} including defaults including constraints)").format(name, parent),
         sql.SQL("lock table {} in access exclusive mode").format(rest),
         sql.SQL("with early as (delete from {} where {} returning *) insert into {} select * from early").format(
-            rest, within, name
+            rest, day_condition, name
         ),
         sql.SQL("alter table {} attach partition {} for values from ({since}) to ({until})").format(
             parent, name, **bounds
@@ -185,55 +189,55 @@ def _make(day: date) -> list[sql.Composed]:
     ]
 
 
-def _drop(name: str) -> list[sql.Composed]:
+def _build_drop_statements(name: str) -> list[sql.Composed]:
     return [sql.SQL("drop table {}").format(sql.Identifier("ergon", name))]
 
 
 # -- rows -------------------------------------------------------------------------------------------
 
 
-def _old(today: date, retention: Retention) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is to be removed, part by part."""
+def _iterate_deletions(today: date, retention: ProviderRetention) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the statements that delete expired rows, with their parameters."""
     begin = datetime.combine(today, time(), UTC)
     rows = timedelta(days=retention.rows)
-    # A moment so far ahead is a clock's mistake, and would never grow old.
-    yield _REST, {"until": begin - rows, "since": begin + rows + timedelta(days=retention.ahead)}
-    yield _MINUTES, {"until": begin - timedelta(days=retention.minutes)}
-    yield _QUOTAS, {"until": begin - timedelta(days=retention.quotas)}
-    yield _BATCHES, {"age": FORGET}
-    yield _RATES, {}
+    # A time that far in the future is a clock error, and would never expire.
+    yield _DELETE_REST_ROWS, {"until": begin - rows, "since": begin + rows + timedelta(days=retention.ahead)}
+    yield _DELETE_ROLLUPS, {"until": begin - timedelta(days=retention.minutes)}
+    yield _DELETE_QUOTAS, {"until": begin - timedelta(days=retention.quotas)}
+    yield _DELETE_BATCHES, {"age": BATCH_ID_RETENTION}
+    yield _CLEAR_RATES, {}
 
 
-_REST: Final = """
+_DELETE_REST_ROWS: Final = """
 delete from ergon.provider_execution_metrics_rest where ctid = any (array(
     select ctid from ergon.provider_execution_metrics_rest
     where created_at < %(until)s or created_at >= %(since)s limit %(part)s
 ))
 """
-_MINUTES: Final = """
+_DELETE_ROLLUPS: Final = """
 delete from ergon.provider_minutes where ctid = any (array(
     select ctid from ergon.provider_minutes where minute < %(until)s limit %(part)s
 ))
 """
-_QUOTAS: Final = """
+_DELETE_QUOTAS: Final = """
 delete from ergon.provider_quota_states where ctid = any (array(
     select ctid from ergon.provider_quota_states where window_end < %(until)s limit %(part)s
 ))
 """
-_BATCHES: Final = """
+_DELETE_BATCHES: Final = """
 delete from ergon.provider_batches where ctid = any (array(
     select ctid from ergon.provider_batches where at < now() - %(age)s limit %(part)s
 ))
 """
-_EXECUTIONS: Final = """
+_DELETE_EXECUTIONS: Final = """
 delete from ergon.task_executions where ctid = any (array(
     select e.ctid from ergon.task_executions e where e.created_at < %(until)s and not exists (
         select 1 from ergon.provider_execution_metrics m where m.task_execution_id = e.id
     ) limit %(part)s
 ))
 """
-# An account that nobody calls any more has no last hour.
-_RATES: Final = """
+# A scope without recent calls has no rates of the last hour.
+_CLEAR_RATES: Final = """
 update ergon.provider_health_states set success_rate_1h = null, p95_latency_ms_1h = null
 where ctid = any (array(
     select ctid from ergon.provider_health_states
@@ -245,12 +249,14 @@ where ctid = any (array(
 """
 
 
-def _emptied(line: Connection[Any], statement: str, values: dict[str, Any], done: Done) -> Iterator[None]:
-    """Take rows away, part by part; each part is a database transaction of its own."""
-    part = _PART
-    while part == _PART:
-        with line.transaction():
-            _turn(line)
-            part = line.execute(statement, {**values, "part": _PART}).rowcount
-        done.removed += part
+def _delete_rows(
+    conn: Connection[Any], statement: str, values: dict[str, Any], progress: RetentionProgress
+) -> Iterator[None]:
+    """Delete rows in chunks; each chunk is a separate database transaction."""
+    deleted_count = _MAX_DELETED_ROWS
+    while deleted_count == _MAX_DELETED_ROWS:
+        with conn.transaction():
+            _take_lock(conn)
+            deleted_count = conn.execute(statement, {**values, "part": _MAX_DELETED_ROWS}).rowcount
+        progress.removed += deleted_count
         yield

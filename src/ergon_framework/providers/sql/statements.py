@@ -1,13 +1,13 @@
-"""The statements of the books. What a visit does is a function of the schema, so that it is one round trip."""
+"""The SQL statements of the provider state. An operation is a function of the schema, so that it is one round trip."""
 
 from __future__ import annotations
 
 from typing import Final
 
-#: Where transitions of breakers are told.
+#: The notification channel for transitions of breakers.
 CHANNEL: Final = "ergon_breaker"
 
-#: The first is for calls with a key, the second for those without: each parameter has its price.
+#: ADMIT is for calls with a key, ADMIT_PLAIN for calls without one, because each parameter costs time.
 ADMIT: Final = """
 select ergon.provider_admit(
     $1, $2, $3, $4::bigint[], $5::float8[], $6, $7::float8, $8::boolean, $9, $10, $11, $12, $13::boolean, $14::boolean
@@ -19,8 +19,8 @@ select ergon.provider_admit(
 )
 """
 
-#: The end of a call that was made, as most are: its key and its reservation are its own, so that it waits for nobody.
-DONE: Final = """
+#: The common end of a successful call: its key and its reservation belong to it alone, so it waits for no lock.
+COMPLETE_SUCCESS: Final = """
 with k as (
     update ergon.provider_keys k set state = 'done', value = $5::json, http_status = $6::integer,
         until = ergon.provider_clock() + $7::float8 * interval '1 second'
@@ -36,7 +36,7 @@ select ergon.provider_finish(
 )
 """
 
-CONCLUDE: Final = """
+COMPLETE: Final = """
 select ergon.provider_breaker_shown(a.breaker), a.entered, extract(epoch from a.at)::float8
 from ergon.provider_conclude(
     %(tenant)s, %(provider)s, %(capability)s, %(patience)s::float8, %(reservation)s::bigint,
@@ -55,7 +55,7 @@ from ergon.provider_lease(
 ) a
 """
 
-GIVE_BACK: Final = """
+RELEASE_RESERVATION: Final = """
 select ergon.provider_reservation_ended(%(reservation)s::bigint, %(unspent)s::bigint, ergon.provider_clock())
 """
 
@@ -66,10 +66,10 @@ select ergon.provider_override(
 )
 """
 
-# -- what the watcher reads ---------------------------------------------------------------------------
+# -- queries of the breaker listener --------------------------------------------------------------------
 
-#: The breakers of these accounts; one that was never needed has no row.
-WATCHED: Final = """
+#: The breakers of these scopes; a breaker that was never needed has no row.
+SELECT_BREAKERS: Final = """
 select ergon.provider_breaker_shown(b), extract(epoch from ergon.provider_clock())::float8,
     w.tenant_id, w.provider_name, w.capability
 from unnest(%(tenants)s::text[], %(providers)s::text[], %(capabilities)s::text[])
@@ -78,17 +78,17 @@ left join ergon.provider_breakers b on (b.tenant_id, b.provider_name, b.capabili
     = (w.tenant_id, w.provider_name, w.capability)
 """
 
-#: Whatever changed in the last seconds: more than a transaction can take from its clock to its commit.
-CHANGED: Final = """
+#: Breakers changed in the last 15 seconds: longer than a transaction can take from its clock to its commit.
+SELECT_CHANGED_BREAKERS: Final = """
 select ergon.provider_breaker_shown(b), extract(epoch from ergon.provider_clock())::float8,
     b.tenant_id, b.provider_name, b.capability
 from ergon.provider_breakers b where b.updated_at > ergon.provider_clock() - interval '15 seconds'
 """
 
-# -- now and then -------------------------------------------------------------------------------------
+# -- maintenance --------------------------------------------------------------------------------------
 
-#: Reservations whose owners let them lapse: they stay booked, and are listed from now on. Only those up to a number
-#: that was reached some time ago are looked at: what is younger is mostly under way.
+#: Marks reservations that their owners let expire: they stay counted as used, and are listed. Only reservations up to
+#: an id that was reached some time ago are examined, because most younger ones are in flight.
 RECONCILE: Final = """
 with late as (
     select id from ergon.provider_reservations
@@ -100,9 +100,9 @@ returning r.id, r.tenant_id, r.provider_name, r.capability, r.window_starts, r.o
     r.created_at
 """
 
-NEWEST: Final = "select coalesce(max(id), 0) from ergon.provider_reservations"
+SELECT_NEWEST_RESERVATION: Final = "select coalesce(max(id), 0) from ergon.provider_reservations"
 
-FORGET_LOST: Final = """
+DELETE_LOST: Final = """
 with old as (
     select id from ergon.provider_reservations
     where lost_at < ergon.provider_clock() - %(seconds)s * interval '1 second'
@@ -112,8 +112,8 @@ gone as (delete from ergon.provider_reservations r using old where r.id = old.id
 select count(*) from gone
 """
 
-#: A key whose owner died keeps his payload's place as long as one in doubt would.
-FORGET_KEYS: Final = """
+#: A key whose owner died is kept as long as one with an unknown outcome, for its payload.
+DELETE_KEYS: Final = """
 with old as (
     select tenant_id, provider_name, key from ergon.provider_keys
     where sweep_at < ergon.provider_clock() and until < ergon.provider_clock()
@@ -124,8 +124,8 @@ gone as (delete from ergon.provider_keys k using old
 select count(*) from gone
 """
 
-#: Windows that ended long ago, of the next tenants behind *after*; the last of those tenants, null at the end.
-FORGET_WINDOWS: Final = """
+#: Deletes old windows of the next tenants after *after*; returns the last of those tenants, null at the end.
+DELETE_WINDOWS: Final = """
 with recursive walk(tenant_id, n) as (
     (select q.tenant_id, 1 from ergon.provider_quota_states q where q.tenant_id > %(after)s
         order by q.tenant_id limit 1)

@@ -1,4 +1,4 @@
-"""Sweeping: what any process does now and then for all of them, a little at a time."""
+"""Maintenance of the provider state, which any process does at intervals for all, in small steps."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from ergon_framework.providers.books import Account
+from ergon_framework.providers.books import ProviderScope
 from ergon_framework.providers.quota import WindowKind
 from ergon_framework.providers.sql import statements
-from ergon_framework.providers.sql.names import account_of
+from ergon_framework.providers.sql.names import parse_scope_key
 from ergon_framework.schema.operation import Operation, Query
 from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
-#: The most rows that one statement takes.
-_MOST: Final = 500
-#: The most statements in a row: others want the connection too.
-_ROUNDS: Final = 10
-#: Tenants whose windows one statement looks at.
-_TENANTS: Final = 100
-_DAY: Final = 86_400.0
-#: Seconds for which a window is kept after its end, and a lost reservation after it was found.
-WINDOWS: Final = _DAY
-LOST: Final = 30 * _DAY
+#: Maximum number of rows of one statement.
+_MAX_ROWS: Final = 500
+#: Maximum number of consecutive statements, because other work shares the connection.
+_MAX_STATEMENTS: Final = 10
+#: Number of tenants whose windows one statement examines.
+_TENANTS_PER_STATEMENT: Final = 100
+_DAY_SECONDS: Final = 86_400.0
+#: Seconds for which a window is kept after its end, and a lost reservation after it was marked.
+WINDOW_RETENTION_SECONDS: Final = _DAY_SECONDS
+LOST_RETENTION_SECONDS: Final = 30 * _DAY_SECONDS
 
-_KINDS: Final = tuple(WindowKind)
+_WINDOW_KINDS: Final = tuple(WindowKind)
 
 
 @dataclass(frozen=True, slots=True)
-class LostRow:
-    """A reservation whose owner let it lapse: a call, or a block of them, of which nobody knows whether it was made."""
+class LostReservation:
+    """A reservation of one or more calls that its owner let expire: whether the calls were made is unknown."""
 
     id: int
-    account: Account
+    account: ProviderScope
     windows: tuple[tuple[WindowKind, datetime], ...]
     owner: str
     calls: int
@@ -44,53 +44,61 @@ class LostRow:
     created_at: datetime
 
     @classmethod
-    def of(cls, row: Any) -> LostRow:
-        """One row of ``RECONCILE``, or with the same columns."""
+    def from_row(cls, row: Any) -> LostReservation:
+        """Create it from a row of ``RECONCILE``, or a row with the same columns."""
         number, tenant, provider, capability, starts, owner, calls, until, lost_at, created_at = row
-        windows = tuple(window_of(start) for start in starts)
-        account = account_of(tenant, provider, capability)
-        return cls(number, account, windows, owner, calls, until, lost_at, created_at)
+        windows = tuple(parse_window(start) for start in starts)
+        scope = parse_scope_key(tenant, provider, capability)
+        return cls(number, scope, windows, owner, calls, until, lost_at, created_at)
 
 
-def window_of(start: datetime) -> tuple[WindowKind, datetime]:
-    """The kind of a window and its true start, from the start as it is written: see ``provider_window_start``."""
-    return _KINDS[start.microsecond], start.astimezone(UTC).replace(microsecond=0)
+def parse_window(start: datetime) -> tuple[WindowKind, datetime]:
+    """Return the kind and the start of a window from its stored start: see ``provider_window_start``."""
+    return _WINDOW_KINDS[start.microsecond], start.astimezone(UTC).replace(microsecond=0)
 
 
-#: More than any number of a reservation.
-EVERY: Final = 2**63 - 1
+#: Greater than any reservation's id.
+MAX_RESERVATION_ID: Final = 2**63 - 1
 
 
-def reconciled(upto: int = EVERY) -> Operation[list[LostRow]]:
-    """Mark the reservations that lapsed: they stay booked as used, and are listed."""
-    rows = yield Query(statements.RECONCILE, {"upto": upto, "most": _MOST})
-    found = [LostRow.of(row) for row in rows]
-    if found:
-        logs.say(
+def reconcile_reservations(max_id: int = MAX_RESERVATION_ID) -> Operation[list[LostReservation]]:
+    """Mark the expired reservations: they stay counted as used, and are listed."""
+    rows = yield Query(statements.RECONCILE, {"upto": max_id, "most": _MAX_ROWS})
+    lost_reservations = [LostReservation.from_row(row) for row in rows]
+    if lost_reservations:
+        logs.log_event(
             logging.WARNING,
             "provider reservations lost",
-            {"reservations": len(found), "calls": sum(one.calls for one in found)},
+            {
+                "reservations": len(lost_reservations),
+                "calls": sum(reservation.calls for reservation in lost_reservations),
+            },
             to=_log,
         )
-    return found
+    return lost_reservations
 
 
-class Sweeper:
-    """One process's turn: it goes on where it left off."""
+class Maintenance:
+    """The maintenance by one process; each run continues where the last one ended."""
 
     def __init__(self) -> None:
-        self._upto = EVERY
-        self._after = ""
+        self._max_id = MAX_RESERVATION_ID
+        self._after_tenant = ""
 
-    def swept(self) -> Operation[None]:
-        """Mark what is lost, remove what is older than it is to get."""
-        yield from reconciled(self._upto)
-        ((self._upto,),) = yield Query(statements.NEWEST)
-        for sql in (statements.FORGET_KEYS, statements.FORGET_LOST):
-            for _ in range(_ROUNDS):
-                ((gone,),) = yield Query(sql, {"seconds": LOST, "most": _MOST})
-                if gone < _MOST:
+    def run(self) -> Operation[None]:
+        """Mark lost reservations, and delete expired keys, reservations and windows."""
+        yield from reconcile_reservations(self._max_id)
+        ((self._max_id,),) = yield Query(statements.SELECT_NEWEST_RESERVATION)
+        for sql in (statements.DELETE_KEYS, statements.DELETE_LOST):
+            for _ in range(_MAX_STATEMENTS):
+                ((deleted,),) = yield Query(sql, {"seconds": LOST_RETENTION_SECONDS, "most": _MAX_ROWS})
+                if deleted < _MAX_ROWS:
                     break
-        parameters = {"after": self._after, "tenants": _TENANTS, "seconds": WINDOWS, "most": _MOST}
-        ((_, last),) = yield Query(statements.FORGET_WINDOWS, parameters)
-        self._after = last or ""
+        parameters = {
+            "after": self._after_tenant,
+            "tenants": _TENANTS_PER_STATEMENT,
+            "seconds": WINDOW_RETENTION_SECONDS,
+            "most": _MAX_ROWS,
+        }
+        ((_, last),) = yield Query(statements.DELETE_WINDOWS, parameters)
+        self._after_tenant = last or ""

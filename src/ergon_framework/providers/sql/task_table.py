@@ -1,6 +1,6 @@
-"""The table that ``task_execution_id`` refers to: the own one, or one that the host names.
+"""The table that ``task_execution_id`` refers to: the framework's own, or one that the host names.
 
-Only the foreign key in the database says which table it is, so all processes agree.
+Only the foreign key in the database defines which table it is, so all processes agree.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import psycopg
 from psycopg import Connection, sql
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.providers.sql.reaching import reached
+from ergon_framework.providers.sql.reaching import connection
 
 OWN_TABLE: Final = "ergon.task_executions"
-#: Seconds that the server has for one answer: a table with many attempts is written anew.
+#: Seconds to wait for one answer of the server: a table with many attempts is rewritten.
 _TIMEOUT_SECONDS: Final = 600.0
 
-_CURRENT: Final = "select task_table::text, id_type from ergon.provider_task_table()"
-_WANTED: Final = """
+_SELECT_CURRENT: Final = "select task_table::text, id_type from ergon.provider_task_table()"
+_SELECT_CANDIDATE: Final = """
 select c.oid::regclass::text, format_type(a.atttypid, null) from pg_class c
 join pg_attribute a on a.attrelid = c.oid and a.attname = 'id' and not a.attisdropped
 where c.oid = to_regclass(%s)
 """
-_OWN_ROWS: Final = """
+_INSERT_OWN_ROWS: Final = """
 insert into ergon.task_executions (id) select name from unnest(%s::text[]) as names (name) order by name
 on conflict do nothing
 """
-_FOREIGN_KEYS: Final = """
+_SELECT_FOREIGN_KEYS: Final = """
 select conname from pg_constraint where contype = 'f' and conrelid = 'ergon.provider_execution_metrics'::regclass
 """
 
@@ -46,8 +46,8 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 18  # noqa: PLR2004 - fits into 64 bits
 
 
-#: The types of id that can be referred to, and which texts are such ids.
-_TYPES: Final[dict[str, Callable[[str], bool]]] = {
+#: The supported id types, and the check whether a text is such an id.
+_ID_CHECKS: Final[dict[str, Callable[[str], bool]]] = {
     "text": lambda _: True,
     "character varying": lambda _: True,
     "uuid": _is_uuid,
@@ -66,52 +66,53 @@ class TaskTable:
     def is_own(self) -> bool:
         return self.name == OWN_TABLE
 
-    def ensure_rows(self, line: Connection[Any], ids: Iterable[str]) -> set[str]:
-        """Return those of *ids* that attempts may refer to; rows of our own table are created, those of a host are not.
+    def ensure_rows(self, conn: Connection[Any], ids: Iterable[str]) -> set[str]:
+        """Return those of *ids* that attempts may refer to; rows of the own table are created, those of a host are not.
 
-        An id that the host's table does not have is left out of the attempt.
+        An id that the host's table does not have is omitted from the attempt.
         """
-        wanted = sorted(one for one in set(ids) if _TYPES[self.id_type](one))
-        if not wanted:
+        valid_ids = sorted(execution_id for execution_id in set(ids) if _ID_CHECKS[self.id_type](execution_id))
+        if not valid_ids:
             return set()
         if self.is_own:
-            line.execute(_OWN_ROWS, [wanted])
-            return set(wanted)
-        rows = line.execute(f"select id::text from {self.name} where id = any(%s::{self.id_type}[])", [wanted])  # noqa: S608 - the server's own names
+            conn.execute(_INSERT_OWN_ROWS, [valid_ids])
+            return set(valid_ids)
+        rows = conn.execute(f"select id::text from {self.name} where id = any(%s::{self.id_type}[])", [valid_ids])  # noqa: S608 - the server's own names
         return {str(row[0]) for row in rows}
 
 
-OWN: Final = TaskTable(OWN_TABLE, "text")
+OWN_TASK_TABLE: Final = TaskTable(OWN_TABLE, "text")
 
 
-def read_task_table(line: Connection[Any]) -> TaskTable:
+def read_task_table(conn: Connection[Any]) -> TaskTable:
     """Return the table that attempts refer to."""
-    found = line.execute(_CURRENT).fetchone()
-    return OWN if found is None else TaskTable(*found)
+    row = conn.execute(_SELECT_CURRENT).fetchone()
+    return OWN_TASK_TABLE if row is None else TaskTable(*row)
 
 
 def use_task_table(dsn: str, name: str) -> bool:
     """Make attempts refer to the column ``id`` of the table *name*; return whether that is a change.
 
-    Attempts that refer to another table lose that reference. ConfigurationError if the table cannot be referred to.
+    Attempts that refer to another table lose that reference. Raises ConfigurationError if the table cannot be
+    referred to.
     """
-    with reached(dsn, patience=_TIMEOUT_SECONDS) as line:
-        found = line.execute(_WANTED, [name]).fetchone()
-        if found is None:
+    with connection(dsn, answer_timeout=_TIMEOUT_SECONDS) as conn:
+        row = conn.execute(_SELECT_CANDIDATE, [name]).fetchone()
+        if row is None:
             raise ConfigurationError(
                 f"providers.task_table {name!r} is invalid: there is no such table with a column id; create it, or "
                 f"leave the setting out to use {OWN_TABLE}"
             )
-        wanted = TaskTable(*found)
-        if wanted.id_type not in _TYPES:
+        task_table = TaskTable(*row)
+        if task_table.id_type not in _ID_CHECKS:
             raise ConfigurationError(
-                f"providers.task_table {name!r} is invalid: its id is of type {wanted.id_type}; use a table whose id "
-                f"is one of {', '.join(_TYPES)}"
+                f"providers.task_table {name!r} is invalid: its id is of type {task_table.id_type}; use a table whose "
+                f"id is one of {', '.join(_ID_CHECKS)}"
             )
-        if read_task_table(line) == wanted:
+        if read_task_table(conn) == task_table:
             return False
         try:
-            _refer_to(line, wanted)
+            _refer_to(conn, task_table)
         except (psycopg.errors.InvalidForeignKey, psycopg.errors.InsufficientPrivilege) as error:
             raise ConfigurationError(
                 f"providers.task_table {name!r} cannot be referred to: {error.diag.message_primary}; its id must be a "
@@ -120,17 +121,17 @@ def use_task_table(dsn: str, name: str) -> bool:
     return True
 
 
-def _refer_to(line: Connection[Any], table: TaskTable) -> None:
-    with line.transaction():
-        line.execute("lock table ergon.provider_execution_metrics in access exclusive mode")
-        for (constraint,) in line.execute(_FOREIGN_KEYS).fetchall():
+def _refer_to(conn: Connection[Any], table: TaskTable) -> None:
+    with conn.transaction():
+        conn.execute("lock table ergon.provider_execution_metrics in access exclusive mode")
+        for (constraint,) in conn.execute(_SELECT_FOREIGN_KEYS).fetchall():
             drop = sql.SQL("alter table ergon.provider_execution_metrics drop constraint {}")
-            line.execute(drop.format(sql.Identifier(constraint)))
-        line.execute(
+            conn.execute(drop.format(sql.Identifier(constraint)))
+        conn.execute(
             "alter table ergon.provider_execution_metrics alter column task_execution_id type "
             f"{table.id_type} using null"
         )
-        line.execute(
+        conn.execute(
             "alter table ergon.provider_execution_metrics add foreign key (task_execution_id) "
             f"references {table.name} (id)"
         )

@@ -1,7 +1,7 @@
-"""Tracing: the calls to providers that were made for one business process, and what held them back.
+"""Lookup of the provider calls of one business process, and of the reasons that blocked them.
 
-Attempts are found by their correlation, which has an index; everything else by what the attempts say. So a call of
-which no attempt was written down is not found here.
+Attempts are found by their correlation, which has an index; everything else by the data of the attempts. A call
+without a stored attempt is therefore not found.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
-from ergon_framework.history import Event, History, Kind, Place, State, Value, in_order
-from ergon_framework.providers.sql.names import ALL
+from ergon_framework.history import History, HistoryEvent, Location, Value, WorkKind, WorkState, sort_events
+from ergon_framework.providers.sql.names import ALL_TENANTS
 from ergon_framework.schema.operation import Operation, Query
-from ergon_framework.schema.snapshot import in_one_snapshot
+from ergon_framework.schema.snapshot import in_snapshot
 
-#: The most attempts that are told of, the latest.
-MOST: Final = 200
-_WINDOWS: Final = ("minute", "hour", "day", "month")
-_ENDS: Final = {"success": State.SUCCEEDED, "retry": State.RETRYING}
+#: Maximum number of attempts that are returned, the latest.
+MAX_ATTEMPTS: Final = 200
+_WINDOW_NAMES: Final = ("minute", "hour", "day", "month")
+_STATE_BY_OUTCOME: Final = {"success": WorkState.SUCCEEDED, "retry": WorkState.RETRYING}
 
 ATTEMPTS: Final = """
 select m.tenant_id, m.provider_name, m.capability, m.operation, m.idempotency_key, m.correlation_id,
@@ -30,7 +30,7 @@ from ergon.provider_execution_metrics m where m.correlation_id = any(%(names)s)
 order by m.created_at desc, m.attempt_number desc limit %(most)s
 """
 
-#: The windows of those moments, as they stand now: a window that is over keeps its last count.
+#: The windows at the times of the attempts, with their current counts: an ended window keeps its last count.
 QUOTAS: Final = """
 select a.n, k.kind, s.tenant_id, s.used_count, s.limit_count
 from unnest(%(tenants)s::text[], %(providers)s::text[], %(capabilities)s::text[], %(moments)s::timestamptz[])
@@ -51,7 +51,7 @@ join ergon.provider_breakers b
     on b.tenant_id = t.tenant and b.provider_name = a.provider and b.capability = a.capability
 """
 
-#: What operators said while the attempts were made, or shortly before.
+#: Operator actions during the attempts, or up to one day before them.
 OVERRIDES: Final = """
 select o.tenant_id, o.provider_name, o.capability, o.at, o.action, o.until, o.calls
 from unnest(%(tenants)s::text[], %(providers)s::text[], %(capabilities)s::text[]) as a(tenant, provider, capability)
@@ -67,7 +67,7 @@ from unnest(%(tenants)s::text[], %(providers)s::text[], %(keys)s::text[]) as a(t
 join ergon.provider_keys k on k.tenant_id = a.tenant and k.provider_name = a.provider and k.key = a.key
 """
 
-#: Those of a task of Celery by its id, the others by whose they are and when: they have no index by correlation.
+#: Dead letters of a Celery task by its id, others by tenant and time: there is no index on the correlation.
 DEAD: Final = """
 select d.id, d.tenant_id, d.provider_name, d.capability, d.operation, d.task_name, d.task_id, d.correlation_id,
     d.reason_code, d.error_type, d.error_message, d.attempts, d.occurred_at, d.published_at
@@ -84,7 +84,7 @@ order by 1 limit %(most)s
 """
 
 
-class _Attempt(NamedTuple):
+class _StoredAttempt(NamedTuple):
     """A row of ``ATTEMPTS``."""
 
     tenant: str
@@ -95,7 +95,7 @@ class _Attempt(NamedTuple):
     correlation: str
     task_execution: str | None
     number: int
-    most: int
+    max_attempts: int
     duration_ms: float
     budget_ms: float
     outcome: str
@@ -104,17 +104,17 @@ class _Attempt(NamedTuple):
     at: datetime
 
     @property
-    def account(self) -> tuple[str, str, str]:
+    def scope(self) -> tuple[str, str, str]:
         return self.tenant, self.provider, self.capability
 
     @property
-    def call(self) -> tuple[str, ...]:
-        """What tells calls apart: without a key, all of one operation are taken for one."""
-        return (*self.account, self.operation, self.key or "", self.correlation)
+    def call_key(self) -> tuple[str, ...]:
+        """The key that distinguishes calls: without an idempotency key, all of one operation count as one."""
+        return (*self.scope, self.operation, self.key or "", self.correlation)
 
 
-class _Breaker(NamedTuple):
-    """A row of ``BREAKERS`` behind its account."""
+class _StoredBreaker(NamedTuple):
+    """A row of ``BREAKERS`` after the columns of its scope."""
 
     state: str
     failures: int
@@ -124,7 +124,7 @@ class _Breaker(NamedTuple):
     updated_at: datetime
 
 
-class _Dead(NamedTuple):
+class _StoredDeadLetter(NamedTuple):
     """A row of ``DEAD``."""
 
     number: int
@@ -143,79 +143,88 @@ class _Dead(NamedTuple):
     published_at: datetime | None
 
 
-class _Seen(NamedTuple):
-    """What was found besides the attempts themselves, by the place of the attempt or by the account."""
+class _CallContext(NamedTuple):
+    """The data around the attempts, by the index of the attempt or by the scope."""
 
     quotas: dict[int, dict[str, Value]]
-    breakers: dict[tuple[str, str, str], _Breaker]
+    breakers: dict[tuple[str, str, str], _StoredBreaker]
     overrides: list[tuple[Any, ...]]
     keys: dict[tuple[str, str, str], tuple[Any, ...]]
 
 
-def trace(names: Sequence[str], tenants: Sequence[str] = ()) -> Operation[list[History]]:
-    """The calls whose correlation is one of *names*, and the dead letters of calls among them.
+def lookup_calls(names: Sequence[str], tenants: Sequence[str] = ()) -> Operation[list[History]]:
+    """Return the calls whose correlation is one of *names*, and the dead letters of calls among them.
 
-    With *tenants* only theirs: a correlation is whatever somebody wrote, and two tenants may have written the same.
+    With *tenants* only theirs: a correlation is arbitrary text, and two tenants may use the same one.
     """
-    return (yield from in_one_snapshot(_traced(names, list(tenants) or None)))
+    return (yield from in_snapshot(_lookup(names, list(tenants) or None)))
 
 
-def _traced(names: Sequence[str], whose: list[str] | None) -> Operation[list[History]]:
-    given = {"names": list(names), "whose": whose, "most": MOST}
-    rows = yield Query(ATTEMPTS, given)
-    attempts = [_Attempt(*row) for row in reversed(rows)]
-    buried = yield Query(DEAD, {**given, **_span(attempts)})
-    seen = (yield from _around(attempts)) if attempts else _Seen({}, {}, [], {})
-    numbered = sorted(enumerate(attempts), key=lambda one: (one[1].call, one[0]))
-    calls = [list(group) for _, group in groupby(numbered, key=lambda one: one[1].call)]
+def _lookup(names: Sequence[str], tenants: list[str] | None) -> Operation[list[History]]:
+    parameters = {"names": list(names), "whose": tenants, "most": MAX_ATTEMPTS}
+    rows = yield Query(ATTEMPTS, parameters)
+    attempts = [_StoredAttempt(*row) for row in reversed(rows)]
+    dead_letters = yield Query(DEAD, {**parameters, **_get_time_span(attempts)})
+    call_context = (yield from _read_context(attempts)) if attempts else _CallContext({}, {}, [], {})
+    numbered = sorted(enumerate(attempts), key=lambda entry: (entry[1].call_key, entry[0]))
+    calls = [list(group) for _, group in groupby(numbered, key=lambda entry: entry[1].call_key)]
     calls.sort(key=lambda call: call[0][0])
-    return [*(_call(call, seen) for call in calls), *(_dead(_Dead(*row)) for row in buried)]
+    return [
+        *(_to_call_history(call, call_context) for call in calls),
+        *(_to_dead_letter_history(_StoredDeadLetter(*row)) for row in dead_letters),
+    ]
 
 
-def _span(attempts: Sequence[_Attempt]) -> dict[str, Any]:
-    moments = [attempt.at for attempt in attempts]
+def _get_time_span(attempts: Sequence[_StoredAttempt]) -> dict[str, Any]:
+    times = [attempt.at for attempt in attempts]
     return {
         "tenants": sorted({attempt.tenant for attempt in attempts}),
-        "first": min(moments, default=None),
-        "last": max(moments, default=None),
+        "first": min(times, default=None),
+        "last": max(times, default=None),
     }
 
 
-def _around(attempts: Sequence[_Attempt]) -> Operation[_Seen]:
-    accounts = _columns(sorted({attempt.account for attempt in attempts}))
-    given = {**accounts, "all": ALL, "most": MOST}
-    each = {**_columns([attempt.account for attempt in attempts]), "moments": [attempt.at for attempt in attempts]}
+def _read_context(attempts: Sequence[_StoredAttempt]) -> Operation[_CallContext]:
+    scopes = _to_columns(sorted({attempt.scope for attempt in attempts}))
+    parameters = {**scopes, "all": ALL_TENANTS, "most": MAX_ATTEMPTS}
+    attempt_columns = {
+        **_to_columns([attempt.scope for attempt in attempts]),
+        "moments": [attempt.at for attempt in attempts],
+    }
     quotas: dict[int, dict[str, Value]] = {}
-    for number, kind, tenant, used, limit in (yield Query(QUOTAS, {**given, **each})):
-        shared = " of all tenants" if tenant == ALL else ""
-        # What all tenants have used together is made of other tenants' calls.
-        told = ("spent" if used >= limit else "not spent") if shared else f"{used}/{limit}"
-        quotas.setdefault(number - 1, {})[f"quota per {_WINDOWS[kind - 1]}{shared}"] = told
-    breakers = yield Query(BREAKERS, given)
-    span = _span(attempts)
-    overrides = yield Query(OVERRIDES, {**given, "first": span["first"], "last": span["last"]})
-    named = sorted({(one.tenant, one.provider, one.key) for one in attempts if one.key is not None})
-    tenants, providers, names = ([one[place] for one in named] for place in range(3))
+    for number, kind, tenant, used, limit in (yield Query(QUOTAS, {**parameters, **attempt_columns})):
+        suffix = " of all tenants" if tenant == ALL_TENANTS else ""
+        # The shared count includes other tenants' calls, so it is not shown.
+        usage = ("spent" if used >= limit else "not spent") if suffix else f"{used}/{limit}"
+        quotas.setdefault(number - 1, {})[f"quota per {_WINDOW_NAMES[kind - 1]}{suffix}"] = usage
+    breakers = yield Query(BREAKERS, parameters)
+    span = _get_time_span(attempts)
+    overrides = yield Query(OVERRIDES, {**parameters, "first": span["first"], "last": span["last"]})
+    attempt_keys = sorted({(entry.tenant, entry.provider, entry.key) for entry in attempts if entry.key is not None})
+    tenants, providers, names = ([entry[column] for entry in attempt_keys] for column in range(3))
     keys = yield Query(KEYS, {"tenants": tenants, "providers": providers, "keys": names})
-    return _Seen(
-        quotas, {row[:3]: _Breaker(*row[3:]) for row in breakers}, list(overrides), {row[:3]: row[3:] for row in keys}
+    return _CallContext(
+        quotas,
+        {row[:3]: _StoredBreaker(*row[3:]) for row in breakers},
+        list(overrides),
+        {row[:3]: row[3:] for row in keys},
     )
 
 
-def _columns(accounts: Sequence[tuple[str, str, str]]) -> dict[str, list[str]]:
+def _to_columns(scopes: Sequence[tuple[str, str, str]]) -> dict[str, list[str]]:
     return {
-        "tenants": [account[0] for account in accounts],
-        "providers": [account[1] for account in accounts],
-        "capabilities": [account[2] for account in accounts],
+        "tenants": [scope[0] for scope in scopes],
+        "providers": [scope[1] for scope in scopes],
+        "capabilities": [scope[2] for scope in scopes],
     }
 
 
-# -- as histories -----------------------------------------------------------------------------------
+# -- conversion to histories ------------------------------------------------------------------------
 
 
-def _call(attempts: Sequence[tuple[int, _Attempt]], seen: _Seen) -> History:
+def _to_call_history(attempts: Sequence[tuple[int, _StoredAttempt]], call_context: _CallContext) -> History:
     last = attempts[-1][1]
-    told: dict[str, Value | None] = {
+    about: dict[str, Value | None] = {
         "tenant": last.tenant,
         "provider": last.provider,
         "capability": last.capability,
@@ -223,78 +232,84 @@ def _call(attempts: Sequence[tuple[int, _Attempt]], seen: _Seen) -> History:
         "correlation": last.correlation,
         "idempotency key": last.key,
         "task execution": last.task_execution,
-        "max attempts": last.most,
+        "max attempts": last.max_attempts,
         "timeout budget": last.budget_ms / 1000,
     }
-    for shared, tenant in (("", last.tenant), (" of all tenants", ALL)):
-        breaker = seen.breakers.get((tenant, last.provider, last.capability))
+    for suffix, tenant in (("", last.tenant), (" of all tenants", ALL_TENANTS)):
+        breaker = call_context.breakers.get((tenant, last.provider, last.capability))
         if breaker is not None:
-            told[f"breaker{shared}"] = _breaker(breaker, counted=not shared)
-    events = [_event(attempt, seen.quotas.get(number, {})) for number, attempt in attempts]
-    account = {last.account, (ALL, last.provider, last.capability)}
-    events += [_override(*row[3:]) for row in seen.overrides if row[:3] in account]
-    key = None if last.key is None else seen.keys.get((last.tenant, last.provider, last.key))
+            about[f"breaker{suffix}"] = _describe_breaker(breaker, with_count=not suffix)
+    events = [_to_event(attempt, call_context.quotas.get(number, {})) for number, attempt in attempts]
+    scope_keys = {last.scope, (ALL_TENANTS, last.provider, last.capability)}
+    events += [_to_override_event(*row[3:]) for row in call_context.overrides if row[:3] in scope_keys]
+    key = None if last.key is None else call_context.keys.get((last.tenant, last.provider, last.key))
     return History(
-        kind=Kind.CALL,
+        kind=WorkKind.CALL,
         id=last.correlation,
         where=f"{last.provider}.{last.operation}",
-        about={name: value for name, value in told.items() if value is not None},
-        events=in_order(events),
-        place=_place(last, key),
+        about={name: value for name, value in about.items() if value is not None},
+        events=sort_events(events),
+        place=_to_location(last, key),
     )
 
 
-def _event(attempt: _Attempt, quota: dict[str, Value]) -> Event:
+def _to_event(attempt: _StoredAttempt, quota: dict[str, Value]) -> HistoryEvent:
     values: dict[str, Value] = {"duration": attempt.duration_ms / 1000, **quota}
     if attempt.status is not None:
         values["http status"] = attempt.status
-    return Event(
+    return HistoryEvent(
         at=attempt.at.timestamp(),
-        what=f"attempt {attempt.number} of {attempt.most}",
+        what=f"attempt {attempt.number} of {attempt.max_attempts}",
         verdict=attempt.outcome,
         words=attempt.reason or "",
         values=values,
     )
 
 
-def _override(at: datetime, action: str, until: datetime | None, calls: int | None) -> Event:
+def _to_override_event(time: datetime, action: str, until: datetime | None, calls: int | None) -> HistoryEvent:
     values: dict[str, Value] = {} if calls is None else {"calls": calls}
-    return Event(
-        at=at.timestamp(),
+    return HistoryEvent(
+        at=time.timestamp(),
         what="an operator said",
-        words=action if until is None else f"{action} until {_moment(until)}",
+        words=action if until is None else f"{action} until {_format_time(until)}",
         values=values,
     )
 
 
-def _breaker(seen: _Breaker, *, counted: bool) -> str:
-    words = f"{seen.state}, {seen.failures} faults in a row" if counted else seen.state
-    if seen.open_until is not None:
-        words += f", open until {_moment(seen.open_until)}"
-    if seen.override is not None:
-        words += f", {seen.override}" + (
-            "" if seen.override_until is None else f" until {_moment(seen.override_until)}"
+def _describe_breaker(breaker: _StoredBreaker, *, with_count: bool) -> str:
+    description = f"{breaker.state}, {breaker.failures} faults in a row" if with_count else breaker.state
+    if breaker.open_until is not None:
+        description += f", open until {_format_time(breaker.open_until)}"
+    if breaker.override is not None:
+        description += f", {breaker.override}" + (
+            "" if breaker.override_until is None else f" until {_format_time(breaker.override_until)}"
         )
-    return f"{words}, last changed {_moment(seen.updated_at)}"
+    return f"{description}, last changed {_format_time(breaker.updated_at)}"
 
 
-def _place(last: _Attempt, key: tuple[Any, ...] | None) -> Place:
+def _to_location(last: _StoredAttempt, key: tuple[Any, ...] | None) -> Location:
     since = last.at.timestamp()
-    state = _ENDS.get(last.outcome, State.FAILED)
+    state = _STATE_BY_OUTCOME.get(last.outcome, WorkState.FAILED)
     if key is None:
-        return Place(state=state, since=since, words=last.reason or "")
-    kept, until, doubt, current = key
-    if kept == "in_flight" and current:
-        return Place(state=State.RUNNING, since=since, until=until.timestamp(), words="somebody makes the call now")
-    if state is not State.SUCCEEDED and (doubt or kept in {"in_flight", "unknown"}):
-        words = "the provider may have carried it out; the same call may be made again, with the same payload"
-        return Place(state=State.DOUBTFUL, since=since, until=until.timestamp() if current else None, words=words)
-    words = f"its result is kept until {_moment(until)}" if kept == "done" and current else last.reason or ""
-    return Place(state=state, since=since, words=words)
+        return Location(state=state, since=since, words=last.reason or "")
+    key_state, until, outcome_unknown, is_current = key
+    if key_state == "in_flight" and is_current:
+        return Location(
+            state=WorkState.RUNNING, since=since, until=until.timestamp(), words="somebody makes the call now"
+        )
+    if state is not WorkState.SUCCEEDED and (outcome_unknown or key_state in {"in_flight", "unknown"}):
+        detail = "the provider may have carried it out; the same call may be made again, with the same payload"
+        return Location(
+            state=WorkState.UNKNOWN, since=since, until=until.timestamp() if is_current else None, words=detail
+        )
+    detail = (
+        f"its result is kept until {_format_time(until)}" if key_state == "done" and is_current else last.reason or ""
+    )
+    return Location(state=state, since=since, words=detail)
 
 
-def _dead(row: _Dead) -> History:
-    told: dict[str, Value | None] = {
+def _to_dead_letter_history(row: _StoredDeadLetter) -> History:
+    about: dict[str, Value | None] = {
         "tenant": row.tenant,
         "capability": row.capability,
         "task": row.task,
@@ -302,19 +317,19 @@ def _dead(row: _Dead) -> History:
         "correlation": row.correlation,
         "attempts": row.attempts,
     }
-    at, words = row.at.timestamp(), f"{row.error_type}: {row.message}"
-    events = [Event(at=at, what="dead letter", verdict=row.reason, words=words)]
+    occurred_at, message = row.at.timestamp(), f"{row.error_type}: {row.message}"
+    events = [HistoryEvent(at=occurred_at, what="dead letter", verdict=row.reason, words=message)]
     if row.published_at is not None:
-        events.append(Event(at=row.published_at.timestamp(), what="published", words="into queue.deadletter"))
+        events.append(HistoryEvent(at=row.published_at.timestamp(), what="published", words="into queue.deadletter"))
     return History(
-        kind=Kind.CALL,
+        kind=WorkKind.CALL,
         id=row.correlation,
         where=f"{row.provider}.{row.operation}" if row.provider and row.operation else row.task,
-        about={name: value for name, value in told.items() if value is not None},
-        events=in_order(events),
-        place=Place(state=State.DEAD, since=at, handle=str(row.number), words=row.reason),
+        about={name: value for name, value in about.items() if value is not None},
+        events=sort_events(events),
+        place=Location(state=WorkState.DEAD, since=occurred_at, handle=str(row.number), words=row.reason),
     )
 
 
-def _moment(at: datetime) -> str:
-    return at.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+def _format_time(time: datetime) -> str:
+    return time.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -1,4 +1,4 @@
-"""The tray: where attempts wait to be written, with room for so many; who puts one there never waits."""
+"""The bounded queue of attempts that wait to be written; adding an attempt never blocks."""
 
 from __future__ import annotations
 
@@ -8,59 +8,59 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Final
 
-from ergon_framework.providers.execution import AttemptRow
-from ergon_framework.providers.observe import tally_of
+from ergon_framework.providers.execution import AttemptRecord
+from ergon_framework.providers.observe import provider_metrics
 
-#: Attempts that are written together.
-MANY: Final = 1_000
+#: Number of attempts that are written together.
+MAX_BATCH: Final = 1_000
 
 
-class Tray:
-    """Attempts between those who make calls and the one thread that writes."""
+class AttemptQueue:
+    """The attempts between the callers and the writer's thread."""
 
     def __init__(self, room: int) -> None:
         self.room = room
-        self.many = min(MANY, room)
-        self.rows: deque[AttemptRow] = deque()
-        self.bell = threading.Event()
-        #: Nobody looks at the rows before the bell rings.
-        self.asleep = True
+        self.batch_size = min(MAX_BATCH, room)
+        self.rows: deque[AttemptRecord] = deque()
+        self.wakeup = threading.Event()
+        #: The writer's thread does not read the rows until the event is set.
+        self.is_asleep = True
         self.closed = False
-        #: By why they were dropped, how many.
-        self.lost: Counter[str] = Counter()
-        self._counting = threading.Lock()
-        self._until: float | None = None
+        #: Number of dropped attempts, by reason.
+        self.dropped: Counter[str] = Counter()
+        self._count_lock = threading.Lock()
+        self._deadline: float | None = None
 
-    def put(self, row: AttemptRow) -> bool:
-        """Whether the thread has to be woken for it; it is dropped, and counted, where there is no room."""
+    def put(self, row: AttemptRecord) -> bool:
+        """Add an attempt, or drop and count it if the queue is full; return whether the thread must be woken."""
         rows = self.rows
         if len(rows) >= self.room or self.closed:
             self.drop((row,), "closed" if self.closed else "full")
             return False
         rows.append(row)
-        if len(rows) >= self.many and not self.bell.is_set():
-            self.bell.set()
-        return self.asleep
+        if len(rows) >= self.batch_size and not self.wakeup.is_set():
+            self.wakeup.set()
+        return self.is_asleep
 
-    def take(self) -> list[AttemptRow]:
-        """The attempts of the next batch."""
-        return [self.rows.popleft() for _ in range(min(len(self.rows), self.many))]
+    def take(self) -> list[AttemptRecord]:
+        """Remove and return the attempts of the next batch."""
+        return [self.rows.popleft() for _ in range(min(len(self.rows), self.batch_size))]
 
-    def drop(self, rows: Iterable[AttemptRow], reason: str) -> None:
-        """Count *rows* as attempts that will be in no table."""
-        lost = Counter((row.provider_name, row.capability) for row in rows)
-        with self._counting:
-            self.lost[reason] += lost.total()
-        for (provider_name, capability), count in lost.items():
-            tally_of(provider_name).dropped(capability, reason, count)
+    def drop(self, rows: Iterable[AttemptRecord], reason: str) -> None:
+        """Count *rows* as attempts that no table will contain."""
+        count_by_scope = Counter((row.provider_name, row.capability) for row in rows)
+        with self._count_lock:
+            self.dropped[reason] += count_by_scope.total()
+        for (provider_name, capability), count in count_by_scope.items():
+            provider_metrics(provider_name).record_dropped(capability, reason, count)
 
     def close(self, timeout: float) -> None:
-        """Take no more; what is here has *timeout* seconds left."""
-        self._until = time.monotonic() + timeout
+        """Accept no more attempts; the queued ones may be written for *timeout* seconds."""
+        self._deadline = time.monotonic() + timeout
         self.closed = True
-        self.bell.set()
+        self.wakeup.set()
 
     @property
-    def left(self) -> float:
-        """Seconds until nothing more is to be written."""
-        return float("inf") if self._until is None else self._until - time.monotonic()
+    def seconds_left(self) -> float:
+        """Seconds until writing must stop."""
+        return float("inf") if self._deadline is None else self._deadline - time.monotonic()

@@ -1,4 +1,4 @@
-"""The view: what this process saw last of the breakers. It never waits, and may be a moment old."""
+"""The cache of the breaker states that this process read last. It never blocks, and may be slightly outdated."""
 
 from __future__ import annotations
 
@@ -8,81 +8,81 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from ergon_framework.providers.books import Account
-from ergon_framework.providers.circuit_breaker import BreakerState, Override, OverrideKind, Snapshot
+from ergon_framework.providers.books import ProviderScope
+from ergon_framework.providers.circuit_breaker import BreakerSnapshot, BreakerState, Override, OverrideKind
 
-#: The most accounts that a process watches; the one that was not asked for the longest is given up first.
-_MOST: Final = 10_000
-NEW: Final = Snapshot()
+#: Maximum number of scopes that a process watches; the one updated longest ago is evicted first.
+_MAX_SCOPES: Final = 10_000
+NEW_BREAKER: Final = BreakerSnapshot()
 
 
-def snapshot(shown: Sequence[Any] | None) -> Snapshot:
-    """What ``provider_breaker_shown`` answers; without the probes, which only the row needs."""
-    if shown is None or shown[0] is None:
-        return NEW
-    state, failures, open_until, generation, kind, until = shown
+def parse_snapshot(values: Sequence[Any] | None) -> BreakerSnapshot:
+    """Parse the answer of ``provider_breaker_shown``; without the probes, which only the row needs."""
+    if values is None or values[0] is None:
+        return NEW_BREAKER
+    breaker_state, failures, open_until, generation, kind, until = values
     override = None if kind is None else Override(OverrideKind(kind), until)
-    return Snapshot(BreakerState(state), failures, open_until, generation, override=override)
+    return BreakerSnapshot(BreakerState(breaker_state), failures, open_until, generation, override=override)
 
 
-def moved(seen: Snapshot, seconds: float) -> Snapshot:
-    """*seen* in the time of another clock, which is ahead by *seconds*."""
-    if seen.open_until is not None:
-        seen = replace(seen, open_until=seen.open_until + seconds)
-    if seen.override is not None:
-        seen = replace(seen, override=replace(seen.override, until=seen.override.until + seconds))
-    return seen
+def shift_clock(state: BreakerSnapshot, seconds: float) -> BreakerSnapshot:
+    """Convert *state* to the time of another clock, which is ahead by *seconds*."""
+    if state.open_until is not None:
+        state = replace(state, open_until=state.open_until + seconds)
+    if state.override is not None:
+        state = replace(state, override=replace(state.override, until=state.override.until + seconds))
+    return state
 
 
-class View:
-    """Breakers by account, in this process's own time."""
+class BreakerCache:
+    """Breaker states by scope, in this process's own time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seen: OrderedDict[Account, Snapshot] = OrderedDict()
-        #: Accounts that somebody has asked for and nobody has read yet.
-        self._unread: set[Account] = set()
-        #: Called when there is one more of these.
-        self.wanting: Callable[[], None] = lambda: None
+        self._states: OrderedDict[ProviderScope, BreakerSnapshot] = OrderedDict()
+        #: Requested scopes that have not been read yet.
+        self._unread: set[ProviderScope] = set()
+        #: Called when a scope is added to them.
+        self.on_scope_requested: Callable[[], None] = lambda: None
 
-    def of(self, account: Account) -> Snapshot | None:
-        """The breaker of *account*; None where it was never read, which is then due."""
-        found = self._seen.get(account)
-        if found is None:
+    def get(self, scope: ProviderScope) -> BreakerSnapshot | None:
+        """Return the breaker of *scope*; None if it was never read, which requests a read."""
+        state = self._states.get(scope)
+        if state is None:
             with self._lock:
-                new = len(self._unread) < _MOST and account not in self._unread
-                if new:
-                    self._unread.add(account)
-            if new:
-                self.wanting()
-        return found
+                is_new = len(self._unread) < _MAX_SCOPES and scope not in self._unread
+                if is_new:
+                    self._unread.add(scope)
+            if is_new:
+                self.on_scope_requested()
+        return state
 
-    def failures(self, account: Account) -> int:
-        """The faults in a row that were seen last."""
-        found = self._seen.get(account)
-        return 0 if found is None else found.consecutive_failures
+    def count_failures(self, scope: ProviderScope) -> int:
+        """Return the last known number of consecutive faults."""
+        state = self._states.get(scope)
+        return 0 if state is None else state.consecutive_failures
 
-    def saw(self, account: Account, seen: Snapshot) -> None:
-        """Take *seen* for the state, unless a later one is known: answers may overtake each other."""
-        known = self._seen.get(account)
-        if known is seen or (known is not None and known.generation > seen.generation):
+    def update(self, scope: ProviderScope, state: BreakerSnapshot) -> None:
+        """Store *state* unless a later one is known, because answers may arrive out of order."""
+        current = self._states.get(scope)
+        if current is state or (current is not None and current.generation > state.generation):
             return
         with self._lock:
-            self._seen[account] = seen
-            self._seen.move_to_end(account)
-            self._unread.discard(account)
-            if len(self._seen) > _MOST:
-                self._seen.popitem(last=False)
+            self._states[scope] = state
+            self._states.move_to_end(scope)
+            self._unread.discard(scope)
+            if len(self._states) > _MAX_SCOPES:
+                self._states.popitem(last=False)
 
-    def known(self, account: Account) -> bool:
-        return account in self._seen
+    def is_known(self, scope: ProviderScope) -> bool:
+        return scope in self._states
 
-    def unread(self) -> list[Account]:
-        """Those that are due to be read."""
+    def unread_scopes(self) -> list[ProviderScope]:
+        """Return the scopes that are due to be read."""
         with self._lock:
             return list(self._unread)
 
-    def accounts(self) -> list[Account]:
-        """All that somebody takes an interest in."""
+    def list_scopes(self) -> list[ProviderScope]:
+        """Return all cached and requested scopes."""
         with self._lock:
-            return [*self._seen, *self._unread]
+            return [*self._states, *self._unread]

@@ -1,4 +1,4 @@
-"""Visits: what is asked of the database before and after an attempt, and what its answers mean; for both flavours."""
+"""The database operations before and after an attempt, and the parsing of their answers; for both variants."""
 
 from __future__ import annotations
 
@@ -10,226 +10,264 @@ from functools import lru_cache
 from typing import Any, Final
 
 from ergon_framework.providers import circuit_breaker, idempotency
-from ergon_framework.providers.books import Admission, Admitted, Asked, Busy, Concluded, Replayed
-from ergon_framework.providers.circuit_breaker import BreakerState, Pass, Probe, Refused, Snapshot
+from ergon_framework.providers.books import (
+    AdmissionRequest,
+    AdmissionResult,
+    AdmittedAttempt,
+    AttemptResult,
+    KeyInFlight,
+    ReplayedResult,
+)
+from ergon_framework.providers.circuit_breaker import BreakerSnapshot, BreakerState, CallRefused, Permit, Probe
 from ergon_framework.providers.errors import ProviderQuotaExceededError
-from ergon_framework.providers.idempotency import Kept
+from ergon_framework.providers.idempotency import StoredResult
 from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
 from ergon_framework.providers.quota import QuotaState, WindowKind, window_at
 from ergon_framework.providers.sql import statements
-from ergon_framework.providers.sql.blocks import BlockPolicy, Leased, Limits, Purse, Rest
-from ergon_framework.providers.sql.names import KEY, check, check_tenant, owner_of
-from ergon_framework.providers.sql.results import not_kept, written
-from ergon_framework.providers.sql.view import View, moved, snapshot
-from ergon_framework.schema.operation import Operation, Query, Text
+from ergon_framework.providers.sql.blocks import BlockPolicy, LeasedBlock, QuotaBlockCache, UnusedQuota, WindowLimits
+from ergon_framework.providers.sql.names import MAX_KEY_BYTES, check_name, check_tenant, scope_key
+from ergon_framework.providers.sql.results import result_not_stored_error, serialize_result
+from ergon_framework.providers.sql.view import BreakerCache, parse_snapshot, shift_clock
+from ergon_framework.schema.operation import Operation, PreparedTextQuery, Query
 
-KINDS: Final = tuple(WindowKind)
+WINDOW_KINDS: Final = tuple(WindowKind)
 
 
 @dataclass(slots=True)
-class Granted(Admitted):
-    """An attempt that these books let through, with what is to be ended after it."""
+class PostgresAdmitted(AdmittedAttempt):
+    """An attempt that the PostgreSQL store admitted, with the reservations to end after it."""
 
     reservation: int | None = None
-    purse: Purse | None = None
+    block_cache: QuotaBlockCache | None = None
     block: int | None = None
 
 
-def limits_of(quota: QuotaPolicy) -> Limits | None:
-    """The limits of all windows; None where there is none."""
+def quota_limits(quota: QuotaPolicy) -> WindowLimits | None:
+    """Return the limits of all windows; None if none is limited."""
     return (quota.minute, quota.hour, quota.day, quota.month) if quota.limits else None
 
 
-def is_closed(seen: Snapshot) -> bool:
-    """Whether everything goes through, and nothing but a fault can change that."""
-    return seen.state is BreakerState.CLOSED and seen.override is None
+def is_closed(state: BreakerSnapshot) -> bool:
+    """Return whether all calls are admitted, and only a fault can change that."""
+    return state.state is BreakerState.CLOSED and state.override is None
 
 
-def held(seen: Snapshot, now: float) -> Refused | None:
-    """The refusal that *seen* stands for; None where something may go through."""
-    until = circuit_breaker.held_until(seen)
-    return None if until is None or until <= now else Refused(seen, until)
+def blocked_by(state: BreakerSnapshot, now: float) -> CallRefused | None:
+    """Return the refusal that follows from *state*; None if a call may be admitted."""
+    until = circuit_breaker.blocked_until(state)
+    return None if until is None or until <= now else CallRefused(state, until)
 
 
 # -- before -------------------------------------------------------------------------------------------
 
 
-def admission(asked: Asked, *, limits: Limits | None, who: str, view: View) -> Operation[Admission]:
-    """Key, quota and breaker in one round trip."""
-    account, key = asked.account, asked.idempotency_key
-    seen = view.of(account)
+def admit_operation(
+    request: AdmissionRequest, *, limits: WindowLimits | None, process_name: str, breaker_cache: BreakerCache
+) -> Operation[AdmissionResult]:
+    """Claim the key, reserve quota and get the breaker's permit in one round trip."""
+    scope, key = request.scope, request.idempotency_key
+    state = breaker_cache.get(scope)
     values = (
-        owner_of(account),
-        account.provider_name,
-        account.capability,
-        None if limits is None else _array(limits),
-        _rules(asked.policy),
-        who,
-        repr(asked.lease),
-        _flag(seen is not None and not is_closed(seen)),
+        scope_key(scope),
+        scope.provider_name,
+        scope.capability,
+        None if limits is None else _format_array(limits),
+        _format_policy(request.policy),
+        process_name,
+        repr(request.lease),
+        _format_flag(state is not None and not is_closed(state)),
     )
     if key is None:
-        query = Text(statements.ADMIT_PLAIN, values)
+        query = PreparedTextQuery(statements.ADMIT_PLAIN, values)
     else:
-        _check_key(asked, key)
-        claim = asked.tenant_id, key, asked.fingerprint, asked.owner
-        query = Text(statements.ADMIT, (*values, *claim, _flag(asked.attempt_number == 1), _flag(asked.doubt)))
+        _check_key(request, key)
+        claim = request.tenant_id, key, request.fingerprint, request.owner
+        query = PreparedTextQuery(
+            statements.ADMIT,
+            (*values, *claim, _format_flag(request.attempt_number == 1), _format_flag(request.outcome_unknown)),
+        )
     ((text,),) = yield query
     answer = json.loads(text)
     if isinstance(answer, list):
         reservation, generation, failures = answer
-        if seen is None or (seen.generation, seen.consecutive_failures) != (generation, failures):
-            view.saw(account, Snapshot(consecutive_failures=failures, generation=generation))
-        return Granted(asked, Pass(generation), reservation=reservation)
-    return _unusual(asked, answer, view)
+        if state is None or (state.generation, state.consecutive_failures) != (generation, failures):
+            breaker_cache.update(scope, BreakerSnapshot(consecutive_failures=failures, generation=generation))
+        return PostgresAdmitted(request, Permit(generation), reservation=reservation)
+    return _parse_admission(request, answer, breaker_cache)
 
 
-def _unusual(asked: Asked, answer: dict[str, Any], view: View) -> Admission:
-    """What an answer means that is more than a plain yes."""
+def _parse_admission(request: AdmissionRequest, answer: dict[str, Any], breaker_cache: BreakerCache) -> AdmissionResult:
+    """Parse an answer that is more than a plain admission."""
     verdict = answer["verdict"]
-    # The moments of an answer are the server's; whoever asked goes by a clock of his own.
-    shift = asked.now - answer["at"]
+    # The times of an answer are the server's; they are converted to the clock of this process.
+    shift = request.now - answer["at"]
     if verdict in {"admitted", "open"}:
-        found = moved(snapshot(answer["breaker"]), shift)
-        view.saw(asked.account, found)
+        state = shift_clock(parse_snapshot(answer["breaker"]), shift)
+        breaker_cache.update(request.scope, state)
         if verdict == "open":
-            raise circuit_breaker.refusal(Refused(found, answer["until"] + shift), asked.now)
+            raise circuit_breaker.circuit_open_error(CallRefused(state, answer["until"] + shift), request.now)
         number = answer["probe"]
-        probe = None if number is None else Probe(number, asked.now + asked.policy.breaker.probe_lease_seconds)
-        return Granted(asked, Pass(found.generation, probe), reservation=answer["reservation"])
+        probe = None if number is None else Probe(number, request.now + request.policy.breaker.probe_lease_seconds)
+        return PostgresAdmitted(request, Permit(state.generation, probe), reservation=answer["reservation"])
     if verdict == "replayed":
         if answer["value"] is None:
-            raise not_kept()
-        return Replayed(Kept(answer["value"], answer["http_status"]))
+            raise result_not_stored_error()
+        return ReplayedResult(StoredResult(answer["value"], answer["http_status"]))
     if verdict == "busy":
-        return Busy(answer["until"] + shift)
+        return KeyInFlight(answer["until"] + shift)
     if verdict == "spent":
-        raise spent(answer["kind"], answer["limit"], at=answer["at"])
-    raise idempotency.conflict()
+        raise quota_exceeded_error(answer["kind"], answer["limit"], server_time=answer["at"])
+    raise idempotency.key_conflict_error()
 
 
 @lru_cache(maxsize=1024)
-def _array(numbers: tuple[float | None, ...]) -> str:
-    """An array as the server reads it: text, because it is always the same."""
+def _format_array(numbers: tuple[float | None, ...]) -> str:
+    """Format an array as the server reads it; as cached text, because the values rarely change."""
     return "{" + ",".join("NULL" if number is None else repr(number) for number in numbers) + "}"
 
 
-def _rules(policy: ProviderPolicy) -> str:
+def _format_policy(policy: ProviderPolicy) -> str:
     breaker = policy.breaker
-    places = breaker.half_open_max_calls
-    return _array((policy.keep, breaker.open_cooldown_seconds, places, breaker.probe_lease_seconds))
+    max_probes = breaker.half_open_max_calls
+    return _format_array((policy.keep, breaker.open_cooldown_seconds, max_probes, breaker.probe_lease_seconds))
 
 
-def spent(kind: int, limit: int, *, at: float) -> ProviderQuotaExceededError:
-    """The error of a window that has no call left, in the words of the model."""
-    now = datetime.fromtimestamp(at, UTC)
+def quota_exceeded_error(kind: int, limit: int, *, server_time: float) -> ProviderQuotaExceededError:
+    """Return the error of an exhausted window, with the message of the quota model."""
+    now = datetime.fromtimestamp(server_time, UTC)
     try:
-        QuotaState(window_at(KINDS[kind - 1], now), limit, limit).reserve(now=now)
+        QuotaState(window_at(WINDOW_KINDS[kind - 1], now), limit, limit).reserve(now=now)
     except ProviderQuotaExceededError as error:
         return error
     raise AssertionError("a spent window has no call left")
 
 
-def lease(
-    asked: Asked, purse: Purse, rest: Rest | None, *, policy: BlockPolicy, who: str, view: View
-) -> Operation[Leased | ProviderQuotaExceededError]:
-    """The next block of *purse*, in exchange for *rest*; or why there is none."""
-    sent = time.monotonic()
-    parameters = _account(asked) | {
-        "limits": _array(purse.limits),
-        "who": who,
+def lease_block_operation(
+    request: AdmissionRequest,
+    block_cache: QuotaBlockCache,
+    unused: UnusedQuota | None,
+    *,
+    policy: BlockPolicy,
+    process_name: str,
+    breaker_cache: BreakerCache,
+) -> Operation[LeasedBlock | ProviderQuotaExceededError]:
+    """Reserve the next block of *block_cache* and release *unused*; return the error if no call remains."""
+    sent_at = time.monotonic()
+    parameters = _build_scope_parameters(request) | {
+        "limits": _format_array(block_cache.limits),
+        "who": process_name,
         "calls": policy.size,
         "seconds": policy.lease,
-        "patience": asked.lease,
-        "previous": None if rest is None else rest.reservation,
-        "unspent": 0 if rest is None else rest.unspent,
+        "patience": request.lease,
+        "previous": None if unused is None else unused.reservation,
+        "unspent": 0 if unused is None else unused.unspent,
     }
-    ((shown, granted, at, until, kind, limit, reservation),) = yield Query(statements.LEASE, parameters)
-    view.saw(asked.account, moved(snapshot(shown), asked.now - at))
+    ((breaker_values, granted, server_time, until, kind, limit, reservation),) = yield Query(
+        statements.LEASE, parameters
+    )
+    breaker_cache.update(request.scope, shift_clock(parse_snapshot(breaker_values), request.now - server_time))
     if not granted:
-        return spent(kind, limit, at=at)
-    shortest = next(kind for kind, _ in asked.policy.quota.limits)
-    window = window_at(shortest, datetime.fromtimestamp(at, UTC))
-    return Leased(reservation, granted, window, at, until, sent)
+        return quota_exceeded_error(kind, limit, server_time=server_time)
+    shortest = next(kind for kind, _ in request.policy.quota.limits)
+    window = window_at(shortest, datetime.fromtimestamp(server_time, UTC))
+    return LeasedBlock(reservation, granted, window, server_time, until, sent_at)
 
 
 # -- after --------------------------------------------------------------------------------------------
 
 
-def conclusion(admitted: Granted, concluded: Concluded, view: View) -> Operation[BreakerState | None] | None:
-    """Key, reservation and breaker in one round trip; None where there is nothing to write."""
-    asked, leave, error = admitted.asked, admitted.leave, concluded.error
-    fault = None if error is None and concluded.kept is None else circuit_breaker.fault_of(error)
-    tells = leave.probe is not None or fault is True or (fault is False and view.failures(asked.account) > 0)
-    ends = concluded.last and asked.idempotency_key is not None
-    if not tells and not ends and admitted.reservation is None:
+def complete_operation(
+    admitted: PostgresAdmitted, result: AttemptResult, breaker_cache: BreakerCache
+) -> Operation[BreakerState | None] | None:
+    """Update key, reservation and breaker in one round trip; return None if there is nothing to write."""
+    request, permit, error = admitted.request, admitted.permit, result.error
+    fault = None if error is None and result.stored_result is None else circuit_breaker.is_provider_fault(error)
+    updates_breaker = (
+        permit.probe is not None
+        or fault is True
+        or (fault is False and breaker_cache.count_failures(request.scope) > 0)
+    )
+    ends_key = result.is_last and request.idempotency_key is not None
+    if not updates_breaker and not ends_key and admitted.reservation is None:
         return None
     return (
-        _told(admitted, concluded, view, ends=ends, fault=fault) if tells else _finished(admitted, concluded, ends=ends)
+        _complete_with_breaker(admitted, result, breaker_cache, ends_key=ends_key, fault=fault)
+        if updates_breaker
+        else _finish_without_breaker(admitted, result, ends_key=ends_key)
     )
 
 
-def _finished(admitted: Granted, concluded: Concluded, *, ends: bool) -> Operation[BreakerState | None]:
-    asked, kept = admitted.asked, concluded.kept
-    provider, keep = asked.account.provider_name, repr(asked.policy.keep)
+def _finish_without_breaker(
+    admitted: PostgresAdmitted, result: AttemptResult, *, ends_key: bool
+) -> Operation[BreakerState | None]:
+    request, stored_result = admitted.request, result.stored_result
+    provider, keep = request.scope.provider_name, repr(request.policy.keep)
     reservation = None if admitted.reservation is None else str(admitted.reservation)
-    if ends and kept is not None:
-        status = None if kept.http_status is None else str(kept.http_status)
-        mine = asked.tenant_id, provider, asked.idempotency_key, asked.owner
-        yield Text(statements.DONE, (*mine, written(kept.value), status, keep, reservation))
+    if ends_key and stored_result is not None:
+        status = None if stored_result.http_status is None else str(stored_result.http_status)
+        key_columns = request.tenant_id, provider, request.idempotency_key, request.owner
+        yield PreparedTextQuery(
+            statements.COMPLETE_SUCCESS,
+            (*key_columns, serialize_result(stored_result.value), status, keep, reservation),
+        )
         return None
-    key = (asked.tenant_id, asked.idempotency_key, asked.owner) if ends else (None, None, None)
-    unspent, doubt = str(_unspent(concluded)), _flag(concluded.doubt)
-    values = provider, repr(asked.lease), reservation, unspent, *key, "f", doubt, keep, None, None
-    yield Text(statements.FINISH, values)
+    key = (request.tenant_id, request.idempotency_key, request.owner) if ends_key else (None, None, None)
+    unspent, outcome_unknown = str(_count_unspent(result)), _format_flag(result.outcome_unknown)
+    values = provider, repr(request.lease), reservation, unspent, *key, "f", outcome_unknown, keep, None, None
+    yield PreparedTextQuery(statements.FINISH, values)
     return None
 
 
-def _told(
-    admitted: Granted, concluded: Concluded, view: View, *, ends: bool, fault: bool | None
+def _complete_with_breaker(
+    admitted: PostgresAdmitted,
+    result: AttemptResult,
+    breaker_cache: BreakerCache,
+    *,
+    ends_key: bool,
+    fault: bool | None,
 ) -> Operation[BreakerState | None]:
-    asked, leave, error, kept = admitted.asked, admitted.leave, concluded.error, concluded.kept
-    breaker = asked.policy.breaker
-    parameters = _account(asked) | {
-        "key_tenant": asked.tenant_id,
-        "key": asked.idempotency_key if ends else None,
-        "owner": asked.owner,
-        "keep": asked.policy.keep,
-        "patience": asked.lease,
+    request, permit, error, stored_result = admitted.request, admitted.permit, result.error, result.stored_result
+    breaker = request.policy.breaker
+    parameters = _build_scope_parameters(request) | {
+        "key_tenant": request.tenant_id,
+        "key": request.idempotency_key if ends_key else None,
+        "owner": request.owner,
+        "keep": request.policy.keep,
+        "patience": request.lease,
         "reservation": admitted.reservation,
-        "unspent": _unspent(concluded),
-        "done": kept is not None,
-        "doubt": concluded.doubt,
-        "value": written(kept.value) if ends and kept is not None else None,
-        "http_status": None if kept is None else kept.http_status,
-        "generation": leave.generation,
-        "probe": None if leave.probe is None else leave.probe.number,
+        "unspent": _count_unspent(result),
+        "done": stored_result is not None,
+        "doubt": result.outcome_unknown,
+        "value": serialize_result(stored_result.value) if ends_key and stored_result is not None else None,
+        "http_status": None if stored_result is None else stored_result.http_status,
+        "generation": permit.generation,
+        "probe": None if permit.probe is None else permit.probe.number,
         "fault": fault,
         "code": error.reason_code.value if error is not None and fault else None,
         "threshold": breaker.failure_threshold,
         "cooldown": breaker.open_cooldown_seconds,
         "places": breaker.half_open_max_calls,
     }
-    ((shown, entered, at),) = yield Query(statements.CONCLUDE, parameters)
-    if shown is not None:
-        view.saw(asked.account, moved(snapshot(shown), concluded.now - at))
+    ((breaker_values, entered, server_time),) = yield Query(statements.COMPLETE, parameters)
+    if breaker_values is not None:
+        breaker_cache.update(request.scope, shift_clock(parse_snapshot(breaker_values), result.now - server_time))
     return None if entered is None else BreakerState(entered)
 
 
-def _account(asked: Asked) -> dict[str, Any]:
-    account = asked.account
-    return {"tenant": owner_of(account), "provider": account.provider_name, "capability": account.capability}
+def _build_scope_parameters(request: AdmissionRequest) -> dict[str, Any]:
+    scope = request.scope
+    return {"tenant": scope_key(scope), "provider": scope.provider_name, "capability": scope.capability}
 
 
-def _check_key(asked: Asked, key: str) -> None:
-    check_tenant(asked.tenant_id)
-    check("key", key, KEY)
+def _check_key(request: AdmissionRequest, key: str) -> None:
+    check_tenant(request.tenant_id)
+    check_name("key", key, MAX_KEY_BYTES)
 
 
-def _unspent(concluded: Concluded) -> int:
-    """How many of the attempt's calls were certainly never made."""
-    return int(concluded.error is not None and not concluded.error.sent)
+def _count_unspent(result: AttemptResult) -> int:
+    """Return the number of the attempt's calls that were certainly never made."""
+    return int(result.error is not None and not result.error.sent)
 
 
-def _flag(is_so: bool) -> str:  # noqa: FBT001 - a value, as the server reads it
-    return "t" if is_so else "f"
+def _format_flag(value: bool) -> str:  # noqa: FBT001 - the value to format
+    return "t" if value else "f"

@@ -1,7 +1,7 @@
-"""The watcher: one thread of this process that keeps the view of the breakers, and tidies now and then.
+"""The breaker listener: one thread of this process that updates the breaker cache and runs maintenance at intervals.
 
-It is told of transitions, and looks once a second besides: behind a pooler nobody is told, and a
-line that is down is not known to be.
+It receives notifications of transitions, and polls every 0.9 seconds in addition: behind a pooler there are no
+notifications, and a lost connection is not noticed.
 """
 
 from __future__ import annotations
@@ -15,128 +15,137 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
-from ergon_framework.providers.books import Account
+from ergon_framework.providers.books import ProviderScope
 from ergon_framework.providers.sql import statements
-from ergon_framework.providers.sql.names import ALL, account_of
-from ergon_framework.providers.sql.sweeping import Sweeper
-from ergon_framework.providers.sql.view import View, moved, snapshot
-from ergon_framework.schema.hearing import Hearing
-from ergon_framework.schema.line import Line
-from ergon_framework.schema.lines import Lines
-from ergon_framework.schema.operation import Operation, perform
+from ergon_framework.providers.sql.names import ALL_TENANTS, parse_scope_key
+from ergon_framework.providers.sql.sweeping import Maintenance
+from ergon_framework.providers.sql.view import BreakerCache, parse_snapshot, shift_clock
+from ergon_framework.schema.hearing import NotificationWaiter
+from ergon_framework.schema.line import DeadlineConnection
+from ergon_framework.schema.lines import ConnectionPool
+from ergon_framework.schema.operation import Operation, run_operation
 from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two looks; and after which what was seen is too old to go by.
-LOOK: Final = 0.9
-FRESH: Final = 2.5
-#: Seconds between two sweeps, on average, and before it connects again.
-_SWEEP: Final = 20.0
-_FIRST, _LONGEST = 0.1, 2.0
+#: Seconds between two polls, and the age in seconds at which the cache is too old to use.
+POLL_INTERVAL_SECONDS: Final = 0.9
+MAX_CACHE_AGE_SECONDS: Final = 2.5
+#: Average seconds between two maintenance runs; then the shortest and the longest delay before it reconnects.
+_MAINTENANCE_INTERVAL_SECONDS: Final = 20.0
+_MIN_RECONNECT_SECONDS, _MAX_RECONNECT_SECONDS = 0.1, 2.0
 
 
-class Watcher:
-    """Keeps *view*; *tidy* is what its books have to do from time to time."""
+class BreakerListener:
+    """The thread that updates *breaker_cache*; *release_blocks* is the upkeep of its store after each poll."""
 
-    def __init__(self, lines: Lines, view: View, tidy: Callable[[], Operation[None]]) -> None:
-        self._lines = lines
-        self._view = view
-        self._tidy = tidy
-        self._over = threading.Event()
-        self._hearing = Hearing()
-        # Somebody asks for an account that nobody has read.
-        view.wanting = self._hearing.wake
-        self._looked = float("-inf")
-        self._sweeper = Sweeper()
-        # Of its own, so that processes take turns: forked children have the common ones in common.
-        self._dice = random.Random()  # noqa: S311 - no secret
-        self._sweep = time.monotonic() + self._dice.uniform(0, _SWEEP)
-        self._thread = threading.Thread(target=self._watch, name="ergon-breakers", daemon=True)
+    def __init__(
+        self, pool: ConnectionPool, breaker_cache: BreakerCache, release_blocks: Callable[[], Operation[None]]
+    ) -> None:
+        self._pool = pool
+        self._breaker_cache = breaker_cache
+        self._release_blocks = release_blocks
+        self._stopped = threading.Event()
+        self._waiter = NotificationWaiter()
+        # Wakes the thread when a scope is requested that was never read.
+        breaker_cache.on_scope_requested = self._waiter.wake
+        self._polled_at = float("-inf")
+        self._maintenance = Maintenance()
+        # A separate generator, so that processes do not run in step: forked children share the global one's state.
+        self._random = random.Random()  # noqa: S311 - no secret
+        self._maintenance_due_at = time.monotonic() + self._random.uniform(0, _MAINTENANCE_INTERVAL_SECONDS)
+        self._thread = threading.Thread(target=self._run, name="ergon-breakers", daemon=True)
         self._thread.start()
 
     def is_fresh(self, clock: float) -> bool:
-        """Whether the view holds what the database held a moment ago."""
-        return clock - self._looked <= FRESH
+        """Return whether the cache was compared with the database recently enough."""
+        return clock - self._polled_at <= MAX_CACHE_AGE_SECONDS
 
     def stop(self, timeout: float = 1.0) -> None:
-        """End it; a thread that is stuck in a connection is left behind."""
-        self._over.set()
-        self._hearing.wake()
+        """End the thread; a thread that is blocked in a connection is abandoned."""
+        self._stopped.set()
+        self._waiter.wake()
         self._thread.join(timeout)
 
-    # -- its thread -----------------------------------------------------------------------------------
+    # -- the thread -----------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        with self._hearing:
-            self._keep_watching()
+    def _run(self) -> None:
+        with self._waiter:
+            self._run_until_stopped()
 
-    def _keep_watching(self) -> None:
-        delay, lost = _FIRST, False
-        while not self._over.is_set():
+    def _run_until_stopped(self) -> None:
+        delay, is_lost = _MIN_RECONNECT_SECONDS, False
+        while not self._stopped.is_set():
             try:
-                with self._lines.connect() as connection:
-                    if self._lines.direct:
+                with self._pool.connect() as connection:
+                    if self._pool.is_direct:
                         connection.execute(f"listen {statements.CHANNEL}")
-                    self._read(connection, self._view.accounts())
-                    delay = _FIRST
-                    if lost:
-                        logs.say(logging.INFO, "breaker watch regained", {}, to=_log)
-                        lost = False
-                    while not self._over.is_set():
-                        self._look(connection)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the next look may be well
-                if not lost:
-                    logs.say(logging.WARNING, "breaker watch lost", {"error": type(error).__name__}, to=_log)
-                    lost = True
-                self._over.wait(delay)
-                delay = min(2 * delay, _LONGEST)
+                    self._read(connection, self._breaker_cache.list_scopes())
+                    delay = _MIN_RECONNECT_SECONDS
+                    if is_lost:
+                        logs.log_event(logging.INFO, "breaker watch regained", {}, to=_log)
+                        is_lost = False
+                    while not self._stopped.is_set():
+                        self._poll(connection)
+            except Exception as error:  # noqa: BLE001 - any error may be temporary, so it reconnects
+                if not is_lost:
+                    logs.log_event(logging.WARNING, "breaker watch lost", {"error": type(error).__name__}, to=_log)
+                    is_lost = True
+                self._stopped.wait(delay)
+                delay = min(2 * delay, _MAX_RECONNECT_SECONDS)
 
-    def _look(self, connection: Line) -> None:
-        """One look, and then to wait for the next one or for news."""
-        began = time.monotonic()
-        self._saw(connection.execute(statements.CHANGED, binary=True).fetchall())
-        self._read(connection, self._view.unread())
-        self._looked = began
-        perform(connection, self._tidy())
-        if began >= self._sweep:
-            self._sweep = began + _SWEEP * self._dice.uniform(0.5, 1.5)
-            perform(connection, self._sweeper.swept())
-        while (left := began + LOOK - time.monotonic()) > 0 and not self._over.is_set():
-            self._listen(connection, left)
-            if self._view.unread():
+    def _poll(self, connection: DeadlineConnection) -> None:
+        """Poll once, then wait for the next poll or for notifications."""
+        started_at = time.monotonic()
+        self._store(connection.execute(statements.SELECT_CHANGED_BREAKERS, binary=True).fetchall())
+        self._read(connection, self._breaker_cache.unread_scopes())
+        self._polled_at = started_at
+        run_operation(connection, self._release_blocks())
+        if started_at >= self._maintenance_due_at:
+            self._maintenance_due_at = started_at + _MAINTENANCE_INTERVAL_SECONDS * self._random.uniform(0.5, 1.5)
+            run_operation(connection, self._maintenance.run())
+        while (
+            seconds_left := started_at + POLL_INTERVAL_SECONDS - time.monotonic()
+        ) > 0 and not self._stopped.is_set():
+            self._listen(connection, seconds_left)
+            if self._breaker_cache.unread_scopes():
                 return
 
-    def _listen(self, connection: Line, seconds: float) -> None:
-        if not self._lines.direct:
-            self._hearing.wait(seconds)
+    def _listen(self, connection: DeadlineConnection, seconds: float) -> None:
+        if not self._pool.is_direct:
+            self._waiter.wait(seconds)
             return
-        told = {_account(payload) for payload in self._hearing.notices(connection, seconds)}
-        self._read(connection, [account for account in told if account is not None and self._view.known(account)])
+        notified_scopes = {_parse_scope(payload) for payload in self._waiter.notifications(connection, seconds)}
+        self._read(
+            connection,
+            [scope for scope in notified_scopes if scope is not None and self._breaker_cache.is_known(scope)],
+        )
 
-    def _read(self, connection: Line, accounts: Iterable[Account]) -> None:
-        wanted = list(accounts)
-        if not wanted:
+    def _read(self, connection: DeadlineConnection, scopes: Iterable[ProviderScope]) -> None:
+        requested_scopes = list(scopes)
+        if not requested_scopes:
             return
         parameters = {
-            "tenants": [ALL if account.tenant_id is None else account.tenant_id for account in wanted],
-            "providers": [account.provider_name for account in wanted],
-            "capabilities": [account.capability for account in wanted],
+            "tenants": [ALL_TENANTS if scope.tenant_id is None else scope.tenant_id for scope in requested_scopes],
+            "providers": [scope.provider_name for scope in requested_scopes],
+            "capabilities": [scope.capability for scope in requested_scopes],
         }
-        self._saw(connection.execute(statements.WATCHED, parameters, binary=True).fetchall(), asked=True)
+        self._store(
+            connection.execute(statements.SELECT_BREAKERS, parameters, binary=True).fetchall(), was_requested=True
+        )
 
-    def _saw(self, rows: list[Any], *, asked: bool = False) -> None:
+    def _store(self, rows: list[Any], *, was_requested: bool = False) -> None:
         wall = time.time()
-        for shown, at, tenant, provider, capability in rows:
-            account = account_of(tenant, provider, capability)
-            if asked or self._view.known(account):
-                self._view.saw(account, moved(snapshot(shown), wall - at))
+        for breaker_values, server_time, tenant, provider, capability in rows:
+            scope = parse_scope_key(tenant, provider, capability)
+            if was_requested or self._breaker_cache.is_known(scope):
+                self._breaker_cache.update(scope, shift_clock(parse_snapshot(breaker_values), wall - server_time))
 
 
-def _account(payload: str) -> Account | None:
-    """The account that a notice is about; None for what is no notice of ours."""
+def _parse_scope(payload: str) -> ProviderScope | None:
+    """Return the scope that a notification is about; None for an invalid payload."""
     with suppress(ValueError):
         match json.loads(payload):
             case [str(tenant), str(provider), str(capability)]:
-                return account_of(tenant, provider, capability)
+                return parse_scope_key(tenant, provider, capability)
     return None

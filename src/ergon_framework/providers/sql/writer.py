@@ -1,4 +1,4 @@
-"""The writer: brings the attempts of this process into the database, behind the back of every call."""
+"""The writer that stores the attempts of this process in the database, in the background."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import time
 from typing import Final
 from weakref import WeakSet
 
-from ergon_framework.providers.execution import AttemptRow
-from ergon_framework.providers.observe import safely
-from ergon_framework.providers.sql.desk import Desk
-from ergon_framework.providers.sql.reaching import PatientLine
-from ergon_framework.providers.sql.retention import Retention
-from ergon_framework.providers.sql.sampling import Sample
-from ergon_framework.providers.sql.tray import Tray
-from ergon_framework.schema.lines import options_of
+from ergon_framework.providers.execution import AttemptRecord
+from ergon_framework.providers.observe import suppress_errors
+from ergon_framework.providers.sql.desk import AttemptWriterLoop
+from ergon_framework.providers.sql.reaching import TimeoutConnection
+from ergon_framework.providers.sql.retention import ProviderRetention
+from ergon_framework.providers.sql.sampling import SamplingPolicy
+from ergon_framework.providers.sql.tray import AttemptQueue
+from ergon_framework.schema.lines import connect_options
 from ergon_framework.telemetry import logs
 
-#: Seconds that the end of the interpreter waits for a writer that nobody closed.
-_LAST: Final = 1.0
+#: Seconds that the exit of the interpreter waits for writers that were not closed.
+_EXIT_TIMEOUT_SECONDS: Final = 1.0
 
 
 class MetricsWriter:
-    """Takes attempts with ``record``, which neither waits nor raises, and writes them from a thread of its own.
+    """A writer that takes attempts with ``record``, which neither waits nor raises, and writes them in its own thread.
 
-    At most *room* attempts wait at any time, one more for each thread that records at the same moment; what comes on
-    top is dropped, and counted in ``dropped``. An attempt is written *every* seconds after it came at the latest, as
-    long as the database can be reached. The thread starts with the first attempt. A forked child has its own, and none
-    of its parent's attempts.
+    At most *room* attempts wait at any time, plus one for each thread that records concurrently; further attempts
+    are dropped, and counted in ``dropped``. While the database is available, an attempt is written at the latest
+    *every* seconds after it was recorded. The thread starts with the first attempt. A forked child has its own thread,
+    and none of its parent's attempts.
     """
 
     def __init__(
@@ -38,105 +38,107 @@ class MetricsWriter:
         *,
         room: int = 20_000,
         every: float = 1.0,
-        sample: Sample | None = None,
-        retention: Retention | None = None,
+        sample: SamplingPolicy | None = None,
+        retention: ProviderRetention | None = None,
     ) -> None:
-        options_of(dsn)  # an address that cannot be read is told here, where somebody listens
+        connect_options(dsn)  # reports an invalid address here, where the caller sees the error
         self._dsn = dsn
         self._room = room
         self._every = every
         self._sample = sample
-        self._retention = Retention() if retention is None else retention
+        self._retention = ProviderRetention() if retention is None else retention
         self._dropped_before = 0
-        self._begin()
-        _everybody.add(self)
+        self._reset()
+        _instances.add(self)
 
-    def _begin(self) -> None:
-        self._starting = threading.Lock()
+    def _reset(self) -> None:
+        self._start_lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._tray = Tray(self._room)
-        self._desk = Desk(self._dsn, self._tray, every=self._every, sample=self._sample, retention=self._retention)
+        self._queue = AttemptQueue(self._room)
+        self._loop = AttemptWriterLoop(
+            self._dsn, self._queue, every=self._every, sample=self._sample, retention=self._retention
+        )
 
-    def record(self, row: AttemptRow) -> None:
-        """Note an attempt; what there is no room for is dropped, and counted."""
+    def record(self, row: AttemptRecord) -> None:
+        """Record an attempt; attempts that exceed the capacity are dropped, and counted."""
         try:
-            if self._tray.put(row):
+            if self._queue.put(row):
                 self._wake()
-        except Exception as error:  # noqa: BLE001 - no thread to be had, or telemetry that breaks: no call fails for it
-            logs.telemetry_failed(error)
+        except Exception as error:  # noqa: BLE001 - a thread that cannot start, or telemetry: neither may fail a call
+            logs.log_telemetry_failure(error)
 
     def _wake(self) -> None:
-        # Nobody waits for it: whoever has it rings the bell for both.
-        if self._starting.acquire(blocking=False):
+        # Not waited for: the current holder of the lock sets the event for both.
+        if self._start_lock.acquire(blocking=False):
             try:
                 if self._thread is None or not self._thread.is_alive():
-                    thread = threading.Thread(target=self._desk.work, name="ergon-provider-metrics", daemon=True)
+                    thread = threading.Thread(target=self._loop.run, name="ergon-provider-metrics", daemon=True)
                     thread.start()
                     self._thread = thread
-                self._tray.bell.set()
+                self._queue.wakeup.set()
             finally:
-                self._starting.release()
+                self._start_lock.release()
 
     @property
     def dropped(self) -> int:
-        """How many attempts will be in no table, for whatever reason."""
-        return self._dropped_before + self._tray.lost.total()
+        """Number of attempts that no table will contain, for any reason."""
+        return self._dropped_before + self._queue.dropped.total()
 
     @property
     def waiting(self) -> int:
-        """How many attempts wait to be taken into a batch."""
-        return len(self._tray.rows)
+        """Number of attempts that are not yet part of a batch."""
+        return len(self._queue.rows)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Take no more, and write what waits, for at most *timeout* seconds; whether all of it was written.
+        """Accept no more attempts, write pending ones for at most *timeout* seconds; return whether all were written.
 
-        What could not be written by then is dropped. A batch whose commit was on its way may be there all the same.
+        Attempts that are unwritten by then are dropped. A batch whose commit was sent may be stored nevertheless.
         """
-        with self._starting:
-            self._tray.close(timeout)
+        with self._start_lock:
+            self._queue.close(timeout)
             thread = self._thread
         if thread is not None:
             thread.join(max(0.0, timeout))
-        left = []
-        while self._tray.rows:
-            left += self._tray.take()
-        if left:
-            safely(self._tray.drop, left, "closed")
-        return not self._tray.lost["closed"] and (thread is None or not thread.is_alive())
+        unwritten = []
+        while self._queue.rows:
+            unwritten += self._queue.take()
+        if unwritten:
+            suppress_errors(self._queue.drop, unwritten, "closed")
+        return not self._queue.dropped["closed"] and (thread is None or not thread.is_alive())
 
     def flush(self, timeout: float = 5.0) -> bool:
-        """Write what waits, for at most *timeout* seconds, as ``close`` does; a later attempt starts a new thread."""
-        written = self.close(timeout)
+        """Write pending attempts like ``close`` for at most *timeout* seconds; a later attempt starts a new thread."""
+        all_written = self.close(timeout)
         self._dropped_before = self.dropped
-        self._begin()
-        return written
+        self._reset()
+        return all_written
 
     def after_fork(self) -> None:
-        """In a child: the attempts, the thread and whoever held a lock are the parent's, and so is the line."""
-        if self._desk.line is not None:
-            _inherited.append(self._desk.line)
-        if not self._tray.closed:
-            self._begin()
+        """Reset a forked child: attempts, thread, connection and the holders of locks belong to the parent."""
+        if self._loop.connection is not None:
+            _inherited_connections.append(self._loop.connection)
+        if not self._queue.closed:
+            self._reset()
 
 
-# -- forks, and the end of the process ---------------------------------------------------------------
+# -- forks, and the exit of the process --------------------------------------------------------------
 
-_everybody: Final[WeakSet[MetricsWriter]] = WeakSet()
-#: Closing one of these would end a session of the parent, so nobody may collect them.
-_inherited: Final[list[PatientLine]] = []
+_instances: Final[WeakSet[MetricsWriter]] = WeakSet()
+#: Closing one of these would end a session of the parent, so they must not be garbage collected.
+_inherited_connections: Final[list[TimeoutConnection]] = []
 
 
-def _forked() -> None:
-    for writer in list(_everybody):
+def _reset_instances() -> None:
+    for writer in list(_instances):
         writer.after_fork()
 
 
 def close_writers() -> None:
-    """Close every writer of this process, at its end."""
-    until = time.monotonic() + _LAST
-    for writer in list(_everybody):
+    """Close every writer of this process at exit."""
+    until = time.monotonic() + _EXIT_TIMEOUT_SECONDS
+    for writer in list(_instances):
         writer.close(max(0.0, until - time.monotonic()))
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_instances)
 atexit.register(close_writers)

@@ -1,4 +1,4 @@
-"""Writing: one batch, in one database transaction, at most once."""
+"""Writing of one batch in one database transaction, at most once."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import psycopg
 from psycopg import Connection
 
 from ergon_framework.providers.sql import minutes
-from ergon_framework.providers.sql.batch import Account, Batch, seen
-from ergon_framework.providers.sql.task_table import OWN, TaskTable
+from ergon_framework.providers.sql.batch import AttemptBatch, ScopeKey, last_seen
+from ergon_framework.providers.sql.task_table import OWN_TASK_TABLE, TaskTable
 
-# Of a writer that stands still in the middle, stopped or cut off, nobody has to wait for the locks for long; and its
-# batch becomes certain, because its database transaction ends.
-_LIMITS: Final = """
+# A writer that stops in the middle, paused or disconnected, must not hold its locks for long; and its batch gets a
+# definite outcome, because its database transaction ends.
+_SET_LIMITS: Final = """
 select set_config('statement_timeout', '10s', true), set_config('lock_timeout', '5s', true),
     set_config('idle_in_transaction_session_timeout', '10s', true)
 """
-# It waits for another database transaction that has written the same id and is not over.
-_CLAIM: Final = "insert into ergon.provider_batches (id) values (%s) on conflict do nothing"
-_COPY: Final = """
+# The insert waits for another open database transaction that has written the same id.
+_CLAIM_BATCH: Final = "insert into ergon.provider_batches (id) values (%s) on conflict do nothing"
+_COPY_ATTEMPTS: Final = """
 copy ergon.provider_execution_metrics (
     tenant_id, task_execution_id, provider_name, capability, operation, idempotency_key, correlation_id, attempt_number,
     max_attempts, duration_ms, timeout_budget_ms, outcome, reason_code, retryable, http_status, created_at
 ) from stdin
 """
-_SEEN: Final = """
+_UPDATE_LAST_SEEN: Final = """
 insert into ergon.provider_health_states as here (
     tenant_id, provider_name, capability, last_success_at, last_error_at, last_error_code
 )
@@ -56,12 +56,12 @@ join unnest(%(tenants)s::text[], %(providers)s::text[], %(capabilities)s::text[]
 order by here.tenant_id collate "C", here.provider_name collate "C", here.capability collate "C"
 for update of here
 """
-_RATES: Final = f"""
+_UPDATE_RATES: Final = f"""
 with keys as (
     select * from unnest(%(tenants)s::text[], %(providers)s::text[], %(capabilities)s::text[])
         as wanted (tenant_id, provider_name, capability)
 ),
-{minutes.HOURS}
+{minutes.HOUR_RATES}
 update ergon.provider_health_states as here
 set success_rate_1h = hours.success_rate_1h, p95_latency_ms_1h = hours.p95_latency_ms_1h, updated_at = now()
 from keys left join hours using (tenant_id, provider_name, capability)
@@ -72,75 +72,75 @@ returning here.tenant_id, here.provider_name, here.capability, here.success_rate
 """  # noqa: S608 - of constants
 
 
-def write(line: Connection[Any], batch: Batch, *, task_table: TaskTable = OWN) -> None:
-    """Write *batch*, unless it has been written; its attempts refer to *task_table*.
+def write_batch(conn: Connection[Any], batch: AttemptBatch, *, task_table: TaskTable = OWN_TASK_TABLE) -> None:
+    """Write *batch* unless it has been written; its attempts refer to *task_table*.
 
-    Whatever is raised leaves the batch unwritten, unless ``batch.doubt`` is set then: the same batch may be given
+    Any error leaves the batch unwritten, unless ``batch.outcome_unknown`` is set then: the same batch may be written
     again in any case.
     """
-    with line.pipeline():
-        line.execute("begin")
-        line.execute(_LIMITS)
-        claimed = line.execute(_CLAIM, [batch.id])
+    with conn.pipeline():
+        conn.execute("begin")
+        conn.execute(_SET_LIMITS)
+        claimed = conn.execute(_CLAIM_BATCH, [batch.id])
     if claimed.rowcount == 0:
-        line.execute("rollback")
+        conn.execute("rollback")
         return
-    batch.doubt = False  # who could claim it knows that nobody has written it
-    if rows := batch.rows(task_table.ensure_rows(line, batch.executions)):
-        with line.cursor() as cursor, cursor.copy(_COPY) as copy:
+    batch.outcome_unknown = False  # a successful claim proves that the batch was not written
+    if rows := batch.to_rows(task_table.ensure_rows(conn, batch.executions)):
+        with conn.cursor() as cursor, cursor.copy(_COPY_ATTEMPTS) as copy:
             for row in rows:
                 copy.write_row(row)
-    tallies = batch.tallies()
-    accounts = seen(tallies)
-    last = {
-        **_keys(accounts),
-        "last_success": [one.last_success_at for one in accounts.values()],
-        "last_error": [one.last_error_at for one in accounts.values()],
-        "last_code": [one.last_error_code for one in accounts.values()],
+    rollups = batch.rollups()
+    last_seen_by_scope = last_seen(rollups)
+    parameters = {
+        **_to_key_columns(last_seen_by_scope),
+        "last_success": [entry.last_success_at for entry in last_seen_by_scope.values()],
+        "last_error": [entry.last_error_at for entry in last_seen_by_scope.values()],
+        "last_code": [entry.last_error_code for entry in last_seen_by_scope.values()],
     }
-    # The rows that others want to write too are locked last and in one go with the commit, so that they wait for the
-    # server only and never for this process.
-    batch.doubt = True
+    # Rows that other writers need too are locked last, in one round trip with the commit, so that those wait
+    # only for the server and never for this process.
+    batch.outcome_unknown = True
     try:
-        with line.pipeline():
-            line.execute(minutes.ADD, minutes.columns(tallies))
-            line.execute(_SEEN, last)
-            line.execute("commit")
+        with conn.pipeline():
+            conn.execute(minutes.ADD_ROLLUPS, minutes.rollup_columns(rollups))
+            conn.execute(_UPDATE_LAST_SEEN, parameters)
+            conn.execute("commit")
     except Exception:
-        batch.doubt = line.closed  # on a line that lives, a refusal is the server's last word
+        batch.outcome_unknown = conn.closed  # on an open connection the rejection is definite
         raise
 
 
-def refresh_rates(line: Connection[Any], accounts: Collection[Account]) -> set[Account]:
-    """Compute the rates of *accounts* from the last hour; return those that had no attempt in it.
+def refresh_rates(conn: Connection[Any], scopes: Collection[ScopeKey]) -> set[ScopeKey]:
+    """Compute the rates of *scopes* from the last hour; return the scopes without attempts in it.
 
-    The states are locked before the attempts are read, so that of two processes the one that writes last has read what
-    both have committed.
+    The states are locked before the attempts are read, so that of two processes the one that writes last has read the
+    commits of both.
     """
-    keys = _keys(sorted(accounts))
-    with line.pipeline(), line.transaction():
-        line.execute(_LIMITS)
-        line.execute(_LOCK_STATES, keys)
-        updated = line.execute(_RATES, {**keys, "bounds": minutes.BOUNDS})
+    keys = _to_key_columns(sorted(scopes))
+    with conn.pipeline(), conn.transaction():
+        conn.execute(_SET_LIMITS)
+        conn.execute(_LOCK_STATES, keys)
+        updated = conn.execute(_UPDATE_RATES, {**keys, "bounds": minutes.BUCKET_BOUNDS})
     return {(tenant, provider, capability) for tenant, provider, capability, is_empty in updated if is_empty}
 
 
-def _keys(accounts: Collection[Account]) -> dict[str, Any]:
+def _to_key_columns(scopes: Collection[ScopeKey]) -> dict[str, Any]:
     return {
-        "tenants": [account[0] for account in accounts],
-        "providers": [account[1] for account in accounts],
-        "capabilities": [account[2] for account in accounts],
+        "tenants": [scope[0] for scope in scopes],
+        "providers": [scope[1] for scope in scopes],
+        "capabilities": [scope[2] for scope in scopes],
     }
 
 
-# -- what an error says of a batch --------------------------------------------------------------------
+# -- classification of errors -------------------------------------------------------------------------
 
-#: Program limits, as the length of a row in an index.
+#: The SQLSTATE class of exceeded program limits, such as the length of a row in an index.
 _LIMIT_EXCEEDED: Final = "54"
 
 
-def is_content(error: Exception) -> bool:
-    """Whether the same batch would be refused again, whatever the server's state; then nothing of it was written."""
+def is_data_error(error: Exception) -> bool:
+    """Return whether the server would reject the same batch in any state; then nothing of it was written."""
     if not isinstance(error, psycopg.Error):
         return True  # it could not even be sent
     if isinstance(error, psycopg.DataError | psycopg.IntegrityError):

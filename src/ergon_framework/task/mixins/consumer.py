@@ -1,4 +1,4 @@
-"""The two doors of the consumer engine; what they have in common is behind them."""
+"""The sync and async entry points of the consumer engine, and their common part."""
 
 from __future__ import annotations
 
@@ -10,135 +10,144 @@ from typing import Any
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.engine.attempts import Step
-from ergon_framework.engine.drivers.aio import Asyncio
-from ergon_framework.engine.drivers.threads import Threads
+from ergon_framework.engine.drivers.aio import AsyncioDriver
+from ergon_framework.engine.drivers.threads import ThreadDriver
 from ergon_framework.engine.effects import Script
-from ergon_framework.engine.senses import Senses
-from ergon_framework.engine.slots import Slots
-from ergon_framework.task.consume import Broker, Consumption
+from ergon_framework.engine.senses import Clock
+from ergon_framework.engine.slots import Scheduler
+from ergon_framework.task.consume import ConnectorCalls, ConsumeLoop
 from ergon_framework.task.defaults import choose_gates, choose_policy
 from ergon_framework.task.exceptions import TransactionException
-from ergon_framework.task.functions import refuse_async
+from ergon_framework.task.functions import reject_async_handlers
 from ergon_framework.task.gates import Gate
-from ergon_framework.task.lifecycle import Course, Watch, classify, classify_handler, expired, lifecycle
-from ergon_framework.task.loops import loops_of
+from ergon_framework.task.lifecycle import (
+    LifecycleSpec,
+    TransactionObserver,
+    classify,
+    classify_handler,
+    run_lifecycle,
+    timeout_error,
+)
+from ergon_framework.task.loops import running_loops
 from ergon_framework.task.mixins.policies import ConsumerPolicy
-from ergon_framework.task.observe import observing, safely
+from ergon_framework.task.observe import consumer_observer, log_exceptions
 from ergon_framework.task.report import Outcome, Report
-from ergon_framework.task.watch import Onlooker
-from ergon_framework.task.worst import refuse_too_long
+from ergon_framework.task.watch import LoopObserver
+from ergon_framework.task.worst import check_fits_broker_deadline
 from ergon_framework.transaction import Transaction
 
 OnOutcome = Callable[[Outcome], None]
 
 
 class _Consumer:
-    """What both variants share: everything but how a call is made."""
+    """The common part of both variants: everything except how a call is made."""
 
     connector: Any
 
     def stop(self) -> None:
-        """Have the loops of this task drain and end; asked again, they end at once. Any thread may ask."""
-        loops_of(self).stop()
+        """Make the loops of this task drain and end; after a second call they end immediately. Thread-safe."""
+        running_loops(self).stop()
 
     @property
     def live(self) -> bool:
-        """False when a loop of this task can start nothing more because abandoned bodies hold its slots."""
-        return loops_of(self).live
+        """Whether every loop of this task can start work: false if abandoned calls hold the slots of one."""
+        return running_loops(self).live
 
     def _start_processing(
-        self, course: Course, transaction: Transaction, watch: Watch | None = None
+        self, spec: LifecycleSpec, transaction: Transaction, observer: TransactionObserver | None = None
     ) -> Script[Outcome]:
         """Start the lifecycle of one transaction; the loop calls this in the slot of the transaction."""
-        return lifecycle(course, transaction, watch)
+        return run_lifecycle(spec, transaction, observer)
 
     def _consume_transactions(
         self,
         policy: ConsumerPolicy,
-        driver: Slots,
-        broker: Broker,
+        driver: Scheduler,
+        connector_calls: ConnectorCalls,
         *,
         gates: Sequence[Gate] | None = None,
         on_outcome: OnOutcome | None = None,
-    ) -> Consumption:
-        """One run of the loop, ready to be driven."""
+    ) -> ConsumeLoop:
+        """Create one run of the loop, ready for the driver."""
         name = str(getattr(self, "name", type(self).__name__))
-        watch = observing(self, policy, fenced=driver.came_late)
-        return Consumption(
-            self._process_course(policy, driver.senses, watch),
-            broker,
+        observer = consumer_observer(self, policy, fenced=driver.late_result_count)
+        return ConsumeLoop(
+            self._create_process_spec(policy, driver.time_source, observer),
+            connector_calls,
             policy,
             name=name,
-            mailbox=driver.mailbox,
-            fenced=driver.came_late,
+            create_mailbox=driver.create_mailbox,
+            fenced=driver.late_result_count,
             start=self._start_processing,
             gates=choose_gates(self, gates),
-            watch=watch,
-            on_outcome=None if on_outcome is None else safely(on_outcome),
-            on_fetch=loops_of(self).note_fetch,
+            observer=observer,
+            on_outcome=None if on_outcome is None else log_exceptions(on_outcome),
+            on_fetch=running_loops(self).note_fetch,
         )
 
-    def _process_course(self, policy: ConsumerPolicy, senses: Senses, watch: Onlooker | None = None) -> Course:
+    def _create_process_spec(
+        self, policy: ConsumerPolicy, clock: Clock, observer: LoopObserver | None = None
+    ) -> LifecycleSpec:
         task: Any = self
         steps = policy.steps
-        on_retry = None if watch is None else watch.on_retry
-        handler = partial(Step, classify=classify_handler, expired=expired, on_retry=on_retry)
-        return Course(
+        on_retry = None if observer is None else observer.on_retry
+        handler = partial(Step, classify=classify_handler, timeout_error=timeout_error, on_retry=on_retry)
+        return LifecycleSpec(
             Step(
                 "process",
                 task.process_transaction,
                 steps.process.retry,
                 classify=classify,
-                expired=expired,
+                timeout_error=timeout_error,
                 defers=True,
                 max_deferral=policy.loop.max_deferral,
                 on_retry=on_retry,
             ),
             handler("success", task.handle_transaction_success, steps.success.retry),
             handler("exception", task.handle_transaction_exception, steps.exception.retry),
-            senses=senses,
+            clock=clock,
             timeout=policy.loop.transaction_timeout,
-            plain=self._plain,
+            skips_success=self._has_default_success,
         )
 
     @property
-    def _plain(self) -> bool:
-        """Whether the success handler is the one below, which does nothing."""
+    def _has_default_success(self) -> bool:
+        """Whether the success handler is the default one of the mixin, which does nothing."""
         handler = getattr(self.handle_transaction_success, "__func__", None)  # type: ignore[attr-defined]
         return handler in (ConsumerMixin.handle_transaction_success, AsyncConsumerMixin.handle_transaction_success)
 
 
-class _Ears:
-    """Hears the connector, on whichever thread it speaks, and tells the loop."""
+class _ConnectorListener:
+    """Receives notifications of the connector, on any thread, and forwards them to the loop."""
 
-    def __init__(self, driver: Slots, consumption: Consumption) -> None:
+    def __init__(self, driver: Scheduler, loop: ConsumeLoop) -> None:
         self._driver = driver
-        self._consumption = consumption
+        self._loop = loop
 
     def wake(self) -> None:
-        self._consumption.wake(self._driver.signal)
+        self._loop.wake(self._driver.signal)
 
-    def lost(self, receipts: Sequence[Any]) -> None:
-        self._consumption.lose(receipts, self._driver.signal)
+    def on_lost(self, receipts: Sequence[Any]) -> None:
+        self._loop.mark_lost(receipts, self._driver.signal)
 
 
 class ConsumerMixin(_Consumer, ABC):
-    """Consumes on threads. The task says what to do; how often, how long and how many is the policy's."""
+    """Consumes on threads. The task defines the work; the policy defines attempts, timeouts and concurrency."""
 
     connector: Connector | AsyncConnector
 
     @abstractmethod
     def process_transaction(self, transaction: Transaction) -> Any:
-        """Do the work. A returned value is success; what is raised decides what happens next."""
+        """Do the work. A returned value means success; the category of an exception decides what follows."""
 
     def handle_transaction_success(self, transaction: Transaction, result: Any) -> Any:
-        """After success; a returned settlement (Ack, Later, DeadLetter) decides what becomes of the delivery.
+        """Handle a success; a returned settlement (Ack, Later, DeadLetter) is used for the delivery.
 
-        Without one, a settlement that process returned decides.
+        Without one, a settlement that process returned is used.
         """
 
     def handle_transaction_exception(self, transaction: Transaction, exc: TransactionException) -> Any:
-        """After failure, once; a returned settlement decides, None leaves it to the policy."""
+        """Handle a failure, once; a returned settlement is used, None leaves the choice to the policy."""
 
     def consume_transactions(
         self,
@@ -146,34 +155,36 @@ class ConsumerMixin(_Consumer, ABC):
         *,
         gates: Sequence[Gate] | None = None,
         on_outcome: OnOutcome | None = None,
-        driver: Callable[[int], Threads] = Threads,
+        driver: Callable[[int], ThreadDriver] = ThreadDriver,
     ) -> Report:
-        """Consume until the policy says that it is enough; blocks, and drains when it is stopped."""
+        """Consume until the policy ends the loop; blocks, and drains when it is stopped."""
         policy = choose_policy(self, policy, ConsumerPolicy)
-        refuse_async(self.process_transaction, self.handle_transaction_success, self.handle_transaction_exception)
+        reject_async_handlers(
+            self.process_transaction, self.handle_transaction_success, self.handle_transaction_exception
+        )
         connector = as_sync(self.connector)
-        refuse_too_long(policy, connector.capabilities, queue=connector.name)
+        check_fits_broker_deadline(policy, connector.capabilities, queue=connector.name)
         connector.limit_deliveries(policy.loop.max_deliveries)
         threads = driver(policy.loop.concurrency.value)
-        broker = Broker(
+        connector_calls = ConnectorCalls(
             fetch=partial(connector.fetch_transactions, **policy.steps.fetch.extra),
             settle=connector.settle,
             extend=connector.extend,
-            lease=_lease(connector),
+            lease=_get_lease(connector),
             write_refusal=lambda: connector.write_refusal,
         )
-        consumption = self._consume_transactions(policy, threads, broker, gates=gates, on_outcome=on_outcome)
-        ears = _Ears(threads, consumption)
-        unlisten = connector.listen(ears)
+        loop = self._consume_transactions(policy, threads, connector_calls, gates=gates, on_outcome=on_outcome)
+        listener = _ConnectorListener(threads, loop)
+        stop_listening = connector.listen(listener)
         try:
-            with loops_of(self).entered(consumption, threads.stop, wake=ears.wake):
-                return threads.run(consumption.run())
+            with running_loops(self).track(loop, threads.stop, wake=listener.wake):
+                return threads.run(loop.run())
         finally:
-            unlisten()
+            stop_listening()
 
 
 class AsyncConsumerMixin(_Consumer, ABC):
-    """Consumes on tasks of the running event loop; in every other respect the same."""
+    """Consumes on tasks of the running event loop; otherwise the same as ConsumerMixin."""
 
     connector: Connector | AsyncConnector
 
@@ -190,30 +201,30 @@ class AsyncConsumerMixin(_Consumer, ABC):
         *,
         gates: Sequence[Gate] | None = None,
         on_outcome: OnOutcome | None = None,
-        driver: Callable[[], Asyncio] = Asyncio,
+        driver: Callable[[], AsyncioDriver] = AsyncioDriver,
     ) -> Report:
-        """Consume until the policy says that it is enough; cancelling it is a stop."""
+        """Consume until the policy ends the loop; a cancellation stops it, which drains."""
         policy = choose_policy(self, policy, ConsumerPolicy)
         connector = as_async(self.connector)
-        refuse_too_long(policy, connector.capabilities, queue=connector.name)
+        check_fits_broker_deadline(policy, connector.capabilities, queue=connector.name)
         connector.limit_deliveries(policy.loop.max_deliveries)
         tasks = driver()
-        broker = Broker(
+        connector_calls = ConnectorCalls(
             fetch=partial(connector.fetch_transactions_async, **policy.steps.fetch.extra),
             settle=connector.settle_async,
             extend=connector.extend_async,
-            lease=_lease(connector),
+            lease=_get_lease(connector),
             write_refusal=lambda: connector.write_refusal,
         )
-        consumption = self._consume_transactions(policy, tasks, broker, gates=gates, on_outcome=on_outcome)
-        ears = _Ears(tasks, consumption)
-        unlisten = connector.listen(ears)
+        loop = self._consume_transactions(policy, tasks, connector_calls, gates=gates, on_outcome=on_outcome)
+        listener = _ConnectorListener(tasks, loop)
+        stop_listening = connector.listen(listener)
         try:
-            with loops_of(self).entered(consumption, tasks.stop, wake=ears.wake):
-                return await tasks.run(consumption.run())
+            with running_loops(self).track(loop, tasks.stop, wake=listener.wake):
+                return await tasks.run(loop.run())
         finally:
-            unlisten()
+            stop_listening()
 
 
-def _lease(connector: Connector | AsyncConnector) -> float | None:
+def _get_lease(connector: Connector | AsyncConnector) -> float | None:
     return connector.capabilities.lease if connector.capabilities.renewable else None

@@ -1,4 +1,4 @@
-"""Policies: every number the engine obeys, as frozen trees that refuse what they do not know."""
+"""The policies of the engine: all its numbers, as frozen trees that reject unknown keys."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ergon_framework.engine import backoff as waiting
 from ergon_framework.policy import Count, Policy, Seconds
 
 TimeLimit: TypeAlias = Annotated[float, Field(gt=0)] | None
-#: What becomes of a transaction that failed.
-Verdict: TypeAlias = Literal["dead_letter", "ack"]
+#: How a failed transaction is settled.
+FailureSettlement: TypeAlias = Literal["dead_letter", "ack"]
 
 
-class Frozen(Mapping[str, Any]):
-    """A mapping that nobody can change and that shows no values: they may be secret.
+class FrozenMapping(Mapping[str, Any]):
+    """An immutable mapping whose representation shows no values: they may be secret.
 
-    The values themselves are shared, not copied. Unlike the standard read-only view it can be
-    pickled and copied, so a policy can travel to another process.
+    The values themselves are shared, not copied. Unlike the standard read-only view it can be pickled and copied, so
+    a policy can be sent to another process.
     """
 
     __slots__ = ("_items",)
@@ -37,14 +37,14 @@ class Frozen(Mapping[str, Any]):
         return len(self._items)
 
     def __repr__(self) -> str:
-        return f"Frozen({len(self)} hidden)"
+        return f"FrozenMapping({len(self)} hidden)"
 
 
-# -- waiting and trying again ---------------------------------------------------------------------
+# -- retries and delays ---------------------------------------------------------------------------
 
 
 class RetryPolicy(Policy):
-    """How often a step is tried, how long one attempt may take, and how long to wait in between."""
+    """The number of attempts of a step, the timeout of each, and the delays between them."""
 
     max_attempts: Count = Field(default=3, description="Attempts in all, the first one included.")
     timeout: TimeLimit = Field(default=60.0, description="Seconds one attempt may take; null means no limit.")
@@ -59,22 +59,22 @@ class RetryPolicy(Policy):
         default=5.0, description="Seconds a timed-out body is given to leave before going on."
     )
 
-    def delay(self, attempt: int, dice: Callable[[], float] | None = None) -> float:
-        """Seconds to wait after *attempt*, the first being 0; without *dice* there is no jitter."""
-        seconds = waiting.delay(attempt, backoff=self.backoff, multiplier=self.multiplier, cap=self.cap)
-        return seconds if dice is None else waiting.jittered(seconds, self.jitter, dice)
+    def delay(self, attempt: int, random: Callable[[], float] | None = None) -> float:
+        """Return the seconds to wait after *attempt*, the first being 0; without *random* there is no jitter."""
+        seconds = waiting.backoff_delay(attempt, backoff=self.backoff, multiplier=self.multiplier, cap=self.cap)
+        return seconds if random is None else waiting.apply_jitter(seconds, self.jitter, random)
 
 
 class EmptyQueuePolicy(Policy):
-    """How long a streaming loop waits after a fetch that brought nothing."""
+    """How long a streaming loop waits after an empty fetch."""
 
     backoff: Seconds = Field(default=0.5, description="Seconds to wait after the first empty fetch.")
     multiplier: float = Field(default=2.0, ge=1, description="Factor by which each wait exceeds the one before.")
     cap: Seconds = Field(default=5.0, description="Longest wait in seconds; 0 means no cap.")
 
     def delay(self, attempt: int) -> float:
-        """Seconds to wait after that many empty fetches in a row, the first being 0."""
-        return waiting.delay(attempt, backoff=self.backoff, multiplier=self.multiplier, cap=self.cap)
+        """Return the seconds to wait after *attempt* consecutive empty fetches, the first being 0."""
+        return waiting.backoff_delay(attempt, backoff=self.backoff, multiplier=self.multiplier, cap=self.cap)
 
 
 class ConcurrencyPolicy(Policy):
@@ -84,7 +84,7 @@ class ConcurrencyPolicy(Policy):
 
 
 class BatchPolicy(Policy):
-    """How many transactions are taken at once."""
+    """How many transactions one fetch or batch takes."""
 
     size: Count = Field(default=10, description="Largest number of transactions in one fetch or one batch.")
 
@@ -93,17 +93,17 @@ class BatchPolicy(Policy):
 
 
 class StepPolicy(Policy):
-    """What every step has."""
+    """The common part of all step policies."""
 
     retry: RetryPolicy = Field(default=RetryPolicy(), description="How the step is tried again.")
 
 
 class FetchPolicy(StepPolicy):
-    """How the connector is asked for transactions."""
+    """How transactions are fetched from the connector."""
 
     retry: RetryPolicy = Field(default=RetryPolicy(timeout=30.0), description="How a failed fetch is tried again.")
-    # Kept out of representations: it goes to the connector as it is and may hold secrets.
-    extra: Annotated[Mapping[str, Any], AfterValidator(Frozen), PlainSerializer(dict)] = Field(
+    # Kept out of representations: it is passed to the connector unchanged and may hold secrets.
+    extra: Annotated[Mapping[str, Any], AfterValidator(FrozenMapping), PlainSerializer(dict)] = Field(
         default_factory=dict, repr=False, description="Keyword arguments handed to the connector's fetch; never logged."
     )
 
@@ -124,7 +124,7 @@ class ExceptionPolicy(StepPolicy):
     """How the exception handler runs; its attempts always have a time limit."""
 
     @model_validator(mode="after")
-    def _always_ends(self) -> Self:
+    def _require_timeout(self) -> Self:
         if self.retry.timeout is None:
             raise ValueError(
                 "retry.timeout of the exception step must be a number, not null: the transaction's own timeout "
@@ -134,21 +134,21 @@ class ExceptionPolicy(StepPolicy):
 
 
 class SettlePolicy(StepPolicy):
-    """How outcomes are told to the broker, many at a time."""
+    """How outcomes are settled with the broker, many at a time."""
 
     retry: RetryPolicy = Field(
         default=RetryPolicy(max_attempts=5, timeout=30.0, backoff=0.1, cap=5.0),
         description="How a failed settlement is tried again.",
     )
-    on_business: Verdict = Field(default="dead_letter", description="What becomes of a BUSINESS failure.")
-    on_system: Verdict = Field(default="dead_letter", description="What becomes of a SYSTEM failure.")
-    on_timeout: Verdict = Field(default="dead_letter", description="What becomes of a TIMEOUT failure.")
+    on_business: FailureSettlement = Field(default="dead_letter", description="What becomes of a BUSINESS failure.")
+    on_system: FailureSettlement = Field(default="dead_letter", description="What becomes of a SYSTEM failure.")
+    on_timeout: FailureSettlement = Field(default="dead_letter", description="What becomes of a TIMEOUT failure.")
     linger: Seconds = Field(default=0.002, description="Seconds a settlement waits for others to share a call with.")
     group: Count = Field(default=100, description="Largest number of settlements in one call.")
     pending: Count = Field(default=1000, description="Transactions that may wait for their settlement at any one time.")
 
     @model_validator(mode="after")
-    def _group_fits(self) -> Self:
+    def _check_group_fits(self) -> Self:
         if self.group > self.pending:
             raise ValueError(
                 f"group is {self.group} but only {self.pending} settlements may be pending, so a group would never "
@@ -161,7 +161,7 @@ class SettlePolicy(StepPolicy):
 
 
 class ConsumerLoopPolicy(Policy):
-    """How a consumer's loop runs, whatever it handles."""
+    """How a consumer's loop runs, for any task."""
 
     concurrency: ConcurrencyPolicy = Field(
         default=ConcurrencyPolicy(), description="How many transactions run at once."
@@ -211,7 +211,7 @@ class ConsumerSteps(Policy):
 
 
 class ConsumerPolicy(Policy):
-    """Everything a consumer obeys."""
+    """The complete policy of a consumer."""
 
     loop: ConsumerLoopPolicy = Field(default=ConsumerLoopPolicy(), description="How the loop runs.")
     steps: ConsumerSteps = Field(default=ConsumerSteps(), description="How each step runs.")
@@ -221,7 +221,7 @@ class ConsumerPolicy(Policy):
 
 
 class ProducerLoopPolicy(Policy):
-    """How a producer's call runs, whatever it produces."""
+    """How a producer's call runs, for any task."""
 
     concurrency: ConcurrencyPolicy = Field(
         default=ConcurrencyPolicy(), description="How many transactions run at once."
@@ -252,7 +252,7 @@ class ProducerSteps(Policy):
 
 
 class ProducerPolicy(Policy):
-    """Everything a producer obeys."""
+    """The complete policy of a producer."""
 
     loop: ProducerLoopPolicy = Field(default=ProducerLoopPolicy(), description="How the call runs.")
     steps: ProducerSteps = Field(default=ProducerSteps(), description="How each step runs.")

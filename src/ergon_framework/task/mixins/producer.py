@@ -1,4 +1,4 @@
-"""The two doors of the producer engine; what they have in common is behind them."""
+"""The sync and async entry points of the producer engine, and their common part."""
 
 from __future__ import annotations
 
@@ -9,81 +9,92 @@ from typing import Any
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.engine.attempts import Step
-from ergon_framework.engine.drivers.aio import Asyncio
-from ergon_framework.engine.drivers.threads import Threads
+from ergon_framework.engine.drivers.aio import AsyncioDriver
+from ergon_framework.engine.drivers.threads import ThreadDriver
 from ergon_framework.engine.effects import Script
-from ergon_framework.engine.senses import Senses
-from ergon_framework.engine.slots import Slots
+from ergon_framework.engine.senses import Clock
+from ergon_framework.engine.slots import Scheduler
 from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.exceptions import TransactionException
-from ergon_framework.task.functions import refuse_async
-from ergon_framework.task.lifecycle import Course, Watch, classify, classify_handler, expired, lifecycle
-from ergon_framework.task.loops import loops_of
+from ergon_framework.task.functions import reject_async_handlers
+from ergon_framework.task.lifecycle import (
+    LifecycleSpec,
+    TransactionObserver,
+    classify,
+    classify_handler,
+    run_lifecycle,
+    timeout_error,
+)
+from ergon_framework.task.loops import running_loops
 from ergon_framework.task.mixins.policies import ProducerPolicy
-from ergon_framework.task.observe import observing_produce
-from ergon_framework.task.produce import Production
+from ergon_framework.task.observe import producer_observer
+from ergon_framework.task.produce import ProduceRun
 from ergon_framework.task.report import Outcome, ProduceReport
-from ergon_framework.task.watch import Onlooker
+from ergon_framework.task.watch import LoopObserver
 from ergon_framework.transaction import Transaction
 
 
 class _Producer:
-    """What both variants share: everything but how a call is made."""
+    """The common part of both variants: everything except how a call is made."""
 
     connector: Any
 
     def stop(self) -> None:
-        """Have the calls of this task drain and end; asked again, they end at once. Any thread may ask."""
-        loops_of(self).stop()
+        """Make the calls of this task drain and end; after a second call they end immediately. Thread-safe."""
+        running_loops(self).stop()
 
     @property
     def live(self) -> bool:
-        """False when a call of this task can start nothing more because abandoned bodies hold its slots."""
-        return loops_of(self).live
+        """Whether every call of this task can start work: false if abandoned calls hold the slots of one."""
+        return running_loops(self).live
 
-    def _start_producing(self, course: Course, transaction: Transaction, watch: Watch | None = None) -> Script[Outcome]:
+    def _start_producing(
+        self, spec: LifecycleSpec, transaction: Transaction, observer: TransactionObserver | None = None
+    ) -> Script[Outcome]:
         """Start the lifecycle of one transaction; the call does this in the slot of the transaction."""
-        return lifecycle(course, transaction, watch)
+        return run_lifecycle(spec, transaction, observer)
 
     def _produce_transactions(
-        self, transactions: Sequence[Transaction], policy: ProducerPolicy, driver: Slots
-    ) -> Production:
-        """One run over one list, ready to be driven."""
-        watch = observing_produce(self, policy, fenced=driver.came_late)
-        return Production(
-            self._produce_course(policy, driver.senses, watch),
+        self, transactions: Sequence[Transaction], policy: ProducerPolicy, driver: Scheduler
+    ) -> ProduceRun:
+        """Create one run for one list, ready for the driver."""
+        observer = producer_observer(self, policy, fenced=driver.late_result_count)
+        return ProduceRun(
+            self._create_produce_spec(policy, driver.time_source, observer),
             transactions,
             policy,
-            mailbox=driver.mailbox,
-            fenced=driver.came_late,
+            create_mailbox=driver.create_mailbox,
+            fenced=driver.late_result_count,
             start=self._start_producing,
-            watch=watch,
+            observer=observer,
         )
 
-    def _produce_course(self, policy: ProducerPolicy, senses: Senses, watch: Onlooker | None = None) -> Course:
+    def _create_produce_spec(
+        self, policy: ProducerPolicy, clock: Clock, observer: LoopObserver | None = None
+    ) -> LifecycleSpec:
         task: Any = self
         steps = policy.steps
-        on_retry = None if watch is None else watch.on_retry
-        handler = partial(Step, classify=classify_handler, expired=expired, on_retry=on_retry)
-        return Course(
+        on_retry = None if observer is None else observer.on_retry
+        handler = partial(Step, classify=classify_handler, timeout_error=timeout_error, on_retry=on_retry)
+        return LifecycleSpec(
             Step(
                 "produce",
                 task.produce_transaction,
                 steps.produce.retry,
                 classify=classify,
-                expired=expired,
+                timeout_error=timeout_error,
                 on_retry=on_retry,
             ),
             handler("success", task.handle_produce_success, steps.success.retry),
             handler("exception", task.handle_produce_exception, steps.exception.retry),
-            senses=senses,
+            clock=clock,
             timeout=policy.loop.transaction_timeout,
-            plain=self._plain_produce,
+            skips_success=self._has_default_produce_success,
         )
 
     @property
-    def _plain_produce(self) -> bool:
-        """Whether the success handler is the one below, which does nothing."""
+    def _has_default_produce_success(self) -> bool:
+        """Whether the success handler is the default one of the mixin, which does nothing."""
         handler = getattr(self.handle_produce_success, "__func__", None)  # type: ignore[attr-defined]
         return handler in (ProducerMixin.handle_produce_success, AsyncProducerMixin.handle_produce_success)
 
@@ -94,33 +105,33 @@ class ProducerMixin(_Producer):
     connector: Connector | AsyncConnector
 
     def produce_transaction(self, transaction: Transaction) -> Any:
-        """Hand over one transaction and return its confirmation; by default, as it is."""
+        """Produce one transaction and return its confirmation; the default dispatches it unchanged."""
         return as_sync(self.connector).dispatch([transaction])[0]
 
     def handle_produce_success(self, transaction: Transaction, result: Any) -> Any:
-        """After success."""
+        """Handle a success."""
 
     def handle_produce_exception(self, transaction: Transaction, exc: TransactionException) -> Any:
-        """After failure, once."""
+        """Handle a failure, once."""
 
     def produce_transactions(
         self,
         transactions: Sequence[Transaction],
         policy: ProducerPolicy | None = None,
         *,
-        driver: Callable[[int], Threads] = Threads,
+        driver: Callable[[int], ThreadDriver] = ThreadDriver,
     ) -> ProduceReport:
-        """Produce them all; one outcome each, in input order."""
+        """Produce all transactions; return one outcome each, in input order."""
         policy = choose_policy(self, policy, ProducerPolicy)
-        refuse_async(self.produce_transaction, self.handle_produce_success, self.handle_produce_exception)
+        reject_async_handlers(self.produce_transaction, self.handle_produce_success, self.handle_produce_exception)
         threads = driver(policy.loop.concurrency.value)
-        production = self._produce_transactions(transactions, policy, threads)
-        with loops_of(self).entered(production, threads.stop):
-            return threads.run(production.run())
+        produce_run = self._produce_transactions(transactions, policy, threads)
+        with running_loops(self).track(produce_run, threads.stop):
+            return threads.run(produce_run.run())
 
 
 class AsyncProducerMixin(_Producer):
-    """Produces on tasks of the running event loop; in every other respect the same."""
+    """Produces on tasks of the running event loop; otherwise the same as ProducerMixin."""
 
     connector: Connector | AsyncConnector
 
@@ -136,11 +147,11 @@ class AsyncProducerMixin(_Producer):
         transactions: Sequence[Transaction],
         policy: ProducerPolicy | None = None,
         *,
-        driver: Callable[[], Asyncio] = Asyncio,
+        driver: Callable[[], AsyncioDriver] = AsyncioDriver,
     ) -> ProduceReport:
-        """Produce them all; one outcome each, in input order. Cancelling it is a stop."""
+        """Produce all transactions; return one outcome each, in input order. A cancellation stops it."""
         policy = choose_policy(self, policy, ProducerPolicy)
         tasks = driver()
-        production = self._produce_transactions(transactions, policy, tasks)
-        with loops_of(self).entered(production, tasks.stop):
-            return await tasks.run(production.run())
+        produce_run = self._produce_transactions(transactions, policy, tasks)
+        with running_loops(self).track(produce_run, tasks.stop):
+            return await tasks.run(produce_run.run())

@@ -1,7 +1,7 @@
-"""Helpers that carry the context: across threads, across tasks, and through timeouts.
+"""Helpers that propagate the context: across threads, across tasks, and through timeouts.
 
-The engine's own calls carry it themselves; these are for user code that starts threads or tasks
-of its own, or wants a limit of its own inside a handler.
+The engine's own calls propagate it already; these helpers are for user code that starts its own threads or tasks, or
+needs a separate time limit inside a handler.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ _threads = DaemonExecutor(name="ergon-timeout")
 
 
 def with_context(fn: Callable[P, T], context: Context | None = None) -> Callable[P, T]:
-    """*fn*, to be run with the context of this moment (or *context*) wherever it is called.
+    """Wrap *fn* so that each call runs with the current context, or *context*, on any thread.
 
-    Each call gets a copy of its own, because a context cannot be entered twice at a time.
+    Each call gets its own copy, because a context cannot be entered twice at a time.
     """
-    kept = copy_context() if context is None else context
+    captured = copy_context() if context is None else context
 
-    def carried(*args: P.args, **kwargs: P.kwargs) -> T:
-        return kept.copy().run(fn, *args, **kwargs)
+    def run_in_context(*args: P.args, **kwargs: P.kwargs) -> T:
+        return captured.copy().run(fn, *args, **kwargs)
 
-    return carried
+    return run_in_context
 
 
 def with_context_async(
     fn: Callable[P, Coroutine[Any, Any, T]], context: Context | None = None
 ) -> Callable[P, Awaitable[T]]:
-    """The same for a coroutine function: it runs as a task with the context of this moment."""
-    kept = copy_context() if context is None else context
+    """Wrap a coroutine function so that each call runs as a task with the current context, or *context*."""
+    captured = copy_context() if context is None else context
 
-    def carried(*args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
-        own = kept.copy()
-        return asyncio.get_running_loop().create_task(own.run(fn, *args, **kwargs), context=own)
+    def run_in_context(*args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
+        own_context = captured.copy()
+        return asyncio.get_running_loop().create_task(own_context.run(fn, *args, **kwargs), context=own_context)
 
-    return carried
+    return run_in_context
 
 
 def run_with_timeout(fn: Callable[P, T], timeout: float | None, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,8 +1,8 @@
-"""The exam of boundary stores: one suite that any store of facts and artifacts takes, in both variants.
+"""Conformance suite of boundary stores, for every store of facts and artifacts, sync and async.
 
-In a program ``take(candidate)`` gives the marks; in a test file one line gives a test per check::
+In a program ``run_suite(system)`` returns the results; in a test file one line creates a test per check::
 
-    test_my_store = exam(MyCandidate)
+    test_my_store = pytest_suite(MyStoreUnderTest)
 """
 
 from __future__ import annotations
@@ -11,59 +11,69 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
 from ergon_framework.testing.conformance import appending, objects, owners, reading
-from ergon_framework.testing.conformance.boundary_candidate import BoundaryCandidate
-from ergon_framework.testing.conformance.boundary_client import BoundaryClient, BoundarySitting
-from ergon_framework.testing.conformance.check import Check, Failed, Mark, NotApplicable, Result, expect, rule
+from ergon_framework.testing.conformance.boundary_candidate import BoundaryUnderTest
+from ergon_framework.testing.conformance.boundary_client import BoundaryCheckContext, BoundaryClient
+from ergon_framework.testing.conformance.check import (
+    Check,
+    CheckFailed,
+    CheckResult,
+    NotApplicable,
+    Result,
+    check,
+    expect,
+)
 from ergon_framework.testing.conformance.client import VARIANTS, Variant
-from ergon_framework.testing.conformance.marking import marked, paper
+from ergon_framework.testing.conformance.marking import make_pytest_suite, run_check_in_context
 
 __all__ = [
     "CHECKS",
     "VARIANTS",
-    "BoundaryCandidate",
+    "BoundaryCheckContext",
     "BoundaryClient",
-    "BoundarySitting",
+    "BoundaryUnderTest",
     "Check",
-    "Failed",
-    "Mark",
+    "CheckFailed",
+    "CheckResult",
     "NotApplicable",
     "Result",
+    "check",
     "exam",
     "expect",
     "mark",
-    "rule",
     "take",
 ]
 
-#: Every check, in the order in which they are taken.
+#: Every check, in the order of execution.
 CHECKS: Final[tuple[Check, ...]] = tuple(
     value for part in (appending, reading, objects, owners) for value in vars(part).values() if isinstance(value, Check)
 )
 
 
-def take(candidate: BoundaryCandidate, *, variant: Variant = "sync", only: Collection[str] | None = None) -> list[Mark]:
-    """Have *candidate* take the exam, or only the checks of these names; not to be called on an event loop."""
+def take(
+    candidate: BoundaryUnderTest, *, variant: Variant = "sync", only: Collection[str] | None = None
+) -> list[CheckResult]:
+    """Run all checks, or only the checks with these names; must not be called on an event loop."""
     unknown = set(only or ()) - {check.name for check in CHECKS}
     if unknown:
         raise ValueError(f"there is no check called {min(unknown)!r}; CHECKS lists them")
     return [mark(check, candidate, variant) for check in CHECKS if only is None or check.name in only]
 
 
-def mark(check: Check, candidate: BoundaryCandidate, variant: Variant) -> Mark:
-    """What *candidate* does with one check."""
-    return marked(check, BoundarySitting(candidate, variant), variant)
+def mark(check: Check, candidate: BoundaryUnderTest, variant: Variant) -> CheckResult:
+    """Run one check on *system*."""
+    return run_check_in_context(check, BoundaryCheckContext(candidate, variant), variant)
 
 
 def exam(
-    candidate: Callable[[], BoundaryCandidate] | str,
+    candidate: Callable[[], BoundaryUnderTest] | str,
     *,
     variants: Sequence[Variant] = VARIANTS,
     checks: Iterable[Check] = CHECKS,
     marks: Callable[[Check], Any] | None = None,
 ) -> Callable[..., None]:
-    """A test function for pytest: one test per check and variant, each with a candidate of its own.
+    """Create a pytest test function: one test per check and variant, each with a new system under test.
 
-    It may also be the name of a fixture. *marks* gives the pytest marks of a check. A check that does not
-    apply passes, and says why.
+    *system* creates it, or is the name of a fixture. *marks* returns the pytest marks of a check. A check that
+    does not apply passes and reports the reason.
     """
-    return paper(candidate, mark, variants=variants, checks=checks, marks=marks)
+    return make_pytest_suite(candidate, mark, variants=variants, checks=checks, marks=marks)

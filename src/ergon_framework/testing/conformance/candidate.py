@@ -1,4 +1,4 @@
-"""Candidate: what a connector's author tells the exam, so that it can treat his broker well and badly."""
+"""ConnectorUnderTest: the adapter through which the conformance suite uses a connector and injects faults."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from ergon_framework.transaction import Transaction
 if TYPE_CHECKING:
     from ergon_framework.testing.conformance.check import Check
 
-#: A candidate that does not know what its server's settings are worth.
+#: The durability of the server's settings is unknown.
 UNSAID: Final = object()
 
 
 class Server(Protocol):
-    """The broker's process and the line to it. Every method blocks until it is done, and may be called twice."""
+    """The broker's process and its network. Every method blocks until it is done, and may be called twice."""
 
     def stop(self) -> None:
-        """End it in good order."""
+        """Stop the server cleanly."""
 
     def kill(self) -> None:
-        """End it at once, as SIGKILL does."""
+        """Kill the server immediately, as SIGKILL does."""
 
     def start(self) -> None:
-        """Have it running and answering, with what it had."""
+        """Start the server with its data, and wait until it answers."""
 
-    def cut(self) -> None:
-        """Lose every packet to and from it; connections stay open."""
+    def partition_network(self) -> None:
+        """Drop every packet to and from the server; connections stay open."""
 
-    def mend(self) -> None:
-        """Undo ``cut``."""
+    def heal_network(self) -> None:
+        """Undo ``partition_network``."""
 
 
 class Outbox(Protocol):
-    """An open transaction of the caller's database, and dispatching on it."""
+    """An open transaction of the caller's database that also dispatches messages."""
 
     def dispatch(self, transactions: Sequence[Transaction]) -> None: ...
 
@@ -46,61 +46,61 @@ class Outbox(Protocol):
     def rollback(self) -> None: ...
 
 
-class Candidate(ABC):
-    """A connector that takes the exam; only ``client`` must be written, the rest has defaults.
+class ConnectorUnderTest(ABC):
+    """A connector under test; only ``client`` is required, the rest has defaults.
 
-    What is not offered is not examined, and the marks say so.
+    The suite skips checks of features that are missing, and reports them as not applicable.
     """
 
-    #: The broker's process, if the exam may stop, kill and cut it off.
+    #: The broker's process, if the suite may stop, kill and disconnect it.
     server: Server | None = None
-    #: Which of the server's faults there are.
-    faults: Sequence[str] = ("stop", "kill", "cut")
-    #: Whether transactions become bytes on their way, so that some cannot be sent.
+    #: The supported faults of the server.
+    faults: Sequence[str] = ("stop", "kill", "partition_network")
+    #: Whether transactions are encoded to bytes, so that some cannot be sent.
     encodes: bool = True
-    #: Whether ``receive`` works.
+    #: Whether ``receive`` is supported.
     receives: bool = False
-    #: Seconds within which every call must come back, with the line down too.
+    #: Seconds within which every call must return, also while the connection is lost.
     patience: float = 20.0
-    #: Seconds within which what must come has come.
+    #: Seconds within which an expected delivery must arrive.
     arrival: float = 15.0
-    #: Seconds for which claims hold in the checks that take the server away: a short outage should not end them.
+    #: Lease in seconds for checks with outages: a short outage should not end it.
     outage_lease: float = 3.0
-    #: What ``capabilities.durable`` must say of the server as it is set up here.
+    #: The expected value of ``capabilities.durable`` for the server's setup.
     durable: Any = UNSAID
-    #: Further checks, of this candidate alone.
+    #: Further checks, only for this connector.
     checks: Sequence[Check] = ()
 
     @abstractmethod
     def client(self, queue: str, *, lease: float) -> Connector | AsyncConnector:
-        """A new client of *queue*, as another process would have it, not yet opened.
+        """Create a new client of *queue*, as another process would; it is not open yet.
 
-        All clients of one queue compete for what is in it. The queue is empty when its name is
-        used for the first time; *lease* is the same for all of its clients.
+        All clients of one queue compete for its messages. The queue is empty when its name is used
+        for the first time; *lease* is the same for all of its clients.
         """
 
-    def crash(self, client: Connector | AsyncConnector) -> None:  # noqa: B027 - most have nothing to do
-        """Have *client* fall silent as if its process had been killed: nothing is settled, renewed or closed.
+    def crash(self, client: Connector | AsyncConnector) -> None:  # noqa: B027 - optional
+        """Make *client* stop as if its process had been killed: it settles, renews and closes nothing.
 
-        Nothing has to be done for a client that does nothing by itself. The exam asks a crashed
-        client once more to settle what it held, and closes it in the end.
+        A client without background activity needs no action. The suite later asks a crashed client once
+        to settle its claims, and closes it at the end.
         """
 
     def receive(self, queue: str, body: bytes, headers: Mapping[str, str]) -> None:
-        """Put a message of some other producer into *queue*, past the connector."""
+        """Put a message of a third-party producer into *queue*, bypassing the connector."""
         raise NotImplementedError
 
     def dispatch_urgent(self, client: Connector | AsyncConnector, transaction: Transaction) -> bool:  # noqa: ARG002
-        """Dispatch *transaction* with a higher priority than others have; False if nobody knows how."""
+        """Dispatch *transaction* with a higher priority than others; return False if this is not supported."""
         return False
 
     def inbox(self, task: Any) -> Any | None:  # noqa: ARG002
-        """*task*, a consumer, with the inbox switched on; None where there is none."""
+        """Return the consumer *task* with the inbox enabled, or None if this is not supported."""
         return None
 
     def outbox(self, queue: str) -> AbstractContextManager[Outbox] | None:  # noqa: ARG002
-        """A transaction of the caller's own database in which he dispatches to *queue*; None where there is none."""
+        """Open a transaction of the caller's database that dispatches to *queue*; return None if not supported."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """The exam is over."""
+        """Release all resources after the suite."""

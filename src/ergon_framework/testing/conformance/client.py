@@ -1,4 +1,4 @@
-"""Client: one client of the candidate, called the same way in both variants."""
+"""Client: one client of the connector under test, with the same calls in both variants."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from ergon_framework.connectors.base import (
 )
 from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
-from ergon_framework.testing.conformance.check import Failed, expect
+from ergon_framework.testing.conformance.check import CheckFailed, expect
 from ergon_framework.transaction import Transaction
 
 T = TypeVar("T")
 Variant: TypeAlias = Literal["sync", "async"]
 VARIANTS: Final[tuple[Variant, ...]] = ("sync", "async")
 
-#: Seconds to watch for what must not come.
+#: Seconds to wait for a delivery that must not arrive.
 QUIET: Final = 0.15
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """What *call* returns or raises, made on a daemon thread: one that hangs holds up nobody."""
+    """Run *call* on a daemon thread, so that a hanging call blocks nothing else; return or raise its result."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
     context = copy_context()
@@ -49,7 +49,7 @@ async def in_thread(call: Callable[[], T]) -> T:
         came: tuple[T | None, BaseException | None]
         try:
             came = context.run(call), None
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
             came = None, error
         if not loop.is_closed():
             loop.call_soon_threadsafe(arrive, came)
@@ -61,8 +61,8 @@ async def in_thread(call: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
-class Ear:
-    """A listener that remembers what it was told."""
+class RecordingListener:
+    """A listener that records its notifications."""
 
     def __init__(self) -> None:
         self.wakes = 0
@@ -71,12 +71,12 @@ class Ear:
     def wake(self) -> None:
         self.wakes += 1
 
-    def lost(self, receipts: Sequence[Any]) -> None:
+    def on_lost(self, receipts: Sequence[Any]) -> None:
         self.gone.extend(receipts)
 
 
 class Client:
-    """A connector as one coroutine per call; no call may take longer than *patience*."""
+    """A connector with one coroutine per call; no call may take longer than *patience*."""
 
     def __init__(
         self, connector: Connector | AsyncConnector, variant: Variant, *, patience: float, arrival: float
@@ -91,7 +91,7 @@ class Client:
     def capabilities(self) -> Capabilities:
         return self.connector.capabilities
 
-    def listen(self, ear: Ear) -> Unlisten:
+    def listen(self, ear: RecordingListener) -> Unlisten:
         unlisten: Unlisten = self._flavour.listen(ear)
         return unlisten
 
@@ -138,10 +138,10 @@ class Client:
         result: ReplayResult = await self._call("replace_dead", place, transaction)
         return result
 
-    # -- the same with patience -----------------------------------------------------------------
+    # -- with waiting and expectations ----------------------------------------------------------
 
     async def claim(self, count: int = 1, *, within: float | None = None) -> list[Delivery]:
-        """*count* deliveries, in as many fetches as it takes."""
+        """Return *count* deliveries, with as many fetches as necessary."""
         within = self._arrival if within is None else min(within, self._arrival)
         found: list[Delivery] = []
         end = time.monotonic() + within
@@ -153,12 +153,12 @@ class Client:
             )
         return found
 
-    async def one(self, *, within: float | None = None) -> Delivery:
+    async def claim_one(self, *, within: float | None = None) -> Delivery:
         (delivery,) = await self.claim(within=within)
         return delivery
 
     async def finds_nothing(self, *, during: float = QUIET, because: str = "nothing was to come") -> None:
-        """Watch for *during* seconds that nothing comes."""
+        """Check for *during* seconds that nothing is delivered."""
         end = time.monotonic() + during
         while True:
             found = await self.fetch(10, wait=max(0.0, min(0.05, end - time.monotonic())))
@@ -168,7 +168,7 @@ class Client:
             await asyncio.sleep(0.01)
 
     async def settles(self, settlement: Settlement, *deliveries: Delivery) -> None:
-        """Settle *deliveries*, all of which are held."""
+        """Settle *deliveries*, all of which are claimed, and expect success."""
         results = await self.settle(*((delivery, settlement) for delivery in deliveries))
         expect(
             all(result is SettleResult.SETTLED for result in results),
@@ -186,4 +186,6 @@ class Client:
                     return await in_thread(partial(getattr(self._flavour, name), *args, **extra))
                 return await getattr(self._flavour, f"{name}_async")(*args, **extra)
         except TimeoutError as error:
-            raise Failed(f"{name} did not come back within {limit:g} s, or gave up with a bare TimeoutError") from error
+            raise CheckFailed(
+                f"{name} did not come back within {limit:g} s, or gave up with a bare TimeoutError"
+            ) from error

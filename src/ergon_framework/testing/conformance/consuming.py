@@ -1,4 +1,4 @@
-"""Consuming: a real loop of this framework over a client, on threads or on asyncio."""
+"""Run a real consumer loop of the framework over a client, on threads or on asyncio."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.report import Outcome, Report
 from ergon_framework.testing.conformance.check import expect
 from ergon_framework.testing.conformance.client import Client, in_thread
-from ergon_framework.testing.conformance.sitting import Sitting
+from ergon_framework.testing.conformance.sitting import CheckContext
 from ergon_framework.transaction import Transaction
 
 Body = Callable[[Transaction], Any]
-#: How long the body of a transaction stays before it decides: until an event, or some seconds.
+#: How long a handler waits before it decides: until an event, or a number of seconds.
 Stay = Callable[[Transaction], threading.Event | float]
 
-#: Seconds after which a body goes on and a stopped loop is given up.
+#: Seconds after which a handler continues, and after which a stopped loop counts as hanging.
 STUCK = 15.0
 
 
 def policy(**loop: Any) -> ConsumerPolicy:
-    """A policy whose waits are short."""
+    """Create a consumer policy with short waits."""
     quick = {"backoff": 0.01, "multiplier": 1.0}
     around: dict[str, Any] = {
         "concurrency": {"value": 4},
@@ -37,7 +37,7 @@ def policy(**loop: Any) -> ConsumerPolicy:
         "drain_timeout": 5.0,
     }
     steps = {name: {"retry": quick} for name in ("fetch", "process", "success", "exception", "settle")}
-    for name in ("fetch", "settle"):  # an outage is to be outlived
+    for name in ("fetch", "settle"):  # retries outlast an outage
         steps[name]["retry"] = {**quick, "max_attempts": 10_000, "cap": 0.0}
     return ConsumerPolicy.load({"loop": around | loop, "steps": steps})
 
@@ -46,20 +46,20 @@ class _Threads(ConsumerMixin, Task):
     name = "Exam"
 
     def process_transaction(self, transaction: Transaction) -> Any:
-        return self.services.loop.called(transaction)
+        return self.services.loop.handle(transaction)
 
 
 class _Asyncio(AsyncConsumerMixin, AsyncTask):
     name = "Exam"
 
     async def process_transaction(self, transaction: Transaction) -> Any:
-        return await self.services.loop.called_async(transaction)
+        return await self.services.loop.handle_async(transaction)
 
 
 class Loop:
-    """One run: how often each transaction's body ran, and how each delivery ended."""
+    """One run: how often the handler of each transaction ran, and the outcome of each delivery."""
 
-    def __init__(self, sitting: Sitting, body: Body, stay: Stay | None) -> None:
+    def __init__(self, sitting: CheckContext, body: Body, stay: Stay | None) -> None:
         self._sitting = sitting
         self._body = body
         self._stay = stay
@@ -70,12 +70,12 @@ class Loop:
         self._stopping = False
 
     def stop(self) -> None:
-        """Have it drain and end; a second call changes nothing, where the task's own would end it at once."""
+        """Drain and stop the loop; a second call does nothing, because a second stop of the task would abort it."""
         if not self._stopping:
             self._stopping = True
             self.task.stop()
 
-    def called(self, transaction: Transaction) -> Any:
+    def handle(self, transaction: Transaction) -> Any:
         self.runs[transaction.id] += 1
         if self._stay is not None:
             stay = self._stay(transaction)
@@ -84,7 +84,7 @@ class Loop:
             )
         return self._body(transaction)
 
-    async def called_async(self, transaction: Transaction) -> Any:
+    async def handle_async(self, transaction: Transaction) -> Any:
         self.runs[transaction.id] += 1
         if self._stay is not None:
             stay = self._stay(transaction)
@@ -95,7 +95,7 @@ class Loop:
         return self._body(transaction)
 
     def ended(self, kind: str) -> list[str]:
-        """The ids of those whose stay ended that way, in that order."""
+        """Return the ids of the transactions with that outcome, in order."""
         return [outcome.transaction.id for outcome in tuple(self.outcomes) if outcome.kind == kind]
 
     async def until(self, holds: Callable[[], object], words: str) -> None:
@@ -103,8 +103,8 @@ class Loop:
 
 
 @asynccontextmanager
-async def consuming(
-    sitting: Sitting,
+async def running_loop(
+    sitting: CheckContext,
     client: Client,
     body: Body,
     *,
@@ -112,7 +112,7 @@ async def consuming(
     prepare: Callable[[Any], Any] | None = None,
     **loop_policy: Any,
 ) -> AsyncIterator[Loop]:
-    """A loop that consumes in here, and has stopped and settled all it held afterwards."""
+    """Run a consumer loop during the block; on exit it has stopped and settled everything it claimed."""
     loop = Loop(sitting, body, stay)
     kind: Any = _Threads if sitting.variant == "sync" else _Asyncio
     task = kind(client.connector, loop=loop)

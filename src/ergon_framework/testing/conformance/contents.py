@@ -1,8 +1,8 @@
-"""The exam of places for contents: one suite that whatever keeps the bytes of artifacts takes.
+"""Conformance suite of content stores.
 
-In a program ``take(candidate)`` gives the marks; in a test file one line gives a test per check::
+In a program ``run_suite(system)`` returns the results; in a test file one line creates a test per check::
 
-    test_my_place = exam(MyCandidate)
+    test_my_store = pytest_suite(MyContentStoreUnderTest)
 """
 
 from __future__ import annotations
@@ -11,37 +11,47 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from ergon_framework.testing.conformance import sealing, uploading
-from ergon_framework.testing.conformance.check import Check, Mark, Result
+from ergon_framework.testing.conformance.check import Check, CheckResult, Result
 from ergon_framework.testing.conformance.client import Variant
-from ergon_framework.testing.conformance.contents_candidate import ContentsCandidate, ContentsSitting
-from ergon_framework.testing.conformance.marking import marked, paper
+from ergon_framework.testing.conformance.contents_candidate import ContentCheckContext, ContentStoreUnderTest
+from ergon_framework.testing.conformance.marking import make_pytest_suite, run_check_in_context
 
-__all__ = ["CHECKS", "Check", "ContentsCandidate", "ContentsSitting", "Mark", "Result", "exam", "mark", "take"]
+__all__ = [
+    "CHECKS",
+    "Check",
+    "CheckResult",
+    "ContentCheckContext",
+    "ContentStoreUnderTest",
+    "Result",
+    "exam",
+    "mark",
+    "take",
+]
 
-#: Every check, in the order in which they are taken.
+#: Every check, in the order of execution.
 CHECKS: Final[tuple[Check, ...]] = tuple(
     value for part in (sealing, uploading) for value in vars(part).values() if isinstance(value, Check)
 )
 
 
-def take(candidate: ContentsCandidate) -> list[Mark]:
-    """Have *candidate* take the exam; not to be called on an event loop."""
+def take(candidate: ContentStoreUnderTest) -> list[CheckResult]:
+    """Run all checks on *system*; must not be called on an event loop."""
     return [mark(check, candidate) for check in CHECKS]
 
 
-def mark(check: Check, candidate: ContentsCandidate, variant: Variant = "sync") -> Mark:
-    """What *candidate* does with one check; there is one variant, for all of it blocks."""
-    return marked(check, ContentsSitting(candidate), variant)
+def mark(check: Check, candidate: ContentStoreUnderTest, variant: Variant = "sync") -> CheckResult:
+    """Run one check on *system*; there is one variant, because content stores block."""
+    return run_check_in_context(check, ContentCheckContext(candidate), variant)
 
 
 def exam(
-    candidate: Callable[[], ContentsCandidate] | str,
+    candidate: Callable[[], ContentStoreUnderTest] | str,
     *,
     checks: Iterable[Check] = CHECKS,
     marks: Callable[[Check], Any] | None = None,
 ) -> Callable[..., None]:
-    """A test function for pytest: one test per check, with a candidate of its own or the fixture of that name.
+    """Create a pytest test function: one test per check, with a new system under test or the fixture of that name.
 
-    *marks* gives the pytest marks of a check. A check that does not apply passes, and says why.
+    *marks* returns the pytest marks of a check. A check that does not apply passes and reports the reason.
     """
-    return paper(candidate, mark, variants=("sync",), checks=checks, marks=marks)
+    return make_pytest_suite(candidate, mark, variants=("sync",), checks=checks, marks=marks)

@@ -1,4 +1,4 @@
-"""ContentsCandidate: what the author of a place for contents tells the exam, and the sitting that uses it."""
+"""ContentStoreUnderTest: the adapter to a content store, and the context that the checks use."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ import uuid
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ergon_framework.facts.contents import Contents
+from ergon_framework.facts.contents import ContentStore
 from ergon_framework.testing.conformance.candidate import UNSAID
 
 
-class ContentsCandidate(ABC):
-    """A place that takes the exam; only ``contents`` must be written. What is not offered is not examined."""
+class ContentStoreUnderTest(ABC):
+    """A content store under test; only ``contents`` is required. The suite skips checks of missing features."""
 
-    #: What ``durable`` must say of the place as it is set up here.
+    #: The expected value of ``durable`` for the store's setup.
     durable: Any = UNSAID
-    #: Bytes of a content that is not kept in one piece, if there is such a limit; else some that fill several CHUNKs.
+    #: Size of a content that the store splits, if it has such a limit; otherwise of one that fills several chunks.
     large: int = 1_000_017
 
     @abstractmethod
-    def contents(self, place: str, *, room: int | None = None) -> Contents:
-        """*place*, as another process would open it; it is empty when its name is used for the first time.
+    def contents(self, place: str, *, room: int | None = None) -> ContentStore:
+        """Open *place*, as another process would; it is empty when its name is used for the first time.
 
-        *room* is how many bytes it may hold.
+        *room* is the number of bytes that it may hold.
         """
 
-    #: Whether ``contents`` can be told how much room there is.
+    #: Whether ``contents`` supports *room*.
     bounded: bool = False
 
-    def cut(self, place: str, digest: str) -> bool:  # noqa: ARG002 - for those who can
-        """Take the end of a content away, behind everybody's back; False if nobody knows how."""
+    def cut(self, place: str, digest: str) -> bool:  # noqa: ARG002 - optional
+        """Remove the end of a content without using the store; False if this is not supported."""
         return False
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """The exam is over."""
+    def close(self) -> None:  # noqa: B027 - optional
+        """Release all resources after the suite."""
 
 
-class ContentsSitting:
-    """One check being tried, in a place of its own."""
+class ContentCheckContext:
+    """The context of one check, with its own store."""
 
-    def __init__(self, candidate: ContentsCandidate) -> None:
+    def __init__(self, candidate: ContentStoreUnderTest) -> None:
         self.candidate = candidate
         self.place = f"exam{uuid.uuid4().hex[:12]}"
 
-    def contents(self, *, room: int | None = None) -> Contents:
-        """The place, opened once more."""
+    def contents(self, *, room: int | None = None) -> ContentStore:
+        """Open the store again."""
         return self.candidate.contents(self.place, room=room)

@@ -1,11 +1,11 @@
-"""What a transaction keeps from delivery to delivery, and what is counted."""
+"""Checks of the envelope across deliveries, and of delivery counts."""
 
 from __future__ import annotations
 
-from ergon_framework.connectors.base import Delivery, Later, Release
+from ergon_framework.connectors.base import Defer, Delivery, Release
 from ergon_framework.failure import Deferral
-from ergon_framework.testing.conformance.check import SHORT, expect, free_release, rule
-from ergon_framework.testing.conformance.sitting import Sitting
+from ergon_framework.testing.conformance.check import SHORT, check, expect, free_release
+from ergon_framework.testing.conformance.sitting import CheckContext
 from ergon_framework.transaction import Transaction
 
 TRACE = {
@@ -49,49 +49,49 @@ def _same(delivery: Delivery, words: str, **changed: object) -> None:
         expect(is_now == was, f"{words} {name} is {is_now!r}, not {was!r}")
 
 
-@rule("CNN-03", lease=SHORT)
-async def the_envelope_arrives_and_stays_the_same(sitting: Sitting) -> None:
+@check("CNN-03", lease=SHORT)
+async def the_envelope_arrives_and_stays_the_same(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(_full())
-    delivery = await client.one()
+    delivery = await client.claim_one()
     _same(delivery, "at the first delivery")
     await client.settles(Release(), delivery)
-    delivery = await client.one()
+    delivery = await client.claim_one()
     _same(delivery, "after a release")
-    await client.settles(Later(0, attempts=2, deferral=DEFERRAL), delivery)
-    delivery = await client.one()
+    await client.settles(Defer(0, attempts=2, deferral=DEFERRAL), delivery)
+    delivery = await client.claim_one()
     _same(delivery, "after a Later", attempts=2, deferral=DEFERRAL)
-    heir = await sitting.successor(client)
-    delivery = await heir.one()
+    heir = await sitting.crash_and_reconnect(client)
+    delivery = await heir.claim_one()
     _same(delivery, "after a crash", attempts=2, deferral=DEFERRAL)
     await heir.ack(delivery)
 
 
-@rule("CNN-04", lease=SHORT)
-async def a_crash_costs_exactly_one_delivery(sitting: Sitting) -> None:
+@check("CNN-04", lease=SHORT)
+async def a_crash_costs_exactly_one_delivery(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(sitting.transaction())
     for deliveries in (1, 2, 3):
-        delivery = await client.one()
+        delivery = await client.claim_one()
         expect(
             delivery.deliveries == deliveries,
             f"after {deliveries - 1} crashes it is delivery {delivery.deliveries}, not {deliveries}",
         )
         expect(delivery.transaction.attempts == 0, f"a crash made {delivery.transaction.attempts} attempts")
-        client = await sitting.successor(client)
-    await client.ack(await client.one())
+        client = await sitting.crash_and_reconnect(client)
+    await client.ack(await client.claim_one())
 
 
-@rule("CNN-04", needs=(free_release,), lease=SHORT)
-async def what_a_crash_has_cost_stays_counted(sitting: Sitting) -> None:
+@check("CNN-04", needs=(free_release,), lease=SHORT)
+async def what_a_crash_has_cost_stays_counted(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(sitting.transaction())
-    await client.one()
-    client = await sitting.successor(client)
-    for settlement in (Release(), Later(0, attempts=1)):
-        delivery = await client.one()
+    await client.claim_one()
+    client = await sitting.crash_and_reconnect(client)
+    for settlement in (Release(), Defer(0, attempts=1)):
+        delivery = await client.claim_one()
         expect(delivery.deliveries == 2, f"after one crash it is delivery {delivery.deliveries}, not 2")
         await client.settles(settlement, delivery)
-    delivery = await client.one()
+    delivery = await client.claim_one()
     expect(delivery.deliveries == 2, f"release and Later made {delivery.deliveries} of 2 deliveries")
     await client.ack(delivery)

@@ -1,4 +1,4 @@
-"""Handing over: when it is confirmed, what is stamped on it, and that nothing is handed over by halves."""
+"""Checks of dispatch: confirmation, source and trace headers, and all-or-nothing batches."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import asyncio
 from contextvars import copy_context
 
 from ergon_framework.errors import ErgonError
-from ergon_framework.telemetry.context import inbound, within
-from ergon_framework.testing.conformance.check import Failed, encoded, expect, limited, rule
+from ergon_framework.telemetry.context import context_with, extract_context
+from ergon_framework.testing.conformance.check import CheckFailed, check, encoded, expect, limited
 from ergon_framework.testing.conformance.client import Client
-from ergon_framework.testing.conformance.sitting import Sitting
+from ergon_framework.testing.conformance.sitting import CheckContext
 from ergon_framework.transaction import Transaction
 
 
-@rule("CNN-02")
-async def what_is_confirmed_is_there(sitting: Sitting) -> None:
+@check("CNN-02")
+async def what_is_confirmed_is_there(sitting: CheckContext) -> None:
     producer = await sitting.client()
     client = await sitting.client()
     sent = sitting.transactions(5)
@@ -26,15 +26,15 @@ async def what_is_confirmed_is_there(sitting: Sitting) -> None:
     await client.ack(*found)
 
 
-@rule("CNN-02", needs=(encoded,))
-async def dispatch_takes_all_or_none(sitting: Sitting) -> None:
+@check("CNN-02", needs=(encoded,))
+async def dispatch_takes_all_or_none(sitting: CheckContext) -> None:
     client = await sitting.client()
     await _refused(client, sitting.transaction(0), sitting.transaction(1, payload=object()), sitting.transaction(2))
     await client.finds_nothing(because="one of three could not be written")
 
 
-@rule("CNN-02", needs=(limited,))
-async def what_is_too_large_is_refused(sitting: Sitting) -> None:
+@check("CNN-02", needs=(limited,))
+async def what_is_too_large_is_refused(sitting: CheckContext) -> None:
     client = await sitting.client()
     limit = client.capabilities.max_payload or 0
     await _refused(client, sitting.transaction(0), sitting.transaction(1, payload="x" * (limit + 1)))
@@ -44,20 +44,20 @@ async def what_is_too_large_is_refused(sitting: Sitting) -> None:
 async def _refused(client: Client, *transactions: Transaction) -> None:
     try:
         await client.dispatch(*transactions)
-    except Failed:
+    except CheckFailed:
         raise
     except ErgonError as error:
         expect(error.final, f"{type(error).__name__} is not final, but trying again cannot help")
     else:
-        raise Failed("a transaction that cannot be sent was confirmed")
+        raise CheckFailed("a transaction that cannot be sent was confirmed")
 
 
-@rule("CNN-03")
-async def source_and_trace_are_stamped(sitting: Sitting) -> None:
+@check("CNN-03")
+async def source_and_trace_are_stamped(sitting: CheckContext) -> None:
     client = await sitting.client()
     trace_id = f"{0xABC:032x}"
-    here = inbound({"traceparent": f"00-{trace_id}-{0xDEF:016x}-01"})
-    below = copy_context() if here is None else within(copy_context(), here)
+    here = extract_context({"traceparent": f"00-{trace_id}-{0xDEF:016x}-01"})
+    below = copy_context() if here is None else context_with(copy_context(), here)
     sending = client.dispatch(sitting.transaction("plain"), sitting.transaction("own", source="elsewhere"))
     await asyncio.create_task(sending, context=below)
     found = {each.transaction.id: each.transaction for each in await client.claim(2)}

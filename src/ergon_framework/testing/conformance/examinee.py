@@ -1,4 +1,4 @@
-"""Examinee: an executor's process during one question of its exam, and the questions' own words."""
+"""ExecutorUnderTest: an executor's process during one check, and the decorator of executor checks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import IO, Any, Final, Self, TypeAlias
 
 from ergon_framework.executor import lines
-from ergon_framework.executor.lines import Splitter
-from ergon_framework.executor.protocol import VERSION, BadLine, ExecutionOutcome, read_outcome
-from ergon_framework.testing.conformance.check import Failed, expect
+from ergon_framework.executor.lines import LineSplitter
+from ergon_framework.executor.protocol import VERSION, ExecutionOutcome, InvalidMessage, read_outcome
+from ergon_framework.testing.conformance.check import CheckFailed, expect
 
-#: Handlers that an executor must have to be examined, with what they do.
+#: Handlers that an executor must have for the conformance suite, with what they do.
 HANDLERS: Final = {
     "exam.echo": "takes one argument, `value`, and returns it",
     "exam.fail": "takes a text and fails with it as its message",
@@ -29,22 +29,22 @@ HANDLERS: Final = {
     "exam.child": "takes a text and has a child process print it, then returns null",
     "exam.crash": "ends the process at once, without an answer",
 }
-#: How much is read and written at once.
+#: Bytes that one read or write transfers.
 CHUNK: Final = 65_536
-#: How much of stderr is told with a failure.
+#: Bytes of stderr that a failure message quotes.
 TOLD: Final = 300
 
 
-class Examinee:
-    """The process, and what has come from it so far. All waiting is limited by *patience*."""
+class ExecutorUnderTest:
+    """The process and its output so far. *patience* limits all waiting."""
 
     def __init__(self, command: Sequence[str], *, patience: float) -> None:
         self.patience = patience
-        self.strays: list[BadLine] = []
+        self.strays: list[InvalidMessage] = []
         self._outcomes: list[ExecutionOutcome] = []
         self._jobs = 0
         self._unsent = bytearray()
-        self._splitter = Splitter()
+        self._splitter = LineSplitter()
         self._left = 0
         self._over = False
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed with the process
@@ -53,8 +53,8 @@ class Examinee:
 
     def _started(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         try:
-            # A session of its own: whatever it starts can be ended with it.
-            return subprocess.Popen(  # noqa: S603 - the command is what is examined
+            # A separate session: all processes that it starts can be killed with it.
+            return subprocess.Popen(  # noqa: S603 - the command under test
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True
             )
         except OSError:
@@ -63,7 +63,7 @@ class Examinee:
 
     @staticmethod
     def _pipe(end: IO[bytes] | None) -> IO[bytes]:
-        assert end is not None  # noqa: S101 - asked for above
+        assert end is not None  # noqa: S101 - requested above
         os.set_blocking(end.fileno(), False)
         return end
 
@@ -78,10 +78,10 @@ class Examinee:
             with contextlib.suppress(OSError):
                 end.close()
 
-    # -- asking -----------------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------
 
     def request(self, function_name: str, *args: Any, **changes: Any) -> dict[str, Any]:
-        """A request for a new job; *changes* replace fields of it."""
+        """Create a request for a new job; *changes* replace fields of it."""
         self._jobs += 1
         job_id = changes.pop("job_id", f"exam-{self._jobs}")
         context = {"job_id": job_id, "attempt": 1, "enqueue_time": "2026-01-31T23:59:59Z", "queue_name": "exam"}
@@ -96,12 +96,12 @@ class Examinee:
         return told | changes
 
     def send(self, *requests: dict[str, Any] | bytes) -> None:
-        """Have *requests* sent as soon as there is room for them; bytes go as they are."""
+        """Queue *requests* for sending when the pipe has space; bytes are sent unchanged."""
         for each in requests:
-            self._unsent += each if isinstance(each, bytes) else lines.write(each)
+            self._unsent += each if isinstance(each, bytes) else lines.format_line(each)
 
     def answer(self, request: dict[str, Any], *, within: float | None = None) -> ExecutionOutcome:
-        """The first outcome for *request*, which was sent."""
+        """Return the first outcome for *request*, which was sent."""
         job_id, end = request["job_id"], time.monotonic() + (self.patience if within is None else within)
         while True:
             for outcome in self._outcomes:
@@ -109,7 +109,7 @@ class Examinee:
                     return outcome
             if self._over or time.monotonic() >= end:
                 how = "it ended" if self._over else f"not within {self.patience:g} s"
-                raise Failed(f"no answer to {request['function_name']!r} of job {job_id!r}: {how}{self._said()}")
+                raise CheckFailed(f"no answer to {request['function_name']!r} of job {job_id!r}: {how}{self._said()}")
             self._pump(end)
 
     def ask(self, function_name: str, *args: Any, **changes: Any) -> ExecutionOutcome:
@@ -118,35 +118,35 @@ class Examinee:
         self.send(request)
         return self.answer(request)
 
-    def echoes(self, value: Any = "sound", **changes: Any) -> None:
-        """Have it echo *value*; whatever strays came until then are forgotten, because others ask for them."""
+    def check_echo(self, value: Any = "sound", **changes: Any) -> None:
+        """Check that the executor echoes *value*; unexpected lines are ignored, because other checks cover them."""
         got = self.ask("exam.echo", value, **changes)
         expect(got.status == "success", f"exam.echo ended with {got.status}: {got.error_type}: {got.error_message}")
-        expect(same(got.result, value), "exam.echo returned something else than it was given")
+        expect(json_equal(got.result, value), "exam.echo returned something else than it was given")
 
-    # -- ending -----------------------------------------------------------------------------------
+    # -- exit -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close its stdin, once everything is sent."""
+        """Close the executor's stdin after everything is sent."""
         end = time.monotonic() + self.patience
         while self._unsent and not self._over and time.monotonic() < end:
             self._pump(end)
         with contextlib.suppress(OSError):
             self._in.close()
 
-    def rest(self, *, within: float | None = None) -> list[ExecutionOutcome]:
-        """Every outcome there was, once its stdout has ended or the time is over."""
+    def remaining_output(self, *, within: float | None = None) -> list[ExecutionOutcome]:
+        """Return all outcomes, once stdout has ended or the time is over."""
         end = time.monotonic() + (self.patience if within is None else within)
         while not self._over and time.monotonic() < end:
             self._pump(end)
         return list(self._outcomes)
 
-    def ended(self, *, within: float | None = None) -> int | None:
-        """Its exit code; None if it still runs when the time is over."""
+    def exit_code(self, *, within: float | None = None) -> int | None:
+        """Return the exit code, or None if the process still runs when the time is over."""
         end = time.monotonic() + (self.patience if within is None else within)
-        self.rest(within=within)
+        self.remaining_output(within=within)
         try:
-            # Its stdout may be closed long before the process is gone: an interpreter takes its time to end.
+            # Stdout may be closed long before the process is gone: an interpreter needs time to exit.
             return self._process.wait(max(0.01, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             return None
@@ -156,7 +156,7 @@ class Examinee:
 
     @property
     def half_a_line(self) -> bool:
-        """Whether what came ended in the middle of a line."""
+        """Whether the output ended in the middle of a line."""
         return self._left > 0
 
     # -- the pipes --------------------------------------------------------------------------------
@@ -169,14 +169,14 @@ class Examinee:
         if room:
             try:
                 del self._unsent[: os.write(self._in.fileno(), self._unsent[:CHUNK])]
-            except OSError:  # it does not read any more; what it has said may still come
+            except OSError:  # it no longer reads; its output may still arrive
                 self._unsent.clear()
 
     def _take(self, data: bytes) -> None:
         self._over = not data
         for line in self._splitter.feed(data):
             found = read_outcome(line)
-            if isinstance(found, BadLine):
+            if isinstance(found, InvalidMessage):
                 self.strays.append(found)
             else:
                 self._outcomes.append(found)
@@ -190,36 +190,36 @@ class Examinee:
         return f"; its last words: {words}" if words else ""
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are the same JSON: ``1`` and ``1.0`` are, ``1`` and ``true`` are not."""
+def json_equal(one: Any, other: Any) -> bool:
+    """Compare two values as JSON: ``1`` and ``1.0`` are equal, ``1`` and ``true`` are not."""
     if isinstance(one, bool) or isinstance(other, bool) or one is None or other is None:
         return one is other
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(json_equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(json_equal(one[key], other[key]) for key in one)
     return bool(one == other)
 
 
-# -- questions ------------------------------------------------------------------------------------
+# -- checks ---------------------------------------------------------------------------------------
 
-Run: TypeAlias = Callable[[Examinee], None]
+Run: TypeAlias = Callable[[ExecutorUnderTest], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """One rule: its name, the requirements it belongs to, and how it is tried."""
+class ExecutorCheck:
+    """One rule: its name, its requirement ids, and the function that checks it."""
 
     name: str
     ids: tuple[str, ...]
     run: Run
 
 
-def question(*ids: str) -> Callable[[Run], Question]:
-    """Make a question of a function; its name is the rule."""
-    return lambda run: Question(run.__name__, ids, run)
+def executor_check(*ids: str) -> Callable[[Run], ExecutorCheck]:
+    """Make an executor check from a function; its name becomes the name of the rule."""
+    return lambda run: ExecutorCheck(run.__name__, ids, run)
 
 
-def questions(module: Any) -> Iterator[Question]:
-    """The questions of a module, in their order."""
-    return (value for value in vars(module).values() if isinstance(value, Question))
+def checks_in(module: Any) -> Iterator[ExecutorCheck]:
+    """Return the checks of a module, in order."""
+    return (value for value in vars(module).values() if isinstance(value, ExecutorCheck))

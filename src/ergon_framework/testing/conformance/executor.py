@@ -1,6 +1,6 @@
-"""The exam of executors: one suite that any executor takes, in whatever language it is written.
+"""Conformance suite of executors, for every executor in any language.
 
-``take(command)`` starts the executor anew for each question and gives the marks. It must have the
+``run_suite(command)`` starts the executor again for each check and returns the results. It must have the
 handlers that ``HANDLERS`` lists.
 """
 
@@ -11,22 +11,41 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ergon_framework.errors import ConfigurationError, text
+from ergon_framework.errors import ConfigurationError, error_message
 from ergon_framework.testing.conformance import asking, ending, refusing
-from ergon_framework.testing.conformance.check import Failed, Result, expect
-from ergon_framework.testing.conformance.examinee import HANDLERS, Examinee, Question, question, questions
+from ergon_framework.testing.conformance.check import CheckFailed, Result, expect
+from ergon_framework.testing.conformance.examinee import (
+    HANDLERS,
+    ExecutorCheck,
+    ExecutorUnderTest,
+    checks_in,
+    executor_check,
+)
 
-__all__ = ["HANDLERS", "PATIENCE", "QUESTIONS", "Examinee", "Mark", "Question", "expect", "question", "report", "take"]
+__all__ = [
+    "HANDLERS",
+    "PATIENCE",
+    "QUESTIONS",
+    "ExecutorCheck",
+    "ExecutorCheckResult",
+    "ExecutorUnderTest",
+    "executor_check",
+    "expect",
+    "report",
+    "take",
+]
 
-#: Every question, in the order in which they are asked.
-QUESTIONS: Final[tuple[Question, ...]] = tuple(each for part in (asking, refusing, ending) for each in questions(part))
-#: Seconds that an executor has for whatever it is asked, its start included.
+#: Every check, in the order of execution.
+QUESTIONS: Final[tuple[ExecutorCheck, ...]] = tuple(
+    each for part in (asking, refusing, ending) for each in checks_in(part)
+)
+#: Seconds that an executor has for each answer, its start included.
 PATIENCE: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """What came of one question, and why."""
+class ExecutorCheckResult:
+    """The result of one check, with the reason."""
 
     question: str
     ids: tuple[str, ...]
@@ -40,9 +59,9 @@ def take(
     *,
     patience: float = PATIENCE,
     only: Collection[str] | None = None,
-    on_mark: Callable[[Mark], None] | None = None,
-) -> list[Mark]:
-    """Have the executor that *command* starts take the exam, or only the questions of these names."""
+    on_mark: Callable[[ExecutorCheckResult], None] | None = None,
+) -> list[ExecutorCheckResult]:
+    """Run all checks, or only the checks with these names, on the executor that *command* starts."""
     unknown = set(only or ()) - {each.name for each in QUESTIONS}
     if unknown:
         raise ValueError(f"there is no question called {min(unknown)!r}; QUESTIONS lists them")
@@ -55,21 +74,23 @@ def take(
     return marks
 
 
-def mark(asked: Question, command: Sequence[str], *, patience: float = PATIENCE) -> Mark:
-    """What becomes of one question."""
+def mark(asked: ExecutorCheck, command: Sequence[str], *, patience: float = PATIENCE) -> ExecutorCheckResult:
+    """Run one check."""
     began = time.monotonic()
     try:
-        with Examinee(command, patience=patience) as examinee:
+        with ExecutorUnderTest(command, patience=patience) as examinee:
             asked.run(examinee)
-    except Failed as failed:
-        return Mark(asked.name, asked.ids, Result.FAILED, text(failed), time.monotonic() - began)
+    except CheckFailed as failed:
+        return ExecutorCheckResult(
+            asked.name, asked.ids, Result.FAILED, error_message(failed), time.monotonic() - began
+        )
     except OSError as error:
         raise ConfigurationError(f"{command[0]!r} cannot be started: {error.strerror}") from error
-    return Mark(asked.name, asked.ids, Result.PASSED, seconds=time.monotonic() - began)
+    return ExecutorCheckResult(asked.name, asked.ids, Result.PASSED, seconds=time.monotonic() - began)
 
 
-def report(command: Sequence[str], marks: Sequence[Mark]) -> dict[str, Any]:
-    """The marks as plain data."""
+def report(command: Sequence[str], marks: Sequence[ExecutorCheckResult]) -> dict[str, Any]:
+    """Return the results as plain data."""
     failed = [each for each in marks if each.result is Result.FAILED]
     return {
         "command": list(command),

@@ -1,4 +1,4 @@
-"""What a fetch brings, how long it waits, and who is woken."""
+"""Checks of fetch: its results, its waiting, and the notification of listeners."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import time
 from contextlib import suppress
 
 from ergon_framework.connectors.base import AsyncConnector, Connector, Delivery, Release
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLostError
 from ergon_framework.testing.conformance.check import (
     NotApplicable,
+    check,
     expect,
     free_release,
     ordered,
     prioritised,
     queue_mode,
-    rule,
 )
-from ergon_framework.testing.conformance.client import Client, Ear
-from ergon_framework.testing.conformance.sitting import Sitting
+from ergon_framework.testing.conformance.client import Client, RecordingListener
+from ergon_framework.testing.conformance.sitting import CheckContext
 
-#: Seconds within which whoever waits learns of an arrival.
+#: Seconds within which a waiting client must be notified of an arrival.
 SOON = 5.0
 
 
-@rule("CNN-01", "CNN-10")
-async def a_fetch_brings_no_more_than_it_asks_for(sitting: Sitting) -> None:
+@check("CNN-01", "CNN-10")
+async def a_fetch_brings_no_more_than_it_asks_for(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(*sitting.transactions(7))
     expect(not await client.fetch(0), "a fetch of 0 brought something")
@@ -37,8 +37,8 @@ async def a_fetch_brings_no_more_than_it_asks_for(sitting: Sitting) -> None:
     await client.finds_nothing(because="all was handed out")
 
 
-@rule("CNN-01")
-async def an_empty_queue_answers_with_nothing(sitting: Sitting) -> None:
+@check("CNN-01")
+async def an_empty_queue_answers_with_nothing(sitting: CheckContext) -> None:
     client = await sitting.client()
     expect(not await client.fetch(5), "a new queue is not empty")
     began = time.monotonic()
@@ -47,8 +47,8 @@ async def an_empty_queue_answers_with_nothing(sitting: Sitting) -> None:
     expect(took < SOON, f"a fetch that was to wait 0.2 s took {took:.1f} s")
 
 
-@rule("CNN-01")
-async def a_waiting_fetch_brings_what_arrives(sitting: Sitting) -> None:
+@check("CNN-01")
+async def a_waiting_fetch_brings_what_arrives(sitting: CheckContext) -> None:
     producer = await sitting.client()
     client = await sitting.client()
     waiting = asyncio.ensure_future(client.claim(within=SOON * 2))
@@ -61,12 +61,12 @@ async def a_waiting_fetch_brings_what_arrives(sitting: Sitting) -> None:
     expect(took < SOON, f"it took {took:.1f} s from dispatch to delivery")
 
 
-@rule("CNN-01")
-async def no_claim_is_handed_out_twice(sitting: Sitting) -> None:
+@check("CNN-01")
+async def no_claim_is_handed_out_twice(sitting: CheckContext) -> None:
     count, rivals = 150, 8
     first = await sitting.client()
     queue = sitting.capabilities.mode == "queue"
-    # The consumers of a log do not compete for a record; one of them is called by many at once.
+    # The consumers of a log do not compete for a record; one of them is called concurrently.
     clients = [await sitting.client() for _ in range(rivals)] if queue else [first] * rivals
     await first.dispatch(*sitting.transactions(count))
     claimed: list[Delivery] = []
@@ -86,12 +86,12 @@ async def no_claim_is_handed_out_twice(sitting: Sitting) -> None:
     expect(len(receipts) == count, f"{count} deliveries have {len(receipts)} different receipts")
 
 
-@rule("CNN-01", needs=(ordered,))
-async def the_order_of_a_key_is_kept(sitting: Sitting) -> None:
+@check("CNN-01", needs=(ordered,))
+async def the_order_of_a_key_is_kept(sitting: CheckContext) -> None:
     client = await sitting.client()
     sent = [sitting.transaction(f"{key}{number}", key=key) for number in range(4) for key in "ab"]
     await client.dispatch(*sent)
-    # Whether several of a key are handed out at once, or each when its elder has ended, is the connector's choice.
+    # The connector may deliver several messages of a key together, or each after the previous one was settled.
     acked: list[Delivery] = []
     while len(acked) < len(sent):
         first = await client.claim(1)
@@ -105,8 +105,8 @@ async def the_order_of_a_key_is_kept(sitting: Sitting) -> None:
         acked += again
 
 
-@rule("CNN-01", needs=(ordered, queue_mode))
-async def nothing_of_a_key_is_in_two_hands(sitting: Sitting) -> None:
+@check("CNN-01", needs=(ordered, queue_mode))
+async def nothing_of_a_key_is_in_two_hands(sitting: CheckContext) -> None:
     one, other = await sitting.client(), await sitting.client()
     await one.dispatch(*(sitting.transaction(f"a{number}", key="a") for number in range(3)))
     (mine,) = await one.claim(1)
@@ -124,23 +124,23 @@ def _expect_order(deliveries: list[Delivery], words: str) -> None:
         expect(ids == sorted(ids), f"the transactions of one key were {words} as {ids}")
 
 
-@rule("CNN-01", needs=(prioritised,))
-async def the_urgent_comes_first(sitting: Sitting) -> None:
+@check("CNN-01", needs=(prioritised,))
+async def the_urgent_comes_first(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(*sitting.transactions(3))
     if not sitting.candidate.dispatch_urgent(client.connector, sitting.transaction("urgent")):
         raise NotApplicable("priority is True, but the candidate does not say how one is given")
-    first = await client.one()
+    first = await client.claim_one()
     expect(first.transaction.id == "tx-urgent", f"{first.transaction.id} came before the urgent one")
 
 
-@rule("CNN-01")
-async def a_listener_is_woken_by_a_dispatch(sitting: Sitting) -> None:
+@check("CNN-01")
+async def a_listener_is_woken_by_a_dispatch(sitting: CheckContext) -> None:
     producer = await sitting.client()
     client = await sitting.client()
     if type(client.connector).listen in (Connector.listen, AsyncConnector.listen):
         raise NotApplicable("listen() is not written: this connector has no signals, its callers poll")
-    ear = Ear()
+    ear = RecordingListener()
     unlisten = client.listen(ear)
     try:
         expect(not await client.fetch(1), "a new queue is not empty")
@@ -149,30 +149,30 @@ async def a_listener_is_woken_by_a_dispatch(sitting: Sitting) -> None:
         await sitting.until(lambda: ear.wakes > before, "a dispatch by another client wakes the listener", within=SOON)
     finally:
         unlisten()
-    await client.ack(await client.one())
+    await client.ack(await client.claim_one())
     before = ear.wakes
     await producer.dispatch(sitting.transaction(1))
-    await client.one()
+    await client.claim_one()
     expect(ear.wakes == before, "a listener was told after it had stopped listening")
 
 
-@rule("CNN-01", "CNN-07")
-async def closing_ends_a_waiting_fetch(sitting: Sitting) -> None:
+@check("CNN-01", "CNN-07")
+async def closing_ends_a_waiting_fetch(sitting: CheckContext) -> None:
     client = await sitting.client()
     waiting = asyncio.ensure_future(client.fetch(1, wait=SOON * 4))
     await asyncio.sleep(0.1)
     await client.close()
     done, _ = await asyncio.wait([waiting], timeout=SOON)
     expect(done, f"a fetch still waits {SOON:g} s after close()")
-    with suppress(ConnectionLost):
+    with suppress(ConnectionLostError):
         expect(not waiting.result(), "a fetch of a closed client brought something")
     await client.open()
     await client.dispatch(sitting.transaction())
-    await client.ack(await client.one())
+    await client.ack(await client.claim_one())
 
 
-@rule("CNN-01", needs=(queue_mode, free_release))
-async def a_cancelled_fetch_keeps_nothing(sitting: Sitting) -> None:
+@check("CNN-01", needs=(queue_mode, free_release))
+async def a_cancelled_fetch_keeps_nothing(sitting: CheckContext) -> None:
     if sitting.variant == "sync":
         raise NotApplicable("a thread cannot be cancelled; the loop gives back what comes late")
     client = await sitting.client()
@@ -182,6 +182,6 @@ async def a_cancelled_fetch_keeps_nothing(sitting: Sitting) -> None:
     with suppress(asyncio.CancelledError):
         await waiting
     await client.dispatch(sitting.transaction())
-    delivery = await client.one()
+    delivery = await client.claim_one()
     expect(delivery.deliveries == 1, f"a cancelled fetch cost {delivery.deliveries - 1} deliveries")
     await client.ack(delivery)

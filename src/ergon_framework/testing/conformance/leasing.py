@@ -1,4 +1,4 @@
-"""Claims: how long they hold, how they are renewed, and that a stale one is worth nothing."""
+"""Checks of leases: their duration and renewal, and that a stale claim settles nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ergon_framework.connectors.base import (
     AsyncConnector,
     Connector,
     DeadLetter,
+    Defer,
     Delivery,
-    Later,
     Release,
     Settlement,
     SettleResult,
@@ -20,28 +20,28 @@ from ergon_framework.connectors.base import (
 from ergon_framework.testing.conformance.check import (
     SHORT,
     NotApplicable,
+    check,
     expect,
     leased,
     log_mode,
     queue_mode,
     renewable,
-    rule,
 )
 from ergon_framework.testing.conformance.client import Client
-from ergon_framework.testing.conformance.sitting import Sitting
+from ergon_framework.testing.conformance.sitting import CheckContext
 
-#: Seconds of a lease that does not end while the check watches that its messages stay claimed, on a busy machine too.
+#: Seconds of a lease that must not end while the check verifies that its messages stay claimed, also under load.
 WATCHED_LEASE: Final = 4 * SHORT
 LOST = SettleResult.LOST
-STALE: tuple[Settlement, ...] = (Ack(), Later(0, attempts=5), Release(), DeadLetter("stale"))
+STALE: tuple[Settlement, ...] = (Ack(), Defer(0, attempts=5), Release(), DeadLetter("stale"))
 
 
-@rule("CNN-06", needs=(leased,))
-async def a_claim_says_how_long_it_holds(sitting: Sitting) -> None:
+@check("CNN-06", needs=(leased,))
+async def a_claim_says_how_long_it_holds(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(sitting.transaction())
     began = time.monotonic()
-    delivery = await client.one()
+    delivery = await client.claim_one()
     lease, until = client.capabilities.lease, delivery.lease_until
     expect(until is not None, "lease is a number, but lease_until is None")
     left = (until or 0.0) - began
@@ -52,8 +52,8 @@ async def a_claim_says_how_long_it_holds(sitting: Sitting) -> None:
     await client.ack(delivery)
 
 
-@rule("CNN-06", needs=(leased, renewable), lease=SHORT)
-async def renewal_keeps_a_claim_beyond_its_lease(sitting: Sitting) -> None:
+@check("CNN-06", needs=(leased, renewable), lease=SHORT)
+async def renewal_keeps_a_claim_beyond_its_lease(sitting: CheckContext) -> None:
     client = await sitting.client()
     rival = await sitting.client()
     await client.dispatch(*sitting.transactions(2))
@@ -69,50 +69,50 @@ async def renewal_keeps_a_claim_beyond_its_lease(sitting: Sitting) -> None:
     await rival.finds_nothing(because="both were acked")
 
 
-@rule("CNN-06", needs=(leased, queue_mode), lease=SHORT)
-async def a_claim_that_nobody_renews_goes_to_another(sitting: Sitting) -> None:
+@check("CNN-06", needs=(leased, queue_mode), lease=SHORT)
+async def a_claim_that_nobody_renews_goes_to_another(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(sitting.transaction())
-    delivery = await client.one()
+    delivery = await client.claim_one()
     rival = await sitting.client()
     await rival.finds_nothing(during=0.0, because="it is claimed")
-    heir = await sitting.successor(client)
-    again = await heir.one()
+    heir = await sitting.crash_and_reconnect(client)
+    again = await heir.claim_one()
     expect(
         again.transaction.id == delivery.transaction.id, f"{again.transaction.id} came, not {delivery.transaction.id}"
     )
     await heir.ack(again)
 
 
-@rule("CNN-12", needs=(leased, queue_mode), lease=WATCHED_LEASE)
-async def a_stale_claim_settles_nothing(sitting: Sitting) -> None:
+@check("CNN-12", needs=(leased, queue_mode), lease=WATCHED_LEASE)
+async def a_stale_claim_settles_nothing(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(*sitting.transactions(len(STALE)))
     stale = sorted(await client.claim(len(STALE)), key=lambda delivery: delivery.transaction.id)
-    heir = await sitting.successor(client)
-    await sitting.lapse()
+    heir = await sitting.crash_and_reconnect(client)
+    await sitting.let_leases_expire()
     held = await heir.claim(len(STALE))
     await _refused(client, stale)
     await _untouched(heir, held)
 
 
-@rule("CNN-12", needs=(leased, queue_mode), lease=WATCHED_LEASE)
-async def a_stale_claim_of_the_same_client_settles_nothing(sitting: Sitting) -> None:
+@check("CNN-12", needs=(leased, queue_mode), lease=WATCHED_LEASE)
+async def a_stale_claim_of_the_same_client_settles_nothing(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(*sitting.transactions(len(STALE)))
     stale = sorted(await client.claim(len(STALE)), key=lambda delivery: delivery.transaction.id)
-    await sitting.lapse()
+    await sitting.let_leases_expire()
     held = await client.claim(len(STALE))
     await _refused(client, stale)
     await _untouched(client, held)
 
 
-@rule("CNN-12", needs=(log_mode,))
-async def a_log_that_was_taken_over_refuses_the_old_consumer(sitting: Sitting) -> None:
+@check("CNN-12", needs=(log_mode,))
+async def a_log_that_was_taken_over_refuses_the_old_consumer(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(*sitting.transactions(len(STALE)))
     stale = sorted(await client.claim(len(STALE)), key=lambda delivery: delivery.transaction.id)
-    heir = await sitting.successor(client)
+    heir = await sitting.crash_and_reconnect(client)
     held = await heir.claim(len(STALE))
     expect(await client.extend(stale[0]) == [None], "a claim of before the takeover can be renewed")
     await _refused(client, stale)
@@ -133,21 +133,21 @@ async def _untouched(client: Client, held: list[Delivery]) -> None:
     await client.ack(*held)
 
 
-@rule("CNN-06", needs=(leased, renewable), lease=SHORT)
-async def a_lost_claim_is_reported(sitting: Sitting) -> None:
+@check("CNN-06", needs=(leased, renewable), lease=SHORT)
+async def a_lost_claim_is_reported(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(sitting.transaction())
-    delivery = await client.one()
-    heir = await sitting.successor(client)
-    await sitting.lapse()
-    held = await heir.one()
+    delivery = await client.claim_one()
+    heir = await sitting.crash_and_reconnect(client)
+    await sitting.let_leases_expire()
+    held = await heir.claim_one()
     (until,) = await client.extend(delivery)
     expect(until is None, "a claim that another has by now was renewed")
     await heir.ack(held)
 
 
-@rule("CNN-06")
-async def what_is_settled_cannot_be_renewed(sitting: Sitting) -> None:
+@check("CNN-06")
+async def what_is_settled_cannot_be_renewed(sitting: CheckContext) -> None:
     client = await sitting.client()
     kind: Any = type(client.connector)
     if getattr(kind, "extend", kind) is Connector.extend or (

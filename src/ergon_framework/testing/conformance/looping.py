@@ -1,4 +1,4 @@
-"""Real loops over the connector: all that was sent ends, once, and a stop costs nobody anything."""
+"""Checks of real loops over the connector: every transaction ends exactly once, and a stop costs no delivery."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import threading
 import time
 
-from ergon_framework.connectors.base import Ack, DeadLetter, Later
+from ergon_framework.connectors.base import Ack, DeadLetter, Defer
 from ergon_framework.task.exceptions import BusinessError, TransactionException
 from ergon_framework.testing.conformance.check import (
     SHORT,
     NotApplicable,
+    check,
     dead_letters,
     expect,
     foreign,
@@ -18,12 +19,11 @@ from ergon_framework.testing.conformance.check import (
     leased,
     queue_mode,
     renewable,
-    rule,
 )
 from ergon_framework.testing.conformance.client import Client, in_thread
-from ergon_framework.testing.conformance.consuming import consuming
+from ergon_framework.testing.conformance.consuming import running_loop
 from ergon_framework.testing.conformance.messages import BROKEN, HEADERS
-from ergon_framework.testing.conformance.sitting import Sitting
+from ergon_framework.testing.conformance.sitting import CheckContext
 from ergon_framework.transaction import Transaction
 
 COUNT = 40
@@ -35,7 +35,7 @@ def _way(transaction: Transaction) -> str:
 
 
 class _Mixed:
-    """A body whose transactions end in every way there is."""
+    """A handler whose transactions end in every possible way."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -48,17 +48,17 @@ class _Mixed:
         if way == "broken" or (way == "retry" and first):
             raise TransactionException("it broke")
         if way == "later" and first:
-            return Later(0.05)
+            return Defer(0.05)
         return {"aside": DeadLetter("aside"), "acked": Ack()}.get(way)
 
 
-@rule("CNN-01", "CNN-02", "CNN-13", needs=(dead_letters,))
-async def each_transaction_of_a_loop_ends_exactly_once(sitting: Sitting) -> None:
+@check("CNN-01", "CNN-02", "CNN-13", needs=(dead_letters,))
+async def each_transaction_of_a_loop_ends_exactly_once(sitting: CheckContext) -> None:
     client = await sitting.client()
     sent = sitting.transactions(COUNT)
     await client.dispatch(*sent)
     put_off = sum(_way(each) == "later" for each in sent)
-    async with consuming(sitting, client, _Mixed()) as loop:
+    async with running_loop(sitting, client, _Mixed()) as loop:
         await loop.until(lambda: len(loop.outcomes) >= COUNT + put_off, f"{COUNT} transactions end")
     for each in sent:
         wanted = {"broken": 3, "later": 2, "retry": 2}.get(_way(each), 1)
@@ -72,8 +72,8 @@ async def each_transaction_of_a_loop_ends_exactly_once(sitting: Sitting) -> None
     await client.finds_nothing(because="every transaction has ended")
 
 
-@rule("DX-10", needs=(dead_letters,))
-async def what_a_handler_does_to_a_payload_is_not_kept(sitting: Sitting) -> None:
+@check("DX-10", needs=(dead_letters,))
+async def what_a_handler_does_to_a_payload_is_not_kept(sitting: CheckContext) -> None:
     client = await sitting.client()
     failing, deferred = sitting.transactions(2)
     await client.dispatch(failing, deferred)
@@ -86,9 +86,9 @@ async def what_a_handler_does_to_a_payload_is_not_kept(sitting: Sitting) -> None
         transaction.payload["changed"] = True
         if transaction.id == failing.id:
             raise TransactionException("it broke")
-        return Later(0.05) if is_first else None
+        return Defer(0.05) if is_first else None
 
-    async with consuming(sitting, client, body) as loop:
+    async with running_loop(sitting, client, body) as loop:
         await loop.until(
             lambda: len(loop.ended("succeeded")) >= 2 and len(loop.ended("failed")) >= 1,
             "one fails, one is put off and succeeds",
@@ -101,12 +101,12 @@ async def what_a_handler_does_to_a_payload_is_not_kept(sitting: Sitting) -> None
     expect(record.payload == failing.payload, f"the dead letter holds {record.payload}, sent was {failing.payload}")
 
 
-@rule("CNN-04", "CNN-10", needs=(free_release,))
-async def a_stop_gives_the_rest_back_at_no_cost(sitting: Sitting) -> None:
+@check("CNN-04", "CNN-10", needs=(free_release,))
+async def a_stop_gives_the_rest_back_at_no_cost(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(*sitting.transactions(10))
     go = threading.Event()
-    async with consuming(
+    async with running_loop(
         sitting, client, lambda _: None, stay=lambda _: go, concurrency={"value": 2}, batch={"size": 6}, prefetch=4
     ) as loop:
         await loop.until(lambda: len(loop.runs) == 2, "two of ten run")
@@ -124,14 +124,14 @@ async def a_stop_gives_the_rest_back_at_no_cost(sitting: Sitting) -> None:
     await client.finds_nothing(because="two were done, the rest was acked")
 
 
-@rule("CNN-04", needs=(dead_letters,), lease=SHORT)
-async def past_the_cap_of_deliveries_it_is_a_dead_letter(sitting: Sitting) -> None:
+@check("CNN-04", needs=(dead_letters,), lease=SHORT)
+async def past_the_cap_of_deliveries_it_is_a_dead_letter(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(sitting.transaction())
     for _ in range(2):
-        await client.one()
-        client = await sitting.successor(client)
-    async with consuming(sitting, client, lambda _: None, max_deliveries=2) as loop:
+        await client.claim_one()
+        client = await sitting.crash_and_reconnect(client)
+    async with running_loop(sitting, client, lambda _: None, max_deliveries=2) as loop:
         await _dead(sitting, client, 1)
     expect(not loop.runs, "beyond max_deliveries the handler ran")
     (record,) = await client.list_dead()
@@ -139,8 +139,8 @@ async def past_the_cap_of_deliveries_it_is_a_dead_letter(sitting: Sitting) -> No
     expect(found == ("tx-0", "max_deliveries", 3), f"id, reason and deliveries of the dead letter are {found}")
 
 
-@rule("CNN-04")
-async def releases_do_not_lead_to_the_cap(sitting: Sitting) -> None:
+@check("CNN-04")
+async def releases_do_not_lead_to_the_cap(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(sitting.transaction())
     left = 5
@@ -148,21 +148,21 @@ async def releases_do_not_lead_to_the_cap(sitting: Sitting) -> None:
     def body(_: Transaction) -> object:
         nonlocal left
         left -= 1
-        return Later(0) if left else None
+        return Defer(0) if left else None
 
-    async with consuming(sitting, client, body, max_deliveries=2) as loop:
-        # One that comes back while its last run is still leaving is deferred once more, which is no run.
+    async with running_loop(sitting, client, body, max_deliveries=2) as loop:
+        # One that is redelivered while its last run still exits is deferred again, which is not a run.
         await loop.until(lambda: left == 0 and len(loop.ended("succeeded")) == 5, "five deliveries end")
     expect(loop.runs["tx-0"] == 5, f"put off four times, it ran {loop.runs['tx-0']} times")
 
 
-@rule("CNN-05", needs=(foreign, dead_letters))
-async def what_cannot_be_read_stops_no_loop(sitting: Sitting) -> None:
+@check("CNN-05", needs=(foreign, dead_letters))
+async def what_cannot_be_read_stops_no_loop(sitting: CheckContext) -> None:
     client = await sitting.client()
     await client.dispatch(sitting.transaction(0))
     await in_thread(lambda: sitting.candidate.receive(sitting.queue, BROKEN, HEADERS))
     await client.dispatch(sitting.transaction(1))
-    async with consuming(sitting, client, lambda _: None) as loop:
+    async with running_loop(sitting, client, lambda _: None) as loop:
         await loop.until(lambda: len(loop.ended("succeeded")) == 2, "the two readable ones end")
         await _dead(sitting, client, 1)
     expect(set(loop.runs) == {"tx-0", "tx-1"}, f"the handler ran for {sorted(loop.runs)}")
@@ -170,7 +170,7 @@ async def what_cannot_be_read_stops_no_loop(sitting: Sitting) -> None:
     expect((record.reason, record.raw) == ("undecodable", BROKEN), f"the dead letter's reason is {record.reason!r}")
 
 
-async def _dead(sitting: Sitting, client: Client, count: int) -> None:
+async def _dead(sitting: CheckContext, client: Client, count: int) -> None:
     """Wait until there are *count* dead letters."""
     within = sitting.candidate.arrival
     end = time.monotonic() + within
@@ -179,12 +179,12 @@ async def _dead(sitting: Sitting, client: Client, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-@rule("CNN-06", needs=(leased, renewable), lease=SHORT)
-async def a_loop_renews_what_takes_longer_than_its_lease(sitting: Sitting) -> None:
+@check("CNN-06", needs=(leased, renewable), lease=SHORT)
+async def a_loop_renews_what_takes_longer_than_its_lease(sitting: CheckContext) -> None:
     producer = await sitting.client()
     client = await sitting.client()
     await producer.dispatch(*sitting.transactions(3))
-    async with consuming(
+    async with running_loop(
         sitting, client, lambda _: None, stay=lambda _: 3 * sitting.lease, concurrency={"value": 3}
     ) as loop:
         await loop.until(lambda: len(loop.runs) == 3, "three run")
@@ -196,14 +196,14 @@ async def a_loop_renews_what_takes_longer_than_its_lease(sitting: Sitting) -> No
     expect(len(loop.ended("succeeded")) == 3, f"{loop.ended('succeeded')} succeeded, not all three")
 
 
-@rule("CNN-01", "CNN-02", needs=(queue_mode,))
-async def two_loops_share_the_work(sitting: Sitting) -> None:
+@check("CNN-01", "CNN-02", needs=(queue_mode,))
+async def two_loops_share_the_work(sitting: CheckContext) -> None:
     first = await sitting.client()
     second = await sitting.client()
     await first.dispatch(*sitting.transactions(COUNT))
     async with (
-        consuming(sitting, first, lambda _: None, stay=lambda _: 0.002) as one,
-        consuming(sitting, second, lambda _: None, stay=lambda _: 0.002) as two,
+        running_loop(sitting, first, lambda _: None, stay=lambda _: 0.002) as one,
+        running_loop(sitting, second, lambda _: None, stay=lambda _: 0.002) as two,
     ):
         await one.until(lambda: len(one.outcomes) + len(two.outcomes) >= COUNT, f"{COUNT} transactions end")
     runs = one.runs + two.runs
@@ -213,8 +213,8 @@ async def two_loops_share_the_work(sitting: Sitting) -> None:
     await first.finds_nothing(because="every transaction has ended")
 
 
-@rule("CNN-14")
-async def with_an_inbox_what_has_succeeded_runs_once(sitting: Sitting) -> None:
+@check("CNN-14")
+async def with_an_inbox_what_has_succeeded_runs_once(sitting: CheckContext) -> None:
     client = await sitting.client()
 
     def prepare(task: object) -> object:
@@ -224,7 +224,7 @@ async def with_an_inbox_what_has_succeeded_runs_once(sitting: Sitting) -> None:
         return prepared
 
     await client.dispatch(sitting.transaction())
-    async with consuming(sitting, client, lambda _: None, prepare=prepare) as loop:
+    async with running_loop(sitting, client, lambda _: None, prepare=prepare) as loop:
         await loop.until(lambda: len(loop.outcomes) == 1, "it has run and is settled")
         await client.dispatch(sitting.transaction())
         await client.dispatch(sitting.transaction("other"))
@@ -233,8 +233,8 @@ async def with_an_inbox_what_has_succeeded_runs_once(sitting: Sitting) -> None:
     expect(loop.runs["tx-0"] == 1, f"delivered twice, it ran {loop.runs['tx-0']} times")
 
 
-@rule("CNN-15")
-async def an_outbox_dispatches_with_the_callers_transaction(sitting: Sitting) -> None:
+@check("CNN-15")
+async def an_outbox_dispatches_with_the_callers_transaction(sitting: CheckContext) -> None:
     client = await sitting.client()
     outbox = sitting.candidate.outbox(sitting.queue)
     if outbox is None:
@@ -246,7 +246,7 @@ async def an_outbox_dispatches_with_the_callers_transaction(sitting: Sitting) ->
         await client.finds_nothing(because="the caller rolled back")
         await in_thread(lambda: opened.dispatch([sitting.transaction("done")]))
         await in_thread(opened.commit)
-    delivery = await client.one()
+    delivery = await client.claim_one()
     expect(delivery.transaction.id == "tx-done", f"{delivery.transaction.id} came, not what was committed")
     await client.ack(delivery)
     await client.finds_nothing(because="one was committed")

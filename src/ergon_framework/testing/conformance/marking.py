@@ -1,4 +1,4 @@
-"""Marking: how one check is tried and what came of it, and the tests that an exam is in a test file."""
+"""Run one check with its result, and create the pytest tests of a suite."""
 
 from __future__ import annotations
 
@@ -6,24 +6,31 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from ergon_framework.errors import extra, text
-from ergon_framework.testing.conformance.check import Check, Failed, Mark, NotApplicable, Result, told
+from ergon_framework.errors import error_message, require_extra
+from ergon_framework.testing.conformance.check import (
+    Check,
+    CheckFailed,
+    CheckResult,
+    NotApplicable,
+    Result,
+    format_failure,
+)
 from ergon_framework.testing.conformance.client import Variant
 
-#: Seconds within which a check has come to an end; one that has not has failed.
+#: Seconds after which a running check has failed.
 LIMIT: Final = 120.0
 
 
-def marked(check: Check, sitting: Any, variant: Variant) -> Mark:
-    """What comes of *check* in its *sitting*; not to be called on an event loop."""
+def run_check_in_context(check: Check, sitting: Any, variant: Variant) -> CheckResult:
+    """Run *check* in its *context*; must not be called on an event loop."""
     reason = ""
     try:
         asyncio.run(_sit(check, sitting))
     except NotApplicable as found:
-        reason = text(found)
-    except Exception as error:  # noqa: BLE001 - whatever is raised is an answer, and it is told
-        return Mark(check.name, variant, Result.FAILED, told(error))
-    return Mark(check.name, variant, Result.NOT_APPLICABLE if reason else Result.PASSED, reason)
+        reason = error_message(found)
+    except Exception as error:  # noqa: BLE001 - every exception is a failed check
+        return CheckResult(check.name, variant, Result.FAILED, format_failure(error))
+    return CheckResult(check.name, variant, Result.NOT_APPLICABLE if reason else Result.PASSED, reason)
 
 
 async def _sit(check: Check, sitting: Any) -> None:
@@ -34,22 +41,22 @@ async def _sit(check: Check, sitting: Any) -> None:
     except TimeoutError as error:
         if not limit.expired():
             raise
-        raise Failed(f"it has not ended after {LIMIT:g} s") from error
+        raise CheckFailed(f"it has not ended after {LIMIT:g} s") from error
 
 
-def paper(
+def make_pytest_suite(
     candidate: Callable[[], Any] | str,
-    mark: Callable[[Check, Any, Variant], Mark],
+    mark: Callable[[Check, Any, Variant], CheckResult],
     *,
     variants: Sequence[Variant],
     checks: Iterable[Check],
     marks: Callable[[Check], Any] | None = None,
 ) -> Callable[..., None]:
-    """A test function for pytest: one test per check and variant.
+    """Create a pytest test function: one test per check and variant.
 
-    Each has a candidate of its own, or that of a fixture which is given by its name.
+    Each test has a new system under test, or the one of the fixture with the given name.
     """
-    pytest = extra("testing", "pytest")
+    pytest = require_extra("testing", "pytest")
     given = marks or (lambda _: ())
     params = [pytest.param(check, id=check.name, marks=given(check)) for check in checks]
 
@@ -58,7 +65,7 @@ def paper(
         try:
             got = mark(check, made, variant)
         finally:
-            # A fixture's candidate is not over yet, and the fixture's to close.
+            # The fixture closes its own system under test.
             if not isinstance(candidate, str):
                 made.close()
         request.node.user_properties.append(("mark", str(got)))

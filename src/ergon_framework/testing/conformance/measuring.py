@@ -1,19 +1,19 @@
-"""How much is there, and what the server's settings are worth."""
+"""Checks of the reported depth and durability."""
 
 from __future__ import annotations
 
 import asyncio
 
-from ergon_framework.connectors.base import DeadLetter, Later
+from ergon_framework.connectors.base import DeadLetter, Defer
 from ergon_framework.testing.conformance.candidate import UNSAID
-from ergon_framework.testing.conformance.check import NotApplicable, expect, rule
-from ergon_framework.testing.conformance.sitting import Sitting
+from ergon_framework.testing.conformance.check import NotApplicable, check, expect
+from ergon_framework.testing.conformance.sitting import CheckContext
 
 AGE = 0.2
 
 
-@rule("CNN-01")
-async def the_depth_is_what_is_there(sitting: Sitting) -> None:
+@check("CNN-01")
+async def the_depth_is_what_is_there(sitting: CheckContext) -> None:
     client = await sitting.client()
     empty = await client.depth()
     if empty is None:
@@ -21,7 +21,7 @@ async def the_depth_is_what_is_there(sitting: Sitting) -> None:
     expect((empty.ready, empty.oldest_age) == (0, None), f"the depth of an empty queue is {empty}")
     await client.dispatch(*sitting.transactions(6))
     later, dead, held, done = await client.claim(4)
-    await client.settles(Later(60.0), later)
+    await client.settles(Defer(60.0), later)
     await client.ack(done)
     buried = client.capabilities.dead_letters
     if buried:
@@ -36,8 +36,8 @@ async def the_depth_is_what_is_there(sitting: Sitting) -> None:
     await client.ack(held)
 
 
-@rule("CNN-17")
-async def it_says_what_a_power_loss_could_cost(sitting: Sitting) -> None:
+@check("CNN-17")
+async def it_says_what_a_power_loss_could_cost(sitting: CheckContext) -> None:
     client = await sitting.client()
     said, wanted = client.capabilities.durable, sitting.candidate.durable
     expect(said in (True, False, None), f"durable is {said!r}, not True, False or None")

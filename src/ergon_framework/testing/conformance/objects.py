@@ -1,4 +1,4 @@
-"""Artifacts: what is confirmed of them, that they never change, and what is said when one is lost."""
+"""Checks of artifacts: confirmations, immutability, interrupted uploads, and lost or damaged contents."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ergon_framework.facts.errors import (
     FactError,
     InvalidFactError,
 )
-from ergon_framework.facts.model import Stored
+from ergon_framework.facts.model import StoredArtifact
 from ergon_framework.testing.conformance.boundary_client import (
     PAIR,
+    BoundaryCheckContext,
     BoundaryClient,
-    BoundarySitting,
-    about,
     envelope,
-    named,
-    raised,
+    expect_raises,
+    make_artifact_fact,
+    make_reference,
 )
-from ergon_framework.testing.conformance.check import Failed, NotApplicable, expect, rule
+from ergon_framework.testing.conformance.check import CheckFailed, NotApplicable, check, expect
 from ergon_framework.testing.conformance.contents_words import stored_of
 
-#: No piece of an artifact is larger.
+#: The largest chunk of an artifact.
 LARGEST = 1024 * 1024
 
 
 class BrokenOff(FactError):
-    """The line broke in the middle of an upload."""
+    """The connection was lost during an upload."""
 
 
-#: How often an upload may break off before any of it has come: a line that goes may take with it what was under way.
+#: Attempts until an interrupted upload has stored some bytes: a lost connection may discard bytes in transit.
 _TRIES: Final = 10
 
 
@@ -46,8 +46,8 @@ def _breaking(*pieces: bytes) -> Iterator[bytes]:
     raise BrokenOff("the line is gone")
 
 
-@rule("FAC-04")
-async def what_is_stored_is_confirmed_by_its_digest(sitting: BoundarySitting) -> None:
+@check("FAC-04")
+async def what_is_stored_is_confirmed_by_its_digest(sitting: BoundaryCheckContext) -> None:
     client = sitting.client()
     pieces = [os.urandom(300_000), b"", os.urandom(900_000), b"x"]
     content = b"".join(pieces)
@@ -62,8 +62,8 @@ async def what_is_stored_is_confirmed_by_its_digest(sitting: BoundarySitting) ->
     expect(nothing.size == 0 and await client.read("exam", "empty") == b"", "an empty artifact is not empty")
 
 
-@rule("FAC-04")
-async def bytes_are_stored_as_they_are(sitting: BoundarySitting) -> None:
+@check("FAC-04")
+async def bytes_are_stored_as_they_are(sitting: BoundaryCheckContext) -> None:
     client = sitting.client()
     for key, content in (
         ("bytes", os.urandom(600_000)),
@@ -75,8 +75,8 @@ async def bytes_are_stored_as_they_are(sitting: BoundarySitting) -> None:
         expect(await client.read("exam", key) == bytes(content), f"{key} given at once is read as other bytes")
 
 
-@rule("FAC-21")
-async def the_same_bytes_again_are_answered_as_the_first_time(sitting: BoundarySitting) -> None:
+@check("FAC-21")
+async def the_same_bytes_again_are_answered_as_the_first_time(sitting: BoundaryCheckContext) -> None:
     client = sitting.client()
     first = await client.put("exam", "a", [b"abc"])
     expect(await client.put("exam", "a", [b"a", b"bc"]) == first, "the same bytes in other pieces are told otherwise")
@@ -85,48 +85,48 @@ async def the_same_bytes_again_are_answered_as_the_first_time(sitting: BoundaryS
     expect(await client.read("exam", "b") == b"abc", "the same bytes under another key cannot be read")
 
 
-@rule("FAC-07")
-async def other_bytes_under_the_same_name_are_a_conflict(sitting: BoundarySitting) -> None:
+@check("FAC-07")
+async def other_bytes_under_the_same_name_are_a_conflict(sitting: BoundaryCheckContext) -> None:
     client = sitting.client()
     await client.put("exam", "a", [b"abc"])
     for other in (b"abd", b"abcd", b""):
-        error = await raised(ArtifactConflict, client.put("exam", "a", [other]), "other bytes for a stored name")
+        error = await expect_raises(ArtifactConflict, client.put("exam", "a", [other]), "other bytes for a stored name")
         expect(error.final, "a conflict looks as if trying again could help")
     expect(await client.read("exam", "a") == b"abc", "a stored artifact has changed")
     await client.put("other", "a", [b"abd"])
     expect(await client.read("exam", "a") == b"abc", "an artifact of one bucket is another's")
 
 
-@rule("FAC-21")
-async def an_upload_that_breaks_off_leaves_nothing(sitting: BoundarySitting) -> None:
+@check("FAC-21")
+async def an_upload_that_breaks_off_leaves_nothing(sitting: BoundaryCheckContext) -> None:
     client = sitting.client()
-    await raised(BrokenOff, client.put("exam", "a", _breaking(b"half of ", b"it")), "an upload that breaks off")
-    await raised(ArtifactUnknown, client.read("exam", "a"), "reading half of an artifact")
+    await expect_raises(BrokenOff, client.put("exam", "a", _breaking(b"half of ", b"it")), "an upload that breaks off")
+    await expect_raises(ArtifactUnknown, client.read("exam", "a"), "reading half of an artifact")
     stored = await client.put("exam", "a", [b"all of it"])
     expect(stored.size == 9, "after an upload that broke off the whole one is refused")
-    await raised(BrokenOff, client.put("exam", "a", _breaking(b"all ")), "a second upload that breaks off")
+    await expect_raises(BrokenOff, client.put("exam", "a", _breaking(b"all ")), "a second upload that breaks off")
     expect(await client.read("exam", "a") == b"all of it", "an upload that broke off has changed what was stored")
 
 
-@rule("FAC-21")
-async def what_was_not_expected_is_not_kept(sitting: BoundarySitting) -> None:
+@check("FAC-21")
+async def what_was_not_expected_is_not_kept(sitting: BoundaryCheckContext) -> None:
     client = sitting.client()
     right = stored_of(b"all of it")
-    for wrong in (stored_of(b"something else"), Stored(right.digest, right.size + 1)):
-        await raised(
+    for wrong in (stored_of(b"something else"), StoredArtifact(right.digest, right.size + 1)):
+        await expect_raises(
             ArtifactMismatch, client.put("exam", "a", [b"all of it"], expected=wrong), "bytes that were not expected"
         )
-        await raised(ArtifactUnknown, client.read("exam", "a"), "reading what was not expected")
+        await expect_raises(ArtifactUnknown, client.read("exam", "a"), "reading what was not expected")
         expect(await client.received("exam", "a", wrong) == 0, "what was not expected can be gone on with")
     expect(await client.put("exam", "a", [b"all of it"], expected=right) == right, "what was expected is refused")
-    # It may be answered without a look at the bytes, because what is expected is here.
+    # The store may answer without reading the bytes, because the expected content exists.
     with suppress(FactError):
         await client.put("exam", "a", [b"other"], expected=right)
     expect(await client.read("exam", "a") == b"all of it", "what was not expected has changed what was stored")
 
 
-@rule("FAC-21", "FAC-17")
-async def an_upload_goes_on_after_a_break(sitting: BoundarySitting) -> None:
+@check("FAC-21", "FAC-17")
+async def an_upload_goes_on_after_a_break(sitting: BoundaryCheckContext) -> None:
     content = os.urandom(900_000)
     expected, half = stored_of(content), 600_000
     client = sitting.client()
@@ -134,11 +134,11 @@ async def an_upload_goes_on_after_a_break(sitting: BoundarySitting) -> None:
     for key in ("a", "b"):
         for _ in range(_TRIES):
             broken = client.put("exam", key, _breaking(content[:300_000], content[300_000:half]), expected=expected)
-            await raised(BrokenOff, broken, "an upload that breaks off")
-            await raised(ArtifactUnknown, client.read("exam", key), "reading half of an artifact")
+            await expect_raises(BrokenOff, broken, "an upload that breaks off")
+            await expect_raises(ArtifactUnknown, client.read("exam", key), "reading half of an artifact")
             if await client.received("exam", key, expected):
                 break
-    # As after a crash: whoever comes next knows what he has to send, and asks how much of it is here.
+    # As after a crash: the next client knows the content to send, and asks how much of it is stored.
     heir = sitting.client()
     here = min([await heir.received("exam", key, expected) for key in ("a", "b")])
     expect(here <= half, f"{half} bytes came, and {here} are said to be here")
@@ -153,24 +153,24 @@ async def an_upload_goes_on_after_a_break(sitting: BoundarySitting) -> None:
         expect(await client.received("exam", "a", expected) == expected.size, "what is stored has to be sent again")
 
 
-@rule("FAC-21")
-async def nobody_goes_on_where_nothing_came(sitting: BoundarySitting) -> None:
+@check("FAC-21")
+async def nobody_goes_on_where_nothing_came(sitting: BoundaryCheckContext) -> None:
     client = sitting.client()
     content = b"all of it"
-    await raised(
+    await expect_raises(
         BrokenOff, client.put("exam", "a", _breaking(content[:3]), expected=stored_of(content)), "an upload that breaks"
     )
     here = await client.received("exam", "a", stored_of(content))
     for key, expected, begin in (("a", stored_of(content), here + 1), ("a", None, 3), ("new", stored_of(content), 1)):
         call = client.put("exam", key, [content[begin:]], expected=expected, begin=begin)
-        await raised(InvalidFactError, call, f"going on at byte {begin} with {here} bytes there")
-        await raised(ArtifactUnknown, client.read("exam", key), "reading what was never whole")
+        await expect_raises(InvalidFactError, call, f"going on at byte {begin} with {here} bytes there")
+        await expect_raises(ArtifactUnknown, client.read("exam", key), "reading what was never whole")
     stored = await client.put("exam", "a", [content], expected=stored_of(content))
     expect(stored.size == len(content), "an upload that could not be gone on with cannot begin anew")
 
 
-@rule("FAC-04")
-async def an_artifact_is_read_from_any_byte(sitting: BoundarySitting) -> None:
+@check("FAC-04")
+async def an_artifact_is_read_from_any_byte(sitting: BoundaryCheckContext) -> None:
     client = sitting.client()
     content = os.urandom(600_001)
     await client.put("exam", "a", [content])
@@ -179,24 +179,24 @@ async def an_artifact_is_read_from_any_byte(sitting: BoundarySitting) -> None:
         expect(read == content[begin:], f"from byte {begin} on came {len(read)} bytes, and not those that are stored")
 
 
-@rule("FAC-04")
-async def no_name_leads_out_of_its_bucket(sitting: BoundarySitting) -> None:
+@check("FAC-04")
+async def no_name_leads_out_of_its_bucket(sitting: BoundaryCheckContext) -> None:
     client = sitting.client()
     names = [
         ("exam", key) for key in ("../a", "a/../../b", "/a", "a//b", ".", "..", "a\\..\\b", "", "a\0b", "x" * 1025)
     ]
     for bucket, key in [*names, ("..", "a"), (".hidden", "a"), ("a/b", "c"), ("", "a"), ("x" * 64, "a")]:
-        await raised(InvalidFactError, client.put(bucket, key, [b"x"]), f"the name {bucket!r}, {key[:20]!r}")
-        await raised(InvalidFactError, client.read(bucket, key), f"the name {bucket!r}, {key[:20]!r}")
+        await expect_raises(InvalidFactError, client.put(bucket, key, [b"x"]), f"the name {bucket!r}, {key[:20]!r}")
+        await expect_raises(InvalidFactError, client.read(bucket, key), f"the name {bucket!r}, {key[:20]!r}")
     await client.put("exam", "Grüße/7 🙂.pdf", [b"hello"])
     expect(await client.read("exam", "Grüße/7 🙂.pdf") == b"hello", "a name with blanks and umlauts cannot be read")
 
 
-async def _named(sitting: BoundarySitting) -> BoundaryClient:
+async def _named(sitting: BoundaryCheckContext) -> BoundaryClient:
     client = sitting.client()
     content = b"important" * 100
     await client.put("exam", "a/b", [content])
-    await client.append(envelope(), about(named("a/b", content)))
+    await client.append(envelope(), make_artifact_fact(make_reference("a/b", content)))
     return client
 
 
@@ -205,29 +205,29 @@ def _blames(error: ArtifactLost) -> None:
     expect(told == (PAIR.from_zone, "m-1", "exam", "a/b"), f"the error names {told}")
 
 
-@rule("FAC-23")
-async def a_lost_artifact_is_an_error_that_names_its_fact(sitting: BoundarySitting) -> None:
+@check("FAC-23")
+async def a_lost_artifact_is_an_error_that_names_its_fact(sitting: BoundaryCheckContext) -> None:
     client = await _named(sitting)
     if not sitting.candidate.lose(sitting.store(), "exam", "a/b"):
         raise NotApplicable("the candidate cannot lose an artifact")
-    _blames(await raised(ArtifactLost, client.read("exam", "a/b"), "reading a lost artifact"))
-    await raised(ArtifactUnknown, client.read("exam", "never"), "reading what was never stored")
+    _blames(await expect_raises(ArtifactLost, client.read("exam", "a/b"), "reading a lost artifact"))
+    await expect_raises(ArtifactUnknown, client.read("exam", "never"), "reading what was never stored")
 
 
-@rule("FAC-23")
-async def damage_is_found_when_it_is_read(sitting: BoundarySitting) -> None:
+@check("FAC-23")
+async def damage_is_found_when_it_is_read(sitting: BoundaryCheckContext) -> None:
     client = await _named(sitting)
     if not sitting.candidate.damage(sitting.store(), "exam", "a/b"):
         raise NotApplicable("the candidate cannot damage an artifact")
-    _blames(await raised(ArtifactLost, client.read("exam", "a/b"), "reading a damaged artifact"))
+    _blames(await expect_raises(ArtifactLost, client.read("exam", "a/b"), "reading a damaged artifact"))
 
 
-@rule("FAC-14", "FAC-23")
-async def a_fact_about_a_lost_artifact_is_refused(sitting: BoundarySitting) -> None:
+@check("FAC-14", "FAC-23")
+async def a_fact_about_a_lost_artifact_is_refused(sitting: BoundaryCheckContext) -> None:
     client = sitting.client()
     await client.put("exam", "a/b", [b"abc"])
     if not sitting.candidate.lose(sitting.store(), "exam", "a/b"):
         raise NotApplicable("the candidate cannot lose an artifact")
-    (result,) = await client.append_many((envelope(), about(named("a/b", b"abc"))))
+    (result,) = await client.append_many((envelope(), make_artifact_fact(make_reference("a/b", b"abc"))))
     if not isinstance(result, FactError):
-        raise Failed("a fact about an artifact whose bytes are gone was stored")
+        raise CheckFailed("a fact about an artifact whose bytes are gone was stored")

@@ -152,7 +152,7 @@ create index inbox_at on ergon.inbox using brin (at);
 
 #: A queue is there once somebody names it; two who name it at once get the same one. Of two names with one number,
 #: which among a thousand queues is one chance in four thousand, the second is refused.
-MAKE = """
+MAKE_QUEUE = """
 create function ergon.make_queue(queue_name text) returns integer language plpgsql as $$
 declare
     number integer := ('x' || left(encode(sha256(convert_to(queue_name, 'UTF8')), 'hex'), 8))::bit(32)::integer
@@ -343,7 +343,7 @@ end $$;
 def upgrade() -> None:
     """Make the tables."""
     op.execute(TABLES)
-    op.execute(MAKE)
+    op.execute(MAKE_QUEUE)
     op.execute(RING)
     op.execute(PUT)
     op.execute(PUT_MANY)

@@ -10,7 +10,7 @@ branch_labels = None
 depends_on = None
 
 #: What the foundation of providers names: these tables, columns and indexes, and no others in them.
-NAMED = """
+TABLES_BY_CONTRACT = """
 -- Calls of one window. Windows of several lengths may begin at the same moment: a longer one's start is written a few
 -- microseconds later, so that each has a row of its own.
 create table ergon.provider_quota_states (
@@ -88,7 +88,7 @@ create index provider_execution_metrics_correlation on ergon.provider_execution_
 #: The live state of quota, breakers and keys. Tenant '*' is all tenants together. What a visit looks up is compared
 #: byte by byte: by the rules of a language that would cost more than the rest. For the same reason keys have no checks:
 #: the server reads a check anew for each statement.
-BOOKS = """
+SHARED_STATE_TABLES = """
 -- A breaker as all processes share it; a closed one that has seen no fault has no row.
 create table ergon.provider_breakers (
     tenant_id text collate "C" not null,
@@ -167,7 +167,7 @@ create index provider_overrides_quota on ergon.provider_overrides (tenant_id, pr
 #: What the books do, each visit one statement. The rules are those of ``providers.circuit_breaker``, ``quota`` and
 #: ``idempotency``; a model test holds the two against each other. Locks are taken in one order: key, windows from the
 #: shortest to the longest, breaker.
-VISITS = """
+SHARED_STATE_FUNCTIONS = """
 -- Everybody's clock.
 create function ergon.provider_clock() returns timestamptz language sql volatile as 'select clock_timestamp()';
 
@@ -776,7 +776,7 @@ end $$;
 """
 
 #: In the order in which they can be taken away.
-FUNCTIONS = (
+FUNCTION_NAMES = (
     "provider_override",
     "provider_lease",
     "provider_conclude",
@@ -801,7 +801,7 @@ FUNCTIONS = (
 )
 
 #: What health is read from.
-MINUTES = """
+MINUTE_TABLES = """
 -- The attempts of one minute of UTC, counted; the truth for health, whatever became of the attempts' own rows.
 create table ergon.provider_minutes (
     tenant_id text not null,
@@ -834,7 +834,7 @@ create table ergon.provider_execution_metrics_rest partition of ergon.provider_e
 """
 
 #: Calls that were given up outside of any lifecycle.
-DEAD = """
+DEAD_LETTER_TABLES = """
 -- One row per call that ended in failure; queue.deadletter is fed from those that were not published.
 create table ergon.provider_dead_letters (
     id bigint generated always as identity primary key,
@@ -872,7 +872,7 @@ create table ergon.provider_deliveries (
 create index provider_deliveries_created on ergon.provider_deliveries using brin (created_at);
 """
 
-TABLES = (
+TABLE_NAMES = (
     "provider_deliveries",
     "provider_dead_letters",
     "provider_batches",
@@ -890,13 +890,19 @@ TABLES = (
 
 def upgrade() -> None:
     """Make the tables; nothing that was there is touched."""
-    for part in (NAMED, BOOKS, VISITS, MINUTES, DEAD):
-        op.execute(part)
+    for statement in (
+        TABLES_BY_CONTRACT,
+        SHARED_STATE_TABLES,
+        SHARED_STATE_FUNCTIONS,
+        MINUTE_TABLES,
+        DEAD_LETTER_TABLES,
+    ):
+        op.execute(statement)
 
 
 def downgrade() -> None:
     """Take them away again, with what is in them."""
-    for function in FUNCTIONS:
+    for function in FUNCTION_NAMES:
         op.execute(f"drop function ergon.{function}")
-    for table in TABLES:
+    for table in TABLE_NAMES:
         op.execute(f"drop table ergon.{table}")

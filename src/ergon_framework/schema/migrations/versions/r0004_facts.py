@@ -149,7 +149,7 @@ create index fact_object_uses_fact on ergon.fact_object_uses (log, fact_offset);
 #: By what a process recognises the store that it knows: another start of the server, another database of that name (its
 #: number is in the path of every file) or another epoch make it look again before anything is given an offset. Not in
 #: SQL, whose functions are planned anew for every statement.
-RECOGNISE = """
+FACT_STORE_STAMP = """
 create function ergon.fact_token() returns text language plpgsql stable as $$
 begin
     return (
@@ -162,7 +162,7 @@ end $$;
 
 #: A new epoch, unless somebody has begun another one than *was* meanwhile; null for the first of all. Facts that were
 #: appended here are of the new one from then on, forwarded ones stay of their origin's.
-BEGIN = """
+BEGIN_EPOCH = """
 create function ergon.begin_fact_epoch(was text, of_side text, reason text, by_whom text) returns void
 language plpgsql as $$
 declare
@@ -425,7 +425,7 @@ end $$;
 """
 
 #: Let go of what is old and confirmed by all readers, of one log; how many. If nobody is registered, nobody has read.
-DROP = """
+DROP_FACTS = """
 create function ergon.drop_facts(of_log integer, before bigint) returns bigint language plpgsql
 set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
 set enable_hashjoin = off set enable_mergejoin = off set jit = off
@@ -455,8 +455,8 @@ begin
 end $$;
 """
 
-FUNCTIONS = ("drop_facts", "append_facts", "begin_fact_epoch", "fact_token")
-NAMES = (
+FUNCTION_NAMES = ("drop_facts", "append_facts", "begin_fact_epoch", "fact_token")
+TABLE_NAMES = (
     "fact_object_uses",
     "fact_objects",
     "fact_contents",
@@ -473,13 +473,13 @@ NAMES = (
 
 def upgrade() -> None:
     """Make the tables; nothing that was there is touched."""
-    for part in (TABLES, RECOGNISE, BEGIN, APPEND, DROP):
-        op.execute(part)
+    for statement in (TABLES, FACT_STORE_STAMP, BEGIN_EPOCH, APPEND, DROP_FACTS):
+        op.execute(statement)
 
 
 def downgrade() -> None:
     """Take them away again, with what is in them."""
-    for function in FUNCTIONS:
+    for function in FUNCTION_NAMES:
         op.execute(f"drop function ergon.{function}")
-    for table in NAMES:
+    for table in TABLE_NAMES:
         op.execute(f"drop table ergon.{table}")

@@ -35,7 +35,7 @@ create index pause_watcher_at on ergon.pause_watcher (at);
 """
 
 #: Told in the database transaction that changed it: whoever listens looks at what was committed.
-TELL = """
+TELL_PAUSE = """
 create function ergon.tell_pause() returns trigger language plpgsql as $$
 begin
     perform pg_notify('ergon_pause', '');
@@ -49,7 +49,7 @@ create trigger tell_pause after insert or update or delete on ergon.pause
 def upgrade() -> None:
     """Make the tables; nothing that was there is touched."""
     op.execute(TABLES)
-    op.execute(TELL)
+    op.execute(TELL_PAUSE)
 
 
 def downgrade() -> None:

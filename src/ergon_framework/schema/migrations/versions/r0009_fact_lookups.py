@@ -14,18 +14,18 @@ depends_on = None
 #: Of a table that nobody has analyzed the planner expects a handful of rows in each zone: it looked at every id of the
 #: zone and compared it with the batch, so that each batch took longer than the one before, for as long as that plan
 #: was kept.
-_SCANNED = """
+_SCAN_CLAUSE = """
         perform 1 from ergon.fact_ids f
         where f.from_zone = zones[n] and f.message_id = any (id_of[begins[n] : ends[n]]);
 """
 #: A limit is a fence: what is behind it is done for each id, and all that it can go by is the key.
-_LOOKED_UP = """
+_LOOKUP_CLAUSE = """
         perform 1 from generate_series(begins[n], ends[n]) as i, lateral (
             select 1 from ergon.fact_ids f where f.from_zone = zones[n] and f.message_id = id_of[i] limit 1
         ) as known limit 1;
 """
 
-APPEND = before.APPEND.replace(_SCANNED, _LOOKED_UP)
+APPEND = before.APPEND.replace(_SCAN_CLAUSE, _LOOKUP_CLAUSE)
 
 
 def _replace(function: str) -> None:

@@ -82,8 +82,8 @@ end $$;
 
 def upgrade() -> None:
     """Add a column, a view, indexes and functions; the release before this one goes on working."""
-    for part in (WINDOWS, EXECUTIONS, DEAD_LETTERS):
-        op.execute(part)
+    for statement in (WINDOWS, EXECUTIONS, DEAD_LETTERS):
+        op.execute(statement)
 
 
 def downgrade() -> None:

@@ -21,7 +21,7 @@ INDEXES = {
     "fact_ids_age": "ergon.fact_ids (log, kept_at)",
 }
 #: Sessions of the framework turn bitmap scans off, and nothing else can use a BRIN index.
-UNUSED = {
+UNUSED_INDEXES = {
     "inbox_at": "ergon.inbox using brin (at)",
     "journal_at": "ergon.journal using brin (at)",
     "fact_ids_kept": "ergon.fact_ids using brin (kept_at)",
@@ -35,13 +35,13 @@ def upgrade() -> None:
         op.execute(
             f"do $$ begin if to_regclass('ergon.{name}') is null then create index {name} on {columns}; end if; end $$"
         )
-    for name in UNUSED:
+    for name in UNUSED_INDEXES:
         op.execute(f"drop index if exists ergon.{name}")
 
 
 def downgrade() -> None:
     """Put the replaced indexes back."""
-    for name, columns in UNUSED.items():
+    for name, columns in UNUSED_INDEXES.items():
         op.execute(f"create index {name} on {columns}")
     for name in INDEXES:
         op.execute(f"drop index ergon.{name}")
