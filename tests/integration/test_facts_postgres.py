@@ -577,7 +577,7 @@ def test_an_upload_that_was_committed_without_a_name_is_not_confirmed(make_store
     with interleave_uploads(make_store, database, number) as (_, _, _, second):
         kill_sql = "select pg_terminate_backend(pid) from pg_stat_activity where state = 'idle in transaction'"
         run_sql(database, kill_sql + " and datname = current_database()")
-        with pytest.raises(InvalidFactError, match=r"ask received\(\) first"):
+        with pytest.raises(InvalidFactError, match=r"call uploaded_bytes\(\) first"):
             second.result(TIMEOUT_SECONDS)
 
 

@@ -41,11 +41,13 @@ class PrivateSeaweed:
         self._program = find_program()
         self._process: subprocess.Popen[bytes] | None = None
         self._log = self.folder / "server.log"
-        self._ports = {
-            name: free_port()
-            for part in ("master", "volume", "filer")
-            for name in (f"{part}.port", f"{part}.port.grpc")
-        } | {"s3.port": self.port, "s3.port.grpc": free_port(), "s3.port.iceberg": 0, "s3.port.lance": 0}
+        names = [f"{part}.{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("port", "port.grpc")]
+        ports = {self.port}
+        while len(ports) < len(names):
+            ports.add(free_port())
+        others = iter(ports - {self.port})
+        self._ports = {name: self.port if name == "s3.port" else next(others) for name in names}
+        self._ports |= {"s3.port.iceberg": 0, "s3.port.lance": 0}
 
     @property
     def endpoint(self) -> str:
