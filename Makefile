@@ -13,12 +13,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # One more than the processors that a small machine has: tests wait more than they compute.
 WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-# A failure beside other tests says little: what failed is asked once more, with nobody else there. That counts.
+# A failure next to other tests may come from load: failed tests are rerun alone, and that result counts.
 ALONE = || { [ $$? -eq 1 ] && $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none
-# In an exam servers start and lines are cut; with more than this everybody waits for a processor, and some for too long.
+# `make exam` starts servers and cuts connections; with more workers, tests time out while they wait for a processor.
 EXAMINERS ?= 5
 # Every line and branch of these two has a test; the rest has a bar that only moves up.
-PROVEN := src/ergon_framework/engine/*,src/ergon_framework/task/*
+PROVEN := src/ergon_framework/clock.py,src/ergon_framework/gates.py,src/ergon_framework/engine/*,src/ergon_framework/task/*,src/ergon_framework/worker/*
 TOTAL := 90
 
 .PHONY: help venv check lint types test coverage retest spec docs format bench soak mutants memory deep check-all-pythons wheel constraints snapshot pictures
@@ -51,8 +51,8 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy, strict, on src
 	$(BIN)/mypy
 
-# Targets of their own: in the exam servers are stopped, killed and cut for minutes, and each document that is
-# followed word by word has a wheel, an environment and often servers of its own.
+# Separate targets: `make exam` stops, kills and disconnects servers for minutes, and each document that is run
+# literally has its own wheel, environment and often servers.
 EXAMS := $(addprefix tests/conformance/test_,broken.py memory.py facts.py executors.py s3.py)
 EXAMS += $(addprefix tests/conformance/test_,postgres.py rabbitmq.py nats.py redis.py)
 EXAMS += $(addprefix tests/conformance/test_boundary_,postgres.py service.py)
@@ -68,7 +68,7 @@ EXAMS += $(addprefix tests/integration/test_,provider_task_wrapper.py provider_w
 EXAMS += $(addprefix tests/integration/test_facts_,cli.py replicate.py)
 EXAMS += $(addprefix tests/integration/test_rabbitmq_,idle.py refusals.py together.py traps.py)
 EXAMS += tests/servers/test_postgres.py
-# Sits the exam a second time, as what is in front of it changes little.
+# The same suite a second time: the pooler changes little.
 POOLED := tests/conformance/test_postgres.py::test_postgres_behind_a_pooler
 # Too slow for the gate: killed at every step or at a hundred random ones, every call of a store made to fail in turn,
 # hundreds of transactions around one that kills, plans by the thousand against real stores.
@@ -82,7 +82,7 @@ TRIALS += tests/conformance/test_rust_otel.py
 DOCUMENTS := tests/docs
 APART := $(patsubst %,--ignore=%,$(EXAMS) $(TRIALS))
 # The engine's rules, in both variants. Noting every line costs as much as the tests themselves, so it is done where it proves most.
-RULES := tests/unit/engine tests/unit/task tests/unit/testing tests/unit/runner tests/unit/telemetry $(wildcard tests/unit/test_*.py) tests/twins
+RULES := tests/unit/engine tests/unit/worker tests/unit/task tests/unit/cli tests/unit/testing tests/unit/runner tests/unit/telemetry $(wildcard tests/unit/test_*.py) tests/both_drivers
 GATE := $(APART) $(DOCUMENTS:%=--ignore=%)
 REST := $(GATE) $(RULES:%=--ignore=%)
 
@@ -99,7 +99,7 @@ coverage: $(STAMP) ## branch coverage of all tests of the gate, with the bar of 
 	$(BIN)/coverage report --fail-under=$(TOTAL)
 
 # What is the same under every Python is left out: servers, documents, random plans.
-AGAIN := tests/unit tests/twins tests/architecture $(APART)
+AGAIN := tests/unit tests/both_drivers tests/architecture $(APART)
 retest: $(STAMP) ## the tests once more for another interpreter (VENV=… PYTHON=…), without coverage
 	$(PYTEST) -q $(AGAIN) $(ALONE) -q $(AGAIN); }
 
@@ -119,8 +119,9 @@ lowest: $(LOWEST)/.installed ## the unit tests with the lowest allowed version o
 spec: $(STAMP) ## each requirement with its tests; fails where a finished group has a hole
 	$(BIN)/python tools/spec.py
 
-docs: $(STAMP) ## links, traces of a machine, and every snippet run against the built wheel
+docs: $(STAMP) ## links, names and words, traces of a machine, and every snippet run against the built wheel
 	$(BIN)/python tools/docs.py
+	$(BIN)/python tools/check_names.py
 	$(BIN)/python tools/hygiene.py
 	$(PYTEST) -q tests/docs $(ALONE) -q tests/docs; }
 
@@ -128,13 +129,13 @@ format: $(STAMP) ## let ruff put the files into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-exam: $(STAMP) ## every connector and every executor takes its exam, and jobs theirs, against servers that the tests start
+exam: $(STAMP) ## run the conformance suites of connectors, executors and jobs against servers that the tests start
 	$(PYTEST) -n $(EXAMINERS) -q $(EXAMS) --deselect=$(POOLED) $(ALONE) -q $(EXAMS) --deselect=$(POOLED); }
 
 trials: $(STAMP) ## kills at every step, poison, faults of every call: tests too slow for the gate; a quarter of an hour
 	$(PYTEST) -n $(EXAMINERS) -q $(TRIALS) $(POOLED) $(ALONE) -q $(TRIALS) $(POOLED); }
 
-demo: $(STAMP) ## examples/shop: two sites, ORDERS=200 orders from a queue to a ledger, and the books; about a minute
+demo: $(STAMP) ## examples/shop: two sites, ORDERS=200 orders from a queue to a ledger, and a check of all records; about a minute
 	$(BIN)/python examples/shop/demo.py --orders $(or $(ORDERS),200)
 
 demo-chaos: $(STAMP) ## the same for MINUTES=30 while KILLS=100 times something is killed, stopped, crashed or cut (root)
@@ -284,7 +285,7 @@ wheel: $(STAMP) ## build the wheel into dist/
 	rm -rf dist
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
-protos: $(STAMP) ## write the code of the facts service's messages anew
+protos: $(STAMP) ## regenerate the message code of the facts service
 	cd src && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \
 		ergon_framework/facts/service/boundary.proto
 
@@ -320,17 +321,17 @@ sbom: $(STAMP) ## what the package needs when it runs, as CycloneDX JSON in buil
 sizes: $(STAMP) ## what each extra costs: packages, megabytes, the time of an import; about two minutes
 	$(BIN)/python tools/sizes.py
 
-reference: $(STAMP) ## write docs/reference/ anew, from the commands and the policies
+reference: $(STAMP) ## regenerate docs/reference/ from the commands and the policies
 	$(BIN)/python tools/reference.py
 
-pictures: $(STAMP) ## draw docs/pictures/ anew: ergon top and the dashboards under load, for SECONDS=60
+pictures: $(STAMP) ## regenerate docs/pictures/: ergon top and the dashboards under load, for SECONDS=60
 	$(BIN)/python tools/pictures.py --seconds $(or $(SECONDS),60)
 
-snapshot: $(STAMP) ## write the public names down anew
+snapshot: $(STAMP) ## regenerate the snapshot of the public names
 	$(BIN)/python tools/snapshot.py
 
 PIN = $(BIN)/uv pip compile --universal --generate-hashes --no-header --no-annotate --quiet --upgrade --python-version 3.11
-constraints: $(STAMP) ## pin the tools anew
+constraints: $(STAMP) ## pin the tools again
 	$(BIN)/uv pip compile --universal --generate-hashes --no-header --quiet --upgrade --extra dev --python-version 3.11 \
 		--output-file constraints/dev.txt pyproject.toml
 	$(BIN)/python tools/lowest.py | $(PIN) --output-file constraints/lowest.txt -

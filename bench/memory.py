@@ -20,9 +20,9 @@ from pathlib import Path
 import psutil
 
 from ergon_framework.connectors.memory import MemoryConnector
-from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
-from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.transaction import Transaction
+from ergon_framework.worker.policies import ConsumerPolicy
 
 FIRST_SAMPLE, LAST_SAMPLE = 100_000, 1_000_000
 #: Transactions that are added at a time; at most two such chunks are in the queue.

@@ -26,9 +26,9 @@ from pathlib import Path
 import bare
 
 from ergon_framework.connectors.memory import MemoryConnector
-from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
-from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.transaction import Transaction
+from ergon_framework.worker.policies import ConsumerPolicy
 
 ROUNDS = 7
 WARM_UP_TRANSACTIONS = 1_000

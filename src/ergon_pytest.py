@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture
 def ergon_trial() -> Callable[..., Any]:
     """Return the harness: ``ergon_trial(task, faults=..., bank=FakeBank())`` creates a ``TaskHarness``."""
-    from ergon_framework.testing.trial import TaskHarness  # noqa: PLC0415 - imported on first use
+    from ergon_framework.testing.harness import TaskHarness  # noqa: PLC0415 - imported on first use
 
     return TaskHarness
 

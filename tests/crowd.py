@@ -26,7 +26,7 @@ TRIES = 5
 CROWDED = 0.05
 
 _TICK = os.sysconf("SC_CLK_TCK")
-_AGAIN = "asked again"
+_AGAIN = "rerun reason"
 
 
 class Gauge:
@@ -97,6 +97,6 @@ def pytest_terminal_summary(terminalreporter) -> None:
         if name == _AGAIN
     ]
     if asked:
-        terminalreporter.section(f"asked again, because processors were taken or a server had died: {len(asked)}")
+        terminalreporter.section(f"rerun, because processors were busy or a server had exited: {len(asked)}")
         for node, why in asked:
             terminalreporter.line(f"{node}: {why}")

@@ -52,7 +52,7 @@ ENGINE = Dashboard(
     (
         Panel(
             "Transactions",
-            "How many ended in a second, by outcome.",
+            "Processed per second, by outcome.",
             (
                 (
                     rate("ergon_transactions_total", "ergon_task, ergon_outcome", TASK),
@@ -62,8 +62,8 @@ ENGINE = Dashboard(
             "ops",
         ),
         Panel(
-            "Share that failed",
-            "Of those that ended, how many failed.",
+            "Failure rate",
+            "Failed transactions as a fraction of all processed transactions.",
             (
                 (
                     (
@@ -77,7 +77,7 @@ ENGINE = Dashboard(
         ),
         Panel(
             "Failures by category",
-            "BUSINESS is about the transaction, SYSTEM about what it needs, TIMEOUT about time.",
+            "BUSINESS: invalid transaction. SYSTEM: failed dependency. TIMEOUT: attempt timed out.",
             (
                 (
                     rate("ergon_transactions_total", "ergon_task, ergon_category", FAILED),
@@ -87,8 +87,8 @@ ENGINE = Dashboard(
             "ops",
         ),
         Panel(
-            "Waiting in the queue",
-            "As the broker counts them, by state; dead ones are dead letters.",
+            "Queue depth",
+            "Messages in the queue as counted by the broker, by state; dead = dead letters.",
             (
                 (
                     f"max by (ergon_task, ergon_queue_state) (ergon_queue_depth{{{TASK}}})",
@@ -97,17 +97,17 @@ ENGINE = Dashboard(
             ),
         ),
         Panel(
-            "Age of the oldest in the queue",
-            "It grows while more comes than is done.",
+            "Queue lag",
+            "Age of the oldest waiting message; it grows while messages arrive faster than they are processed.",
             (
-                (f"max by (ergon_task) (ergon_queue_lag_seconds{{{TASK}}})", "{{ergon_task}} waits"),
-                (f"max by (ergon_task) (ergon_queue_age_seconds{{{TASK}}})", "{{ergon_task}} at its fetch"),
+                (f"max by (ergon_task) (ergon_queue_lag_seconds{{{TASK}}})", "{{ergon_task}} waiting"),
+                (f"max by (ergon_task) (ergon_queue_age_seconds{{{TASK}}})", "{{ergon_task}} when fetched"),
             ),
             "s",
         ),
         Panel(
-            "Wait before a fetch",
-            "Of the oldest of each fetch: half of them waited less, and 95 of 100.",
+            "Queue wait",
+            "Wait of the oldest message of each fetch, p50 and p95.",
             (
                 (quantile(0.5, "ergon_queue_wait_seconds", "ergon_task", TASK), "{{ergon_task}} p50"),
                 (quantile(0.95, "ergon_queue_wait_seconds", "ergon_task", TASK), "{{ergon_task}} p95"),
@@ -115,8 +115,8 @@ ENGINE = Dashboard(
             "s",
         ),
         Panel(
-            "Duration of steps, p95",
-            "Waits between attempts included.",
+            "Step duration, p95",
+            "Including backoff delays between attempts.",
             (
                 (
                     quantile(0.95, "ergon_step_duration_seconds", "ergon_task, ergon_step", TASK),
@@ -126,8 +126,8 @@ ENGINE = Dashboard(
             "s",
         ),
         Panel(
-            "Duration of process",
-            "Half of them took less, 99 of 100, and the mean.",
+            "Process step duration",
+            "p50, p99 and mean.",
             (
                 (
                     quantile(0.5, "ergon_step_duration_seconds", "ergon_task", f'{TASK}, ergon_step="process"'),
@@ -152,23 +152,23 @@ ENGINE = Dashboard(
             "A retry is an attempt after the first of its step.",
             (
                 (rate("ergon_attempts_total", "ergon_task, ergon_step", TASK), "{{ergon_task}} {{ergon_step}}"),
-                (rate("ergon_retries_total", "ergon_task, ergon_step", TASK), "{{ergon_task}} {{ergon_step}} again"),
+                (rate("ergon_retries_total", "ergon_task, ergon_step", TASK), "{{ergon_task}} {{ergon_step}} retries"),
             ),
             "ops",
         ),
         Panel(
-            "Waits between attempts",
-            "How many transactions wait for their next attempt at once, on average.",
+            "Transactions in backoff",
+            "Average number of transactions that wait for their next attempt.",
             (
                 (
-                    rate("ergon_waits_duration_seconds_total", "ergon_task, ergon_step", TASK),
+                    rate("ergon_retry_backoff_duration_seconds_total", "ergon_task, ergon_step", TASK),
                     "{{ergon_task}} {{ergon_step}}",
                 ),
             ),
         ),
         Panel(
             "Slots",
-            "Running, held for want of one, or kept by a handler that timed out and did not leave.",
+            "Running, waiting for a slot, or occupied by a handler call still running after its timeout.",
             (
                 (
                     f"sum by (ergon_task, ergon_slot_state) (ergon_slots{{{TASK}}})",
@@ -178,7 +178,7 @@ ENGINE = Dashboard(
         ),
         Panel(
             "Fetches",
-            "Answered, empty, and failed for good.",
+            "Successful, empty, and failed after all retries.",
             (
                 (rate("ergon_fetches_total", "ergon_task", TASK), "{{ergon_task}}"),
                 (rate("ergon_fetches_empty_total", "ergon_task", TASK), "{{ergon_task}} empty"),
@@ -187,46 +187,52 @@ ENGINE = Dashboard(
             "ops",
         ),
         Panel(
-            "Settlements and refusals",
-            "What the broker answered, and what was settled before any handler saw it.",
+            "Settlements and rejections",
+            "Settlement results of the broker, and deliveries rejected before the handler ran.",
             (
                 (
                     rate("ergon_settled_total", "ergon_task, ergon_settle_result", TASK),
                     "{{ergon_task}} {{ergon_settle_result}}",
                 ),
                 (
-                    rate("ergon_refused_total", "ergon_task, ergon_reason", TASK),
-                    "{{ergon_task}} refused: {{ergon_reason}}",
+                    rate("ergon_deliveries_rejected_total", "ergon_task, ergon_reason", TASK),
+                    "{{ergon_task}} rejected: {{ergon_reason}}",
                 ),
             ),
             "ops",
         ),
         Panel(
             "Paused by a gate",
-            "Loops that a gate holds back, with its reason.",
+            "Loops paused by a gate, by reason.",
             ((f"sum by (ergon_task, ergon_reason) (ergon_paused{{{TASK}}})", "{{ergon_task}}: {{ergon_reason}}"),),
         ),
         Panel(
             "Processes",
-            "How many run the task, and how many died.",
+            "Running processes, and processes that exited unexpectedly.",
             (
                 (f"sum by (ergon_task) (ergon_processes{{{TASK}}})", "{{ergon_task}}"),
-                (f"sum by (ergon_task) (increase(ergon_processes_died_total{{{TASK}}}{RATE}))", "{{ergon_task}} died"),
+                (
+                    f"sum by (ergon_task) (increase(ergon_processes_died_total{{{TASK}}}{RATE}))",
+                    "{{ergon_task}} exited unexpectedly",
+                ),
             ),
         ),
         Panel(
-            "Handlers that misbehave",
-            "Bodies left behind, bodies that came back too late, and times that something held the event loop.",
+            "Handler problems (hung, late, blocking)",
+            "Abandoned calls, calls that returned after their timeout, and blocks of the event loop.",
             (
                 (
-                    f"sum by (ergon_task) (increase(ergon_bodies_abandoned_total{{{TASK}}}{RATE}))",
-                    "{{ergon_task}} abandoned",
+                    f"sum by (ergon_task) (increase(ergon_handler_abandoned_total{{{TASK}}}{RATE}))",
+                    "{{ergon_task}} hung",
                 ),
                 (
-                    f"sum by (ergon_task) (increase(ergon_bodies_fenced_total{{{TASK}}}{RATE}))",
-                    "{{ergon_task}} too late",
+                    f"sum by (ergon_task) (increase(ergon_handler_late_results_total{{{TASK}}}{RATE}))",
+                    "{{ergon_task}} late",
                 ),
-                (f"sum by (ergon_task) (increase(ergon_loop_blocked_total{{{TASK}}}{RATE}))", "{{ergon_task}} blocked"),
+                (
+                    f"sum by (ergon_task) (increase(ergon_loop_blocked_total{{{TASK}}}{RATE}))",
+                    "{{ergon_task}} blocking",
+                ),
             ),
         ),
     ),
@@ -243,7 +249,7 @@ PROVIDERS = Dashboard(
     (
         Panel(
             "Calls",
-            "That are over in a second, by outcome; a replayed one was not made again.",
+            "Completed calls per second, by outcome; replayed = earlier result returned, no new call.",
             (
                 (
                     rate("ergon_provider_calls_total", f"{PROVIDER_LABELS}, ergon_outcome", PROVIDER),
@@ -253,8 +259,8 @@ PROVIDERS = Dashboard(
             "ops",
         ),
         Panel(
-            "Calls that failed, by reason",
-            "After all their attempts.",
+            "Failed calls by reason",
+            "Calls that failed after all attempts.",
             (
                 (
                     rate(
@@ -268,8 +274,8 @@ PROVIDERS = Dashboard(
             "ops",
         ),
         Panel(
-            "Share of calls that failed",
-            "Of those that ended.",
+            "Call failure rate",
+            "Failed calls as a fraction of all completed calls.",
             (
                 (
                     rate("ergon_provider_calls_total", PROVIDER_LABELS, f'{PROVIDER}, ergon_outcome="failed"')
@@ -281,7 +287,7 @@ PROVIDERS = Dashboard(
         ),
         Panel(
             "Attempts",
-            "By outcome; those included that quota or breaker held back.",
+            "Attempts by outcome, including those rejected by rate limit or circuit breaker.",
             (
                 (
                     rate("ergon_provider_attempts_total", f"{PROVIDER_LABELS}, ergon_outcome", PROVIDER),
@@ -291,8 +297,8 @@ PROVIDERS = Dashboard(
             "ops",
         ),
         Panel(
-            "Mean duration of an attempt",
-            "Without what was held back.",
+            "Mean attempt duration",
+            "Without attempts rejected by rate limit or circuit breaker.",
             (
                 (
                     rate("ergon_provider_attempts_duration_seconds_total", PROVIDER_LABELS, PROVIDER)
@@ -309,8 +315,8 @@ PROVIDERS = Dashboard(
             "s",
         ),
         Panel(
-            "Held back by ourselves",
-            "Attempts that an open breaker or a quota that is used up did not let through.",
+            "Rejected by rate limit or circuit breaker",
+            "Attempts that were not sent because a quota was exhausted or a circuit breaker was open.",
             (
                 (
                     rate("ergon_provider_attempts_total", f"{PROVIDER_LABELS}, ergon_code", BLOCKED),
@@ -320,7 +326,7 @@ PROVIDERS = Dashboard(
             "ops",
         ),
         Panel(
-            "Open breakers and used-up quotas",
+            "Open circuit breakers and exhausted quotas",
             "1 while one is known, for any tenant.",
             (
                 (
@@ -329,13 +335,13 @@ PROVIDERS = Dashboard(
                 ),
                 (
                     f"max by ({PROVIDER_LABELS}) (ergon_provider_quota_exhausted{{{PROVIDER}}})",
-                    f"{PROVIDER_LEGEND} quota used up",
+                    f"{PROVIDER_LEGEND} quota exhausted",
                 ),
             ),
         ),
         Panel(
-            "Changes of breakers",
-            "States that breakers have entered.",
+            "Circuit breaker transitions",
+            "Transitions by new state.",
             (
                 (
                     (
@@ -347,8 +353,8 @@ PROVIDERS = Dashboard(
             ),
         ),
         Panel(
-            "Attempts that are in no table",
-            "Health knows nothing of them; the reason says why they were dropped.",
+            "Dropped attempt records",
+            "Attempts missing from the provider tables and provider health, by reason.",
             (
                 (
                     f"sum by ({PROVIDER_LABELS}, ergon_reason) (increase(ergon_provider_rows_dropped_total{{{PROVIDER}}}{RATE}))",
@@ -367,24 +373,24 @@ EXECUTORS = Dashboard(
     (
         Panel(
             "Executors",
-            "Processes of a pool, and the jobs that they have.",
+            "Processes of a pool, and the jobs they run.",
             (
                 (f"sum by (ergon_executor_kind) (ergon_executors{{{KIND}}})", "{{ergon_executor_kind}}"),
                 (f"sum by (ergon_executor_kind) (ergon_executor_jobs{{{KIND}}})", "{{ergon_executor_kind}} jobs"),
             ),
         ),
         Panel(
-            "Jobs that wait for an executor",
-            "Of those that were claimed.",
+            "Jobs waiting for an executor",
+            "Claimed jobs without an executor.",
             ((f"sum by (ergon_executor_kind) (ergon_executor_jobs_waiting{{{KIND}}})", "{{ergon_executor_kind}}"),),
         ),
         Panel(
             "Mean wait for an executor",
-            "Of jobs that were given one.",
+            "Mean wait of jobs that acquired an executor.",
             (
                 (
-                    rate("ergon_executor_waits_duration_seconds_total", "ergon_executor_kind", KIND)
-                    + f" / ({rate('ergon_executor_waits_total', 'ergon_executor_kind', KIND)} > 0)",
+                    rate("ergon_executor_acquisitions_duration_seconds_total", "ergon_executor_kind", KIND)
+                    + f" / ({rate('ergon_executor_acquisitions_total', 'ergon_executor_kind', KIND)} > 0)",
                     "{{ergon_executor_kind}}",
                 ),
             ),
@@ -392,7 +398,7 @@ EXECUTORS = Dashboard(
         ),
         Panel(
             "Jobs",
-            "Attempts that are over in a second, by outcome.",
+            "Completed attempts per second, by outcome.",
             (
                 (
                     "sum by (ergon_task, ergon_outcome) (rate(ergon_jobs_total" + RATE + "))",
@@ -402,8 +408,8 @@ EXECUTORS = Dashboard(
             "ops",
         ),
         Panel(
-            "Starts and ends",
-            "A pool in peace starts few and loses none.",
+            "Executor starts and exits",
+            "A healthy pool starts few executors and loses none.",
             tuple(
                 (
                     f"sum by (ergon_executor_kind) (increase(ergon_executors_{end}_total{{{KIND}}}{RATE}))",
@@ -413,18 +419,18 @@ EXECUTORS = Dashboard(
             ),
         ),
         Panel(
-            "Lines that are no outcome",
-            "Of executors that say what they should not.",
+            "Invalid executor output",
+            "Output lines that are not the outcome of a running job, by reason.",
             (
                 (
-                    f"sum by (ergon_executor_kind, ergon_reason) (increase(ergon_executor_strays_total{{{KIND}}}{RATE}))",
+                    f"sum by (ergon_executor_kind, ergon_reason) (increase(ergon_executor_unexpected_lines_total{{{KIND}}}{RATE}))",
                     "{{ergon_executor_kind}} {{ergon_reason}}",
                 ),
             ),
         ),
         Panel(
-            "Scheduled times",
-            "Of cron entries: fired, or repeated and not fired again.",
+            "Cron schedules",
+            "Scheduled times: fired, or repeated and not fired again.",
             (
                 (
                     "sum by (ergon_task, ergon_outcome) (increase(ergon_cron_ticks_total" + RATE + "))",
@@ -441,11 +447,11 @@ ZONE = 'ergon_fact_to_zone=~"$zone"'
 FACTS = Dashboard(
     "ergon-facts",
     "Ergon: facts",
-    ("zone", "ergon_fact_to_zone", "ergon_replica_status"),
+    ("zone", "ergon_fact_to_zone", "ergon_replication_status"),
     (
         Panel(
-            "Facts given to stores",
-            "By buffer and outcome; a conflict is an id that came with another payload.",
+            "Facts sent to stores",
+            "By buffer and outcome; conflict = the id exists with another payload.",
             (
                 (
                     "sum by (ergon_fact_buffer, ergon_outcome) (rate(ergon_facts_total" + RATE + "))",
@@ -455,75 +461,75 @@ FACTS = Dashboard(
             "ops",
         ),
         Panel(
-            "Replicas behind, in facts",
-            "What the source has and this zone has not.",
-            ((f"max by ({PAIR_LABELS}) (ergon_replica_lag{{{ZONE}}})", PAIR_LEGEND),),
+            "Replication lag, facts",
+            "Facts of the source that are missing in this zone.",
+            ((f"max by ({PAIR_LABELS}) (ergon_replication_lag{{{ZONE}}})", PAIR_LEGEND),),
         ),
         Panel(
-            "Replicas behind, in time",
-            "Since the oldest of them was stored, or the source last heard of.",
-            ((f"max by ({PAIR_LABELS}) (ergon_replica_lag_duration_seconds{{{ZONE}}})", PAIR_LEGEND),),
+            "Replication lag, time",
+            "Time since the oldest missing fact was stored, or since the last contact with the source.",
+            ((f"max by ({PAIR_LABELS}) (ergon_replication_lag_duration_seconds{{{ZONE}}})", PAIR_LEGEND),),
             "s",
         ),
         Panel(
-            "Replicas behind, in bytes",
-            "Without artifacts.",
-            ((f"max by ({PAIR_LABELS}) (ergon_replica_lag_size_bytes{{{ZONE}}})", PAIR_LEGEND),),
+            "Replication lag, bytes",
+            "Bytes of missing facts, without artifacts.",
+            ((f"max by ({PAIR_LABELS}) (ergon_replication_lag_size_bytes{{{ZONE}}})", PAIR_LEGEND),),
             "bytes",
         ),
         Panel(
-            "State of replicas",
-            "1 for the state that each is in.",
+            "Replication status",
+            "1 for the current status of each replica.",
             (
                 (
-                    f"max by ({PAIR_LABELS}, ergon_fact_status) (ergon_replica_status{{{ZONE}}})",
+                    f"max by ({PAIR_LABELS}, ergon_fact_status) (ergon_replication_status{{{ZONE}}})",
                     PAIR_LEGEND + " {{ergon_fact_status}}",
                 ),
             ),
         ),
         Panel(
-            "Forwarded",
-            "Facts and artifacts in a second.",
+            "Replication throughput",
+            "Facts and artifacts copied per second.",
             (
-                (rate("ergon_replica_facts_total", PAIR_LABELS, ZONE), PAIR_LEGEND + " facts"),
-                (rate("ergon_replica_artifacts_total", PAIR_LABELS, ZONE), PAIR_LEGEND + " artifacts"),
+                (rate("ergon_replication_facts_total", PAIR_LABELS, ZONE), PAIR_LEGEND + " facts"),
+                (rate("ergon_replication_artifacts_total", PAIR_LABELS, ZONE), PAIR_LEGEND + " artifacts"),
             ),
             "ops",
         ),
         Panel(
-            "Artifacts over the line",
-            "Bytes in a second.",
-            ((rate("ergon_replica_artifacts_size_bytes_total", PAIR_LABELS, ZONE), PAIR_LEGEND),),
+            "Artifact transfer",
+            "Bytes of artifacts transferred per second.",
+            ((rate("ergon_replication_artifacts_size_bytes_total", PAIR_LABELS, ZONE), PAIR_LEGEND),),
             "Bps",
         ),
         Panel(
-            "Calls of replicas that failed",
-            "By what they mean.",
+            "Replication errors",
+            "Failed calls, by the resulting status.",
             (
                 (
-                    f"sum by ({PAIR_LABELS}, ergon_fact_status) (increase(ergon_replica_troubles_total{{{ZONE}}}{RATE}))",
+                    f"sum by ({PAIR_LABELS}, ergon_fact_status) (increase(ergon_replication_errors_total{{{ZONE}}}{RATE}))",
                     PAIR_LEGEND + " {{ergon_fact_status}}",
                 ),
             ),
         ),
         Panel(
-            "Room",
-            "Share of each limit that is used; 1 where it is nearly reached.",
+            "Storage capacity",
+            "Used fraction of each limit; near limit = 1 while the alert threshold is exceeded.",
             (
                 (
-                    "max by (ergon_fact_buffer, ergon_fact_room) (ergon_facts_room_ratio)",
-                    "{{ergon_fact_buffer}} {{ergon_fact_room}}",
+                    "max by (ergon_fact_buffer, ergon_fact_capacity) (ergon_facts_capacity_used_ratio)",
+                    "{{ergon_fact_buffer}} {{ergon_fact_capacity}}",
                 ),
                 (
-                    "max by (ergon_fact_buffer, ergon_fact_room) (ergon_facts_room_alert)",
-                    "{{ergon_fact_buffer}} {{ergon_fact_room}} ends",
+                    "max by (ergon_fact_buffer, ergon_fact_capacity) (ergon_facts_capacity_near_limit)",
+                    "{{ergon_fact_buffer}} {{ergon_fact_capacity}} near limit",
                 ),
             ),
             "percentunit",
         ),
         Panel(
-            "Calls of the facts service",
-            "By method and answer.",
+            "Facts service calls",
+            "Completed calls per second, by method and outcome.",
             (
                 (
                     "sum by (ergon_fact_method, ergon_outcome) (rate(ergon_facts_calls_total" + RATE + "))",

@@ -23,16 +23,16 @@ sys.path[:0] = [str(ROOT)]
 from tools.mutation.operators import Mutant, mutants_of  # noqa: E402 - this file is also run as a script
 from tools.mutation.runner import Runner, Verdict  # noqa: E402 - as above
 
-FOLDERS = ("src/ergon_framework/engine", "src/ergon_framework/task")
-TESTS = ("tests/unit", "tests/twins", "tests/properties")
+FOLDERS = tuple(f"src/ergon_framework/{area}" for area in ("clock.py", "gates.py", "engine", "task", "worker"))
+TESTS = ("tests/unit", "tests/both_drivers", "tests/properties")
 #: The first end their own process, the second start this tool again, and the others test other packages: all are
-#: unrelated to the two folders, and each would be run for every mutant whose line it happens to run.
-TESTS += ("--ignore=tests/unit/runner", "--ignore=tests/unit/tools", "--ignore-glob=tests/unit/test_d*")
-TESTS += tuple(f"--ignore=tests/unit/{room}" for room in ("connectors", "executor", "facts", "new"))
+#: unrelated to these folders, and each would be run for every mutant whose line it happens to run.
+TESTS += ("--ignore=tests/unit/runner", "--ignore=tests/unit/tools", "--ignore=tests/unit/cli")
+TESTS += tuple(f"--ignore=tests/unit/{area}" for area in ("connectors", "executors", "jobs", "facts", "new"))
 #: Needs a server, which answers late when four tests run in parallel: a failure is not caused by the mutant.
-TESTS += ("--ignore=tests/twins/test_provider_execute_postgres.py",)
+TESTS += ("--ignore=tests/both_drivers/test_provider_execute_postgres.py",)
 #: Counts the plans of a full run.
-TESTS += ("--deselect=tests/properties/test_worlds.py::test_the_plans_contain_every_fault",)
+TESTS += ("--deselect=tests/properties/test_plans.py::test_the_plans_contain_every_fault",)
 EQUIVALENTS_FILE = ROOT / "tools" / "mutants_equivalent.toml"
 Key: TypeAlias = tuple[str, str, str]
 #: Shares of the mutants that are not equivalent: noticed at all, and noticed by a time limit only.
@@ -42,7 +42,7 @@ PLAN_COUNT = "300"
 
 
 def list_sources(only: list[str]) -> list[Path]:
-    """Return the files of both folders, or those of them that *only* names."""
+    """Return the files of these folders, or those of them that *only* names."""
     chosen = [(ROOT / name).resolve() for name in only or FOLDERS]
     return sorted(
         {

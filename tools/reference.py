@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from ergon_framework import ConsumerPolicy, ProducerPolicy
 from ergon_framework.cli.app import app
-from ergon_framework.executor.pool import PoolPolicy
+from ergon_framework.executors.pool import PoolPolicy
 from ergon_framework.policy import Policy
 from ergon_framework.providers.policy import ProviderPolicy
 
@@ -24,10 +24,10 @@ COMMANDS_HEADER: Final = f"""# Commands
 
 {NOTICE}
 
-Every command of `ergon`, which is the extra `cli`, as its `--help` says it. What they are for, by example, is in the
-guides: [Run a task](../guides/run.md), [Why](../guides/why.md), [Look, stop and repair](../guides/repair.md),
-[Dead letters](../guides/dead-letters.md), [PostgreSQL](../guides/postgres.md),
-[Health of providers](../guides/provider-health.md), [Executors](../executors.md),
+Every command of `ergon`, which is the extra `cli`, with the text of its `--help`. The guides have examples:
+[Run a task](../guides/run.md), [Trace a transaction](../guides/trace-a-transaction.md),
+[Diagnose and repair](../guides/diagnose-and-repair.md), [Dead letters](../guides/dead-letters.md),
+[PostgreSQL](../guides/postgres.md), [Provider health](../guides/provider-health.md), [Executors](../executors.md),
 [Serve facts](../guides/facts-service.md).
 """
 POLICIES_HEADER: Final = f"""# Policies
@@ -37,7 +37,7 @@ POLICIES_HEADER: Final = f"""# Policies
 Every key with its default. A policy is given to a task as `policy=`, changed by
 [the settings](../guides/configure.md), or replaced by [a file](../guides/run.md#a-policy-file). Unknown keys are errors
 that name the nearest known one.
-`ergon policy explain MODULE:TASK` says what a policy allows at worst. What the keys do, exactly, is in
+`ergon policy explain MODULE:TASK` shows the worst case of a policy. The exact effect of the keys is described in
 [Lifecycle](../lifecycle.md), [Providers](../providers.md) and [Executors](../executors.md).
 """
 POLICY_CLASSES: Final[dict[str, type[Policy]]] = {

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from ergon_framework.executor.protocol import ExecutionOutcome, ExecutionRequest
+from ergon_framework.executors.protocol import ExecutionOutcome, ExecutionRequest
 
 FOLDER: Final = Path(__file__).parents[1] / "docs" / "spec"
 MESSAGES: Final[dict[str, type[BaseModel]]] = {

@@ -22,20 +22,20 @@ START_COUNT: Final = 7
 #: The module that a program with the extra imports.
 MODULES: Final = {
     "": "ergon_framework",
-    "api": "ergon_framework.providers.api",
-    "celery": "ergon_framework.providers.celery_task",
+    "api": "ergon_framework.providers.http.api",
+    "celery": "ergon_framework.providers.celery.task",
     "cli": "ergon_framework.cli.app",
     "encryption": "ergon_framework.connectors.encryption",
-    "cron": "ergon_framework.executor.jobs.timetable",
+    "cron": "ergon_framework.jobs.cron",
     "grpc": "ergon_framework.facts.service.client",
     "nats": "ergon_framework.connectors.nats",
-    "otel": "ergon_framework.runner.exporting",
+    "otel": "ergon_framework.runner.otlp",
     "postgres": "ergon_framework.connectors.postgres",
-    "prometheus": "ergon_framework.telemetry.exposition",
+    "prometheus": "ergon_framework.telemetry.prometheus",
     "rabbitmq": "ergon_framework.connectors.rabbitmq",
     "redis": "ergon_framework.connectors.redis",
     "s3": "ergon_framework.facts.stores.s3",
-    "testing": "ergon_framework.testing.isolation",
+    "testing": "ergon_framework.testing.no_network",
     "uvloop": "uvloop",
 }
 #: Extras that require another one, which is installed with them.

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from pathlib import Path
 
-import ergon_framework
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT)]
 
-PUBLIC_API = Path(__file__).parents[1] / "tests" / "architecture" / "public_api.txt"
+from tests.architecture.rules import PACKAGE, PUBLIC_PACKAGES  # noqa: E402 - this file is also run as a script
+
+PUBLIC_API = ROOT / "tests" / "architecture" / "public_api.txt"
+
+
+def list_public_names() -> dict[str, list[str]]:
+    """Return the public names of each public package."""
+    paths = [f"{PACKAGE}.{package}".rstrip(".") for package in PUBLIC_PACKAGES]
+    return {path: sorted(import_module(path).__all__) for path in paths}
 
 
 def render_public_api() -> str:
-    """Return the public names of the package, one a line."""
-    return "".join(f"{name}\n" for name in sorted(ergon_framework.__all__))
+    """Return the public packages, each with its names, one a line."""
+    return "".join("\n    ".join([package, *names]) + "\n" for package, names in list_public_names().items())
 
 
 if __name__ == "__main__":
     PUBLIC_API.write_text(render_public_api(), encoding="utf-8")
-    print(f"{PUBLIC_API.name}: {len(ergon_framework.__all__)} names")
+    names_by_package = list_public_names()
+    print(f"{PUBLIC_API.name}: {sum(map(len, names_by_package.values()))} names in {len(names_by_package)} packages")

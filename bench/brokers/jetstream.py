@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ergon_framework.connectors.bridge import as_sync
 from ergon_framework.connectors.nats import NatsQueue
-from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
-from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
+from ergon_framework.worker.policies import ConsumerPolicy
 from tests.servers.nats import PrivateNats
 
 #: 200 bytes of JSON.

@@ -23,8 +23,8 @@ import aio_pika
 import uvloop
 
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
-from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
-from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
+from ergon_framework.worker.policies import ConsumerPolicy
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

@@ -20,12 +20,12 @@ from ground import (
 )
 
 from ergon_framework.connectors.base import Ack
-from ergon_framework.executor.jobs import attempts
-from ergon_framework.executor.jobs.attempts import AttemptEnd, JobClaim
-from ergon_framework.executor.jobs.queue import JobQueue
-from ergon_framework.executor.jobs.request import JobRequest, job_parameters
-from ergon_framework.executor.verdict import Complete
-from ergon_framework.schema.lines import ConnectionPool
+from ergon_framework.database.pool import ConnectionPool
+from ergon_framework.executors.decision import Complete
+from ergon_framework.jobs import store
+from ergon_framework.jobs.model import JobRequest, job_parameters
+from ergon_framework.jobs.queue import JobQueue
+from ergon_framework.jobs.store import AttemptEnd, JobClaim
 
 SMALL_BACKLOG, LARGE_BACKLOG = 1_000, 100_000
 CLAIM_COUNT = 300
@@ -63,10 +63,10 @@ class Claimer:
         with time_block(self.durations):
             deliveries = self._queue.fetch_transactions(CLAIM_SIZE)
             claims = [JobClaim(delivery.transaction.id, delivery.receipt) for delivery in deliveries]
-            started = self._lines.run(attempts.start_attempts(claims, max_attempts=3, timeout=None))
+            started = self._lines.run(store.start_attempts(claims, max_attempts=3, timeout=None))
         if [attempt.attempt_number for attempt in started] != [1] * CLAIM_SIZE:
             raise RuntimeError(f"{CLAIM_SIZE} first attempts were to begin, not {started}")
-        self._lines.run(attempts.finish_attempts([AttemptEnd(claim, Complete(VALUE)) for claim in claims]))
+        self._lines.run(store.finish_attempts([AttemptEnd(claim, Complete(VALUE)) for claim in claims]))
         self._queue.settle([(delivery, Ack()) for delivery in deliveries])
         self._jobs.submit_many(echo_request("python") for _ in range(CLAIM_SIZE))
 
@@ -109,12 +109,12 @@ def slow_kind(postgres, count=LATENCY_SAMPLES):
         connect_client(alone) as alone_jobs,
         connect_client(loaded) as loaded_jobs,
     ):
-        nap = JobRequest(function="slow#exam.sleep", args=(2.0,))
+        nap = JobRequest(function="slow#conformance.sleep", args=(2.0,))
         ids = [job.id for job in loaded_jobs.submit_many([nap] * WAITING_JOBS)]
         _wait_until_started(loaded_jobs, ids[0])
         for number in range(count + 10):
             for dsn, jobs in ((alone, alone_jobs), (loaded, loaded_jobs)):
-                record = jobs.wait(jobs.submit("python#exam.echo", VALUE).id, timeout=WAIT_TIMEOUT_SECONDS)
+                record = jobs.wait(jobs.submit("python#conformance.echo", VALUE).id, timeout=WAIT_TIMEOUT_SECONDS)
                 if number >= 10:  # all processes are running now
                     durations_ms[dsn].append((record.ended_at - record.created_at).total_seconds() * 1e3)
         remaining = len(loaded_jobs.list(states=["pending"], kind="slow", limit=WAITING_JOBS))
@@ -128,4 +128,4 @@ def slow_kind(postgres, count=LATENCY_SAMPLES):
 def _wait_until_started(jobs, job_id):
     while jobs.show(job_id).started_at is None:
         # Another job that takes a moment, rather than a sleep of a guessed length.
-        jobs.wait(jobs.submit("python#exam.echo", VALUE).id, timeout=WAIT_TIMEOUT_SECONDS)
+        jobs.wait(jobs.submit("python#conformance.echo", VALUE).id, timeout=WAIT_TIMEOUT_SECONDS)

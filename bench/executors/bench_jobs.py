@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from ergon_framework import ConsumerPolicy
-from ergon_framework.executor.jobs.orchestrator import ExecutorGroup, Orchestrator
-from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import ExecutorCommand
+from ergon_framework.executors.pool import PoolPolicy
+from ergon_framework.executors.process import ExecutorCommand
+from ergon_framework.jobs.orchestrator import ExecutorGroup, Orchestrator
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "executors"
 #: Executors by kind: their number, and the jobs that each has in flight.

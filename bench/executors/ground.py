@@ -12,9 +12,9 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from ergon_framework.executor.jobs.client import JobClient
-from ergon_framework.executor.jobs.request import JobRequest
-from ergon_framework.schema import migrate
+from ergon_framework.database import migrate
+from ergon_framework.jobs.client import JobClient
+from ergon_framework.jobs.model import JobRequest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -67,7 +67,7 @@ def orchestrator(dsn, kinds):
 
 
 def echo_request(kind, value=VALUE):
-    return JobRequest(function=f"{kind}#exam.echo", args=(value,))
+    return JobRequest(function=f"{kind}#conformance.echo", args=(value,))
 
 
 def connect_client(dsn):

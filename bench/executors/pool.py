@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from ergon_framework.executor.pool import ExecutorPool, PoolPolicy
-from ergon_framework.executor.process import ExecutorCommand
+from ergon_framework.executors.pool import ExecutorPool, PoolPolicy
+from ergon_framework.executors.process import ExecutorCommand
 
 COMMAND = (sys.executable, "-S", str(Path(__file__).parents[2] / "reference" / "python" / "stdio_executor.py"))
 ROUNDS = 20
@@ -27,7 +27,13 @@ ARGS = [{"order": "o-1", "total": 5, "lines": ["a", "b", "c"]}]
 
 def encode_request(job_id):
     context = {"job_id": job_id, "attempt": 1, "enqueue_time": "2026-01-31T23:59:59Z", "queue_name": "default"}
-    fields = {"protocol_version": "1", "job_id": job_id, "function_name": "exam.echo", "args": ARGS, "kwargs": {}}
+    fields = {
+        "protocol_version": "1",
+        "job_id": job_id,
+        "function_name": "conformance.echo",
+        "args": ARGS,
+        "kwargs": {},
+    }
     return json.dumps(fields | {"context": context}).encode() + b"\n"
 
 
@@ -40,7 +46,7 @@ async def run_bare(process):
 
 async def run_pooled(pool):
     for number in range(JOBS_PER_ROUND):
-        outcome = await pool.run("exam.echo", ARGS, job_id=str(number), timeout=60)
+        outcome = await pool.run("conformance.echo", ARGS, job_id=str(number), timeout=60)
         assert outcome.job_id == str(number)
 
 

@@ -34,9 +34,9 @@ sys.path.insert(0, str(ROOT))
 
 from ergon_framework.facts.model import Envelope, Fact  # noqa: E402
 from ergon_framework.facts.service import boundary_pb2 as wire  # noqa: E402
-from ergon_framework.facts.service.address import ServiceAddress  # noqa: E402
+from ergon_framework.facts.service.channel import ServiceAddress  # noqa: E402
 from ergon_framework.facts.service.client import BoundaryClient  # noqa: E402
-from ergon_framework.facts.service.messages import write_appending  # noqa: E402
+from ergon_framework.facts.service.wire import write_appending  # noqa: E402
 from tests.servers.certificates import CertificateAuthority, compute_fingerprint, with_other_signature  # noqa: E402
 
 #: Milliseconds within which 99 of 100 calls of the legitimate caller are answered, on a busy machine with 2 processors.

@@ -28,12 +28,12 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.facts.boundary import raise_if_error
 from ergon_framework.facts.model import BoundarySide, Cursor, Envelope, Fact, ZonePair
 from ergon_framework.facts.policy import ReplicationPolicy
 from ergon_framework.facts.replicator import AsyncReplicator, Replicator
-from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 from tests.servers.postgres import PrivatePostgres
 
 PAIR = ZonePair("plant", "headquarters")
@@ -93,9 +93,9 @@ def serve(source, folder):
 
 def replicate(address, folder, destination, facts, variant):
     """Copy by the replicator; return facts per second, and megabytes of growth."""
-    from ergon_framework.facts.service.address import ServiceAddress  # noqa: PLC0415 - as above
+    from ergon_framework.facts.service.channel import ServiceAddress  # noqa: PLC0415 - as above
     from ergon_framework.facts.service.client import BoundaryClient  # noqa: PLC0415 - as above
-    from ergon_framework.facts.service.client_aio import AsyncBoundaryClient  # noqa: PLC0415 - as above
+    from ergon_framework.facts.service.client_async import AsyncBoundaryClient  # noqa: PLC0415 - as above
 
     server_address = ServiceAddress(host=address, files=_build_tls_files(folder, PAIR.to_zone), name="localhost")
     policy = ReplicationPolicy(batch=BATCH_SIZE)
@@ -152,7 +152,7 @@ def _run_and_watch(replicator, run, facts):
 
 
 def _build_tls_files(folder, name):
-    from ergon_framework.facts.service.files import TlsFiles  # noqa: PLC0415 - as above
+    from ergon_framework.facts.service.tls import TlsFiles  # noqa: PLC0415 - as above
 
     folder = Path(folder)
     return TlsFiles(folder / f"{name}.crt", folder / f"{name}.key", folder / "authority.pem")

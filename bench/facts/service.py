@@ -24,14 +24,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from ergon_framework.database.migrate import upgrade  # noqa: E402
 from ergon_framework.facts.boundary import raise_if_error  # noqa: E402
 from ergon_framework.facts.model import BoundarySide, Envelope, Fact  # noqa: E402
-from ergon_framework.facts.service.address import ServiceAddress  # noqa: E402
+from ergon_framework.facts.service.channel import ServiceAddress  # noqa: E402
 from ergon_framework.facts.service.client import BoundaryClient  # noqa: E402
 from ergon_framework.facts.stores.files import FileContentStore  # noqa: E402
 from ergon_framework.facts.stores.memory import MemoryBoundary  # noqa: E402
-from ergon_framework.facts.stores.postgres import PostgresBoundary  # noqa: E402
-from ergon_framework.schema.migrate import upgrade  # noqa: E402
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary  # noqa: E402
 from tests.servers.certificates import CertificateAuthority  # noqa: E402
 from tests.servers.postgres import PrivatePostgres  # noqa: E402
 

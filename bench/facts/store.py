@@ -21,9 +21,9 @@ from pathlib import Path
 import psycopg
 import uvloop
 
+from ergon_framework.database import migrate
 from ergon_framework.facts.model import Envelope, Fact
-from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.schema import migrate
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

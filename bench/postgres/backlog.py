@@ -43,7 +43,7 @@ def measure_claims(queue, count):
 
 def empty_queue(dsn, queue):
     with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("truncate ergon.ready, ergon.content, ergon.returned, ergon.held")
+        connection.execute("truncate ergon.ready, ergon.content, ergon.redelivery, ergon.claim")
         connection.execute("vacuum ergon.content, ergon.ready")
 
 

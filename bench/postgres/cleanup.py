@@ -19,9 +19,9 @@ from ground import PAYLOAD, PostgresQueue, median, quantile, say, server
 
 from ergon_framework.connectors.base import Ack
 from ergon_framework.connectors.postgres import cleanup
-from ergon_framework.facts.stores import postgres_statements
-from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.schema.lines import ConnectionPool
+from ergon_framework.database.pool import ConnectionPool
+from ergon_framework.facts.stores.postgres import sql as postgres_statements
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 
 DAY_SECONDS = 86_400.0
 #: One in this many rows is too old.
@@ -157,7 +157,7 @@ def measure(dsn, rows):
     queue = PostgresQueue("bench", dsn=dsn, inbox=True)
     queue.open()
     with psycopg.connect(dsn, autocommit=True) as connection:
-        (number,) = connection.execute("select ergon.make_queue('bench')").fetchone()
+        (number,) = connection.execute("select ergon.create_queue('bench')").fetchone()
         log, epoch = connection.execute(INSERT_LOG, {"rows": rows * 2}).fetchone()
         values = {"queue": number, "log": log, "epoch": epoch}
         fill_seconds = fill(connection, rows, values)

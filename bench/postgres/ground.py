@@ -15,9 +15,9 @@ from pathlib import Path
 import uvloop
 
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.schema import migrate
-from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
-from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.database import migrate
+from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
+from ergon_framework.worker.policies import ConsumerPolicy
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

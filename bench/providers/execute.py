@@ -13,7 +13,7 @@ import sys
 import time
 
 from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
-from ergon_framework.providers.memory import MemoryProviderState
+from ergon_framework.providers.memory_state import MemoryProviderState
 from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
 
 ROUNDS, CALLS_PER_ROUND = 60, 200

@@ -24,15 +24,15 @@ import psycopg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from ergon_framework.database import pool as lines
+from ergon_framework.database.migrate import upgrade
+from ergon_framework.database.operation import run_operation
 from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
-from ergon_framework.providers.books import AdmissionRequest, AttemptResult, ProviderScope
 from ergon_framework.providers.idempotency import StoredResult
 from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
-from ergon_framework.providers.sql.blocks import BlockPolicy
-from ergon_framework.providers.sql.books import PostgresProviderState
-from ergon_framework.schema import lines
-from ergon_framework.schema.migrate import upgrade
-from ergon_framework.schema.operation import run_operation
+from ergon_framework.providers.postgres.quota_blocks import BlockPolicy
+from ergon_framework.providers.postgres.state import PostgresProviderState
+from ergon_framework.providers.state import AdmissionRequest, AttemptResult, ProviderScope
 from tests.servers.postgres import PrivatePostgres
 
 ROUNDS, CALLS_PER_ROUND = 40, 50

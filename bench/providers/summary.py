@@ -22,10 +22,10 @@ from pathlib import Path
 
 import psycopg
 
+from ergon_framework.database import migrate
 from ergon_framework.providers.health import BUCKET_BOUNDS_MS
-from ergon_framework.providers.sql import retention
-from ergon_framework.providers.sql.summary import read_summary
-from ergon_framework.schema import migrate
+from ergon_framework.providers.http.health_reader import read_summary
+from ergon_framework.providers.postgres import retention
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -62,8 +62,8 @@ with counted as (
         count(*) as made, max(duration_ms) as longest, max(created_at) as last
     from ergon.provider_execution_metrics group by 1, 2, 3, 4, 5
 )
-insert into ergon.provider_minutes (
-    tenant_id, provider_name, capability, minute, success, failed, buckets, longest_ms, last_success_at
+insert into ergon.provider_minute_rollups (
+    tenant_id, provider_name, capability, minute, success, failed, buckets, max_ms, last_success_at
 )
 select tenant_id, provider_name, capability, minute, sum(success), sum(failed),
     array(select coalesce(sum(of_bucket.made), 0)::bigint
@@ -148,7 +148,8 @@ def measure(dsn, count):
                 )
             )
         counts = connection.execute(
-            "select count(*), (select count(*) from ergon.provider_minutes) from ergon.provider_execution_metrics"
+            "select count(*), (select count(*) from ergon.provider_minute_rollups) "
+            "from ergon.provider_execution_metrics"
         ).fetchone()
     assert shapes == {(PROVIDERS_PER_TENANT, True)}, shapes
     return durations_ms, counts

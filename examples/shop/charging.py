@@ -11,14 +11,16 @@ from typing import Any
 from psycopg_pool import ConnectionPool
 
 from ergon_framework import BusinessError, Defer, Transaction, consumer
-from ergon_framework.connectors.foreign import ForeignCodec, from_json_pointer
+from ergon_framework.connectors import ForeignCodec, from_json_pointer
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
-from ergon_framework.providers.base import ProviderBase
-from ergon_framework.providers.circuit_breaker import BreakerPolicy
-from ergon_framework.providers.errors import ProviderError
-from ergon_framework.providers.execution import ProviderExecutionContext
-from ergon_framework.providers.policy import ProviderPolicy
+from ergon_framework.providers import (
+    BreakerPolicy,
+    ProviderBase,
+    ProviderError,
+    ProviderExecutionContext,
+    ProviderPolicy,
+)
 
 # The web shop that writes them does not use Ergon: plain JSON, and the order's own number is the id.
 orders = RabbitMQQueue("orders", codec=ForeignCodec(id=from_json_pointer("/id"), type="order"))

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
-from stage import books
+from stage import reconciliation
 from stage.customers import Customers
 from stage.faults import Faults
 from stage.screen import Screen
@@ -81,14 +81,14 @@ def run(sites: Sites, screen: Screen, options: argparse.Namespace) -> dict[str, 
         customers.stop()
         watch.close()
     screen.clear()
-    records = books.read(sites)
-    verdict = books.judge(customers, records, faults.done)
+    records = reconciliation.read(sites)
+    verdict = reconciliation.reconcile(customers, records, faults.done)
     if not is_settled:
         verdict.problems.append(f"did not come to rest within {options.patience:g} s: {watch.status_line}")
     verdict.problems += [f"a fault could not be made: {error}" for error in faults.errors]
     if chaos and (done := len(faults.done)) < options.kills:
         verdict.problems.append(f"{done} faults were made, not {options.kills}")
-    print(books.format_report(customers.placed, records, verdict))
+    print(reconciliation.format_report(customers.placed, records, verdict))
     return {
         "ok": verdict.ok,
         "seed": options.seed,
@@ -127,7 +127,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=100, help="how many faults are made in that time")
     parser.add_argument("--seed", type=int, default=1, help="of the faults")
     parser.add_argument("--trouble", type=float, default=0.1, help="the share of requests that the bank does badly")
-    parser.add_argument("--forgetful-bank", action="store_true", help="a bank without keys: the books cannot balance")
+    parser.add_argument("--forgetful-bank", action="store_true", help="a bank without keys: the records cannot balance")
     parser.add_argument("--patience", type=float, default=180.0, help="seconds to come to rest at the end")
     parser.add_argument("--keep", action="store_true", help="keep databases and logs also if all is well")
     options = parser.parse_args()

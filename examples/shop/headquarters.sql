@@ -1,4 +1,4 @@
--- No key on the order: that each is booked once is not left to a constraint, and the books would show it.
+-- No unique key on the order: the reconciliation must find a double entry, instead of a constraint that prevents it.
 create table ledger (
     entry bigint generated always as identity primary key,
     order_id text not null,

@@ -9,15 +9,9 @@ from typing import Any
 
 from ergon_framework import consumer
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import ExecutorCommand
-from ergon_framework.executor.task import run_in_executor
-from ergon_framework.facts.blob import Blob
-from ergon_framework.facts.facts import Facts
-from ergon_framework.facts.publish import Upload
-from ergon_framework.facts.service.address import ServiceAddress
-from ergon_framework.facts.service.client import BoundaryClient
-from ergon_framework.facts.service.files import TlsFiles
+from ergon_framework.executors import ExecutorCommand, PoolPolicy, run_in_executor
+from ergon_framework.facts import Blob, Facts, Upload
+from ergon_framework.facts.service import BoundaryClient, ServiceAddress, TlsFiles
 
 invoices = PostgresQueue("invoices", inbox=True)
 

@@ -10,10 +10,7 @@ from psycopg_pool import ConnectionPool
 
 from ergon_framework import consumer
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.facts.connector import FactConnector
-from ergon_framework.facts.model import BoundarySide
-from ergon_framework.facts.stores.files import FileContentStore
-from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.facts import BoundarySide, FactConnector, FileContentStore, PostgresBoundary
 
 boundary = PostgresBoundary(side=BoundarySide.OUTER, contents=FileContentStore(os.environ["CONTENTS"]))
 facts = FactConnector(boundary, from_zone="shop", to_zone="headquarters", reader="ledger")

@@ -3,14 +3,15 @@
 import os
 from pathlib import Path
 
-from ergon_framework.facts.model import BoundarySide, ZonePair
-from ergon_framework.facts.policy import ReplicationPolicy
-from ergon_framework.facts.replicator import Replicator
-from ergon_framework.facts.service.address import ServiceAddress
-from ergon_framework.facts.service.client import BoundaryClient
-from ergon_framework.facts.service.files import TlsFiles
-from ergon_framework.facts.stores.files import FileContentStore
-from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.facts import (
+    BoundarySide,
+    FileContentStore,
+    PostgresBoundary,
+    ReplicationPolicy,
+    Replicator,
+    ZonePair,
+)
+from ergon_framework.facts.service import BoundaryClient, ServiceAddress, TlsFiles
 
 
 def replicas() -> list[Replicator]:

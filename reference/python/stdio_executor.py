@@ -10,14 +10,14 @@ class Retry(Exception): ...
 
 
 HANDLERS = {
-    "exam.echo": lambda value, context: value,
-    "exam.fail": lambda message, context: ValueError(message),
-    "exam.retry": lambda seconds, context: Retry(seconds),
-    "exam.context": lambda context: context,
-    "exam.sleep": lambda seconds, context: time.sleep(seconds),
-    "exam.print": lambda text, context: print(text),
-    "exam.child": lambda text, context: subprocess.call(["echo", text]) or None,
-    "exam.crash": lambda context: os._exit(9),
+    "conformance.echo": lambda value, context: value,
+    "conformance.fail": lambda message, context: ValueError(message),
+    "conformance.retry": lambda seconds, context: Retry(seconds),
+    "conformance.context": lambda context: context,
+    "conformance.sleep": lambda seconds, context: time.sleep(seconds),
+    "conformance.print": lambda text, context: print(text),
+    "conformance.child": lambda text, context: subprocess.call(["echo", text]) or None,
+    "conformance.crash": lambda context: os._exit(9),
 }
 SHAPE = {"protocol_version": str, "function_name": str, "args": list, "kwargs": dict, "context": dict}
 FIELDS = ("job_id", "status", "result", "error_message", "error_type", "retry_after_seconds")

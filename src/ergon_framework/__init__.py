@@ -1,24 +1,29 @@
 """Ergon: business transactions between systems, without lost or doubled work."""
 
+from ergon_framework.audit import act_as
 from ergon_framework.connectors.base import Ack, AsyncConnector, Capabilities, Connector, DeadLetter, Defer, Delivery
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.connectors.simple import SimpleConnector
 from ergon_framework.errors import Category, ConfigurationError, ConnectionLostError, ErgonError
+from ergon_framework.gates import Pause
+from ergon_framework.runner.loading import load_policy
 from ergon_framework.runner.queues import queue
+from ergon_framework.runner.settings import load_settings
+from ergon_framework.scope import current as current_scope
 from ergon_framework.task.base import AsyncTask, Task
+from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.decorators import consumer, producer
-from ergon_framework.task.exceptions import (
+from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
+from ergon_framework.task.relay import relay
+from ergon_framework.transaction import Transaction
+from ergon_framework.worker.exceptions import (
     BusinessError,
     FetchException,
     LoopStalled,
     LoopTimeout,
     TransactionException,
 )
-from ergon_framework.task.gates import Pause
-from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
-from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy, RetryPolicy
-from ergon_framework.task.mixins.producer import AsyncProducerMixin, ProducerMixin
-from ergon_framework.transaction import Transaction
+from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy, RetryPolicy
 
 __all__ = [
     "Ack",
@@ -50,7 +55,12 @@ __all__ = [
     "Task",
     "Transaction",
     "TransactionException",
+    "act_as",
     "consumer",
+    "current_scope",
+    "load_policy",
+    "load_settings",
     "producer",
     "queue",
+    "relay",
 ]

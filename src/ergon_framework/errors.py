@@ -90,7 +90,7 @@ def error_message(error: BaseException, *, values: bool = False, raw: bool = Fal
     try:
         message = reduce_validation(str(error), error, values=values)
     except Exception:  # noqa: BLE001 - an error whose __str__ fails must not replace the one being reported
-        return f"{type(error).__qualname__} without a readable message"
+        return f"{type(error).__qualname__} with an unreadable message"
     return message if raw else redact_text(message[:MAX_TEXT_CHARS])
 
 

@@ -114,7 +114,7 @@ class HistoryQuery:
     def __post_init__(self) -> None:
         if not 0 < len(self.id) <= MAX_ID_CHARS or not self.id.isprintable():
             raise ConfigurationError(
-                f"an id has 1 to {MAX_ID_CHARS} characters that can be printed; this one has {len(self.id)}"
+                f"id is invalid: expected 1 to {MAX_ID_CHARS} printable characters, got {len(self.id)}"
             )
 
     @property

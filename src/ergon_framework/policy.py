@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, Self, TypeAlias
+from typing import Annotated, Any, Final, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -12,6 +12,16 @@ from ergon_framework.errors import ConfigurationError
 
 Seconds: TypeAlias = Annotated[float, Field(ge=0)]
 Count: TypeAlias = Annotated[int, Field(ge=1)]
+
+#: The new key of each renamed one, by the name of the class that had it. An old key is rejected with its new name.
+RENAMED_KEYS: Final[Mapping[str, Mapping[str, str]]] = {
+    "RetryPolicy": {"hold": "max_inline_delay", "abandon_grace": "exit_grace"},
+    "ConsumerLoopPolicy": {"identity_delay": "duplicate_delay"},
+    "SettlePolicy": {"group": "batch_size", "pending": "max_pending"},
+    "JournalSettings": {"on": "enabled", "room": "max_buffered"},
+    "ProbeSettings": {"silent": "heartbeat_timeout", "blocked": "event_loop_timeout"},
+    "RestartSettings": {"steady": "stable_after"},
+}
 
 
 class Policy(BaseModel):
@@ -66,9 +76,22 @@ class Policy(BaseModel):
         return value
 
 
+def find_renamed_key(key: object, policy: type[Policy]) -> str | None:
+    """Return the new name of *key* in *policy* or a class derived from it; None if it was not renamed there."""
+    for kind in policy.__mro__:
+        new = RENAMED_KEYS.get(kind.__name__, {}).get(str(key))
+        # Classes elsewhere may have the same name.
+        if new in policy.model_fields:
+            return new
+    return None
+
+
 def _describe_unknown_key(key: object, policy: type[Policy]) -> str:
+    new = find_renamed_key(key, policy)
+    if new is not None:
+        return f"unknown key {key!r} in {policy.__name__}: it is called {new!r}"
     close_matches = get_close_matches(str(key), policy.model_fields, n=1)
-    hint = f"did you mean {close_matches[0]!r}?" if close_matches else f"known are {', '.join(policy.model_fields)}"
+    hint = f"did you mean {close_matches[0]!r}?" if close_matches else f"valid keys: {', '.join(policy.model_fields)}"
     return f"unknown key {key!r} in {policy.__name__}; {hint}"
 
 

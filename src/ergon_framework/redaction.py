@@ -104,9 +104,9 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"the pattern {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
     if compiled.search("") is not None:
-        raise ValueError(f"the pattern {pattern!r} matches the empty text; let it match at least one character")
+        raise ValueError(f"pattern {pattern!r} is invalid: it matches empty text; match at least one character")
     return compiled
 
 
@@ -118,7 +118,7 @@ def check_name(name: str) -> None:
 def _parse_name(name: str) -> tuple[str, ...]:
     words = _split_name(name)
     if not words:
-        raise ValueError(f"the name {name!r} has no letter; write one like customer_pin")
+        raise ValueError(f"name {name!r} is invalid: it has no letter; use a name such as customer_pin")
     return words
 
 

@@ -78,8 +78,8 @@ class Scope:
         # One atomic operation, not a check and a write: a handler may use several threads.
         if self._used_names.setdefault(name, marker) is not marker:
             raise ConfigurationError(
-                f"a second effect named {name!r} in one attempt of transaction {self.transaction.id!r} would be "
-                "taken for the first; give each its own name="
+                f"effect name {name!r} is used twice in one attempt of transaction {self.transaction.id!r}: "
+                "the second would be ignored as a repetition; pass a different name= for each"
             )
         return self.transaction.derive(name)
 
@@ -97,10 +97,10 @@ set_scope: Final[Callable[[Scope | None], object]] = _current.set
 def deadline_within(seconds: float) -> Iterator[Scope]:
     """Enter a scope whose deadline is at most *seconds* away; the current deadline is never extended."""
     if not seconds >= 0:  # also rejects NaN, which no clock ever reaches
-        raise ValueError(f"a scope can be shortened to a number of seconds >= 0, not {seconds!r}")
+        raise ValueError(f"seconds must be >= 0, got {seconds!r}")
     outer = _current.get()
     if outer is None:
-        raise ConfigurationError("there is no scope to shorten: this code does not run below a handler")
+        raise ConfigurationError("there is no scope to shorten: this code does not run inside a handler")
     due = outer.clock() + seconds
     inner = Scope(
         outer.transaction,

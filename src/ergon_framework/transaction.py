@@ -137,11 +137,11 @@ class Transaction(_Draft):
         trace: Mapping[str, str] = _EMPTY_TRACE,
     ) -> Self:
         if not id:
-            raise ValueError("a transaction needs an id that stays the same when it is delivered again")
+            raise ValueError("transaction id is empty; pass an id that stays the same across redeliveries")
         if id.__class__ is not str or (key is not None and key.__class__ is not str):
-            raise TypeError(f"id and key are text, not {id.__class__.__name__} and {key.__class__.__name__}")
+            raise TypeError(f"id and key must be str, not {id.__class__.__name__} and {key.__class__.__name__}")
         if expires_at.__class__ not in _TIMESTAMP_TYPES or created_at.__class__ not in _TIMESTAMP_TYPES:
-            raise TypeError("created_at and expires_at are seconds since the epoch, as numbers")
+            raise TypeError("created_at and expires_at must be numbers: seconds since the epoch")
         draft = _Draft()
         draft.id = id
         draft.payload = payload

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from ergon_framework.executor.lines import MAX_DEPTH, MAX_LINE_BYTES
-from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.protocol import (
+from ergon_framework.executors.json_lines import MAX_DEPTH, MAX_LINE_BYTES
+from ergon_framework.executors.pool import PoolPolicy
+from ergon_framework.executors.protocol import (
     MAX_TRACEBACK_BYTES,
     ErrorType,
     ExecutionContext,
@@ -28,12 +28,12 @@ from ergon_framework.executor.protocol import (
 from ergon_framework.facts import errors as fact_errors
 from ergon_framework.facts import identity, model
 from ergon_framework.facts.policy import AppendRetry
-from ergon_framework.task.mixins import policies
-from ergon_framework.task.mixins.policies import Policy
-from ergon_framework.task.report import OutcomeKind, StopReason
 from ergon_framework.telemetry import names
-from ergon_framework.testing.conformance.boundary import CHECKS as BOUNDARY_CHECKS
-from ergon_framework.testing.conformance.executor import HANDLERS, QUESTIONS
+from ergon_framework.testing.conformance.boundary.suite import CHECKS as BOUNDARY_CHECKS
+from ergon_framework.testing.conformance.executor.suite import CHECKS, HANDLERS
+from ergon_framework.worker import policies
+from ergon_framework.worker.policies import Policy
+from ergon_framework.worker.report import OutcomeKind, StopReason
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 BOUND_SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -121,12 +121,12 @@ def describe_telemetry():
 def describe_executor():
     """Return what handlers import, what is on the wire, and what an executor must do to pass."""
     names = {
-        "executor.job": ["current_job"],
-        "executor.pool": ["ExecutorPool", "PoolClosed", "PoolPolicy"],
-        "executor.process": ["ExecutorCommand", "ExecutorInterrupted", "ResourceLimits"],
-        "executor.registry": ["HandlerRegistry", "Retry"],
-        "executor.task": ["run_in_executor"],
-        "testing.conformance.executor": ["ExecutorCheckResult", "HANDLERS", "QUESTIONS", "report", "take"],
+        "executors.runtime": ["current_job"],
+        "executors.pool": ["ExecutorPool", "PoolClosed", "PoolPolicy"],
+        "executors.process": ["ExecutorCommand", "ExecutorInterrupted", "ResourceLimits"],
+        "executors.registry": ["HandlerRegistry", "Retry"],
+        "executors.isolation": ["run_in_executor"],
+        "testing.conformance.executor.suite": ["CHECKS", "ExecutorCheckResult", "HANDLERS", "report", "run_suite"],
     }
     return {
         "names": {
@@ -134,7 +134,7 @@ def describe_executor():
             for module, expected in names.items()
         },
         "handlers": sorted(HANDLERS),
-        "questions": sorted(question.name for question in QUESTIONS),
+        "questions": sorted(question.name for question in CHECKS),
         "statuses": [status.value for status in Status],
         "error_types": [kind.value for kind in ErrorType],
         "fields": {
@@ -148,16 +148,14 @@ def describe_executor():
 def describe_facts():
     """Return what programs import, the form of ids and digests, the limits, and what a store must do to pass."""
     exports = {
-        "facts.blob": ["Blob"],
+        "facts.append": ["AsyncFacts", "Blob", "Facts", "Upload"],
         "facts.boundary": ["AsyncBoundary", "Boundary", "BoundaryCapabilities", "PruneResult"],
         "facts.connector": ["AsyncFactConnector", "FactConnector"],
-        "facts.facts": ["AsyncFacts", "Facts"],
         "facts.identity": ["business_id", "canonical_json", "digest_parts", "event_id", "uuid5_id"],
         "facts.producer": ["AsyncFactProducer", "FactProducer"],
-        "facts.publish": ["Upload"],
         "facts.stores.memory": ["MemoryBoundary"],
-        "testing.conformance.boundary": ["BoundaryUnderTest", "CHECKS", "exam", "take"],
-        "testing.determinism": ["NotDeterministic", "assert_deterministic"],
+        "testing.conformance.boundary.suite": ["BoundaryUnderTest", "CHECKS", "pytest_suite", "run_suite"],
+        "testing.determinism": ["NotDeterministicError", "assert_deterministic"],
     }
     fact_fields = {
         "from_zone": "A",
@@ -274,7 +272,7 @@ def find_parent(tree, *path):
     [
         ("schemas", "RetryPolicy"),
         ("schemas", "RetryPolicy", "cap"),
-        ("defaults", "ConsumerPolicy", "steps", "settle", "group"),
+        ("defaults", "ConsumerPolicy", "steps", "settle", "batch_size"),
         ("files", "consumer"),
     ],
     ids="/".join,

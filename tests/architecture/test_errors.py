@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ergon_framework.errors import ErgonError
-from tests.architecture.house import PACKAGE, iter_modules
+from tests.architecture.rules import PACKAGE, iter_modules
 
 SOURCE = Path(__file__).parents[2] / "src" / PACKAGE
 
 #: Signals inside the engine and inside a test harness run that never reach a caller.
-INTERNAL_SIGNALS = {"ergon_framework.engine.outcome.Expired", "ergon_framework.testing.scene.WorkerKilled"}
+INTERNAL_SIGNALS = {"ergon_framework.engine.effects.Expired", "ergon_framework.testing.recorder.WorkerKilled"}
 
 CASES = [("Stray", ValueError), ("Good", ErgonError)]
 
@@ -33,7 +33,7 @@ def find_exceptions_without_root(package: str) -> set[str]:
 
 def test_every_framework_exception_derives_from_ergon_error():
     for module, _ in iter_modules(SOURCE):
-        if module.startswith("schema.migrations."):
+        if module.startswith("database.migrations."):
             continue  # only Alembic can load them, and they define none
         importlib.import_module(f"{PACKAGE}.{module}".rstrip("."))
     assert find_exceptions_without_root(PACKAGE) <= INTERNAL_SIGNALS

@@ -7,7 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.architecture.house import ALLOWED_LIBRARIES, EXTRA_LIBRARIES, PACKAGE, find_area, is_within, iter_modules
+from tests.architecture.rules import (
+    ALLOWED_LIBRARIES,
+    EXTRA_LIBRARIES,
+    PACKAGE,
+    find_area,
+    is_within,
+    iter_modules,
+)
 
 SOURCE = Path(__file__).parents[2] / "src" / PACKAGE
 PROBE = Path(__file__).with_name("bare.py")
@@ -50,7 +57,7 @@ def test_a_module_that_needs_an_extra_of_another_area_is_caught(tmp_path):
     for name, text in {
         "__init__.py": "",
         "cli/main.py": "import typer",
-        "engine/slots.py": "import typer",
+        "engine/scheduler.py": "import typer",
         "telemetry/logs.py": "import opentelemetry.sdk.trace",
         "telemetry/names.py": "import opentelemetry.trace, pydantic",
         "runner/signals.py": "from ergon_framework.cli import main",
@@ -60,7 +67,7 @@ def test_a_module_that_needs_an_extra_of_another_area_is_caught(tmp_path):
         (package / name).write_text(text, encoding="utf-8")
     names = [f"{PACKAGE}.{module}".rstrip(".") for module, _ in iter_modules(package)]
     assert find_unexcused(find_failures(package, names)) == {
-        "ergon_framework.engine.slots": "typer",
+        "ergon_framework.engine.scheduler": "typer",
         "ergon_framework.telemetry.logs": "opentelemetry.sdk",
         "ergon_framework.runner.signals": "typer",
         "ergon_framework.task.base": "RuntimeError: at import",

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.house import (
+from tests.architecture.rules import (
+    KNOWN_CYCLES,
     PACKAGE,
     PURE_MODULES,
     find_area,
+    find_cycles,
     find_oracle_violations,
     find_violations,
     iter_modules,
@@ -45,23 +47,28 @@ ALLOWED_SOURCES = {
         "if TYPE_CHECKING:\n    from ergon_framework.transaction import Transaction\n"
     ),
     "transaction": "from ergon_framework.failure import Failure\nimport pydantic_core\n",
-    "engine.attempts": "from ergon_framework.engine.effects import Call\nfrom ergon_framework import errors\n",
-    "engine.watcher": "import threading, time\n",
+    "engine.retry": "from ergon_framework.engine.effects import Call\nfrom ergon_framework import errors\n",
+    "engine.threads": "import threading, time\n",
     "telemetry.metrics": "import prometheus_client\nfrom opentelemetry import trace\n",
-    "schema.tables": "import sqlalchemy\nimport alembic\n",
+    "database.tables": "import sqlalchemy\nimport alembic\n",
     "connectors.base": "from ergon_framework.telemetry.names import X\nimport pydantic\n",
-    "connectors.redis.__init__": "from ergon_framework.connectors.redis.aio import X\n",
+    "connectors.redis.__init__": (
+        "from typing import TYPE_CHECKING\nfrom ergon_framework._util.exports import lazy_exports\n"
+        "if TYPE_CHECKING:\n    from ergon_framework.connectors.redis.aio import X\n"
+    ),
     "connectors.redis.aio": "import redis.asyncio\nfrom ergon_framework.connectors import base\n",
-    "connectors.postgres.aio": "import psycopg\nfrom ergon_framework.schema.tables import X\n",
-    "task.base": "from ergon_framework.connectors.base import Delivery\nfrom ergon_framework.engine.slots import X\n",
-    "task.lifecycle": "import dataclasses\n",
-    "facts.stores.postgres": "import psycopg\nfrom ergon_framework.connectors.postgres.aio import X\n",
-    "executor.jobs": "import grpc\n",
-    "providers.api": "import fastapi\n",
-    "providers.sql.rows": "import sqlalchemy\n",
+    "connectors.postgres.aio": "import psycopg\nfrom ergon_framework.database.tables import X\n",
+    "task.base": (
+        "from ergon_framework.connectors.base import Delivery\nfrom ergon_framework.engine.scheduler import X\n"
+    ),
+    "worker.lifecycle": "import dataclasses\n",
+    "facts.stores.postgres.store": "import psycopg\nfrom ergon_framework.connectors.postgres.aio import X\n",
+    "jobs.store": "import grpc\n",
+    "providers.http.api": "import fastapi\n",
+    "providers.postgres.rows": "import sqlalchemy\n",
     "runner.signals": "import uvloop\nfrom ergon_framework import consumer\nimport ergon_framework.facts.model\n",
     "cli.main": "import typer\nfrom ergon_framework import consumer\nfrom ergon_framework.testing.faults import X\n",
-    "testing.plugin": "import pytest\nfrom ergon_framework.engine.slots import Slot\n",
+    "testing.plugin": "import pytest\nfrom ergon_framework.engine.scheduler import Slot\n",
 }
 
 
@@ -83,50 +90,73 @@ def test_an_allowed_import_is_no_violation(tmp_path):
     [
         ("errors", "from ergon_framework.transaction import X", "downward"),
         ("scope", "from ergon_framework import failure", "downward"),
-        ("scope", "import ergon_framework.engine.slots", "neighbour"),
+        ("scope", "import ergon_framework.engine.scheduler", "neighbour"),
         ("scope", "if TYPE_CHECKING:\n    from ergon_framework.task.base import X", "neighbour"),
         ("scope", "if TYPE_CHECKING:\n    pass\nelse:\n    from ergon_framework.transaction import X", "downward"),
-        ("engine.slots", "from ergon_framework.telemetry.names import X", "neighbour"),
-        ("engine.slots", "if typing.TYPE_CHECKING:\n    from ergon_framework.task.base import X", "neighbour"),
-        ("engine.slots", "def f():\n    from ergon_framework.task.base import X", "neighbour"),
-        ("engine.slots", "class A:\n    try:\n        import ergon_framework.cli.main\n    finally: ...", "neighbour"),
-        ("engine.slots", "importlib.import_module('ergon_framework.task.base')", "neighbour"),
-        ("engine.slots", "import_module('psycopg')", "library"),
-        ("engine.slots", "__import__('psycopg')", "library"),
-        ("engine.slots", "extra('redis', 'redis.asyncio')", "library"),
-        ("engine.slots", "import pydantic", "library"),
-        ("engine.slots", "from .effects import Call", "absolute"),
-        ("engine.slots", "from ergon_framework import consumer", "neighbour"),
-        ("telemetry.logs", "from ergon_framework.engine.slots import X", "neighbour"),
+        ("engine.scheduler", "from ergon_framework.telemetry.names import X", "neighbour"),
+        ("engine.scheduler", "if typing.TYPE_CHECKING:\n    from ergon_framework.task.base import X", "neighbour"),
+        ("engine.scheduler", "def f():\n    from ergon_framework.task.base import X", "neighbour"),
+        (
+            "engine.scheduler",
+            "class A:\n    try:\n        import ergon_framework.cli.main\n    finally: ...",
+            "neighbour",
+        ),
+        ("engine.scheduler", "importlib.import_module('ergon_framework.task.base')", "neighbour"),
+        ("engine.scheduler", "import_module('psycopg')", "library"),
+        ("engine.scheduler", "__import__('psycopg')", "library"),
+        ("engine.scheduler", "extra('redis', 'redis.asyncio')", "library"),
+        ("engine.scheduler", "import pydantic", "library"),
+        ("engine.scheduler", "from .effects import Call", "absolute"),
+        ("engine.scheduler", "from ergon_framework import consumer", "neighbour"),
+        ("telemetry.logs", "from ergon_framework.engine.scheduler import X", "neighbour"),
         ("telemetry.metrics", "from opentelemetry.sdk.metrics import X", "the API only"),
         ("connectors.base", "from ergon_framework.connectors.redis.aio import X", "neighbour"),
         ("connectors.base", "from ergon_framework.task.base import X", "neighbour"),
         ("connectors.redis.aio", "import nats", "library"),
         ("connectors.redis.aio", "from ergon_framework.connectors.nats.aio import X", "neighbour"),
-        ("connectors.redis.aio", "from ergon_framework.schema.tables import X", "neighbour"),
+        ("connectors.redis.aio", "from ergon_framework.database.tables import X", "neighbour"),
         ("task.base", "from ergon_framework.connectors.redis.aio import X", "neighbour"),
         ("task.base", "from ergon_framework.runner.signals import X", "neighbour"),
         ("task.base", "from opentelemetry import trace", "library"),
-        ("facts.model", "from ergon_framework.executor.jobs import X", "neighbour"),
+        ("facts.model", "from ergon_framework.jobs import X", "neighbour"),
         ("facts.connector", "import psycopg", "library"),
         ("providers.base", "import celery", "library"),
         ("providers.base", "from ergon_framework.task.base import X", "neighbour"),
         ("runner.signals", "from ergon_framework.cli.main import X", "neighbour"),
         ("runner.signals", "from ergon_framework.testing.faults import X", "neighbour"),
-        ("cli.main", "from ergon_framework.engine.slots import _free", "public"),
+        ("cli.main", "from ergon_framework.engine.scheduler import _free", "public"),
         ("testing.faults", "import hypothesis", "library"),
         ("task.__init__", "x = 1", "empty"),
+        ("facts.__init__", "from ergon_framework.facts.model import Fact", "first use"),
+        ("facts.__init__", "import grpc", "first use"),
+        ("facts.__init__", "if TYPE_CHECKING:\n    from ergon_framework.jobs.model import Job", "its own modules"),
         ("connectors.redis.inner.__init__", "x = 1", "empty"),
         ("helpers.strings", "", "no row"),
         ("stray", "", "no row"),
         *((name, "def f():\n    import time", "decides") for name in PURE_MODULES),
-        *(("task.consume", f"import {name}", "decides") for name in ("asyncio", "threading", "random", "logging")),
-        ("task.settle", "from asyncio.events import X", "decides"),
+        *(("worker.consume", f"import {name}", "decides") for name in ("asyncio", "threading", "random", "logging")),
+        ("worker.settle", "from asyncio.events import X", "decides"),
     ],
 )
 def test_each_kind_of_violation_is_caught(tmp_path, module, text, reason):
     violations = find_violations(write_module(tmp_path, module, text + "\n"))
     assert [reason in line for line in violations] == [True], violations
+
+
+def test_modules_that_import_each_other_are_known_with_their_reason():
+    assert find_cycles(SOURCE) == set(KNOWN_CYCLES)
+
+
+def test_a_cycle_of_modules_is_found_also_when_it_is_lazy_or_for_types_only(tmp_path):
+    for module, text in {
+        "__init__": "",
+        "a": "from ergon_framework.b import X\n",
+        "b": "def f():\n    from ergon_framework import c\n",
+        "c": "if TYPE_CHECKING:\n    import ergon_framework.a\n",
+        "d": "from ergon_framework import a\n",
+    }.items():
+        package = write_module(tmp_path, module, text)
+    assert find_cycles(package) == {frozenset({"a", "b", "c"})}
 
 
 def test_every_module_has_a_row_by_its_folder():
@@ -140,10 +170,10 @@ def test_every_module_has_a_row_by_its_folder():
     "text, expected_count",
     [
         ("import math\nfrom ergon_framework.errors import Category\n", 0),
-        ("from ergon_framework.task.exceptions import TransactionException\n", 0),
-        ("from ergon_framework.task.mixins.policies import RetryPolicy\n", 0),
-        ("from ergon_framework.engine.backoff import backoff_delay\n", 1),
-        ("from ergon_framework.task.mixins.consumer import ConsumerMixin\n", 1),
+        ("from ergon_framework.worker.exceptions import TransactionException\n", 0),
+        ("from ergon_framework.worker.policies import RetryPolicy\n", 0),
+        ("from ergon_framework.engine.retry import backoff_delay\n", 1),
+        ("from ergon_framework.task.consumer import ConsumerMixin\n", 1),
         ("import ergon_framework\n", 1),
         ("import ergon_framework.errors\n", 1),
         ("from tests.plan import Plan\n", 0),
@@ -151,7 +181,7 @@ def test_every_module_has_a_row_by_its_folder():
         ("import tests.world\n", 1),
         ("from tests import world\n", 1),
         ("from . import world\n", 1),
-        ("def f():\n    import_module('ergon_framework.engine.attempts')\n", 1),
+        ("def f():\n    import_module('ergon_framework.engine.retry')\n", 1),
     ],
 )
 def test_an_oracle_that_imports_framework_behaviour_is_caught(tmp_path, text, expected_count):

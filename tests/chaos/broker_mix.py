@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ergon_framework import ErgonError, Transaction
-from ergon_framework.connectors import schemes
+from ergon_framework.connectors import registry
 from ergon_framework.connectors.bridge import as_sync
 from ergon_framework.connectors.codec import JsonCodec
 from tests.chaos.mix import BATCH_SIZE, Order, make_unreadable_body
@@ -38,9 +38,9 @@ class BrokerSender:
 
     def run(self, seconds: float) -> None:
         started_at = time.monotonic()
-        own_queue = as_sync(schemes.create_connector(QUEUE, self.url, self.options))
+        own_queue = as_sync(registry.create_connector(QUEUE, self.url, self.options))
         third_party_queue = as_sync(
-            schemes.create_connector(QUEUE, self.url, {**self.options, "codec": ThirdPartyCodec()})
+            registry.create_connector(QUEUE, self.url, {**self.options, "codec": ThirdPartyCodec()})
         )
         batches = [self.orders[start : start + BATCH_SIZE] for start in range(0, len(self.orders), BATCH_SIZE)]
         try:

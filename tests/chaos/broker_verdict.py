@@ -166,7 +166,7 @@ def _check_ends(verdict: Verdict, evidence: Evidence) -> None:
     for name in evidence.confirmed - effects.keys() - dead.keys():
         verdict.add_finding("confirmed and lost", name)
     for name in effects.keys() - orders.keys():
-        verdict.add_finding("sent by nobody", name)
+        verdict.add_finding("sent without an order", name)
     for name, count in effects.items():
         if count > 1:
             verdict.add_finding("effect doubled", f"{name}: {count} times")

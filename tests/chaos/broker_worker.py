@@ -22,12 +22,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ergon_framework import Delivery
-from ergon_framework.connectors import schemes
+from ergon_framework.connectors import registry
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.rabbitmq.consumer import Consumer
 from ergon_framework.connectors.rabbitmq.message import Message
-from ergon_framework.connectors.rabbitmq.settling import RabbitMQSettler
+from ergon_framework.connectors.rabbitmq.settle import RabbitMQSettler
 from ergon_framework.runner.queues import NamedQueue
 from tests.chaos.journal import Journal
 from tests.chaos.verdict import find_id
@@ -139,7 +139,7 @@ def main() -> int:
     journal = Journal(options.journal)
     record_releases(journal, options.who)
     record_tags(options.journal.with_suffix(".tags"))
-    queue = JournalingConnector(schemes.create_connector(QUEUE, options.url, options.options), journal, options.who)
+    queue = JournalingConnector(registry.create_connector(QUEUE, options.url, options.options), journal, options.who)
     # The queue is never opened: it only writes marks, on the handlers' own connections.
     inbox = PostgresQueue(QUEUE, dsn=options.dsn, inbox=True)
     services = {"journal": journal, "queue": inbox, "who": options.who, "purse": HandlerConnections(options.dsn)}

@@ -26,11 +26,11 @@ import psycopg
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ergon_framework import ErgonError
-from ergon_framework.connectors import schemes
+from ergon_framework.connectors import registry
 from ergon_framework.connectors.base import Connector
 from ergon_framework.connectors.bridge import as_sync
-from ergon_framework.connectors.deadletters import DeadLetterQuery
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
+from ergon_framework.database.migrate import upgrade
 from tests.chaos.broker_faults import BrokerFaultInjector
 from tests.chaos.broker_mix import BrokerSender
 from tests.chaos.broker_servers import BROKER_KINDS, FaultableBroker
@@ -69,7 +69,9 @@ def _run_broker(name: str, options: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix=f"ergon-chaos-{name}-"))
     # initdb runs as another user, which needs access.
     folder.chmod(0o755)
-    database_server = PrivatePostgres(folder / "books", settings={"max_connections": 300, "log_min_messages": "fatal"})
+    database_server = PrivatePostgres(
+        folder / "effects", settings={"max_connections": 300, "log_min_messages": "fatal"}
+    )
     victim = BROKER_KINDS[name].create(folder / "broker")
     summary: dict[str, Any] = {}
     report(f"== {name}")
@@ -103,7 +105,7 @@ class BrokerRun:
         broker = BROKER_KINDS[name]
         self.name, self.broker, self.options = name, broker, options
         self.started_at, rng = time.monotonic(), random.Random(options.seed)
-        self.dsn = database_server.create_database("books")
+        self.dsn = database_server.create_database("effects")
         upgrade(self.dsn)
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             connection.execute(EFFECTS_SCHEMA)
@@ -123,7 +125,7 @@ class BrokerRun:
         share = self.options.transactions / FULL_RUN_TRANSACTIONS
         fault_counts = {kind: max(1, round(count * share)) for kind, count in FAULT_COUNTS.items()}
         seconds = self.options.minutes * 60
-        observer = as_sync(schemes.create_connector(QUEUE, self.url, self.queue_options))
+        observer = as_sync(registry.create_connector(QUEUE, self.url, self.queue_options))
         observer.open()
         self.fleet.start()
         try:

@@ -16,13 +16,13 @@ from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 
 from ergon_framework.providers.base import ProviderBase
-from ergon_framework.providers.celery_task import CeleryProviderTask, provider_task
+from ergon_framework.providers.celery.ledger import TaskLedger
+from ergon_framework.providers.celery.task import CeleryProviderTask, provider_task
 from ergon_framework.providers.circuit_breaker import BreakerPolicy
-from ergon_framework.providers.mapping import error_for_status
-from ergon_framework.providers.memory import MemoryProviderState
+from ergon_framework.providers.error_mapping import error_for_status
+from ergon_framework.providers.memory_state import MemoryProviderState
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.providers.retry import RetryPolicy
-from ergon_framework.providers.sql.ledger import TaskLedger
 
 DSN = os.environ["CHAOS_DSN"]
 FOLDER = Path(os.environ["CHAOS_FOLDER"])

@@ -30,14 +30,14 @@ import psycopg
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ergon_framework import ConsumerPolicy, MemoryConnector, Transaction, consumer
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.providers.base import ProviderBase
 from ergon_framework.providers.circuit_breaker import BreakerPolicy
-from ergon_framework.providers.deadletter import DEAD_LETTER_QUEUE, MESSAGE_FIELDS
-from ergon_framework.providers.mapping import error_for_status
-from ergon_framework.providers.memory import MemoryProviderState
+from ergon_framework.providers.dead_letter import DEAD_LETTER_QUEUE, MESSAGE_FIELDS
+from ergon_framework.providers.error_mapping import error_for_status
+from ergon_framework.providers.memory_state import MemoryProviderState
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.providers.retry import RetryPolicy
-from ergon_framework.schema.migrate import upgrade
 from tests.servers.postgres import PrivatePostgres, _list_children
 from tests.servers.rabbitmq import PrivateRabbitMQ
 
@@ -248,7 +248,7 @@ class CeleryRun:
                 add_finding("ended otherwise than it had to", f"{name}: {results.get(name)}")
         unknown = (set(dead) | set(results)) - set(self.tasks)
         for name in unknown:
-            add_finding("of nobody", name)
+            add_finding("without an order", name)
         reasons = self._check_dead_letters(add_finding)
         messages = self._check_messages(add_finding, set(dead))
         reports = Counter(name for name, outcome, *_ in self._read_ends() if outcome in {"success", "dead_letter"})
@@ -300,7 +300,7 @@ class CeleryRun:
         for name in dead - set(message_counts):
             add_finding("no message", name)
         for name in set(message_counts) - dead:
-            add_finding("a message of nobody", name)
+            add_finding("a message without an order", name)
         return sum(message_counts.values())
 
 

@@ -24,9 +24,9 @@ import psycopg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from ergon_framework.executor.jobs.client import JobClient
-from ergon_framework.executor.jobs.cron import job_key
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.database.migrate import upgrade
+from ergon_framework.jobs.client import JobClient
+from ergon_framework.jobs.cron import job_key
 from tests.chaos.cron_fleet import TICK
 from tests.integration.running import ERGON
 from tests.servers.postgres import PrivatePostgres

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ergon_framework.executor.jobs.cron import Cron
+from ergon_framework.jobs.cron import Cron
 from tests.integration import jobs
 
 #: Each orchestrator declares it.

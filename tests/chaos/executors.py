@@ -30,7 +30,7 @@ import psycopg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.database.migrate import upgrade
 from tests.chaos import job_verdict
 from tests.chaos.faults import FaultInjector
 from tests.chaos.fleet import Fleet, ProcessRecord, ProcessSlot

@@ -32,8 +32,8 @@ sys.path.insert(0, str(ROOT))
 
 from ergon_framework.connectors.postgres import PostgresQueue  # noqa: E402 - the tests are found by now
 from ergon_framework.connectors.redis import RedisQueue  # noqa: E402
+from ergon_framework.database.migrate import upgrade  # noqa: E402
 from ergon_framework.errors import ConnectionLostError  # noqa: E402
-from ergon_framework.schema.migrate import upgrade  # noqa: E402
 from ergon_framework.transaction import Transaction  # noqa: E402
 from tests.servers.postgres import PostgresServerError, PrivatePostgres, free_port  # noqa: E402
 from tests.servers.redis import PrivateRedis  # noqa: E402
@@ -241,7 +241,7 @@ def run_scenario(kind: type[FullPostgres | FullRedis], outage: float) -> dict[st
         "not_live_during": not_live_count,
         "alive_after": is_alive,
         "ready_after": is_ready,
-        "processes_died": log_text.count('event="process died"'),
+        "processes_died": log_text.count('event="process exited unexpectedly"'),
         "server_starts": server.restarts,
         "recovered_after_s": round(recovery_seconds, 1),
         "exit_code": exit_code,

@@ -10,7 +10,7 @@ from typing import Any
 
 import psycopg
 
-from ergon_framework.executor.jobs.client import JobClient
+from ergon_framework.jobs.client import JobClient
 from tests.chaos.job_orchestrator import MAX_ATTEMPTS
 
 BATCH_SIZE = 20

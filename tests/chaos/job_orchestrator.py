@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ergon_framework import ConsumerPolicy
-from ergon_framework.executor.jobs.attempts import AttemptEnd
-from ergon_framework.executor.jobs.desk import BatchedJobStore
-from ergon_framework.executor.jobs.model import JobState
-from ergon_framework.executor.jobs.orchestrator import ExecutorGroup, Orchestrator
-from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import ExecutorCommand
-from ergon_framework.task.mixins.policies import RetryPolicy
+from ergon_framework.executors.pool import PoolPolicy
+from ergon_framework.executors.process import ExecutorCommand
+from ergon_framework.jobs.batched_store import BatchedJobStore
+from ergon_framework.jobs.model import JobState
+from ergon_framework.jobs.orchestrator import ExecutorGroup, Orchestrator
+from ergon_framework.jobs.store import AttemptEnd
+from ergon_framework.worker.policies import RetryPolicy
 
 #: Attempts of a job that sets none itself: attempts lost to faults must not exhaust it.
 MAX_ATTEMPTS = 12

@@ -87,7 +87,7 @@ def evaluate(dsn: str, orders: list[JobOrder], journals: Path) -> JobVerdict:
         _check_job(verdict, order, rows.get(order.id), starts=starts[order.id], dead_letters=dead_letters[order.id])
     _check_ends(verdict, rows, end_rows, change_rows)
     for name in set(rows) - {order.id for order in orders} | set(starts) - set(rows):
-        verdict.add_finding("of nobody", name)
+        verdict.add_finding("without an order", name)
     rejected_count, accepted = _find_stale(journals, ended_claims)
     for details in accepted:
         verdict.add_finding("a stale outcome was taken", details)
@@ -101,7 +101,7 @@ def evaluate(dsn: str, orders: list[JobOrder], journals: Path) -> JobVerdict:
         "results of another attempt": len(verdict.findings.get("the result of another attempt", ())),
         "attempts": sum(attempts for _, attempts, *_ in rows.values()),
         "attempts that handlers saw": sum(len(seen) for seen in starts.values()),
-        "attempts given back": uncounted,
+        "attempts released uncounted": uncounted,
         "outcomes after the next attempt had begun": _count_overtaken(starts, ends),
         "stale outcomes": rejected_count + len(accepted),
         "stale outcomes refused": rejected_count,

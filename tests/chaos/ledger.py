@@ -20,7 +20,7 @@ create table chaos.step (
     seq bigint generated always as identity, place bigint not null, what text not null, worker bigint, token bigint,
     at timestamptz not null default clock_timestamp(), by text not null default current_setting('application_name')
 );
-create table chaos.burial (
+create table chaos.expiration (
     worker bigint not null, alive_until timestamptz not null,
     at timestamptz not null default clock_timestamp(), by text not null default current_setting('application_name')
 );
@@ -42,8 +42,8 @@ create function chaos.on_content() returns trigger language plpgsql as $$ begin
 end $$;
 create trigger chaos after delete on ergon.content for each row execute function chaos.on_content();
 
--- taken: by somebody who has buried the holder because its time was over. back: given back by the holder.
-create function chaos.on_held() returns trigger language plpgsql as $$
+-- taken: by an instance that removed the expired holder. back: released by the holder.
+create function chaos.on_claim() returns trigger language plpgsql as $$
 declare
     before bigint[] := case when tg_op = 'INSERT' then '{}' else old.ids end;
     after bigint[] := case when tg_op = 'DELETE' then '{}' else new.ids end;
@@ -61,10 +61,10 @@ begin
     end if;
     return null;
 end $$;
-create trigger chaos after insert or update or delete on ergon.held for each row execute function chaos.on_held();
+create trigger chaos after insert or update or delete on ergon.claim for each row execute function chaos.on_claim();
 
 create function chaos.on_worker() returns trigger language plpgsql as $$ begin
-    insert into chaos.burial (worker, alive_until) values (old.id, old.alive_until);
+    insert into chaos.expiration (worker, alive_until) values (old.id, old.alive_until);
     return null;
 end $$;
 create trigger chaos after delete on ergon.worker for each row execute function chaos.on_worker();
@@ -130,7 +130,7 @@ def read_ledger(dsn: str) -> Ledger:
         _follow_claims(ledger, connection.execute(steps))
         expirations = connection.execute(
             "select worker, extract(epoch from alive_until)::float8, extract(epoch from at)::float8, by "
-            "from chaos.burial"
+            "from chaos.expiration"
         )
         ledger.expirations = {
             worker: (alive_until, timestamp, application) for worker, alive_until, timestamp, application in expirations
@@ -162,7 +162,7 @@ def count_messages(connection: psycopg.Connection[Any]) -> tuple[int, int, int]:
     row = connection.execute(
         "select (select count(*) from ergon.ready) + (select count(*) from ergon.content), "
         "(select count(*) from chaos.effect), "
-        "(select count(*) from ergon.held h cross join unnest(h.ids, h.ranks) as i(id, rank) where exists "
+        "(select count(*) from ergon.claim h cross join unnest(h.ids, h.ranks) as i(id, rank) where exists "
         "(select 1 from ergon.content c where c.id = i.id) or exists "
         "(select 1 from ergon.ready r where r.queue = h.queue and r.rank = i.rank and r.id = i.id))"
     ).fetchone()

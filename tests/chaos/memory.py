@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ergon_framework.connectors.bridge import as_sync
 from ergon_framework.connectors.codec import JsonCodec
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.connectors.nats import NatsQueue
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 from ergon_framework.connectors.redis import RedisQueue
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.transaction import Transaction
 from tests.servers.nats import PrivateNats
 from tests.servers.postgres import PrivatePostgres

@@ -13,13 +13,13 @@ from typing import Any
 
 from ergon_framework import Transaction, consumer
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.facts.facts import Facts
-from ergon_framework.facts.service.address import ServiceAddress
+from ergon_framework.facts.append import Facts
+from ergon_framework.facts.service.channel import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
-from ergon_framework.facts.service.files import TlsFiles
+from ergon_framework.facts.service.tls import TlsFiles
 from ergon_framework.providers.base import ProviderBase
 from ergon_framework.providers.errors import ProviderDependencyError
-from ergon_framework.providers.sql.books import PostgresProviderState
+from ergon_framework.providers.postgres.state import PostgresProviderState
 
 ZONES = ("Plant A", "Enterprise")
 

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ergon_framework import ErgonError, Transaction
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.database.migrate import upgrade
 from tests.servers.postgres import PrivatePostgres
 
 QUEUE = "power"
@@ -104,7 +104,7 @@ class DurabilityLog(logging.Handler):
         self.reports: list[tuple[str, Any, Any]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.reports.append((record.levelname, getattr(record, "durable", None), getattr(record, "words", None)))
+        self.reports.append((record.levelname, getattr(record, "durable", None), getattr(record, "summary", None)))
 
 
 class PostgresDispatchers:
@@ -175,7 +175,7 @@ def lose_power(folder: Path, settings: dict[str, str], min_confirmed: int) -> di
     disk = Disk(folder / "before.img", folder / "before")
     disk.create()
     durability_log = DurabilityLog()
-    logger = logging.getLogger("ergon_framework.connectors.postgres.home")
+    logger = logging.getLogger("ergon_framework.connectors.postgres.client")
     logger.addHandler(durability_log)
     logger.setLevel(logging.INFO)
     with disk.mount() as mount_point:

@@ -32,7 +32,7 @@ from typing import Any, Self
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ergon_framework import ErgonError, Transaction
-from ergon_framework.connectors import schemes
+from ergon_framework.connectors import registry
 from ergon_framework.connectors.base import Connector
 from ergon_framework.connectors.bridge import as_sync
 from tests.chaos.power import CONFIRM_TIMEOUT_SECONDS, DISPATCHER_THREADS, Disk
@@ -118,7 +118,7 @@ def freeze(folder: Path) -> list[int]:
             while stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0] not in "TZ":
                 time.sleep(0.001)
     if not pids:
-        raise SystemExit(f"nobody has a file open below {folder}: is the broker's folder another one?")
+        raise SystemExit(f"no process has an open file in {folder}: check the folder of the broker")
     return pids
 
 
@@ -152,7 +152,7 @@ def lose_power(folder: Path, setup: Setup, min_confirmed: int) -> PowerLossResul
         queue: Connector | None = None
         try:
             server.start()
-            queue = as_sync(schemes.create_connector(QUEUE, server.url, setup.make_options(server)))
+            queue = as_sync(registry.create_connector(QUEUE, server.url, setup.make_options(server)))
             queue.open()
             durable = queue.capabilities.durable
             # A power loss before the start is not tested.
@@ -192,7 +192,7 @@ def _wait_until(condition: Callable[[], bool]) -> None:
 
 def _read_ids(url: str, options: Mapping[str, Any]) -> set[str]:
     """Return the ids that a consumer receives."""
-    queue = as_sync(schemes.create_connector(QUEUE, url, options))
+    queue = as_sync(registry.create_connector(QUEUE, url, options))
     queue.open()
     ids: set[str] = set()
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.database.migrate import upgrade
 from tests.servers.nats import PrivateNats
 from tests.servers.postgres import PrivatePostgres
 from tests.servers.rabbitmq import PrivateRabbitMQ

@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.facts.boundary import raise_if_error
 from ergon_framework.facts.model import Envelope, Fact, FactConfirmation, StoredFact, ZonePair, fact_digest
 from ergon_framework.facts.stores.files import FileContentStore
-from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 from tests.chaos.power import freeze
 from tests.servers.postgres import PrivatePostgres
 

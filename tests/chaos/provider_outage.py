@@ -31,8 +31,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from ergon_framework.connectors.postgres import PostgresQueue  # noqa: E402 - the tests are found by now
+from ergon_framework.database.migrate import upgrade  # noqa: E402
 from ergon_framework.facts.model import ZonePair  # noqa: E402
-from ergon_framework.schema.migrate import upgrade  # noqa: E402
 from ergon_framework.transaction import Transaction  # noqa: E402
 from tests.servers.facts_host import Host  # noqa: E402
 from tests.servers.postgres import PrivatePostgres  # noqa: E402

@@ -22,9 +22,9 @@ from ergon_framework import ConsumerPolicy, ErgonError, consumer
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.providers.errors import ProviderCircuitOpenError, ProviderError
 from ergon_framework.providers.policy import ProviderPolicy
-from ergon_framework.providers.sql.blocks import BlockPolicy
-from ergon_framework.providers.sql.books import PostgresProviderState
-from ergon_framework.providers.synthetic import FakeProvider
+from ergon_framework.providers.postgres.quota_blocks import BlockPolicy
+from ergon_framework.providers.postgres.state import PostgresProviderState
+from ergon_framework.testing.fake_provider import FakeProvider
 
 
 class RecordingProvider(FakeProvider):

@@ -25,12 +25,12 @@ import psycopg
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ergon_framework.connectors.postgres import PostgresQueue
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.providers.errors import ProviderBadRequestError
 from ergon_framework.providers.policy import ProviderPolicy
-from ergon_framework.providers.sql import operator
-from ergon_framework.providers.sql.books import PostgresProviderState
-from ergon_framework.providers.synthetic import Behaviour, FakeProvider, FakeProviderServer
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.providers.postgres import admin
+from ergon_framework.providers.postgres.state import PostgresProviderState
+from ergon_framework.testing.fake_provider import Behaviour, FakeProvider, FakeProviderServer
 from ergon_framework.transaction import Transaction
 from tests.servers.postgres import PrivatePostgres
 
@@ -168,7 +168,7 @@ def reconcile(dsn, tenant_id, *, expected):
                 lambda: (state_store.reconcile(), run_query(dsn, open_query, tenant_id) == [(0,)])[1],
                 "every reservation ended or lapsed",
             )
-    return operator.list_lost_reservations(dsn, tenant_id, limit=10_000)
+    return admin.list_lost_reservations(dsn, tenant_id, limit=10_000)
 
 
 # -- the breaker --------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def _check_ends(verdict: Verdict, ledger: Ledger, orders: list[Order], confirmed
         if count > 1:
             verdict.add_finding("sent twice", name)
     for name in sent.keys() - by_id.keys():
-        verdict.add_finding("sent by nobody", name)
+        verdict.add_finding("sent without an order", name)
     remaining = {ledger.sent[message] for message in ledger.remaining}
     for name in remaining:
         verdict.add_finding("never ended", name)
@@ -275,9 +275,9 @@ def _check_overlap(verdict: Verdict, ledger: Ledger, causes: Causes, name: str, 
 def _describe_expiration(ledger: Ledger, worker: int) -> str:
     expiration = ledger.expirations.get(worker)
     return (
-        "not buried"
+        "not expired"
         if expiration is None
-        else f"alive until {expiration[0]:.2f}, buried at {expiration[1]:.2f} by {expiration[2]}"
+        else f"alive until {expiration[0]:.2f}, removed at {expiration[1]:.2f} by {expiration[2]}"
     )
 
 
@@ -286,7 +286,7 @@ def _check_claims(verdict: Verdict, ledger: Ledger, causes: Causes) -> None:
     for details in ledger.violations:
         verdict.add_finding("held by two", details)
     for message in ledger.removed:
-        verdict.add_finding("removed while nobody held it", str(message))
+        verdict.add_finding("removed while unclaimed", str(message))
     taken: Counter[int] = Counter()
     for claim, step in ledger.claim_ends.items():
         claimed = ledger.claims[claim]
@@ -294,14 +294,14 @@ def _check_claims(verdict: Verdict, ledger: Ledger, causes: Causes) -> None:
             taken[claim[1]] += 1
         elif step.application != claimed.application:
             verdict.add_finding(
-                "settled by somebody else",
+                "settled by another instance",
                 f"{claim}: claimed by {claimed.application}, {step.kind} by {step.application}",
             )
     for worker, count in taken.items():
         if causes.find_cause(worker) is None:
             details = f"{causes.get_holder(worker)} lost {count} ({_describe_expiration(ledger, worker)})"
             verdict.add_finding("taken without a fault", details)
-    verdict.counts |= {"claims": len(ledger.claims), "taken": sum(taken.values()), "instances buried": len(taken)}
+    verdict.counts |= {"claims": len(ledger.claims), "taken": sum(taken.values()), "instances removed": len(taken)}
 
 
 def _check_settlements(verdict: Verdict, ledger: Ledger, settlements: list[SettlementResult]) -> None:

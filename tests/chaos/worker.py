@@ -68,7 +68,7 @@ def make_policy(*, concurrency: int, max_deliveries: int) -> ConsumerPolicy:
             "steps": {
                 # An outage is not the transaction's fault, so the attempts suffice for all outages.
                 "process": {
-                    "retry": {"max_attempts": 200, "backoff": 0.2, "cap": 1.0, "jitter": 0.5, "hold": 2.0}
+                    "retry": {"max_attempts": 200, "backoff": 0.2, "cap": 1.0, "jitter": 0.5, "max_inline_delay": 2.0}
                     | {"timeout": 60.0}
                 },
                 "fetch": {"retry": {"backoff": 0.1, "cap": 0.5}},
@@ -171,7 +171,7 @@ class HandlerBase:
             return Defer(delay)
         scope = current()
         if payload["kind"] == "deferred" and scope is not None and scope.attempt < payload["tries"]:
-            # Longer than retry.hold, so the queue keeps it meanwhile.
+            # Longer than retry.max_inline_delay, so the queue keeps it meanwhile.
             raise TransactionException("not yet", retry_after=2.5)
         return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ergon_framework.facts.stores.memory import MemoryBoundary
-from ergon_framework.testing.conformance.boundary import BoundaryUnderTest
+from ergon_framework.testing.conformance.boundary.suite import BoundaryUnderTest
 
 
 class MemoryBoundaryUnderTest(BoundaryUnderTest):
@@ -15,9 +15,9 @@ class MemoryBoundaryUnderTest(BoundaryUnderTest):
         self._make = make
         self._stores = {}
 
-    def client(self, store, *, side="inner", room=None):
+    def client(self, store, *, side="inner", max_facts=None):
         if store not in self._stores:
-            self._stores[store] = self._make(side=side, max_facts=room)
+            self._stores[store] = self._make(side=side, max_facts=max_facts)
         return self._stores[store]
 
     def backup(self, store):

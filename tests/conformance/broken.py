@@ -6,7 +6,7 @@ import copy
 from dataclasses import replace
 
 from ergon_framework.connectors.base import Ack, Confirmation, DeadLetter, Defer, Delivery, Release, SettleResult
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult, ReplayResult
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterResult, ReplayResult
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.errors import ConnectionLostError
 

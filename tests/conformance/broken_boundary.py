@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 from dataclasses import replace
 
-from ergon_framework.facts.blob import to_chunks
+from ergon_framework.facts.append import to_chunks
 from ergon_framework.facts.boundary import BoundaryCapabilities
 from ergon_framework.facts.errors import ArtifactConflict, BufferFull, FactConflict, FactError, InvalidFactError
 from ergon_framework.facts.model import Buffer, ObjectName
 from ergon_framework.facts.stores.memory import MemoryBoundary
-from ergon_framework.facts.stores.memory_artifacts import Artifacts, MemoryUpload
+from ergon_framework.facts.stores.memory_contents import Artifacts, MemoryUpload
 
 
 class ForgetsIds(MemoryBoundary):
@@ -218,11 +218,11 @@ class DropsUnreadFacts(MemoryBoundary):
 
     def _prune_log(self, pair, log, before_unix_ms):
         if not any(reader_pair == pair for _, reader_pair in self._readers):
-            self._readers["nobody", pair] = log.end
+            self._readers["placeholder", pair] = log.end
             try:
                 return super()._prune_log(pair, log, before_unix_ms)
             finally:
-                del self._readers["nobody", pair]
+                del self._readers["placeholder", pair]
         return super()._prune_log(pair, log, before_unix_ms)
 
 

@@ -80,7 +80,7 @@ class Sound:
         return {"status": "error", "error_type": "unsupported_version"}
 
     def get_method_name(self, request):
-        return "do_" + request["function_name"].replace("exam.", "")
+        return "do_" + request["function_name"].replace("conformance.", "")
 
     def execute(self, request):
         self.context = request["context"]
@@ -290,7 +290,7 @@ class CallsWhatIsPrivate(Sound):
     """Looks handlers up among its own methods."""
 
     def get_method_name(self, request):
-        name = request["function_name"].replace("exam.", "")
+        name = request["function_name"].replace("conformance.", "")
         return name if name == "__init__" else f"do_{name}"
 
     def call(self, request):
@@ -359,7 +359,7 @@ class LosesTheLastOnes(Sound):
             while not data.endswith(b"\n") and (more := os.read(self.requests.fileno(), 1 << 22)):
                 data += more
             lines = data.splitlines(keepends=True)
-            if len(lines) < 3 or not any(b"exam.echo" in line for line in lines) or b"hello" in data:
+            if len(lines) < 3 or not any(b"conformance.echo" in line for line in lines) or b"hello" in data:
                 for line in lines:
                     self.process_line(line)
 
@@ -371,13 +371,13 @@ class AnswersHalfLines(Sound):
 
 class CrashesInTheMiddleOfALine(Sound):
     def do_crash(self):
-        self.write(b'{"job_id": "exam-2", "stat')
+        self.write(b'{"job_id": "conformance-2", "stat')
         os._exit(9)
 
 
 class AnswersBeforeItCrashes(Sound):
     def do_crash(self):
-        self.answer({"job_id": "exam-2", "status": "error"})
+        self.answer({"job_id": "conformance-2", "status": "error"})
         os._exit(9)
 
 

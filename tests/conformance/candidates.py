@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 
 from ergon_framework.connectors.codec import JsonCodec
+from ergon_framework.connectors.log_consumer import MemoryLogConsumerStore
 from ergon_framework.connectors.memory import MemoryConnector
-from ergon_framework.connectors.memory_log import LogRecords, MemoryLog
-from ergon_framework.connectors.side_store import MemoryLogConsumerStore
 from ergon_framework.errors import ConnectionLostError
 from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
-from ergon_framework.facts.side import MemoryFactConsumerStore
+from ergon_framework.facts.consumer_state import MemoryFactConsumerStore
 from ergon_framework.facts.stores.memory import MemoryBoundary
-from ergon_framework.testing.conformance.connector import ConnectorUnderTest
+from ergon_framework.testing.conformance.connector.suite import ConnectorUnderTest
+from ergon_framework.testing.memory_log import LogRecords, MemoryLog
 
 CONNECTOR_CALLS = (
     "fetch_transactions",
@@ -146,7 +146,7 @@ class FactsUnderTest(ConnectorUnderTest):
     def client(self, queue, *, lease):
         connector = self._make(
             self._boundaries[queue],
-            from_zone="exam",
+            from_zone="conformance",
             to_zone="elsewhere",
             name=queue,
             side=self._consumer_stores[queue],

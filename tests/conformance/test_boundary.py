@@ -6,7 +6,14 @@ import pytest
 
 from ergon_framework.facts.boundary import AsyncBoundary, Boundary
 from ergon_framework.facts.stores.memory import MemoryBoundary
-from ergon_framework.testing.conformance.boundary import CHECKS, BoundaryUnderTest, Result, exam, mark, take
+from ergon_framework.testing.conformance.boundary.suite import (
+    CHECKS,
+    BoundaryUnderTest,
+    CheckOutcome,
+    pytest_suite,
+    run_check,
+    run_suite,
+)
 from tests.conformance import broken_boundary as broken
 from tests.conformance.boundaries import MemoryBoundaryUnderTest
 
@@ -62,7 +69,7 @@ EXPECTED_FAILURES = {
     broken.KeepsInterruptedUploads: {
         "an_upload_that_breaks_off_leaves_nothing",
         "an_upload_goes_on_after_a_break",
-        "nobody_goes_on_where_nothing_came",
+        "an_upload_cannot_resume_beyond_its_received_bytes",
     },
     broken.RemovesArtifacts: {
         "retention_spares_what_a_retained_fact_names",
@@ -76,7 +83,7 @@ EXPECTED_FAILURES = {
         "damage_is_found_when_it_is_read",
     },
     broken.DropsUnconfirmed: {
-        "a_survey_says_how_far_everybody_is",
+        "a_survey_reports_how_far_every_reader_is",
         "nothing_is_dropped_that_a_reader_has_not_confirmed",
     },
     broken.DropsUnreadFacts: {
@@ -85,8 +92,8 @@ EXPECTED_FAILURES = {
     },
     broken.ConfirmsByFetching: {
         "a_moment_is_a_place_in_the_line",
-        "a_survey_says_how_far_everybody_is",
-        "a_reader_goes_on_where_he_confirmed",
+        "a_survey_reports_how_far_every_reader_is",
+        "a_reader_resumes_after_its_receipt",
         "a_receipt_is_for_what_was_there",
         "readers_have_cursors_of_their_own",
         "nothing_is_dropped_that_a_reader_has_not_confirmed",
@@ -117,7 +124,7 @@ EXPECTED_FAILURES = {
         "only_what_survives_a_power_loss_is_strict",
     },
     broken.CanonicalizesTheText: {
-        "a_survey_says_how_far_everybody_is",
+        "a_survey_reports_how_far_every_reader_is",
         "what_is_fetched_is_what_was_appended",
     },
     broken.CannotLookUpIds: {
@@ -135,7 +142,7 @@ EXPECTED_FAILURES = {
         "many_at_once_make_one_line",
     },
     broken.WaitsForReaders: {
-        "an_append_waits_for_nobody",
+        "an_append_waits_for_no_reader",
         "many_at_once_make_one_line",
     },
     broken.DeletesCorrectedArtifacts: {
@@ -169,7 +176,7 @@ EXPECTED_FAILURES = {
     },
     broken.ForgetsUploads: {
         "an_upload_goes_on_after_a_break",
-        "nobody_goes_on_where_nothing_came",
+        "an_upload_cannot_resume_beyond_its_received_bytes",
     },
     broken.MixesUploads: {
         "an_upload_goes_on_after_a_break",
@@ -178,7 +185,7 @@ EXPECTED_FAILURES = {
         "an_upload_goes_on_after_a_break",
     },
     broken.FillsArtifactGaps: {
-        "nobody_goes_on_where_nothing_came",
+        "an_upload_cannot_resume_beyond_its_received_bytes",
     },
     broken.ReadsFromTheStart: {
         "an_artifact_is_read_from_any_byte",
@@ -187,10 +194,10 @@ EXPECTED_FAILURES = {
         "a_moment_is_a_place_in_the_line",
     },
     broken.OmitsEmptyPairs: {
-        "a_survey_says_how_far_everybody_is",
+        "a_survey_reports_how_far_every_reader_is",
     },
     broken.CountsFromTheStart: {
-        "a_survey_says_how_far_everybody_is",
+        "a_survey_reports_how_far_every_reader_is",
     },
     broken.KeepsRetiredReaders: {
         "nothing_is_dropped_that_a_reader_has_not_confirmed",
@@ -229,18 +236,22 @@ def get_spec_marks(check):
     return [pytest.mark.spec(*check.ids)]
 
 
-test_memory_boundary = exam(MemoryBoundaryUnderTest, marks=get_spec_marks)
+test_memory_boundary = pytest_suite(MemoryBoundaryUnderTest, marks=get_spec_marks)
 
 
 def find_failures(store_class, variant):
-    results = [mark(check, MemoryBoundaryUnderTest(store_class), variant) for check in CHECKS]
-    return {check_result.check: check_result.reason for check_result in results if check_result.result is Result.FAILED}
+    results = [run_check(check, MemoryBoundaryUnderTest(store_class), variant) for check in CHECKS]
+    return {
+        check_result.check: check_result.reason
+        for check_result in results
+        if check_result.result is CheckOutcome.FAILED
+    }
 
 
 @pytest.mark.parametrize("variant", ["sync", "async"])
 def test_every_check_applies_to_the_memory_store(variant):
-    results = take(MemoryBoundaryUnderTest(), variant=variant)
-    assert {check_result.result for check_result in results} == {Result.PASSED}, [
+    results = run_suite(MemoryBoundaryUnderTest(), variant=variant)
+    assert {check_result.result for check_result in results} == {CheckOutcome.PASSED}, [
         str(check_result) for check_result in results
     ]
 
@@ -263,7 +274,7 @@ def test_each_broken_store_has_expected_failures():
 
 def test_an_unknown_check_is_rejected():
     with pytest.raises(ValueError, match="no check called 'nothing'"):
-        take(MemoryBoundaryUnderTest(), only=["nothing"])
+        run_suite(MemoryBoundaryUnderTest(), only=["nothing"])
 
 
 def test_the_sync_and_async_variants_have_the_same_calls():
@@ -277,44 +288,47 @@ class MinimalBoundaryUnderTest(BoundaryUnderTest):
     def __init__(self):
         self._stores = {}
 
-    def client(self, store, *, side="inner", room=None):
+    def client(self, store, *, side="inner", max_facts=None):
         return self._stores.setdefault(store, MemoryBoundary(side=side))
 
 
 def test_checks_of_missing_features_are_skipped_with_a_reason():
-    results = {check_result.check: check_result for check_result in take(MinimalBoundaryUnderTest())}
+    results = {check_result.check: check_result for check_result in run_suite(MinimalBoundaryUnderTest())}
     skipped = {
         name: check_result.reason
         for name, check_result in results.items()
-        if check_result.result is Result.NOT_APPLICABLE
+        if check_result.result is CheckOutcome.NOT_APPLICABLE
     }
     assert skipped == {
-        "a_restored_backup_is_noticed": "the candidate offers no backup",
-        "a_full_buffer_refuses_before_anything_is_lost": "the candidate has stores without bounds only",
-        "a_lost_artifact_is_an_error_that_names_its_fact": "the candidate cannot lose an artifact",
-        "damage_is_found_when_it_is_read": "the candidate cannot damage an artifact",
-        "a_fact_about_a_lost_artifact_is_refused": "the candidate cannot lose an artifact",
+        "a_restored_backup_is_noticed": "the system under test supports no backup",
+        "a_full_buffer_refuses_before_anything_is_lost": "the system under test has no bounded stores",
+        "a_lost_artifact_is_an_error_that_names_its_fact": "the system under test cannot lose an artifact",
+        "damage_is_found_when_it_is_read": "the system under test cannot damage an artifact",
+        "a_fact_about_a_lost_artifact_is_refused": "the system under test cannot lose an artifact",
     }
-    assert {check_result.result for check_result in results.values()} == {Result.PASSED, Result.NOT_APPLICABLE}
+    assert {check_result.result for check_result in results.values()} == {
+        CheckOutcome.PASSED,
+        CheckOutcome.NOT_APPLICABLE,
+    }
 
 
 def test_the_declared_durability_overrides_that_of_the_store():
     class DurableBoundaryUnderTest(MemoryBoundaryUnderTest):
         durable = True
 
-    (check_result,) = take(DurableBoundaryUnderTest(), only=["only_what_survives_a_power_loss_is_strict"])
-    assert check_result.result is Result.FAILED
-    assert check_result.reason == "durable is False, and the candidate knows it to be True"
+    (check_result,) = run_suite(DurableBoundaryUnderTest(), only=["only_what_survives_a_power_loss_is_strict"])
+    assert check_result.result is CheckOutcome.FAILED
+    assert check_result.reason == "durable is False, but the system under test expects True"
 
 
 def test_a_check_of_a_missing_variant_fails_with_a_reason():
     class SyncOnlyBoundaryUnderTest(BoundaryUnderTest):
-        def client(self, store, *, side="inner", room=None):
+        def client(self, store, *, side="inner", max_facts=None):
             return OnlyThreads()
 
-    (check_result,) = take(SyncOnlyBoundaryUnderTest(), variant="async", only=["what_is_young_is_kept"])
-    assert check_result.result is Result.FAILED
-    assert "OnlyThreads has no async flavour" in check_result.reason
+    (check_result,) = run_suite(SyncOnlyBoundaryUnderTest(), variant="async", only=["what_is_young_is_kept"])
+    assert check_result.result is CheckOutcome.FAILED
+    assert "OnlyThreads has no async variant" in check_result.reason
 
 
 def raise_not_implemented(self, *args, **options):

@@ -8,8 +8,8 @@ import pytest
 
 from ergon_framework.facts.model import BoundarySide
 from ergon_framework.facts.stores.memory_contents import MemoryContentStore
-from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.testing.conformance.boundary import CHECKS, BoundaryUnderTest, exam
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
+from ergon_framework.testing.conformance.boundary.suite import CHECKS, BoundaryUnderTest, pytest_suite
 
 _SERVERS = {}
 
@@ -30,12 +30,12 @@ class PostgresBoundaryUnderTest(BoundaryUnderTest):
     def __init__(self):
         self._dsns, self._contents, self._clients = {}, {}, []
 
-    def client(self, store, *, side=BoundarySide.INNER, room=None):
+    def client(self, store, *, side=BoundarySide.INNER, max_facts=None):
         if store not in self._dsns:
             self._dsns[store] = _SERVERS["databases"].borrow()
             self._contents[store] = MemoryContentStore()
         client = PostgresBoundary(
-            self._dsns[store], side=side, contents=self._contents[store], max_facts=room, accept_loss=True
+            self._dsns[store], side=side, contents=self._contents[store], max_facts=max_facts, accept_loss=True
         )
         client.open()
         self._clients.append(client)
@@ -44,7 +44,7 @@ class PostgresBoundaryUnderTest(BoundaryUnderTest):
     def backup(self, store):
         binaries, dsn = _SERVERS["postgres"].binaries, self._dsns[store]
         dump = subprocess.run([binaries / "pg_dump", "--data-only", dsn], capture_output=True, check=True).stdout
-        tables = "fact_object_uses, fact_objects, fact_contents, fact_readers, facts, fact_ids, fact_log, fact_room, "
+        tables = "fact_object_uses, fact_objects, fact_contents, fact_readers, facts, fact_ids, fact_log, fact_usage, "
         truncated_tables = ", ".join(
             f"ergon.{name}" for name in (tables + "fact_store, fact_epochs, revision").split(", ")
         )
@@ -77,7 +77,7 @@ def get_spec_marks(check):
     return [pytest.mark.spec(*check.ids)]
 
 
-test_postgres_boundary = exam(PostgresBoundaryUnderTest, marks=get_spec_marks)
+test_postgres_boundary = pytest_suite(PostgresBoundaryUnderTest, marks=get_spec_marks)
 
 
 def test_the_suite_has_more_than_thirty_checks():

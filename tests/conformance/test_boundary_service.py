@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ergon_framework.facts.service.address import ServiceAddress
+from ergon_framework.facts.service.channel import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
-from ergon_framework.facts.service.client_aio import AsyncBoundaryClient
-from ergon_framework.testing.conformance.boundary import BoundaryUnderTest, Result, exam, take
+from ergon_framework.facts.service.client_async import AsyncBoundaryClient
+from ergon_framework.testing.conformance.boundary.suite import BoundaryUnderTest, CheckOutcome, pytest_suite, run_suite
 from tests.servers.facts_host import Host
 
 HOME_ZONES = ("Plant A", "Plant B", "Plant C", "Werk Süd 2")
@@ -32,7 +32,7 @@ def get_host():
 
 @cache
 def get_certificate():
-    return get_host().authority.issue("exam", zones=CERTIFICATE_ZONES, operator="exam")
+    return get_host().authority.issue("conformance", zones=CERTIFICATE_ZONES, operator="conformance")
 
 
 class InspectedClient(BoundaryClient):
@@ -105,8 +105,8 @@ class ServiceBoundaryUnderTest(BoundaryUnderTest):
     def __init__(self):
         self._clients = []
 
-    def client(self, store, *, side="inner", room=None):
-        address = ServiceAddress(host=get_host().serve(store, side=side, room=room), files=get_certificate())
+    def client(self, store, *, side="inner", max_facts=None):
+        address = ServiceAddress(host=get_host().serve(store, side=side, max_facts=max_facts), files=get_certificate())
         self._clients.append(self.client_class(address, store))
         return self._clients[-1]
 
@@ -138,15 +138,15 @@ def get_spec_marks(check):
     return [pytest.mark.spec(*check.ids)]
 
 
-test_threads = exam(ServiceBoundaryUnderTest, variants=["sync"], marks=get_spec_marks)
-test_asyncio = exam(AsyncServiceBoundaryUnderTest, variants=["async"], marks=get_spec_marks)
+test_threads = pytest_suite(ServiceBoundaryUnderTest, variants=["sync"], marks=get_spec_marks)
+test_asyncio = pytest_suite(AsyncServiceBoundaryUnderTest, variants=["async"], marks=get_spec_marks)
 
 
 @pytest.mark.parametrize(
     "system_class, variant", [(ServiceBoundaryUnderTest, "sync"), (AsyncServiceBoundaryUnderTest, "async")]
 )
 def test_every_check_applies(system_class, variant):
-    results = take(system_class(), variant=variant)
-    assert {check_result.result for check_result in results} == {Result.PASSED}, [
+    results = run_suite(system_class(), variant=variant)
+    assert {check_result.result for check_result in results} == {CheckOutcome.PASSED}, [
         str(check_result) for check_result in results
     ]

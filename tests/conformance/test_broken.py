@@ -7,52 +7,52 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ergon_framework.connectors.codec import JsonCodec
-from ergon_framework.testing.conformance.connector import CHECKS, Result, run_check
+from ergon_framework.testing.conformance.connector.suite import CHECKS, CheckOutcome, run_check
 from tests.conformance import broken
 from tests.conformance.candidates import MemoryUnderTest
 
 #: Broken connector -> the checks that it must fail, and no others.
 EXPECTED_FAILURES = {
     broken.DropsDeadLetterBytes: {
-        "what_cannot_be_read_is_a_dead_letter_with_its_bytes",
-        "what_cannot_be_read_stops_no_loop",
+        "an_undecodable_message_is_dead_lettered_with_its_bytes",
+        "an_undecodable_message_stops_no_loop",
     },
     broken.ChangesTheId: {
         "the_envelope_arrives_and_stays_the_same",
-        "a_claim_that_nobody_renews_goes_to_another",
-        "past_the_cap_of_deliveries_it_is_a_dead_letter",
+        "an_unrenewed_claim_goes_to_another_client",
+        "a_transaction_beyond_max_deliveries_is_dead_lettered",
     },
     broken.ComesTooEarly: {
-        "what_is_put_off_comes_after_its_delay",
-        "a_delay_outlives_the_client_that_asked_for_it",
+        "what_is_deferred_comes_after_its_delay",
+        "a_delay_outlives_its_client",
     },
-    broken.ConfirmsTooEarly: {"what_is_confirmed_is_there", "each_settlement_has_its_own_result"},
+    broken.ConfirmsTooEarly: {"a_confirmed_dispatch_is_delivered", "each_settlement_has_its_own_result"},
     broken.ConfirmsInAnOutage: {
-        "every_call_says_so_when_the_server_is_stopped",
+        "every_call_reports_the_outage_when_the_server_is_stopped",
         "dispatching_loses_nothing_when_the_server_is_stopped",
     },
     broken.CountsAtSettlement: {
         "a_crash_costs_exactly_one_delivery",
-        "what_a_crash_has_cost_stays_counted",
-        "past_the_cap_of_deliveries_it_is_a_dead_letter",
+        "the_delivery_of_a_crash_stays_counted",
+        "a_transaction_beyond_max_deliveries_is_dead_lettered",
     },
     broken.CountsReleases: {
         "a_release_costs_nothing",
-        "what_a_crash_has_cost_stays_counted",
-        "a_stop_gives_the_rest_back_at_no_cost",
+        "the_delivery_of_a_crash_stays_counted",
+        "a_stop_releases_the_rest_at_no_cost",
     },
     broken.DropsTheCorrelation: {
         "the_envelope_arrives_and_stays_the_same",
         "a_dead_letter_keeps_the_message_and_the_reason",
         "dead_letters_are_listed_page_by_page",
-        "a_replayed_dead_letter_starts_anew",
+        "a_replayed_dead_letter_starts_from_scratch",
     },
-    broken.RenewsLostClaims: {"a_lost_claim_is_reported", "what_is_settled_cannot_be_renewed"},
+    broken.RenewsLostClaims: {"a_lost_claim_is_reported", "a_settled_claim_cannot_be_renewed"},
     broken.ForgetsLater: {
-        "what_is_put_off_comes_after_its_delay",
-        "what_is_put_off_keeps_attempts_and_history",
-        "putting_off_costs_no_delivery",
-        "a_delay_outlives_the_client_that_asked_for_it",
+        "what_is_deferred_comes_after_its_delay",
+        "a_deferral_keeps_attempts_and_history",
+        "a_deferral_costs_no_delivery",
+        "a_delay_outlives_its_client",
         "the_depth_is_what_is_there",
         "each_transaction_of_a_loop_ends_exactly_once",
         "what_a_handler_does_to_a_payload_is_not_kept",
@@ -70,26 +70,26 @@ EXPECTED_FAILURES = {
     },
     broken.ClosesWithoutWaking: {"closing_ends_a_waiting_fetch"},
     broken.LosesAttempts: {
-        "what_is_put_off_keeps_attempts_and_history",
-        "a_delay_outlives_the_client_that_asked_for_it",
+        "a_deferral_keeps_attempts_and_history",
+        "a_delay_outlives_its_client",
         "the_envelope_arrives_and_stays_the_same",
     },
     broken.NeverRenews: {
         "renewal_keeps_a_claim_beyond_its_lease",
-        "a_loop_renews_what_takes_longer_than_its_lease",
+        "a_loop_renews_claims_of_long_calls",
     },
     broken.ReplacesTwice: {"a_replaced_dead_letter_is_sent_once"},
-    broken.ReplaysTheCounts: {"a_replayed_dead_letter_starts_anew"},
+    broken.ReplaysTheCounts: {"a_replayed_dead_letter_starts_from_scratch"},
     broken.LooksEmptyInAnOutage: {
-        "every_call_says_so_when_the_server_is_stopped",
-        "a_waiting_fetch_says_so_when_the_server_is_stopped",
+        "every_call_reports_the_outage_when_the_server_is_stopped",
+        "a_waiting_fetch_reports_the_outage_when_the_server_is_stopped",
     },
     broken.SettlesInAnOutage: {
-        "every_call_says_so_when_the_server_is_stopped",
+        "every_call_reports_the_outage_when_the_server_is_stopped",
         "settling_loses_nothing_when_the_server_is_stopped",
         "dead_lettering_loses_nothing_when_the_server_is_stopped",
     },
-    broken.FailsTheWholeGroup: {"an_unknown_settlement_spoils_no_neighbour"},
+    broken.FailsTheWholeGroup: {"an_unknown_settlement_affects_no_other"},
     broken.WithdrawsDeadLetters: {"dead_lettering_loses_nothing_when_the_server_is_stopped"},
     broken.NeverNotifiesListeners: {"a_listener_is_woken_by_a_dispatch"},
 }
@@ -118,7 +118,7 @@ def find_failures(connector_class, variant):
         return {
             check_result.check: check_result.reason
             for check_result in pool.map(run_one_check, CHECKS)
-            if check_result.result is Result.FAILED
+            if check_result.result is CheckOutcome.FAILED
         }
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ergon_framework.testing.conformance.check import Result
-from ergon_framework.testing.conformance.executor import QUESTIONS, mark
+from ergon_framework.testing.conformance.check import CheckOutcome
+from ergon_framework.testing.conformance.executor.suite import CHECKS, run_check
 from tests.conformance import broken_executor
 
 ROOT = Path(__file__).parents[2]
@@ -46,8 +46,8 @@ EXPECTED_FAILURES = {
     "CallsWhatIsNotThere": {"an_unknown_handler_is_answered_with_handler_not_found"},
     "CallsWhatIsPrivate": {"an_unknown_handler_is_answered_with_handler_not_found"},
     "IsSilentAboutBadRequests": {"a_bad_request_that_names_its_job_is_answered_with_bad_request"},
-    "DiesOfGarbage": {"a_line_that_is_no_request_is_not_answered"},
-    "AnswersGarbage": {"a_line_that_is_no_request_is_not_answered"},
+    "DiesOfGarbage": {"a_line_that_is_not_a_request_is_not_answered"},
+    "AnswersGarbage": {"a_line_that_is_not_a_request_is_not_answered"},
     "GreetsItsCaller": {"it_says_nothing_by_itself"},
     "PrintsToStdout": {"what_handlers_print_stays_off_stdout"},
     "LetsChildrenPrint": {"what_children_print_stays_off_stdout"},
@@ -66,9 +66,11 @@ EXPECTED_FAILURES = {
 def find_failures(command, *, answer_timeout):
     # Checks wait much and work little, and each has a separate process.
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda each: mark(each, command, patience=answer_timeout), QUESTIONS))
+        results = list(pool.map(lambda each: run_check(each, command, patience=answer_timeout), CHECKS))
     return {
-        check_result.question: check_result.reason for check_result in results if check_result.result is Result.FAILED
+        check_result.check: check_result.reason
+        for check_result in results
+        if check_result.result is CheckOutcome.FAILED
     }
 
 
@@ -82,7 +84,7 @@ def test_a_broken_executor_fails_exactly_the_checks_it_breaks(name):
 
 
 def test_every_check_fails_for_a_broken_executor():
-    assert set().union(*EXPECTED_FAILURES.values()) == {each.name for each in QUESTIONS}
+    assert set().union(*EXPECTED_FAILURES.values()) == {each.name for each in CHECKS}
     class_names = {name for name, value in vars(broken_executor).items() if isinstance(value, type)}
     assert class_names == set(EXPECTED_FAILURES)
 

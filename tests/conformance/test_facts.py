@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ergon_framework.testing.conformance.connector import pytest_suite
+from ergon_framework.testing.conformance.connector.suite import pytest_suite
 from tests.conformance.candidates import make_async_facts, make_sync_facts
 
 

@@ -12,9 +12,9 @@ import pytest
 from ergon_framework.connectors.codec import JsonCodec
 from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
 from ergon_framework.facts.stores.memory import MemoryBoundary
-from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.facts.stores.postgres_side import PostgresFactConsumerStore
-from ergon_framework.testing.conformance.connector import ConnectorUnderTest, pytest_suite
+from ergon_framework.facts.stores.postgres.consumer_state import PostgresFactConsumerStore
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
+from ergon_framework.testing.conformance.connector.suite import ConnectorUnderTest, pytest_suite
 from tests.conformance.candidates import PretendedServer, put_behind_server
 
 _SERVERS = {}
@@ -41,7 +41,7 @@ class _FactsUnderTest(ConnectorUnderTest):
 
     def client(self, queue, *, lease):
         connector = self.make(
-            from_zone="exam",
+            from_zone="conformance",
             to_zone=queue[-64:],
             name=queue,
             codec=JsonCodec(max_bytes=4096),

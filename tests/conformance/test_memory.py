@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ergon_framework.testing.conformance.connector import pytest_suite
+from ergon_framework.testing.conformance.connector.suite import pytest_suite
 from tests.conformance.candidates import MemoryLogUnderTest, MemoryUnderTest, make_memory_with_codec
 
 

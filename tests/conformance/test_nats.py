@@ -11,8 +11,8 @@ import nats
 import pytest
 
 from ergon_framework.connectors.nats import NatsQueue
-from ergon_framework.connectors.nats.naming import stream_names
-from ergon_framework.testing.conformance.connector import ConnectorUnderTest, pytest_suite
+from ergon_framework.connectors.nats.streams import stream_names
+from ergon_framework.testing.conformance.connector.suite import ConnectorUnderTest, pytest_suite
 from tests.servers.nats import PrivateNats, find_bundled_server, find_distribution_server
 
 

@@ -12,8 +12,8 @@ import psycopg
 import pytest
 
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.schema import migrate
-from ergon_framework.testing.conformance.connector import CHECKS, ConnectorUnderTest, pytest_suite
+from ergon_framework.database import migrate
+from ergon_framework.testing.conformance.connector.suite import CHECKS, ConnectorUnderTest, pytest_suite
 from tests.servers.pgbouncer import PrivatePgBouncer
 from tests.servers.postgres import PrivatePostgres
 
@@ -76,7 +76,7 @@ class PostgresUnderTest(ConnectorUnderTest):
 
 @contextmanager
 def run_server():
-    folder = tempfile.mkdtemp(prefix="ergon-exam-")
+    folder = tempfile.mkdtemp(prefix="ergon-postgres-")
     server = PrivatePostgres(folder)
     try:
         server.start()
@@ -90,7 +90,7 @@ def run_server():
 @pytest.fixture(scope="module")
 def system():
     with run_server() as server:
-        yield PostgresUnderTest(server, server.create_database("exam"))
+        yield PostgresUnderTest(server, server.create_database("conformance"))
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +98,11 @@ def pooled_system():
     """PgBouncer shares each session among many clients, and its server cannot be stopped, killed or cut off."""
     folder = tempfile.mkdtemp(prefix="ergon-pooler-")
     with run_server() as server:
-        server.create_database("exam")
+        server.create_database("conformance")
         pooler = PrivatePgBouncer(folder, server)
         try:
             pooler.start()
-            yield PostgresUnderTest(None, pooler.dsn("exam"))
+            yield PostgresUnderTest(None, pooler.dsn("conformance"))
         finally:
             pooler.stop()
             shutil.rmtree(folder, ignore_errors=True)

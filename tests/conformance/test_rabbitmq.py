@@ -10,7 +10,7 @@ import pika
 import pytest
 
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
-from ergon_framework.testing.conformance.connector import ConnectorUnderTest, pytest_suite
+from ergon_framework.testing.conformance.connector.suite import ConnectorUnderTest, pytest_suite
 from tests.servers.rabbitmq import PrivateRabbitMQ
 
 #: The suite's loops survive any outage with so many attempts that the server's half hour would not suffice for them,
@@ -43,7 +43,7 @@ class RabbitMQUnderTest(ConnectorUnderTest):
 
 @pytest.fixture(scope="module")
 def system():
-    folder = tempfile.mkdtemp(prefix="ergon-exam-")
+    folder = tempfile.mkdtemp(prefix="ergon-rabbitmq-")
     server = PrivateRabbitMQ(folder)
     try:
         server.start()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from ergon_framework.connectors.redis import RedisQueue
-from ergon_framework.testing.conformance.connector import ConnectorUnderTest, pytest_suite
+from ergon_framework.testing.conformance.connector.suite import ConnectorUnderTest, pytest_suite
 from tests.servers.redis import PrivateRedis
 
 

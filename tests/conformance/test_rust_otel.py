@@ -24,10 +24,10 @@ def test_the_rust_executor_with_otel_passes_and_continues_the_trace(tmp_path):
     command = build_rust(tmp_path, "--features", "otel")
     assert find_failures(command, answer_timeout=30.0) == {}
     lines = [
-        make_request_line("a", "exam.echo", TRACE_CONTEXT),
-        make_request_line("b", "exam.fail", TRACE_CONTEXT),
-        make_request_line("c", "exam.echo", {"traceparent": "broken"}),
-        make_request_line("d", "exam.echo", None),
+        make_request_line("a", "conformance.echo", TRACE_CONTEXT),
+        make_request_line("b", "conformance.fail", TRACE_CONTEXT),
+        make_request_line("c", "conformance.echo", {"traceparent": "broken"}),
+        make_request_line("d", "conformance.echo", None),
     ]
     completed = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=True)
     assert [json.loads(line)["status"] for line in completed.stdout.splitlines()] == [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ergon_framework.testing.conformance.contents import Result, exam, take
-from tests.conformance.places import S3ContentsUnderTest
+from ergon_framework.testing.conformance.content_store.suite import CheckOutcome, pytest_suite, run_suite
+from tests.conformance.content_stores import S3ContentsUnderTest
 
 
 @pytest.fixture
@@ -17,14 +17,16 @@ def get_spec_marks(check):
     return [pytest.mark.spec(*check.ids)]
 
 
-test_s3_contents = exam("system", marks=get_spec_marks)
+test_s3_contents = pytest_suite("system", marks=get_spec_marks)
 
 
 def test_every_check_but_the_size_limit_applies(system):
-    results = take(system)
+    results = run_suite(system)
     skipped = {
-        check_result.check: check_result.reason for check_result in results if check_result.result is not Result.PASSED
+        check_result.check: check_result.reason
+        for check_result in results
+        if check_result.result is not CheckOutcome.PASSED
     }
     assert skipped == {
-        "a_full_place_refuses_before_anything_is_lost": "the candidate has places without bounds only",
+        "a_full_store_rejects_before_anything_is_lost": "the system under test has no bounded stores",
     }

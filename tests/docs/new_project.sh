@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # new_project.sh WHEEL: what `ergon new` writes, from a wheel and an empty database (ERGON_POSTGRES__DSN): linted,
-# tested, and one order charged. lend.py gives it a database: python tests/docs/lend.py bash tests/docs/new_project.sh WHEEL
+# tested, and one order charged. lend.py gives it a database: python tests/docs/with_servers.py bash tests/docs/new_project.sh WHEEL
 set -euo pipefail
 
 wheel=$(realpath "${1:?usage: new_project.sh WHEEL}")
-: "${ERGON_POSTGRES__DSN:?names no database; run it with tests/docs/lend.py}"
+: "${ERGON_POSTGRES__DSN:?names no database; run it with tests/docs/with_servers.py}"
 root=$(cd "$(dirname "$0")/../.." && pwd)
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

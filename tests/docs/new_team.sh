@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # new_team.sh WHEEL: the path of a new team, from a wheel and an empty database (ERGON_POSTGRES__DSN) to a replay.
-# lend.py gives it a database: python tests/docs/lend.py bash tests/docs/new_team.sh WHEEL
+# lend.py gives it a database: python tests/docs/with_servers.py bash tests/docs/new_team.sh WHEEL
 set -euo pipefail
 
 wheel=$(realpath "${1:?usage: new_team.sh WHEEL}")
-: "${ERGON_POSTGRES__DSN:?names no database; run it with tests/docs/lend.py}"
+: "${ERGON_POSTGRES__DSN:?names no database; run it with tests/docs/with_servers.py}"
 root=$(cd "$(dirname "$0")/../.." && pwd)
 folder=$(mktemp -d)
 web=
@@ -48,7 +48,7 @@ sys.exit(depth.ready + depth.delayed + depth.in_flight != int(sys.argv[1]))
 " "$1"; }
 
 check "an empty database needs an upgrade" exits 1 ergon db check
-check "a worker is told so, before the upgrade" \
+check "a worker reports the missing upgrade" \
     bash -c 'ergon run shop:charge --once 2>&1 | grep -F "run: ergon db upgrade"'
 check "the database is upgraded by its owner" ergon db upgrade
 check "then it is up to date" ergon db check
@@ -59,7 +59,7 @@ web=$!
 check "the web application answers" answers
 check "an order is taken" order 202 1 1000 EUR
 check "another one" order 202 2 2500 EUR
-check "one in a currency that nobody has a rate for" order 202 3 9900 SEK
+check "one in a currency without a rate" order 202 3 9900 SEK
 check "the same order again is refused" order 409 1 1000 EUR
 check "and has put nothing into the queue" queued 3
 
@@ -68,7 +68,7 @@ check "the queue is empty" queued 0
 check "the dead letter is listed with its reason" bash -c 'ergon dlq list shop:charges | grep -E "charge-3 +no_rate"'
 check "and explained" bash -c 'ergon dlq show shop:charges charge-3 | grep -F "there is no rate for SEK"'
 check "the cause is mended" psql -qX "$ERGON_POSTGRES__DSN" -c "insert into rate values ('SEK', 0.09)"
-check "the dead letter is replayed" bash -c 'ergon dlq replay shop:charges --reason no_rate --json | grep -F "\"replayed\": 1"'
+check "the dead letter is replayed" bash -c 'ergon dlq replay shop:charges --dead-letter-reason no_rate --json | grep -F "\"replayed\": 1"'
 check "the worker charges it" ran 1 0
 check "every order was charged, once" is "1|1000 2|2500 3|891" \
     "select string_agg(id || '|' || euro_cents, ' ' order by id) from purchase"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from ergon_framework.cli.new_work import Broker, render_files, write
+from ergon_framework.cli.new import Broker, render_files, write
 from tests.docs.conftest import PIP_SCRIPT
 from tests.servers.postgres import free_port
 

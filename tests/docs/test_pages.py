@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ergon_framework.facts.replica import ReplicaProblem, ReplicaStatus
-from ergon_framework.finding import DocPage
+from ergon_framework.diagnostics import DocPage
+from ergon_framework.facts.replica_state import ReplicaProblem, ReplicaStatus
 
 ROOT = Path(__file__).parents[2]
 MENU = dict(re.findall(r"^ +- ([^:\n]+): (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))

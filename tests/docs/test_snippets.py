@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.lend import create_owned_database
 from tests.docs.snippets import FUTURE_IMPORT, SnippetFailed, SnippetRunner, find_snippets, matches, parse_commands
+from tests.docs.with_servers import create_owned_database
 from tests.servers.postgres import free_port
 
 ROOT = Path(__file__).parents[2]

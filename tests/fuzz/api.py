@@ -22,7 +22,7 @@ from pathlib import Path
 
 import jwt
 
-from ergon_framework.providers.sql.writer import MetricsWriter
+from ergon_framework.providers.postgres.attempt_writer import MetricsWriter
 from tests.integration.metering import make_attempt
 from tests.servers.databases import create_migrated_database
 from tests.servers.postgres import PrivatePostgres, free_port
@@ -61,7 +61,7 @@ def serve(folder: Path, dsn: str) -> tuple[subprocess.Popen[bytes], str]:
         "-m",
         "uvicorn",
         "--factory",
-        "ergon_framework.providers.api:app",
+        "ergon_framework.providers.http.api:app",
         "--port",
         str(port),
         "--no-use-colors",

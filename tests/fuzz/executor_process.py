@@ -24,10 +24,10 @@ from pathlib import Path
 import psutil
 
 from ergon_framework.errors import ErgonError
-from ergon_framework.executor.lines import MAX_LINE_BYTES
-from ergon_framework.executor.pool import ExecutorPool, PoolPolicy
-from ergon_framework.executor.process import ExecutorCommand
-from ergon_framework.executor.protocol import ExecutionOutcome, read_outcome
+from ergon_framework.executors.json_lines import MAX_LINE_BYTES
+from ergon_framework.executors.pool import ExecutorPool, PoolPolicy
+from ergon_framework.executors.process import ExecutorCommand
+from ergon_framework.executors.protocol import ExecutionOutcome, read_outcome
 from tests.fuzz.grammar import REQUEST, make_seeds, mutate_line
 from tests.log_events import get_event
 
@@ -39,7 +39,7 @@ OUTCOME_SLACK_SECONDS = 20.0
 MAX_LAG_SECONDS = 3.0
 MAX_GROWTH_MIB = 700
 RUNTIME_PROGRAM = (
-    "import sys; from ergon_framework.cli.executor_work import run_handlers; "
+    "import sys; from ergon_framework.cli.executor import run_handlers; "
     "sys.exit(run_handlers('noisy:registry', grace=1.0, log_level='info'))"
 )
 
@@ -52,7 +52,7 @@ class ProblemLog(logging.Handler):
         self.counts: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if get_event(record) in {"executor ended", "executor not started"}:
+        if get_event(record) in {"executor exited unexpectedly", "executor not started"}:
             return  # both are effects of the attack on itself
         self.add(f"logged by {record.name}: {record.getMessage()[:200]}")
 
@@ -147,7 +147,7 @@ class AttackedExecutor:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                cwd=ROOT / "tests" / "unit" / "executor",
+                cwd=ROOT / "tests" / "unit" / "executors",
             )
         self._answer_events: dict[str, threading.Event] = {}
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -157,7 +157,7 @@ class AttackedExecutor:
         for line in self.process.stdout:
             outcome = read_outcome(line.rstrip(b"\n"))
             if not isinstance(outcome, ExecutionOutcome):
-                self._problems.add("the executor has answered with a line that is no outcome")
+                self._problems.add("the executor answered with a line that is not an outcome")
                 continue
             self.answers[outcome.status.value] += 1
             if event := self._answer_events.get(outcome.job_id):

@@ -35,9 +35,9 @@ from grpc_health.v1 import health_pb2
 from ergon_framework.errors import ErgonError
 from ergon_framework.facts.model import Envelope, Fact, ZonePair
 from ergon_framework.facts.service import boundary_pb2 as wire
-from ergon_framework.facts.service.address import ServiceAddress
+from ergon_framework.facts.service.channel import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
-from ergon_framework.facts.service.files import TlsFiles
+from ergon_framework.facts.service.tls import TlsFiles
 from tests.fuzz import http2
 from tests.fuzz.facts_grammar import DIGEST, REQUESTS, make_seeds, mutate_message
 from tests.integration.running import ERGON

@@ -21,11 +21,10 @@ with atheris.instrument_imports(include=["ergon_framework.facts"]):
     from ergon_framework.facts.errors import FactError, InvalidFactError
     from ergon_framework.facts.model import Envelope, Fact
     from ergon_framework.facts.service import boundary_pb2 as wire
-    from ergon_framework.facts.service import calls, faults, messages, requests
-    from ergon_framework.facts.service.access import AccessPolicy
-    from ergon_framework.facts.service.identity import Identity
-    from ergon_framework.facts.service.revoked import RevocationList
-    from ergon_framework.facts.service.service import BoundaryService
+    from ergon_framework.facts.service import calls, errors, requests
+    from ergon_framework.facts.service import wire as messages
+    from ergon_framework.facts.service.access import AccessPolicy, Identity, RevocationList
+    from ergon_framework.facts.service.handlers import BoundaryService
     from ergon_framework.facts.service.transfer import RemoteDownload, check_stored
     from ergon_framework.facts.stores.memory import MemoryBoundary
 
@@ -95,7 +94,7 @@ def check_request(name, data):
         else:
             encoded = messages.encode(answer)
             assert type(answer).FromString(encoded) == answer, "an answer that changes on its way"
-            assert len(encoded) <= requests.MAX_MESSAGE_BYTES, "an answer that nobody takes"
+            assert len(encoded) <= requests.MAX_MESSAGE_BYTES, "an answer that exceeds the message limit"
     if name == "AppendFact":
         try:
             envelope, fact = requests.parse_append_fact(data)
@@ -126,10 +125,10 @@ def check_batch(data):
 
 def check_error(error):
     """Check that every error of a rejection can be sent, and is read back unchanged."""
-    faults.to_status_code(error)
-    decoded = faults.from_wire(wire.Fault.FromString(messages.encode(faults.to_wire(error))))
+    errors.to_status_code(error)
+    decoded = errors.from_wire(wire.Fault.FromString(messages.encode(errors.to_wire(error))))
     assert type(decoded) in type(error).__mro__, "an error that becomes another"
-    assert len(str(decoded)) <= faults.MAX_FAULT_MESSAGE_BYTES, "words without end"
+    assert len(str(decoded)) <= errors.MAX_FAULT_MESSAGE_BYTES, "words without end"
 
 
 PAIR = messages.read_pair(wire.Pair(from_zone="Plant A", to_zone="HQ"))
@@ -154,8 +153,8 @@ def check_answer(name, data):
         elif name == "GetObject":
             RemoteDownload("b", "k", 0).parse_chunk(data)
         elif name == "Fault":
-            assert isinstance(faults.to_client_error(FailedCall(data), "AppendFact"), ErgonError), (
-                "a failure that is no error"
+            assert isinstance(errors.to_client_error(FailedCall(data), "AppendFact"), ErgonError), (
+                "a failure that is not an error"
             )
         else:
             CALLS[name].to_result(data)
@@ -168,13 +167,13 @@ class FailedCall:
         self._data = data
 
     def code(self):
-        return faults.grpc.StatusCode.UNAVAILABLE
+        return errors.grpc.StatusCode.UNAVAILABLE
 
     def details(self):
         return "gone"
 
     def trailing_metadata(self):
-        return ((faults.METADATA_KEY, self._data),)
+        return ((errors.METADATA_KEY, self._data),)
 
 
 CHECKS = {"facts-requests": (check_request, list(REQUESTS)), "facts-answers": (check_answer, list(ANSWERS))}

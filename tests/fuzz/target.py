@@ -10,10 +10,11 @@ import sys
 
 import atheris
 
-import ergon_framework.task.mixins.policies  # all but the executor's own files, whose edges count alone
+import ergon_framework.worker.policies  # all but the executor's own files, whose edges count alone
 
-with atheris.instrument_imports(include=["ergon_framework.executor"]):
-    from ergon_framework.executor import lines, protocol, registry, runtime, verdict
+with atheris.instrument_imports(include=["ergon_framework.executors"]):
+    from ergon_framework.executors import decision as verdict
+    from ergon_framework.executors import json_lines, protocol, registry, runtime
 
 from tests.fuzz.grammar import mutate_line
 
@@ -119,7 +120,7 @@ def main():
     logging.disable(logging.CRITICAL)
 
     def fuzz_one(data):
-        splitter, split_lines = lines.LineSplitter(max_bytes=1 << 16), []
+        splitter, split_lines = json_lines.LineSplitter(max_bytes=1 << 16), []
         middle = len(data) // 2
         for part in (data[:middle], data[middle:]):
             split_lines += splitter.feed(part)

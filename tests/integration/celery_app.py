@@ -17,13 +17,13 @@ from celery.concurrency.asynpool import AsynPool
 from celery.exceptions import SoftTimeLimitExceeded
 
 from ergon_framework.providers.base import ProviderBase
-from ergon_framework.providers.celery_task import CeleryProviderTask, provider_task
+from ergon_framework.providers.celery.ledger import TaskLedger
+from ergon_framework.providers.celery.task import CeleryProviderTask, provider_task
 from ergon_framework.providers.circuit_breaker import BreakerPolicy
-from ergon_framework.providers.memory import MemoryProviderState
+from ergon_framework.providers.memory_state import MemoryProviderState
 from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
 from ergon_framework.providers.retry import RetryPolicy
-from ergon_framework.providers.sql.ledger import TaskLedger
-from ergon_framework.providers.synthetic import FakeProvider
+from ergon_framework.testing.fake_provider import FakeProvider
 
 #: The same for the sender and for the worker; the queue names belong to the test run.
 BROKER = os.environ["TEST_BROKER"]

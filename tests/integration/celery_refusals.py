@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from celery import Celery
 
 from ergon_framework.providers.base import ProviderBase
-from ergon_framework.providers.celery_task import CeleryProviderTask
+from ergon_framework.providers.celery.task import CeleryProviderTask
 from ergon_framework.providers.errors import ProviderBadRequestError
 
 app = Celery("refusals", broker=os.environ["TEST_BROKER"])

@@ -22,12 +22,10 @@ import psycopg
 
 from ergon_framework import AsyncConsumerMixin, AsyncTask, ConsumerMixin, ConsumerPolicy, Task
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.facts.blob import Blob
-from ergon_framework.facts.facts import AsyncFacts, Facts
+from ergon_framework.facts.append import AsyncFacts, Blob, Facts, Upload
 from ergon_framework.facts.model import ZonePair
-from ergon_framework.facts.publish import Upload
 from ergon_framework.facts.stores.files import FileContentStore
-from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 from tests.integration.forked import ForkedRun
 
 PAIR = ZonePair("Plant A", "HQ")

@@ -16,7 +16,7 @@ def read_index_counters(dsn, index):
     deadline = time.monotonic() + TIMEOUT_SECONDS
     with psycopg.connect(dsn, autocommit=True) as connection:
         while connection.execute(OTHER_SESSIONS).fetchone():
-            assert time.monotonic() < deadline, "somebody is still connected"
+            assert time.monotonic() < deadline, "another session is still connected"
             time.sleep(0.01)
         query = "select idx_scan, idx_tup_read from pg_stat_user_indexes where indexrelname = %s"
         return connection.execute(query, [index]).fetchone()

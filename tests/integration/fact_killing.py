@@ -15,7 +15,7 @@ import sys
 import time
 
 from ergon_framework.facts.model import Envelope, Fact, ZonePair
-from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 
 PAIR = ZonePair("Plant A", "HQ")
 BATCH_SIZE = 5

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 import grpc
 
 from ergon_framework.facts.model import Envelope, Fact, StoredArtifact, ZonePair
-from ergon_framework.facts.service.address import ServiceAddress
+from ergon_framework.facts.service.channel import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
-from ergon_framework.facts.service.client_aio import AsyncBoundaryClient
+from ergon_framework.facts.service.client_async import AsyncBoundaryClient
 from tests.servers.facts_host import Host
 
 OUTBOUND = ZonePair("Plant A", "Enterprise")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from ergon_framework.executor.job import current_job
-from ergon_framework.executor.registry import HandlerRegistry, Retry
+from ergon_framework.executors.registry import HandlerRegistry, Retry
+from ergon_framework.executors.runtime import current_job
 
 registry = HandlerRegistry()
 

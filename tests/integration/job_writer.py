@@ -16,7 +16,7 @@ import time
 
 import psycopg
 
-from ergon_framework.executor.jobs.client import JobClient
+from ergon_framework.jobs.client import JobClient
 
 #: Seconds after the first commit within which a child is killed: it commits a few more rows, or none.
 MAX_LIFE_SECONDS = 0.03

@@ -13,19 +13,19 @@ from pathlib import Path
 import psycopg
 
 from ergon_framework import ConsumerPolicy
-from ergon_framework.connectors.postgres.receipt import PostgresReceipt
-from ergon_framework.executor.jobs import attempts
-from ergon_framework.executor.jobs.attempts import JobClaim
-from ergon_framework.executor.jobs.client import AsyncJobClient, JobClient
-from ergon_framework.executor.jobs.orchestrator import ExecutorGroup, Orchestrator
-from ergon_framework.executor.jobs.queue import JobQueue
-from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import ExecutorCommand
-from ergon_framework.schema.lines import ConnectionPool
-from ergon_framework.task.loops import running_loops
+from ergon_framework.connectors.postgres.claims import PostgresReceipt
+from ergon_framework.database.pool import ConnectionPool
+from ergon_framework.executors.pool import PoolPolicy
+from ergon_framework.executors.process import ExecutorCommand
+from ergon_framework.jobs import store
+from ergon_framework.jobs.client import AsyncJobClient, JobClient
+from ergon_framework.jobs.orchestrator import ExecutorGroup, Orchestrator
+from ergon_framework.jobs.queue import JobQueue
+from ergon_framework.jobs.store import JobClaim
+from ergon_framework.worker.running import running_loops
 
 ROOT = Path(__file__).parents[2]
-EXECUTOR_PROGRAM = str(ROOT / "tests" / "unit" / "executor" / "stubborn.py")
+EXECUTOR_PROGRAM = str(ROOT / "tests" / "unit" / "executors" / "stubborn.py")
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 #: Starts immediately, and has handlers that echo, sleep, crash and spin.
 COMMAND = ExecutorCommand(words=(sys.executable, "-S", EXECUTOR_PROGRAM), environment=ENVIRONMENT)
@@ -121,10 +121,10 @@ class ManualWorker:
 
     def start(self, *deliveries, max_attempts=3, timeout=20.0):
         claims = [self.claim(delivery) for delivery in deliveries]
-        return self.pool.run(attempts.start_attempts(claims, max_attempts=max_attempts, timeout=timeout))
+        return self.pool.run(store.start_attempts(claims, max_attempts=max_attempts, timeout=timeout))
 
     def finish(self, delivery, verdict):
-        return self.pool.run(attempts.finish_attempts([attempts.AttemptEnd(self.claim(delivery), verdict)]))[0]
+        return self.pool.run(store.finish_attempts([store.AttemptEnd(self.claim(delivery), verdict)]))[0]
 
     def close(self):
         self.queue.close()

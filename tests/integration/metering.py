@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 import psycopg
 
 from ergon_framework.providers.errors import ReasonCode
-from ergon_framework.providers.execution import AttemptRecord
 from ergon_framework.providers.health import NOT_CALLED_REASONS, AttemptOutcome
-from ergon_framework.providers.sql import minutes
+from ergon_framework.providers.models import AttemptRecord
+from ergon_framework.providers.postgres import rollups as minutes
 
 TIMEOUT_SECONDS = 30.0
 _numbers = itertools.count(1)

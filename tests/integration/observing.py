@@ -13,17 +13,17 @@ from threading import Event, Thread
 
 from ergon_framework import Transaction
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.executor.jobs.client import JobClient
 from ergon_framework.facts.model import Envelope, Fact
-from ergon_framework.facts.service.address import ServiceAddress
+from ergon_framework.facts.service.channel import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
+from ergon_framework.jobs.client import JobClient
 from tests.integration.running import ERGON
 from tests.servers.certificates import CertificateAuthority
 from tests.servers.postgres import free_port
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).with_name("observed")
-EXECUTOR_PROGRAM = str(ROOT / "tests" / "unit" / "executor" / "stubborn.py")
+EXECUTOR_PROGRAM = str(ROOT / "tests" / "unit" / "executors" / "stubborn.py")
 TIMEOUT_SECONDS = 90.0
 
 

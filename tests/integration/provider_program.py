@@ -14,7 +14,7 @@ from typing import Any
 from ergon_framework.providers.errors import ProviderError
 from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
 from ergon_framework.providers.retry import RetryPolicy
-from ergon_framework.providers.synthetic import AsyncFakeProvider, FakeProvider
+from ergon_framework.testing.fake_provider import AsyncFakeProvider, FakeProvider
 
 POLICY = ProviderPolicy(retry=RetryPolicy(max_attempts=1), quota=QuotaPolicy(month=10))
 

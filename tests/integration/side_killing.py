@@ -24,7 +24,7 @@ import psycopg
 from ergon_framework import AsyncConsumerMixin, AsyncTask, BusinessError, ConsumerMixin, ConsumerPolicy, Task
 from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
 from ergon_framework.facts.model import ZonePair
-from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 from tests.integration.forked import ForkedRun
 
 PAIR = ZonePair("Plant A", "HQ")
@@ -48,7 +48,7 @@ def make_policy(deliveries):
                 "max_deliveries": deliveries,
             },
             # A temporary failure is not waited for in the process: the fact is deferred in the consumer state store.
-            "steps": {"process": {"retry": {"max_attempts": 3, "backoff": 0.01, "hold": 0.0}}},
+            "steps": {"process": {"retry": {"max_attempts": 3, "backoff": 0.01, "max_inline_delay": 0.0}}},
         }
     )
 
@@ -67,7 +67,7 @@ class HandlerWork:
         if transaction.payload.get("deadly"):
             os.kill(os.getpid(), signal.SIGKILL)
         if number % BAD_EVERY == 0:
-            raise BusinessError("nobody can do this", code="bad")
+            raise BusinessError("this cannot be done", code="bad")
         if number % DEFERRED_EVERY == 0 and transaction.attempts == 0:
             raise ConnectionError("not yet")
         self._report("=", transaction.id)
@@ -108,7 +108,7 @@ def count_unsettled(dsn):
     with psycopg.connect(dsn, autocommit=True) as connection:
         row = connection.execute(
             "select l.last - coalesce(r.fact_offset, 0)"
-            " + (select count(*) from ergon.fact_aside where due_at is not null)"
+            " + (select count(*) from ergon.fact_consumer_state where due_at is not null)"
             " from ergon.fact_log l left join ergon.fact_readers r on r.log = l.id and r.reader = %s",
             (READER,),
         ).fetchone()

@@ -26,11 +26,11 @@ def make_outcome_series(outcome, values):
 #: By alert: series on which it fires, and series of a healthy system.
 CASES = {
     "ErgonTargetDown": ([('up{job="ergon", instance="a"}', LOW)], [('up{job="ergon", instance="a"}', HIGH)]),
-    "ErgonQueueGrowsOld": (
+    "ErgonQueueLagHigh": (
         [(f"ergon_queue_lag_seconds{{{TASK_LABELS}}}", "0+60x60")],
         [(f"ergon_queue_lag_seconds{{{TASK_LABELS}}}", "299x60")],
     ),
-    "ErgonNothingIsDone": (
+    "ErgonConsumerStalled": (
         [
             (f'ergon_queue_depth{{{TASK_LABELS}, ergon_queue_state="ready"}}', "5x60"),
             make_outcome_series("succeeded", "7x60"),
@@ -40,23 +40,23 @@ CASES = {
             make_outcome_series("succeeded", "0+97x60"),
         ],
     ),
-    "ErgonTransactionsFail": (
+    "ErgonFailureRateHigh": (
         [make_outcome_series("succeeded", "0+90x60"), make_outcome_series("failed", "0+10x60")],
         [make_outcome_series("succeeded", "0+97x60"), make_outcome_series("failed", "0+3x60")],
     ),
-    "ErgonHandlerFailed": (
+    "ErgonExceptionHandlerFailed": (
         [make_outcome_series("handler_failed", STEP)],
         [make_outcome_series("handler_failed", FLAT)],
     ),
-    "ErgonDeadLetters": (
+    "ErgonDeadLettersAdded": (
         [(f'ergon_queue_depth{{{TASK_LABELS}, ergon_queue_state="dead"}}', "3x29 4x31")],
         [(f'ergon_queue_depth{{{TASK_LABELS}, ergon_queue_state="dead"}}', "3x60")],
     ),
-    "ErgonDeliveriesRefused": (
-        [(f'ergon_refused_total{{{TASK_LABELS}, ergon_reason="undecodable"}}', STEP)],
-        [(f'ergon_refused_total{{{TASK_LABELS}, ergon_reason="done"}}', RISING)],
+    "ErgonDeliveriesRejected": (
+        [(f'ergon_deliveries_rejected_total{{{TASK_LABELS}, ergon_reason="undecodable"}}', STEP)],
+        [(f'ergon_deliveries_rejected_total{{{TASK_LABELS}, ergon_reason="done"}}', RISING)],
     ),
-    "ErgonSettlementsFail": (
+    "ErgonSettlementsFailing": (
         [(f'ergon_settled_total{{{TASK_LABELS}, ergon_settle_result="lost"}}', RISING)],
         [(f'ergon_settled_total{{{TASK_LABELS}, ergon_settle_result="settled"}}', RISING)],
     ),
@@ -64,11 +64,11 @@ CASES = {
         [(f"ergon_fetches_failed_total{{{TASK_LABELS}}}", STEP)],
         [(f"ergon_fetches_failed_total{{{TASK_LABELS}}}", "1x60")],
     ),
-    "ErgonPaused": (
+    "ErgonConsumerPaused": (
         [(f'ergon_paused{{{TASK_LABELS}, ergon_reason="disk"}}', HIGH)],
         [(f'ergon_paused{{{TASK_LABELS}, ergon_reason="disk"}}', "_x26 1x34")],
     ),
-    "ErgonProcessesDie": (
+    "ErgonProcessesCrashing": (
         [(f"ergon_processes_died_total{{{TASK_LABELS}}}", STEP)],
         [(f"ergon_processes_died_total{{{TASK_LABELS}}}", "4x60")],
     ),
@@ -76,7 +76,7 @@ CASES = {
         [(f'ergon_loop_blocked_total{{{TASK_LABELS}, ergon_step="process"}}', STEP)],
         [(f'ergon_loop_blocked_total{{{TASK_LABELS}, ergon_step="process"}}', FLAT)],
     ),
-    "ErgonBodiesAbandoned": (
+    "ErgonHandlersHung": (
         [(f'ergon_slots{{{TASK_LABELS}, ergon_slot_state="abandoned"}}', HIGH)],
         [(f'ergon_slots{{{TASK_LABELS}, ergon_slot_state="running"}}', HIGH)],
     ),
@@ -92,7 +92,7 @@ CASES = {
         [(f'ergon_provider_rows_dropped_total{{{PROVIDER_LABELS}, ergon_reason="full"}}', STEP)],
         [(f'ergon_provider_rows_dropped_total{{{PROVIDER_LABELS}, ergon_reason="full"}}', FLAT)],
     ),
-    "ErgonExecutorsDie": (
+    "ErgonExecutorsCrashing": (
         [
             (f"ergon_executors_died_total{{{EXECUTOR_LABELS}}}", FLAT),
             (f"ergon_executors_failed_total{{{EXECUTOR_LABELS}}}", STEP),
@@ -102,7 +102,7 @@ CASES = {
             (f"ergon_executors_failed_total{{{EXECUTOR_LABELS}}}", FLAT),
         ],
     ),
-    "ErgonNoExecutors": (
+    "ErgonExecutorsUnavailable": (
         [
             (f"ergon_executor_jobs_waiting{{{EXECUTOR_LABELS}}}", HIGH),
             (f"ergon_executor_jobs{{{EXECUTOR_LABELS}}}", LOW),
@@ -112,23 +112,23 @@ CASES = {
             (f"ergon_executor_jobs{{{EXECUTOR_LABELS}}}", HIGH),
         ],
     ),
-    "ErgonJobsStale": (
+    "ErgonJobClaimsLost": (
         [(f'ergon_jobs_total{{{TASK_LABELS}, ergon_outcome="stale"}}', STEP)],
         [(f'ergon_jobs_total{{{TASK_LABELS}, ergon_outcome="failed"}}', RISING)],
     ),
-    "ErgonReplicaBehind": (
-        [(f"ergon_replica_lag_duration_seconds{{{REPLICA_LABELS}}}", "0+60x60")],
-        [(f"ergon_replica_lag_duration_seconds{{{REPLICA_LABELS}}}", "30x60")],
+    "ErgonReplicationLagHigh": (
+        [(f"ergon_replication_lag_duration_seconds{{{REPLICA_LABELS}}}", "0+60x60")],
+        [(f"ergon_replication_lag_duration_seconds{{{REPLICA_LABELS}}}", "30x60")],
     ),
-    "ErgonReplicaHalted": (
-        [(f'ergon_replica_status{{{REPLICA_LABELS}, ergon_fact_status="conflict"}}', HIGH)],
-        [(f'ergon_replica_status{{{REPLICA_LABELS}, ergon_fact_status="following"}}', HIGH)],
+    "ErgonReplicationHalted": (
+        [(f'ergon_replication_status{{{REPLICA_LABELS}, ergon_fact_status="conflict"}}', HIGH)],
+        [(f'ergon_replication_status{{{REPLICA_LABELS}, ergon_fact_status="following"}}', HIGH)],
     ),
-    "ErgonRoomEnds": (
-        [('ergon_facts_room_alert{ergon_fact_buffer="EFB", ergon_fact_room="disk"}', HIGH)],
-        [('ergon_facts_room_alert{ergon_fact_buffer="EFB", ergon_fact_room="disk"}', LOW)],
+    "ErgonStorageNearLimit": (
+        [('ergon_facts_capacity_near_limit{ergon_fact_buffer="EFB", ergon_fact_capacity="disk"}', HIGH)],
+        [('ergon_facts_capacity_near_limit{ergon_fact_buffer="EFB", ergon_fact_capacity="disk"}', LOW)],
     ),
-    "ErgonFactConflicts": (
+    "ErgonFactsRejected": (
         [('ergon_facts_total{ergon_fact_buffer="ESB", ergon_outcome="conflict"}', STEP)],
         [('ergon_facts_total{ergon_fact_buffer="ESB", ergon_outcome="repeated"}', RISING)],
     ),

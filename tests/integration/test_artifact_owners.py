@@ -8,15 +8,14 @@ from functools import partial
 import psycopg
 import pytest
 
+from ergon_framework.database import migrate
 from ergon_framework.facts.boundary import raise_if_error
 from ergon_framework.facts.errors import AccessDenied, ArtifactRefused, ArtifactUnknown
 from ergon_framework.facts.model import BoundarySide, Fact, StoredFact, ZonePair, fact_digest
-from ergon_framework.facts.stores import postgres_batch
 from ergon_framework.facts.stores.files import FileContentStore
-from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.schema import migrate
+from ergon_framework.facts.stores.postgres import append
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 from tests.integration.facts_zones import CLIENT_TYPES, INBOUND, OUTBOUND, ServiceZones, make_fact, to_stored
-from tests.integration.test_provider_schema import run_alembic
 
 pytestmark = pytest.mark.spec("SEC-10")
 
@@ -113,7 +112,7 @@ def test_zones_that_share_a_store_have_separate_artifact_names(zones, client_typ
         with pytest.raises(ArtifactUnknown):
             read(second, "payroll", zone=zone)
     assert second.uploaded_bytes("b", "payroll", to_stored(SECRET)) == 0
-    with pytest.raises(AccessDenied, match="by 'Plant A' only"):
+    with pytest.raises(AccessDenied, match="only 'Plant A' may store artifacts here"):
         second.put_object("b", "payroll", [b"x"], zone="Plant A")
     second.put_object("b", "payroll", [b"of plant B"])
     assert (read(both, "payroll", zone="Plant A"), read(both, "payroll", zone="Plant B")) == (SECRET, b"of plant B")
@@ -126,7 +125,7 @@ def test_zones_that_share_a_store_have_separate_artifact_names(zones, client_typ
     assert read(first, "common") == read(second, "common") == b"of both"
 
 
-# -- a database of an earlier release --------------------------------------------------------------------
+# -- artifacts without an owner --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -140,9 +139,9 @@ def boundary(postgres, tmp_path):
 
 
 def send_without_owner(boundary, monkeypatch):
-    """Send what a worker of the previous release sends: no owner."""
-    original = postgres_batch._to_column_values
-    monkeypatch.setattr(postgres_batch, "_to_column_values", lambda place, item: _remove_zone(original(place, item)))
+    """Send facts without an owner of their artifacts."""
+    original = append._to_column_values
+    monkeypatch.setattr(append, "_to_column_values", lambda place, item: _remove_zone(original(place, item)))
 
 
 def _remove_zone(columns):
@@ -150,7 +149,7 @@ def _remove_zone(columns):
     return columns
 
 
-def test_artifacts_of_the_previous_release_stay_readable_and_grant_no_access(boundary, monkeypatch):
+def test_artifacts_without_an_owner_are_readable_and_grant_no_access(boundary, monkeypatch):
     boundary.put_object("b", "own", [b"own"])
     boundary.put_object("b", "theirs", [b"theirs"])
     with monkeypatch.context() as patch:
@@ -159,9 +158,6 @@ def test_artifacts_of_the_previous_release_stay_readable_and_grant_no_access(bou
         # In one shared namespace an incoming fact could name any artifact.
         raise_if_error(boundary.forward_facts([make_forwarded_fact("theirs", b"theirs")])[0])
         raise_if_error(boundary.forward_facts([make_forwarded_fact("own", b"own", offset=2)])[0])
-    boundary.close()
-    run_alembic(boundary.dsn, "downgrade", "0012")
-    migrate.upgrade(boundary.dsn)
     assert (read(boundary, "own"), read(boundary, "own", zone="Plant A")) == (b"own", b"own")
     assert (read(boundary, "theirs"), read(boundary, "theirs", zone="Enterprise")) == (b"theirs", b"theirs")
     assert boundary.stat_object("b", "own", zone="Enterprise").zone == ""
@@ -174,7 +170,7 @@ def test_artifacts_of_the_previous_release_stay_readable_and_grant_no_access(bou
     assert (read(boundary, "theirs", zone="Enterprise"), read(boundary, "theirs")) == (b"new", b"theirs")
 
 
-def test_a_worker_of_the_previous_release_still_works(boundary, monkeypatch):
+def test_a_fact_without_an_owner_is_appended(boundary, monkeypatch):
     boundary.put_object("b", "k", [b"x"])
     send_without_owner(boundary, monkeypatch)
     boundary.append_fact(make_fact(1)[0], Fact.create("order:7", "has_file", make_reference("k", b"x")))

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from kombu import Connection
 
-from ergon_framework.providers.deadletter import DEAD_LETTER_QUEUE, MESSAGE_FIELDS
+from ergon_framework.providers.dead_letter import DEAD_LETTER_QUEUE, MESSAGE_FIELDS
 
 ROOT = Path(__file__).parents[2]
 APP = "tests.integration.celery_refusals"

@@ -15,7 +15,7 @@ from ergon_framework.connectors.nats import NatsQueue
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 from ergon_framework.connectors.redis import RedisQueue
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.database.migrate import upgrade
 
 #: Longer than a server takes to start on a busy machine.
 TIMEOUT_SECONDS = 120.0

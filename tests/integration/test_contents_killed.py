@@ -12,7 +12,7 @@ import textwrap
 import pytest
 
 from ergon_framework.facts.stores.files import FileContentStore
-from ergon_framework.testing.conformance.contents_words import LATER, read, stored_of
+from ergon_framework.testing.conformance.content_store.fixture import FAR_FUTURE_MS, compute_stored, read_content
 
 pytestmark = [pytest.mark.invariant, pytest.mark.spec("FAC-21")]
 
@@ -65,7 +65,7 @@ def test_an_upload_is_complete_after_many_kills(tmp_path, name):
     rng = random.Random(6)
     content = rng.randbytes(SIZE)
     (tmp_path / "source").write_bytes(content)
-    stored = stored_of(content)
+    stored = compute_stored(content)
     arguments = [tmp_path / "source", tmp_path / "artifacts", *stored, *([name] if name else [])]
     contents, kills, resumed = FileContentStore(tmp_path / "artifacts"), 0, 0
     while kills < KILLS:
@@ -76,12 +76,12 @@ def test_an_upload_is_complete_after_many_kills(tmp_path, name):
         size = contents.size_of(stored.digest)
         assert size in (None, stored.size)
         if size is not None:
-            assert read(contents, stored.digest) == content
+            assert read_content(contents, stored.digest) == content
             contents.remove(stored.digest)
     assert name is None or resumed > KILLS // 4
     assert run_uploader(arguments, None)[-1:] == ["sealed"]
-    assert read(contents, stored.digest) == content
-    contents.delete_stale_uploads(LATER)
+    assert read_content(contents, stored.digest) == content
+    contents.delete_stale_uploads(FAR_FUTURE_MS)
     assert list((tmp_path / "artifacts" / "uploads").iterdir()) == []
 
 
@@ -123,7 +123,7 @@ def test_a_process_that_continues_after_losing_its_upload_writes_nothing(tmp_pat
             assert process.stdout.readline() == "lost\n"
             receiving.add(b"d" * 50_000)
             stored = receiving.commit()
-        assert read(contents, stored.digest) == b"a" * begin + b"c" * 50_000 + b"d" * 50_000
+        assert read_content(contents, stored.digest) == b"a" * begin + b"c" * 50_000 + b"d" * 50_000
         assert process.wait(30) == 0
     finally:
         process.kill()

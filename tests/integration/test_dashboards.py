@@ -14,7 +14,7 @@ from tests.unit.tools.queries import ALERTS_FILE, find_selectors, iter_panel_que
 #: What no healthy system shows: a missing artifact that a fact names, and a replica that has stopped.
 EXPECTED_EMPTY = {
     "ergon_artifacts_lost_total",
-    'ergon_replica_status{ergon_fact_status!~"starting|following|stopped"}',
+    'ergon_replication_status{ergon_fact_status!~"starting|following|stopped"}',
 }
 
 

@@ -13,7 +13,7 @@ from ergon_framework import Transaction, consumer
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.providers.base import ProviderBase
 from ergon_framework.providers.errors import ProviderDependencyError
-from ergon_framework.providers.sql.books import PostgresProviderState
+from ergon_framework.providers.postgres.state import PostgresProviderState
 
 
 class FailingBank(ProviderBase):

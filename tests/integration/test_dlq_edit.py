@@ -13,17 +13,17 @@ from typer.testing import CliRunner
 
 from ergon_framework.cli import dlq_edit
 from ergon_framework.cli.app import app
-from ergon_framework.cli.dlq_change import PayloadEdit
-from ergon_framework.cli.dlq_exits import DlqExit
+from ergon_framework.cli.dlq_edit import PayloadEdit
+from ergon_framework.cli.dlq_view import DlqExit
 from ergon_framework.connectors.base import Ack, DeadLetter
 from ergon_framework.connectors.bridge import as_sync
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult
-from ergon_framework.connectors.nats import burials
-from ergon_framework.connectors.nats.line import Connection
-from ergon_framework.connectors.schemes import create_connector
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterResult
+from ergon_framework.connectors.nats import dead_letters
+from ergon_framework.connectors.nats.connection import Connection
+from ergon_framework.connectors.registry import create_connector
 from ergon_framework.failure import EDITED_CODE
-from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.transaction import Transaction
+from ergon_framework.worker.policies import ConsumerPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -138,13 +138,13 @@ def test_a_correction_that_was_sent_is_reported_although_another_operator_delete
     queue.dispatch([Transaction("order-1", {"total": 450})])
     queue.settle([(fetch_one(queue), DeadLetter("declined"))])
     [record] = queue.list_dead(DeadLetterQuery())
-    delete = burials._delete
+    delete = dead_letters._delete
 
     async def delete_after_another_operator(line, names, moving, became):
-        await delete(line, names, burials._MoveBatch([record.handle]), DeadLetterResult.REPLAYED)
+        await delete(line, names, dead_letters._MoveBatch([record.handle]), DeadLetterResult.REPLAYED)
         return await delete(line, names, moving, became)
 
-    monkeypatch.setattr(burials, "_delete", delete_after_another_operator)
+    monkeypatch.setattr(dead_letters, "_delete", delete_after_another_operator)
     result = queue.replace_dead(record.handle, Transaction("order-1", {"total": 100}))
     assert result.outcome is DeadLetterResult.REPLAYED
     assert fetch_one(queue).transaction.payload == {"total": 100}
@@ -159,7 +159,7 @@ def test_a_correction_that_was_not_sent_is_not_reported_when_another_operator_de
     queue.dispatch([Transaction("order-1", {"total": 450})])
     queue.settle([(fetch_one(queue), DeadLetter("declined"))])
     [record] = queue.list_dead(DeadLetterQuery())
-    ask_all, delete = Connection.request_many, burials._delete
+    ask_all, delete = Connection.request_many, dead_letters._delete
 
     async def lose_the_publication(line, requests, **options):
         if any(request.payload == b'{"total":100}' for request in requests):
@@ -167,11 +167,11 @@ def test_a_correction_that_was_not_sent_is_not_reported_when_another_operator_de
         return await ask_all(line, requests, **options)
 
     async def delete_after_another_operator(line, names, moving, became):
-        await delete(line, names, burials._MoveBatch([record.handle]), DeadLetterResult.DISCARDED)
+        await delete(line, names, dead_letters._MoveBatch([record.handle]), DeadLetterResult.DISCARDED)
         return await delete(line, names, moving, became)
 
     monkeypatch.setattr(Connection, "request_many", lose_the_publication)
-    monkeypatch.setattr(burials, "_delete", delete_after_another_operator)
+    monkeypatch.setattr(dead_letters, "_delete", delete_after_another_operator)
     result = queue.replace_dead(record.handle, Transaction("order-1", {"total": 100}))
     assert result.outcome is DeadLetterResult.GONE
     assert list(queue.fetch_transactions(1)) == []
@@ -179,7 +179,7 @@ def test_a_correction_that_was_not_sent_is_not_reported_when_another_operator_de
 
 SHOP = """
 from ergon_framework import MemoryConnector, consumer
-from ergon_framework.facts.facts import Facts
+from ergon_framework.facts.append import Facts
 from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.providers.base import ProviderBase
 

@@ -12,9 +12,9 @@ import psycopg
 import pytest
 
 from ergon_framework.connectors.base import Ack, DeadLetter
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.transaction import Transaction
 from tests.integration.running import ERGON, TIMEOUT_SECONDS
 
@@ -72,7 +72,7 @@ def list_dead_ids(queue):
 
 def start_replay(folder, dsn, *args):
     return subprocess.Popen(
-        [*ERGON, "dlq", "replay", "app:orders", "--reason", "declined", "--json", *args],
+        [*ERGON, "dlq", "replay", "app:orders", "--dead-letter-reason", "declined", "--json", *args],
         cwd=folder,
         env=os.environ | {"ORDERS": dsn},
         stdout=subprocess.PIPE,
@@ -122,7 +122,7 @@ def test_a_replay_that_is_killed_and_run_again_replays_each_once(orders, dsn, tm
     left = len(list_dead_ids(orders))
     process = start_replay(tmp_path, dsn)
     summary = json.loads(process.communicate(timeout=TIMEOUT_SECONDS)[0])
-    assert (process.returncode, summary["chosen"], summary["replayed"], summary["gone"]) == (0, left, left, 0)
+    assert (process.returncode, summary["selected"], summary["replayed"], summary["gone"]) == (0, left, left, 0)
 
     seen = Counter()
     while batch := orders.fetch_transactions(PAGE_SIZE):

@@ -19,12 +19,12 @@ import psycopg
 import pytest
 from typer.testing import CliRunner
 
-from ergon_framework.cli import doctor_work
+from ergon_framework.cli import doctor
 from ergon_framework.cli.app import app
-from ergon_framework.cli.doctor_work import DoctorExit
-from ergon_framework.connectors.nats.naming import stream_names
-from ergon_framework.finding import Severity
-from ergon_framework.schema import migrate
+from ergon_framework.cli.doctor import DoctorExit
+from ergon_framework.connectors.nats.streams import stream_names
+from ergon_framework.database import migrate
+from ergon_framework.diagnostics import Severity
 from tests.integration.nats_queues import open_client
 from tests.servers.databases import create_migrated_database
 from tests.servers.postgres import PrivatePostgres, free_port
@@ -65,12 +65,12 @@ def run_doctor(*args, code=None):
 
 def get_findings(report, name):
     """Return the findings of target *name* by check; the last finding of each."""
-    [target] = [target_report for target_report in report["examined"] if target_report["name"] == name]
-    return {finding["what"]: finding for finding in target["findings"]}
+    [target] = [target_report for target_report in report["targets"] if target_report["name"] == name]
+    return {finding["check"]: finding for finding in target["diagnostics"]}
 
 
-def get_weights(report, name):
-    return {what: each["weight"] for what, each in get_findings(report, name).items()}
+def get_severities(report, name):
+    return {what: each["severity"] for what, each in get_findings(report, name).items()}
 
 
 def configure_queue(monkeypatch, url, name="orders", **options):
@@ -88,7 +88,7 @@ def test_a_healthy_database_and_its_queues_are_fine(strict_server, monkeypatch):
     configure_queue(monkeypatch, dsn)
     configure_queue(monkeypatch, dsn, "invoices")
     report = run_doctor(code=DoctorExit.OK)
-    assert (report["broken"], report["warning"]) == (0, 0)
+    assert (report["counts"]["error"], report["counts"]["warning"]) == (0, 0)
     assert set(get_findings(report, "database")) >= {
         "connection",
         "version",
@@ -99,7 +99,7 @@ def test_a_healthy_database_and_its_queues_are_fine(strict_server, monkeypatch):
     }
     # Findings about the server are reported once.
     assert set(get_findings(report, "queue orders")) == set(get_findings(report, "queue invoices")) == {"queue"}
-    assert "is not there yet" in get_findings(report, "queue orders")["queue"]["seen"]
+    assert "does not exist yet" in get_findings(report, "queue orders")["queue"]["observed"]
     with psycopg.connect(dsn) as connection:
         assert connection.execute("select count(*) from ergon.queue").fetchone() == (0,)
 
@@ -107,12 +107,12 @@ def test_a_healthy_database_and_its_queues_are_fine(strict_server, monkeypatch):
 def test_the_text_report_lists_broken_findings_first_with_their_remedy(postgres, monkeypatch):
     monkeypatch.setenv("ERGON_POSTGRES__DSN", postgres.create_database("doctor_people"))
     result = CliRunner().invoke(app, ["doctor"])
-    assert result.exit_code == DoctorExit.BROKEN
+    assert result.exit_code == DoctorExit.ERRORS
     lines = result.stdout.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("database ("))
-    assert lines[begin + 1].split()[:2] == ["broken", "schema"]
-    assert lines[begin + 2].strip() == "do: run: ergon db upgrade"
-    assert lines[-1].endswith("1 broken")
+    assert lines[begin + 1].split()[:2] == ["error", "schema"]
+    assert lines[begin + 2].strip() == "fix: ergon db upgrade"
+    assert lines[-1].endswith("1 error")
 
 
 def test_a_new_process_checks_a_database_and_its_queues_concurrently(postgres, monkeypatch):
@@ -123,22 +123,22 @@ def test_a_new_process_checks_a_database_and_its_queues_concurrently(postgres, m
     configure_queue(monkeypatch, dsn, "invoices")
     command = [sys.executable, "-c", "from ergon_framework.cli.main import main; main()", "doctor", "--json"]
     report = json.loads(subprocess.run(command, check=False, capture_output=True, text=True).stdout)
-    assert report["broken"] == 0
+    assert report["counts"]["error"] == 0
     assert set(get_findings(report, "queue orders")) == set(get_findings(report, "queue invoices")) == {"queue"}
 
 
 def test_a_rejected_connection_names_the_setting_to_fix(postgres, monkeypatch):
     monkeypatch.setenv("ERGON_POSTGRES__DSN", postgres.dsn("no_such_database"))
-    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "database")["refused"]
-    assert '"no_such_database" does not exist' in finding["seen"]
-    assert finding["do"].endswith("the rights: see postgres.dsn of ergon.toml, or ERGON_POSTGRES__DSN")
+    finding = get_findings(run_doctor(code=DoctorExit.ERRORS), "database")["rejected"]
+    assert '"no_such_database" does not exist' in finding["observed"]
+    assert finding["remedy"].endswith("the permissions: see postgres.dsn of ergon.toml, or ERGON_POSTGRES__DSN")
 
 
 def test_a_database_without_tables_is_broken_and_the_upgrade_is_named(postgres, monkeypatch):
     monkeypatch.setenv("ERGON_POSTGRES__DSN", postgres.create_database("doctor_empty"))
-    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "database")["schema"]
-    assert (finding["weight"], finding["do"]) == ("broken", "run: ergon db upgrade")
-    assert "revision none" in finding["seen"]
+    finding = get_findings(run_doctor(code=DoctorExit.ERRORS), "database")["schema"]
+    assert (finding["severity"], finding["remedy"]) == ("error", "ergon db upgrade")
+    assert "revision none" in finding["observed"]
 
 
 def test_an_old_schema_is_a_warning_that_names_what_is_missing(strict_server, monkeypatch):
@@ -146,9 +146,9 @@ def test_an_old_schema_is_a_warning_that_names_what_is_missing(strict_server, mo
     migrate.upgrade(dsn, "0001")
     monkeypatch.setenv("ERGON_POSTGRES__DSN", dsn)
     finding = get_findings(run_doctor(code=DoctorExit.WARNINGS), "database")["schema"]
-    assert (finding["weight"], finding["do"]) == ("warning", "run: ergon db upgrade")
-    assert "revision 0001" in finding["seen"]
-    assert "0002" in finding["seen"]
+    assert (finding["severity"], finding["remedy"]) == ("warning", "ergon db upgrade")
+    assert "revision 0001" in finding["observed"]
+    assert "0002" in finding["observed"]
 
 
 def test_a_database_with_synchronous_commit_off_is_a_warning(strict_server, monkeypatch):
@@ -158,8 +158,8 @@ def test_a_database_with_synchronous_commit_off_is_a_warning(strict_server, monk
         connection.execute(f"alter database {name} set synchronous_commit = off")
     monkeypatch.setenv("ERGON_POSTGRES__DSN", dsn)
     finding = get_findings(run_doctor(code=DoctorExit.WARNINGS), "database")["durability"]
-    assert "synchronous_commit is off" in finding["seen"]
-    assert "synchronous_commit" in finding["do"]
+    assert "synchronous_commit is off" in finding["observed"]
+    assert "synchronous_commit" in finding["remedy"]
 
 
 def test_missing_rights_are_named_with_the_grant_that_gives_them(strict_server, monkeypatch):
@@ -170,13 +170,13 @@ def test_missing_rights_are_named_with_the_grant_that_gives_them(strict_server, 
         connection.execute("grant usage on schema ergon to doctor_clerk")
         connection.execute("grant select on all tables in schema ergon to doctor_clerk")
     monkeypatch.setenv("ERGON_POSTGRES__DSN", dsn.replace("//postgres@", "//doctor_clerk@"))
-    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "database")["permissions"]
-    assert "no delete, insert, update on ergon." in finding["seen"]
-    assert 'to "doctor_clerk"' in finding["do"]
+    finding = get_findings(run_doctor(code=DoctorExit.ERRORS), "database")["permissions"]
+    assert "no delete, insert, update on ergon." in finding["observed"]
+    assert 'to "doctor_clerk"' in finding["remedy"]
     with psycopg.connect(dsn, autocommit=True) as connection:
-        for grant in finding["do"].removeprefix("as the owner: ").split("; "):
+        for grant in finding["remedy"].removeprefix("as the owner: ").split("; "):
             connection.execute(grant)
-    assert get_weights(run_doctor(code=DoctorExit.OK), "database")["permissions"] == "fine"
+    assert get_severities(run_doctor(code=DoctorExit.OK), "database")["permissions"] == "ok"
 
 
 def test_a_wrong_password_is_reported_without_the_password(strict_server, monkeypatch):
@@ -191,21 +191,21 @@ def test_a_wrong_password_is_reported_without_the_password(strict_server, monkey
     monkeypatch.setenv("ERGON_POSTGRES__DSN", dsn)
     deadline = time.monotonic() + 20
     # The server reloads its rules a moment after the reload was requested.
-    while "refused" not in (findings := get_findings(run_doctor(code=DoctorExit.BROKEN), "database")):
+    while "rejected" not in (findings := get_findings(run_doctor(code=DoctorExit.ERRORS), "database")):
         assert time.monotonic() < deadline, findings
-    assert "password authentication failed" in findings["refused"]["seen"]
-    assert "postgres.dsn of ergon.toml, or ERGON_POSTGRES__DSN" in findings["refused"]["do"]
+    assert "password authentication failed" in findings["rejected"]["observed"]
+    assert "postgres.dsn of ergon.toml, or ERGON_POSTGRES__DSN" in findings["rejected"]["remedy"]
 
 
-@pytest.mark.parametrize("seconds, weight", [(-5.0, "warning"), (90.0, "broken"), (0.2, "fine")])
-def test_clock_skew_is_reported_with_its_size(strict_server, monkeypatch, seconds, weight):
+@pytest.mark.parametrize("seconds, severity", [(-5.0, "warning"), (90.0, "error"), (0.2, "ok")])
+def test_clock_skew_is_reported_with_its_size(strict_server, monkeypatch, seconds, severity):
     monkeypatch.setenv("ERGON_POSTGRES__DSN", create_migrated_database(strict_server))
-    reports = doctor_work.run_diagnostics([], config=None, timeout=15.0, wall=lambda: time.time() + seconds)
-    [clock] = [each for report in reports for each in report.diagnostics if each.what == "clock"]
-    assert clock.weight == Severity(weight)
-    assert (weight == "fine") == (not clock.remedy)
-    if weight == "broken":
-        assert "s behind ours" in clock.observed
+    reports = doctor.run_diagnostics([], config=None, timeout=15.0, wall=lambda: time.time() + seconds)
+    [clock] = [each for report in reports for each in report.diagnostics if each.check == "clock"]
+    assert clock.severity == Severity(severity)
+    assert (severity == "ok") == (not clock.remedy)
+    if severity == "error":
+        assert "s behind that of this process" in clock.observed
 
 
 # -- the other brokers ----------------------------------------------------------------------------------
@@ -233,8 +233,8 @@ def test_a_redis_that_syncs_each_second_is_a_warning(new_redis, monkeypatch):
         client.config_set("appendfsync", "everysec")
     configure_queue(monkeypatch, server.url)
     finding = get_findings(run_doctor(code=DoctorExit.WARNINGS), "queue orders")["durability"]
-    assert "appendfsync is everysec" in finding["seen"]
-    assert "appendfsync to always" in finding["do"]
+    assert "appendfsync is everysec" in finding["observed"]
+    assert "appendfsync to always" in finding["remedy"]
 
 
 def test_a_redis_that_evicts_keys_is_broken(new_redis, monkeypatch):
@@ -243,9 +243,9 @@ def test_a_redis_that_evicts_keys_is_broken(new_redis, monkeypatch):
         client.config_set("maxmemory", "100mb")
         client.config_set("maxmemory-policy", "allkeys-lru")
     configure_queue(monkeypatch, server.url)
-    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "queue orders")["eviction"]
-    assert "maxmemory-policy is allkeys-lru" in finding["seen"]
-    assert "noeviction" in finding["do"]
+    finding = get_findings(run_doctor(code=DoctorExit.ERRORS), "queue orders")["eviction"]
+    assert "maxmemory-policy is allkeys-lru" in finding["observed"]
+    assert "noeviction" in finding["remedy"]
 
 
 def test_missing_redis_key_rights_are_reported_with_the_acl_command(new_redis, monkeypatch):
@@ -253,9 +253,9 @@ def test_missing_redis_key_rights_are_reported_with_the_acl_command(new_redis, m
     with server.client() as client:
         client.execute_command("ACL", "SETUSER", "clerk", "on", f">{SECRET}", "~other*", "+@all")
     configure_queue(monkeypatch, server.url.replace("://", f"://clerk:{SECRET}@"))
-    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "queue orders")["permissions"]
-    assert "'clerk' may not do all" in finding["seen"]
-    assert "ACL SETUSER clerk ~ergon:{orders}" in finding["do"]
+    finding = get_findings(run_doctor(code=DoctorExit.ERRORS), "queue orders")["permissions"]
+    assert "'clerk' lacks a right that a queue needs" in finding["observed"]
+    assert "ACL SETUSER clerk ~ergon:{orders}" in finding["remedy"]
 
 
 def test_a_key_that_is_not_a_stream_is_broken(new_redis, monkeypatch):
@@ -263,17 +263,17 @@ def test_a_key_that_is_not_a_stream_is_broken(new_redis, monkeypatch):
     with server.client() as client:
         client.set("ergon:{orders}", "mine")
     configure_queue(monkeypatch, server.url)
-    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "queue orders")["queue"]
-    assert "holds a string, not a stream" in finding["seen"]
+    finding = get_findings(run_doctor(code=DoctorExit.ERRORS), "queue orders")["queue"]
+    assert "holds a string, not a stream" in finding["observed"]
 
 
 def test_a_nats_server_with_default_settings_is_a_warning(nats_server, monkeypatch):
     name = f"doctor{uuid.uuid4().hex[:8]}"
     configure_queue(monkeypatch, nats_server.url, name, monitor=nats_server.monitor)
     findings = get_findings(run_doctor(code=DoctorExit.WARNINGS), f"queue {name}")
-    assert "sync_interval is not always" in findings["durability"]["seen"]
-    assert "sync_interval: always" in findings["durability"]["do"]
-    assert "is not there yet" in findings["topology"]["seen"]
+    assert "sync_interval is not always" in findings["durability"]["observed"]
+    assert "sync_interval: always" in findings["durability"]["remedy"]
+    assert "does not exist yet" in findings["topology"]["observed"]
 
 
 def test_a_nats_stream_that_keeps_acked_work_is_broken(nats_server, monkeypatch):
@@ -289,15 +289,15 @@ def test_a_nats_stream_that_keeps_acked_work_is_broken(nats_server, monkeypatch)
 
     assert "error" not in asyncio.run(make())
     configure_queue(monkeypatch, nats_server.url, name)
-    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), f"queue {name}")["topology"]
-    assert "has retention 'limits'" in finding["seen"]
-    assert finding["do"]
+    finding = get_findings(run_doctor(code=DoctorExit.ERRORS), f"queue {name}")["topology"]
+    assert "has retention 'limits'" in finding["observed"]
+    assert finding["remedy"]
 
 
 def test_a_strict_nats_server_is_fine(new_nats, monkeypatch):
     server = new_nats(sync=True)
     configure_queue(monkeypatch, server.url, monitor=server.monitor)
-    assert set(get_weights(run_doctor(code=DoctorExit.OK), "queue orders").values()) == {"fine"}
+    assert set(get_severities(run_doctor(code=DoctorExit.OK), "queue orders").values()) == {"ok"}
 
 
 @pytest.mark.spec("SEC-14")
@@ -305,16 +305,18 @@ def test_a_nats_server_with_max_payload_above_the_fetch_limit_is_a_warning(monke
     server = new_nats(sync=True, settings="max_payload: 67108864")
     configure_queue(monkeypatch, server.url, monitor=server.monitor)
     finding = get_findings(run_doctor(code=DoctorExit.WARNINGS), "queue orders")["payload"]
-    assert finding["weight"] == "warning"
-    assert "max_payload of the server is 67108864 bytes: one message can be over the 33554432 bytes" in finding["seen"]
-    assert "lower max_payload" in finding["do"]
+    assert finding["severity"] == "warning"
+    assert (
+        "max_payload of the server is 67108864 bytes: one message can be over the 33554432 bytes" in finding["observed"]
+    )
+    assert "lower max_payload" in finding["remedy"]
 
 
 def test_a_nats_server_without_jetstream_is_broken(monkeypatch, new_nats):
     server = new_nats(settings="accounts { plain { users = [ { user: clerk, password: secret } ] } }")
     configure_queue(monkeypatch, server.url.replace("://", "://clerk:secret@"))
-    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "queue orders")["jetstream"]
-    assert "-js" in finding["do"]
+    finding = get_findings(run_doctor(code=DoctorExit.ERRORS), "queue orders")["jetstream"]
+    assert "-js" in finding["remedy"]
 
 
 @pytest.fixture
@@ -355,13 +357,13 @@ def test_a_classic_queue_in_place_of_a_quorum_queue_is_broken(rabbitmq, queue_na
         connection.channel().queue_declare(queue_name, durable=True, auto_delete=False)
     monkeypatch.setenv("ERGON_RABBITMQ__URL", rabbitmq)
     Path("app.py").write_text(RABBITMQ_APP.format(name=queue_name), encoding="utf-8")
-    report = run_doctor("app:orders", code=DoctorExit.BROKEN)
+    report = run_doctor("app:orders", code=DoctorExit.ERRORS)
     sys.modules.pop("app")
-    [target] = [one for one in report["examined"] if one["name"] == f"queue {queue_name}"]
-    broken = [each for each in target["findings"] if each["weight"] == "broken"]
-    assert [each["what"] for each in broken] == ["topology"]
-    assert f"the queue {queue_name!r} is there with another argument" in broken[0]["seen"]
-    assert "delete the queue" in broken[0]["do"]
+    [target] = [one for one in report["targets"] if one["name"] == f"queue {queue_name}"]
+    broken = [each for each in target["diagnostics"] if each["severity"] == "error"]
+    assert [each["check"] for each in broken] == ["topology"]
+    assert f"the queue {queue_name!r} exists with a different argument" in broken[0]["observed"]
+    assert "delete the queue" in broken[0]["remedy"]
 
 
 def test_a_server_without_a_queue_is_checked_on_its_own(rabbitmq, monkeypatch):
@@ -371,9 +373,9 @@ def test_a_server_without_a_queue_is_checked_on_its_own(rabbitmq, monkeypatch):
 
 def test_a_wrong_rabbitmq_password_is_reported_without_the_password(rabbitmq, monkeypatch):
     monkeypatch.setenv("ERGON_RABBITMQ__URL", rabbitmq.replace("guest:guest@", f"guest:{SECRET}@"))
-    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "rabbitmq")["refused"]
-    assert "does not let this user in" in finding["seen"]
-    assert "check the name, the password and the vhost" in finding["do"]
+    finding = get_findings(run_doctor(code=DoctorExit.ERRORS), "rabbitmq")["rejected"]
+    assert "rejected the user" in finding["observed"]
+    assert "check the name, the password and the vhost" in finding["remedy"]
 
 
 # -- servers that are unreachable or hang -----------------------------------------------------------------
@@ -391,11 +393,11 @@ def test_a_wrong_rabbitmq_password_is_reported_without_the_password(rabbitmq, mo
 def test_an_unreachable_server_is_a_finding(monkeypatch, variable, address, name):
     port = free_port()
     monkeypatch.setenv(variable, address.format(secret=SECRET, port=port))
-    report = run_doctor(code=DoctorExit.BROKEN)
+    report = run_doctor(code=DoctorExit.ERRORS)
     finding = get_findings(report, name)["connection"]
-    assert finding["weight"] == "broken"
-    assert variable in finding["do"]
-    [shown] = [one["address"] for one in report["examined"] if one["name"] == name]
+    assert finding["severity"] == "error"
+    assert variable in finding["remedy"]
+    [shown] = [one["address"] for one in report["targets"] if one["name"] == name]
     assert "[hidden]@" in shown
     assert str(port) in shown
 
@@ -407,14 +409,14 @@ def test_a_hanging_server_is_reported_in_time_and_delays_no_other_check(strict_s
         for name in ("orders", "invoices"):
             configure_queue(monkeypatch, f"redis://127.0.0.1:{port}/0?socket_timeout=600", name)
         began = time.monotonic()
-        report = run_doctor("--timeout", "10", code=DoctorExit.BROKEN)
+        report = run_doctor("--timeout", "10", code=DoctorExit.ERRORS)
         # Far less than the sum of all timeouts, and far more than a busy machine adds.
         assert time.monotonic() - began < 60
-    assert set(get_weights(report, "database").values()) == {"fine"}
+    assert set(get_severities(report, "database").values()) == {"ok"}
     for name in ("orders", "invoices"):
         finding = get_findings(report, f"queue {name}")["connection"]
-        assert "no answer within 10 s" in finding["seen"]
-        assert f"queues.{name}.url" in finding["do"]
+        assert "no response within 10 s" in finding["observed"]
+        assert f"queues.{name}.url" in finding["remedy"]
 
 
 # -- settings, tasks, executors, facts ------------------------------------------------------------------
@@ -422,14 +424,14 @@ def test_a_hanging_server_is_reported_in_time_and_delays_no_other_check(strict_s
 
 def test_a_mistake_in_the_settings_is_a_finding_that_names_the_key(monkeypatch):
     Path("ergon.toml").write_text("[run]\nproceses = 3\n", encoding="utf-8")
-    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "this program")["settings"]
-    assert "unknown key 'run.proceses'; did you mean 'run.processes'?" in finding["seen"]
+    finding = get_findings(run_doctor(code=DoctorExit.ERRORS), "this program")["settings"]
+    assert "unknown key 'run.proceses'; did you mean 'run.processes'?" in finding["observed"]
 
 
 def test_an_unknown_scheme_is_a_finding(monkeypatch):
     configure_queue(monkeypatch, "kafa://nowhere")
-    finding = get_findings(run_doctor(code=DoctorExit.BROKEN), "queue orders")["refused"]
-    assert "begins with kafa://" in finding["seen"]
+    finding = get_findings(run_doctor(code=DoctorExit.ERRORS), "queue orders")["rejected"]
+    assert "begins with kafa://" in finding["observed"]
 
 
 def test_an_unknown_module_is_a_usage_error():
@@ -441,8 +443,8 @@ import os
 import sys
 from ergon_framework import ConsumerPolicy, MemoryConnector, consumer
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
-from ergon_framework.executor.process import ExecutorCommand
-from ergon_framework.executor.task import run_in_executor
+from ergon_framework.executors.process import ExecutorCommand
+from ergon_framework.executors.isolation import run_in_executor
 from ergon_framework.facts.stores.memory import MemoryBoundary
 
 long = ConsumerPolicy.load({"loop": {"transaction_timeout": 7200}, "steps": {"process": {"retry": {"timeout": 7200}}}})
@@ -461,7 +463,7 @@ there = run_in_executor(plain, ExecutorCommand(words=runner, folder=".", environ
 boundary = MemoryBoundary()
 """
 HANDLERS = """
-from ergon_framework.executor.registry import HandlerRegistry
+from ergon_framework.executors.registry import HandlerRegistry
 registry = HandlerRegistry()
 
 @registry.handler("plain")
@@ -481,32 +483,32 @@ def task_module():
 
 @pytest.mark.usefixtures("task_module")
 def test_a_policy_that_exceeds_the_broker_timeout_is_broken():
-    report = run_doctor("doctored:slow", code=DoctorExit.BROKEN)
+    report = run_doctor("doctored:slow", code=DoctorExit.ERRORS)
     finding = get_findings(report, "task slow")["policy"]
-    assert finding["weight"] == "broken"
-    assert finding["do"]
+    assert finding["severity"] == "error"
+    assert finding["remedy"]
     # The server of the same task is unreachable, which is a separate finding.
-    assert get_findings(report, "queue orders")["connection"]["weight"] == "broken"
+    assert get_findings(report, "queue orders")["connection"]["severity"] == "error"
 
 
 @pytest.mark.usefixtures("task_module")
 def test_executors_are_started_and_checked():
-    gone = get_findings(run_doctor("doctored:gone", "--timeout", "2", code=DoctorExit.BROKEN), "executor plain")[
+    gone = get_findings(run_doctor("doctored:gone", "--timeout", "2", code=DoctorExit.ERRORS), "executor plain")[
         "start"
     ]
-    assert "'/nowhere/executor' ended before its first answer, with exit code 127: it wrote " in gone["seen"]
-    assert "the program is there" in gone["do"]
-    mute = get_findings(run_doctor("doctored:mute", "--timeout", "2", code=DoctorExit.BROKEN), "executor plain")[
+    assert "'/nowhere/executor' exited before its first answer, with exit code 127: it wrote " in gone["observed"]
+    assert "check that the program exists" in gone["remedy"]
+    mute = get_findings(run_doctor("doctored:mute", "--timeout", "2", code=DoctorExit.ERRORS), "executor plain")[
         "start"
     ]
-    assert "'sleep 60' did not announce itself within 1.6 s and was killed" in mute["seen"]
-    assert "ergon executor check -- sleep 60" in mute["do"]
+    assert "'sleep 60' did not answer within 1.6 s and was killed" in mute["observed"]
+    assert "ergon executor check -- sleep 60" in mute["remedy"]
     there = get_findings(run_doctor("doctored:there", "--timeout", "60"), "executor plain")["start"]
-    assert there["weight"] == "fine"
+    assert there["severity"] == "ok"
 
 
 @pytest.mark.usefixtures("task_module")
 def test_a_fact_boundary_reports_its_epoch_and_durability():
     finding = get_findings(run_doctor("doctored:boundary", code=DoctorExit.WARNINGS), "facts doctored:boundary")
-    assert "in epoch" in finding["connection"]["seen"]
-    assert finding["durability"]["weight"] == "warning"
+    assert "in epoch" in finding["connection"]["observed"]
+    assert finding["durability"]["severity"] == "warning"

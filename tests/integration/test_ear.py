@@ -10,11 +10,11 @@ import psycopg
 import pytest
 import uvloop
 
+from ergon_framework.database.connection import AsyncDeadlineConnection
+from ergon_framework.database.errors import ServerTimeout
+from ergon_framework.database.operation import PreparedTextQuery, Query
+from ergon_framework.database.pool import ConnectionPool
 from ergon_framework.errors import ConnectionLostError
-from ergon_framework.schema.failures import ServerTimeout
-from ergon_framework.schema.line import AsyncDeadlineConnection
-from ergon_framework.schema.lines import ConnectionPool
-from ergon_framework.schema.operation import PreparedTextQuery, Query
 
 ECHO_SQL = "select $1::text"
 SLEEP_SQL = "select pg_sleep($1::float8)::text"

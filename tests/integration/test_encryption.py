@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 from ergon_framework import ConsumerPolicy, MemoryConnector, Transaction, consumer
 from ergon_framework.cli.app import app
-from ergon_framework.cli.dlq_exits import DlqExit
+from ergon_framework.cli.dlq_view import DlqExit
 from ergon_framework.connectors.base import Ack, Connector, DeadLetter, Defer, MissingKeyError, UndecodableError
 from ergon_framework.connectors.bridge import as_sync
 from ergon_framework.connectors.codec import ENCRYPTION_KEY, JsonCodec
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterResult
 from ergon_framework.connectors.rabbitmq import topology
-from ergon_framework.connectors.schemes import create_connector
+from ergon_framework.connectors.registry import create_connector
 from ergon_framework.errors import Category
 from ergon_framework.failure import Attempt, Deferral, Failure, HandlerError
 

@@ -9,7 +9,7 @@ import pytest
 
 from ergon_framework import Transaction
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.exit import RunExit
 from tests.integration.running import ERGON
 
 APP = """

@@ -19,9 +19,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ergon_framework.cli.app import app
-from ergon_framework.cli.facts_serve import ServeExit
-from ergon_framework.cli.facts_work import FactsExit
-from ergon_framework.facts.service.address import ServiceAddress
+from ergon_framework.cli.facts_commands import FactsExit
+from ergon_framework.cli.facts_run import ServeExit
+from ergon_framework.facts.service.channel import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
 from tests.integration.running import ERGON
 from tests.servers.certificates import CertificateAuthority
@@ -136,7 +136,7 @@ def test_failed_handshakes_write_nothing_to_the_log(tmp_path, monkeypatch):
             with suppress(ConnectionError):
                 while connection.recv(1000):
                     pass
-    assert server.stop_and_read_log().splitlines() == ["stopping; calls that run have 10 s to finish"]
+    assert server.stop_and_read_log().splitlines() == ["stopping; running calls have 10 s to finish"]
 
 
 @pytest.mark.spec("RUN-04")
@@ -186,7 +186,7 @@ def test_facts_confirmed_in_postgresql_remain_after_the_service_is_killed(databa
 def test_a_bounded_store_rejects_facts_over_its_limits_and_prunes_confirmed_ones(database, tmp_path, monkeypatch):
     monkeypatch.setenv("ERGON_LOGGING__LEVEL", "info")
     args = ("--contents", tmp_path / "contents", "--max-facts", "4", "--max-bytes", "2kB")
-    server = FactsServer(tmp_path, *args, "--keep", "1s", "--prune-every", "1s", dsn=database)
+    server = FactsServer(tmp_path, *args, "--keep", "1s", "--retention-interval", "1s", dsn=database)
     server.plant = server.authority.issue("plant", zones=["Plant A"])
     peer = server.authority.issue("peer", zones=["HQ"])
     pair_options = ("--from", "Plant A", "--to", "HQ")
@@ -211,16 +211,16 @@ def test_a_bounded_store_rejects_facts_over_its_limits_and_prunes_confirmed_ones
         assert server.run_json(server.plant, *more)["offset"] == 5
     finally:
         log = server.stop_and_read_log()
-    assert 'event="room ends" room=facts used=4 limit=4' in log
+    assert 'event="storage near limit" capacity=facts used=4 limit=4' in log
     assert 'event="facts pruned" facts=4 artifacts=0' in log
 
 
 def test_the_object_may_come_from_a_pipe(server, pair_options):
     args = ("append", "order:1", "paid", "-", *pair_options, "--id", "piped")
     assert "at offset 1" in server.run(server.plant, *args, stdin='{"total": 7}').stdout
-    assert "as before" in server.run(server.plant, *args, stdin='{ "total": 7.0 }').stdout
+    assert "already confirmed earlier" in server.run(server.plant, *args, stdin='{ "total": 7.0 }').stdout
     conflict = server.run(server.plant, *args, stdin='{"total": 8}', code=FactsExit.REJECTED)
-    assert "make ids of all that tells two facts apart" in conflict.stderr
+    assert "build ids from everything that distinguishes two facts" in conflict.stderr
 
 
 def test_a_rejection_is_reported_with_its_code(server, pair_options, peer_files):
@@ -252,7 +252,7 @@ def test_a_reader_continues_after_its_confirmation_and_can_read_again(server, pa
     assert fetch_offsets("--from-offset", 4) == [4, 5]
     assert fetch_offsets("--since", "2020-01-01T00:00") == [1, 2, 3, 4, 5]
     assert fetch_offsets("--since", "2099-01-01T00:00") == []
-    assert "there is nothing new" in server.run(peer_files, "fetch", *pair_options, "--reader", "ledger").stderr
+    assert "there are no new facts" in server.run(peer_files, "fetch", *pair_options, "--reader", "ledger").stderr
     output = server.run(peer_files, "fetch", *pair_options, "--reader", "ledger", "--from-offset", 5).stdout
     assert 'order:5 paid {"total": 5}' in output
 
@@ -290,7 +290,7 @@ def test_lag_shows_readers_that_are_behind_and_an_operator_retires_one(server, p
     for number in range(1, 4):
         append_fact(server, pair_options, number)
     assert server.run_json(peer_files, "lag")["readers"] == {}
-    assert "nobody yet" in server.run(peer_files, "lag").stdout
+    assert "none" in server.run(peer_files, "lag").stdout.split()
     server.run(peer_files, "fetch", *pair_options, "--reader", "old", "--limit", 1, "--confirm")
     log = server.run_json(peer_files, "lag")
     assert log["pair"] == {"from_zone": "Plant A", "to_zone": pair_options[3]}
@@ -298,7 +298,7 @@ def test_lag_shows_readers_that_are_behind_and_an_operator_retires_one(server, p
     assert "old" in server.run(peer_files, "lag").stdout
     server.run(peer_files, "retire", "old", *pair_options, "--yes", code=FactsExit.REJECTED)
     prompt = server.run(server.operator, "retire", "old", *pair_options, stdin="n\n", code=FactsExit.REJECTED)
-    assert "lacks 2 facts" in prompt.stderr
+    assert "2 unread facts may be deleted" in prompt.stderr
     assert "nothing was changed" in prompt.stderr
     assert server.run(server.operator, "retire", "old", *pair_options, stdin="y\n").stdout.endswith("old is retired\n")
     server.run(server.operator, "retire", "old", *pair_options, "--yes", code=FactsExit.REJECTED)
@@ -325,7 +325,7 @@ def test_an_unreachable_service_is_reported(server, pair_options):
         env={**server.environment(server.plant), "ERGON_FACTS_SERVER": ""},
     )
     assert result.exit_code == FactsExit.UNAVAILABLE
-    assert "nobody knows whether it was done" in result.stderr
+    assert "its outcome is unknown" in result.stderr
 
 
 def test_a_missing_certificate_is_reported(server, pair_options, tmp_path):
@@ -344,21 +344,21 @@ def test_a_store_that_may_lose_facts_is_served_only_with_accept_loss(server):
     args = ("--zone", "A", "--listen", "127.0.0.1:0", "--store", "memory")
     result = run_serve(*args, env=server.environment(server.files))
     assert result.exit_code == ServeExit.FAILED
-    assert "say --accept-loss" in result.stderr
+    assert "or pass --accept-loss" in result.stderr
 
 
 def test_an_address_in_use_is_reported(server):
     args = ("--zone", "A", "--listen", server.address, "--store", "memory", "--accept-loss")
     result = run_serve(*args, env=server.environment(server.files))
     assert result.exit_code == ServeExit.FAILED
-    assert "is the port taken?" in result.stderr
+    assert "check that the port is free" in result.stderr
 
 
 def test_a_key_of_another_certificate_is_reported(server):
     environ = server.environment(server.files) | {"ERGON_FACTS_TLS_KEY": str(server.plant.key)}
     result = run_serve("--zone", "A", "--listen", "127.0.0.1:0", "--store", "memory", "--accept-loss", env=environ)
     assert result.exit_code == ServeExit.FAILED
-    assert "no certificate with its key" in result.stderr
+    assert "are not a matching certificate, key and authorities file" in result.stderr
 
 
 def test_a_missing_database_address_is_reported_with_its_setting(server, monkeypatch, tmp_path):

@@ -9,14 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from ergon_framework.cli.app import app
-from ergon_framework.cli.facts_work import FactsExit
+from ergon_framework.cli.facts_commands import FactsExit
 from ergon_framework.connectors.base import Defer
 from ergon_framework.facts.boundary import raise_if_error
 from ergon_framework.facts.connector import FactConnector
 from ergon_framework.facts.errors import EpochChanged
 from ergon_framework.facts.model import BoundarySide, Cursor, Envelope, Fact, ZonePair
 from ergon_framework.facts.stores.memory import MemoryBoundary
-from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 
 pytestmark = pytest.mark.spec("FAC-17")
 
@@ -43,7 +43,7 @@ def make_fact(number):
 
 def fetch_epoch_row(dsn, epoch):
     with psycopg.connect(dsn) as connection:
-        return connection.execute("select why, by_whom from ergon.fact_epochs where epoch = %s", [epoch]).fetchone()
+        return connection.execute("select reason, actor from ergon.fact_epochs where epoch = %s", [epoch]).fetchone()
 
 
 def test_a_new_epoch_is_started_with_a_name_and_a_reason(run_command, database):
@@ -111,7 +111,7 @@ def test_a_store_of_the_other_side_is_rejected(run_command, hub_and_plant):
 
 
 def test_an_unavailable_database_is_reported():
-    environment = {"ERGON_POSTGRES__DSN": "postgresql://nobody:secret@127.0.0.1:1/none"}
+    environment = {"ERGON_POSTGRES__DSN": "postgresql://unknown:secret@127.0.0.1:1/none"}
     result = CliRunner().invoke(app, ["facts", "epoch", "list", "--json"], env=environment)
     assert result.exit_code == FactsExit.UNAVAILABLE
     assert json.loads(result.stdout)["exit_code"] == int(FactsExit.UNAVAILABLE)

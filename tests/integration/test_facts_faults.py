@@ -13,11 +13,11 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.errors import ConnectionLostError
 from ergon_framework.facts.errors import EpochChanged, OffsetAhead
 from ergon_framework.facts.model import Cursor, Envelope, Fact, ZonePair
-from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 
 pytestmark = pytest.mark.invariant
 
@@ -76,7 +76,7 @@ def test_confirmed_facts_remain_after_the_server_is_killed(new_postgres):
             thread.join(TIMEOUT_SECONDS)
         finished.set()
         facts = boundary.fetch_facts("look", PAIR, 1000)
-        assert boundary.epoch == epoch, "a crash is no restore"
+        assert boundary.epoch == epoch, "a crash does not count as a restore"
     assert [each.offset for each in facts] == list(range(1, 601))
     assert {each.envelope.message_id: each.offset for each in facts} == {f"m-{n}": o for n, o in offsets.items()}
 
@@ -119,7 +119,7 @@ def test_a_restored_data_folder_is_detected_by_a_client_that_has_later_offsets(n
     server.start()
     new_client = PostgresBoundary(server.dsn())
     assert new_client.epoch == lost.epoch, "nothing in the folder tells of it"
-    with pytest.raises(OffsetAhead, match=r"offset 3 .* was never given; the last is 2"):
+    with pytest.raises(OffsetAhead, match=r"offset 3 .* was never assigned; the last is 2"):
         new_client.fetch_facts("reader", PAIR, 10, after=Cursor(lost.epoch, 3))
     confirmation = boundary.append_fact(*make_fact("other"))
     assert confirmation.offset == 3
@@ -128,8 +128,8 @@ def test_a_restored_data_folder_is_detected_by_a_client_that_has_later_offsets(n
         new_client.fetch_facts("reader", PAIR, 10, after=Cursor(lost.epoch, 3))
     assert new_client.epoch == confirmation.epoch
     with psycopg.connect(server.dsn()) as connection:
-        reasons = [reason for (reason,) in connection.execute("select why from ergon.fact_epochs order by id")]
-    assert reasons[-1] == "an older state was put back: it had given higher offsets"
+        reasons = [reason for (reason,) in connection.execute("select reason from ergon.fact_epochs order by id")]
+    assert reasons[-1] == "an older state was restored: higher offsets had been assigned"
     boundary.close()
     new_client.close()
 

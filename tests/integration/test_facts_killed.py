@@ -16,10 +16,10 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.facts.model import ArtifactReference, Fact
 from ergon_framework.facts.stores.files import FileContentStore
-from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 from tests.servers import facts_caller as caller
 from tests.servers.certificates import CertificateAuthority
 from tests.servers.facts_caller import (
@@ -121,7 +121,7 @@ class Plant:
 
     @staticmethod
     def _wait_for_line(process, text):
-        assert select.select([process.stdout], [], [], TIMEOUT_SECONDS)[0], f"nobody said {text!r}"
+        assert select.select([process.stdout], [], [], TIMEOUT_SECONDS)[0], f"no process printed {text!r}"
         assert process.stdout.readline().decode().strip() == text
 
     # -- one step -------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Plant:
         query = "select 1 from pg_stat_activity where datname = 'plant' and wait_event_type = 'Lock'"
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             while not connection.execute(query).fetchall():
-                assert time.monotonic() < deadline, "nobody waits for the lock"
+                assert time.monotonic() < deadline, "no session waits for the lock"
                 time.sleep(0.005)
 
     def kill(self, victim):
@@ -226,7 +226,7 @@ def check_artifact(plant, client):
     FileContentStore(plant.contents).delete_stale_uploads(int(time.time() * 1000) + 1000)
     assert list((plant.contents / "uploads").iterdir()) == []
     with psycopg.connect(plant.dsn) as connection:
-        assert connection.execute("select content_bytes from ergon.fact_room").fetchall() == [(STORED_CONTENT.size,)]
+        assert connection.execute("select content_bytes from ergon.fact_usage").fetchall() == [(STORED_CONTENT.size,)]
 
 
 @pytest.mark.parametrize("step", ["append-after", "batch-after"])

@@ -16,11 +16,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ergon_framework.facts.errors import LimitExceeded
 from ergon_framework.facts.service import boundary_pb2 as wire
-from ergon_framework.facts.service import faults
-from ergon_framework.facts.service.batches import write_facts
+from ergon_framework.facts.service import errors
 from ergon_framework.facts.service.calls import SERVICE
 from ergon_framework.facts.service.limits import RESERVED_FILES
 from ergon_framework.facts.service.server import Limits
+from ergon_framework.facts.service.wire import write_facts
 from tests.integration.facts_zones import OUTBOUND, ServiceZones, make_fact
 from tests.servers.certificates import compute_fingerprint
 
@@ -59,8 +59,8 @@ def read_rejection(call):
     """Return the status of a rejected call, and the error that came with it."""
     with pytest.raises(grpc.RpcError) as caught:
         call.result(20)
-    fault = dict(caught.value.trailing_metadata()).get(faults.METADATA_KEY)
-    return caught.value.code(), None if fault is None else faults.from_wire(wire.Fault.FromString(fault))
+    fault = dict(caught.value.trailing_metadata()).get(errors.METADATA_KEY)
+    return caught.value.code(), None if fault is None else errors.from_wire(wire.Fault.FromString(fault))
 
 
 def is_answered(zones, files):

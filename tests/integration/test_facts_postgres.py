@@ -13,15 +13,15 @@ from dataclasses import replace
 import psycopg
 import pytest
 
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.boundary import raise_if_error
 from ergon_framework.facts.errors import BufferFull, FactConflict, FactError, InvalidFactError
 from ergon_framework.facts.model import BoundarySide, Cursor, Envelope, Fact, StoredArtifact, ZonePair
 from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.facts.stores.memory_contents import MemoryContentStore
-from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.facts.stores.postgres_partitions import WEEK_MS, partition_name, week_number
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.facts.stores.postgres.retention import WEEK_MS, partition_name, week_number
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 from tests.integration.counters import read_index_counters
 from tests.servers.pgbouncer import PrivatePgBouncer
 
@@ -268,7 +268,7 @@ def test_a_bounded_store_waits_for_concurrent_writers(make_store, database):
     client = make_store(max_facts=50)
     client.append_fact(*make_fact(1))
     with psycopg.connect(database) as other, ThreadPoolExecutor(1) as pool:
-        other.execute("select 1 from ergon.fact_room for update")
+        other.execute("select 1 from ergon.fact_usage for update")
         waiting = pool.submit(client.append_fact, *make_fact(2))
         while not run_sql(database, WAITING):
             assert not waiting.done()
@@ -280,7 +280,7 @@ def test_a_bounded_store_waits_for_concurrent_writers(make_store, database):
 def test_bytes_are_counted_with_artifacts_and_released(make_store):
     client = make_store(max_bytes=100, contents=MemoryContentStore())
     client.put_object("b", "k", [b"x" * 60])
-    with pytest.raises(BufferFull, match="60 bytes are retained and 100 is the most"):
+    with pytest.raises(BufferFull, match="60 bytes are retained, the limit is 100"):
         client.put_object("b", "other", [b"y" * 60])
     results = client.append_facts([make_fact(1, text="z" * 40), make_fact(2)])
     assert isinstance(results[0], BufferFull)
@@ -382,7 +382,7 @@ def test_the_partition_of_a_past_week_is_dropped_once_confirmed(make_store, data
     assert run_sql(database, "select to_regclass(%s)", f"ergon.{week}") == [(None,)]
     confirmation = client.append_fact(*make_fact("next"))
     assert confirmation.offset == 11
-    assert run_sql(database, "select count(*) from ergon.facts_rest") == [(0,)], "the present week has a partition"
+    assert run_sql(database, "select count(*) from ergon.facts_default") == [(0,)], "the present week has a partition"
 
 
 @pytest.mark.spec("FAC-16")
@@ -400,7 +400,7 @@ def test_facts_are_accepted_without_the_right_to_create_partitions(postgres, dat
             facts = client.fetch_facts("r", PAIR, 10)
             client.confirm_receipt("r", PAIR, facts[1].cursor)
             assert client.prune(2**52).facts == 2
-            assert run_sql(database, "select count(*) from ergon.facts_rest") == [(1,)]
+            assert run_sql(database, "select count(*) from ergon.facts_default") == [(1,)]
     finally:
         run_sql(database, "drop owned by clerk")
         run_sql(database, "drop role clerk")
@@ -415,7 +415,7 @@ def test_the_operator_that_retires_a_reader_is_recorded(make_store, database):
     assert client.retire_reader("gone", PAIR, by="Ada")
     assert not client.retire_reader("gone", PAIR, by="Ada")
     audit_rows = run_sql(
-        database, "select from_zone, to_zone, reader, fact_offset, last, by_whom from ergon.fact_reader_audit"
+        database, "select from_zone, to_zone, reader, fact_offset, last, actor from ergon.fact_reader_audit"
     )
     assert audit_rows == [(*PAIR, "gone", 1, 2, "Ada")]
 
@@ -495,7 +495,7 @@ def test_a_content_that_never_got_a_name_is_removed(make_store, database):
         kill_sql = "select pg_terminate_backend(pid) from pg_stat_activity where state = 'idle in transaction'"
         run_sql(database, kill_sql + " and datname = current_database()")
         contents.resume.set()
-        with pytest.raises(Exception, match=r"out of reach|is being stopped"):
+        with pytest.raises(Exception, match=r"is unavailable|is being stopped"):
             putting.result(TIMEOUT_SECONDS)
     assert len(contents.contents) == 1
     client.prune(2**52)
@@ -584,7 +584,7 @@ def test_an_upload_that_was_committed_without_a_name_is_not_confirmed(make_store
 def test_without_contents_there_are_no_artifacts(make_store):
     client = make_store()
     assert not client.capabilities.artifacts
-    with pytest.raises(ConfigurationError, match="give it contents="):
+    with pytest.raises(ConfigurationError, match="has no content store: pass contents="):
         client.put_object("b", "k", [b"x"])
 
 
@@ -621,7 +621,7 @@ def test_an_upload_from_an_async_iterator_resumes_where_it_stopped(make_store):
 def test_a_database_that_may_lose_commits_is_refused_unless_that_is_accepted(new_postgres):
     server = new_postgres(settings={"synchronous_commit": "off"})
     upgrade(server.dsn())
-    with pytest.raises(ConfigurationError, match="synchronous_commit is off; set it on, or say accept_loss=True"):
+    with pytest.raises(ConfigurationError, match="synchronous_commit is off; set it on, or pass accept_loss=True"):
         PostgresBoundary(server.dsn()).open()
     with PostgresBoundary(server.dsn(), accept_loss=True) as store:
         assert (store.capabilities.durable, store.capabilities.is_strict) == (False, False)
@@ -644,7 +644,7 @@ def test_a_changed_session_setting_does_not_weaken_strict_appends(new_postgres):
 
 def test_a_store_has_one_side(make_store):
     make_store(side=BoundarySide.OUTER).open()
-    with pytest.raises(ConfigurationError, match="is on the outer side, and was opened as inner"):
+    with pytest.raises(ConfigurationError, match="is on the outer side, but was opened as inner"):
         make_store().open()
 
 
@@ -653,7 +653,7 @@ def test_an_error_for_a_database_without_tables_names_the_upgrade(postgres):
     with pytest.raises(ConfigurationError, match="ergon db upgrade"):
         PostgresBoundary(dsn, accept_loss=True).open()
     upgrade(dsn, "0003")
-    with pytest.raises(ConfigurationError, match="at revision 0003, facts need 0013; run: ergon db upgrade"):
+    with pytest.raises(ConfigurationError, match="revision 0003 is outdated: facts need 0004; run: ergon db upgrade"):
         PostgresBoundary(dsn, accept_loss=True).open()
 
 

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.exit import RunExit
 from tests.integration.running import ErgonProcess
 from tests.integration.test_run_probes import wait_for_status
 
@@ -19,7 +19,7 @@ from ergon_framework.facts.boundary import Boundary
 from ergon_framework.facts.model import BoundarySide, Buffer, Envelope, Fact, ZonePair
 from ergon_framework.facts.policy import ReplicationPolicy
 from ergon_framework.facts.replicator import AsyncReplicator, Replicator
-from ergon_framework.facts.room import CapacityMonitor, store_usage
+from ergon_framework.facts.capacity import CapacityMonitor, store_usage
 from ergon_framework.facts.stores.memory import MemoryBoundary
 
 PLANT = MemoryBoundary(side=BoundarySide.INNER)
@@ -87,7 +87,7 @@ def test_a_signal_ends_it_cleanly_and_it_prints_the_state_of_each_pair(tmp_path,
         port = int(re.search(r":(\d+)$", process.output[-1]).group(1))
         ready = wait_for_status(port, "/ready", 200)
         # All replicas are current; a nearly full store is reported all the same.
-        process.wait_for("room ends")
+        process.wait_for("storage near limit")
         process.send_signal(number)
         code, _ = process.wait_for_exit()
     assert code == RunExit.OK
@@ -125,9 +125,9 @@ def test_a_failed_replicator_ends_the_process_with_its_error(tmp_path):
 @pytest.mark.parametrize(
     "source, message",
     [
-        ("parts = 7", "no replicator but a int"),
-        ("parts = []", "holds no replicator"),
-        ("other = 7", "it holds no Replicator"),
+        ("parts = 7", "is a int, not a Replicator"),
+        ("parts = []", "has no replicator"),
+        ("other = 7", "it has no Replicator"),
     ],
 )
 def test_a_target_without_a_replicator_is_rejected(tmp_path, source, message):

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ergon_framework.facts.boundary import raise_if_error
+from ergon_framework.facts.capacity import Usage, store_usage
 from ergon_framework.facts.model import Envelope, Fact, ZonePair
 from ergon_framework.facts.policy import RetentionPolicy
 from ergon_framework.facts.retention import FactRetention
-from ergon_framework.facts.room import Usage, store_usage
 from ergon_framework.facts.stores.files import FileContentStore
-from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 
 PAIR = ZonePair("Plant A", "HQ")
 WEEK_SECONDS = 7 * 24 * 3600.0

@@ -22,10 +22,10 @@ from ergon_framework.facts.errors import (
 )
 from ergon_framework.facts.model import ZonePair
 from ergon_framework.facts.service import boundary_pb2 as wire
-from ergon_framework.facts.service import faults
-from ergon_framework.facts.service.batches import write_facts
+from ergon_framework.facts.service import errors
 from ergon_framework.facts.service.calls import SERVICE
 from ergon_framework.facts.service.server import Limits
+from ergon_framework.facts.service.wire import write_facts
 from tests.integration.facts_zones import CLIENT_TYPES, OUTBOUND, ServiceZones, make_fact, to_stored
 from tests.servers.postgres import free_port
 
@@ -70,8 +70,8 @@ def restart(zones, meanwhile=lambda: None):
 def read_rejection(zones, method, data):
     with pytest.raises(grpc.RpcError) as caught:
         zones.open_channel(zones.plant_files).unary_unary(SERVICE + method)(data, timeout=10)
-    fault = dict(caught.value.trailing_metadata()).get(faults.METADATA_KEY)
-    return caught.value.code(), None if fault is None else faults.from_wire(wire.Fault.FromString(fault))
+    fault = dict(caught.value.trailing_metadata()).get(errors.METADATA_KEY)
+    return caught.value.code(), None if fault is None else errors.from_wire(wire.Fault.FromString(fault))
 
 
 def make_append_request(**columns):
@@ -81,15 +81,15 @@ def make_append_request(**columns):
 @pytest.mark.parametrize(
     "method, data, message",
     [
-        ("AppendFact", b"\xff\xff\xff", "is no Appending"),
-        ("AppendFact", b"\x0a\x02\x0a\xff", "is no Appending"),
-        ("AppendFact", b"", "has an envelope"),
+        ("AppendFact", b"\xff\xff\xff", "is not a valid ergon.facts.v1.Appending message"),
+        ("AppendFact", b"\x0a\x02\x0a\xff", "is not a valid ergon.facts.v1.Appending message"),
+        ("AppendFact", b"", "must have its own envelope"),
         ("AppendFact", wire.Appending(envelope=wire.Envelope(), fact=wire.Fact()).SerializeToString(), "message_id"),
         ("AppendFacts", make_append_request(message_ids=["m"] * 1001), "at most 1,000"),
         ("AppendFacts", make_append_request(message_ids=["m"], subjects=["a", "b"]), "1 from_zones, and not 0"),
         ("FetchFacts", b"", "name of a reader"),
         ("FetchFacts", wire.FetchFactsRequest(reader="r", limit=-1).SerializeToString(), "limit"),
-        ("ConfirmReceipt", wire.ConfirmReceiptRequest(reader="r").SerializeToString(), "a receipt has a cursor"),
+        ("ConfirmReceipt", wire.ConfirmReceiptRequest(reader="r").SerializeToString(), "a receipt must have a cursor"),
         ("GetFact", wire.GetFactRequest(from_zone="Plant A", message_id="a b").SerializeToString(), "message_id"),
         ("CursorAt", wire.CursorAtRequest(unix_ms=-1).SerializeToString(), "unix_ms"),
         ("EndOf", b"", "from_zone"),
@@ -140,11 +140,14 @@ def test_operations_local_to_the_store_are_not_offered(plant):
     "parts, message",
     [
         ([], "broke off"),
-        ([wire.PutObjectRequest(piece=b"x")], "begins with a header"),
+        ([wire.PutObjectRequest(piece=b"x")], "must begin with a header"),
         ([wire.PutObjectRequest()], "has none"),
         (["header", wire.PutObjectRequest(piece=b"x")], "broke off"),
-        (["header", wire.PutObjectRequest(piece=b"x"), wire.PutObjectRequest(end=wire.PutObjectEnd(size=2))], "are 1"),
-        (["header", "header"], "are 0"),
+        (
+            ["header", wire.PutObjectRequest(piece=b"x"), wire.PutObjectRequest(end=wire.PutObjectEnd(size=2))],
+            "1 bytes were received",
+        ),
+        (["header", "header"], "0 bytes were received"),
     ],
 )
 @pytest.mark.spec("FAC-21")
@@ -326,7 +329,7 @@ def test_a_mismatch_is_reported_while_the_client_still_sends(plant):
     sent = make_content(4 * MEBIBYTE)
     with pytest.raises(ArtifactMismatch):
         plant.put_object("b", "k", [sent], expected=to_stored(b"other"))
-    with pytest.raises(InvalidFactError, match="goes on at byte 5"):
+    with pytest.raises(InvalidFactError, match="resumes at byte 5"):
         plant.put_object("b", "k", [sent] * 8, expected=to_stored(sent), begin=5)
 
 
@@ -410,7 +413,7 @@ def test_health_reports_whether_the_store_responds(zones):
 
 
 def test_two_services_do_not_share_a_port(zones):
-    with pytest.raises(ConfigurationError, match="is the port taken"):
+    with pytest.raises(ConfigurationError, match="check that the port is free"):
         zones.serve("second", listen=f"127.0.0.1:{zones.port}")
 
 

@@ -13,16 +13,16 @@ from typer.testing import CliRunner
 
 from ergon_framework.cli.app import app
 from ergon_framework.connectors.base import Ack, DeadLetter, Defer, Release, SettleResult
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterResult
+from ergon_framework.database import migrate
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
+from ergon_framework.facts.append import Facts
 from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
 from ergon_framework.facts.errors import EpochChanged, InvalidFactError
-from ergon_framework.facts.facts import Facts
 from ergon_framework.facts.model import ZonePair
 from ergon_framework.facts.stores.memory import MemoryBoundary
-from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.facts.stores.postgres_side import PostgresFactConsumerStore
-from ergon_framework.schema import migrate
+from ergon_framework.facts.stores.postgres.consumer_state import PostgresFactConsumerStore
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 from ergon_framework.transaction import Transaction
 
 pytestmark = pytest.mark.spec("FAC-27")
@@ -195,7 +195,7 @@ def test_writes_of_a_previous_owner_are_rejected(make_connector, database):
     one, two, three, four, five = client.fetch_transactions(5)
     successor = make_connector()
     assert len(successor.fetch_transactions(1)) == 1
-    before = fetch_rows(database, "select generation, held, turn from ergon.fact_side")
+    before = fetch_rows(database, "select generation, in_flight, claim_sequence from ergon.fact_consumer")
     # Separate calls, so that none of them learns from the error of another.
     for delivery, settlement in ((two, Defer(0.0)), (three, DeadLetter("odd")), (four, Release()), (one, Ack())):
         client._log._ownership.is_lost = False
@@ -204,9 +204,9 @@ def test_writes_of_a_previous_owner_are_rejected(make_connector, database):
     assert client.extend([five]) == [None]
     client._log._ownership.is_lost = False
     client.close()
-    assert fetch_rows(database, "select generation, held, turn from ergon.fact_side") == before
+    assert fetch_rows(database, "select generation, in_flight, claim_sequence from ergon.fact_consumer") == before
     assert fetch_rows(database, "select 1 from ergon.dead_letter") == []
-    assert fetch_rows(database, "select 1 from ergon.fact_aside where settled or due_at is not null") == []
+    assert fetch_rows(database, "select 1 from ergon.fact_consumer_state where settled or due_at is not null") == []
     assert get_cursor(successor) == 0
 
 
@@ -271,7 +271,7 @@ def test_a_blocked_state_store_does_not_block_the_event_loop(database):
         await client.dispatch_async(make_transactions(1))
         await client.open_async()
         with psycopg.connect(database) as other:
-            other.execute("select 1 from ergon.fact_side for update")
+            other.execute("select 1 from ergon.fact_consumer for update")
             fetching = asyncio.ensure_future(client.fetch_transactions_async(1))
             for _ in range(20):
                 await asyncio.sleep(0.005)
@@ -321,7 +321,7 @@ def test_the_dead_letter_commands_work_for_facts(make_connector, database, tmp_p
     name = f"ledger_{next(_numbers)}"
     (tmp_path / f"{name}.py").write_text(
         "from ergon_framework.facts.connector import FactConnector\n"
-        "from ergon_framework.facts.stores.postgres import PostgresBoundary\n"
+        "from ergon_framework.facts.stores.postgres.store import PostgresBoundary\n"
         "boundary = PostgresBoundary(accept_loss=True)\n"
         "facts = FactConnector(boundary, from_zone='Plant A', to_zone='HQ')\n"
     )
@@ -336,7 +336,7 @@ def test_the_dead_letter_commands_work_for_facts(make_connector, database, tmp_p
 
     try:
         assert run_dlq("list", "--json").count('"odd"') == 3
-        run_dlq("replay", "--reason", "odd", "--limit", "1")
+        run_dlq("replay", "--dead-letter-reason", "odd", "--limit", "1")
         run_dlq("discard", "--all", "--limit", "1", "--yes")
         assert run_dlq("list", "--json").count('"odd"') == 1
     finally:
@@ -354,7 +354,7 @@ def test_an_owner_whose_state_was_lost_in_a_restore_creates_it_on_the_next_open(
     client.dispatch(make_transactions(2))
     client.settle([(client.fetch_transactions(1)[0], DeadLetter("odd"))])
     with psycopg.connect(database, autocommit=True) as connection:
-        connection.execute("delete from ergon.fact_side")
+        connection.execute("delete from ergon.fact_consumer")
     make_connector(reader="audit").open()
     with pytest.raises(ConnectionLostError, match="taken over"):
         client.fetch_transactions(1)
@@ -370,7 +370,7 @@ def test_a_new_process_detects_that_the_store_was_restored(make_connector):
     client.settle([(one, Ack()), (two, Defer(60.0))])
     client.boundary.new_epoch(by="a test")
     successor = make_connector()
-    with pytest.raises(EpochChanged, match="put back from a backup"):
+    with pytest.raises(EpochChanged, match="restored from a backup"):
         successor.fetch_transactions(1)
     assert successor.side.forget_epoch(PAIR) == 1
     assert get_ids(successor.fetch_transactions(5)) == ["t-3"]
@@ -382,12 +382,12 @@ def test_a_new_process_detects_that_the_store_was_restored(make_connector):
 
 def test_accepting_the_epoch_of_an_unknown_reader_is_rejected(database):
     with PostgresFactConsumerStore(database, accept_loss=True) as side:
-        with pytest.raises(InvalidFactError, match=r"no reader 'ledger' .* known are: none"):
+        with pytest.raises(InvalidFactError, match=r"no reader 'ledger' .* registered readers: none"):
             side.forget_epoch(PAIR, "ledger")
         client = FactConnector(MemoryBoundary(), **PAIR._asdict(), reader="ledger", side=side)
         client.dispatch(make_transactions(1))
         assert get_ids(client.fetch_transactions(1)) == ["t-1"]
-        with pytest.raises(InvalidFactError, match=r"no reader 'leger' .* known are: ledger"):
+        with pytest.raises(InvalidFactError, match=r"no reader 'leger' .* registered readers: ledger"):
             side.forget_epoch(PAIR, "leger")
         assert side.forget_epoch(PAIR, "ledger") == 0
 
@@ -408,7 +408,7 @@ def test_a_state_store_can_be_in_another_database_than_the_facts(database):
 def test_a_database_that_may_lose_commits_is_rejected_for_dead_letters(database):
     with PostgresFactConsumerStore(database) as side:
         client = FactConnector(MemoryBoundary(), **PAIR._asdict(), side=side)
-        with pytest.raises(ConfigurationError, match="no place for dead letters"):
+        with pytest.raises(ConfigurationError, match="may lose dead letters"):
             client.open()
 
 
@@ -419,8 +419,8 @@ def test_a_state_store_without_an_address_names_the_setting(monkeypatch):
         client.open()
 
 
-def test_a_database_of_the_previous_release_is_rejected_with_the_upgrade_command(postgres):
+def test_a_database_without_the_tables_of_facts_is_rejected_with_the_upgrade_command(postgres):
     dsn = postgres.create_database(f"sides_{next(_numbers)}")
-    migrate.upgrade(dsn, "0012")
+    migrate.upgrade(dsn, "0003")
     with pytest.raises(ConfigurationError, match="ergon db upgrade"), PostgresBoundary(dsn, accept_loss=True):
-        pytest.fail("a database without the owners of artifacts was opened")
+        pytest.fail("a database without the tables of facts was opened")

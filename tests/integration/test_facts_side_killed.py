@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ergon_framework.facts.connector import FactConnector
-from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 from ergon_framework.transaction import Transaction
 from tests.integration.side_killing import BAD_EVERY, PAIR
 

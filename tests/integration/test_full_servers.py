@@ -17,9 +17,9 @@ from ergon_framework.connectors.bridge import as_sync
 from ergon_framework.connectors.nats import NatsQueue
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.redis import RedisQueue
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.errors import ConnectionLostError
-from ergon_framework.runner.exits import RunExit
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.runner.exit import RunExit
 from ergon_framework.transaction import Transaction
 from tests.integration.running import ErgonProcess
 from tests.integration.test_run_probes import query_probe, wait_for_port, wait_for_status
@@ -152,7 +152,7 @@ def check_log(run, words):
     lost = [line for line in run.output if 'event="connection lost"' in line]
     assert len(lost) >= 2
     assert all(words in line for line in lost)
-    assert not [line for line in run.output if 'event="process died"' in line]
+    assert not [line for line in run.output if 'event="process exited unexpectedly"' in line]
 
 
 def wait_for_cause(words, call):
@@ -261,7 +261,7 @@ def test_workers_drain_a_redis_at_its_memory_limit_and_report_it(tmp_path, monke
             run.send_signal(signal.SIGTERM)
             assert run.wait_for_exit()[0] == RunExit.OK
     queue.close()
-    assert not [line for line in run.output if 'event="process died"' in line]
+    assert not [line for line in run.output if 'event="process exited unexpectedly"' in line]
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from ergon_framework.connectors.base import Ack, DeadLetter, Defer, SettleResult
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.errors import Category
-from ergon_framework.executor.jobs import attempts
-from ergon_framework.executor.jobs.attempts import ReleaseAttempt
-from ergon_framework.executor.jobs.client import JobClient
-from ergon_framework.executor.jobs.model import JobState, queue_name
-from ergon_framework.executor.verdict import Complete, Fail, FailureCause, Retry
+from ergon_framework.executors.decision import Complete, Fail, FailureCause, Retry
+from ergon_framework.jobs import store
+from ergon_framework.jobs.client import JobClient
+from ergon_framework.jobs.model import JobState, queue_name
+from ergon_framework.jobs.store import ReleaseAttempt
 from ergon_framework.transaction import Transaction
 from tests.integration.jobs import ManualWorker, run_sql
 
@@ -140,7 +140,7 @@ def test_a_job_whose_orchestrators_are_killed_fails_after_exactly_its_attempts(c
     job = client.show("a")
     assert (job.state, job.attempts, job.error.code) == (JobState.FAILED, 1, "orchestrator_died")
     # An orchestrator killed here has not dead-lettered the message: it is redelivered, and the row holds the decision.
-    assert start_attempt(other_worker, new_delivery)[:2] == ("buried", 1)
+    assert start_attempt(other_worker, new_delivery)[:2] == ("failed", 1)
 
 
 def test_a_job_that_is_not_due_is_deferred_and_not_counted(client, worker):
@@ -182,7 +182,7 @@ def test_a_replayed_dead_letter_starts_with_attempt_one(client, worker):
     [delivery] = worker.fetch()
     start_attempt(worker, delivery)
     worker.finish(delivery, Fail(CAUSE))
-    assert start_attempt(worker, delivery).decision == "buried"
+    assert start_attempt(worker, delivery).decision == "failed"
     worker.queue.settle([(delivery, DeadLetter("hard_timeout"))])
     [letter] = worker.queue.list_dead(DeadLetterQuery.load())
     worker.queue.replay_dead([letter.handle])
@@ -314,8 +314,8 @@ def test_many_attempts_end_in_one_statement(client, worker):
     ids = [client.submit("echo", n).id for n in range(20)]
     deliveries = worker.fetch(20)
     worker.start(*deliveries)
-    ends = [attempts.AttemptEnd(worker.claim(delivery), Complete(n)) for n, delivery in enumerate(deliveries)]
-    unknown_end = attempts.AttemptEnd(attempts.JobClaim("nobody", deliveries[0].receipt), Complete(1))
-    states = worker.pool.run(attempts.finish_attempts([*ends, unknown_end]))
+    ends = [store.AttemptEnd(worker.claim(delivery), Complete(n)) for n, delivery in enumerate(deliveries)]
+    unknown_end = store.AttemptEnd(store.JobClaim("unknown", deliveries[0].receipt), Complete(1))
+    states = worker.pool.run(store.finish_attempts([*ends, unknown_end]))
     assert states == [JobState.SUCCEEDED] * 20 + [None]
     assert {job.id for job in client.list(states=["succeeded"])} == set(ids)

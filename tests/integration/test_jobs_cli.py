@@ -10,15 +10,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from ergon_framework.cli import job_work
+from ergon_framework.cli import job_commands
 from ergon_framework.cli.app import app
-from ergon_framework.cli.job_work import JobExit
+from ergon_framework.cli.job_commands import JobExit
 from ergon_framework.connectors.base import DeadLetter
 from ergon_framework.errors import Category
-from ergon_framework.executor.jobs import attempts
-from ergon_framework.executor.jobs.client import JobClient
-from ergon_framework.executor.jobs.cron import Cron
-from ergon_framework.executor.verdict import Complete, Fail, FailureCause
+from ergon_framework.executors.decision import Complete, Fail, FailureCause
+from ergon_framework.jobs import store
+from ergon_framework.jobs.client import JobClient
+from ergon_framework.jobs.cron import Cron
 from tests.integration.jobs import ManualWorker
 from tests.servers.postgres import free_port
 
@@ -79,7 +79,7 @@ def test_a_job_is_submitted_with_json_arguments_and_shown(dsn, worker):
     assert (job["tenant"], job["max_attempts"], job["timeout"], job["unique_key"]) == ("acme", 4, 2.5, "k")
     assert f"ergon why {job_id}" in run_job_command("show", job_id).stdout
     repeated = run_job_command("submit", *arguments, "--key", "k", "--max-attempts", "4")
-    assert (repeated.stdout.strip(), "it was there before, and is pending" in repeated.stderr) == (job_id, True)
+    assert (repeated.stdout.strip(), "the job already existed and is pending" in repeated.stderr) == (job_id, True)
     conflict = run_job_command("submit", "refund", "--key", "k", "--tenant", "acme", code=JobExit.UNSUCCESSFUL)
     assert "is taken" in conflict.stderr
 
@@ -95,10 +95,10 @@ def test_a_job_may_be_delayed(dsn, delay_options):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["echo", "text"], "is no JSON"),
-        (["echo", "--kwargs", "[]"], "is a JSON object"),
-        (["echo", "--at", "soon"], "is no time"),
-        (["echo", "--delay", "soon"], "is no length of time"),
+        (["echo", "text"], "is not valid JSON"),
+        (["echo", "--kwargs", "[]"], "must be a JSON object"),
+        (["echo", "--at", "soon"], "invalid time"),
+        (["echo", "--delay", "soon"], "invalid duration"),
         (["rust#"], "names no handler"),
     ],
 )
@@ -132,7 +132,7 @@ def test_waiting_for_a_job_that_fails_shows_its_error_without_control_characters
 def test_a_wait_that_times_out_has_its_own_exit_code(dsn):
     job_id = run_job_command("submit", "echo").stdout.strip()
     timed_out = run_job_command("wait", job_id, "--timeout", "1s", code=JobExit.TIMED_OUT)
-    assert "not over after 1 s" in timed_out.stderr
+    assert "the job had not ended after 1 s" in timed_out.stderr
 
 
 def test_on_a_terminal_the_wait_shows_the_state_of_the_job(dsn, worker, monkeypatch):
@@ -150,10 +150,10 @@ def test_on_a_terminal_the_wait_shows_the_state_of_the_job(dsn, worker, monkeypa
             messages.append(message)
             worker.finish(delivery, Complete(1))
 
-    monkeypatch.setattr(job_work.sys, "stderr", type("Terminal", (), {"isatty": lambda _: True})(), raising=False)
+    monkeypatch.setattr(job_commands.sys, "stderr", type("Terminal", (), {"isatty": lambda _: True})(), raising=False)
     monkeypatch.setattr(Console, "status", lambda *_, **__: FinishingStatus())
-    client = job_work.importlib.import_module("ergon_framework.executor.jobs.client").JobClient(dsn)
-    assert job_work._wait_for_end(client, job_id, timeout=None).state == "succeeded"
+    client = job_commands.importlib.import_module("ergon_framework.jobs.client").JobClient(dsn)
+    assert job_commands._wait_for_end(client, job_id, timeout=None).state == "succeeded"
     client.close()
     assert messages[0].startswith("running, attempt 1, 0 s")
     assert sys.stderr is not None
@@ -165,8 +165,8 @@ def test_ctrl_c_stops_the_wait_and_not_the_job(dsn, monkeypatch):
     def raise_interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(job_work, "_wait_for_end", raise_interrupt)
-    assert "the job goes on" in run_job_command("wait", job_id, code=JobExit.STOPPED).stderr
+    monkeypatch.setattr(job_commands, "_wait_for_end", raise_interrupt)
+    assert "the job continues" in run_job_command("wait", job_id, code=JobExit.STOPPED).stderr
     assert run_json("show", job_id)["state"] == "pending"
 
 
@@ -179,14 +179,14 @@ def test_jobs_are_cancelled_and_killed(dsn, worker):
     assert (
         "is running and cannot be cancelled" in run_job_command("cancel", running_id, code=JobExit.UNSUCCESSFUL).stderr
     )
-    assert run_job_command("kill", running_id).stdout == "running, and its kill is asked for\n"
-    worker.finish(delivery, attempts.KillAttempt())
-    assert "was killed already" in run_job_command("kill", running_id, code=JobExit.UNSUCCESSFUL).stderr
+    assert run_job_command("kill", running_id).stdout == "running, kill requested\n"
+    worker.finish(delivery, store.KillAttempt())
+    assert "was already killed" in run_job_command("kill", running_id, code=JobExit.UNSUCCESSFUL).stderr
 
 
 def test_a_failed_job_is_replayed(dsn, worker):
     job_id = run_job_command("submit", "echo").stdout.strip()
-    assert "is pending; only one that has failed" in run_job_command("replay", job_id, code=JobExit.UNSUCCESSFUL).stderr
+    assert "is pending; only a failed job" in run_job_command("replay", job_id, code=JobExit.UNSUCCESSFUL).stderr
     fail_attempt(worker)
     assert run_job_command("replay", job_id).stdout == "pending\n"
 
@@ -202,21 +202,21 @@ def test_jobs_are_listed(dsn, worker):
     assert [job["error"]["code"] for job in failed_jobs] == ["executor_error"]
     assert len(run_job_command("list", "--kind", "rust", "--function", "send").stdout.splitlines()) == 2
     first = run_job_command("list", "--limit", "1")
-    assert "there are more; --before " in first.stderr
+    assert "there are more jobs; to continue, pass --before " in first.stderr
     last_number = first.stderr.partition("--before ")[2].split()[0]
     assert [line.split()[1] for line in run_job_command("list", "--before", last_number).stdout.splitlines()][
         1:
     ] == ids[1::-1]
-    assert run_job_command("list", "--tenant", "nobody").stdout == "there are no jobs of that kind\n"
-    assert "is no state of a job" in run_job_command("list", "--state", "done", code=JobExit.FAILED).stderr
+    assert run_job_command("list", "--tenant", "missing").stdout == "no jobs match\n"
+    assert "invalid job state" in run_job_command("list", "--state", "done", code=JobExit.FAILED).stderr
 
 
 def test_a_missing_job_and_an_unavailable_database_have_their_own_exit_codes(dsn, monkeypatch):
     for command in ("show", "wait", "cancel", "kill", "replay"):
-        assert "there is no job 'nobody'" in run_job_command(command, "nobody", code=JobExit.UNSUCCESSFUL).stderr
-    assert run_json("show", "nobody", code=JobExit.UNSUCCESSFUL)["exit_code"] == JobExit.UNSUCCESSFUL
+        assert "there is no job 'missing'" in run_job_command(command, "missing", code=JobExit.UNSUCCESSFUL).stderr
+    assert run_json("show", "missing", code=JobExit.UNSUCCESSFUL)["exit_code"] == JobExit.UNSUCCESSFUL
     monkeypatch.setenv("ERGON_POSTGRES__DSN", f"postgresql://postgres@127.0.0.1:{free_port()}/x")
-    assert "out of reach" in run_job_command("list", code=JobExit.FAILED).stderr
+    assert "is unavailable" in run_job_command("list", code=JobExit.FAILED).stderr
     monkeypatch.delenv("ERGON_POSTGRES__DSN")
     assert "set ERGON_POSTGRES__DSN" in run_job_command("list", code=JobExit.FAILED).stderr
 
@@ -248,6 +248,6 @@ def test_cron_entries_are_listed_paused_resumed_and_run(dsn, worker):
 @pytest.mark.parametrize("command", ["pause", "resume", "run-now"])
 def test_a_missing_cron_entry_is_reported(dsn, command):
     assert (
-        "there is no cron entry 'nobody'"
-        in run_job_command("cron", command, "nobody", code=JobExit.UNSUCCESSFUL).stderr
+        "there is no cron entry 'missing'"
+        in run_job_command("cron", command, "missing", code=JobExit.UNSUCCESSFUL).stderr
     )

@@ -13,14 +13,14 @@ import psycopg
 import pytest
 
 from ergon_framework.connectors.codec import UnencodableError
+from ergon_framework.database.pool import ConnectionPool
 from ergon_framework.errors import ConfigurationError, ConnectionLostError, MissingExtraError
-from ergon_framework.executor.jobs import crontab
-from ergon_framework.executor.jobs.client import AsyncJobClient, JobClient
-from ergon_framework.executor.jobs.clockwork import CronScheduler
-from ergon_framework.executor.jobs.cron import Cron, CronNotFound, Misfire, job_key
-from ergon_framework.executor.jobs.model import JobConflict, JobState
-from ergon_framework.executor.jobs.observe import job_metrics
-from ergon_framework.schema.lines import ConnectionPool
+from ergon_framework.jobs import cron_store
+from ergon_framework.jobs.client import AsyncJobClient, JobClient
+from ergon_framework.jobs.cron import Cron, CronNotFound, Misfire, job_key
+from ergon_framework.jobs.metrics import job_metrics
+from ergon_framework.jobs.model import JobConflict, JobState
+from ergon_framework.jobs.orchestrator import CronScheduler
 from ergon_framework.telemetry import names
 from tests.integration.jobs import (
     ROOT,
@@ -61,7 +61,7 @@ def pool(dsn):
 def fire_due(pool):
     """Fire all due entries, as an orchestrator does."""
     batches, tried = [], set()
-    while (fired := pool.run(crontab.fire_next(tried))) is not None:
+    while (fired := pool.run(cron_store.fire_next(tried))) is not None:
         batches.append(fired)
     return batches
 
@@ -118,7 +118,7 @@ def test_an_invalid_entry_is_rejected_and_nothing_is_written(client):
 
 
 def test_an_entry_for_an_executor_that_is_not_served_is_rejected(dsn):
-    with pytest.raises(ConfigurationError, match="'nightly' is for 'rust'; the executors here are python"):
+    with pytest.raises(ConfigurationError, match="'nightly' is for 'rust'; known executors: python"):
         make_orchestrator(dsn, crons=[Cron("nightly", DAILY, "rust#report")])
     with pytest.raises(ConfigurationError, match="the same name"):
         make_orchestrator(dsn, crons=[Cron("nightly", DAILY, "a"), Cron("nightly", DAILY, "b")])
@@ -178,10 +178,10 @@ def test_misfire_all_is_bounded_and_split_into_several_database_transactions(cli
     client.schedule(Cron("minutely", "* * * * *", "report", misfire="all"))
     make_overdue(dsn, "minutely", "3 days")
     batches = fire_due(pool)
-    assert max(fired.submitted for fired in batches) == crontab.MAX_TRANSACTION_JOBS
+    assert max(fired.submitted for fired in batches) == cron_store.MAX_TRANSACTION_JOBS
     assert len(set(list_job_keys(dsn))) in {
-        crontab.MAX_CATCH_UP_JOBS,
-        crontab.MAX_CATCH_UP_JOBS + 1,
+        cron_store.MAX_CATCH_UP_JOBS,
+        cron_store.MAX_CATCH_UP_JOBS + 1,
     }  # a minute may have begun meanwhile
 
 
@@ -212,8 +212,8 @@ def test_a_paused_entry_is_not_fired_and_times_in_the_pause_are_not_misfires(cli
     assert client.schedules()[0].next_at > datetime.now(UTC)
     assert fire_due(pool) == []
     for change_state in (client.pause_schedule, client.resume_schedule):
-        with pytest.raises(CronNotFound, match="no cron entry 'nobody'"):
-            change_state("nobody")
+        with pytest.raises(CronNotFound, match="no cron entry 'missing'"):
+            change_state("missing")
 
 
 # -- kills, races, interruptions --------------------------------------------------------------------
@@ -235,12 +235,12 @@ def run_until(operation, statement):
 
 
 @pytest.mark.spec("EXE-27")
-@pytest.mark.parametrize("statement", [crontab.MOVE_NEXT_AT, "commit"])
+@pytest.mark.parametrize("statement", [cron_store.MOVE_NEXT_AT, "commit"])
 def test_a_process_killed_before_it_commits_the_next_time_has_submitted_nothing(client, dsn, pool, statement):
     client.schedule(Cron("minutely", "* * * * *", "report", grace=600.0))
     scheduled_at = make_overdue(dsn, "minutely", "20 seconds")
     with pytest.raises(StatementReached):
-        pool.run(run_until(crontab.fire_next(set()), statement))
+        pool.run(run_until(cron_store.fire_next(set()), statement))
     assert list_job_keys(dsn) == []
     assert client.schedules()[0].next_at == scheduled_at
     [fired] = fire_due(pool)
@@ -251,17 +251,17 @@ def test_a_process_killed_before_it_commits_the_next_time_has_submitted_nothing(
 
 STALLING_PROGRAM = """
 import sys, time
-from ergon_framework.executor.jobs import crontab
-from ergon_framework.schema.lines import ConnectionPool
+from ergon_framework.jobs import cron_store
+from ergon_framework.database.pool import ConnectionPool
 
 def stalled(operation):
     query = next(operation)
-    while query.sql != crontab.MOVE_NEXT_AT:
+    while query.sql != cron_store.MOVE_NEXT_AT:
         query = operation.send((yield query))
     print("submitted", flush=True)
     time.sleep(60)
 
-ConnectionPool(sys.argv[1]).run(stalled(crontab.fire_next(set())))
+ConnectionPool(sys.argv[1]).run(stalled(cron_store.fire_next(set())))
 """
 
 
@@ -290,7 +290,7 @@ def test_a_process_suspended_while_it_fires_locks_the_entry_for_seconds_only(cli
 
     def stall(operation):
         query = next(operation)
-        while query.sql != crontab.MOVE_NEXT_AT:
+        while query.sql != cron_store.MOVE_NEXT_AT:
             query = operation.send((yield query))
         stopped.set()
         resumed.wait(30)
@@ -300,7 +300,7 @@ def test_a_process_suspended_while_it_fires_locks_the_entry_for_seconds_only(cli
 
     def fire_stalling():
         try:
-            pool.run(stall(crontab.fire_next(set())))
+            pool.run(stall(cron_store.fire_next(set())))
         except ConnectionLostError as error:
             errors.append(error)
 
@@ -384,7 +384,7 @@ def test_an_unreadable_entry_delays_no_other_entry(dsn, caplog):
     run_with_scheduler(dsn, test)
     assert len(list_job_keys(dsn)) >= 3
     assert all(key.startswith("cron:sound:") for key in list_job_keys(dsn))
-    [warning] = [record for record in caplog.records if get_event(record) == "cron unfired"]
+    [warning] = [record for record in caplog.records if get_event(record) == "cron schedule not fired"]
     assert warning.cron == "broken"
     assert "gibberish" in warning.error
 

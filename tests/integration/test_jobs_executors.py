@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ergon_framework.cli.app import app
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.executor.jobs.client import JobClient
-from ergon_framework.executor.jobs.model import queue_name
+from ergon_framework.jobs.client import JobClient
+from ergon_framework.jobs.model import queue_name
 from tests.integration.jobs import BlockingJobClient, ManualWorker, make_orchestrator, make_policy, run_sql, run_task
 
 UNKNOWN_EXECUTOR_MESSAGE = "the executor 'typo' does not exist: no orchestrator serves it; known: python, rust"

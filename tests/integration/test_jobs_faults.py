@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from psycopg import errors
 
+from ergon_framework.database.pool import ConnectionPool
 from ergon_framework.errors import ErgonError
-from ergon_framework.executor.jobs import statements
-from ergon_framework.executor.jobs.client import JobClient
-from ergon_framework.schema.lines import ConnectionPool
+from ergon_framework.jobs import sql
+from ergon_framework.jobs.client import JobClient
 from tests.integration.jobs import make_orchestrator, make_policy, run_sql, run_task, wait_until
 
 pytestmark = pytest.mark.invariant
@@ -78,7 +78,7 @@ class StatementFault:
                     self._raise_at(number, "before")
                     result_rows = yield query
                     self._raise_at(number, "after")
-                    self.is_registered |= getattr(query, "sql", None) == statements.REGISTER
+                    self.is_registered |= getattr(query, "sql", None) == sql.REGISTER
                 except BaseException as error:
                     query = operation.throw(error)
                 else:
@@ -117,7 +117,7 @@ def find_finished_jobs(client, ids):
 def is_queue_empty(dsn):
     """Return whether no message is left in the queue."""
     remaining = sum(
-        run_sql(dsn, f"select count(*) from ergon.{table}")[0][0] for table in ("ready", "content", "returned")
+        run_sql(dsn, f"select count(*) from ergon.{table}")[0][0] for table in ("ready", "content", "redelivery")
     )
     return remaining == 0
 

@@ -14,16 +14,17 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from ergon_framework import ConsumerPolicy
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.errors import Category, ConfigurationError
-from ergon_framework.executor.jobs import desk, task
-from ergon_framework.executor.jobs.client import AsyncJobClient, JobClient
-from ergon_framework.executor.jobs.model import JobState, queue_name
-from ergon_framework.executor.jobs.observe import job_metrics
-from ergon_framework.executor.jobs.orchestrator import ExecutorGroup, Orchestrator
-from ergon_framework.executor.process import ExecutorCommand
-from ergon_framework.executor.verdict import Complete
+from ergon_framework.executors.decision import Complete
+from ergon_framework.executors.process import ExecutorCommand
+from ergon_framework.jobs import batched_store
+from ergon_framework.jobs import worker as task
+from ergon_framework.jobs.client import AsyncJobClient, JobClient
+from ergon_framework.jobs.metrics import job_metrics
+from ergon_framework.jobs.model import JobState, queue_name
+from ergon_framework.jobs.orchestrator import ExecutorGroup, Orchestrator
 from ergon_framework.telemetry import names
 from ergon_framework.transaction import Transaction
 from tests.integration.jobs import (
@@ -77,7 +78,7 @@ def list_dead_letters(dsn, kind="python"):
 
 def is_drained(dsn):
     """Return whether the queues hold nothing but dead letters."""
-    tables = "ready", "content", "returned"
+    tables = "ready", "content", "redelivery"
     return all(run_sql(dsn, f"select count(*) from ergon.{table}") == [(0,)] for table in tables)
 
 
@@ -284,7 +285,7 @@ def test_a_job_waits_for_the_first_executor_however_long_it_takes_to_start(dsn, 
 
 
 @pytest.mark.spec("EXE-20")
-@pytest.mark.parametrize("is_short_job", [False, True], ids=["before it is begun", "begun and given back"])
+@pytest.mark.parametrize("is_short_job", [False, True], ids=["before the attempt starts", "started and released"])
 def test_a_job_whose_executor_does_not_start_uses_no_attempt_and_the_log_says_why(dsn, is_short_job, caplog):
     caplog.set_level(logging.INFO)
     broken_command = ExecutorCommand(words=("sh", "-c", "echo no such token=abc >&2; exit 3"), environment=ENVIRONMENT)
@@ -304,7 +305,7 @@ def test_a_job_whose_executor_does_not_start_uses_no_attempt_and_the_log_says_wh
     assert (job.state, job.attempts, job.error) == ("pending", 0, None)
     # A second passes between two polls: a broken deployment does not keep the database busy.
     assert took > 2
-    message = "with exit code 3: it wrote no such token=[hidden]; try it: ergon executor check -- "
+    message = "with exit code 3: it wrote no such token=[hidden]; run: ergon executor check -- "
     assert message in list_deferrals()[0].error
     assert message in next(record for record in caplog.records if get_event(record) == "executor not started").error
 
@@ -488,8 +489,8 @@ def test_before_the_upgrade_an_orchestrator_names_the_command_to_run(dsn):
 @pytest.mark.parametrize("kinds", [{}, {"a#b": None}, {"": None}])
 def test_kinds_have_names_that_can_be_prefixes(kinds):
     executors = ExecutorGroup(command=RUNTIME)
-    with pytest.raises(ConfigurationError, match="at least one kind"):
-        Orchestrator(dict.fromkeys(kinds, executors), dsn="postgresql://nobody@nowhere/x")
+    with pytest.raises(ConfigurationError, match="at least one executor kind"):
+        Orchestrator(dict.fromkeys(kinds, executors), dsn="postgresql://unknown@nowhere/x")
 
 
 # -- claims that are lost -------------------------------------------------------------------------
@@ -530,14 +531,14 @@ def test_an_orchestrator_that_lost_its_claim_between_start_and_finish_changes_no
 @pytest.mark.spec("EXE-22")
 def test_an_orchestrator_that_lost_its_claim_before_the_start_sends_nothing(dsn, monkeypatch, tmp_path):
     start_reached, resume = asyncio.Event(), asyncio.Event()
-    start = desk.BatchedJobStore.start
+    start = batched_store.BatchedJobStore.start
 
     async def start_after_resume(self, claim):
         start_reached.set()
         await resume.wait()
         return await start(self, claim)
 
-    monkeypatch.setattr(desk.BatchedJobStore, "start", start_after_resume)
+    monkeypatch.setattr(batched_store.BatchedJobStore, "start", start_after_resume)
     stale_before = _count_stale()
 
     async def test(client, jobs_orchestrator):
@@ -565,9 +566,9 @@ def _count_stale():
 APP_TEMPLATE = """
 import sys
 from ergon_framework import ConsumerPolicy
-from ergon_framework.executor.jobs.orchestrator import ExecutorGroup, Orchestrator
-from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import ExecutorCommand
+from ergon_framework.jobs.orchestrator import ExecutorGroup, Orchestrator
+from ergon_framework.executors.pool import PoolPolicy
+from ergon_framework.executors.process import ExecutorCommand
 
 policy = ConsumerPolicy.load({{"loop": {{"streaming": True, "empty_queue": {{"backoff": 0.05, "cap": 0.2}}}}}})
 command = ExecutorCommand(words=(sys.executable, "-S", {program!r}), environment={environment!r})
@@ -606,9 +607,9 @@ def test_a_job_that_kills_its_orchestrator_is_a_dead_letter_after_exactly_its_at
 
 SERVICE_TEMPLATE = """
 import os
-from ergon_framework.executor.jobs.orchestrator import ExecutorGroup, Orchestrator
-from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import ExecutorCommand
+from ergon_framework.jobs.orchestrator import ExecutorGroup, Orchestrator
+from ergon_framework.executors.pool import PoolPolicy
+from ergon_framework.executors.process import ExecutorCommand
 
 command = ExecutorCommand(words={words!r}, environment={{"PATH": os.environ["PATH"]}})
 orchestrator = Orchestrator({{"python": ExecutorGroup(command=command, pool=PoolPolicy(size=1))}})

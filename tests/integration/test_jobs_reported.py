@@ -10,10 +10,10 @@ import subprocess
 
 import pytest
 
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.executor.jobs.client import JobClient
-from ergon_framework.executor.jobs.model import JobState
+from ergon_framework.jobs.client import JobClient
+from ergon_framework.jobs.model import JobState
 from tests.integration.jobs import ROOT, make_orchestrator, make_policy, run_task
 from tests.integration.running import ERGON
 from tests.integration.test_jobs_orchestrator import RUNTIME
@@ -21,9 +21,9 @@ from tests.integration.test_jobs_orchestrator import RUNTIME
 JOBS_TEMPLATE = """
 import os
 from ergon_framework import ConsumerPolicy
-from ergon_framework.executor.jobs.orchestrator import ExecutorGroup, Orchestrator
-from ergon_framework.executor.process import ExecutorCommand
-from ergon_framework.executor.pool import PoolPolicy
+from ergon_framework.jobs.orchestrator import ExecutorGroup, Orchestrator
+from ergon_framework.executors.process import ExecutorCommand
+from ergon_framework.executors.pool import PoolPolicy
 
 words = {words!r}
 command = ExecutorCommand(words=words, environment={{"PATH": os.environ["PATH"]}}, folder={folder!r})

@@ -20,8 +20,8 @@ from ergon_framework.connectors.postgres.journal import (
     insert_entries,
     lookup_journal,
 )
-from ergon_framework.schema import migrate
-from ergon_framework.schema.lines import ConnectionPool
+from ergon_framework.database import migrate
+from ergon_framework.database.pool import ConnectionPool
 from tests.integration.metering import query, wait_until
 from tests.integration.running import ERGON
 from tests.log_events import get_event, list_events
@@ -94,7 +94,9 @@ def test_the_outcome_of_each_transaction_is_written_and_shown(tmp_path, database
     queue = PostgresQueue("orders", dsn=database)
     queue.dispatch([Transaction(f"order-{n}", {"n": n, "card": SECRET}, tenant="acme") for n in range(40)])
     queue.close()
-    result = run_ergon(tmp_path, database, "run", "app:task", "--processes", processes, ERGON_RUN__JOURNAL__ON="true")
+    result = run_ergon(
+        tmp_path, database, "run", "app:task", "--processes", processes, ERGON_RUN__JOURNAL__ENABLED="true"
+    )
     assert result.returncode == 0, result.stderr
     outcomes = dict(list_outcomes(database))
     assert len(outcomes) == 40
@@ -131,20 +133,22 @@ def test_the_journal_is_off_by_default(tmp_path, database):
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_journal_without_a_database_is_an_error(tmp_path, processes):
     (tmp_path / "app.py").write_text("from ergon_framework import *\ntask = consumer(MemoryConnector('q'))(print)\n")
-    result = run_ergon(tmp_path, "", "run", "app:task", "--processes", processes, ERGON_RUN__JOURNAL__ON="true")
+    result = run_ergon(tmp_path, "", "run", "app:task", "--processes", processes, ERGON_RUN__JOURNAL__ENABLED="true")
     assert (result.returncode, "Traceback" in result.stderr) == (2, False)
-    assert "run.journal.on needs a database" in result.stderr
+    assert "run.journal.enabled needs a database" in result.stderr
 
 
 @pytest.mark.spec("RUN-08")
-def test_on_the_previous_schema_work_is_done_and_no_source_has_an_error(tmp_path, postgres):
+def test_without_the_journal_table_work_is_done_and_no_source_has_an_error(tmp_path, postgres):
     dsn = postgres.create_database("journal_before")
-    migrate.upgrade(dsn, "0006")
+    migrate.upgrade(dsn)
+    with psycopg.connect(dsn) as connection:
+        connection.execute("drop table ergon.journal")
     (tmp_path / "app.py").write_text(APP, encoding="utf-8")
     queue = PostgresQueue("orders", dsn=dsn)
     queue.dispatch([Transaction("order-0", {"n": 0})])
     queue.close()
-    result = run_ergon(tmp_path, dsn, "run", "app:task", ERGON_RUN__JOURNAL__ON="true")
+    result = run_ergon(tmp_path, dsn, "run", "app:task", ERGON_RUN__JOURNAL__ENABLED="true")
     assert result.returncode == 0, result.stderr
     assert "journal rows dropped" in result.stderr
     report = json.loads(run_ergon(tmp_path, dsn, "why", "order-0", "--json").stdout)
@@ -164,9 +168,9 @@ def test_while_the_database_is_unavailable_no_caller_waits_and_the_newest_rows_a
     for number in range(1, 51):
         writer.record(make_entry(number))
     assert time.monotonic() - began < 0.1
-    wait_until(lambda: "journal lost" in list_events(caplog.records))
+    wait_until(lambda: "journal unavailable" in list_events(caplog.records))
     server.start()
-    wait_until(lambda: "journal regained" in list_events(caplog.records))
+    wait_until(lambda: "journal restored" in list_events(caplog.records))
     writer.stop(10.0)
     assert [name for name, _ in list_outcomes(dsn)] == ["order-0", *(f"order-{number}" for number in range(31, 51))]
     dropped = [record.rows for record in caplog.records if get_event(record) == "journal rows dropped"]

@@ -11,7 +11,7 @@ import pytest
 from ergon_framework.connectors.base import Ack, DeadLetter, SettleResult
 from ergon_framework.connectors.bridge import as_sync
 from ergon_framework.connectors.codec import MAX_BYTES, JsonCodec
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.connectors.nats import NatsQueue
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue

@@ -9,7 +9,7 @@ import pytest
 
 from ergon_framework.connectors.base import Ack, SettleResult
 from ergon_framework.connectors.nats import NatsQueue
-from ergon_framework.connectors.nats.naming import stream_names
+from ergon_framework.connectors.nats.streams import stream_names
 from ergon_framework.errors import ConnectionLostError
 from ergon_framework.transaction import Transaction
 from tests.integration.nats_queues import new_queue_name, open_client

@@ -101,7 +101,7 @@ def test_a_delay_survives_a_killed_server_with_attempts_and_history(server):
             (redelivered,) = await claim_deliveries(queue, 1, within=15.0)
             took = time.monotonic() - began
             # One second is allowed for the clocks of two machines.
-            assert delay - 1.1 <= took, f"put off for {delay} s, it came after {took:.2f} s"
+            assert delay - 1.1 <= took, f"deferred for {delay} s, it was redelivered after {took:.2f} s"
             assert (redelivered.transaction.attempts, redelivered.transaction.history) == (2, HISTORY)
             assert redelivered.deliveries == 1
             assert await queue.settle_async([(redelivered, Ack())]) == [SettleResult.SETTLED]

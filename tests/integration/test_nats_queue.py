@@ -15,13 +15,13 @@ import pytest
 
 from ergon_framework.connectors.base import Ack, DeadLetter, Release
 from ergon_framework.connectors.bridge import as_sync
-from ergon_framework.connectors.deadletters import DeadLetterQuery
-from ergon_framework.connectors.foreign import ForeignCodec, from_header, from_json_pointer
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
+from ergon_framework.connectors.foreign_codec import ForeignCodec, from_header, from_json_pointer
 from ergon_framework.connectors.nats import NatsQueue
-from ergon_framework.connectors.nats.naming import stream_names
-from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.connectors.nats.streams import stream_names
 from ergon_framework.task.relay import relay, relay_async
 from ergon_framework.transaction import Transaction
+from ergon_framework.worker.policies import ConsumerPolicy
 from tests.integration import boxes
 from tests.integration.nats_queues import claim_deliveries, new_queue_name, open_client, open_queue
 from tests.integration.running import ERGON, TIMEOUT_SECONDS, ErgonProcess
@@ -74,7 +74,7 @@ def read_durability(server, caplog, **options):
         durable, message = asyncio.run(run())
     (record,) = [record for record in caplog.records if get_event(record) == "nats durability"]
     assert record.levelno == (logging.INFO if durable else logging.WARNING)
-    assert record.words == message
+    assert record.summary == message
     return durable, message
 
 
@@ -83,7 +83,7 @@ def test_the_durability_report_says_what_a_power_loss_may_lose(nats_server, new_
     synced = new_nats(sync=True)
     assert read_durability(synced, caplog, monitor=synced.monitor) == (
         True,
-        "a power loss costs nothing that was confirmed",
+        "after a power loss no confirmed message is lost",
     )
     durable, message = read_durability(nats_server, caplog, monitor=nats_server.monitor)
     assert (durable, "120 s" in message) == (False, True)

@@ -10,9 +10,9 @@ import pytest
 
 from ergon_framework.connectors.base import Ack, DeadLetter, Defer, Release, SettleResult
 from ergon_framework.connectors.codec import JsonCodec, UnencodableError
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult
-from ergon_framework.connectors.nats import NatsQueue, burials
-from ergon_framework.connectors.nats.naming import CONSUMER, stream_names
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterResult
+from ergon_framework.connectors.nats import NatsQueue, dead_letters
+from ergon_framework.connectors.nats.streams import CONSUMER, stream_names
 from ergon_framework.errors import Category, ConfigurationError, ConnectionLostError
 from ergon_framework.failure import Failure, HandlerError
 from ergon_framework.transaction import Transaction
@@ -156,7 +156,7 @@ def test_a_listener_is_notified_of_an_expired_claim(nats_server):
             first, second = await claim_deliveries(queue, 2)
             deadline = time.monotonic() + TIMEOUT_SECONDS
             while not listener.lost_receipts:
-                assert time.monotonic() < deadline, "nobody was told"
+                assert time.monotonic() < deadline, "the listener was not notified"
                 assert (await queue.extend_async([first]))[0] is not None
                 await asyncio.sleep(0.05)
             assert listener.lost_receipts == (second.receipt,)
@@ -284,7 +284,7 @@ def test_an_interrupted_replay_is_finished_by_the_next(nats_server, monkeypatch)
             await queue.settle_async([(each, DeadLetter("why")) for each in await claim_deliveries(queue, 3)])
             handles = [record.handle for record in await queue.list_dead_async(DeadLetterQuery())]
             with monkeypatch.context() as patched:
-                patched.setattr(burials, "_delete", raise_connection_lost)
+                patched.setattr(dead_letters, "_delete", raise_connection_lost)
                 with pytest.raises(ConnectionLostError):
                     await queue.replay_dead_async(handles)
             # The messages are in both streams and lost in neither; the second replay adds nothing. The consumer's

@@ -11,7 +11,7 @@ import uuid
 
 import pytest
 
-from ergon_framework.cli.new_work import Broker, render_files, write
+from ergon_framework.cli.new import Broker, render_files, write
 from tests.integration.brokers import ADDRESSES, BROKERS
 from tests.integration.running import ERGON
 
@@ -46,7 +46,7 @@ def test_a_new_project_passes_its_tests_and_runs_on_its_broker(project):
         assert project(sys.executable, "-m", f"{project.name}.send", number, cents) == f"sent order-{number}\n"
     task = f"{project.name}.tasks:charge"
     report = json.loads(project(*ERGON, "run", task, "--policy", "policy.toml", "--once", "--json").splitlines()[-1])
-    assert (report["end"], report["counts"]["succeeded"], report["counts"]["failed"]) == ("empty", 1, 1)
+    assert (report["stop_reason"], report["counts"]["succeeded"], report["counts"]["failed"]) == ("empty", 1, 1)
     assert [failure["code"] for failure in report["failures"]] == ["no_price"]
     assert "no_price" in project(*ERGON, "dlq", "list", f"{project.name}_orders")
     project(*ERGON, "policy", "explain", task, "--policy", "policy.toml")

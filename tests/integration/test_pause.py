@@ -13,12 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from ergon_framework.cli.app import app
-from ergon_framework.cli.pause_work import PauseExit
+from ergon_framework.cli.pause import PauseExit
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.postgres.pauses import PauseWatcher
 from ergon_framework.connectors.redis import RedisQueue
-from ergon_framework.runner.pausing import PauseGate, pause_gates
-from ergon_framework.schema import migrate
+from ergon_framework.database import migrate
+from ergon_framework.runner.services import PauseGate, pause_gates
 from ergon_framework.transaction import Transaction
 from tests.integration.running import ErgonProcess
 from tests.servers.databases import create_migrated_database
@@ -123,21 +123,21 @@ def test_two_workers_stop_fetching_finish_their_calls_and_continue_when_resumed(
         result = run_ergon("pause", "charge", "--reason", "amounts are doubled", "--actor", "kim")
         assert result["name"] == "charge"
         assert {each["task"] for each in result["workers"]} == {"charge"}
-        wait_until(lambda: all(each["obeys"] == "charge" for each in list_workers()))
-        wait_until(lambda: sorted(each["in_hand"] for each in list_workers()) == [0, 1])
+        wait_until(lambda: all(each["applied"] == "charge" for each in list_workers()))
+        wait_until(lambda: sorted(each["in_flight"] for each in list_workers()) == [0, 1])
         queue.dispatch(make_orders("a", "b", "c"))
         # Running calls finish, and no other call starts.
         release_handlers(dsn)
-        wait_until(lambda: [each["in_hand"] for each in list_workers()] == [0, 0])
+        wait_until(lambda: [each["in_flight"] for each in list_workers()] == [0, 0])
         assert list_started(dsn) == ["slow"]
         assert queue.depth().ready == 3
         table = CliRunner().invoke(app, ["paused"]).stdout
         assert "kim" in table
         assert "amounts are doubled" in table
-        assert table.count("does not fetch, has nothing in hand") == 2
+        assert table.count("pause applied, 0 in flight") == 2
         assert run_ergon("resume", "charge")["resumed"] is True
         wait_until(lambda: list_started(dsn) == ["a", "b", "c", "slow"])
-        wait_until(lambda: [each["obeys"] for each in list_workers()] == [None, None])
+        wait_until(lambda: [each["applied"] for each in list_workers()] == [None, None])
         for worker in (first, second):
             worker.send_signal()
             assert worker.wait_for_exit()[0] == 0
@@ -154,7 +154,7 @@ def test_a_worker_that_starts_while_its_queue_is_paused_fetches_nothing(queue, d
     queue.dispatch(make_orders("a"))
     with ErgonProcess(tmp_path, POSTGRES_APP, *LOG_ARGUMENTS) as worker:
         worker.wait_for("orders was paused by kim")
-        wait_until(lambda: [each["obeys"] for each in list_workers()] == ["orders"])
+        wait_until(lambda: [each["applied"] for each in list_workers()] == ["orders"])
         assert list_started(dsn) == []
         run_ergon("resume", "orders")
         wait_until(lambda: list_started(dsn) == ["a"])
@@ -193,10 +193,10 @@ def test_a_paused_worker_stays_paused_and_logs_it_while_the_database_is_unavaila
         worker.wait_for("charge was paused by kim")
         server.stop("immediate")
         # The gate, called again, still reports the pause: it has kept the last known state.
-        worker.wait_for("the database is out of reach, it may have been resumed")
+        worker.wait_for("the database is unavailable, and the pause may have ended")
         queue.dispatch(make_orders("a"))
         server.start()
-        worker.wait_for("pause watch regained")
+        worker.wait_for("pause channel restored")
         assert not any("handled" in line for line in worker.output)
         run_ergon("resume", "charge")
         worker.wait_for("handled a")
@@ -207,11 +207,11 @@ def test_a_worker_continues_and_logs_it_while_the_database_is_unavailable(databa
     with ErgonProcess(tmp_path, REDIS_APP, *LOG_ARGUMENTS) as worker:
         wait_until(list_workers)
         server.stop("immediate")
-        worker.wait_for("pause watch lost")
+        worker.wait_for("pause channel unavailable")
         queue.dispatch(make_orders("a"))
         worker.wait_for("handled a")
         server.start()
-        worker.wait_for("pause watch regained")
+        worker.wait_for("pause channel restored")
         run_ergon("pause", "charge", "--actor", "kim")
         worker.wait_for("charge was paused by kim")
 
@@ -222,7 +222,7 @@ def test_a_worker_that_never_reached_the_database_starts_after_a_timeout(databas
     queue.dispatch(make_orders("a"))
     with ErgonProcess(tmp_path, REDIS_APP, *LOG_ARGUMENTS) as worker:
         worker.wait_for("handled a")
-        assert any("pause watch lost" in line for line in worker.output)
+        assert any("pause channel unavailable" in line for line in worker.output)
 
 
 # -- the pause watch ------------------------------------------------------------------------------------------
@@ -243,7 +243,9 @@ def start_watch():
 
 def test_a_schema_without_pauses_blocks_no_worker(postgres, start_watch):
     dsn = postgres.create_database("pause_old")
-    migrate.upgrade(dsn, "0004")
+    migrate.upgrade(dsn)
+    with psycopg.connect(dsn) as connection:
+        connection.execute("drop table ergon.pause")
     watch = start_watch(dsn)
     wait_until(lambda: watch.initialized)
     assert PauseGate(watch)() is None
@@ -271,8 +273,13 @@ def test_a_pause_takes_effect_immediately_and_only_for_its_name(dsn, start_watch
     run_ergon("pause", "refund", "--actor", "kim", "--force")
     run_ergon("pause", "orders", "--actor", "lee")
     assert wait_until(gate).reason == "orders was paused by lee"
-    [worker] = wait_until(lambda: [each for each in list_workers() if each["obeys"]])
-    assert (worker["task"], worker["queue"], worker["obeys"], worker["in_hand"]) == ("charge", "orders", "orders", 3)
+    [worker] = wait_until(lambda: [each for each in list_workers() if each["applied"]])
+    assert (worker["task"], worker["queue"], worker["applied"], worker["in_flight"]) == (
+        "charge",
+        "orders",
+        "orders",
+        3,
+    )
     run_ergon("resume", "orders")
     wait_until(lambda: gate() is None)
 
@@ -284,7 +291,7 @@ def test_resuming_a_name_that_is_not_paused_fails(dsn):
     run_ergon("pause", "refund", "--force")
     result = CliRunner().invoke(app, ["resume", "charge"])
     assert result.exit_code == PauseExit.FAILED
-    assert "'charge' is not paused; paused is: refund" in result.stderr
+    assert "'charge' is not paused (paused: refund)" in result.stderr
 
 
 @pytest.mark.spec("DX-43")
@@ -293,9 +300,12 @@ def test_an_unknown_name_is_rejected_with_the_nearest_known_one(dsn, start_watch
     wait_until(lambda: watch.initialized and list_workers())
     result = CliRunner().invoke(app, ["pause", "chrage"])
     assert result.exit_code == PauseExit.USAGE
-    assert "no running task or queue is called 'chrage': the nearest is 'charge'" in result.stderr
-    assert "add --force" in result.stderr
-    assert "the running ones are 'charge', 'orders'" in CliRunner().invoke(app, ["pause", "zzz"]).stderr
+    assert "no running worker matches 'chrage' (nearest: 'charge')" in result.stderr
+    assert "pass --force" in result.stderr
+    assert (
+        "no running worker matches 'zzz' (running: 'charge', 'orders')"
+        in CliRunner().invoke(app, ["pause", "zzz"]).stderr
+    )
     assert run_ergon("paused")["paused"] == []
     assert run_ergon("pause", "chrage", "--force")["name"] == "chrage"
     # The second time, the name is known.
@@ -325,9 +335,9 @@ def test_nothing_is_paused_by_default(dsn):
 
 def test_pausing_without_a_database_is_a_usage_error(monkeypatch):
     monkeypatch.delenv("ERGON_POSTGRES__DSN", raising=False)
-    assert "no database is named" in run_ergon("pause", "charge", code=PauseExit.USAGE)["error"]
+    assert "no database is configured" in run_ergon("pause", "charge", code=PauseExit.USAGE)["error"]
 
 
 def test_an_unavailable_database_is_reported(monkeypatch):
-    monkeypatch.setenv("ERGON_POSTGRES__DSN", "postgresql://nobody@127.0.0.1:1/none")
-    assert "out of reach" in run_ergon("pause", "charge", code=PauseExit.FAILED)["error"]
+    monkeypatch.setenv("ERGON_POSTGRES__DSN", "postgresql://unknown@127.0.0.1:1/none")
+    assert "is unavailable" in run_ergon("pause", "charge", code=PauseExit.FAILED)["error"]

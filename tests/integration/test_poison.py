@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.transaction import Transaction
 from tests.integration.brokers import BROKERS, create_named_queue, is_empty
 from tests.integration.running import ERGON

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from ergon_framework.connectors.deadletters import DeadLetterQuery
-from ergon_framework.runner.exits import RunExit
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
+from ergon_framework.runner.exit import RunExit
 from ergon_framework.transaction import Transaction
 from tests.integration.brokers import create_named_queue, is_empty
 from tests.integration.running import ErgonProcess
@@ -51,4 +51,4 @@ def test_a_poison_message_becomes_a_dead_letter_and_the_run_continues(request, t
     queue.close()
     assert dead == {"order-13": "max_deliveries"}
     assert len(set(done.read_text().split())) == TRANSACTION_COUNT
-    assert sum('event="process died"' in line for line in run.output) >= 10
+    assert sum('event="process exited unexpectedly"' in line for line in run.output) >= 10

@@ -11,9 +11,8 @@ import pytest
 
 from ergon_framework.connectors.base import Ack, Defer, SettleResult
 from ergon_framework.connectors.postgres import PostgresQueue
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.errors import ConnectionLostError
-from ergon_framework.schema.migrate import upgrade
-from ergon_framework.schema.migrations.versions import r0014_worker_lease
 from ergon_framework.transaction import Transaction
 from tests.integration.counters import read_index_counters
 
@@ -220,16 +219,3 @@ def test_a_living_worker_keeps_its_claims_although_the_clock_was_set_back(databa
     assert holder.settle([(delivery, Ack())]) == [SettleResult.SETTLED]
     other.close()
     holder.close()
-
-
-@pytest.mark.spec("SEC-24")
-def test_leases_of_a_schema_without_their_length_end_as_before(postgres):
-    dsn = postgres.create_database("oldleases")
-    upgrade(dsn, r0014_worker_lease.down_revision)
-    dead = PostgresQueue("orders", dsn=dsn, lease=1.0)
-    dead.dispatch([Transaction("order-1")])
-    assert len(fetch_exactly(dead, 1)) == 1
-    living = PostgresQueue("orders", dsn=dsn, lease=1.5)
-    assert [delivery.transaction.id for delivery in fetch_exactly(living, 1)] == ["order-1"]
-    living.close()
-    dead.close()

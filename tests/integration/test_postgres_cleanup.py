@@ -13,13 +13,11 @@ import pytest
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.postgres import PostgresQueue, cleanup
 from ergon_framework.connectors.postgres.cleanup import Cleanup, delete_batch
-from ergon_framework.facts.stores import postgres_statements
-from ergon_framework.schema import migrate
-from ergon_framework.schema.lines import ConnectionPool
-from ergon_framework.schema.migrations.versions import r0012_cleanup
+from ergon_framework.database.pool import ConnectionPool
+from ergon_framework.facts.stores.postgres import sql as postgres_statements
 from ergon_framework.task.decorators import consumer
-from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.transaction import Transaction
+from ergon_framework.worker.policies import ConsumerPolicy
 from tests.log_events import list_events
 from tests.servers.databases import create_migrated_database
 
@@ -132,7 +130,7 @@ def add_mark(dsn, queue, names, days):
     with psycopg.connect(dsn) as connection:
         connection.execute(
             "insert into ergon.inbox (queue, transaction_id, at) "
-            "select ergon.make_queue(%s), name, now() - %s * interval '1 day' from unnest(%s::text[]) as name",
+            "select ergon.create_queue(%s), name, now() - %s * interval '1 day' from unnest(%s::text[]) as name",
             [queue.name, days, names],
         )
 
@@ -204,7 +202,7 @@ def test_a_clean_up_that_is_blocked_delays_no_fetch_and_ends_no_worker(dsn, monk
     sender = PostgresQueue(queue.name, dsn=dsn)
 
     def wait_for_orders():
-        wait_until(lambda: "clean-up failed" in list_events(caplog.records))
+        wait_until(lambda: "cleanup failed" in list_events(caplog.records))
         for number in range(20):
             started_at = time.monotonic()
             sender.dispatch([Transaction(f"order-{number}", number)])
@@ -223,7 +221,7 @@ def test_one_process_at_a_time_cleans_a_table(dsn):
     queue = PostgresQueue("orders", dsn=dsn, inbox=True)
     add_mark(dsn, queue, ["old"], 31)
     with psycopg.connect(dsn) as session:
-        (number,) = session.execute("select ergon.make_queue('orders')").fetchone()
+        (number,) = session.execute("select ergon.create_queue('orders')").fetchone()
         retention = cleanup.retain_marks(number, 30 * 86_400.0)
         pool = ConnectionPool(dsn, error_type=ConnectorError)
         session.execute("select pg_advisory_xact_lock(%s, hashtext(%s))", [cleanup._LOCK_CLASS, retention.name])
@@ -239,7 +237,7 @@ def test_a_clean_up_deletes_all_expired_rows_batch_by_batch_until_it_is_stopped(
     queue = PostgresQueue("orders", dsn=dsn, inbox=True)
     add_mark(dsn, queue, [f"old-{number}" for number in range(45)], 31)
     with psycopg.connect(dsn) as connection:
-        (number,) = connection.execute("select ergon.make_queue('orders')").fetchone()
+        (number,) = connection.execute("select ergon.create_queue('orders')").fetchone()
     cleaner = Cleanup(dsn)
     remove = cleaner.add(cleanup.retain_marks(number, 30 * 86_400.0))
     stopped = threading.Event()
@@ -249,40 +247,3 @@ def test_a_clean_up_deletes_all_expired_rows_batch_by_batch_until_it_is_stopped(
     cleaner.delete_expired(threading.Event())
     assert list_marks(dsn) == set()
     remove()
-
-
-# -- the upgrade ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.spec("DX-20", "RUN-08")
-def test_an_upgrade_builds_the_indexes_while_workers_write(postgres):
-    dsn = postgres.create_database(f"cleanup_{uuid.uuid4().hex[:8]}")
-    migrate.upgrade(dsn, r0012_cleanup.down_revision)
-    insert = "insert into ergon.inbox (queue, transaction_id) values (1, %s)"
-    with psycopg.connect(dsn) as writer, psycopg.connect(dsn, autocommit=True) as other:
-        writer.execute(insert, ["open"])
-        thread = threading.Thread(target=migrate.upgrade, args=(dsn,))
-        thread.start()
-        # The build waits for the open transaction and lets other sessions write meanwhile.
-        waiting = "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and query ilike '%%index%%'"
-        wait_until(lambda: other.execute(waiting).fetchone() == (1,))
-        other.execute("set statement_timeout = '5s'")
-        other.execute(insert, ["meanwhile"])
-        writer.commit()
-        thread.join(60)
-        assert not thread.is_alive()
-    assert migrate.check(dsn).missing == ()
-
-
-@pytest.mark.spec("DX-20", "RUN-08")
-def test_an_upgrade_rebuilds_an_index_whose_build_was_interrupted(postgres):
-    dsn = postgres.create_database(f"cleanup_{uuid.uuid4().hex[:8]}")
-    migrate.upgrade(dsn, r0012_cleanup.down_revision)
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("create index inbox_age on ergon.inbox (queue, at)")
-        connection.execute("update pg_index set indisvalid = false where indexrelid = 'ergon.inbox_age'::regclass")
-        migrate.upgrade(dsn)
-        names = "select relname from pg_index join pg_class on oid = indexrelid where not indisvalid"
-        assert connection.execute(names).fetchall() == []
-        indexes = connection.execute("select indexname from pg_indexes where indexname in ('inbox_age', 'inbox_at')")
-        assert indexes.fetchall() == [("inbox_age",)]

@@ -9,8 +9,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from ergon_framework.connectors.postgres.doorbell import NotificationListener
-from ergon_framework.schema.lines import ConnectionPool
+from ergon_framework.connectors.postgres.notify import NotificationListener
+from ergon_framework.database.pool import ConnectionPool
 
 #: The sleep without a notification is five seconds; this is far less, and more than a busy machine needs.
 MAX_WAKE_SECONDS = 3.0
@@ -39,7 +39,7 @@ def subscribe_and_wait(doorbell):
 
 def list_waiting_queues(database):
     with psycopg.connect(database) as connection:
-        return {queue for (queue,) in connection.execute("select queue from ergon.sleeper")}
+        return {queue for (queue,) in connection.execute("select queue from ergon.listener")}
 
 
 def test_a_reminder_notifies_when_it_is_due_and_not_before(connection_pool):

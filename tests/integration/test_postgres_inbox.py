@@ -11,8 +11,8 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 
 from ergon_framework.connectors.base import Ack, Release, SettleResult
-from ergon_framework.connectors.deadletters import DeadLetterQuery
-from ergon_framework.connectors.foreign import ForeignCodec, from_header, from_json_pointer
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
+from ergon_framework.connectors.foreign_codec import ForeignCodec, from_header, from_json_pointer
 from ergon_framework.connectors.postgres import PostgresQueue, cleanup
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.task.decorators import consumer
@@ -70,7 +70,7 @@ def test_a_transaction_that_has_succeeded_is_acked_without_running_and_counted(d
     assert handled == ["order-7"]
     assert (report.refused, report.settled) == ({"done": 1}, {"settled": 1})
     registry = get_registry(provider)
-    assert registry.read(names.REFUSED) == [({"ergon.task": "Recorder", "ergon.reason": "done"}, 1)]
+    assert registry.read(names.REJECTED_DELIVERIES) == [({"ergon.task": "Recorder", "ergon.reason": "done"}, 1)]
     depth = queue.depth()
     assert (depth.ready, depth.delayed, depth.in_flight, depth.dead) == (0, 0, 0, 0)
     provider.shutdown()
@@ -263,7 +263,7 @@ def wait_for_lock(dsn):
             if connection.execute(sql).fetchone():
                 return
             pause.wait(0.01)
-    raise AssertionError("nobody waited for the first mark")
+    raise AssertionError("no session waited for the first mark")
 
 
 @pytest.mark.spec("CNN-14")
@@ -275,7 +275,7 @@ def test_a_mark_outside_an_open_database_transaction_is_rejected(dsn, queue):
 
 def test_a_mark_needs_an_inbox_and_a_transaction(dsn, queue):
     with psycopg.connect(dsn) as connection:
-        with pytest.raises(ConfigurationError, match="has no inbox; make it with inbox=True"):
+        with pytest.raises(ConfigurationError, match="has no inbox: create it with inbox=True"):
             PostgresQueue(queue.name, dsn=dsn).record_processed_on(connection, Transaction("order-7"))
         with pytest.raises(ConfigurationError, match="no transaction is being handled here"):
             queue.record_processed_on(connection)

@@ -10,8 +10,8 @@ import pytest
 
 from ergon_framework import ConsumerPolicy, Transaction, consumer
 from ergon_framework.connectors.postgres import PostgresQueue
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.errors import ConnectionLostError
-from ergon_framework.schema.migrate import upgrade
 
 TRANSACTION_COUNT = 20
 TIMEOUT_SECONDS = 20.0

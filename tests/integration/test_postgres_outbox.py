@@ -211,7 +211,7 @@ def test_the_statement_can_be_executed_by_hand(dsn, queue):
 
 def test_an_unknown_style_is_rejected_with_the_known_ones(queue):
     with pytest.raises(
-        ConfigurationError, match="no style 'oracle'; the styles are psycopg, sqlalchemy, asyncpg, django"
+        ConfigurationError, match="unknown style 'oracle': the styles are psycopg, sqlalchemy, asyncpg, django"
     ):
         queue.dispatch_statement([Transaction("a")], style="oracle")
 
@@ -276,7 +276,7 @@ def test_a_dispatch_wakes_a_waiting_consumer(dsn, queue):
 
 @pytest.mark.parametrize("thing", [object(), "postgresql://", None, 7])
 def test_an_object_that_is_not_a_connection_is_rejected_with_a_reason(queue, thing):
-    message = "no connection of psycopg, SQLAlchemy, asyncpg or Django; statement\\(\\)"
+    message = "is not a connection of psycopg, SQLAlchemy, asyncpg or Django; dispatch_statement\\(\\)"
     with pytest.raises(ConfigurationError, match=message):
         queue.dispatch_on(thing, [Transaction("a")])
     with pytest.raises(ConfigurationError, match=message):
@@ -309,16 +309,16 @@ def test_pools_and_engines_are_rejected_because_they_have_no_open_database_trans
     engine = sa.create_engine(to_driver_url(dsn, "psycopg"))
     with psycopg_pool.ConnectionPool(dsn, min_size=1, open=True) as pool:
         for thing in (pool, engine):
-            with pytest.raises(ConfigurationError, match="is no connection"):
+            with pytest.raises(ConfigurationError, match="is not a connection"):
                 queue.dispatch_on(thing, [Transaction("a")])
     engine.dispose()
 
     async def dispatch_async():
         async with asyncpg.create_pool(dsn, min_size=1) as pool:
-            with pytest.raises(ConfigurationError, match="is no connection"):
+            with pytest.raises(ConfigurationError, match="is not a connection"):
                 await queue.dispatch_on_async(pool, [Transaction("a")])
         engine = create_async_engine(to_driver_url(dsn, "asyncpg"))
-        with pytest.raises(ConfigurationError, match="is no connection"):
+        with pytest.raises(ConfigurationError, match="is not a connection"):
             await queue.dispatch_on_async(engine, [Transaction("a")])
         await engine.dispose()
 

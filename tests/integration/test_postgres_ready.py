@@ -11,8 +11,9 @@ import psycopg
 import pytest
 
 from ergon_framework.connectors.base import Ack, ConnectorError, DeadLetter, Defer, Release, SettleResult
-from ergon_framework.connectors.deadletters import DeadLetterQuery
-from ergon_framework.connectors.postgres import PostgresQueue, statements
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
+from ergon_framework.connectors.postgres import PostgresQueue
+from ergon_framework.connectors.postgres import sql as statements
 from ergon_framework.transaction import Transaction
 from tests.integration.boxes import fetch_and_ack, open_queue
 from tests.servers.databases import create_migrated_database
@@ -53,7 +54,7 @@ def queue_number(queue):
 
 
 def list_claims(dsn, queue):
-    return execute(dsn, "select worker, token from ergon.held where queue = %s", queue_number(queue))
+    return execute(dsn, "select worker, token from ergon.claim where queue = %s", queue_number(queue))
 
 
 def make_claim(queue, worker):
@@ -295,10 +296,10 @@ def test_only_queues_with_a_waiting_worker_are_notified(dsn, queue, threshold):
         queue.dispatch_on(caller, [Transaction("unheard")])
         caller.commit()
         assert not list(listener.notifies(timeout=0.2))
-        listener.execute(statements.REGISTER_LISTENER, {"queue": queue_number(queue), "sleeper": 1, "seconds": 60})
+        listener.execute(statements.REGISTER_LISTENER, {"queue": queue_number(queue), "listener": 1, "seconds": 60})
         queue.dispatch_on(caller, [Transaction("heard")])
         caller.commit()
         notices = list(listener.notifies(timeout=TIMEOUT_SECONDS, stop_after=1))
-        listener.execute(statements.UNREGISTER_LISTENER, {"queue": queue_number(queue), "sleeper": 1})
+        listener.execute(statements.UNREGISTER_LISTENER, {"queue": queue_number(queue), "listener": 1})
     assert [notice.payload for notice in notices] == [str(queue_number(queue))]
     assert [transaction.id for transaction in fetch_and_ack(queue)] == ["unheard", "heard"]

@@ -10,12 +10,12 @@ import psycopg
 import pytest
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.connectors.memory_log import MemoryLog
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.errors import ConnectionLostError
-from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.relay import relay, relay_async
+from ergon_framework.testing.memory_log import MemoryLog
 from ergon_framework.transaction import Transaction
+from ergon_framework.worker.policies import ConsumerPolicy
 from tests.integration.boxes import fetch_and_ack, open_queue
 from tests.servers.databases import create_migrated_database
 

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 from ergon_framework.connectors.base import Ack, Defer, Release, SettleResult
-from ergon_framework.connectors.postgres import PostgresQueue, statements
+from ergon_framework.connectors.postgres import PostgresQueue, sql
 from ergon_framework.transaction import Transaction
 from tests.integration.boxes import open_queue
 from tests.servers.databases import create_migrated_database
@@ -33,7 +33,7 @@ def dsn(postgres):
 
 
 def register_worker(connection):
-    return connection.execute(statements.INSERT_WORKER, {"lease": 600, "name": "rival"}).fetchone()[0]
+    return connection.execute(sql.INSERT_WORKER, {"lease": 600, "name": "rival"}).fetchone()[0]
 
 
 def claim(connection, queue, worker, **overrides):
@@ -47,7 +47,7 @@ def claim(connection, queue, worker, **overrides):
         "inbox": False,
     }
     parameters |= {"largest": 1 << 20, "budget": 1 << 25, "last_delivery": 10, "suspects": True}
-    return [row[0] for row in connection.execute(statements.CLAIM, {**parameters, **overrides}).fetchall()]
+    return [row[0] for row in connection.execute(sql.CLAIM, {**parameters, **overrides}).fetchall()]
 
 
 # -- one moment --------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_a_claim_sees_another_that_ends_during_its_poll(dsn, end):
         workers = register_worker(observer), register_worker(observer)
         ids = "array(select generate_series(10000001, 10000000 + %s))"
         observer.execute(
-            "insert into ergon.held (worker, token, queue, low, high, ids, ranks)"
+            "insert into ergon.claim (worker, token, queue, low, high, ids, ranks)"
             f" values (%s, 99, %s, 10000001, 20000000, {ids}, '{{}}')",
             (workers[0], queue._number, CLAIMED_ID_COUNT),
         )
@@ -75,12 +75,12 @@ def test_a_claim_sees_another_that_ends_during_its_poll(dsn, end):
         queue.dispatch([Transaction(str(n)) for n in range(5)])
         first_ids = claim(first, queue, workers[0], count=3)
         future = thread.submit(claim, second, queue, workers[1], count=4)
-        lock_query = "select 1 from pg_locks where pid = %s and relation = 'ergon.held'::regclass"
+        lock_query = "select 1 from pg_locks where pid = %s and relation = 'ergon.claim'::regclass"
         while not observer.execute(lock_query, (second.info.backend_pid,)).fetchone():
             assert not future.done()
         getattr(first, end)()
         second_ids = future.result(TIMEOUT_SECONDS)
-        observer.execute("delete from ergon.held where queue = %s", (queue._number,))
+        observer.execute("delete from ergon.claim where queue = %s", (queue._number,))
     assert len(first_ids) == 3
     if end == "commit":
         assert len(second_ids) == 2

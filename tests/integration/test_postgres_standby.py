@@ -14,14 +14,14 @@ import psycopg
 import pytest
 
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.transaction import Transaction
 from tests.integration.running import ERGON
 
 pytestmark = pytest.mark.spec("SEC-19")
 
-NO_LOSS_TEXT = "a power loss costs nothing that was confirmed"
-PROMOTION_LOSS_TEXT = "the promotion of a standby can cost confirmed work"
+NO_LOSS_TEXT = "confirmed data survives a power loss"
+PROMOTION_LOSS_TEXT = "the promotion of a standby may lose confirmed work"
 TIMEOUT_SECONDS = 60.0
 GUIDE_PATH = Path(__file__).parents[2] / "docs" / "guides" / "postgres.md"
 
@@ -40,8 +40,8 @@ def find_standby_findings(folder, dsn):
     """Return the doctor's finding about standbys, or None."""
     env, command = {**os.environ, "ERGON_POSTGRES__DSN": dsn}, [*ERGON, "doctor", "--json"]
     result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    (database,) = [each for each in json.loads(result.stdout)["examined"] if each["name"] == "database"]
-    return [each for each in database["findings"] if each["what"] == "standby"]
+    (database,) = [each for each in json.loads(result.stdout)["targets"] if each["name"] == "database"]
+    return [each for each in database["diagnostics"] if each["check"] == "standby"]
 
 
 def make_synchronous(server):
@@ -87,7 +87,7 @@ def test_the_guide_states_what_a_promotion_can_lose():
     _, _, rest = GUIDE_PATH.read_text(encoding="utf-8").partition("### Standbys")
     rows = [line for line in rest.partition("\n#")[0].splitlines() if line.startswith("| asynchronous")]
     assert len(rows) == 1
-    assert "can cost confirmed work" in rows[0]
+    assert "may lose confirmed work" in rows[0]
 
 
 def test_an_address_with_several_hosts_reports_what_a_promotion_can_lose(database, tmp_path):
@@ -95,7 +95,7 @@ def test_an_address_with_several_hosts_reports_what_a_promotion_can_lose(databas
     several = database.replace(f"127.0.0.1:{port}", f"127.0.0.1:{port},127.0.0.1:{port}")
     assert f"; {PROMOTION_LOSS_TEXT}: no standby is synchronous" in read_durability_text(several)
     (finding,) = find_standby_findings(tmp_path, several)
-    assert finding["weight"] == "warning"
+    assert finding["severity"] == "warning"
 
 
 @pytest.mark.invariant
@@ -105,8 +105,8 @@ def test_an_asynchronous_standby_can_lose_confirmed_work_and_is_reported(primary
         f"{NO_LOSS_TEXT}; {PROMOTION_LOSS_TEXT}: no standby is synchronous (synchronous_standby_names is empty)"
     )
     (finding,) = find_standby_findings(tmp_path, primary.dsn())
-    assert (finding["weight"], PROMOTION_LOSS_TEXT in finding["seen"]) == ("warning", True)
-    assert "synchronous_standby_names" in finding["do"]
+    assert (finding["severity"], PROMOTION_LOSS_TEXT in finding["observed"]) == ("warning", True)
+    assert "synchronous_standby_names" in finding["remedy"]
     assert promote_and_count_lost(primary, standby) == 10
 
 
@@ -116,7 +116,7 @@ def test_a_synchronous_standby_loses_nothing_and_needs_no_warning(primary_and_st
     make_synchronous(primary)
     assert read_durability(primary.dsn()) == NO_LOSS_TEXT
     (finding,) = find_standby_findings(tmp_path, primary.dsn())
-    assert finding["weight"] == "fine"
+    assert finding["severity"] == "ok"
     local = f"{primary.dsn()}?options={quote('-c synchronous_commit=local')}"
     assert f"; {PROMOTION_LOSS_TEXT}: commits do not wait for it (synchronous_commit is local)" in read_durability(
         local

@@ -10,7 +10,7 @@ import pytest
 
 from ergon_framework.connectors.base import Ack, Defer, SettleResult
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.connectors.postgres.claiming import UNCONFIRMED_RELEASE_SECONDS
+from ergon_framework.connectors.postgres.claims import UNCONFIRMED_RELEASE_SECONDS
 from ergon_framework.transaction import Transaction
 
 pytestmark = pytest.mark.invariant
@@ -138,7 +138,7 @@ def test_a_claim_whose_settlement_failed_returns_with_the_lease(database, varian
         assert await client.settle((third, Ack())) == [SettleResult.SETTLED]
         await client.close()
         with psycopg.connect(database) as connection:
-            assert connection.execute("select count(*) from ergon.held").fetchone() == (0,)
+            assert connection.execute("select count(*) from ergon.claim").fetchone() == (0,)
 
     asyncio.run(main())
 
@@ -180,7 +180,7 @@ def test_a_claim_that_reaches_the_server_long_after_its_fetch_was_abandoned_is_r
         queue.settle([(delivery, Defer(0.0))])
     with psycopg.connect(database) as connection:
         number = connection.execute("select id from ergon.queue where name = 'orders'").fetchone()[0]
-        claim = "select id from ergon.claim(%s, 1, %s, 99, null, 0, false)"
+        claim = "select id from ergon.claim_messages(%s, 1, %s, 99, null, 0, false, 1000, 1000, 5, true)"
         assert len(connection.execute(claim, [number, worker]).fetchall()) == 1
     assert queue.fetch_transactions(1) == []
     now[0] += UNCONFIRMED_RELEASE_SECONDS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psycopg
 
-from ergon_framework.schema.operation import PreparedTextQuery, run_operation
+from ergon_framework.database.operation import PreparedTextQuery, run_operation
 
 SELECT_ONE, SELECT_TWO = "select $1::text || 'one'", "select $1::text || 'two'"
 

@@ -24,11 +24,10 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.providers.api import SUMMARY_PATH, app, router
-from ergon_framework.providers.api_settings import ApiSettings
-from ergon_framework.providers.sql.reader import DatabaseUnavailable, HealthReader
-from ergon_framework.providers.sql.writer import MetricsWriter
-from ergon_framework.providers.tokens import InvalidTokenError, JwtVerifier
+from ergon_framework.providers.http.api import SUMMARY_PATH, InvalidTokenError, JwtVerifier, app, router
+from ergon_framework.providers.http.health_reader import DatabaseUnavailable, HealthReader
+from ergon_framework.providers.http.settings import ApiSettings
+from ergon_framework.providers.postgres.attempt_writer import MetricsWriter
 from ergon_framework.runner.settings import load_settings as all_settings
 from tests.integration.metering import make_attempt, query
 from tests.log_events import get_event
@@ -36,7 +35,7 @@ from tests.servers.databases import create_migrated_database
 from tests.servers.postgres import free_port
 
 SECRET = "a secret of the issuer that is long enough for all hashes of the family"
-OTHER_SECRET = "another secret, which nobody has told to this service, just as long or longer"
+OTHER_SECRET = "another secret, which this service does not have, just as long or even longer"
 HMAC_SETTINGS = ApiSettings(algorithm="HS256", secret=SECRET)
 
 
@@ -128,7 +127,7 @@ def test_other_methods_than_get_are_rejected(client):
 
 
 @pytest.mark.spec("PRV-18", "PRV-27")
-@pytest.mark.parametrize("tenant", ["rival", "nobody-at-all", "ACME", "acme.", "default"])
+@pytest.mark.parametrize("tenant", ["rival", "unknown-tenant", "ACME", "acme.", "default"])
 def test_another_tenant_is_rejected_identically_whether_it_exists_or_not(client, tenant):
     response = get_summary(client, make_token(), tenant)
     assert response.status_code == 403
@@ -168,7 +167,7 @@ def make_tampered_token():
         pytest.param(lambda: "a.b.c", id="no json"),
         pytest.param(lambda: make_token(lifetime=-11), id="expired"),
         pytest.param(lambda: make_token(exp=None), id="without an end"),
-        pytest.param(lambda: make_token(exp="soon"), id="an end that is no time"),
+        pytest.param(lambda: make_token(exp="soon"), id="an end that is not a time"),
         pytest.param(lambda: make_token(nbf=time.time() + 60), id="not yet"),
         pytest.param(lambda: make_token(key=OTHER_SECRET), id="another key"),
         pytest.param(lambda: make_token(algorithm="HS512"), id="another algorithm of the family"),
@@ -267,18 +266,21 @@ def test_a_token_for_another_service_is_rejected_although_no_audience_is_configu
     [
         ({}, "set ERGON_API__PUBLIC_KEY"),
         ({"algorithm": "HS256"}, "set ERGON_API__SECRET"),
-        ({"algorithm": "HS256", "secret": "short"}, "at least 32 bytes"),
-        ({"algorithm": "HS256", "secret": to_pem(RSA_KEY.public_key())}, "what is public cannot be a secret"),
+        ({"algorithm": "HS256", "secret": "short"}, "HS256 needs 32 bytes"),
+        (
+            {"algorithm": "HS256", "secret": to_pem(RSA_KEY.public_key())},
+            "holds a key or certificate: set a shared secret",
+        ),
         (
             {"algorithm": "HS256", "secret": SECRET, "public_key": to_pem(RSA_KEY.public_key())},
-            "take the other key away",
+            "remove the other key",
         ),
-        ({"public_key": to_pem(RSA_KEY.public_key()), "secret": SECRET}, "take the other key away"),
-        ({"public_key": "nonsense"}, "no public key in PEM"),
-        ({"public_key": to_pem(ed25519.Ed25519PrivateKey.generate().public_key())}, "no key for RS256"),
+        ({"public_key": to_pem(RSA_KEY.public_key()), "secret": SECRET}, "remove the other key"),
+        ({"public_key": "nonsense"}, "is not a public key in PEM format"),
+        ({"public_key": to_pem(ed25519.Ed25519PrivateKey.generate().public_key())}, "is not a key for RS256"),
         (
             {"public_key": to_pem(rsa.generate_private_key(public_exponent=65537, key_size=1024).public_key())},
-            "too small for it",
+            "too small",
         ),
         ({"algorithm": "ES384", "public_key": to_pem(ec.generate_private_key(ec.SECP256R1()).public_key())}, "ES384"),
         (
@@ -335,7 +337,7 @@ def test_an_invalid_request_is_not_echoed(client, tenant):
     assert response.status_code == 422
     assert response.json() == {
         "error": "invalid_request",
-        "message": "The question is tenant_id alone, of at most 128 characters that a tenant may have.",
+        "message": "Invalid request: pass only tenant_id, a tenant name of at most 128 characters.",
         "correlation_id": None,
     }
 
@@ -366,7 +368,7 @@ def test_an_unavailable_database_is_a_503_without_details(caplog):
     body = response.json()
     assert body == {
         "error": "unavailable",
-        "message": "The database is out of reach; try again later.",
+        "message": "The database is unavailable; try again later.",
         "correlation_id": body["correlation_id"],
     }
     (record,) = [one for one in caplog.records if get_event(one) == "provider health failed"]
@@ -385,7 +387,7 @@ def test_an_internal_error_is_a_500_without_details(dsn, caplog):
     with TestClient(app(dsn, verifier=Broken())) as client:
         response = get_summary(client, "x")
     assert response.status_code == 500
-    assert response.json()["message"] == "The summary could not be made."
+    assert response.json()["message"] == "The summary failed; look up correlation_id in the log."
     (record,) = [one for one in caplog.records if get_event(one) == "provider health failed"]
     assert (record.levelno, record.error_type) == (logging.ERROR, "RuntimeError")
     assert "open-sesame" not in response.text + caplog.text + str(vars(record))

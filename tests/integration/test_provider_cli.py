@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from ergon_framework.cli.app import app
-from ergon_framework.cli.provider_work import ProviderExit
+from ergon_framework.cli.provider import ProviderExit
 from ergon_framework.providers.errors import ReasonCode
 from ergon_framework.providers.health import AttemptOutcome
-from ergon_framework.providers.sql.retention import _RETENTION_LOCK_ID as TURN
-from ergon_framework.providers.sql.writer import MetricsWriter
+from ergon_framework.providers.postgres.attempt_writer import MetricsWriter
+from ergon_framework.providers.postgres.retention import _RETENTION_LOCK_ID as TURN
 from tests.integration.metering import make_attempt, query
 from tests.servers.postgres import free_port
 
@@ -111,8 +111,8 @@ def test_json_output_follows_the_contract(dsn):
         "timeout",
     )
     assert summary["generated_at"].endswith("Z")
-    assert run_json("health", "--tenant", "nobody")["providers"] == []
-    assert "has called no provider yet" in run_provider("health", "--tenant", "nobody")
+    assert run_json("health", "--tenant", "unknown")["providers"] == []
+    assert "has called no provider yet" in run_provider("health", "--tenant", "unknown")
 
 
 def test_a_check_reports_by_its_exit_code_whether_a_provider_is_blocked(dsn):
@@ -192,10 +192,10 @@ def test_invalid_arguments_change_nothing(dsn, arguments):
 def test_retention_reports_what_it_did(dsn):
     result = run_json("retention")
     assert len(result["made"]) == 5
-    assert "partitions made 0, dropped 0; rows removed 0" in run_provider("retention")
+    assert "partitions created 0, dropped 0; rows deleted 0" in run_provider("retention")
     with psycopg.connect(dsn) as other:
         other.execute("select pg_advisory_xact_lock(%s)", [TURN])
-        assert "somebody else is at it" in run_provider("retention", code=ProviderExit.INCOMPLETE)
+        assert "another process is running retention" in run_provider("retention", code=ProviderExit.INCOMPLETE)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_an_unavailable_database_is_reported_without_its_password(arguments, mon
     monkeypatch.setenv("ERGON_POSTGRES__DSN", f"postgresql://app:{SECRET}@127.0.0.1:{free_port()}/shop")
     result = CliRunner().invoke(app, ["provider", *arguments])
     assert (result.exit_code, result.stdout) == (ProviderExit.FAILED, "")
-    assert "out of reach" in result.stderr
+    assert "is unavailable" in result.stderr
     assert SECRET not in result.output
     broken = json.loads(CliRunner().invoke(app, ["provider", *arguments, "--json"]).stdout)
     assert broken["exit_code"] == ProviderExit.FAILED

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.database.migrate import upgrade
 from tests.chaos import providers
 
 pytestmark = pytest.mark.invariant

@@ -9,10 +9,10 @@ import psycopg
 import pytest
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.providers.sql import retention
-from ergon_framework.providers.sql.reaching import connect
-from ergon_framework.providers.sql.retention import ProviderRetention
-from ergon_framework.providers.sql.writer import MetricsWriter
+from ergon_framework.providers.postgres import retention
+from ergon_framework.providers.postgres.attempt_writer import MetricsWriter
+from ergon_framework.providers.postgres.connection import connect
+from ergon_framework.providers.postgres.retention import ProviderRetention
 from tests.integration.metering import count_rows, make_attempt, query, read_rollups, wait_until
 from tests.log_events import list_events
 
@@ -46,8 +46,8 @@ def record_attempts(dsn, *rows):
 @pytest.mark.spec("PRV-26")
 def test_partitions_are_created_in_advance_by_any_writer(dsn):
     record_attempts(dsn, make_attempt())
-    assert list_partitions(dsn) == {"rest", *(format_day(shift) for shift in range(-1, 4))}
-    assert query(dsn, "select count(*) from ergon.provider_execution_metrics_rest") == [(0,)]
+    assert list_partitions(dsn) == {"default", *(format_day(shift) for shift in range(-1, 4))}
+    assert query(dsn, "select count(*) from ergon.provider_execution_metrics_default") == [(0,)]
 
 
 @pytest.mark.spec("PRV-26")
@@ -56,7 +56,7 @@ def test_rows_written_before_their_partition_existed_move_into_it(dsn):
     before = read_rollups(dsn)
     result = retention.run_retention(dsn, ProviderRetention(ahead=6))
     assert {name.rpartition("_")[2] for name in result.made} == {format_day(shift) for shift in (4, 5, 6)}
-    assert query(dsn, "select count(*) from ergon.provider_execution_metrics_rest") == [(0,)]
+    assert query(dsn, "select count(*) from ergon.provider_execution_metrics_default") == [(0,)]
     assert count_rows(dsn) == 2
     assert read_rollups(dsn) == before
 
@@ -85,9 +85,9 @@ def test_expired_rows_are_removed_and_others_stay(dsn):
     query(dsn, "insert into ergon.provider_batches values (gen_random_uuid())")
     result = retention.run_retention(dsn)
     assert [name.rpartition("_")[2] for name in result.dropped] == [format_day(-45)]
-    assert list_partitions(dsn) == {"rest", *(format_day(shift) for shift in (-12, -5, -1, 0, 1, 2, 3))}
+    assert list_partitions(dsn) == {"default", *(format_day(shift) for shift in (-12, -5, -1, 0, 1, 2, 3))}
     assert count_rows(dsn) == 3
-    ages = query(dsn, "select date_part('day', now() - minute)::int from ergon.provider_minutes order by 1 desc")
+    ages = query(dsn, "select date_part('day', now() - minute)::int from ergon.provider_minute_rollups order by 1 desc")
     assert ages == [(5,), (0,), (-98,)]
     assert query(dsn, "select count(*) from ergon.provider_quota_states") == [(2,)]
     assert query(dsn, "select count(*) from ergon.provider_batches") == [(1,)]
@@ -137,10 +137,10 @@ def test_a_worker_without_the_right_to_create_tables_still_writes(dsn, caplog):
     query(dsn, "grant select, insert, update, delete on all tables in schema ergon to worker")
     record_attempts(dsn.replace("//postgres@", "//worker@"), make_attempt())
     assert count_rows(dsn) == 1
-    assert list_partitions(dsn) == {"rest"}
+    assert list_partitions(dsn) == {"default"}
     assert "provider retention failed" in list_events(caplog.records)
     assert retention.run_retention(dsn).made
-    assert query(dsn, "select count(*) from ergon.provider_execution_metrics_rest") == [(0,)]
+    assert query(dsn, "select count(*) from ergon.provider_execution_metrics_default") == [(0,)]
 
 
 def test_a_writer_applies_retention_at_intervals_without_new_rows(dsn):

@@ -13,9 +13,9 @@ import psycopg
 import pytest
 
 from ergon_framework.connectors.postgres.queue import PostgresQueue
-from ergon_framework.providers.sql.summary import read_summary
-from ergon_framework.providers.synthetic import Behaviour, FakeProviderServer
-from ergon_framework.schema import migrate
+from ergon_framework.database import migrate
+from ergon_framework.providers.http.health_reader import read_summary
+from ergon_framework.testing.fake_provider import Behaviour, FakeProviderServer
 from tests.docs.snippets import find_snippets
 from tests.integration.metering import query
 
@@ -118,7 +118,7 @@ def test_an_unavailable_database_is_reported_as_the_reason(upstream, start_worke
     worker = start_worker("asyncio", upstream, 1, make_environment("postgresql://127.0.0.1:1/none"))
     worker.start_calls()
     assert worker.read_call_count() == 0
-    assert "the database is out of reach" in worker.stop()
+    assert "the database is unavailable" in worker.stop()
     assert upstream.calls == 0
 
 
@@ -139,8 +139,8 @@ def test_a_missing_extra_is_named(upstream, tmp_path):
 def test_memory_can_be_chosen_although_a_database_is_configured(upstream):
     program = (
         "from types import SimpleNamespace\n"
-        "from ergon_framework.providers.memory import MemoryProviderState\n"
-        "from ergon_framework.providers.synthetic import FakeProvider\n"
+        "from ergon_framework.providers.memory_state import MemoryProviderState\n"
+        "from ergon_framework.testing.fake_provider import FakeProvider\n"
         f"upstream = SimpleNamespace(address=('127.0.0.1', {upstream.address[1]}))\n"
         "print(FakeProvider(upstream, state_store=MemoryProviderState()).call('echo'))\n"
         "import sys; assert 'psycopg' not in sys.modules\n"
@@ -212,7 +212,7 @@ from ergon_framework import consumer
 from ergon_framework.connectors.postgres.queue import PostgresQueue
 from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
 from ergon_framework.providers.retry import RetryPolicy
-from ergon_framework.providers.synthetic import FakeProvider
+from ergon_framework.testing.fake_provider import FakeProvider
 
 upstream = SimpleNamespace(address=("127.0.0.1", int(os.environ["TEST_PORT"])))
 policy = ProviderPolicy(retry=RetryPolicy(max_attempts=1), quota=QuotaPolicy(month=10))

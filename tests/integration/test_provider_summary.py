@@ -12,9 +12,9 @@ import pytest
 from ergon_framework.providers.circuit_breaker import BreakerState
 from ergon_framework.providers.errors import ReasonCode
 from ergon_framework.providers.health import AttemptOutcome
-from ergon_framework.providers.sql import summary as module
-from ergon_framework.providers.sql.summary import MAX_PROVIDERS, QuotaSummary, read_summary
-from ergon_framework.providers.sql.writer import MetricsWriter
+from ergon_framework.providers.http import health_reader as module
+from ergon_framework.providers.http.health_reader import MAX_PROVIDERS, QuotaSummary, read_summary
+from ergon_framework.providers.postgres.attempt_writer import MetricsWriter
 from tests.integration.metering import make_attempt, make_random_attempt, query
 
 
@@ -87,7 +87,7 @@ def test_the_summary_covers_the_last_hour_of_each_provider(dsn):
 
 @pytest.mark.spec("PRV-14")
 def test_the_summary_of_an_unknown_tenant_is_empty(dsn):
-    result = read_tenant(dsn, "nobody")
+    result = read_tenant(dsn, "unknown")
     assert result.providers == ()
     assert abs(result.generated_at.timestamp() - time.time()) < 60
 
@@ -171,9 +171,9 @@ def test_the_summary_is_read_by_index(dsn):
     record_attempts(dsn, make_attempt())
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute(
-            "insert into ergon.provider_minutes (tenant_id, provider_name, capability, minute, buckets) "
+            "insert into ergon.provider_minute_rollups (tenant_id, provider_name, capability, minute, buckets) "
             "select 't' || n % 50, 'p', 'c', now() - n * interval '1 minute', array_fill(0::bigint, array[52]) "
             "from generate_series(1, 20000) as n"
         )
         plan = connection.execute("explain " + module._SELECT_SUMMARY, module._build_parameters("t1")).fetchall()
-    assert "Seq Scan on provider_minutes" not in str(plan)
+    assert "Seq Scan on provider_minute_rollups" not in str(plan)

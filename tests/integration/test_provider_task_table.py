@@ -11,11 +11,11 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from ergon_framework.providers.celery.ledger import TaskLedger
 from ergon_framework.providers.health import ProviderHealthState
-from ergon_framework.providers.sql import operator, retention
-from ergon_framework.providers.sql.ledger import TaskLedger
-from ergon_framework.providers.sql.retention import ProviderRetention
-from ergon_framework.providers.sql.writer import MetricsWriter
+from ergon_framework.providers.postgres import admin, retention
+from ergon_framework.providers.postgres.attempt_writer import MetricsWriter
+from ergon_framework.providers.postgres.retention import ProviderRetention
 from tests.integration.metering import make_attempt, query
 from tests.integration.test_provider_ledger import make_dead_letter
 
@@ -39,12 +39,12 @@ def test_attempts_refer_to_the_table_that_the_host_names(database, kind):
         result = run_upgrade(database, f"{schema}.task_executions")
         assert result.returncode == 0, result.stderr
     writer = MetricsWriter(database)
-    for execution in (execution_id, "nobody's", str(uuid.uuid4()), None):
+    for execution in (execution_id, "not-a-task", str(uuid.uuid4()), None):
         writer.record(make_attempt(task_execution_id=execution))
     assert writer.close(20)
     ledger = TaskLedger(database)
     ledger.fail(make_dead_letter("t-1", task_execution_id=execution_id))
-    ledger.fail(make_dead_letter("t-2", task_execution_id="nobody's"))
+    ledger.fail(make_dead_letter("t-2", task_execution_id="not-a-task"))
     ledger.close()
     rows = query(
         database,
@@ -92,8 +92,8 @@ def test_a_health_state_is_a_model_with_the_columns_of_the_document(database):
     writer = MetricsWriter(database)
     writer.record(make_attempt(duration_ms=2.0))
     assert writer.close(20)
-    (state,) = operator.list_health_states(database, "acme")
+    (state,) = admin.list_health_states(database, "acme")
     assert isinstance(state, ProviderHealthState)
     assert (state.provider_name, state.capability, state.breaker_state) == ("pay", "charging", "closed")
     assert (state.success_rate_1h, state.p95_latency_ms_1h, state.last_error_code) == (1.0, 2.0, None)
-    assert operator.list_health_states(database, "another") == []
+    assert admin.list_health_states(database, "another") == []

@@ -17,7 +17,8 @@ import psycopg
 import pytest
 from kombu import pools
 
-from ergon_framework.providers.deadletter import DEAD_LETTER_QUEUE, MESSAGE_FIELDS
+from ergon_framework.database.migrate import upgrade
+from ergon_framework.providers.dead_letter import DEAD_LETTER_QUEUE, MESSAGE_FIELDS
 from ergon_framework.providers.errors import (
     ProviderBadRequestError,
     ProviderCircuitOpenError,
@@ -26,8 +27,7 @@ from ergon_framework.providers.errors import (
     ProviderQuotaExceededError,
     ProviderTimeoutError,
 )
-from ergon_framework.providers.synthetic import Behaviour, FakeProviderServer
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.testing.fake_provider import Behaviour, FakeProviderServer
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 60.0
@@ -256,7 +256,7 @@ def test_the_metrics_of_a_task_name_its_execution_and_have_one_dead_letter(shop,
             assert time.monotonic() < deadline, rows
             time.sleep(0.05)
         count = "select count(*) from ergon.provider_dead_letters where provider_name = 'metered'"
-        rollup_count = "select sum(dead_letter)::int from ergon.provider_minutes where provider_name = 'metered'"
+        rollup_count = "select sum(dead_letter)::int from ergon.provider_minute_rollups where provider_name = 'metered'"
         assert connection.execute(count).fetchone() == connection.execute(rollup_count).fetchone()
 
 
@@ -414,7 +414,7 @@ def test_a_message_that_is_not_json_is_never_decoded_and_is_dead_lettered(shop):
     app, name = shop.tasks.app, shop.tasks.snapshot.name
     sent = app.send_task(name, ({"port": 1},), serializer="pickle")
     shop.wait_for_failure(sent, ProviderBadRequestError)
-    assert "no JSON" in shop.read_dead_letter(sent.id)["error_message"]
+    assert "is not JSON" in shop.read_dead_letter(sent.id)["error_message"]
 
 
 @pytest.mark.spec("PRV-30")

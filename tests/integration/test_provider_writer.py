@@ -22,13 +22,11 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.providers.base import ProviderBase
 from ergon_framework.providers.errors import ReasonCode
 from ergon_framework.providers.health import AttemptOutcome, HourStats, MinuteStats
-from ergon_framework.providers.memory import MemoryProviderState
-from ergon_framework.providers.sql.batch import prepare_batch
-from ergon_framework.providers.sql.minutes import attempt_time
-from ergon_framework.providers.sql.reaching import connect
-from ergon_framework.providers.sql.sampling import Sampler, SamplingPolicy
-from ergon_framework.providers.sql.writer import MetricsWriter
-from ergon_framework.providers.sql.writing import write_batch
+from ergon_framework.providers.memory_state import MemoryProviderState
+from ergon_framework.providers.postgres.attempt_batch import Sampler, SamplingPolicy, prepare_batch, write_batch
+from ergon_framework.providers.postgres.attempt_writer import MetricsWriter
+from ergon_framework.providers.postgres.connection import connect
+from ergon_framework.providers.postgres.rollups import attempt_time
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import get_registry
 from tests.integration.metering import (
@@ -154,7 +152,7 @@ def test_rejections_by_the_framework_are_not_errors_of_the_provider(dsn, make_wr
     for code in (ReasonCode.CIRCUIT_OPEN, ReasonCode.QUOTA_EXHAUSTED):
         writer.record(make_attempt(outcome=AttemptOutcome.FAILED, reason_code=code))
     assert writer.close(20)
-    assert query(dsn, "select refused, failed, last_error_code from ergon.provider_minutes") == [(2, 0, None)]
+    assert query(dsn, "select rejected, failed, last_error_code from ergon.provider_minute_rollups") == [(2, 0, None)]
     assert query(dsn, "select success_rate_1h, last_error_code from ergon.provider_health_states") == [(None, None)]
 
 
@@ -173,7 +171,7 @@ def test_above_the_rate_each_nth_success_has_a_row_and_each_failure_and_all_are_
     assert writer.close(20)
     counts = dict(query(dsn, "select outcome, count(*) from ergon.provider_execution_metrics group by 1"))
     assert counts == {"success": 10 + 190 // 5 + 1, "failed": 10}
-    assert query(dsn, "select sum(success), sum(failed) from ergon.provider_minutes") == [(201, 10)]
+    assert query(dsn, "select sum(success), sum(failed) from ergon.provider_minute_rollups") == [(201, 10)]
 
 
 def test_an_attempt_too_early_or_too_late_for_any_partition_is_written(dsn, make_writer):
@@ -182,7 +180,7 @@ def test_an_attempt_too_early_or_too_late_for_any_partition_is_written(dsn, make
     record_all(writer, [make_attempt(created_at=now + shift * 86_400) for shift in (-4_000, -40, 0, 2, 20, 4_000)])
     assert writer.close(20)
     assert count_rows(dsn) == 6
-    assert query(dsn, "select count(*) from ergon.provider_execution_metrics_rest") == [(4,)]
+    assert query(dsn, "select count(*) from ergon.provider_execution_metrics_default") == [(4,)]
     assert read_rollups(dsn)[0] == read_rollups(dsn)[1]
 
 
@@ -201,7 +199,7 @@ def test_a_batch_whose_commit_was_interrupted_is_written_once(postgres, dsn, mak
     stored, recomputed = read_rollups(dsn)
     assert count_rows(dsn) == count_calls(stored) == 50
     assert stored == recomputed
-    assert list_events(caplog.records) == ["provider rows wait"]
+    assert list_events(caplog.records) == ["provider rows waiting"]
 
 
 def test_a_batch_is_not_repeated_while_its_first_write_may_still_commit(dsn):
@@ -234,17 +232,17 @@ def test_rows_that_the_server_rejects_are_dropped_and_the_rest_is_written(dsn, m
     for row in invalid_rows:
         rows.insert(random.randrange(len(rows)), row)
     rows.append(make_attempt(correlation_id="long " * 5_000, operation="nul \0 \ud800", idempotency_key="k" * 4_000))
-    before = count_dropped("refused")
+    before = count_dropped("rejected")
     writer = make_writer(dsn)
     record_all(writer, rows)
     assert writer.close(30)
     assert writer.dropped == len(invalid_rows)
-    assert count_dropped("refused") - before == len(invalid_rows)
+    assert count_dropped("rejected") - before == len(invalid_rows)
     stored, recomputed = read_rollups(dsn)
     assert count_rows(dsn) == count_calls(stored) == 201
     assert stored == recomputed
     (first,) = [row for row in caplog.records if get_event(row) == "provider rows dropped"]
-    assert (first.levelno, first.reason) == (logging.WARNING, "refused")
+    assert (first.levelno, first.reason) == (logging.WARNING, "rejected")
     assert "nul" not in str(vars(first))
 
 
@@ -270,20 +268,20 @@ def measure_slowest_record(writer, count):
 def test_without_a_server_the_writer_keeps_its_capacity_and_counts_the_rest(make_writer, caplog):
     before = count_dropped("full")
     writer = make_writer(f"postgresql://postgres@127.0.0.1:{free_port()}/none", room=100, every=0.01)
-    wait_until(lambda: "provider rows wait" in list_events(caplog.records) or writer.record(make_attempt()))
+    wait_until(lambda: "provider rows waiting" in list_events(caplog.records) or writer.record(make_attempt()))
     record_count = 1_000
     assert measure_slowest_record(writer, record_count) < 0.1
     assert writer.waiting == 100
     assert writer.dropped >= record_count - 100
     assert count_dropped("full") - before == writer.dropped
-    started_at, before, refused_before = time.monotonic(), count_dropped("closed"), count_dropped("refused")
+    started_at, before, rejected_before = time.monotonic(), count_dropped("closed"), count_dropped("rejected")
     assert not writer.close(0.3)
     assert time.monotonic() - started_at < 2
     wait_until(lambda: count_dropped("closed") - before > 100, "those that waited, and the batch that was tried")
-    assert count_dropped("refused") == refused_before
+    assert count_dropped("rejected") == rejected_before
     writer.record(make_attempt())
     assert writer.waiting == 0
-    assert list_events(caplog.records).count("provider rows wait") == 1
+    assert list_events(caplog.records).count("provider rows waiting") == 1
 
 
 class MeteredState(MemoryProviderState):
@@ -364,7 +362,7 @@ def stop_processes(server):
 def test_a_disconnected_server_gets_everything_once_after_reconnection(new_postgres, make_writer, monkeypatch):
     server = new_postgres(fsync=False)
     dsn = create_migrated_database(server)
-    monkeypatch.setattr("ergon_framework.providers.sql.desk._ANSWER_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("ergon_framework.providers.postgres.attempt_writer._ANSWER_TIMEOUT_SECONDS", 0.5)
     writer = make_writer(dsn + "?connect_timeout=2", every=0.05)
     writer.record(make_attempt())
     wait_until(lambda: count_rows(dsn) == 1)
@@ -435,7 +433,7 @@ def repeat_until_error(error, action):
 
 
 def test_an_unreadable_address_is_reported_immediately_and_not_repeated():
-    with pytest.raises(ConfigurationError, match="it looks like") as caught:
+    with pytest.raises(ConfigurationError, match="expected something like") as caught:
         MetricsWriter("postgresql://me:open-sesame@[x/y")
     assert "open-sesame" not in str(caught.value)
 
@@ -475,7 +473,7 @@ def test_a_thread_that_ended_is_replaced(dsn, make_writer, monkeypatch):
 FORK_PROGRAM = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from ergon_framework.providers.sql.writer import MetricsWriter
+from ergon_framework.providers.postgres.attempt_writer import MetricsWriter
 from tests.integration.metering import make_attempt, count_rows, wait_until
 dsn = {dsn!r}
 writer = MetricsWriter(dsn, every=0.05)
@@ -507,7 +505,7 @@ def test_a_forked_child_has_a_separate_thread_and_attempts(dsn):
 def test_a_process_that_exits_without_closing_writes_what_it_has(dsn):
     script = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from ergon_framework.providers.sql.writer import MetricsWriter\n"
+        "from ergon_framework.providers.postgres.attempt_writer import MetricsWriter\n"
         "from tests.integration.metering import make_attempt\n"
         f"writer = MetricsWriter({dsn!r}, every=60)\nwriter.record(make_attempt())\n"
     )

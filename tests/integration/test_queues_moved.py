@@ -13,9 +13,9 @@ from uuid import uuid4
 import pytest
 
 from ergon_framework import Transaction
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.runner import queues
-from ergon_framework.task.report import OutcomeKind
+from ergon_framework.worker.report import OutcomeKind
 from tests.servers.nats import PrivateNats
 from tests.servers.redis import PrivateRedis
 

@@ -13,12 +13,12 @@ import pika
 import pytest
 
 from ergon_framework.connectors.base import DeadLetter, Defer, Release, SettleResult
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult
-from ergon_framework.connectors.foreign import ForeignCodec, from_json_pointer
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterResult
+from ergon_framework.connectors.foreign_codec import ForeignCodec, from_json_pointer
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 from ergon_framework.task.decorators import consumer
-from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.transaction import Transaction
+from ergon_framework.worker.policies import ConsumerPolicy
 
 ALL_DEAD_LETTERS = DeadLetterQuery()
 #: Written by producers in Java, .NET and JavaScript that treat an AMQP timestamp as milliseconds.

@@ -92,7 +92,7 @@ def test_a_redelivered_message_is_not_passed_around_among_idle_workers(name, idl
         channel.basic_publish("", name, b"{}", pika.BasicProperties(headers=headers))
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while len(list_received(idle_workers)) <= number:
-            assert time.monotonic() < deadline, f"order-{number} was handed to nobody"
+            assert time.monotonic() < deadline, f"order-{number} was not delivered"
             time.sleep(0.01)
         for worker in idle_workers:
             worker.empty.clear()

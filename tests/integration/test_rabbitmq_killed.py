@@ -12,7 +12,7 @@ import pytest
 
 from ergon_framework import ConnectionLostError, Transaction
 from ergon_framework.connectors.base import Ack, DeadLetter, Defer, SettleResult
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 
 pytestmark = pytest.mark.invariant

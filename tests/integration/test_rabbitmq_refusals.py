@@ -18,7 +18,7 @@ from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 )
 def test_a_wrong_password_or_vhost_is_a_configuration_error(rabbitmq, address_format, reason):
     address = rabbitmq.partition("@")[2].rstrip("/")
-    with pytest.raises(ConfigurationError, match=f"at {address} does not let this user in: .*{reason}"):
+    with pytest.raises(ConfigurationError, match=f"at {address} rejected the user: .*{reason}"):
         RabbitMQQueue("orders", url=f"amqp://{address_format.format(address)}").open()
 
 

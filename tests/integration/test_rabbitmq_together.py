@@ -16,9 +16,9 @@ import pytest
 from ergon_framework.connectors.base import Ack, DeadLetter
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
-from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.relay import relay, relay_async
 from ergon_framework.transaction import Transaction
+from ergon_framework.worker.policies import ConsumerPolicy
 from tests.integration.running import ERGON, TIMEOUT_SECONDS, ErgonProcess
 
 pytestmark = pytest.mark.invariant

@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 from ergon_framework.connectors.base import Ack, DeadLetter, Defer, Release, SettleResult
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.connectors.redis import RedisQueue
 from ergon_framework.errors import ConnectionLostError
 from ergon_framework.transaction import Transaction
@@ -126,7 +126,7 @@ def test_all_keys_of_a_queue_are_in_one_slot(cluster):
             if keys:
                 assert len(keys) == 6
     assert len(slots) == 1
-    wait_until(lambda: queue.fetch_transactions(1), "what was given back comes")
+    wait_until(lambda: queue.fetch_transactions(1), "the released one is redelivered")
     queue.close()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ergon_framework.connectors.base import Ack, DeadLetter, Defer, SettleResult
-from ergon_framework.connectors.deadletters import DeadLetterQuery
-from ergon_framework.connectors.foreign import ForeignCodec, from_header, from_json_pointer
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
+from ergon_framework.connectors.foreign_codec import ForeignCodec, from_header, from_json_pointer
 from ergon_framework.connectors.redis import scripts
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.transaction import Transaction

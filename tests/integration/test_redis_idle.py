@@ -13,7 +13,7 @@ IDLE_PROGRAM = """
 import asyncio, sys, time
 from ergon_framework import *
 from ergon_framework.connectors.redis import RedisQueue
-from ergon_framework.task.mixins.policies import EmptyQueuePolicy
+from ergon_framework.worker.policies import EmptyQueuePolicy
 
 # From the first look on they wait as long as their policy lets them by and by.
 longest = EmptyQueuePolicy().cap

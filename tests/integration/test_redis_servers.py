@@ -7,7 +7,7 @@ import time
 import pytest
 
 from ergon_framework.connectors.base import Ack, ConnectorError, DeadLetter, Defer, Release, SettleResult
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterResult
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.transaction import Transaction
 from tests.integration.redises import QueueFactory, make_part_key, make_stream_key, run_server, wait_until
@@ -45,10 +45,10 @@ def make_transactions(count, size=10):
 @pytest.mark.parametrize(
     "setting, value, text",
     [
-        ("appendfsync", "always", "costs nothing"),
+        ("appendfsync", "always", "confirmed data survives a power loss"),
         ("appendfsync", "everysec", "the last two seconds"),
-        ("appendfsync", "no", "whatever the kernel had not written"),
-        ("appendonly", "no", "all since its last snapshot"),
+        ("appendfsync", "no", "data still in the kernel may be lost"),
+        ("appendonly", "no", "all data since the last snapshot may be lost"),
     ],
 )
 def test_durability_states_what_a_power_loss_can_lose(request, caplog, setting, value, text):
@@ -63,7 +63,7 @@ def test_durability_states_what_a_power_loss_can_lose(request, caplog, setting, 
         assert queue.capabilities.durable is durable
         assert text in queue.durability
         (record,) = [record for record in caplog.records if get_event(record) == "redis durability"]
-        assert (record.levelname, record.words) == ("INFO" if durable else "WARNING", queue.durability)
+        assert (record.levelname, record.summary) == ("INFO" if durable else "WARNING", queue.durability)
     finally:
         client.config_set("appendonly", "yes")
 
@@ -205,7 +205,8 @@ def test_lost_scripts_and_groups_are_created_again(queues, client):
 @pytest.mark.spec("CNN-02")
 def test_a_wrong_password_is_reported_without_the_password(queues):
     with run_server(requirepass="right", appendonly="no") as server:
-        for url, reason in ((f"redis://:wrong@127.0.0.1:{server.port}", "refuses"), (server.url, "")):
+        wrong_url = f"redis://:wrong@127.0.0.1:{server.port}"
+        for url, reason in ((wrong_url, "check the user, password and rights"), (server.url, "")):
             queue = queues("secret", url=url)
             if reason:
                 with pytest.raises(ConfigurationError, match=reason) as caught:
@@ -214,7 +215,7 @@ def test_a_wrong_password_is_reported_without_the_password(queues):
             else:
                 queue.open()
         for url in ("http://:secret@x", "redis://:secret@x:port"):
-            with pytest.raises(ConfigurationError, match="cannot be read") as caught:
+            with pytest.raises(ConfigurationError, match="the address of the server is invalid") as caught:
                 queues("secret", url=url).open()
             assert "secret" not in str(caught.value)
 
@@ -237,8 +238,13 @@ def test_a_key_of_another_type_and_invalid_queue_names_are_rejected(queues, clie
     client.set(make_stream_key("taken"), "a text")
     with pytest.raises(ConfigurationError, match="choose another name"):
         queues("taken").open()
-    for name in ("", "x" * 201, "a{b", "a}b"):
-        with pytest.raises(ConfigurationError, match="name of a queue"):
+    for name, reason in (
+        ("", "1 to 200 characters, not 0"),
+        ("x" * 201, "not 201"),
+        ("a{b", "braces"),
+        ("a}b", "braces"),
+    ):
+        with pytest.raises(ConfigurationError, match=reason):
             queues(name)
 
 
@@ -271,7 +277,7 @@ def test_dead_letters_are_kept_for_the_configured_days(queues, client):
 
 @pytest.mark.spec("CNN-08")
 def test_a_thousand_dead_letters_are_listed_and_replayed(queues):
-    queue = queues("buried")
+    queue = queues("dead")
     queue.dispatch(make_transactions(1_100))
     while deliveries := queue.fetch_transactions(1_000):
         assert set(queue.settle([(item, DeadLetter("why")) for item in deliveries])) == {SETTLED}
@@ -283,7 +289,7 @@ def test_a_thousand_dead_letters_are_listed_and_replayed(queues):
     assert [item.outcome for item in results] == [DeadLetterResult.REPLAYED] * 1_100 + [DeadLetterResult.GONE] * 3
     assert queue.depth().ready == 1_100
     assert [item.outcome for item in queue.discard_dead(["no place", handles[0]])] == [DeadLetterResult.GONE] * 2
-    with pytest.raises(ConnectorError, match="no place"):
+    with pytest.raises(ConnectorError, match="is not the handle of a dead letter"):
         queue.list_dead(DeadLetterQuery(), after="nonsense")
 
 
@@ -308,7 +314,7 @@ def test_a_release_or_a_due_message_wakes_waiting_workers_elsewhere(queues):
     assert other.fetch_transactions(1) == []
     wake_times.clear()
     other.settle([(delivery, Defer(60.0))])
-    wait_until(lambda: wake_times, "one that is put off is heard, so that its moment is known", within=3.0)
+    wait_until(lambda: wake_times, "the deferral is notified, so that the due time is known", within=3.0)
     assert other.fetch_transactions(1) == []
 
 

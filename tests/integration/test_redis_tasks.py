@@ -12,11 +12,11 @@ import time
 import pytest
 
 from ergon_framework.connectors.base import DeadLetter
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.relay import relay, relay_async
 from ergon_framework.transaction import Transaction
+from ergon_framework.worker.policies import ConsumerPolicy
 from tests.integration.redises import QueueFactory, run_server, wait_until
 from tests.integration.running import ERGON, ErgonProcess
 from tests.servers.databases import create_migrated_database

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.facts.boundary import raise_if_error
 from ergon_framework.facts.errors import AccessDenied, OffsetAhead
 from ergon_framework.facts.model import ArtifactReference, BoundarySide, Cursor, Envelope, Fact, ZonePair
 from ergon_framework.facts.policy import ReplicationPolicy
-from ergon_framework.facts.replica import ReplicaStatus
+from ergon_framework.facts.replica_state import ReplicaStatus
 from ergon_framework.facts.replicator import AsyncReplicator, Replicator
-from ergon_framework.facts.service.address import ServiceAddress
+from ergon_framework.facts.service.channel import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
-from ergon_framework.facts.service.client_aio import AsyncBoundaryClient
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.facts.service.client_async import AsyncBoundaryClient
 from tests.chaos.facts.parts import open_store
 from tests.servers.certificates import CertificateAuthority
 from tests.servers.postgres import free_port

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.exit import RunExit
 from tests.integration.running import ERGON, ErgonProcess
 
 GRACE_SECONDS = 0.4
@@ -201,7 +201,7 @@ def test_a_second_signal_stops_immediately(tmp_path, flavour):
     with ErgonProcess(tmp_path, source) as process:
         process.wait_for("began")
         process.send_signal()
-        process.wait_for("a second signal ends it at once")
+        process.wait_for("a second signal stops it immediately")
         process.send_signal(signal.SIGINT)
         code, seconds = process.wait_for_exit()
     assert (code, process.notes) == (RunExit.LEFT_BEHIND, ["fetch"])
@@ -267,7 +267,7 @@ def test_a_loop_timeout_has_its_own_exit_code(tmp_path):
 
 
 def test_abandoned_handlers_do_not_keep_a_process_with_nothing_left_to_do(tmp_path, flavour):
-    retry = 'policy(streaming=False, concurrency=2, retry={"timeout": 0.1, "abandon_grace": 0.0})'
+    retry = 'policy(streaming=False, concurrency=2, retry={"timeout": 0.1, "exit_grace": 0.0})'
     with ErgonProcess(
         tmp_path, "orders(1)" + make_task(flavour, ENDLESS_BODY, ENDLESS_ASYNC_BODY, policy=retry)
     ) as process:
@@ -284,7 +284,7 @@ def test_the_options_override_the_policy_and_json_is_the_last_line(tmp_path):
         code, _ = process.wait_for_exit()
     result = json.loads(process.output[-1])
     assert code == result["exit_code"] == RunExit.OK
-    assert (result["end"], result["started"], result["counts"]["succeeded"]) == ("limit", 2, 2)
+    assert (result["stop_reason"], result["started"], result["counts"]["succeeded"]) == ("limit", 2, 2)
 
 
 @pytest.mark.spec("RUN-03")

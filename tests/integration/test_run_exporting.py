@@ -10,7 +10,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.runner import exporting
+from ergon_framework.runner import otlp
 from tests.servers.otlp import decode_spans, get_string_attributes, run_receiver
 
 ENDPOINT_ENVIRONMENT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
@@ -91,7 +91,7 @@ def test_a_provider_set_up_by_the_program_is_kept(tmp_path):
 def test_an_unsupported_protocol_is_a_configuration_error(tmp_path):
     code, output = run_app(tmp_path, APP_MODULE, **ENDPOINT_ENVIRONMENT, OTEL_EXPORTER_OTLP_PROTOCOL="grpc")
     assert code == 2
-    assert "OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc', and only http/protobuf can be sent" in output
+    assert "OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc', but only http/protobuf is supported" in output
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_an_unsupported_protocol_is_a_configuration_error(tmp_path):
     ],
 )
 def test_a_signal_is_exported_if_its_exporter_or_an_address_is_named(environ, signals):
-    assert exporting.requested_signals(environ) == signals
+    assert otlp.requested_signals(environ) == signals
 
 
 def test_the_protocol_of_one_signal_overrides_the_general_one():
-    exporting._check_protocol(
+    otlp._check_protocol(
         "traces", {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
     )
     with pytest.raises(ConfigurationError, match="OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"):
-        exporting._check_protocol("traces", {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"})
+        otlp._check_protocol("traces", {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"})

@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.exit import RunExit
 from tests.integration.running import ErgonProcess
 
 TASK_MODULE = """
@@ -86,7 +86,7 @@ def test_an_idle_worker_is_ready_and_without_a_broker_it_is_live_but_not_ready(t
 @pytest.mark.spec("RUN-02")
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_handler_that_blocks_the_event_loop_is_reported_and_the_process_is_not_live(tmp_path, processes):
-    (tmp_path / "ergon.toml").write_text('[run.probes]\nblocked = 0.5\nfile = "probe"\ninterval = 0.05\n')
+    (tmp_path / "ergon.toml").write_text('[run.probes]\nevent_loop_timeout = 0.5\nfile = "probe"\ninterval = 0.05\n')
     source = TASK_MODULE + "orders = queue.dispatch([Transaction('order-1')])\n"
     source += "\n@consumer(queue, policy=RULES)\nasync def task(order):\n    hold()\n"
     with ErgonProcess(tmp_path, source, "--probe-port", "0", "--processes", processes) as process:

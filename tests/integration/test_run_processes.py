@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.exit import RunExit
 from tests.integration.running import ERGON, ErgonProcess
 from tests.signals.world import MatrixRun
 
@@ -36,7 +36,7 @@ def test_a_signal_drains_every_process_and_none_remains(variant):
         assert len(list_acked(world)) == 2
         assert len(world.list_queued()) == 2
         report = json.loads(world.output.splitlines()[-1])
-    assert (report["processes"], report["restarts"], report["ends"]) == (2, 0, {"stop": 2})
+    assert (report["processes"], report["restarts"], report["stop_reasons"]) == (2, 0, {"stop": 2})
     assert (report["started"], report["counts"]["succeeded"], report["exit_code"]) == (2, 2, 0)
 
 
@@ -66,7 +66,7 @@ def test_processes_drain_and_exit_when_their_parent_is_killed(variant):
         world.signal(signal.SIGKILL)
         world.wait_for_exit()
         world.create_file("go")
-        world.wait("nobody is left", lambda: world.list_processes() == [])
+        world.wait("no process is left", lambda: world.list_processes() == [])
         assert len(list_acked(world)) == 2
         assert len(world.list_queued()) == 2
 
@@ -114,7 +114,7 @@ def test_a_task_that_crashes_at_import_ends_the_run_with_the_reason(tmp_path):
     with ErgonProcess(tmp_path, CRASHING_MODULE) as process:
         code, _ = process.wait_for_exit()
     assert code == RunExit.FLAPPING
-    assert any("process 1 died 2 times in a row" in line and "SIGKILL" in line for line in process.output)
+    assert any("process 1 exited 2 times in a row" in line and "SIGKILL" in line for line in process.output)
 
 
 @pytest.mark.spec("RUN-01")
@@ -142,4 +142,4 @@ def test_streaming_and_once_are_mutually_exclusive(tmp_path):
     command = [*ERGON, "run", "app:task", "--streaming", "--once"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == RunExit.USAGE
-    assert "give one of the two" in " ".join(result.stderr.split())
+    assert "pass one of the two" in " ".join(result.stderr.split())

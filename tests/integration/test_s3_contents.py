@@ -11,13 +11,13 @@ import pytest
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.facts.errors import UploadLost
 from ergon_framework.facts.stores.s3 import MIN_PART_BYTES, S3ContentStore
-from ergon_framework.testing.conformance.contents_words import (
-    LATER,
+from ergon_framework.testing.conformance.content_store.fixture import (
+    FAR_FUTURE_MS,
+    compute_stored,
     interrupt_upload,
-    read,
+    read_content,
     sample_bytes,
     store_content,
-    stored_of,
 )
 from tests.servers.seaweed import CREDENTIALS, PrivateSeaweed
 
@@ -55,21 +55,21 @@ def test_a_crash_of_the_server_loses_only_what_was_not_sent_yet(server):
     for call in (
         lambda: open_contents(server).uploaded_bytes("goeson"),
         lambda: open_contents(server).size_of(stored_small.digest),
-        lambda: read(open_contents(server), stored_small.digest),
+        lambda: read_content(open_contents(server), stored_small.digest),
         lambda: open_contents(server).remove(stored_small.digest),
-        lambda: open_contents(server).delete_stale_uploads(LATER),
+        lambda: open_contents(server).delete_stale_uploads(FAR_FUTURE_MS),
         lambda: store_content(open_contents(server), b"small"),
     ):
         with pytest.raises(ConnectionLostError, match="bucket 'artifacts'"):
             call()
     server.start()
     reopened = open_contents(server)
-    assert reopened.size_of(stored_of(content).digest) is None
+    assert reopened.size_of(compute_stored(content).digest) is None
     assert reopened.uploaded_bytes("goeson") == 2 * MIN_PART_BYTES
     with reopened.begin_upload("goeson", begin=2 * MIN_PART_BYTES) as upload:
         upload.add(content[2 * MIN_PART_BYTES :])
-        stored = upload.commit(stored_of(content))
-    assert read(reopened, stored.digest) == content
+        stored = upload.commit(compute_stored(content))
+    assert read_content(reopened, stored.digest) == content
     assert reopened.size_of(stored_small.digest) == stored_small.size
 
 
@@ -77,7 +77,7 @@ def test_a_crash_of_the_server_loses_only_what_was_not_sent_yet(server):
 def test_denied_access_is_reported_with_the_remedy_and_without_secrets(server, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-guess")
     with pytest.raises(ConfigurationError, match="AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY") as caught:
-        open_contents(server).size_of(stored_of(b"x").digest)
+        open_contents(server).size_of(compute_stored(b"x").digest)
     with pytest.raises(ConfigurationError):
         store_content(open_contents(server), b"x")
     assert "a-guess" not in str(caught.value)
@@ -89,9 +89,9 @@ def test_a_missing_bucket_is_reported(seaweed):
     for call in (
         lambda: contents.uploaded_bytes("upload"),
         lambda: store_content(contents, b"x"),
-        lambda: contents.delete_stale_uploads(LATER),
+        lambda: contents.delete_stale_uploads(FAR_FUTURE_MS),
     ):
-        with pytest.raises(ConfigurationError, match="there is no bucket 'nowhere'; make it"):
+        with pytest.raises(ConfigurationError, match="there is no bucket 'nowhere': create it"):
             call()
 
 
@@ -104,7 +104,7 @@ def test_an_upload_with_a_changed_part_is_not_committed(seaweed):
         contents._bucket.replace(path, sample_bytes(MIN_PART_BYTES))
         with pytest.raises(UploadLost):
             upload.commit()
-    assert contents.size_of(stored_of(content).digest) is None
+    assert contents.size_of(compute_stored(content).digest) is None
 
 
 def test_concurrent_continuations_of_an_upload_commit_only_correct_content(seaweed):
@@ -118,8 +118,8 @@ def test_concurrent_continuations_of_an_upload_commit_only_correct_content(seawe
         with contents.begin_upload("shared", begin=MIN_PART_BYTES) as second:
             second.add(content[MIN_PART_BYTES:])
             first._write_part()
-            assert second.commit(stored_of(content)) == stored_of(content)
-    assert read(contents, stored_of(content).digest) == content
+            assert second.commit(compute_stored(content)) == compute_stored(content)
+    assert read_content(contents, compute_stored(content).digest) == content
 
 
 def test_parts_used_by_another_upload_are_not_deleted(seaweed):
@@ -130,7 +130,7 @@ def test_parts_used_by_another_upload_are_not_deleted(seaweed):
         with contents.begin_upload("shared", begin=MIN_PART_BYTES) as second:
             first._discard()
             second.add(content[MIN_PART_BYTES:])
-            assert second.commit() == stored_of(content)
+            assert second.commit() == compute_stored(content)
 
 
 @pytest.mark.spec("FAC-26")
@@ -140,5 +140,5 @@ def test_contents_are_durable_only_if_configured_so(seaweed):
 
 
 def test_parts_below_the_s3_minimum_are_rejected():
-    with pytest.raises(ConfigurationError, match="a part has at least 5,242,880 bytes on S3, and part_bytes is 100"):
+    with pytest.raises(ConfigurationError, match="part_bytes 100 is too small: the minimum is 5,242,880"):
         S3ContentStore("artifacts", part_bytes=100)

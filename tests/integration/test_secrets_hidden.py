@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from ergon_framework import Transaction
 from ergon_framework.cli.app import app as cli
 from ergon_framework.connectors.rabbitmq import topology
-from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.exit import RunExit
 from tests.integration.brokers import BROKERS, create_named_queue
 from tests.integration.running import ERGON
 from tests.secret_forms import FORMS
@@ -141,7 +141,7 @@ def test_no_secret_of_an_error_leaves_the_process(broker, request, tmp_path, mon
     url = os.environ[f"ERGON_QUEUES__{orders.name.upper()}__URL"]
     if broker == "postgres":
         monkeypatch.setenv("ERGON_POSTGRES__DSN", url)
-        monkeypatch.setenv("ERGON_RUN__JOURNAL__ON", "true")
+        monkeypatch.setenv("ERGON_RUN__JOURNAL__ENABLED", "true")
     program = f"app_{orders.name}"
     shutil.copy(FORMS_FILE, tmp_path / f"forms_of_{program}.py")
     (tmp_path / f"{program}.py").write_text(
@@ -182,7 +182,7 @@ def test_no_secret_of_an_error_leaves_the_process(broker, request, tmp_path, mon
 def test_no_secret_of_a_payload_is_shown(request, tmp_path, monkeypatch):
     orders = create_named_queue("postgres", request, tmp_path, monkeypatch)
     monkeypatch.setenv("ERGON_POSTGRES__DSN", os.environ[f"ERGON_QUEUES__{orders.name.upper()}__URL"])
-    monkeypatch.setenv("ERGON_RUN__JOURNAL__ON", "true")
+    monkeypatch.setenv("ERGON_RUN__JOURNAL__ENABLED", "true")
     program = f"app_{orders.name}"
     shutil.copy(FORMS_FILE, tmp_path / f"forms_of_{program}.py")
     (tmp_path / f"{program}.py").write_text(
@@ -250,7 +250,7 @@ def test_an_invalid_pattern_is_a_configuration_error(tmp_path, monkeypatch):
     (tmp_path / "ergon.toml").write_text('[telemetry]\nredact_patterns = ["EMP-("]\n')
     code, text = run_ergon("app:charge", "--once")
     assert code == RunExit.USAGE
-    assert "ergon.toml: telemetry.redact_patterns: the pattern 'EMP-(' is no regular expression" in text
+    assert "ergon.toml: telemetry.redact_patterns: pattern 'EMP-(' is not a regular expression" in text
 
 
 FORGED_TEXT = (

@@ -31,7 +31,7 @@ def test_twenty_orders_are_in_the_ledger_once_or_are_dead_letters_with_a_reason(
     assert report["ok"]
     assert (report["orders"], report["charges"], report["facts"], report["entries"]) == (20, 18, 17, 17)
     assert report["dead_letters"] == {"declined": 1, "undecodable": 1, "executor_error": 1}
-    assert "The books balance." in output
+    assert "The records balance." in output
 
 
 @pytest.mark.spec("RUN-01")
@@ -42,4 +42,4 @@ def test_charges_of_a_bank_that_ignores_keys_are_reported():
     assert not report["ok"]
     assert report["charges"] > 18
     assert any("charges at the bank" in problem for problem in report["wrong"]), output
-    assert "The books do NOT balance" in output
+    assert "The records do NOT balance" in output

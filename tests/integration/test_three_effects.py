@@ -15,10 +15,10 @@ import time
 import psycopg
 import pytest
 
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.facts.model import ZonePair
-from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.providers.synthetic import Behaviour, FakeProviderServer
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
+from ergon_framework.testing.fake_provider import Behaviour, FakeProviderServer
 from ergon_framework.transaction import Transaction
 from tests.integration.brokers import BROKERS, create_named_queue, is_empty
 from tests.integration.running import ERGON
@@ -38,11 +38,11 @@ KILLS = [(point, stays) for point in KILL_POINTS for stays in (True, False)]
 HANDLERS_MODULE = """
 import os
 from types import SimpleNamespace
-from ergon_framework.executor.registry import HandlerRegistry
+from ergon_framework.executors.registry import HandlerRegistry
 from ergon_framework.providers.circuit_breaker import BreakerPolicy
 from ergon_framework.providers.policy import ProviderPolicy
-from ergon_framework.providers.sql.books import PostgresProviderState
-from ergon_framework.providers.synthetic import FakeProvider
+from ergon_framework.providers.postgres.state import PostgresProviderState
+from ergon_framework.testing.fake_provider import FakeProvider
 
 registry = HandlerRegistry()
 bank = SimpleNamespace(address=("127.0.0.1", int(os.environ["BANK"])))
@@ -60,11 +60,11 @@ import json, os, threading
 import psycopg
 from ergon_framework import ConsumerPolicy, consumer, queue
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import ExecutorCommand
-from ergon_framework.executor.task import run_in_executor
-from ergon_framework.facts.facts import Facts
-from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.executors.pool import PoolPolicy
+from ergon_framework.executors.process import ExecutorCommand
+from ergon_framework.executors.isolation import run_in_executor
+from ergon_framework.facts.append import Facts
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 
 DSN = os.environ["ERGON_POSTGRES__DSN"]
 facts = Facts(PostgresBoundary(DSN, accept_loss=True), zone="{zone}")
@@ -75,12 +75,12 @@ policy = ConsumerPolicy.load({{
               "empty_queue": {{"backoff": 0.05, "cap": 0.1}}, "transaction_timeout": 120.0,
               # Being killed is not the transaction's fault.
               "max_deliveries": 1000}},
-    # Whoever comes while a dead one still has the key asks again until it is free.
+    # A call that finds the key of a killed worker in use is retried until the key is free.
     "steps": {{"process": {{"retry": {{"max_attempts": 100, "timeout": 20.0, "backoff": 0.5, "cap": 0.5}}}}}},
 }})
 
 def say(point, *words):
-    # Short enough to be written as one, whoever else writes.
+    # Short enough for an atomic write next to other writers.
     os.write(1, (" ".join(map(str, (point, *words))) + chr(10)).encode())
     if os.environ.get("STAY") == point:
         threading.Event().wait()

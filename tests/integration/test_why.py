@@ -14,25 +14,24 @@ from typer.testing import CliRunner
 
 from ergon_framework import ConsumerPolicy, consumer
 from ergon_framework.cli.app import app
-from ergon_framework.cli.why_work import WhyExit
+from ergon_framework.cli.why import WhyExit
 from ergon_framework.connectors.base import Ack, ConnectorError, DeadLetter, Defer
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.connectors.postgres import tracing as queues
+from ergon_framework.connectors.postgres import lookup as queues
+from ergon_framework.database.operation import Query, in_snapshot
+from ergon_framework.database.pool import ConnectionPool
 from ergon_framework.errors import Category, ConnectionLostError, ErgonError
-from ergon_framework.executor.jobs.registrations import register
-from ergon_framework.executor.jobs.statements import GET_JOB
-from ergon_framework.executor.verdict import Complete, Fail, FailureCause, Retry
+from ergon_framework.executors.decision import Complete, Fail, FailureCause, Retry
 from ergon_framework.facts.model import Cursor, Envelope, Fact, ZonePair
-from ergon_framework.facts.stores import postgres_tracing as facts
-from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.facts.stores.postgres import lookup as facts
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 from ergon_framework.failure import Attempt, Failure
+from ergon_framework.jobs.registrations import register
+from ergon_framework.jobs.sql import GET_JOB
 from ergon_framework.providers.errors import ReasonCode
 from ergon_framework.providers.health import AttemptOutcome
-from ergon_framework.providers.sql import tracing as calls
-from ergon_framework.providers.sql.writer import MetricsWriter
-from ergon_framework.schema.lines import ConnectionPool
-from ergon_framework.schema.operation import Query
-from ergon_framework.schema.snapshot import in_snapshot
+from ergon_framework.providers.postgres import lookup as calls
+from ergon_framework.providers.postgres.attempt_writer import MetricsWriter
 from ergon_framework.transaction import Transaction
 from tests.integration.jobs import BlockingJobClient, ManualWorker
 from tests.integration.metering import make_attempt, query
@@ -158,7 +157,7 @@ def test_a_transaction_claimed_by_a_dead_worker_is_reported_to_return(dsn, queue
     dispatch(queue)
     fetch_one(queue)
     query(dsn, "update ergon.worker set alive_until = now() - interval '1 minute'")
-    assert "had it and is gone; it comes back" in read_history("order-1")["now"]
+    assert "claimed it and is gone; another worker of orders will redeliver it" in read_history("order-1")["now"]
 
 
 @pytest.mark.spec("RUN-06")
@@ -170,7 +169,7 @@ def test_a_transaction_with_a_key_waits_behind_an_older_one(queue):
     assert queue.fetch_transactions(1) == []
     history = read_history("order-2")
     assert (history["place"]["state"], history["about"]["key"]) == ("behind", "k")
-    assert "behind an older one of its key 'k'" in history["now"]
+    assert "behind an older transaction of its key 'k'" in history["now"]
 
 
 @pytest.mark.spec("RUN-06")
@@ -189,7 +188,7 @@ def test_a_dead_letter_has_its_attempts_and_the_command_that_replays_it(queue):
     lines = run_why("order-1").stdout.splitlines()
     assert lines[0] == "transaction order-1 in orders"
     assert lines[-2].startswith("  now: it is a dead letter of orders since ")
-    assert lines[-1].startswith("  next: mend the cause")
+    assert lines[-1].startswith("  next: fix the cause")
 
 
 @pytest.mark.spec("RUN-06")
@@ -230,7 +229,6 @@ from ergon_framework import ConsumerPolicy, consumer
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.connectors.base import DeadLetter
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.connectors.postgres import tracing as queues
 from ergon_framework.transaction import Transaction
 
 orders = PostgresQueue("orders")
@@ -367,14 +365,15 @@ def test_a_due_job_reports_its_position(dsn, store):
         history = next(item for item in run_why_json(name)["histories"] if item["kind"] == "job")
         return history["now"].partition(";")[0], history["next"].partition(",")[0]
 
-    assert read_job_status(first) == ("it waits for its turn", "nothing")
-    assert read_job_status(third) == ("it waits for its turn behind 2 of its kind", "nothing")
+    suggestion = "nothing if an orchestrator runs and its executors start (see ergon doctor); otherwise run: ergon run"
+    assert read_job_status(first) == ("it waits for its turn", suggestion)
+    assert read_job_status(third) == ("it waits for its turn behind 2 of its kind", suggestion)
     delivery, *_ = store.fetch()
     store.start(delivery)
     assert delivery.transaction.id == first
     assert read_job_status(third) == (
         "it waits for its turn behind 1 of its kind",
-        "nothing; jobs of its kind are being run",
+        "nothing; 1 jobs of its kind are running now",
     )
     assert read_job_status(second)[0] == "it waits for its turn"
 
@@ -445,7 +444,7 @@ def test_provider_calls_of_a_transaction_are_shown_with_breaker_and_quota(dsn, q
     )
     call = run_why_json("order-1")["histories"][-1]
     assert (call["kind"], call["where"], call["place"]["state"]) == ("provider call", "pay.charge", "succeeded")
-    assert call["about"]["breaker"].startswith("open, 5 faults in a row, open until ")
+    assert call["about"]["breaker"].startswith("open, 5 consecutive faults, open until ")
     assert (call["about"]["max attempts"], call["about"]["timeout budget"]) == (3, 30.0)
     first, second = call["events"]
     assert (first["what"], first["verdict"], first["words"]) == ("attempt 1 of 3", "retry", "timeout")
@@ -463,7 +462,7 @@ def test_a_call_with_unknown_outcome_and_an_override_are_reported(dsn):
     )
     query(
         dsn,
-        "insert into ergon.provider_keys (tenant_id, provider_name, key, fingerprint, state, owner, until, sweep_at, "
+        "insert into ergon.provider_keys (tenant_id, provider_name, key, fingerprint, state, owner, until, cleanup_at, "
         "value) values ('acme', 'pay', 'key-1', 'f', 'unknown', 'w', now() + interval '1 hour', now(), %s)",
         json.dumps({"card": SECRET}),
     )
@@ -474,7 +473,7 @@ def test_a_call_with_unknown_outcome_and_an_override_are_reported(dsn):
     )
     history = read_history("c-7")
     assert history["place"]["state"] == "doubtful"
-    assert history["next"].startswith("ask the provider whether pay.charge was carried out")
+    assert history["next"].startswith("check with the provider whether pay.charge was executed")
     assert history["events"][0]["words"] == "force_open"
 
 
@@ -510,14 +509,14 @@ def test_a_fact_is_found_by_its_id_and_by_its_correlation(dsn):
                 correlation_id="c-7" if number == 1 else None,
             )
             boundary.append_fact(envelope, Fact(subject="order/1", predicate="paid", object_json=json.dumps(SECRET)))
-        [first, _] = boundary.fetch_facts("books", pair, 10)
-        boundary.confirm_receipt("books", pair, Cursor(first.epoch, first.offset))
+        [first, _] = boundary.fetch_facts("ledger", pair, 10)
+        boundary.confirm_receipt("ledger", pair, Cursor(first.epoch, first.offset))
     history = read_history("fact-1")
     assert (history["kind"], history["where"], history["place"]["state"]) == ("fact", "shop to bank", "stored")
     assert history["place"]["words"] == "1 of 1 readers have confirmed it"
     assert [event["what"] for event in history["events"]] == ["produced", "stored", "confirmed"]
     assert read_history("c-7")["id"] == "fact-1"
-    assert read_history("fact-2")["about"]["reader books"] == "is 1 before it, at 1"
+    assert read_history("fact-2")["about"]["reader ledger"] == "is 1 facts behind it, at 1"
 
 
 # -- unknown ids and unavailable sources ------------------------------------------------------------------
@@ -526,7 +525,7 @@ def test_a_fact_is_found_by_its_id_and_by_its_correlation(dsn):
 @pytest.mark.spec("RUN-06")
 def test_an_unknown_id_lists_the_queried_sources(dsn, shop_module):
     result = run_why("order-9", "--queue", f"{shop_module}:other", code=WhyExit.UNKNOWN)
-    assert "nobody knows 'order-9'; asked: queues of the database, jobs of the database" in result.stderr
+    assert "no source knows 'order-9'; queried: queues of the database, jobs of the database" in result.stderr
     assert f"{shop_module}:other" in result.stderr
     report = run_why_json("order-9", code=WhyExit.UNKNOWN)
     assert (report["histories"], [source["found"] for source in report["asked"]]) == ([], [0, 0, 0, 0, 0])
@@ -537,8 +536,8 @@ def test_an_unavailable_source_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("ERGON_POSTGRES__DSN", f"postgresql://owner:{SECRET}@127.0.0.1:{free_port()}/none")
     result = run_why("order-1", code=WhyExit.UNANSWERED)
     assert "queues of the database, jobs of the database, " in result.stderr
-    assert result.stderr.count("did not answer: the database is out of reach") == 1
-    assert "nobody of those who answered knows" in result.stderr
+    assert result.stderr.count("did not answer: the database is unavailable") == 1
+    assert "no source that answered knows" in result.stderr
 
 
 def test_a_slow_query_times_out_and_the_next_one_is_answered(dsn):
@@ -592,13 +591,13 @@ def test_a_failed_source_does_not_affect_the_others(queue, dsn):
 
 @pytest.mark.parametrize("name", ["x" * 257, "", "a\nb", "a\0b"])
 def test_an_invalid_id_is_rejected(dsn, name):
-    assert "1 to 256 characters" in run_why_json(name, code=WhyExit.USAGE)["error"]
+    assert "1 to 256 printable characters" in run_why_json(name, code=WhyExit.USAGE)["error"]
 
 
 def test_without_a_source_the_command_names_the_options(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ERGON_POSTGRES__DSN", raising=False)
-    assert "there is nobody to ask" in run_why("order-1", code=WhyExit.USAGE).stderr
+    assert "no source to query" in run_why("order-1", code=WhyExit.USAGE).stderr
     assert "no module" in run_why("order-1", "--queue", "nowhere_at_all:orders", code=WhyExit.USAGE).stderr
 
 

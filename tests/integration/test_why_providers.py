@@ -15,15 +15,15 @@ from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.errors import Category
 from ergon_framework.failure import Attempt, Failure
 from ergon_framework.providers.base import ProviderBase
-from ergon_framework.providers.books import ProviderScope
 from ergon_framework.providers.circuit_breaker import BreakerPolicy
 from ergon_framework.providers.errors import ProviderAuthError, ProviderError, ReasonCode
 from ergon_framework.providers.health import AttemptOutcome
 from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
+from ergon_framework.providers.postgres import admin
+from ergon_framework.providers.postgres.attempt_writer import MetricsWriter
+from ergon_framework.providers.postgres.state import PostgresProviderState
 from ergon_framework.providers.retry import RetryPolicy
-from ergon_framework.providers.sql import operator, standings
-from ergon_framework.providers.sql.books import PostgresProviderState
-from ergon_framework.providers.sql.writer import MetricsWriter
+from ergon_framework.providers.state import ProviderScope
 from ergon_framework.transaction import Transaction
 from tests.integration.metering import make_attempt, query
 from tests.integration.test_why import SECRET, run_why, run_why_json
@@ -163,10 +163,10 @@ def test_an_open_breaker_is_why_a_transaction_waits(make_setup):
     assert (hold["cause"], hold["shared"]) == ("breaker", False)
     assert hold["until"] == pytest.approx(history["place"]["until"], abs=5)
     assert "the breaker is open until 20" in hold["words"]
-    assert hold["words"].endswith(", 2 faults in a row")
+    assert hold["words"].endswith(", 2 consecutive faults")
     assert provider["failures"] == {"connection_error": 2}
     assert history["now"].endswith("because pay.charge was not called (circuit_open)")
-    assert history["next"].startswith("nothing, it comes back by itself; ")
+    assert history["next"].startswith("nothing, redelivery is automatic; ")
     assert history["next"].endswith("ergon provider breaker list --tenant acme --provider pay")
     output = run_why("order-1").stdout
     assert (
@@ -184,7 +184,7 @@ def test_an_exhausted_quota_is_why_a_transaction_waits(make_setup):
     assert provider["reason"] == "quota_exhausted"
     [hold] = provider["holds"]
     assert (hold["cause"], hold["until"] % 86_400) == ("quota", 0)
-    assert hold["words"].startswith("the quota per month is spent until ")
+    assert hold["words"].startswith("the quota per month is exhausted until ")
     assert hold["words"].endswith(", 1 of 1 used")
     assert "ergon provider quota list --tenant acme --provider pay; " in history["next"]
     assert "ergon provider quota extend pay charging --tenant acme --calls N" in history["next"]
@@ -192,25 +192,25 @@ def test_an_exhausted_quota_is_why_a_transaction_waits(make_setup):
 
 def test_an_override_by_an_operator_is_why_a_transaction_waits(make_setup, dsn):
     setup = make_setup(FRAGILE_POLICY)
-    operator.force_open(dsn, ProviderScope("acme", "pay", "charging"), seconds=600, actor="jo", reason=SECRET)
+    admin.force_open(dsn, ProviderScope("acme", "pay", "charging"), seconds=600, actor="jo", reason=SECRET)
     setup.run_transaction()
     history = read_history("order-1")
     [hold] = get_provider(history)["holds"]
     assert hold["cause"] == "operator"
     assert hold["words"].startswith("an operator keeps the breaker open until ")
-    assert history["next"].endswith("to end it: ergon provider breaker lift pay charging --tenant acme --reason WHY")
+    assert history["next"].endswith("to clear it: ergon provider breaker lift pay charging --tenant acme --reason WHY")
 
 
 def test_an_override_that_was_cleared_is_reported_as_over(make_setup, dsn):
     setup = make_setup(FRAGILE_POLICY)
-    operator.force_open(dsn, ProviderScope("acme", "pay", "charging"), seconds=600, actor="jo", reason="INC-7")
+    admin.force_open(dsn, ProviderScope("acme", "pay", "charging"), seconds=600, actor="jo", reason="INC-7")
     setup.run_transaction()
-    operator.clear_override(dsn, ProviderScope("acme", "pay", "charging"), actor="jo", reason="over")
+    admin.clear_override(dsn, ProviderScope("acme", "pay", "charging"), actor="jo", reason="over")
     history = read_history("order-1")
     provider = get_provider(history)
     assert provider["holds"] == []
-    assert "nothing holds its calls back now" in provider["words"]
-    assert history["next"] == "look at the provider: ergon provider health --tenant acme"
+    assert "its calls are not blocked now" in provider["words"]
+    assert history["next"] == "check the provider: ergon provider health --tenant acme"
 
 
 # -- attempts without a record --------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_without_a_task_a_block_with_the_same_end_is_reported_as_a_guess(make_se
     setup = make_setup(FRAGILE_POLICY, has_metrics=False)
     setup.fail_calls("acme", "acme")
     setup.run_transaction()
-    operator.force_open(dsn, ProviderScope("acme", "mail", "sending"), seconds=9_000, actor="jo", reason="another end")
+    admin.force_open(dsn, ProviderScope("acme", "mail", "sending"), seconds=9_000, actor="jo", reason="another end")
     history = read_history("order-1")
     provider = get_provider(history)
     assert provider["known"] == "moment"
@@ -310,7 +310,7 @@ def test_a_dead_letter_reports_the_current_state_of_its_provider(make_setup):
     assert (provider["known"], provider["operation"], provider["reason"]) == ("failure", "charge", "auth_failed")
     assert provider["failures"] == {"auth_failed": 2, "connection_error": 1}
     assert provider["holds"] == []
-    assert history["next"].startswith("look at the provider: ergon provider health --tenant acme; mend the cause, ")
+    assert history["next"].startswith("check the provider: ergon provider health --tenant acme; fix the cause, ")
     assert history["next"].endswith("ergon dlq replay MODULE:NAME --id=order-1")
 
 
@@ -322,9 +322,7 @@ def test_a_dead_letter_whose_provider_is_still_blocked_reports_until_when(make_s
     provider = get_provider(history)
     assert (provider["reason"], [hold["cause"] for hold in provider["holds"]]) == ("connection_error", ["breaker"])
     assert "charge failed (connection_error); the breaker is open until 20" in provider["words"]
-    assert history["next"].startswith(
-        "look at the provider: ergon provider breaker list --tenant acme --provider pay; "
-    )
+    assert history["next"].startswith("check the provider: ergon provider breaker list --tenant acme --provider pay; ")
 
 
 # -- tenants --------------------------------------------------------------------------------------------
@@ -371,7 +369,7 @@ def test_a_shared_quota_is_reported_as_exhausted_without_a_count(make_setup):
     setup.run_transaction()
     history = read_history("order-1")
     [hold] = get_provider(history)["holds"]
-    assert hold["words"].startswith("the quota of all tenants per month is spent until ")
+    assert hold["words"].startswith("the quota of all tenants per month is exhausted until ")
     assert "used" not in hold["words"]
     assert "ergon provider quota list --tenant '*' --provider pay" in history["next"]
 
@@ -391,8 +389,8 @@ def test_without_the_provider_tables_the_rest_is_reported(make_setup, dsn):
         query(dsn, "alter table ergon.elsewhere rename to provider_breakers")
     provider = get_provider(report["histories"][0])
     assert (provider["holds"], provider["failures"]) == (None, None)
-    assert provider["words"].endswith("charge failed (connection_error); how it is now is not known")
-    assert report["histories"][0]["next"].startswith("look at the provider: ergon provider health --tenant acme; ")
+    assert provider["words"].endswith("charge failed (connection_error); its current availability is unknown")
+    assert report["histories"][0]["next"].startswith("check the provider: ergon provider health --tenant acme; ")
     errors = {answer["source"]: answer["error"] for answer in report["asked"] if answer["error"]}
     assert "ergon db upgrade" in errors["providers of the database"]
     assert "providers of the database did not answer: " in result.stderr
@@ -440,7 +438,9 @@ def test_without_a_database_the_record_of_the_failure_is_reported(tmp_path, monk
     history = read_history("odd", "--queue", f"{name}:other")
     sys.modules.pop(name)
     provider = get_provider(history)
-    assert provider["words"] == ("pay (charging) of tenant acme: charge failed (timeout); how it is now is not known")
+    assert provider["words"] == (
+        "pay (charging) of tenant acme: charge failed (timeout); its current availability is unknown"
+    )
     assert "ergon provider health --tenant acme" in history["next"]
 
 
@@ -464,6 +464,6 @@ def test_failures_are_counted_by_an_index(dsn):
         "most": 1000,
     }
     with psycopg.connect(dsn) as connection:
-        plan = [line for (line,) in connection.execute(f"explain {standings.SELECT_FAILURES}", parameters)]
+        plan = [line for (line,) in connection.execute(f"explain {admin.SELECT_FAILURES}", parameters)]
     assert any("Index" in line for line in plan), plan
     assert not [line for line in plan if "Seq Scan" in line], plan

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from tests.properties.plan import (
+from tests.properties.plans import (
     OK,
     WITH_VERDICT,
     Behaviour,
@@ -43,8 +43,8 @@ _RETRY_DEFAULTS = {
     "backoff": 1.0,
     "multiplier": 2.0,
     "cap": 30.0,
-    "hold": 30.0,
-    "abandon_grace": 5.0,
+    "max_inline_delay": 30.0,
+    "exit_grace": 5.0,
 }
 
 
@@ -202,7 +202,7 @@ class _Lifecycle:
             if result.expired or not self.is_before(self.now, bound):
                 return result
             wait = max(_compute_backoff(retry, attempt), result.retry_after)
-            if step == "process" and self._is_longer(wait, retry["hold"]):
+            if step == "process" and self._is_longer(wait, retry["max_inline_delay"]):
                 return _Deferral(result.category, wait, attempt + 1)
             if not self.is_before(self.now + wait, bound):
                 return result
@@ -224,7 +224,7 @@ class _Lifecycle:
             self._run_until(planned_end, until=planned_end)
             return _evaluate_attempt(behaviour, step)
         returned_at = deadline if self.flavour == "asyncio" and behaviour.on_cancel == "leaves" else planned_end
-        grace_end = deadline + retry["abandon_grace"]
+        grace_end = deadline + retry["exit_grace"]
         is_in_time = self.is_before(returned_at, grace_end)
         self._run_until(returned_at, until=returned_at if is_in_time else grace_end)
         return _Failure("TIMEOUT", abandoned=not is_in_time, expired=expired and bound < math.inf)
@@ -252,11 +252,11 @@ class _Lifecycle:
             self.ambiguous = True
         return first < second
 
-    def _is_longer(self, wait: float, hold: float) -> bool:
+    def _is_longer(self, wait: float, max_inline_delay: float) -> bool:
         # Both values come from the policy alone: equality is not a race, and near equality is rounding.
-        if wait != hold and abs(wait - hold) < self.tolerance:
+        if wait != max_inline_delay and abs(wait - max_inline_delay) < self.tolerance:
             self.ambiguous = True
-        return wait > hold
+        return wait > max_inline_delay
 
     @property
     def _carried_attempts(self) -> int:
@@ -533,7 +533,7 @@ def _check_call_overlap(run: _RecordedRun) -> Iterator[str]:
 def _can_overlap(run: _RecordedRun, number: int, *, earlier: HandlerCallRecord, later: HandlerCallRecord) -> bool:
     if later.call.step != "exception" or earlier.call.step == "exception":
         return False
-    grace = _get_retry_policy(run.plan.policy, earlier.call.step)["abandon_grace"]
+    grace = _get_retry_policy(run.plan.policy, earlier.call.step)["exit_grace"]
     return bool(later.call.at >= run.get_deadline(number, earlier) + grace - run.slack)
 
 

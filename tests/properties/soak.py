@@ -29,10 +29,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from ergon_framework.testing.virtual import VirtualLoop
+from ergon_framework.testing.virtual_time import VirtualLoop
 from tests.properties.oracle import TOLERANCE_SECONDS, check_invariants
-from tests.properties.plan import Plan, count_features, plan_from_seed
-from tests.properties.world import (
+from tests.properties.plans import Plan, count_features, plan_from_seed
+from tests.properties.runner import (
     REAL_SLACK_SECONDS,
     Run,
     compare_run,

@@ -14,7 +14,7 @@ from ergon_framework.facts.errors import FactError
 from ergon_framework.facts.model import ArtifactReference, Cursor, Envelope, Fact, FactConfirmation, ZonePair
 from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.facts.stores.memory_contents import MemoryContentStore
-from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 
 pytestmark = [
     pytest.mark.invariant,
@@ -27,7 +27,7 @@ KEYS = ("k1", "k2")
 CONTENTS = (b"", b"first", b"second")
 TABLES = (
     "fact_object_uses, fact_objects, fact_contents, fact_readers, fact_reader_audit, facts, fact_ids, fact_log, "
-    "fact_room, fact_store, fact_epochs"
+    "fact_usage, fact_store, fact_epochs"
 )
 
 ids = st.integers(1, 12).map("m-{}".format)
@@ -157,7 +157,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(reader=st.sampled_from(READERS), pair=pairs)
     def retire(self, reader, pair):
-        self.call_both("retire_reader", reader, pair, by="somebody")
+        self.call_both("retire_reader", reader, pair, by="operator")
 
     @rule(age=st.integers(0, 400))
     def prune(self, age):

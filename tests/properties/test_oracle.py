@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from ergon_framework.task.exceptions import Category, TransactionException
-from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
+from ergon_framework.worker.exceptions import Category, TransactionException
+from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy
 from tests.properties.oracle import check_invariants, check_run, differences, drain_end_of, predict
-from tests.properties.plan import (
+from tests.properties.plans import (
     BASE_EXCEPTION_KINDS,
     Behaviour,
     Call,
@@ -34,8 +34,8 @@ RETRY = {
     "backoff": 1.0,
     "multiplier": 2.0,
     "cap": 0.0,
-    "hold": 30.0,
-    "abandon_grace": 0.5,
+    "max_inline_delay": 30.0,
+    "exit_grace": 0.5,
 }
 HANDLER_RETRY = RETRY | {"max_attempts": 2, "timeout": 3.0, "backoff": 0.25, "multiplier": 1.0}
 
@@ -183,21 +183,22 @@ def test_without_backoff_the_next_attempt_is_immediate():
     assert [at for _, _, at in list_calls(predict_delivery([make_behaviour("system")] * 3, policy=policy))] == [0.0] * 4
 
 
-def test_a_wait_beyond_hold_defers_without_any_handler():
-    prediction = predict_delivery([make_behaviour("system", 0.5)], policy=make_policy(process={"hold": 0.9}))
+def test_a_wait_beyond_max_inline_delay_defers_without_any_handler():
+    policy = make_policy(process={"max_inline_delay": 0.9})
+    prediction = predict_delivery([make_behaviour("system", 0.5)], policy=policy)
     assert list_calls(prediction) == [("process", 0, 0.0)]
     assert summarize(prediction) == ("deferred", "SYSTEM", ("later", 1.0), 1, 0.5)
 
 
-def test_a_retry_after_beyond_hold_defers_but_not_on_the_last_attempt():
+def test_a_retry_after_beyond_max_inline_delay_defers_but_not_on_the_last_attempt():
     late = make_behaviour("system_exc", retry_after=31.0)
     assert summarize(predict_delivery([late])) == ("deferred", "SYSTEM", ("later", 31.0), 1, 0.0)
     prediction = predict_delivery([late], policy=make_policy(process={"max_attempts": 1}))
     assert summarize(prediction) == ("failed", "SYSTEM", "dead_letter", 1, 0.0)
 
 
-def test_a_wait_of_exactly_hold_is_slept():
-    prediction = predict_delivery([make_behaviour("system")], policy=make_policy(process={"hold": 1.0}))
+def test_a_wait_of_exactly_max_inline_delay_is_slept():
+    prediction = predict_delivery([make_behaviour("system")], policy=make_policy(process={"max_inline_delay": 1.0}))
     assert summarize(prediction) == ("succeeded", None, "ack", 2, 1.0)
     assert not prediction.ambiguous
 
@@ -337,14 +338,14 @@ def test_a_task_that_returns_when_the_lifecycle_ends_is_not_a_race():
 
 
 @pytest.mark.parametrize("flavour", ["threads", "asyncio"])
-def test_an_expired_lifecycle_is_over_even_if_the_wait_is_beyond_hold(flavour):
-    policy = make_policy(transaction_timeout=1.25, process={"hold": 0.5})
+def test_an_expired_lifecycle_is_over_even_if_the_wait_is_beyond_max_inline_delay(flavour):
+    policy = make_policy(transaction_timeout=1.25, process={"max_inline_delay": 0.5})
     prediction = predict_delivery([make_behaviour("ok", 1.5)], policy=policy, flavour=flavour)
     assert summarize(prediction) == ("failed", "TIMEOUT", "dead_letter", 1, 1.5 if flavour == "threads" else 1.25)
 
 
 def test_a_call_that_returns_after_the_lifecycle_is_not_deferred():
-    policy = make_policy(transaction_timeout=2.25, process={"timeout": 2.0, "hold": 0.5})
+    policy = make_policy(transaction_timeout=2.25, process={"timeout": 2.0, "max_inline_delay": 0.5})
     assert predict_delivery([make_behaviour("ok", 2.5)], policy=policy).outcome == "failed"
     assert predict_delivery([make_behaviour("ok", 2.125)], policy=policy).outcome == "deferred"
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from ergon_framework.providers.books import ProviderScope
 from ergon_framework.providers.circuit_breaker import BreakerPolicy, is_provider_fault
 from ergon_framework.providers.errors import (
     ERROR_BY_REASON,
@@ -14,12 +13,13 @@ from ergon_framework.providers.errors import (
     ProviderError,
     ReasonCode,
 )
-from ergon_framework.providers.execution import ProviderExecutionResult
 from ergon_framework.providers.health import AttemptOutcome
+from ergon_framework.providers.models import ProviderExecutionResult
 from ergon_framework.providers.policy import QuotaPolicy
 from ergon_framework.providers.quota import WindowKind
 from ergon_framework.providers.retry import RetryPolicy
-from tests.twins.providing import Act, Ask, make_policy, run_story
+from ergon_framework.providers.state import ProviderScope
+from tests.both_drivers.provider_harness import Act, Ask, make_policy, run_story
 
 seconds = some.floats(0.0, 30.0) | some.sampled_from([0.0, 1e6])
 reasons = [reason for reason in ReasonCode if reason not in (ReasonCode.CIRCUIT_OPEN, ReasonCode.QUOTA_EXHAUSTED)]

@@ -35,10 +35,10 @@ from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.providers.base import ProviderBase
 from ergon_framework.providers.circuit_breaker import BreakerPolicy
 from ergon_framework.providers.errors import ProviderAuthError, ProviderError
-from ergon_framework.providers.memory import MemoryProviderState
+from ergon_framework.providers.memory_state import MemoryProviderState
 from ergon_framework.providers.policy import ProviderPolicy
+from ergon_framework.providers.postgres.attempt_writer import MetricsWriter
 from ergon_framework.providers.retry import RetryPolicy
-from ergon_framework.providers.sql.writer import MetricsWriter
 from tests.servers.databases import create_migrated_database
 from tests.unit.providers.peer import (
     close_connection,
@@ -187,7 +187,7 @@ PEERS = {
     "resets": lambda _: reset_connection,
     "leaves": lambda _: close_connection,
     "waits": lambda _: wait_for_disconnect,
-    "nobody": None,
+    "closed port": None,
     "good": lambda _: respond("200 OK", body=b'{"ok": true}'),
 }
 
@@ -244,14 +244,14 @@ def sinks(postgres):
     writer.close(5)
 
 
-def make_provider(call, books):
+def make_provider(call, state_store):
     class Secretive(ProviderBase):
         provider_name, capability = "secretive", "charging"
 
         def _execute_impl(self, **_):
             return call()
 
-    return Secretive(state_store=books, policy=POLICY)
+    return Secretive(state_store=state_store, policy=POLICY)
 
 
 def describe_error(error):
@@ -327,12 +327,12 @@ def test_no_credential_is_found_in_any_error_log_span_or_row(sinks):
             assert not [row for row in rows if spelling in row], description
 
 
-def run_calls(secret, position, client, peer_name, books):
+def run_calls(secret, position, client, peer_name, state_store):
     """Make one direct call and one inside a handler; return the texts of their errors and dead letters."""
     timeout_seconds = 0.1 if peer_name == "waits" else 2.0
     with run_peer(peer_name, secret) as port:
         target = place_secret(position, secret, port)
-        provider = make_provider(lambda: client(target, timeout_seconds), books)
+        provider = make_provider(lambda: client(target, timeout_seconds), state_store)
         outputs = collect_dead_letters(provider)
         try:
             provider.call("charge", {"card": secret, "nested": {"token": secret}}, tenant="acme")

@@ -9,10 +9,10 @@ import pytest
 
 from ergon_framework.facts.errors import FactConflict
 from ergon_framework.facts.model import Envelope, Fact, StoredFact, ZonePair, fact_digest
-from ergon_framework.facts.replica import ReplicaStatus
-from ergon_framework.facts.replicate import Replication
-from tests.properties import broken_replicas as broken
-from tests.properties.zones import ZoneWorld, draw_plan
+from ergon_framework.facts.replica_state import ReplicaStatus
+from ergon_framework.facts.replication import Replication
+from tests.properties import mutated_replication as broken
+from tests.properties.zones_runner import ZoneWorld, draw_plan
 
 pytestmark = [pytest.mark.invariant, pytest.mark.spec("FAC-17")]
 

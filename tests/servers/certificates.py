@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.x509.oid import NameOID
 
-from ergon_framework.facts.service.files import TlsFiles
-from ergon_framework.facts.service.identity import to_operator_uri, to_zone_uri
+from ergon_framework.facts.service.access import to_operator_uri, to_zone_uri
+from ergon_framework.facts.service.tls import TlsFiles
 
 
 def _to_x509_name(name):

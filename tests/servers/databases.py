@@ -10,7 +10,7 @@ import psycopg
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
-from ergon_framework.schema import migrate
+from ergon_framework.database import migrate
 from tests.servers.postgres import PostgresServerError, PrivatePostgres
 
 _DISCONNECT_TIMEOUT_SECONDS = 20.0
@@ -86,7 +86,7 @@ class DatabasePool:
         with psycopg.connect(self._server.dsn(), autocommit=True) as connection:
             while connection.execute(f"select pg_terminate_backend(pid) {_OTHER_SESSIONS}", [name]).rowcount:
                 if time.monotonic() > deadline:
-                    raise PostgresServerError(f"somebody stays connected to {name}")
+                    raise PostgresServerError(f"a session stays connected to {name}")
                 time.sleep(0.005)
 
 

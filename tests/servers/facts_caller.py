@@ -15,9 +15,9 @@ from typing import Any
 from ergon_framework.errors import ErgonError
 from ergon_framework.facts.boundary import Boundary, raise_if_error
 from ergon_framework.facts.model import Cursor, Envelope, Fact, StoredArtifact, ZonePair
-from ergon_framework.facts.service.address import ServiceAddress
+from ergon_framework.facts.service.channel import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
-from ergon_framework.facts.service.files import TlsFiles
+from ergon_framework.facts.service.tls import TlsFiles
 
 PAIR = ZonePair("Plant A", "HQ")
 #: Facts that exist before any kill, and the size of a batch.

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from ergon_framework.errors import ConnectionLostError
 from ergon_framework.facts.model import BoundarySide
-from ergon_framework.facts.service.files import TlsFiles
 from ergon_framework.facts.service.server import BoundaryServer, Limits
+from ergon_framework.facts.service.tls import TlsFiles
 from ergon_framework.facts.stores.memory import MemoryBoundary
 from tests.servers.certificates import CertificateAuthority
 
@@ -49,7 +49,7 @@ class Host:
             raise result
         return result
 
-    def serve(self, store, *, side="inner", room=None, zones=None, limits=None, **more):
+    def serve(self, store, *, side="inner", max_facts=None, zones=None, limits=None, **more):
         """Serve *store* and return its address; *more* are fields of the BoundaryServer."""
         port = self.ask(
             "serve",
@@ -57,7 +57,7 @@ class Host:
             self.files,
             zones or self.zones,
             side=side,
-            room=room,
+            max_facts=max_facts,
             limits=limits or Limits(),
             **more,
         )
@@ -115,9 +115,9 @@ class _StoreManager:
         self.servers = {}
         self.backups = []
 
-    async def serve(self, store, files: TlsFiles, zones, *, side, room, **more):
+    async def serve(self, store, files: TlsFiles, zones, *, side, max_facts, **more):
         if store not in self.stores:
-            self.stores[store] = _ControlledStore(side=BoundarySide(side), max_facts=room)
+            self.stores[store] = _ControlledStore(side=BoundarySide(side), max_facts=max_facts)
         if store not in self.servers:
             server = BoundaryServer(store=self.stores[store], zones=zones, files=files, clock=self.clock, **more)
             await server.start()

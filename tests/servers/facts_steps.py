@@ -14,11 +14,11 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
-from ergon_framework.facts.service.files import TlsFiles
 from ergon_framework.facts.service.server import BoundaryServer
+from ergon_framework.facts.service.tls import TlsFiles
 from ergon_framework.facts.stores.files import FileContentStore
-from ergon_framework.facts.stores.postgres import PostgresBoundary
-from ergon_framework.facts.stores.postgres_objects import PostgresArtifacts
+from ergon_framework.facts.stores.postgres.artifacts import PostgresArtifacts
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 
 #: In the order in which a call reaches them; steps after ``in`` are visible from outside, by a lock.
 STEPS = {

@@ -121,7 +121,7 @@ def seaweed_server() -> Iterator[PrivateSeaweed]:
     server = PrivateSeaweed(folder)
     try:
         server.start()
-        for bucket in ("exam", "artifacts"):
+        for bucket in ("conformance", "artifacts"):
             server.create_bucket(bucket)
         yield server
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from ergon_framework.schema import migrate
+from ergon_framework.database import migrate
 from ergon_framework.transaction import Transaction
 from tests.integration.boxes import open_queue
 from tests.servers.databases import DatabasePool

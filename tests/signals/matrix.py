@@ -24,8 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from ergon_framework.runner.exits import RunExit
-from ergon_framework.schema.migrate import upgrade
+from ergon_framework.database.migrate import upgrade
+from ergon_framework.runner.exit import RunExit
 from tests.servers.postgres import PrivatePostgres
 from tests.signals.file_queue import LEASE_SECONDS
 from tests.signals.world import DATABASE, EventTimeout, MatrixRun
@@ -224,7 +224,7 @@ def check_parent_kill(cell: Cell, *, flavour: str, processes: int, state: str) -
         code = run.wait_for_exit()
         if state == "handler" and processes > 1:
             run.create_file("go")
-        run.wait("nobody", lambda: not run.list_processes())
+        run.wait("no process is left", lambda: not run.list_processes())
         seconds = time.monotonic() - start
         cell.measurements |= {"seconds": round(seconds, 3), "exit": code}
         limit = DRAIN_SECONDS + EXIT_SECONDS_BY_PROCESSES[processes]

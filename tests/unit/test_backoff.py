@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ergon_framework.engine import backoff
-from ergon_framework.engine.backoff import MAX_DELAY_SECONDS, apply_jitter, backoff_delay, min_or_none
+from ergon_framework.engine import retry
+from ergon_framework.engine.retry import MAX_DELAY_SECONDS, apply_jitter, backoff_delay, min_or_none
 
 seconds = st.floats(0, 1e6)
 multipliers = st.floats(1, 100)
@@ -64,7 +64,7 @@ def test_a_constant_wait_is_capped_as_well():
 
 
 def test_an_attempt_below_zero_is_rejected():
-    with pytest.raises(ValueError, match="attempts count from 0, so -1 is none"):
+    with pytest.raises(ValueError, match="attempt must be >= 0, got -1"):
         backoff_delay(-1, backoff=1, multiplier=2, cap=0)
 
 
@@ -105,4 +105,4 @@ def test_the_longest_wait_fits_the_thread_library():
 
 
 def test_the_examples_are_true():
-    assert doctest.testmod(backoff, raise_on_error=True).attempted > 0
+    assert doctest.testmod(retry, raise_on_error=True).attempted > 0

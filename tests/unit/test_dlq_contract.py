@@ -8,15 +8,15 @@ import pytest
 
 from ergon_framework.connectors.base import AsyncConnector, Connector, ConnectorError, DeadLetter, Defer, Release
 from ergon_framework.connectors.codec import JsonCodec
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult, ReplayResult
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterResult, ReplayResult
+from ergon_framework.connectors.log_consumer import MemoryLogConsumerStore
 from ergon_framework.connectors.memory import MemoryConnector
-from ergon_framework.connectors.memory_log import MemoryLog
-from ergon_framework.connectors.side_store import MemoryLogConsumerStore
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.failure import Attempt
+from ergon_framework.testing.memory_log import MemoryLog
 from ergon_framework.transaction import Transaction
+from tests.unit.connectors.harness import RecordingListener, ids_of, make_orders
 from tests.unit.connectors.test_contract import CONNECTORS, VARIANTS, VariantAdapter
-from tests.unit.connectors.worlds import RecordingListener, ids_of, make_orders
 
 ALL_DEAD_LETTERS = DeadLetterQuery()
 
@@ -118,7 +118,7 @@ def test_a_letter_that_is_dead_lettered_again_gets_a_new_handle_at_the_end(adapt
 
 def test_an_invalid_handle_cannot_start_a_page(adapter):
     for handle in ("", "x", "-1", "²", str(2**63), "9" * 5000):
-        with pytest.raises(ConnectorError, match="is no place"):
+        with pytest.raises(ConnectorError, match="is not the handle"):
             adapter.list_dead(ALL_DEAD_LETTERS, after=handle)
 
 

@@ -185,7 +185,7 @@ def test_a_cause_that_cannot_be_pickled_arrives_as_its_description(cause, expect
 def test_a_cause_without_a_readable_message_does_not_block_its_error():
     error = ErgonError("top")
     error.__cause__ = Mute(threading.Lock())
-    assert str(round_trip(error).__cause__) == "Mute: Mute without a readable message"
+    assert str(round_trip(error).__cause__) == "Mute: Mute with an unreadable message"
 
 
 def test_pickling_an_error_does_not_change_it():

@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from ergon_framework.errors import ErgonError
-from ergon_framework.task import exceptions
-from ergon_framework.task.exceptions import (
+from ergon_framework.worker import exceptions
+from ergon_framework.worker.exceptions import (
     BusinessError,
     Category,
     ConnectionLostError,

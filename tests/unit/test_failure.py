@@ -92,7 +92,7 @@ def test_an_error_without_a_message_is_described_by_its_class():
 
 
 def test_an_error_without_a_readable_message_is_still_described():
-    assert describe_error(Mute()) == "Mute without a readable message"
+    assert describe_error(Mute()) == "Mute with an unreadable message"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ergon_framework.cli.why_advice import describe_state, suggest_action
+from ergon_framework.cli.why_view import describe_state, suggest_action
 from ergon_framework.errors import Category, ConfigurationError
 from ergon_framework.failure import Attempt
 from ergon_framework.history import (
@@ -49,7 +49,7 @@ def test_a_correlation_that_equals_the_id_is_queried_once():
 
 @pytest.mark.parametrize("name", ["", "x" * 257, "a\tb", "\ud800"])
 def test_an_invalid_id_is_rejected(name):
-    with pytest.raises(ConfigurationError, match="1 to 256 characters"):
+    with pytest.raises(ConfigurationError, match="1 to 256 printable characters"):
         HistoryQuery(name)
 
 
@@ -61,21 +61,21 @@ def test_an_invalid_id_is_rejected(name):
         (
             WorkKind.TRANSACTION,
             {"state": WorkState.HELD, "holder": "worker 1", "until": NOW + 9},
-            "worker 1 has it, until ",
+            "worker 1 has claimed it until ",
         ),
         (
             WorkKind.TRANSACTION,
             {"state": WorkState.HELD, "holder": "worker 1", "until": NOW - 9},
-            "worker 1 had it and is gone",
+            "worker 1 claimed it and is gone",
         ),
-        (WorkKind.TRANSACTION, {"state": WorkState.HELD, "holder": "worker 1"}, "worker 1 had it and is gone"),
-        (WorkKind.TRANSACTION, {"state": WorkState.QUEUED}, "it is in orders: ready, delayed or in a worker's hands"),
+        (WorkKind.TRANSACTION, {"state": WorkState.HELD, "holder": "worker 1"}, "worker 1 claimed it and is gone"),
+        (WorkKind.TRANSACTION, {"state": WorkState.QUEUED}, "it is in orders: ready, delayed or claimed by a worker"),
         (WorkKind.JOB, {"state": WorkState.PENDING, "until": NOW - 9}, "it has been due since 2023-"),
         (WorkKind.JOB, {"state": WorkState.PENDING, "until": NOW + 30}, "30 seconds from now"),
         (
             WorkKind.CALL,
             {"state": WorkState.RETRYING, "since": NOW, "words": "timeout"},
-            "was to be made again (timeout)",
+            "is to be retried (timeout)",
         ),
         (WorkKind.FACT, {"state": WorkState.DROPPED, "since": NOW}, "retention has dropped the fact itself"),
         (WorkKind.JOB, {"state": WorkState.FAILED, "words": "kept"}, "it has failed: kept"),

@@ -11,10 +11,10 @@ import pytest
 from pydantic import ValidationError
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.executor.pool import PoolPolicy
+from ergon_framework.executors.pool import PoolPolicy
 from ergon_framework.facts.policy import AppendRetry
-from ergon_framework.task.mixins import policies
-from ergon_framework.task.mixins.policies import (
+from ergon_framework.worker import policies
+from ergon_framework.worker.policies import (
     BatchPolicy,
     ConcurrencyPolicy,
     ConsumerLoopPolicy,
@@ -94,8 +94,8 @@ def test_the_defaults_are_the_documented_ones():
         "multiplier": 2,
         "cap": 30,
         "jitter": 0,
-        "hold": 30,
-        "abandon_grace": 5,
+        "max_inline_delay": 30,
+        "exit_grace": 5,
     }
     loop = {"concurrency": {"value": 10}, "batch": {"size": 10}, "timeout": None, "transaction_timeout": None}
     loop |= {"limit": None, "drain_timeout": 30, "timeout_drain": 0}
@@ -105,7 +105,7 @@ def test_the_defaults_are_the_documented_ones():
             "prefetch": 0,
             "linger": 0.002,
             "streaming": False,
-            "identity_delay": 1,
+            "duplicate_delay": 1,
             "max_deliveries": 10,
             "max_deferral": 3600,
         }
@@ -121,8 +121,8 @@ def test_the_defaults_are_the_documented_ones():
                 "on_system": "dead_letter",
                 "on_timeout": "dead_letter",
                 "linger": 0.002,
-                "group": 100,
-                "pending": 1000,
+                "batch_size": 100,
+                "max_pending": 1000,
             },
         },
     }
@@ -160,8 +160,8 @@ REJECTED_VALUES = [
     (RetryPolicy, "multiplier", [0.99, "2", None]),
     (RetryPolicy, "cap", [-1, None]),
     (RetryPolicy, "jitter", [-0.1, 1.1, None]),
-    (RetryPolicy, "hold", [-1, None]),
-    (RetryPolicy, "abandon_grace", [-1, None]),
+    (RetryPolicy, "max_inline_delay", [-1, None]),
+    (RetryPolicy, "exit_grace", [-1, None]),
     (EmptyQueuePolicy, "backoff", [-1, None]),
     (EmptyQueuePolicy, "multiplier", [0.5]),
     (EmptyQueuePolicy, "cap", [-1]),
@@ -174,7 +174,7 @@ REJECTED_VALUES = [
     (ConsumerLoopPolicy, "transaction_timeout", [0, -1]),
     (ConsumerLoopPolicy, "limit", [-1, 1.5]),
     (ConsumerLoopPolicy, "drain_timeout", [-1, None]),
-    (ConsumerLoopPolicy, "identity_delay", [-1]),
+    (ConsumerLoopPolicy, "duplicate_delay", [-1]),
     (ConsumerLoopPolicy, "max_deliveries", [0]),
     (ConsumerLoopPolicy, "concurrency", [10, None]),
     (ProducerLoopPolicy, "timeout", [0]),
@@ -185,8 +185,8 @@ REJECTED_VALUES = [
     (SettlePolicy, "on_system", ["later"]),
     (SettlePolicy, "on_timeout", ["ACK"]),
     (SettlePolicy, "linger", [-1]),
-    (SettlePolicy, "group", [0]),
-    (SettlePolicy, "pending", [0]),
+    (SettlePolicy, "batch_size", [0]),
+    (SettlePolicy, "max_pending", [0]),
     (FetchPolicy, "extra", [None, "text", {1: "one"}]),
 ]
 
@@ -218,14 +218,14 @@ def test_no_number_may_be_infinite_or_not_a_number(kind, field, value):
 
 ACCEPTED_SETTINGS = [
     (RetryPolicy, {"max_attempts": 1, "timeout": None, "backoff": 0, "multiplier": 1, "cap": 0, "jitter": 1}),
-    (RetryPolicy, {"hold": 0, "abandon_grace": 0, "jitter": 0, "timeout": 0.001}),
+    (RetryPolicy, {"max_inline_delay": 0, "exit_grace": 0, "jitter": 0, "timeout": 0.001}),
     (EmptyQueuePolicy, {"backoff": 0, "multiplier": 1, "cap": 0}),
     (ConcurrencyPolicy, {"value": 1}),
     (BatchPolicy, {"size": 1}),
-    (ConsumerLoopPolicy, {"prefetch": 0, "linger": 0, "limit": 0, "drain_timeout": 0, "identity_delay": 0}),
+    (ConsumerLoopPolicy, {"prefetch": 0, "linger": 0, "limit": 0, "drain_timeout": 0, "duplicate_delay": 0}),
     (ConsumerLoopPolicy, {"max_deliveries": 1, "timeout": 0.1, "transaction_timeout": 0.1}),
     (ProducerLoopPolicy, {"limit": 0, "drain_timeout": 0}),
-    (SettlePolicy, {"group": 1, "pending": 1, "linger": 0, "on_business": "ack"}),
+    (SettlePolicy, {"batch_size": 1, "max_pending": 1, "linger": 0, "on_business": "ack"}),
 ]
 
 
@@ -241,7 +241,7 @@ def test_whole_numbers_are_accepted_as_seconds():
 
 @pytest.mark.parametrize("kind", [ConsumerPolicy, ProducerPolicy])
 def test_the_exception_step_needs_a_time_limit_and_says_why(kind):
-    reason = "nothing else would end a handler that hangs"
+    reason = "a handler that hangs would never end"
     with pytest.raises(ConfigurationError, match=reason):
         kind.load({"steps": {"exception": {"retry": {"timeout": None}}}})
     with pytest.raises(ValidationError, match=reason):
@@ -253,10 +253,10 @@ def test_the_other_steps_may_go_without_a_time_limit():
     assert loaded.steps.process.retry.timeout is None
 
 
-def test_a_settle_group_must_fit_into_what_may_be_pending():
-    with pytest.raises(ConfigurationError, match="group is 100 but only 99 settlements may be pending"):
-        SettlePolicy.load({"pending": 99})
-    assert SettlePolicy.load({"pending": 100}).group == 100
+def test_a_batch_of_settlements_must_not_be_larger_than_max_pending():
+    with pytest.raises(ConfigurationError, match="batch_size is 100, but max_pending is 99: a batch would never be"):
+        SettlePolicy.load({"max_pending": 99})
+    assert SettlePolicy.load({"max_pending": 100}).batch_size == 100
 
 
 # -- unknown keys ---------------------------------------------------------------------------------
@@ -273,11 +273,11 @@ def test_the_error_for_a_misspelt_argument_names_the_nearest_known_one():
 
 
 def test_the_error_for_an_unknown_key_names_all_known_ones():
-    with pytest.raises(ConfigurationError, match="unknown key 'zzz' in EmptyQueuePolicy; known are backoff, mul"):
+    with pytest.raises(ConfigurationError, match="unknown key 'zzz' in EmptyQueuePolicy; valid keys: backoff, mul"):
         EmptyQueuePolicy.load({"zzz": 3})
 
 
-def test_a_key_that_is_no_text_is_an_unknown_key():
+def test_a_key_that_is_not_text_is_an_unknown_key():
     with pytest.raises(ConfigurationError, match="unknown key 1 in RetryPolicy"):
         RetryPolicy.load({1: 3})
 
@@ -295,7 +295,7 @@ def test_every_fault_is_reported_with_its_path():
     assert caught.value.final
 
 
-def test_a_value_that_is_no_mapping_is_rejected():
+def test_a_value_that_is_not_a_mapping_is_rejected():
     with pytest.raises(ConfigurationError, match=r"RetryPolicy: Input should be a valid dictionary .*, not 3"):
         RetryPolicy.load(3)
 

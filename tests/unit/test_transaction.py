@@ -82,7 +82,7 @@ def test_only_the_id_is_needed():
 
 
 def test_a_transaction_without_an_id_is_rejected():
-    with pytest.raises(ValueError, match="needs an id that stays the same"):
+    with pytest.raises(ValueError, match="id is empty; pass an id that stays the same"):
         Transaction("")
 
 
@@ -123,7 +123,7 @@ def test_a_copy_differs_only_in_the_named_field(name):
 
 
 def test_a_copy_is_checked_like_a_new_one():
-    with pytest.raises(ValueError, match="needs an id"):
+    with pytest.raises(ValueError, match="id is empty"):
         FULL_TRANSACTION.replace(id="")
     with pytest.raises(TypeError, match="colour"):
         FULL_TRANSACTION.replace(colour="red")
@@ -239,7 +239,7 @@ def test_a_second_new_transaction_of_one_name_needs_a_name_of_its_own():
         Transaction.new(source="mail", type="receipt")
         return Transaction.new(source="mail", type="receipt", name="mail/receipt/2")
 
-    with pytest.raises(ConfigurationError, match="second effect named 'mail/receipt'"):
+    with pytest.raises(ConfigurationError, match="effect name 'mail/receipt' is used twice"):
         run_in_handler(create_twice)
     assert run_in_handler(create_named).id == FULL_TRANSACTION.derive("mail/receipt/2")
 

@@ -21,7 +21,7 @@ import uvloop
 from stopwatch import PAYLOAD, QUEUE_NAME, Stopwatch
 
 from ergon_framework import AsyncConsumerMixin, ConsumerMixin, ConsumerPolicy
-from ergon_framework.connectors import schemes
+from ergon_framework.connectors import registry
 from ergon_framework.connectors.bridge import as_async, as_sync
 
 DISPATCH_BATCH = 500
@@ -48,7 +48,7 @@ def build_policy(concurrency, **loop):
 
 
 def connect_queue(url, name=QUEUE_NAME):
-    return schemes.create_connector(name, url, {})
+    return registry.create_connector(name, url, {})
 
 
 def fill(url, count):

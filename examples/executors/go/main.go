@@ -56,21 +56,21 @@ func number(value any) float64 {
 }
 
 var handlers = map[string]func(call) (any, error){
-	"exam.echo":    func(c call) (any, error) { return first(c), nil },
-	"exam.fail":    func(c call) (any, error) { return nil, errors.New(c.args[0].(string)) },
-	"exam.retry":   func(c call) (any, error) { return nil, retry{number(c.args[0])} },
-	"exam.context": func(c call) (any, error) { return c.context, nil },
-	"exam.sleep": func(c call) (any, error) {
+	"conformance.echo":    func(c call) (any, error) { return first(c), nil },
+	"conformance.fail":    func(c call) (any, error) { return nil, errors.New(c.args[0].(string)) },
+	"conformance.retry":   func(c call) (any, error) { return nil, retry{number(c.args[0])} },
+	"conformance.context": func(c call) (any, error) { return c.context, nil },
+	"conformance.sleep": func(c call) (any, error) {
 		time.Sleep(time.Duration(number(c.args[0]) * float64(time.Second)))
 		return nil, nil
 	},
-	"exam.print": func(c call) (any, error) { fmt.Println(c.args[0]); return nil, nil },
-	"exam.child": func(c call) (any, error) {
+	"conformance.print": func(c call) (any, error) { fmt.Println(c.args[0]); return nil, nil },
+	"conformance.child": func(c call) (any, error) {
 		child := exec.Command("echo", c.args[0].(string))
 		child.Stdout, child.Stderr = os.Stdout, os.Stderr
 		return nil, child.Run()
 	},
-	"exam.crash": func(call) (any, error) { os.Exit(9); return nil, nil },
+	"conformance.crash": func(call) (any, error) { os.Exit(9); return nil, nil },
 }
 
 func failed(jobID, kind, message string) outcome {
@@ -133,7 +133,7 @@ func main() {
 	for {
 		line, err := in.ReadBytes('\n')
 		if err != nil {
-			return // what has no line feed is no line
+			return // text without a line feed is not a complete line
 		}
 		var asked request
 		if !utf8.Valid(line) || decode(line, &asked) != nil {
@@ -153,7 +153,7 @@ func main() {
 			_ = encoder.Encode(failed(jobID, "invalid_result", err.Error()))
 		}
 		if _, err := outcomes.Write(answer.Bytes()); err != nil {
-			os.Exit(1) // nobody reads the outcomes
+			os.Exit(1) // the reader of the outcomes is gone
 		}
 	}
 }

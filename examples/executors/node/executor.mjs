@@ -11,14 +11,14 @@ class Retry extends Error {
 
 // A handler gets the positional arguments, the keyword arguments and the context.
 const handlers = new Map([
-  ["exam.echo", ([value], kwargs) => (value === undefined ? kwargs.value : value)],
-  ["exam.fail", ([message]) => { throw new Error(message); }],
-  ["exam.retry", ([seconds]) => { throw new Retry(seconds); }],
-  ["exam.context", (args, kwargs, context) => context],
-  ["exam.sleep", ([seconds]) => new Promise((wake) => setTimeout(wake, seconds * 1000, null))],
-  ["exam.print", ([text]) => { console.log(text); process.stdout.write(text + "\n"); return null; }],
-  ["exam.child", ([text]) => { spawnSync("echo", [text], { stdio: ["ignore", 2, 2] }); return null; }],
-  ["exam.crash", () => process.kill(process.pid, "SIGKILL")],
+  ["conformance.echo", ([value], kwargs) => (value === undefined ? kwargs.value : value)],
+  ["conformance.fail", ([message]) => { throw new Error(message); }],
+  ["conformance.retry", ([seconds]) => { throw new Retry(seconds); }],
+  ["conformance.context", (args, kwargs, context) => context],
+  ["conformance.sleep", ([seconds]) => new Promise((wake) => setTimeout(wake, seconds * 1000, null))],
+  ["conformance.print", ([text]) => { console.log(text); process.stdout.write(text + "\n"); return null; }],
+  ["conformance.child", ([text]) => { spawnSync("echo", [text], { stdio: ["ignore", 2, 2] }); return null; }],
+  ["conformance.crash", () => process.kill(process.pid, "SIGKILL")],
 ]);
 
 // Outcomes are the only thing that goes to descriptor 1. Node cannot point it elsewhere, so what prints is redirected,
@@ -32,7 +32,7 @@ function write(outcome) {
     try {
       data = data.subarray(writeSync(1, data));
     } catch (error) {
-      if (error.code !== "EAGAIN") process.exit(1); // nobody reads the outcomes
+      if (error.code !== "EAGAIN") process.exit(1); // the reader of the outcomes is gone
     }
   }
 }

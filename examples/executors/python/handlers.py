@@ -7,47 +7,46 @@ import os
 import subprocess
 from typing import Any
 
-from ergon_framework.executor.job import current_job
-from ergon_framework.executor.registry import HandlerRegistry, Retry
+from ergon_framework.executors import HandlerRegistry, Retry, current_job
 
 registry = HandlerRegistry()
 
 
-@registry.handler("exam.echo")
+@registry.handler("conformance.echo")
 def echo(value: Any) -> Any:
     return value
 
 
-@registry.handler("exam.fail")
+@registry.handler("conformance.fail")
 def fail(message: str) -> None:
     raise ValueError(message)
 
 
-@registry.handler("exam.retry")
+@registry.handler("conformance.retry")
 def retry(seconds: float) -> Retry:
     return Retry(after=seconds)
 
 
-@registry.handler("exam.context")
+@registry.handler("conformance.context")
 def read_context() -> Any:
     return current_job()
 
 
-@registry.handler("exam.sleep")
+@registry.handler("conformance.sleep")
 async def sleep(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
-@registry.handler("exam.print")
+@registry.handler("conformance.print")
 def write(text: str) -> None:
     print(text)  # noqa: T201 - the point
 
 
-@registry.handler("exam.child")
+@registry.handler("conformance.child")
 def run_child(text: str) -> None:
     subprocess.run(["/bin/echo", text], check=True)  # noqa: S603 - the point
 
 
-@registry.handler("exam.crash")
+@registry.handler("conformance.crash")
 def crash() -> None:
     os._exit(9)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psycopg
 
-from ergon_framework.facts.model import ZonePair
+from ergon_framework.facts import ZonePair
 from stage.parts import Part, Parts, create_probe_check
 from tests.servers.certificates import CertificateAuthority
 from tests.servers.packets import PacketDrop

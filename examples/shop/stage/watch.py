@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import psycopg
 
-from ergon_framework.connectors.base import Depth
+from ergon_framework.connectors import Depth
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
-from ergon_framework.facts.model import BoundarySide
-from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.facts import BoundarySide, PostgresBoundary
 from stage.customers import Customers, OrderKind
 from stage.sites import PAIR, Sites
 

@@ -18,6 +18,8 @@ from ergon_framework.runner.settings import MAX_PROCESSES
 COMMAND_GROUPS: Final = ("policy", "dlq", "audit", "db", "provider", "executor", "job", "facts")
 #: Single commands; each is in the module of its name.
 SINGLE_COMMANDS: Final = ("new", "why", "top", "doctor", "pause", "resume", "paused")
+#: The modules of commands that share one; every other command has a module of its name.
+MODULES: Final = {"resume": "pause", "paused": "pause"}
 LAZY_COMMANDS: Final = (*SINGLE_COMMANDS, *COMMAND_GROUPS)
 #: Longer than any first sentence of a help text.
 _MAX_SUMMARY_CHARS: Final = 1_000
@@ -31,7 +33,7 @@ class LazyCommandGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in LAZY_COMMANDS and cmd_name not in self.commands:
-            typer_app = getattr(import_module(f"ergon_framework.cli.{cmd_name}"), cmd_name)
+            typer_app = getattr(import_module(f"ergon_framework.cli.{MODULES.get(cmd_name, cmd_name)}"), cmd_name)
             self.add_command(get_group(typer_app) if cmd_name in COMMAND_GROUPS else get_command(typer_app), cmd_name)
         return super().get_command(ctx, cmd_name)
 
@@ -45,7 +47,7 @@ class LazyCommandGroup(TyperGroup):
 app = typer.Typer(
     name="ergon",
     cls=LazyCommandGroup,
-    help="Runs business transactions between systems.",
+    help="Run business transactions between systems.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -72,36 +74,36 @@ def ergon(
 
 @app.command()
 def run(
-    task: Annotated[str, typer.Argument(metavar="MODULE:TASK", help="Where the task is, for example app:charge.")],
+    task: Annotated[str, typer.Argument(metavar="MODULE:TASK", help="Task to run, for example app:charge.")],
     *,
     processes: Annotated[
-        int | None, typer.Option(min=1, max=MAX_PROCESSES, help="How many processes run the task. Default: 1.")
+        int | None, typer.Option(min=1, max=MAX_PROCESSES, help="Number of processes. Default: 1.")
     ] = None,
-    streaming: Annotated[bool, typer.Option("--streaming", help="Go on when the queue is empty.")] = False,
+    streaming: Annotated[bool, typer.Option("--streaming", help="Continue when the queue is empty.")] = False,
     once: Annotated[
-        bool, typer.Option("--once", help="End when the queue is empty. Without either: as the policy says.")
+        bool, typer.Option("--once", help="Stop when the queue is empty. Default of both: the policy.")
     ] = False,
     limit: Annotated[
-        int | None, typer.Option(min=0, help="Start that many transactions in each process, then end.")
+        int | None, typer.Option(min=0, help="Maximum number of transactions to start in each process.")
     ] = None,
     policy: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A policy in TOML or JSON, in place of the task's own.")
+        Path | None, typer.Option(metavar="FILE", help="Policy file in TOML or JSON; replaces the task's policy.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
+        Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
     ] = None,
     probe_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Answer /live, /ready and /metrics on this port; 0 takes any free one."),
+        typer.Option(min=0, max=65535, help="Serve /live, /ready and /metrics on this port; 0 selects a free port."),
     ] = None,
     probe_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write into this file, again and again, how it is.")
+        Path | None, typer.Option(metavar="FILE", help="Write the health to this file periodically.")
     ] = None,
     source: Annotated[
         str | None,
         typer.Option("--input", metavar="FILE", help="JSON lines for a producer. Default: standard input."),
     ] = None,
-    log_level: Annotated[LogLevel | None, typer.Option(help="The least that is logged. Default: info.")] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="Minimum log level. Default: info.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as one line of JSON at the end.")] = False,
 ) -> None:
     """Run a task until its queue or input is empty, its limit is reached, or a signal arrives.
@@ -112,7 +114,7 @@ def run(
     Example: ergon run app:charge --streaming
     """
     if streaming and once:
-        raise typer.BadParameter("--streaming goes on when the queue is empty and --once ends; give one of the two")
+        raise typer.BadParameter("--streaming and --once exclude each other; pass one of the two")
     options = Options(
         task=task,
         streaming=True if streaming else False if once else None,

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ergon_framework.cli.dlq_filters import parse_time
 from ergon_framework.cli.dlq_view import format_time, sanitize
-from ergon_framework.cli.telling import explain_error
+from ergon_framework.cli.options import parse_time
+from ergon_framework.cli.output import explain_error
+from ergon_framework.database import extras
 from ergon_framework.errors import ErgonError, error_message
-from ergon_framework.runner.exits import ExitCode
+from ergon_framework.runner.exit import ExitCode
 from ergon_framework.runner.settings import database_dsn
-from ergon_framework.schema import libraries
 
 #: Maximum length of the text in a cell; JSON has the whole text.
 MAX_CELL_CHARS = 60
@@ -26,11 +26,11 @@ class AuditExit(ExitCode):
     """Exit codes of ``ergon audit`` and their meanings."""
 
     OK = 0, "listed"
-    FAILED = 2, "the database is out of reach or refuses, or the command line or the configuration is wrong"
+    FAILED = 2, "the database is unavailable or rejected the request, or an option or the configuration is invalid"
 
 
 audit = typer.Typer(
-    help="Lists what operators have done.",
+    help="List operator actions.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -47,20 +47,20 @@ def list_(
     *,
     action: Annotated[str | None, typer.Option(help="Only this action, for example dlq.replay or pause.")] = None,
     name: Annotated[str | None, typer.Option(help="Only this queue, task, entry or provider.")] = None,
-    actor: Annotated[str | None, typer.Option(help="Only what this person has done.")] = None,
+    actor: Annotated[str | None, typer.Option(help="Only actions of this operator.")] = None,
     since: Annotated[
         float | None,
         typer.Option(
             parser=parse_time,
             metavar="TIME",
-            help="Since then; an ISO time, UTC unless it says otherwise, or an age such as 90s, 15m, 2h, 7d.",
+            help="Start time: an ISO time (UTC unless it has an offset) or an age such as 90s, 15m, 2h, 7d.",
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="The most that are shown.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of actions to show.")] = 50,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
+        Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """List replays, discards, edits, pauses, resumes, kills, overrides and other actions, newest first.
 
@@ -77,7 +77,7 @@ def list_rows(filters: dict[str, Any], *, config: Path | None, as_json: bool) ->
     try:
         dsn = database_dsn(config)
         # Imported on demand: the libraries are an optional extra.
-        libraries.require_psycopg()
+        extras.require_psycopg()
         rows = importlib.import_module("ergon_framework.connectors.postgres.audit").list_rows(dsn, **filters)
     except ErgonError as error:
         if as_json:
@@ -91,7 +91,7 @@ def list_rows(filters: dict[str, Any], *, config: Path | None, as_json: bool) ->
     elif rows:
         _print_table(rows)
     else:
-        typer.echo("no such action is recorded")
+        typer.echo("no matching action is recorded")
     return AuditExit.OK
 
 
@@ -106,6 +106,6 @@ def _print_table(rows: list[Any]) -> None:
 def _format_cells(row: Any) -> tuple[str, ...]:
     filters = " ".join(f"{name}={value}" for name, value in row.selection.items())
     targets = ", ".join(row.targets) if len(row.targets) == 1 or not filters else filters
-    outcome = row.outcome or "not known"
+    outcome = row.outcome or "unknown"
     count = "" if row.count is None else str(row.count)
     return (format_time(row.at), row.actor, row.action, row.name, targets, count, outcome, row.reason)

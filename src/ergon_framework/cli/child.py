@@ -24,15 +24,14 @@ from ergon_framework.cli.run import (
 )
 from ergon_framework.cli.summary import report_data
 from ergon_framework.errors import ConfigurationError, error_message
-from ergon_framework.runner.exits import RunExit
-from ergon_framework.runner.journalling import journal_for
-from ergon_framework.runner.leaving import exit_process, flush_telemetry, force_exit_at_deadline
-from ergon_framework.runner.lifeline import ParentPipe
-from ergon_framework.runner.pausing import pause_gates
+from ergon_framework.runner.child_pipe import ParentPipe
+from ergon_framework.runner.exit import RunExit
 from ergon_framework.runner.process import ParentCommand, Process
 from ergon_framework.runner.provider_state import close_provider_state, open_provider_state
+from ergon_framework.runner.services import journal_for, pause_gates
+from ergon_framework.runner.shutdown import exit_process, flush_telemetry, force_exit_at_deadline
 from ergon_framework.runner.signals import STOP_SIGNALS
-from ergon_framework.telemetry import sums
+from ergon_framework.telemetry import multiprocess
 from ergon_framework.telemetry.metrics import snapshot
 
 
@@ -78,7 +77,7 @@ def main(arguments_json: str) -> int:
             policy,
             on_stage=partial(log_stage, number=arguments["number"]),
             supervised=True,
-            blocked=settings.run.probes.blocked,
+            event_loop_timeout=settings.run.probes.event_loop_timeout,
             depth=depth_interval,
             gates=gates,
             on_outcome=journal.on_outcome,
@@ -119,7 +118,7 @@ class MetricsReporter:
 
     def report(self, *, last: bool = False) -> None:
         with self._lock:
-            for part in sums.serialize_numbers(snapshot()) if self._enabled else ():
+            for part in multiprocess.serialize_numbers(snapshot()) if self._enabled else ():
                 self._pipe.report("metrics", part)
             self._enabled = self._enabled and not last
 

@@ -10,21 +10,21 @@ from typing import Annotated, Any
 
 import typer
 
-from ergon_framework.cli.telling import explain_error
+from ergon_framework.cli.output import explain_error
+from ergon_framework.database.revisions import REQUIRED_REVISION, REVISIONS
 from ergon_framework.errors import ErgonError, error_message, require_extra
-from ergon_framework.runner.exits import ExitCode
+from ergon_framework.runner.exit import ExitCode
 from ergon_framework.runner.settings import database_dsn, load_settings
-from ergon_framework.schema.revisions import REQUIRED_REVISION, REVISIONS
 
 db = typer.Typer(
-    help="Upgrades, checks and prints the schema of the database.",
+    help="Upgrade, check and print the database schema.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 Config = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
+    Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
@@ -34,7 +34,7 @@ class DbExit(ExitCode):
 
     OK = 0, "the database is up to date, or the statements were printed"
     OUTDATED = 1, "`ergon db check`: the database needs an upgrade"
-    FAILED = 2, "the database is out of reach or refuses, or the command line or the configuration is wrong"
+    FAILED = 2, "the database is unavailable or rejected the request, or an option or the configuration is invalid"
 
 
 @db.command()
@@ -66,8 +66,8 @@ def check(*, config: Config = None, json: Json = False) -> None:
 @db.command()
 def sql(
     *,
-    since: Annotated[
-        str | None, typer.Option(metavar="REVISION", help="Where the database is. Default: it has nothing yet.")
+    from_revision: Annotated[
+        str | None, typer.Option(metavar="REVISION", help="Current revision of the database. Default: empty database.")
     ] = None,
 ) -> None:
     """Print the statements of an upgrade, for manual execution; no database is queried.
@@ -77,7 +77,7 @@ def sql(
     Example: ergon db sql | psql --set ON_ERROR_STOP=1 postgresql://owner@db.example/shop
     """
     try:
-        typer.echo(_import_migrate().sql(since), nl=False)
+        typer.echo(_import_migrate().sql(from_revision), nl=False)
     except ErgonError as error:
         raise typer.Exit(_report_error(error, as_json=False)) from None
 
@@ -88,7 +88,7 @@ def sql(
 def _upgrade(dsn: str, *, config: Path | None) -> tuple[DbExit, str, dict[str, Any]]:
     state = _import_migrate().upgrade(dsn)
     if task_table := load_settings(config).providers.task_table:
-        from ergon_framework.providers.sql.task_table import use_task_table  # noqa: PLC0415 - as in _import_migrate
+        from ergon_framework.providers.postgres.task_table import use_task_table  # noqa: PLC0415 - as in _import_migrate
 
         use_task_table(dsn, task_table)
     payload = {"found": state.revision, "applied": list(state.missing), "newer": state.is_newer}
@@ -96,7 +96,7 @@ def _upgrade(dsn: str, *, config: Path | None) -> tuple[DbExit, str, dict[str, A
         return DbExit.OK, f"{_describe_newer_revision(state.revision)}; nothing was changed", payload
     if not state.missing:
         return DbExit.OK, f"the database is up to date, at revision {state.revision}", payload
-    origin = "from nothing" if state.revision is None else f"from revision {state.revision}"
+    origin = "from an empty database" if state.revision is None else f"from revision {state.revision}"
     return DbExit.OK, f"upgraded {origin} to {state.missing[-1]}", payload
 
 
@@ -111,11 +111,11 @@ def _check(dsn: str) -> tuple[DbExit, str, dict[str, Any]]:
         "newer": state.is_newer,
     }
     if state.is_newer:
-        return DbExit.OK, f"{_describe_newer_revision(state.revision)}; this release works on it", payload
+        return DbExit.OK, f"{_describe_newer_revision(state.revision)}; this release is compatible with it", payload
     if not state.missing:
         return DbExit.OK, f"the database is up to date, at revision {state.revision}", payload
-    revision_text = "has no tables of Ergon yet" if state.revision is None else f"is at revision {state.revision}"
-    compatibility_text = "this release works on it, but " if state.is_compatible else ""
+    revision_text = "has no Ergon tables" if state.revision is None else f"is at revision {state.revision}"
+    compatibility_text = "this release is compatible with it, but " if state.is_compatible else ""
     message = (
         f"the database {revision_text}; {compatibility_text}missing: {', '.join(state.missing)}; run: ergon db upgrade"
     )
@@ -123,7 +123,7 @@ def _check(dsn: str) -> tuple[DbExit, str, dict[str, Any]]:
 
 
 def _describe_newer_revision(revision: str | None) -> str:
-    return f"the database is at revision {revision}, which a later release has made"
+    return f"the database is at revision {revision}, created by a later release"
 
 
 # -- helpers ----------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def _import_migrate() -> Any:
     # Imported on demand: only this command needs these libraries, and they are an optional extra.
     for library in ("psycopg", "sqlalchemy", "alembic"):
         require_extra("postgres", library)
-    from ergon_framework.schema import migrate  # noqa: PLC0415 - as above
+    from ergon_framework.database import migrate  # noqa: PLC0415 - as above
 
     return migrate
 

@@ -7,17 +7,15 @@ from typing import Annotated
 
 import typer
 
-from ergon_framework.cli.dlq_change import PayloadEdit
-from ergon_framework.cli.dlq_edit import EditRequest, edit_dead_letter
-from ergon_framework.cli.dlq_exits import DlqExit
-from ergon_framework.cli.dlq_filters import add_filter_options, parse_rate
-from ergon_framework.cli.dlq_work import MoveRequest, list_dead, move_dead, show_dead
-from ergon_framework.cli.options import Actor, AuditReason, Reason, resolve_actor_name
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.cli.dlq_edit import EditRequest, PayloadEdit, edit_dead_letter
+from ergon_framework.cli.dlq_move import MoveRequest, list_dead, move_dead, show_dead
+from ergon_framework.cli.dlq_view import DlqExit
+from ergon_framework.cli.options import Actor, Reason, add_filter_options, parse_rate, resolve_actor_name
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.errors import ConfigurationError, error_message
 
 dlq = typer.Typer(
-    help="Lists, shows, replays, corrects and discards dead letters.",
+    help="List, show, replay, correct and discard dead letters.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -27,17 +25,18 @@ TargetName = Annotated[
     str,
     typer.Argument(
         metavar="MODULE:NAME",
-        help="Where the connector is, or a task that has it, as app:orders; or just the name of a queue of ergon.toml.",
+        help="Connector, or a task that uses it, for example app:orders; or the name of a queue in ergon.toml.",
     ),
 ]
 Payload = Annotated[bool, typer.Option("--payload", help="Show payloads and headers too; they may be confidential.")]
-All = Annotated[bool, typer.Option("--all", help="Every dead letter there is, in place of filters.")]
-MaxLetters = Annotated[int | None, typer.Option(min=1, help="The oldest so many of them, not all.")]
-Batch = Annotated[int, typer.Option(min=1, max=1000, help="How many are moved at once.")]
+All = Annotated[bool, typer.Option("--all", help="Select all dead letters instead of using filters.")]
+MaxLetters = Annotated[int | None, typer.Option(min=1, help="Maximum number of dead letters to select, oldest first.")]
+Batch = Annotated[int, typer.Option(min=1, max=1000, help="Number of dead letters per batch.")]
 Rate = Annotated[
-    float | None, typer.Option(parser=parse_rate, metavar="N/s", help="At most so many; also 300/m or 1000/h.")
+    float | None,
+    typer.Option(parser=parse_rate, metavar="N/s", help="Maximum rate, for example 50/s, 300/m or 1000/h."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say how many there are, by reason.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the number of matches by dead-letter reason.")]
 
 
 @dlq.command("list")
@@ -46,15 +45,15 @@ def list_(
     where: TargetName,
     *,
     query: DeadLetterQuery,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="The most that are shown.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Maximum number of dead letters to show.")] = 50,
     payload: Payload = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """List dead letters, oldest first; with filters, those that match all filters.
 
     Exit codes: 0 listed, 1 the broker did not answer, 2 the command line is invalid.
 
-    Example: ergon dlq list app:orders --reason declined --since 2h
+    Example: ergon dlq list app:orders --dead-letter-reason declined --since 2h
     """
     raise typer.Exit(list_dead(where, query, limit=limit, payload=payload, as_json=json))
 
@@ -62,10 +61,10 @@ def list_(
 @dlq.command()
 def show(
     where: TargetName,
-    transaction: Annotated[str, typer.Argument(metavar="ID", help="The transaction's id.")],
+    transaction: Annotated[str, typer.Argument(metavar="ID", help="Transaction id.")],
     *,
     payload: Payload = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """Show all details of the dead letters of one transaction.
 
@@ -87,26 +86,26 @@ def replay(
     batch: Batch = 100,
     rate: Rate = None,
     canary: Annotated[
-        int, typer.Option(min=0, max=1000, help="Replay that many first, and the rest only if they end well.")
+        int, typer.Option(min=0, max=1000, help="Number to replay first; the rest follows only if these succeed.")
     ] = 0,
-    max_failed: Annotated[int, typer.Option(min=0, help="Stop when more of the canary fail.")] = 0,
+    max_failed: Annotated[int, typer.Option(min=0, help="Maximum number of canary failures.")] = 0,
     canary_wait: Annotated[
-        float, typer.Option(min=0, max=86400, metavar="SECONDS", help="How long the canary may take.")
+        float, typer.Option(min=0, max=86400, metavar="SECONDS", help="Timeout of the canary.")
     ] = 60.0,
     actor: Actor = "",
-    audit_reason: AuditReason = "",
+    reason: Reason = "",
     dry_run: DryRun = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
 ) -> None:
     """Replay dead letters into their queue with the same id and correlation and a new attempt count.
 
-    Selects the dead letters that exist at the start, oldest first, and ignores letters dead-lettered later. After
-    Ctrl-C or a crash each transaction is in one place, dead-letter queue or queue: run the command again to continue.
+    The command selects the dead letters that exist at its start, oldest first, and ignores later ones. After Ctrl-C or
+    a crash each transaction is either in the dead-letter queue or in the queue: run the command again to continue.
 
     Exit codes: 0 all replayed, 1 some failed or the broker did not answer, 2 the command line is invalid, 3 stopped
     by the canary, 130 stopped by a signal.
 
-    Example: ergon dlq replay app:orders --reason step_timeout --canary 5 --rate 50/s
+    Example: ergon dlq replay app:orders --dead-letter-reason step_timeout --canary 5 --rate 50/s
     """
     request = MoveRequest(
         verb="replay",
@@ -119,7 +118,7 @@ def replay(
         max_failed=max_failed,
         canary_wait=canary_wait,
         actor=resolve_actor_name(actor),
-        audit_reason=audit_reason,
+        reason=reason,
         dry_run=dry_run,
         as_json=json,
     )
@@ -129,35 +128,35 @@ def replay(
 @dlq.command()
 def edit(
     where: TargetName,
-    transaction: Annotated[str, typer.Argument(metavar="ID", help="The transaction's id.")],
+    transaction: Annotated[str, typer.Argument(metavar="ID", help="Transaction id.")],
     *,
     file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The corrected payload, in JSON. Without: an editor opens.")
+        Path | None, typer.Option(metavar="FILE", help="Corrected payload in JSON. Default: open an editor.")
     ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="PATH=VALUE", help="Set one value: items.0.price=12.5 or /items/0/price=12.5. May repeat."
+            "--set", metavar="PATH=VALUE", help="Value to set: items.0.price=12.5 or /items/0/price=12.5; repeatable."
         ),
     ] = None,
-    new_keys: Annotated[bool, typer.Option("--new-keys", help="Let --set add keys that are not there.")] = False,
-    place: Annotated[str | None, typer.Option(help="Which one, where several dead letters have this id.")] = None,
+    new_keys: Annotated[bool, typer.Option("--new-keys", help="Allow --set to add missing keys.")] = False,
+    entry: Annotated[str | None, typer.Option(help="Entry to correct, if several dead letters have this id.")] = None,
     task: Annotated[
-        str | None, typer.Option(metavar="MODULE:TASK", help="Refuse what does not fit the payload of this task.")
+        str | None, typer.Option(metavar="MODULE:TASK", help="Reject a payload that does not match this task.")
     ] = None,
     actor: Actor = "",
     reason: Reason = "",
     values: Annotated[
-        bool, typer.Option("--values", help="Keep and show old and new values too; they may be confidential.")
+        bool, typer.Option("--values", help="Record and show old and new values; they may be confidential.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be changed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would change.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
     """Correct the payload of a dead letter and replay it with the same id and correlation and a new attempt count.
 
-    The transaction carries who corrected what and when, and its history shows it. Effects of the old values are not
-    undone: a provider call or a fact with a changed payload raises a conflict that names it. After a crash the old
-    dead letter may exist next to the corrected transaction; at least one of the two always exists.
+    The history of the transaction records the operator, the time and the changed values. Effects of the old values are
+    not undone: a provider call or a fact with a changed payload raises a conflict error that names the call or fact.
+    After a crash the old dead letter may exist next to the corrected transaction; at least one of the two exists.
 
     Exit codes: 0 replayed, 1 not found or the broker did not answer, 2 the command line is invalid, nothing was
     changed, or the payload does not match the task.
@@ -171,7 +170,7 @@ def edit(
         raise typer.Exit(DlqExit.USAGE) from None
     request = EditRequest(
         id=transaction,
-        handle=place,
+        handle=entry,
         payload_edit=payload_edit,
         actor=resolve_actor_name(actor),
         reason=reason,
@@ -193,9 +192,9 @@ def discard(
     limit: MaxLetters = None,
     batch: Batch = 100,
     rate: Rate = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Skip confirmation.")] = False,
     actor: Actor = "",
-    audit_reason: AuditReason = "",
+    reason: Reason = "",
     dry_run: DryRun = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
 ) -> None:
@@ -215,7 +214,7 @@ def discard(
         rate=rate,
         yes=yes,
         actor=resolve_actor_name(actor),
-        audit_reason=audit_reason,
+        reason=reason,
         dry_run=dry_run,
         as_json=json,
     )

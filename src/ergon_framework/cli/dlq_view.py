@@ -1,4 +1,4 @@
-"""Output of dead letters for people and programs; payloads only on request."""
+"""Exit codes and output of ``ergon dlq``, for people and programs; payloads only on request."""
 
 from __future__ import annotations
 
@@ -14,21 +14,38 @@ from rich.table import Table
 from rich.text import Text
 
 from ergon_framework.cli.summary import print_rows
-from ergon_framework.connectors.deadletters import DeadLetterRecord
+from ergon_framework.connectors.dead_letters import DeadLetterRecord
 from ergon_framework.connectors.encryption import find_missing_key, format_placeholder
 from ergon_framework.errors import to_one_line
 from ergon_framework.failure import EDITED_CODE, Failure
+from ergon_framework.runner.exit import ExitCode
+
+
+class DlqExit(ExitCode):
+    """Exit codes of ``ergon dlq`` and their meanings."""
+
+    OK = 0, "done; letters that another operator moved count as done"
+    FAILED = 1, "some moves failed, the dead letter was not found, or the broker did not answer"
+    USAGE = 2, "the command line is invalid; nothing was moved"
+    CANARY = 3, "the canary failed or timed out; the remaining letters were not moved"
+    STOPPED = 130, "stopped by a signal; the remaining letters were not moved"
+
+
+# -- output -----------------------------------------------------------------------------------------
 
 #: Maximum length of the text in a cell of a list; `show` prints the whole text.
 MAX_CELL_CHARS = 60
 #: Maximum length of a payload in the output; JSON has the whole payload.
 MAX_TEXT_CHARS = 10_000
 _CONTENT_FIELDS = {"payload", "raw", "headers"}
+#: Keys of a stored record that are printed under another name.
+_JSON_KEYS = {"place": "entry", "at": "failed_at"}
 
 
 def to_json_line(record: DeadLetterRecord, *, payload: bool) -> str:
     """Return *record* as one line of JSON; bytes are base64-encoded."""
     data = record.model_dump(mode="json", exclude=_CONTENT_FIELDS)
+    data = {_JSON_KEYS.get(key, key): value for key, value in data.items()}
     if payload:
         data["headers"] = record.headers
         try:
@@ -41,7 +58,7 @@ def to_json_line(record: DeadLetterRecord, *, payload: bool) -> str:
 
 def show_list(records: Sequence[DeadLetterRecord], *, payload: bool) -> None:
     """Print one line per record."""
-    headings = ["place", "died", "id", "reason", "type", "attempts", "error", *(["payload"] if payload else [])]
+    headings = ["entry", "failed at", "id", "reason", "type", "attempts", "error", *(["payload"] if payload else [])]
     rows = [list(_format_cells(record, payload=payload)) for record in records]
     if sys.stdout.isatty():
         table = Table(*headings)
@@ -112,8 +129,8 @@ def _list_details(record: DeadLetterRecord) -> Iterator[tuple[str, Any]]:
     envelope, failure = record.envelope, record.failure
     yield from (
         ("queue", record.queue),
-        ("place", record.handle),
-        ("died", format_time(record.at)),
+        ("entry", record.handle),
+        ("failed at", format_time(record.at)),
         ("reason", record.reason),
     )
     if failure is not None:
@@ -123,7 +140,7 @@ def _list_details(record: DeadLetterRecord) -> Iterator[tuple[str, Any]]:
             yield "handler error", failure.handler_error.error_message
         yield "attempts", failure.attempts
     yield "deliveries", record.deliveries
-    yield "body", None if record.size is None else _describe_unread(record.size)
+    yield "size", None if record.size is None else _describe_unread(record.size)
     yield from ((name, getattr(envelope, name)) for name in ("source", "type", "key", "tenant", "correlation"))
     yield "causation", envelope.causation
     yield "created", None if envelope.created_at is None else format_time(envelope.created_at)

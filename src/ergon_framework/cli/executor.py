@@ -1,17 +1,107 @@
-"""Commands of ``ergon executor`` and their options."""
+"""``ergon executor``: answer requests on stdin and stdout, or run the conformance suite against an executor."""
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from ergon_framework.cli.executor_exam import check_executor
-from ergon_framework.cli.executor_work import run_handlers
+from ergon_framework.cli.output import configure_logging
 from ergon_framework.cli.run import LogLevel
+from ergon_framework.diagnostics import DocPage
+from ergon_framework.errors import ConfigurationError, error_message
+from ergon_framework.executors.runtime import Runtime
+from ergon_framework.executors.runtime_io import ProtocolStreams, SignalWatcher
+from ergon_framework.runner import otlp
+from ergon_framework.runner.exit import ExitCode, RunExit
+from ergon_framework.runner.loading import load_registry
+from ergon_framework.runner.process import RunResult
+from ergon_framework.runner.settings import load_settings
+from ergon_framework.runner.shutdown import flush_telemetry, force_exit_at_deadline
+from ergon_framework.testing.conformance.check import CheckOutcome
+from ergon_framework.testing.conformance.executor.suite import CHECKS, ExecutorCheckResult, report, run_suite
+from ergon_framework.worker.report import Report
+
+
+class ExecutorExit(ExitCode):
+    """Exit codes of ``ergon executor check`` and their meanings."""
+
+    PASSED = 0, "all checks passed"
+    FAILED = 1, "at least one check failed"
+    USAGE = 2, "the executor cannot be started, or the check does not exist"
+
+
+def check_executor(
+    command: Sequence[str], *, timeout: float, only: Sequence[str] | None, as_json: bool
+) -> ExecutorExit:
+    """Run the conformance suite against the executor that *command* starts; return the exit code."""
+    try:
+        results = run_suite(command, patience=timeout, only=only, on_check_end=None if as_json else _print_result)
+    except (ConfigurationError, ValueError) as error:
+        typer.echo(f"ergon: {error_message(error)}", err=True)
+        return ExecutorExit.USAGE
+    summary = report(command, results)
+    if as_json:
+        typer.echo(json.dumps(summary))
+    else:
+        typer.echo(f"{summary['passed']} passed, {summary['failed']} failed, of {len(CHECKS)} checks")
+        if any("handler_not_found: " in result.reason for result in results):
+            hint = "the conformance suite needs the test handlers conformance.echo and so on"
+            typer.echo(f"ergon: {hint}; see {DocPage.EXECUTORS.label}", err=True)
+    return ExecutorExit.FAILED if summary["failed"] else ExecutorExit.PASSED
+
+
+def _print_result(result: ExecutorCheckResult) -> None:
+    check_name = result.check.replace("_", " ")
+    if result.result is CheckOutcome.PASSED:
+        typer.echo(f"passed  {check_name}")
+    else:
+        typer.echo(f"FAILED  {check_name}: {result.reason}  [{', '.join(result.ids)}]")
+
+
+# -- run --------------------------------------------------------------------------------------------
+
+#: Seconds for the interpreter's exit; handler threads that are still running then are abandoned.
+EXIT_GRACE_SECONDS = 2.0
+
+
+def run_handlers(name: str, *, grace: float, log_level: str | None) -> int:
+    """Serve the registry called *name* until stdin is closed or a signal arrives; return the exit code."""
+    try:
+        # First, because loading the registry runs user code, which may print.
+        streams = ProtocolStreams.take_over_stdio()
+        settings = load_settings(None)
+        configure_logging((log_level or settings.logging.level).upper(), settings.logging.format)
+        registry = load_registry(name)
+        # After loading the handlers, which may configure telemetry, and before the runtime uses it.
+        otlp.configure_otlp(name)
+        runtime = Runtime(registry)
+    except ConfigurationError as error:
+        typer.echo(f"ergon: {error_message(error)}", err=True)
+        return RunExit.USAGE
+
+    def stop(reason: str) -> None:
+        runtime.stop(reason)
+        streams.stop()
+
+    signal_watcher = SignalWatcher(stop, grace=grace)
+    runtime.serve(streams)
+    result = RunResult(Report(), deadline=time.monotonic() + EXIT_GRACE_SECONDS)
+    force_exit_at_deadline(result)
+    runtime.close()
+    streams.close()
+    flush_telemetry(result)
+    signal_watcher.stop()
+    return RunExit.OK
+
+
+# -- commands ---------------------------------------------------------------------------------------
 
 executor = typer.Typer(
-    help="Runs handlers for an orchestrator, and examines executors of any language.",
+    help="Run handlers for an orchestrator, and check executors in any language.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -22,17 +112,15 @@ executor = typer.Typer(
 def run(
     *,
     handlers: Annotated[
-        str, typer.Option(metavar="MODULE:REGISTRY", help="Where the handlers are, for example app:registry.")
+        str, typer.Option(metavar="MODULE:REGISTRY", help="Registry of handlers, for example app:registry.")
     ],
-    grace: Annotated[
-        float, typer.Option(min=0, max=3600, help="Seconds that a running handler has after SIGTERM.")
-    ] = 5.0,
-    log_level: Annotated[LogLevel | None, typer.Option(help="The least that is logged. Default: info.")] = None,
+    grace: Annotated[float, typer.Option(min=0, max=3600, metavar="SECONDS", help="Grace period after SIGTERM.")] = 5.0,
+    log_level: Annotated[LogLevel | None, typer.Option(help="Minimum log level. Default: info.")] = None,
 ) -> None:
     """Read requests from stdin, one per line, and write an outcome for each to stdout.
 
-    Exits after the last answer when stdin is closed, immediately when the parent process has ended, and after SIGTERM,
-    which cancels the running handler. Output of handlers goes to stderr.
+    The executor exits after the last outcome when stdin is closed, immediately when the parent process has ended, and
+    after SIGTERM, which cancels the running handler. Output of handlers goes to stderr.
 
     Example: ergon executor run --handlers app:registry
     """
@@ -41,19 +129,24 @@ def run(
 
 @executor.command()
 def check(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="What starts the executor.")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="Command that starts the executor.")],
     *,
-    patience: Annotated[
-        float, typer.Option(min=0.1, max=600, help="Seconds it has for whatever it is asked, its start included.")
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1, max=600, metavar="SECONDS", help="Timeout of each check, including the executor's start."
+        ),
     ] = 10.0,
-    only: Annotated[list[str] | None, typer.Option(metavar="QUESTION", help="Ask only this; may be repeated.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the marks as one line of JSON.")] = False,
+    only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check; repeatable.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as one line of JSON.")] = False,
 ) -> None:
-    """Start an executor of any language repeatedly, and check whether it implements the protocol.
+    """Run the conformance suite against an executor in any language.
 
-    It needs the eight handlers exam.echo, exam.fail and so on, which the page "Executors in your language" of the
-    documentation describes. Exit codes: 0 passed, 1 at least one check failed, 2 the executor cannot be started.
+    The suite starts the executor repeatedly. The executor must have the eight test handlers conformance.echo,
+    conformance.fail and so on, which the page "Executors in your language" of the documentation describes.
+
+    Exit codes: 0 passed, 1 at least one check failed, 2 the executor cannot be started.
 
     Example: ergon executor check -- node executor.mjs
     """
-    raise typer.Exit(check_executor(command, timeout=patience, only=only, as_json=json))
+    raise typer.Exit(check_executor(command, timeout=timeout, only=only, as_json=json))

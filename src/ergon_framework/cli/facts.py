@@ -8,19 +8,18 @@ from typing import Annotated
 
 import typer
 
-from ergon_framework.cli import facts_serve as serving
-from ergon_framework.cli import facts_work as work
+from ergon_framework.cli import facts_commands as work
+from ergon_framework.cli import facts_run as serving
 from ergon_framework.cli.facts_epoch import epoch
-from ergon_framework.cli.facts_replicate import replicate
+from ergon_framework.cli.facts_run import replicate
 from ergon_framework.cli.job import parse_time
-from ergon_framework.cli.options import Actor
+from ergon_framework.cli.options import Actor, parse_size
 from ergon_framework.cli.provider import parse_duration
-from ergon_framework.cli.sizes import parse_size
 from ergon_framework.facts.model import BoundarySide, ObjectName, ZonePair
 from ergon_framework.facts.policy import RetentionPolicy
 
 facts = typer.Typer(
-    help="Serves a boundary of facts, and appends, reads and looks after facts and artifacts.",
+    help="Serve a fact boundary, and append, read and maintain facts and artifacts.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -28,85 +27,77 @@ facts = typer.Typer(
 
 Cert = Annotated[
     Path,
-    typer.Option("--tls-cert", envvar="ERGON_FACTS_TLS_CERT", metavar="FILE", help="Your certificate, PEM."),
+    typer.Option("--tls-cert", envvar="ERGON_FACTS_TLS_CERT", metavar="FILE", help="Certificate, PEM."),
 ]
 Key = Annotated[
-    Path, typer.Option("--tls-key", envvar="ERGON_FACTS_TLS_KEY", metavar="FILE", help="Its key, PEM, no password.")
+    Path, typer.Option("--tls-key", envvar="ERGON_FACTS_TLS_KEY", metavar="FILE", help="Private key, PEM, no password.")
 ]
 Authorities = Annotated[
-    Path, typer.Option("--tls-ca", envvar="ERGON_FACTS_TLS_CA", metavar="FILE", help="The authorities you trust, PEM.")
+    Path, typer.Option("--tls-ca", envvar="ERGON_FACTS_TLS_CA", metavar="FILE", help="Trusted authorities, PEM.")
 ]
 Server = Annotated[
-    str, typer.Option("--server", envvar="ERGON_FACTS_SERVER", metavar="HOST:PORT", help="Where the service is.")
+    str, typer.Option("--server", envvar="ERGON_FACTS_SERVER", metavar="HOST:PORT", help="Address of the service.")
 ]
 ServerName = Annotated[
     str | None,
-    typer.Option(envvar="ERGON_FACTS_SERVER_NAME", help="The name in its certificate, if that is not HOST."),
+    typer.Option(envvar="ERGON_FACTS_SERVER_NAME", help="Name in the server certificate, if it differs from HOST."),
 ]
-Timeout = Annotated[
-    float, typer.Option(parser=parse_duration, metavar="TIME", help="How long one call may take: 10s, 2m.")
-]
+Timeout = Annotated[float, typer.Option(parser=parse_duration, metavar="TIME", help="Timeout of one call: 10s, 2m.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
-JsonLines = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
-FromZone = Annotated[str, typer.Option("--from", metavar="ZONE", help="The zone that facts come from.")]
-ToZone = Annotated[str, typer.Option("--to", metavar="ZONE", help="The zone that they are for.")]
-Reader = Annotated[str, typer.Option(help="The name whose durable cursor is used; whoever reads is registered.")]
-Bucket = Annotated[str, typer.Argument(metavar="BUCKET", help="The bucket of the artifact.")]
-ArtifactKey = Annotated[str, typer.Argument(metavar="KEY", help="Its key in there.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
+FromZone = Annotated[str, typer.Option("--from", metavar="ZONE", help="Zone that the facts come from.")]
+ToZone = Annotated[str, typer.Option("--to", metavar="ZONE", help="Zone that the facts are for.")]
+Reader = Annotated[str, typer.Option(help="Name of the durable cursor; reading registers the reader.")]
+Bucket = Annotated[str, typer.Argument(metavar="BUCKET", help="Bucket of the artifact.")]
+ArtifactKey = Annotated[str, typer.Argument(metavar="KEY", help="Key in the bucket.")]
 OwnerZone = Annotated[
-    str, typer.Option("--zone", metavar="ZONE", help="The zone that owns it. Default: the zone of the service.")
+    str, typer.Option("--zone", metavar="ZONE", help="Zone that owns the artifact. Default: the service's zone.")
 ]
 FromOffset = Annotated[
-    int | None, typer.Option(min=1, metavar="OFFSET", help="Read again from this offset on; the cursor stays.")
+    int | None, typer.Option(min=1, metavar="OFFSET", help="Read again from this offset; the cursor does not move.")
 ]
 Since = Annotated[
     datetime | None,
-    typer.Option(
-        parser=parse_time, metavar="TIME", help="Read again what was stored since; an ISO time, UTC by default."
-    ),
+    typer.Option(parser=parse_time, metavar="TIME", help="Read again from this time; an ISO time, UTC by default."),
 ]
 Confirm = Annotated[
-    bool, typer.Option("--confirm", help="Move the cursor behind what was printed; without it the same comes again.")
+    bool, typer.Option("--confirm", help="Move the cursor after the printed facts. Default: they are read again.")
 ]
 
 
 @facts.command()
 def serve(
     *,
-    zone: Annotated[
-        list[str], typer.Option(metavar="ZONE", help="A zone that this store belongs to; may be repeated.")
-    ],
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 takes any free one.")],
+    zone: Annotated[list[str], typer.Option(metavar="ZONE", help="Zone that this store belongs to; repeatable.")],
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Listen address; port 0 selects a free port.")],
     tls_cert: Cert,
     tls_key: Key,
     tls_ca: Authorities,
     store: Annotated[
-        serving.StoreKind, typer.Option(help="Where facts are kept; memory forgets them when it ends.")
+        serving.StoreKind, typer.Option(help="Storage of the facts; memory loses them at exit.")
     ] = serving.StoreKind.POSTGRES,
-    side: Annotated[BoundarySide, typer.Option(help="On which side of the boundary it is.")] = BoundarySide.INNER,
+    side: Annotated[BoundarySide, typer.Option(help="Side of the boundary.")] = BoundarySide.INNER,
     contents: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where artifacts are kept, with --store postgres.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder for artifacts, with --store postgres.")
     ] = None,
     accept_loss: Annotated[
-        bool, typer.Option("--accept-loss", help="Serve also if what is confirmed may be lost with the power.")
+        bool, typer.Option("--accept-loss", help="Serve even if a power loss may lose confirmed facts.")
     ] = False,
-    max_facts: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Facts that are retained at most; then it is full.")
-    ] = None,
+    max_facts: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum number of retained facts.")] = None,
     max_bytes: Annotated[
         int | None,
-        typer.Option(parser=parse_size, metavar="SIZE", help="Bytes of facts and artifacts at most: 500MB, 2GiB."),
+        typer.Option(parser=parse_size, metavar="SIZE", help="Maximum bytes of facts and artifacts: 500MB, 2GiB."),
     ] = None,
     max_readers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Readers that each other zone may have here at most.")
+        int, typer.Option(min=1, metavar="N", help="Maximum number of readers per other zone.")
     ] = 100,
     max_uploads: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Artifacts that a zone may upload at the same time.")
+        int, typer.Option(min=1, metavar="N", help="Maximum number of concurrent uploads per zone.")
     ] = 16,
     keep_uploads: Annotated[
         float,
         typer.Option(
-            parser=parse_duration, metavar="TIME", help="How long an upload that broke off can be gone on with."
+            parser=parse_duration, metavar="TIME", help="Time during which an interrupted upload can be resumed."
         ),
     ] = "1h",  # type: ignore[assignment]  # typer parses the default too
     keep: Annotated[
@@ -114,58 +105,57 @@ def serve(
         typer.Option(
             parser=parse_duration,
             metavar="TIME",
-            help="Let go of what is older and confirmed by all readers: 30d. Default: no.",
+            help="Delete facts that are older and confirmed by all readers: 30d. Default: never.",
         ),
     ] = None,
-    prune_every: Annotated[
-        float, typer.Option(parser=parse_duration, metavar="TIME", help="How often, with --keep.")
+    retention_interval: Annotated[
+        float, typer.Option(parser=parse_duration, metavar="TIME", help="Time between deletions, with --keep.")
     ] = "1h",  # type: ignore[assignment]  # typer parses the default too
     revoked: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Certificates (PEM) and public-key=SHA256 that are not let in."),
+        typer.Option(metavar="FILE", help="Certificates (PEM) and public-key=SHA256 entries to reject."),
     ] = None,
     crl: Annotated[
         Path | None, typer.Option(metavar="FILE", help="CRLs of the authorities in --tls-ca, as PEM or DER.")
     ] = None,
     max_connections: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Connections at once, of all callers. Default: 4000.")
+        int | None, typer.Option(min=1, metavar="N", help="Maximum concurrent connections. Default: 4000.")
     ] = None,
     max_caller_connections: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Connections at once of one identity. Default: 400.")
+        int | None, typer.Option(min=1, metavar="N", help="Maximum connections per identity. Default: 400.")
     ] = None,
     max_address_connections: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Connections of one address without an identity. Default: 500."),
+        typer.Option(min=1, metavar="N", help="Maximum connections per address without identity. Default: 500."),
     ] = None,
     handshake_timeout: Annotated[
-        float | None,
-        typer.Option(parser=parse_duration, metavar="TIME", help="How long a handshake may take. Default: 5s."),
+        float | None, typer.Option(parser=parse_duration, metavar="TIME", help="Timeout of a handshake. Default: 5s.")
     ] = None,
     max_calls: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Calls at once, of all callers. Default: 1000.")
+        int | None, typer.Option(min=1, metavar="N", help="Maximum concurrent calls. Default: 1000.")
     ] = None,
     max_caller_calls: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Calls at once of one identity. Default: 200.")
+        int | None, typer.Option(min=1, metavar="N", help="Maximum concurrent calls per identity. Default: 200.")
     ] = None,
     max_caller_streams: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Streams at once of one identity. Default: 100.")
+        int | None, typer.Option(min=1, metavar="N", help="Maximum concurrent streams per identity. Default: 100.")
     ] = None,
     max_caller_bytes: Annotated[
         int | None,
         typer.Option(
-            parser=parse_size, metavar="SIZE", help="Bytes of requests in flight of one identity. Default: 64MiB."
+            parser=parse_size, metavar="SIZE", help="Maximum request bytes in flight per identity. Default: 64MiB."
         ),
     ] = None,
-    compression: Annotated[bool, typer.Option("--compression", help="Accept compressed messages of callers.")] = False,
+    compression: Annotated[bool, typer.Option("--compression", help="Accept compressed messages.")] = False,
     grace: Annotated[
-        float, typer.Option(parser=parse_duration, metavar="TIME", help="How long calls may go on after SIGTERM.")
+        float, typer.Option(parser=parse_duration, metavar="TIME", help="Time for running calls after SIGTERM.")
     ] = "10s",  # type: ignore[assignment]  # typer parses the default too
     probe_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Answer /live, /ready and /metrics on this port; 0 takes any free one."),
+        typer.Option(min=0, max=65535, help="Serve /live, /ready and /metrics on this port; 0 selects a free port."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
+        Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
     ] = None,
 ) -> None:
     """Serve a boundary over mutual TLS until SIGTERM or Ctrl-C.
@@ -212,7 +202,7 @@ def serve(
         max_readers=max_readers,
         max_uploads=max_uploads,
         keep_uploads=keep_uploads,
-        retention=None if keep is None else RetentionPolicy(keep=keep, interval=prune_every),
+        retention=None if keep is None else RetentionPolicy(keep=keep, interval=retention_interval),
         probe_port=probe_port,
         limits={name: value for name, value in limits.items() if value is not None},
     )
@@ -221,15 +211,13 @@ def serve(
 
 @facts.command()
 def append(
-    subject: Annotated[str, typer.Argument(metavar="SUBJECT", help="What the fact is about, such as order:17.")],
-    predicate: Annotated[str, typer.Argument(metavar="PREDICATE", help="What is said of it, such as paid.")],
-    object_json: Annotated[str, typer.Argument(metavar="OBJECT", help="The object, as JSON; - reads it from stdin.")],
+    subject: Annotated[str, typer.Argument(metavar="SUBJECT", help="Subject of the fact, for example order:17.")],
+    predicate: Annotated[str, typer.Argument(metavar="PREDICATE", help="Predicate, for example paid.")],
+    object_json: Annotated[str, typer.Argument(metavar="OBJECT", help="Object as JSON; - reads it from stdin.")],
     *,
     from_zone: FromZone,
     to_zone: ToZone,
-    message_id: Annotated[
-        str, typer.Option("--id", help="Made of what names the event; with the same id it is appended once.")
-    ],
+    message_id: Annotated[str, typer.Option("--id", help="Id derived from the event; the same id is appended once.")],
     server: Server,
     tls_cert: Cert,
     tls_key: Key,
@@ -252,7 +240,7 @@ def append(
 
 @facts.command()
 def get(
-    message_id: Annotated[str, typer.Argument(metavar="ID", help="The message_id.")],
+    message_id: Annotated[str, typer.Argument(metavar="ID", help="Message id.")],
     *,
     from_zone: FromZone,
     server: Server,
@@ -279,7 +267,7 @@ def fetch(
     from_zone: FromZone,
     to_zone: ToZone,
     reader: Reader,
-    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="The most that are read.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Maximum number of facts to read.")] = 100,
     from_offset: FromOffset = None,
     since: Since = None,
     confirm: Confirm = False,
@@ -337,7 +325,7 @@ def tail(
 def put(
     bucket: Bucket,
     key: ArtifactKey,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What is stored.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to store.")],
     *,
     server: Server,
     tls_cert: Cert,
@@ -365,7 +353,7 @@ def cat(
     key: ArtifactKey,
     *,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there. Default: stdout.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Output file. Default: stdout.")
     ] = None,
     server: Server,
     tls_cert: Cert,
@@ -413,11 +401,11 @@ def lag(
 
 @facts.command()
 def retire(
-    reader: Annotated[str, typer.Argument(metavar="READER", help="Who will never read again.")],
+    reader: Annotated[str, typer.Argument(metavar="READER", help="Reader to retire.")],
     *,
     from_zone: FromZone,
     to_zone: ToZone,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Skip confirmation.")] = False,
     actor: Actor = "",
     server: Server,
     tls_cert: Cert,

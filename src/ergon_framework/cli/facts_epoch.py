@@ -10,30 +10,31 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ergon_framework.cli.facts_work import FactsExit
+from ergon_framework.cli.facts_commands import FactsExit
 from ergon_framework.cli.options import Actor, Reason
+from ergon_framework.database.extras import require_psycopg
 from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError, error_message
 from ergon_framework.facts.errors import FactError
 from ergon_framework.facts.model import BoundarySide, Cursor, ZonePair
 from ergon_framework.runner.settings import database_dsn
 
 epoch: Final = typer.Typer(
-    help="Shows the epochs of a store, begins one, and takes one over; for operators, at the database of the store.",
+    help="Show, begin and adopt the epochs of a store; for operators, run against the store's database.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-SideOption = Annotated[BoundarySide, typer.Option("--side", help="On which side of the boundary the store is.")]
+SideOption = Annotated[BoundarySide, typer.Option("--side", help="Side of the boundary.")]
 AcceptLoss = Annotated[
-    bool, typer.Option("--accept-loss", help="Also if the database may lose what it has committed with the power.")
+    bool, typer.Option("--accept-loss", help="Continue even if a power loss may lose committed data.")
 ]
 Config = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
+    Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Skip confirmation.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
-JsonLines = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 
 
 @epoch.command("list")
@@ -98,8 +99,8 @@ def new(
         _require_actor(actor)
         current_epoch = store.epoch
         prompt = (
-            f"the store is in epoch {current_epoch}. After this, all who read from it stand still until they have been "
-            "told to go on. Begin a new one?"
+            f"the store is in epoch {current_epoch}. After this, all its readers stop until an operator lets them "
+            "continue. Begin a new epoch?"
         )
         if not yes and not typer.confirm(prompt, err=True):
             return _report_unchanged()
@@ -107,7 +108,7 @@ def new(
         typer.echo(
             jsons.dumps({"epoch": new_epoch, "was": current_epoch})
             if json
-            else f"the store is in epoch {new_epoch} now"
+            else f"the store is now in epoch {new_epoch}"
         )
         return FactsExit.OK
 
@@ -116,13 +117,11 @@ def new(
 
 @epoch.command()
 def adopt(
-    name: Annotated[str, typer.Argument(metavar="EPOCH", help="The epoch that the origin is in now.")],
+    name: Annotated[str, typer.Argument(metavar="EPOCH", help="Current epoch of the origin.")],
     *,
-    from_zone: Annotated[str, typer.Option("--from", metavar="ZONE", help="The zone that facts come from.")],
-    to_zone: Annotated[str, typer.Option("--to", metavar="ZONE", help="The zone that they are for.")],
-    offset: Annotated[
-        int, typer.Option(min=0, help="The last offset that is here; up to it both have the same facts.")
-    ],
+    from_zone: Annotated[str, typer.Option("--from", metavar="ZONE", help="Zone that the facts come from.")],
+    to_zone: Annotated[str, typer.Option("--to", metavar="ZONE", help="Zone that the facts are for.")],
+    offset: Annotated[int, typer.Option(min=0, help="Last offset here; both zones have the same facts up to it.")],
     actor: Actor = "",
     yes: Yes = False,
     side: SideOption = BoundarySide.INNER,
@@ -146,14 +145,14 @@ def adopt(
         end = store.last_offset(pair)
         end_text = "there are no facts" if end is None else f"the last fact here is {end.offset}, of epoch {end.epoch}"
         prompt = (
-            f"from {from_zone!r} to {to_zone!r} {end_text}. Do both zones have the same facts up to {offset}, and is "
-            f"it to go on in epoch {name}?"
+            f"from {from_zone!r} to {to_zone!r} {end_text}. Do both zones have the same facts up to {offset}? "
+            f"Continue in epoch {name}?"
         )
         if not yes and not typer.confirm(prompt, err=True):
             return _report_unchanged()
         store.adopt_epoch(pair, Cursor(name, offset), by=actor)
         payload = {"epoch": name, "was": None if end is None else end.epoch, "offset": offset}
-        typer.echo(jsons.dumps(payload) if json else f"facts from {from_zone} go on in epoch {name} behind {offset}")
+        typer.echo(jsons.dumps(payload) if json else f"facts from {from_zone} continue in epoch {name} after {offset}")
         return FactsExit.OK
 
     raise typer.Exit(_run_with_store(work, side=side, accept_loss=accept_loss, config=config, as_json=json))
@@ -162,9 +161,9 @@ def adopt(
 @epoch.command()
 def accept(
     *,
-    from_zone: Annotated[str, typer.Option("--from", metavar="ZONE", help="The zone that facts come from.")],
-    to_zone: Annotated[str, typer.Option("--to", metavar="ZONE", help="The zone that they are for.")],
-    reader: Annotated[str, typer.Option(help="The consumer that stands still.")] = "default",
+    from_zone: Annotated[str, typer.Option("--from", metavar="ZONE", help="Zone that the facts come from.")],
+    to_zone: Annotated[str, typer.Option("--to", metavar="ZONE", help="Zone that the facts are for.")],
+    reader: Annotated[str, typer.Option(help="Consumer that is stopped.")] = "default",
     yes: Yes = False,
     side: SideOption = BoundarySide.INNER,
     accept_loss: AcceptLoss = False,
@@ -182,12 +181,12 @@ def accept(
     """
 
     def work(store: Any) -> FactsExit:
-        prompt = f"is {reader!r} to go on with facts from {from_zone!r} to {to_zone!r} in epoch {store.epoch}?"
+        prompt = f"continue {reader!r} with facts from {from_zone!r} to {to_zone!r} in epoch {store.epoch}?"
         if not yes and not typer.confirm(prompt, err=True):
             return _report_unchanged()
         dead_letters = store.consumer_store().forget_epoch(ZonePair(from_zone, to_zone), reader)
         payload = {"reader": reader, "epoch": store.epoch, "dead_letters": dead_letters}
-        message = f"{reader} may go on in epoch {store.epoch}; dead letters of what it had put off: {dead_letters}"
+        message = f"{reader} may continue in epoch {store.epoch}; deferred facts dead-lettered: {dead_letters}"
         typer.echo(jsons.dumps(payload) if json else message)
         return FactsExit.OK
 
@@ -196,7 +195,7 @@ def accept(
 
 def _require_actor(actor: str) -> None:
     if not actor.strip():
-        raise ConfigurationError("an epoch is kept with who began it or took it over; say --actor, or set ERGON_ACTOR")
+        raise ConfigurationError("an epoch change requires the name of the operator; pass --actor or set ERGON_ACTOR")
 
 
 def _report_unchanged() -> FactsExit:
@@ -210,7 +209,8 @@ def _run_with_store(
     try:
         dsn = database_dsn(config)
         # Imported on demand: the libraries are an optional extra.
-        postgres = importlib.import_module("ergon_framework.facts.stores.postgres")
+        require_psycopg()
+        postgres = importlib.import_module("ergon_framework.facts.stores.postgres.store")
         with postgres.PostgresBoundary(dsn, side=side, accept_loss=accept_loss) as store:
             return work(store)
     except FactError as error:

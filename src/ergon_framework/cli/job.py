@@ -1,17 +1,122 @@
-"""Commands of ``ergon job`` and their options."""
+"""Commands of ``ergon job`` and their options; ``ergon job cron`` has those for jobs submitted on a schedule."""
 
 from __future__ import annotations
 
+import json as jsons
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ergon_framework.cli import job_work as work
-from ergon_framework.cli.job_cron import cron
+from ergon_framework.cli import job_commands as view
+from ergon_framework.cli import job_commands as work
+from ergon_framework.cli.job_commands import JobExit, Operator, run_with_client
 from ergon_framework.cli.options import Actor, Reason
 from ergon_framework.cli.provider import parse_duration
+
+cron = typer.Typer(
+    help="Show, pause, resume and run cron entries.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the entry.")]
+Config = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+
+
+@cron.command("list")
+def list_entries(
+    *,
+    config: Config = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+) -> None:
+    """List the entries by name, with their next and last scheduled times.
+
+    Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
+
+    Example: ergon job cron list
+    """
+
+    def work(client: Any) -> JobExit:
+        entries = client.schedules()
+        if json:
+            for entry in entries:
+                typer.echo(view.to_json_line(entry))
+        elif entries:
+            view.show_crons(entries)
+        else:
+            typer.echo("there are no cron entries")
+        return JobExit.OK
+
+    raise typer.Exit(run_with_client(work, config=config, as_json=json))
+
+
+@cron.command()
+def pause(name: Name, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
+    """Stop submitting jobs of an entry until it is resumed.
+
+    Exit codes: 0 paused, 1 not found, 2 database unavailable, request rejected, or invalid option or configuration.
+
+    Example: ergon job cron pause nightly
+    """
+    work = _build_action("pause_schedule", name, as_json=json)
+    raise typer.Exit(run_with_client(work, config=config, as_json=json, operator=Operator(actor, reason)))
+
+
+@cron.command()
+def resume(name: Name, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
+    """Resume an entry at its next scheduled time; times missed while paused are skipped.
+
+    Exit codes: 0 resumed, 1 not found, 2 database unavailable, request rejected, or invalid option or configuration.
+
+    Example: ergon job cron resume nightly
+    """
+    work = _build_action("resume_schedule", name, as_json=json)
+    raise typer.Exit(run_with_client(work, config=config, as_json=json, operator=Operator(actor, reason)))
+
+
+@cron.command("run-now")
+def run_now(name: Name, *, config: Config = None, json: Json = False) -> None:
+    """Submit the job of an entry now, in addition to its schedule, and print the job's id.
+
+    Exit codes: 0 submitted, 1 not found, 2 database unavailable, request rejected, or invalid option or configuration.
+
+    Example: ergon job cron run-now nightly
+    """
+
+    def work(client: Any) -> JobExit:
+        submitted = client.run_schedule(name)
+        typer.echo(
+            jsons.dumps({"id": submitted.id, "created": submitted.created, "state": submitted.state})
+            if json
+            else submitted.id
+        )
+        return JobExit.OK
+
+    raise typer.Exit(run_with_client(work, config=config, as_json=json))
+
+
+def _build_action(method: str, name: str, *, as_json: bool) -> Callable[[Any], JobExit]:
+    def work(client: Any) -> JobExit:
+        getattr(client, method)(name)
+        entries = [entry for entry in client.schedules() if entry.name == name]
+        if as_json:
+            for entry in entries:
+                typer.echo(view.to_json_line(entry))
+        else:
+            view.show_crons(entries)
+        return JobExit.OK
+
+    return work
+
+
+# -- jobs -------------------------------------------------------------------------------------------
 
 
 def parse_time(text: str) -> datetime:
@@ -19,54 +124,53 @@ def parse_time(text: str) -> datetime:
     try:
         parsed = datetime.fromisoformat(text)
     except ValueError:
-        raise typer.BadParameter(f"{text[:50]!r} is no time; write 2026-01-31T08:00, or that with an offset") from None
+        raise typer.BadParameter(f"invalid time {text[:50]!r}; write 2026-01-31T08:00, or with an offset") from None
     return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
 
 
 job = typer.Typer(
-    help="Submits jobs for executors, and shows, waits for, cancels, kills and replays them; cron entries too.",
+    help="Submit, show, wait for, cancel, kill and replay jobs of executors; manage cron entries.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 job.add_typer(cron, name="cron")
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
-Config = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
-Kind = Annotated[str | None, typer.Option(help="Only jobs for the executors of this name.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="Job id.")]
+Kind = Annotated[str | None, typer.Option(help="Only jobs of this executor kind.")]
 
 
 @job.command()
 def submit(
-    function: Annotated[str, typer.Argument(metavar="FUNCTION", help="A handler, or EXECUTOR#HANDLER.")],
+    function: Annotated[str, typer.Argument(metavar="FUNCTION", help="Handler, or KIND#HANDLER.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGUMENT...", help="Positional arguments, each as JSON.")
     ] = None,
     *,
     kwargs: Annotated[str, typer.Option(metavar="OBJECT", help="Keyword arguments, as a JSON object.")] = "{}",
-    key: Annotated[str | None, typer.Option(help="A unique key: the same job under it is the one that exists.")] = None,
+    key: Annotated[str | None, typer.Option(help="Unique key; the same job is submitted only once.")] = None,
     delay: Annotated[
         float | None,
-        typer.Option(parser=parse_duration, metavar="TIME", help="When it is due: after 90s, 15m, 2h or 7d."),
+        typer.Option(parser=parse_duration, metavar="DURATION", help="Delay before the start: 90s, 15m, 2h or 7d."),
     ] = None,
     at: Annotated[
         datetime | None,
-        typer.Option(parser=parse_time, metavar="MOMENT", help="When it is due: an ISO time, UTC by default."),
+        typer.Option(parser=parse_time, metavar="TIME", help="Start time: an ISO time, UTC by default."),
     ] = None,
-    priority: Annotated[int, typer.Option(min=-100, max=100, help="The larger the sooner.")] = 0,
-    max_attempts: Annotated[int | None, typer.Option(min=1, help="Attempts in all. Default: by policy.")] = None,
+    priority: Annotated[int, typer.Option(min=-100, max=100, help="Priority; higher runs first.")] = 0,
+    max_attempts: Annotated[int | None, typer.Option(min=1, help="Maximum attempts. Default: by policy.")] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0.001, help="Seconds that an attempt may take. Default: by policy.")
+        float | None, typer.Option(min=0.001, metavar="SECONDS", help="Timeout of an attempt. Default: by policy.")
     ] = None,
-    tenant: Annotated[str | None, typer.Option(help="Whose it is.")] = None,
-    correlation: Annotated[str | None, typer.Option(help="The business process that it belongs to.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant.")] = None,
+    correlation: Annotated[str | None, typer.Option(help="Correlation id.")] = None,
     keep: Annotated[
-        float, typer.Option(parser=parse_duration, metavar="TIME", help="How long it is kept after its end.")
+        float,
+        typer.Option(
+            parser=parse_duration, metavar="DURATION", help="Retention after the job's end: 90s, 15m, 2h or 7d."
+        ),
     ] = "7d",  # type: ignore[assignment]  # typer parses the default too
-    default: Annotated[str, typer.Option(help="The executors of a function without a prefix.")] = "python",
+    kind: Annotated[str, typer.Option(help="Executor kind of a function without a prefix.")] = "python",
     config: Config = None,
     json: Json = False,
 ) -> None:
@@ -89,7 +193,7 @@ def submit(
         "correlation": correlation,
         "retention": keep,
     }
-    options = work.SubmitOptions(function, arguments or [], kwargs, job_options=job_options, due_at=at, default=default)
+    options = work.SubmitOptions(function, arguments or [], kwargs, job_options=job_options, due_at=at, default=kind)
     raise typer.Exit(work.submit(options, config=config, as_json=json))
 
 
@@ -110,7 +214,7 @@ def wait(
     *,
     timeout: Annotated[
         float | None,
-        typer.Option(parser=parse_duration, metavar="TIME", help="For how long: 90s, 15m. Default: for ever."),
+        typer.Option(parser=parse_duration, metavar="DURATION", help="Timeout: 90s, 15m. Default: no limit."),
     ] = None,
     config: Config = None,
     json: Json = False,
@@ -141,7 +245,7 @@ def cancel(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config
 def kill(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
     """Cancel a waiting job, or kill the executor that runs it; the job is not retried.
 
-    The orchestrator kills it within about a second; ergon job wait shows when.
+    The orchestrator kills the executor within about a second; ergon job wait shows the end of the job.
 
     Exit codes: 0 cancelled or kill requested, 1 ended or not found, 2 database unavailable, request rejected, or
     invalid option or configuration.
@@ -156,15 +260,15 @@ def list_(
     *,
     state: Annotated[
         list[str] | None,
-        typer.Option(help="pending, running, succeeded, failed, cancelled or killed; may be repeated."),
+        typer.Option(help="pending, running, succeeded, failed, cancelled or killed; repeatable."),
     ] = None,
     kind: Kind = None,
-    function: Annotated[str | None, typer.Option(help="Only this handler, without a prefix.")] = None,
+    function: Annotated[str | None, typer.Option(help="Only jobs of this handler, without the kind.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only jobs of this tenant.")] = None,
-    before: Annotated[int | None, typer.Option(metavar="NUMBER", help="Go on after the job of this number.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="The most that are shown.")] = 50,
+    before: Annotated[int | None, typer.Option(metavar="NUMBER", help="Continue after this job number.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of jobs to show.")] = 50,
     config: Config = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """List jobs, newest first; with filters, those that match all filters.
 

@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from ergon_framework.errors import MissingExtraError, require_extra
-from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.exit import RunExit
 
 
 def main() -> None:

@@ -1,21 +1,130 @@
-"""Options shared by several commands: actor and reason."""
+"""Options that several commands share, filters of dead letters, and parsers of times, ages, rates and sizes."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+import re
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import wraps
+from typing import Annotated, Any, Final
 
 import typer
 
 from ergon_framework.audit import current_user
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
+from ergon_framework.errors import Category, ConfigurationError
+
+_AGE_PATTERN = re.compile(r"(\d{1,9})([smhd])")
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_RATE_PATTERN = re.compile(r"(\d{1,7}(?:\.\d{1,6})?)(?:/([smh]))?")
+
+
+def parse_time(text: str) -> float:
+    """Parse an ISO time (UTC unless it has an offset) or an age such as 15m into seconds since the epoch."""
+    if age := _AGE_PATTERN.fullmatch(text):
+        return time.time() - int(age[1]) * _UNIT_SECONDS[age[2]]
+    try:
+        parsed = datetime.fromisoformat(text)
+        return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
+    except ValueError:
+        raise typer.BadParameter(
+            f"invalid time {text[:50]!r}; write 2026-01-31T08:00, optionally with Z or an offset, or an age such as 15m"
+        ) from None
+
+
+def parse_rate(text: str) -> float:
+    """Parse a rate such as 50, 50/s, 300/m or 1000/h into a number per second."""
+    match = _RATE_PATTERN.fullmatch(text)
+    rate = float(match[1]) / _UNIT_SECONDS[match[2] or "s"] if match else 0.0
+    if rate <= 0:
+        raise typer.BadParameter(f"invalid rate {text[:50]!r}; write 50/s, 300/m or 1000/h")
+    return rate
+
+
+def _make_option(help_text: str, **option_settings: Any) -> Any:
+    return typer.Option(help=help_text, rich_help_panel="Filters", **option_settings)
+
+
+_TIME_HELP = ": an ISO time (UTC unless it has an offset) or an age such as 90s, 15m, 2h, 7d."
+#: One option for each field of the query; `--reason` is the reason that an operator acts for, in every command.
+FILTER_OPTIONS: dict[str, Any] = {
+    "id": Annotated[str | None, _make_option("Transaction id.")],
+    "dead_letter_reason": Annotated[str | None, _make_option("Dead-letter reason, for example declined.")],
+    "type": Annotated[str | None, _make_option("Transaction type.")],
+    "key": Annotated[str | None, _make_option("Ordering key.")],
+    "tenant": Annotated[str | None, _make_option("Tenant.")],
+    "correlation": Annotated[str | None, _make_option("Correlation id.")],
+    "task": Annotated[str | None, _make_option("Task that dead-lettered the transaction.")],
+    "error_type": Annotated[str | None, _make_option("Error class, for example TimeoutError.")],
+    "category": Annotated[Category | None, _make_option("Error category.", case_sensitive=False)],
+    "since": Annotated[
+        float | None, _make_option(f"Dead-lettered since{_TIME_HELP}", parser=parse_time, metavar="TIME")
+    ],
+    "until": Annotated[
+        float | None, _make_option(f"Dead-lettered before{_TIME_HELP}", parser=parse_time, metavar="TIME")
+    ],
+}
+
+
+#: The options whose name differs from the field of the query.
+_QUERY_FIELDS: Final = {"dead_letter_reason": "reason"}
+
+
+def add_filter_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return *command* with one option per filter in place of its ``query`` parameter."""
+
+    @wraps(command)
+    def wrapper(**arguments: Any) -> None:
+        filters = {_QUERY_FIELDS.get(name, name): arguments.pop(name) for name in FILTER_OPTIONS}
+        command(query=_build_query(filters), **arguments)
+
+    own_parameters = inspect.signature(command, eval_str=True).parameters.values()
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        *(parameter for parameter in own_parameters if parameter.name != "query"),
+        *(inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in FILTER_OPTIONS.items()),
+    ]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {option.name: option.annotation for option in parameters}
+    return wrapper
+
+
+def _build_query(filters: dict[str, Any]) -> DeadLetterQuery:
+    try:
+        return DeadLetterQuery.load(**filters)
+    except ConfigurationError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+_UNITS: Final[dict[str, int]] = {"": 1, "B": 1} | {
+    f"{letter}{kind}": int(base**power)
+    for power, letter in enumerate(("k", "M", "G", "T"), 1)
+    for kind, base in (("B", 1000), ("iB", 1024))
+}
+_match_size: Final = re.compile(r"(\d+)\s*([kKMGT]?i?B?)").fullmatch
+
+
+def parse_size(text: str) -> int:
+    """Parse a size into a number of bytes.
+
+    >>> parse_size("500MB"), parse_size("2GiB"), parse_size("4096")
+    (500000000, 2147483648, 4096)
+    """
+    match = _match_size(text)
+    if match is None or (unit := match[2].replace("K", "k")) not in _UNITS:
+        raise typer.BadParameter(f"invalid size {text!r}; write 4096, 500MB or 2GiB")
+    return int(match[1]) * _UNITS[unit]
+
 
 Actor = Annotated[
     str,
-    typer.Option(envvar=["ERGON_ACTOR", "USER"], metavar="NAME", help="Name to record. Default: the system's user."),
+    typer.Option(
+        envvar=["ERGON_ACTOR", "USER"], metavar="NAME", help="Operator to record. Default: the system's user."
+    ),
 ]
 Reason = Annotated[str, typer.Option(metavar="TEXT", help="Reason to record.")]
-
-#: For commands where --reason is a filter.
-AuditReason = Annotated[str, typer.Option("--audit-reason", metavar="TEXT", help="Reason to record.")]
 
 
 def resolve_actor_name(actor: str) -> str:

@@ -17,32 +17,28 @@ from typing import Any, TypeVar
 
 import typer
 
-from ergon_framework.cli.logs import configure_logging
+from ergon_framework.cli.output import configure_logging, explain_error
 from ergon_framework.cli.summary import merge_reports, show, show_all, to_json_line
-from ergon_framework.cli.telling import explain_error
 from ergon_framework.errors import ConfigurationError, ErgonError, error_message
-from ergon_framework.runner import exporting, queues
-from ergon_framework.runner.exits import RunExit
-from ergon_framework.runner.health import STARTING, ProcessHealth
-from ergon_framework.runner.journalling import check_journal_settings as check_journal
-from ergon_framework.runner.journalling import journal_for
-from ergon_framework.runner.leaving import exit_process, flush_telemetry, force_exit_at_deadline
+from ergon_framework.runner import otlp, queues
+from ergon_framework.runner.exit import RunExit
 from ergon_framework.runner.loading import is_consumer, is_producer, load_policy, load_runnable, load_task
-from ergon_framework.runner.measuring import should_measure
-from ergon_framework.runner.pausing import pause_gates
-from ergon_framework.runner.probes import serve_probes
-from ergon_framework.runner.process import Process, Runnable, RunResult
-from ergon_framework.runner.producing import STDIN, create_input_producer
+from ergon_framework.runner.probes import STARTING, ProcessHealth, serve_probes
+from ergon_framework.runner.process import Process, Runnable, RunResult, ShutdownStage
+from ergon_framework.runner.produce import STDIN, create_input_producer
 from ergon_framework.runner.provider_state import close_provider_state, open_provider_state
+from ergon_framework.runner.queue_depth import should_measure
+from ergon_framework.runner.services import check_journal_settings as check_journal
+from ergon_framework.runner.services import journal_for, pause_gates
 from ergon_framework.runner.settings import Settings, load_settings
-from ergon_framework.runner.stages import ShutdownStage
+from ergon_framework.runner.shutdown import exit_process, flush_telemetry, force_exit_at_deadline
 from ergon_framework.runner.supervisor import Supervisor
-from ergon_framework.task.defaults import choose_policy
-from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
+from ergon_framework.task.context import choose_policy
 from ergon_framework.telemetry import logs
+from ergon_framework.telemetry.multiprocess import MultiprocessMetrics
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 from ergon_framework.telemetry.options import disable_tracebacks
-from ergon_framework.telemetry.sums import MultiprocessMetrics
+from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy
 
 log = logging.getLogger(f"{LIBRARY}.runner")
 
@@ -144,7 +140,7 @@ def _load_producer(task: Runnable, options: Options, settings: Settings) -> tupl
     if options.streaming is not None:
         raise ConfigurationError("--streaming and --once are for consumers; a producer ends with its input")
     if settings.run.processes > 1:
-        raise ConfigurationError("a producer runs in one process, which reads the input; leave --processes out")
+        raise ConfigurationError("a producer runs in one process, which reads the input; omit --processes")
     policy = _resolve_policy(task, ProducerPolicy, options, settings)
     return create_input_producer(task, options.input or STDIN), policy
 
@@ -161,8 +157,8 @@ def _resolve_policy(task: Runnable, kind: type[P], options: Options, settings: S
 
 def configure_telemetry(task: Runnable, settings: Settings, *, number: int | None = None) -> float | None:
     """Export telemetry as the environment says; return the queue-depth interval of process *number*, or None."""
-    exports_metrics = settings.run.probes.port is not None or "metrics" in exporting.requested_signals()
-    exporting.configure_otlp(task.name)
+    exports_metrics = settings.run.probes.port is not None or "metrics" in otlp.requested_signals()
+    otlp.configure_otlp(task.name)
     return settings.run.metrics.depth if exports_metrics and should_measure(task, number=number) else None
 
 
@@ -216,7 +212,7 @@ def _run_one(options: Options, settings: Settings, as_json: bool) -> int:  # noq
                 policy,
                 on_signal=_make_signal_handler(policy),
                 on_stage=log_stage,
-                blocked=settings.run.probes.blocked,
+                event_loop_timeout=settings.run.probes.event_loop_timeout,
                 depth=configure_telemetry(task, settings),
                 gates=gates,
                 on_outcome=journal.on_outcome,
@@ -241,10 +237,10 @@ def _make_signal_handler(policy: ConsumerPolicy | ProducerPolicy) -> Callable[[S
 
 def _print_signal(signal: Signals, times: int, grace: float) -> None:
     if times == 1:
-        message = f"running work has {grace:g} s to finish; a second signal ends it at once"
+        message = f"running work has {grace:g} s to finish; a second signal stops it immediately"
         typer.echo(f"ergon: {signal.name}: {message}", err=True)
     else:
-        typer.echo(f"ergon: {signal.name}: ending now", err=True)
+        typer.echo(f"ergon: {signal.name}: stopping now", err=True)
 
 
 # -- several processes ----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from rich.text import Text
 from ergon_framework.errors import error_message, to_one_line
 from ergon_framework.runner.process import RunResult
 from ergon_framework.runner.supervisor import SupervisorResult
-from ergon_framework.task.report import Outcome, Report, StopReason
+from ergon_framework.worker.report import Outcome, Report, StopReason
 
 #: Maximum length of a message in the summary; the dead letter has the whole message.
 MAX_MESSAGE_CHARS = 500
@@ -26,9 +26,9 @@ END_DESCRIPTIONS = {
     StopReason.DONE: "the input was read to its end",
     StopReason.LIMIT: "the limit was reached",
     StopReason.STOP: "stopped by a signal",
-    StopReason.TIMEOUT: "the loop's time was over",
-    StopReason.STALLED: "every slot was held by a handler that timed out",
-    StopReason.FETCH: "the connector could not be read",
+    StopReason.TIMEOUT: "the loop timeout expired",
+    StopReason.STALLED: "every slot was occupied by a handler that timed out",
+    StopReason.FETCH: "fetching from the connector failed",
 }
 
 
@@ -72,15 +72,15 @@ def report_data(name: str, result: RunResult) -> dict[str, Any]:
         data["error"] = f"{type(result.error).__name__}: {_format_error(result.error)}"
     if report is not None:
         data |= {
-            "end": report.end,
+            "stop_reason": report.end,
             "started": report.started,
             "fetches": report.fetches,
             "empty_fetches": report.empty_fetches,
             "counts": report.counts,
-            "refused": report.refused,
+            "rejected": report.refused,
             "settled": report.settled,
-            "abandoned": report.abandoned,
-            "fenced": report.fenced,
+            "still_running": report.abandoned,
+            "late_results": report.fenced,
             "released_started": report.released_started,
             "failures": [_failure_to_dict(outcome) for outcome in report.failures],
         }
@@ -88,8 +88,8 @@ def report_data(name: str, result: RunResult) -> dict[str, Any]:
 
 
 #: Keys summed over processes, and keys whose counters are summed by name.
-_SUMMED_KEYS = ("started", "fetches", "empty_fetches", "abandoned", "fenced", "released_started")
-_COUNTER_KEYS = ("counts", "refused", "settled")
+_SUMMED_KEYS = ("started", "fetches", "empty_fetches", "still_running", "late_results", "released_started")
+_COUNTER_KEYS = ("counts", "rejected", "settled")
 #: Maximum number of failures in the summary of several processes.
 MAX_FAILURES = 100
 
@@ -101,7 +101,7 @@ def merge_reports(name: str, result: SupervisorResult) -> dict[str, Any]:
     if result.reason is not None:
         data["error"] = result.reason
     data |= {"processes": len(reports), "restarts": result.restarts}
-    data["ends"] = dict(Counter(str(report.get("end") or "failed") for report in reports))
+    data["stop_reasons"] = dict(Counter(str(report.get("stop_reason") or "failed") for report in reports))
     data |= {key: sum(report.get(key, 0) for report in reports) for key in _SUMMED_KEYS}
     data |= {key: _sum_counters(report.get(key, {}) for report in reports) for key in _COUNTER_KEYS}
     data["failures"] = [failure for report in reports for failure in report.get("failures", ())][:MAX_FAILURES]
@@ -117,14 +117,14 @@ def _sum_counters(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 def _build_merged_rows(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     descriptions = {end.value: description for end, description in END_DESCRIPTIONS.items()}
-    yield "ended", data.get("error") or "; ".join(descriptions.get(end, end) for end in data["ends"])
-    yield "processes", f"{data['processes']}, replaced {data['restarts']}"
+    yield "ended", data.get("error") or "; ".join(descriptions.get(reason, reason) for reason in data["stop_reasons"])
+    yield "processes", f"{data['processes']}, restarts: {data['restarts']}"
     yield from ((kind, str(count)) for kind, count in data["counts"].items() if count)
-    yield from ((f"refused, {reason}", str(count)) for reason, count in data["refused"].items())
+    yield from ((f"rejected, {reason}", str(count)) for reason, count in data["rejected"].items())
     if data["released_started"]:
         yield "released, started", str(data["released_started"])
-    if data["abandoned"]:
-        yield "still running", str(data["abandoned"])
+    if data["still_running"]:
+        yield "still running", str(data["still_running"])
     for failure in data["failures"]:
         attempts_text = "1 attempt" if failure["attempts"] == 1 else f"{failure['attempts']} attempts"
         yield failure["transaction_id"], f"{failure['category']}: {failure['message']} ({attempts_text})"
@@ -138,7 +138,7 @@ def _build_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     if report is None:
         return
     yield from ((kind.value, str(count)) for kind, count in report.counts.items() if count)
-    yield from ((f"refused, {reason}", str(count)) for reason, count in report.refused.items())
+    yield from ((f"rejected, {reason}", str(count)) for reason, count in report.refused.items())
     if report.released_started:
         yield "released, started", str(report.released_started)
     if report.abandoned:
@@ -150,7 +150,7 @@ def _describe_end(result: RunResult) -> str:
     report = result.report
     if report is not None and report.end is not None and report.end in END_DESCRIPTIONS:
         return END_DESCRIPTIONS[report.end]
-    return "left without the task" if result.forced else "failed"
+    return "exited while the task was still running" if result.forced else "failed"
 
 
 def _build_failure_rows(report: Report) -> Iterator[tuple[str, str]]:

@@ -15,11 +15,12 @@ from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from ergon_framework.connectors.base import ConnectorError, Depth
+from ergon_framework.database.extras import require_psycopg
 from ergon_framework.errors import ConfigurationError, ErgonError, error_message
 from ergon_framework.redaction import redact_address
 from ergon_framework.telemetry.metrics import Numbers
+from ergon_framework.telemetry.prometheus import parse_prometheus
 from ergon_framework.telemetry.redaction import mask_credentials
-from ergon_framework.telemetry.scraped import parse_prometheus
 
 R = TypeVar("R")
 
@@ -30,7 +31,7 @@ _MAX_RESPONSE_BYTES: Final = 32 * 1024 * 1024
 
 @dataclass(slots=True)
 class Sample:
-    """The answers of all sources at one time; ``unreached`` has the error of each source that did not answer."""
+    """The answers of all sources at one time; ``unavailable`` has the error of each source that did not respond."""
 
     at: float
     #: Metrics by the address of the run.
@@ -41,11 +42,11 @@ class Sample:
     readers: Sequence[Any] = ()
     pauses: Sequence[Any] = ()
     workers: Sequence[Any] = ()
-    unreached: dict[str, str] = field(default_factory=dict)
-    #: Errors of a source that answered in part, by subject.
-    unsaid: dict[str, str] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+    #: Errors of a source that responded in part, by subject.
+    incomplete: dict[str, str] = field(default_factory=dict)
     #: Number of sources queried.
-    asked: int = 0
+    sources: int = 0
 
 
 class Sources:
@@ -58,13 +59,13 @@ class Sources:
         self._database = None if dsn is None else _DatabaseQueries(dsn)
         if not self._urls and self._database is None:
             raise ConfigurationError(
-                "nobody says what to look at; give --url with the address of a run's probes, set run.probes.port, or "
-                "name a database with ERGON_POSTGRES__DSN"
+                "no source to query: pass --url with the address of a run's probes, set run.probes.port, or "
+                "set ERGON_POSTGRES__DSN"
             )
 
     def sample(self) -> Sample:
         """Query all sources concurrently."""
-        sample = Sample(time.monotonic(), asked=len(self._urls) + (self._database is not None))
+        sample = Sample(time.monotonic(), sources=len(self._urls) + (self._database is not None))
         futures = {url: _run_in_thread(partial(self._scrape, url)) for url in self._urls}
         if self._database is not None:
             self._database.fill(sample)
@@ -72,7 +73,7 @@ class Sources:
             try:
                 sample.runs[url] = future.result(_SOURCE_TIMEOUT_SECONDS + 1.0)
             except (OSError, ValueError, TimeoutError) as error:
-                sample.unreached[redact_address(url)] = _describe_error(error)
+                sample.unavailable[redact_address(url)] = _describe_error(error)
         return sample
 
     def close(self) -> None:
@@ -85,17 +86,18 @@ class Sources:
 
 
 class _DatabaseQueries:
-    """Queries to the database; they run separately, because an older schema may lack some tables."""
+    """Queries to the database; they run separately, because a database at an earlier revision lacks some tables."""
 
     def __init__(self, dsn: str) -> None:
-        # Imported on demand: the libraries are an optional extra, and the first import error names the extra.
+        # Imported on demand: the libraries are an optional extra.
+        require_psycopg()
         pauses, queues, breakers, facts = (
             importlib.import_module(f"ergon_framework.{name}")
             for name in (
                 "connectors.postgres.pauses",
-                "connectors.postgres.overview",
-                "providers.sql.overview",
-                "facts.stores.postgres_overview",
+                "connectors.postgres.inspect",
+                "providers.postgres.admin",
+                "facts.stores.postgres.lookup",
             )
         )
         self._queries: dict[str, Callable[[], Any]] = {
@@ -104,7 +106,7 @@ class _DatabaseQueries:
             "readers": facts.reader_lags,
             "pauses": pauses.list_pauses,
         }
-        lines = importlib.import_module("ergon_framework.schema.lines")
+        lines = importlib.import_module("ergon_framework.database.pool")
         self._pool = lines.ConnectionPool(dsn, max_size=1, error_type=ConnectorError)
 
     def fill(self, sample: Sample) -> None:
@@ -121,9 +123,9 @@ class _DatabaseQueries:
             else:
                 setattr(sample, name, result)
         if len(failures) == len(self._queries):
-            sample.unreached["the database"] = next(iter(failures.values()))
+            sample.unavailable["PostgreSQL"] = next(iter(failures.values()))
         else:
-            sample.unsaid = {f"{name} of the database": reason for name, reason in failures.items()}
+            sample.incomplete = {f"PostgreSQL {name}": reason for name, reason in failures.items()}
 
     def close(self) -> None:
         self._pool.close()
@@ -138,7 +140,7 @@ def _parse_address(url: str) -> str:
     except ValueError:
         is_valid = False
     if not is_valid or parts.username is not None:
-        raise ConfigurationError(f"{redact_address(url)!r} is no address of a run's probes; write http://HOST:PORT")
+        raise ConfigurationError(f"invalid probe address {redact_address(url)!r}; write http://HOST:PORT")
     return address.rstrip("/").removesuffix("/metrics")
 
 
@@ -158,12 +160,12 @@ def _run_in_thread(work: Callable[[], R]) -> Future[R]:
 
 def _describe_error(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
-        message = f"it answers {error.code}"
-        return f"{message}; is the extra prometheus installed there?" if error.code >= 500 else message  # noqa: PLR2004
+        message = f"HTTP status {error.code}"
+        return f"{message}; install the extra prometheus there" if error.code >= 500 else message  # noqa: PLR2004
     if isinstance(error, TimeoutError):
-        return f"no answer within {_SOURCE_TIMEOUT_SECONDS:g} s"
+        return f"no response within {_SOURCE_TIMEOUT_SECONDS:g} s"
     reason = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(reason, TimeoutError):
-        return f"no answer within {_SOURCE_TIMEOUT_SECONDS:g} s"
+        return f"no response within {_SOURCE_TIMEOUT_SECONDS:g} s"
     reason_text = getattr(reason, "strerror", None) or str(reason)
-    return mask_credentials(f"{reason_text}; see that it runs, with --probe-port")
+    return mask_credentials(f"{reason_text}; check that it runs with --probe-port")

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ergon_framework.cli.dlq_view import format_time
-from ergon_framework.cli.provider_work import ALL_TENANTS
+from ergon_framework.cli.provider import ALL_TENANTS
 from ergon_framework.history import History, WorkKind, WorkState
 from ergon_framework.providers.base import Provider
-from ergon_framework.providers.execution import DEFAULT_TENANT
+from ergon_framework.providers.circuit_breaker import BlockCause, BlockReason, ProviderAvailability
 from ergon_framework.providers.health import NOT_CALLED_REASONS
-from ergon_framework.providers.standing import BlockCause, BlockReason, ProviderAvailability
+from ergon_framework.providers.models import DEFAULT_TENANT
 
 #: Tolerance in seconds between the end of a block and the return of a transaction, for clock skew and latency.
 _TIME_TOLERANCE_SECONDS: Final = 5.0
@@ -208,9 +208,9 @@ def _describe_call(one: InvolvedProvider) -> str:
 
 def _describe_availability(one: InvolvedProvider) -> str:
     if one.availability is None:
-        return "how it is now is not known"
+        return "its current availability is unknown"
     if not one.availability.block_reasons:
-        return "nothing holds its calls back now"
+        return "its calls are not blocked now"
     return "; ".join(_describe_block(block) for block in one.availability.block_reasons)
 
 
@@ -220,7 +220,7 @@ def _describe_block(block: BlockReason) -> str:
     match block.cause:
         case BlockCause.QUOTA:
             usage_text = "" if block.used is None else f", {block.used} of {block.limit} used"
-            return f"the quota{scope_text} per {block.window} is spent{until_text}{usage_text}"
+            return f"the quota{scope_text} per {block.window} is exhausted{until_text}{usage_text}"
         case BlockCause.OPERATOR:
             return f"an operator keeps the breaker{scope_text} open{until_text}"
         case BlockCause.PROBING:
@@ -230,7 +230,7 @@ def _describe_block(block: BlockReason) -> str:
 
 
 def _describe_faults(block: BlockReason) -> str:
-    return "" if block.faults is None else f", {block.faults} faults in a row"
+    return "" if block.faults is None else f", {block.faults} consecutive faults"
 
 
 def _describe_failures(availability: ProviderAvailability) -> list[str]:
@@ -247,13 +247,13 @@ def add_provider_advice(history: History, providers: Sequence[InvolvedProvider],
     if not providers:
         return advice
     one = next((one for one in providers if one.block is not None), providers[0])
-    check_hint = f"look at the provider: {_build_check_command(one)}"
+    check_hint = f"check the provider: {_build_check_command(one)}"
     if history.place.state in _FAILED_STATES:
         return f"{check_hint}; {advice}" if advice else check_hint
     if one.block is None or (history.place.state is WorkState.READY and one.evidence != "uses"):
         return f"{advice}; {check_hint}" if advice else check_hint
     wait_text = (
-        "it is fetched once calls go through" if history.place.state is WorkState.READY else "it comes back by itself"
+        "it is fetched once calls go through" if history.place.state is WorkState.READY else "redelivery is automatic"
     )
     return f"nothing, {wait_text}; {check_hint}{_build_unblock_hint(one, one.block)}"
 
@@ -272,7 +272,7 @@ def _build_unblock_hint(one: InvolvedProvider, block: BlockReason) -> str:
     if block.cause is BlockCause.QUOTA:
         return f"; for more calls: ergon provider quota extend {scope_arguments} --calls N --for 1h --reason WHY"
     if block.cause is BlockCause.OPERATOR:
-        return f"; to end it: ergon provider breaker lift {scope_arguments} --reason WHY"
+        return f"; to clear it: ergon provider breaker lift {scope_arguments} --reason WHY"
     return ""
 
 

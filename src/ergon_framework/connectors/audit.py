@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from ergon_framework.audit import AuditEntry, create_entry, suppress_entries
-from ergon_framework.errors import ErgonError
+from ergon_framework.errors import ErgonError, require_extra
 from ergon_framework.failure import describe_error
 from ergon_framework.telemetry import logs
 
@@ -52,7 +52,7 @@ def log_entry(entry: AuditEntry, *, problem: str = "") -> None:
         "outcome": entry.outcome or "begun",
         "error": entry.error,
         "origin": entry.origin,
-        "not_in_database": problem or None,
+        "database_error": problem or None,
     }
     logs.log_event(logging.WARNING, "audit", fields, to=_log)
 
@@ -73,6 +73,7 @@ class _AuditIntent:
         problem = ""
         if self._dsn:
             try:
+                require_extra("postgres", "psycopg")
                 number: int | None = import_module(_WRITER_MODULE).write_row(self._dsn, entry, intent=intent)
             except ErgonError as error:
                 # An outage of the database must not keep an operator from repairing something else.

@@ -22,7 +22,7 @@ from ergon_framework.telemetry.context import with_current_trace
 from ergon_framework.transaction import Transaction
 
 if TYPE_CHECKING:  # these records are built from the definitions in this module
-    from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+    from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 
 
 class ConnectorError(ErgonError):
@@ -125,7 +125,7 @@ class DeadLetter(Settlement):
 
     def __post_init__(self) -> None:
         if not isinstance(self.reason, str):
-            raise TypeError(f"the reason of a dead letter is a text, not {type(self.reason).__name__}")
+            raise TypeError(f"the reason of a dead letter must be a str, not {type(self.reason).__name__}")
         object.__setattr__(self, "reason", redact_text(self.reason))
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import CancelledError, Future
 from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
+from ergon_framework._util.daemon_executor import DaemonExecutor
 from ergon_framework.connectors.base import (
     AsyncConnector,
     Capabilities,
@@ -27,8 +28,7 @@ from ergon_framework.connectors.base import (
     SettleResult,
     Unlisten,
 )
-from ergon_framework.connectors.daemons import DaemonExecutor
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.telemetry import logs
 from ergon_framework.transaction import Transaction
@@ -104,7 +104,7 @@ def _to_release_requests(deliveries: Sequence[Delivery]) -> list[SettlementReque
 def _log_unreleased(connector: Connector | AsyncConnector, deliveries: Sequence[Delivery], error: Exception) -> None:
     logs.log_event(
         logging.WARNING,
-        "late deliveries could not be released; they come back when their claims end",
+        "release failed",
         {"queue": connector.name, "deliveries": len(deliveries), "error": type(error).__qualname__},
         to=_log,
     )

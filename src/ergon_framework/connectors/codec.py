@@ -18,9 +18,9 @@ from typing import Any, Final, NamedTuple, Protocol, TypeGuard
 
 from pydantic import TypeAdapter
 
+from ergon_framework._util.strict_json import RepeatedKeyError, parse_finite, reject_constant, reject_repeated_keys
 from ergon_framework.connectors.base import ConnectorError, MissingKeyError, UndecodableError
 from ergon_framework.failure import Attempt, Deferral
-from ergon_framework.strict_json import RepeatedKeyError, parse_finite, reject_constant, reject_repeated_keys
 from ergon_framework.transaction import MAX_HISTORY, Transaction
 
 #: Largest body that is read or written unless the codec is configured otherwise.
@@ -345,7 +345,7 @@ class JsonCodec:
         if problem:
             raise UnencodableError(
                 f"the payload of transaction {transaction.id!r} (a {type(transaction.payload).__name__}) cannot be "
-                f"written as JSON ({problem}); hand over plain finite JSON values, for a model its dump in JSON mode"
+                f"written as JSON ({problem}); pass plain, finite JSON values; for a model, its dump in JSON mode"
             )
         if reason := self._find_problem(body):
             raise UnencodableError(f"the payload of transaction {transaction.id!r} {reason}")
@@ -360,13 +360,13 @@ class JsonCodec:
                     # JSON can escape half a surrogate pair, but UTF-8 cannot encode it again.
                     to_json(payload).encode()
             except UnicodeError as error:
-                reason = f"is not UTF-8 or holds half a character (at {error.start})"  # type: ignore[attr-defined]
+                reason = f"is not UTF-8 or has half a surrogate pair (at {error.start})"  # type: ignore[attr-defined]
             except json.JSONDecodeError as error:
                 reason = f"is not JSON (at character {error.pos})"
             except RepeatedKeyError:
                 reason = "names one key twice in an object"
             except (ValueError, RecursionError):
-                reason = "holds a number that JSON or a float cannot hold"
+                reason = "contains a number that JSON or a float cannot represent"
         # Raised outside the handlers: a JSONDecodeError carries the whole document with it.
         if reason:
             raise UndecodableError(f"a body of {len(body)} bytes {reason}")
@@ -438,7 +438,7 @@ def read_headers(headers: Mapping[str, str]) -> dict[str, Any]:
                 pass  # raised below, outside the handler: the cause would quote the value
         raise _unreadable_error(row, text)
     if "id" not in fields:
-        raise UndecodableError("header 'ergon-id' is missing; without it a redelivery could not be recognised")
+        raise UndecodableError("header 'ergon-id' is missing; without it a redelivery cannot be detected")
     if trace:
         fields["trace"] = trace
     return fields

@@ -27,7 +27,7 @@ from ergon_framework.connectors.codec import (
     read_key_id,
     write_headers,
 )
-from ergon_framework.connectors.deadletters import DeadLetterRecord, TransactionEnvelope
+from ergon_framework.connectors.dead_letters import DeadLetterRecord, TransactionEnvelope
 from ergon_framework.errors import ConfigurationError, require_extra
 from ergon_framework.failure import Attempt, Deferral, Failure
 from ergon_framework.transaction import Transaction
@@ -91,7 +91,7 @@ class Keys:
                     f"{KEYS_VARIABLE}: key {number} has no id; write ID:BASE64, the current key first"
                 )
             if key_id in keys:
-                raise ConfigurationError(f"{KEYS_VARIABLE}: two keys have the same id; give each key an id of its own")
+                raise ConfigurationError(f"{KEYS_VARIABLE}: two keys have the same id; give each key its own id")
             try:
                 # The URL-safe alphabet is accepted too, and the padding may be omitted.
                 keys[key_id] = base64.b64decode(_pad(encoded.strip()), altchars=b"-_", validate=True)
@@ -114,7 +114,7 @@ class Keys:
         try:
             decrypted: bytes = key.decrypt(nonce, content, _bind(kind, key_id, context))
         except (self._invalid_tag_error, ValueError):
-            raise _TamperedError(f"{len(encrypted)} bytes do not fit the key {key_id!r} and their context") from None
+            raise _TamperedError(f"{len(encrypted)} bytes do not match the key {key_id!r} and their context") from None
         return decrypted
 
     def encrypt_text(self, text: str, context: Sequence[str], *, kind: str = _TEXT) -> str:

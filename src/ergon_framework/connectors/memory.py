@@ -10,7 +10,6 @@ from itertools import chain
 from threading import Lock
 from typing import Any
 
-from ergon_framework.connectors.arrivals import WakeupHub
 from ergon_framework.connectors.base import (
     Ack,
     AsyncConnector,
@@ -30,7 +29,7 @@ from ergon_framework.connectors.base import (
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec, UnencodableError, decode, remove_progress
-from ergon_framework.connectors.deadletters import (
+from ergon_framework.connectors.dead_letters import (
     DeadLetterQuery,
     DeadLetterRecord,
     DeadLetterResult,
@@ -38,6 +37,7 @@ from ergon_framework.connectors.deadletters import (
     paginate,
 )
 from ergon_framework.connectors.encryption import hide_record, reveal_record, select_codec, write_envelope
+from ergon_framework.connectors.wakeup import WakeupHub
 from ergon_framework.transaction import Transaction
 
 
@@ -141,7 +141,7 @@ class MemoryConnector(Connector, AsyncConnector):
     def inject(self, body: bytes, headers: Mapping[str, str]) -> None:
         """Append a message of another producer, decodable or not; requires a codec."""
         if self._codec is None:
-            raise TypeError(f"the queue {self._name!r} has no codec to read bytes with; give it one: codec=JsonCodec()")
+            raise TypeError(f"queue {self._name!r} has no codec to decode bytes: pass codec=JsonCodec()")
         self._append([(body, dict(headers))])
 
     def _append(self, contents: Sequence[Any]) -> None:

@@ -120,5 +120,5 @@ class SimpleConnector(Connector):
                 heapq.heappush(self._waiting, entry)
         if isinstance(settlement, DeadLetter):
             fields = {"queue": self.name, "transaction_id": transaction.id, "reason": settlement.reason}
-            logs.log_event(logging.WARNING, "dead letter not kept", fields, to=_log)
+            logs.log_event(logging.WARNING, "dead letter discarded", fields, to=_log)
         return SettleResult.SETTLED

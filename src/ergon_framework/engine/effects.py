@@ -1,4 +1,4 @@
-"""The effects that a script can yield.
+"""The effects that a script can yield, the results of calls, and the check of a handler's return value.
 
 A script is a generator that yields effects and is sent their results. Every effect that waits has a deadline
 (``until``, in seconds of the driver's clock; infinity means none) and may be answered with ``Interrupted``. The
@@ -11,13 +11,101 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextvars import Context
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from ergon_framework.engine.outcome import CallResult, Interrupted
+from ergon_framework.errors import ErgonError
 from ergon_framework.scope import Scope
 
 if TYPE_CHECKING:
-    from ergon_framework.engine.slots import Mailbox, Slot
+    from ergon_framework.engine.scheduler import Mailbox, Slot
+
+
+#: Types of objects whose code has not started yet.
+_UNSTARTED_TYPES = (CoroutineType, GeneratorType, AsyncGeneratorType)
+
+
+def reject_unstarted_coroutine(value: Any) -> Any:
+    """Return *value*; TypeError if it is an unstarted coroutine or generator: accepting it would lose the work."""
+    if type(value) not in _UNSTARTED_TYPES:
+        return value
+    if not isinstance(value, AsyncGeneratorType):
+        value.close()
+    raise TypeError(
+        f"a handler returned a {type(value).__name__} instead of a result, and none of it has run; "
+        "use an async task for async functions, and do not yield in handlers"
+    )
+
+
+# -- results of calls -------------------------------------------------------------------------------
+
+
+class Ok:
+    """The call returned *value*."""
+
+    __slots__ = ("value",)
+    __match_args__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Ok({type(self.value).__name__})"
+
+
+class Err:
+    """The call raised *error*."""
+
+    __slots__ = ("error",)
+    __match_args__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __repr__(self) -> str:
+        return f"Err({self.error!r})"
+
+
+class Expired:
+    """The deadline passed first; a TimeoutError that user code raises is an Err.
+
+    *call* may still be running: a thread cannot be killed.
+    """
+
+    __slots__ = ("call",)
+    __match_args__ = ("call",)
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def __repr__(self) -> str:
+        return f"Expired({self.call!r})"
+
+
+class Interrupted:
+    """The wait was interrupted; *call* is the call that the script waited for, if there was one."""
+
+    __slots__ = ("call",)
+    __match_args__ = ("call",)
+
+    def __init__(self, call: Call | None = None) -> None:
+        self.call = call
+
+    def __repr__(self) -> str:
+        return f"Interrupted({self.call!r})"
+
+
+class NotStartedError(ErgonError):
+    """The deadline passed while a call waited for a thread: no part of it has run or will run."""
+
+    code = "not_begun"
+
+
+#: The result of a Call effect.
+CallResult: TypeAlias = Ok | Err | Expired | Interrupted
+
+
+# -- effects ----------------------------------------------------------------------------------------
 
 R = TypeVar("R")
 

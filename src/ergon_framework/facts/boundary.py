@@ -26,7 +26,7 @@ from ergon_framework.facts.model import (
 )
 
 if TYPE_CHECKING:
-    from ergon_framework.facts.side import FactConsumerStore
+    from ergon_framework.facts.consumer_state import FactConsumerStore
 
 #: Chunk size, in bytes, for reading and writing artifacts.
 CHUNK_BYTES: Final = 256 * 1024
@@ -200,7 +200,7 @@ class Boundary(_BoundaryBase):
         An operator does this when the origin has another epoch, after checking that both hold the same facts up to
         *cursor*. A buffer that ends elsewhere raises OffsetAhead and is not changed. *by* is the operator.
         """
-        raise NotSupportedRemotely("this boundary takes over no epoch; it is done where the forward buffer is")
+        raise NotSupportedRemotely("this boundary cannot adopt an epoch: call adopt_epoch where the forward buffer is")
 
     @abstractmethod
     def list_logs(self) -> Sequence[LogState]:
@@ -302,7 +302,7 @@ class AsyncBoundary(_BoundaryBase):
     async def retire_reader_async(self, reader: str, pair: ZonePair, *, by: str = "") -> bool: ...
 
     async def adopt_epoch_async(self, pair: ZonePair, cursor: Cursor, *, by: str) -> None:  # noqa: ARG002 - as above
-        raise NotSupportedRemotely("this boundary takes over no epoch; it is done where the forward buffer is")
+        raise NotSupportedRemotely("this boundary cannot adopt an epoch: call adopt_epoch where the forward buffer is")
 
     @abstractmethod
     async def list_logs_async(self) -> Sequence[LogState]: ...

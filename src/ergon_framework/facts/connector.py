@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ergon_framework.connectors.arrivals import WakeupHub
 from ergon_framework.connectors.base import (
     AsyncConnector,
     Capabilities,
@@ -23,14 +22,20 @@ from ergon_framework.connectors.base import (
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec, JsonCodec
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import EncryptingCodec
-from ergon_framework.engine.drivers.caller import AsyncInlineRunner, InlineRunner
+from ergon_framework.connectors.wakeup import WakeupHub
+from ergon_framework.engine.inline import AsyncInlineRunner, InlineRunner
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.boundary import AsyncBoundary, Boundary
-from ergon_framework.facts.log import BoundaryCalls, FactLog
+from ergon_framework.facts.consumer_state import (
+    ConsumerStoreCalls,
+    FactConsumerStore,
+    MemoryFactConsumerStore,
+    ReaderInfo,
+)
+from ergon_framework.facts.fact_log import BoundaryCalls, FactLog
 from ergon_framework.facts.model import ZonePair, check_zone
-from ergon_framework.facts.side import ConsumerStoreCalls, FactConsumerStore, MemoryFactConsumerStore, ReaderInfo
 from ergon_framework.transaction import Transaction
 
 #: Maximum seconds between two polls of a waiting fetch, for boundaries without notifications.

@@ -16,8 +16,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final, NoReturn
 
+from ergon_framework._util.strict_json import RepeatedKeyError, reject_repeated_keys
 from ergon_framework.facts.errors import InvalidFactError
-from ergon_framework.strict_json import RepeatedKeyError, reject_repeated_keys
 
 #: Largest integer, positive or negative, that all JSON readers interpret alike.
 MAX_SAFE_INTEGER: Final = 2**53
@@ -43,7 +43,7 @@ def parse_strict_json(text: str) -> Any:
     {'total': 12.5}
     """
     if not isinstance(text, str):
-        raise InvalidFactError(f"JSON is given as text, not as {type(text).__name__}; use json.dumps")
+        raise InvalidFactError(f"JSON must be text, not {type(text).__name__}; use json.dumps")
     try:
         if text[:1] not in _WHITESPACE_OR_EMPTY:
             # Skips the search for surrounding whitespace, which most texts do not have.
@@ -54,7 +54,7 @@ def parse_strict_json(text: str) -> Any:
     except RecursionError:
         raise InvalidFactError(f"the JSON is nested deeper than {MAX_NESTING_DEPTH} levels; make it flatter") from None
     except ValueError as error:
-        raise InvalidFactError(f"this is no JSON: {error}") from error
+        raise InvalidFactError(f"invalid JSON: {error}") from error
 
 
 def _parse_integer(literal: str) -> int:
@@ -87,7 +87,7 @@ def _parse_float(literal: str) -> float:
 
 
 def _reject_constant(literal: str) -> NoReturn:
-    raise InvalidFactError(f"{literal} is no number of JSON; leave the field out, or send null")
+    raise InvalidFactError(f"{literal} is not a JSON number; omit the field or send null")
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return reject_repeated_keys(pairs)
     except RepeatedKeyError as error:
         raise InvalidFactError(
-            f"the key {error.key[:_MAX_QUOTED_CHARS]!r} stands twice in one object; readers would disagree on it"
+            f"the key {error.key[:_MAX_QUOTED_CHARS]!r} occurs twice in one object; readers would disagree on it"
         ) from None
 
 
@@ -240,7 +240,7 @@ def _sort_keys(keys: Iterable[Any]) -> list[str]:
     is_ascii = True
     for key in keys:
         if not isinstance(key, str):
-            raise InvalidFactError(f"the keys of a JSON object are texts, and {key!r:.40} is a {type(key).__name__}")
+            raise InvalidFactError(f"the keys of a JSON object must be text, and {key!r:.40} is a {type(key).__name__}")
         is_ascii = is_ascii and key.isascii()
     # By code units, not by characters: U+1F600 is a pair that begins with D83D, and therefore precedes U+FB33.
     return sorted(keys) if is_ascii else sorted(keys, key=_encode_utf16)
@@ -267,7 +267,7 @@ _quote_name: Final = lru_cache(1024)(_quote_text)
 
 
 def _surrogate_error(text: str) -> InvalidFactError:
-    return InvalidFactError(f"{text!r:.40} holds half of a surrogate pair, which is no character; repair the text")
+    return InvalidFactError(f"{text!r:.40} contains half of a surrogate pair, not a character; correct the text")
 
 
 # The function that JSONEncoder uses for strings when ensure_ascii is off: it escapes exactly what RFC 8785 requires.
@@ -296,7 +296,7 @@ def _split_float(text: str) -> tuple[str, int]:
     mantissa, _, power = text.partition("e")
     whole, _, fraction = mantissa.partition(".")
     if not whole.isdigit():
-        raise InvalidFactError(f"{text} is no number of JSON; leave the field out, or send null")
+        raise InvalidFactError(f"{text} is not a JSON number; omit the field or send null")
     digits = whole + fraction
     significant = digits.lstrip("0")
     point = len(whole) + int(power or 0) - (len(digits) - len(significant))
@@ -350,7 +350,7 @@ def business_id(*fields: str) -> str:
     'dfc93e93947ca1b3f99fa2bdedd61ece51a04b6c19e33f4b6cb5412e4e2efd8b'
     """
     if not fields:
-        raise InvalidFactError("an id is made of at least one field; give those that name the event")
+        raise InvalidFactError("an id needs at least one field; pass those that identify the event")
     hasher = hashlib.sha256()
     for field in fields:
         data = _encode_field(field)
@@ -382,7 +382,7 @@ def event_id(kind: str, id: str, event_type: str, business_time: datetime | date
 def _format_time(time: datetime | date) -> str:
     if isinstance(time, datetime):
         if time.tzinfo is None:
-            raise InvalidFactError(f"{time} has no time zone, and means another moment on each machine; give it one")
+            raise InvalidFactError(f"{time} has no time zone, so its meaning depends on the machine; add one")
         return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     if isinstance(time, date):
         return time.isoformat()
@@ -392,8 +392,8 @@ def _format_time(time: datetime | date) -> str:
 def _encode_field(field: str) -> bytes:
     if not isinstance(field, str):
         raise InvalidFactError(
-            f"the fields of an id are texts, and {field!r:.40} is a {type(field).__name__}: write it in one way, "
-            "for instance with str()"
+            f"the fields of an id must be text, and {field!r:.40} is a {type(field).__name__}: convert it, "
+            "always in the same way, for instance with str()"
         )
     try:
         return field.encode()

@@ -2,6 +2,8 @@
 
 All types are frozen, checked when they are created, and limited in size: every instance can be stored by every store
 and encoded for every protocol.
+
+Labels are metadata that travels with a fact but is not part of its identity, such as its trace context.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from ergon_framework.facts.identity import (
     digest_of_canonical,
     parse_strict_json,
 )
+from ergon_framework.telemetry.context import inject_carrier
 
 #: Maximum lengths in characters; of JSON and of artifact keys in bytes.
 MAX_MESSAGE_ID_CHARS: Final = 256
@@ -164,7 +167,7 @@ class Envelope:
         causation_id: str | None,
         labels: Mapping[str, str] | None,
     ) -> Self:
-        """Create an envelope from fields that ``table`` has checked in bulk; only the labels are checked here."""
+        """Create an envelope from fields that ``columns`` has checked in bulk; only the labels are checked here."""
         envelope = object.__new__(cls)
         envelope.__dict__.update(
             message_id=message_id,
@@ -214,7 +217,7 @@ class Fact:
         _check_text("predicate", predicate, MAX_PREDICATE_CHARS)
         unchecked: Any = object_json
         if not isinstance(unchecked, str):
-            raise InvalidFactError(f"object_json is JSON as text, not {type(unchecked).__name__}; see Fact.of")
+            raise InvalidFactError(f"object_json must be JSON text, not {type(unchecked).__name__}; see Fact.create")
         # A character has at most four bytes, so most texts are known to be short enough without encoding them.
         if 4 * len(object_json) > MAX_OBJECT_BYTES and len(object_json.encode(errors="replace")) > MAX_OBJECT_BYTES:
             raise InvalidFactError(
@@ -276,7 +279,7 @@ def fact_digest(envelope: Envelope, fact: Fact) -> str:
     )
 
 
-# -- artifacts ------------------------------------------------------------------------------------------
+# -- artifacts --------------------------------------------------------------------------------------
 
 
 class StoredArtifact(NamedTuple):
@@ -343,7 +346,7 @@ def parse_reference(value: Any) -> ArtifactReference | None:
     return ArtifactReference(**fields)
 
 
-# -- results of a boundary ------------------------------------------------------------------------------
+# -- results of a boundary --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
@@ -387,7 +390,7 @@ class StoredFact:
         return Cursor(self.epoch, self.offset)
 
 
-# -- checks ---------------------------------------------------------------------------------------------
+# -- checks -----------------------------------------------------------------------------------------
 
 
 def check_message_id(message_id: str) -> None:
@@ -395,8 +398,8 @@ def check_message_id(message_id: str) -> None:
     unchecked: Any = message_id
     if not isinstance(unchecked, str) or not 1 <= len(unchecked) <= MAX_MESSAGE_ID_CHARS or not _is_visible(unchecked):
         raise InvalidFactError(
-            f"a message_id has 1 to {MAX_MESSAGE_ID_CHARS} visible ASCII characters and no blanks, and is not "
-            f"{_format_value(message_id)}; business_id() makes one of any business fields"
+            f"a message_id has 1 to {MAX_MESSAGE_ID_CHARS} visible ASCII characters and no blanks, not "
+            f"{_format_value(message_id)}; business_id() derives one from business fields"
         )
 
 
@@ -404,7 +407,7 @@ def check_zone(name: str, zone: str) -> None:
     """Raise InvalidFactError unless a zone can have that name; *name* says in the error which zone is meant."""
     _check_text(name, zone, MAX_ZONE_CHARS)
     if zone != zone.strip():
-        raise InvalidFactError(f"{name} is {zone!r}; blanks at the ends are lost on the way, leave them out")
+        raise InvalidFactError(f"{name} {zone!r} begins or ends with blanks, which may be lost in transit; remove them")
 
 
 def check_reader(reader: str) -> None:
@@ -432,7 +435,7 @@ def check_artifact_name(bucket: str, key: str) -> None:
     unchecked: Any = bucket
     if not isinstance(unchecked, str) or len(bucket) > MAX_BUCKET_CHARS or not _match_bucket(bucket):
         raise InvalidFactError(
-            f"a bucket has 1 to {MAX_BUCKET_CHARS} letters, digits, dots, hyphens and underscores and begins with a "
+            f"a bucket has 1 to {MAX_BUCKET_CHARS} letters, digits, dots, hyphens and underscores, starts with a "
             f"letter or digit, and is not {_format_value(bucket)}"
         )
     _check_text("key", key, MAX_KEY_BYTES)
@@ -442,8 +445,7 @@ def check_artifact_name(bucket: str, key: str) -> None:
         )
     if "\\" in key or any(part in ("", ".", "..") for part in key.split("/")):
         raise InvalidFactError(
-            f"the key {_format_value(key)} could lead out of its bucket: leave out "
-            "backslashes, empty parts, '.' and '..'"
+            f"the key {_format_value(key)} could lead out of its bucket: remove backslashes, empty parts, '.' and '..'"
         )
 
 
@@ -458,13 +460,13 @@ def _check_text(name: str, value: str, max_chars: int, *, min_chars: int = 1) ->
     if isinstance(unchecked, str) and min_chars <= len(unchecked) <= max_chars and unchecked.isprintable():
         return
     if not isinstance(unchecked, str):
-        raise InvalidFactError(f"{name} is a text, not {type(value).__name__}")
+        raise InvalidFactError(f"{name} must be text, not {type(value).__name__}")
     if not min_chars <= len(value) <= max_chars:
         raise InvalidFactError(
             f"{name} has {min_chars} to {max_chars} characters, not {len(value)}: {_format_value(value)}"
         )
     if match := _find_invalid_character(value):
-        raise InvalidFactError(f"{name} holds {match.group()!r}, which is no visible character; leave it out")
+        raise InvalidFactError(f"{name} contains {match.group()!r}, which is not a visible character; remove it")
 
 
 def _format_value(value: Any) -> str:
@@ -474,3 +476,25 @@ def _format_value(value: Any) -> str:
 def is_contiguous(facts: Iterable[StoredFact], after: int) -> bool:
     """Return whether the offsets of *facts* follow *after* and each other without a gap."""
     return all(stored.offset == offset for offset, stored in enumerate(facts, after + 1))
+
+
+# -- trace labels -----------------------------------------------------------------------------------
+
+#: The names of a trace carrier, as W3C defines them.
+TRACE_LABELS: Final = ("traceparent", "tracestate", "baggage")
+
+
+def with_trace(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return *labels* with the current trace, as far as it fits: a trace never makes a fact invalid."""
+    result, carrier = dict(labels), inject_carrier()
+    for name in TRACE_LABELS:
+        value = carrier.get(name, "")
+        if value and len(value) <= MAX_LABEL_VALUE_CHARS and value.isprintable() and len(result) < MAX_LABELS:
+            # Labels of the caller take precedence over the current trace.
+            result.setdefault(name, value)
+    return result
+
+
+def get_trace(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the trace carrier among *labels*."""
+    return {name: labels[name] for name in TRACE_LABELS if name in labels}

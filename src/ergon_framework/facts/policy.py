@@ -7,10 +7,10 @@ from typing import Final, Self
 
 from pydantic import Field
 
-from ergon_framework.engine import backoff as waiting
+from ergon_framework.engine import retry as waiting
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.policy import Count, Policy, Seconds
-from ergon_framework.task.mixins.policies import (
+from ergon_framework.worker.policies import (
     ProducePolicy,
     ProducerLoopPolicy,
     ProducerPolicy,
@@ -38,7 +38,7 @@ class AppendRetry(RetryPolicy):
     def with_retries(cls, max_retries: int) -> Self:
         """Return this policy with at most that many retries, 0 for none."""
         if max_retries < 0:
-            raise ConfigurationError(f"max_retries is 0 or more, not {max_retries}")
+            raise ConfigurationError(f"max_retries must be 0 or more, not {max_retries}")
         return cls(max_attempts=min(max_retries, cls().max_attempts - 1) + 1)
 
     def delay(self, attempt: int, random: Callable[[], float] | None = None) -> float:
@@ -51,7 +51,7 @@ class AppendRetry(RetryPolicy):
 class FactProducePolicy(ProducePolicy):
     """The produce step: how a fact is appended."""
 
-    retry: AppendRetry = Field(default=AppendRetry(), description="How a failed append is tried again.")
+    retry: AppendRetry = Field(default=AppendRetry(), description="How a failed append is retried.")
 
 
 class FactProducerSteps(ProducerSteps):
@@ -71,10 +71,10 @@ class RetentionPolicy(Policy):
     """How long facts are kept after every reader has confirmed them, and how often retention runs."""
 
     keep: Seconds = Field(
-        default=7 * 24 * 3600.0, description="Seconds for which facts and unnamed artifacts are kept at least."
+        default=7 * 24 * 3600.0, description="Minimum seconds to keep facts and unreferenced artifacts."
     )
-    interval: float = Field(default=3600.0, gt=0, description="Seconds between two rounds.")
-    jitter: float = Field(default=0.1, ge=0, le=1, description="Share of a wait that chance may take off.")
+    interval: float = Field(default=3600.0, gt=0, description="Seconds between two retention runs.")
+    jitter: float = Field(default=0.1, ge=0, le=1, description="Fraction of a delay that jitter may subtract.")
 
     def before_unix_ms(self, now: float) -> int:
         """Return the time before which stored data may be removed; *now* is the wall clock in seconds."""
@@ -88,28 +88,26 @@ class RetentionPolicy(Policy):
 class ReplicationPolicy(Policy):
     """How the facts of another zone are replicated."""
 
-    batch: int = Field(default=1_000, ge=1, le=100_000, description="Facts that are fetched at once, at most.")
-    batch_bytes: Count = Field(
-        default=4 * 1024 * 1024, description="Bytes of their objects that a batch is meant to have, at most."
-    )
-    copies: int = Field(default=4, ge=1, le=100, description="Artifacts that are copied at the same time.")
+    batch: int = Field(default=1_000, ge=1, le=100_000, description="Maximum facts per fetch.")
+    batch_bytes: Count = Field(default=4 * 1024 * 1024, description="Target size of a batch, in bytes of its objects.")
+    copies: int = Field(default=4, ge=1, le=100, description="Artifacts that are copied concurrently.")
     copy_bytes: Count = Field(
         default=64 * 1024 * 1024, description="Bytes of artifacts after which the facts that name them are forwarded."
     )
     recognise: bool = Field(
         default=True,
-        description="Whether a source must show a fact that this zone has, before it is read on. "
-        "Turn it off where this zone's store does not keep ids for ever.",
+        description="Whether the source must return a fact that this zone has before replication continues. "
+        "Turn it off if this zone's store does not keep ids forever.",
     )
     timeout: float = Field(
-        default=30.0, gt=0, description="Seconds after which a call, or a copy that does not get on, is given up."
+        default=30.0, gt=0, description="Seconds after which a call, or a copy without progress, is abandoned."
     )
-    poll: Seconds = Field(default=1.0, description="Seconds between two looks at a source that has nothing new.")
-    survey: float = Field(default=10.0, gt=0, description="Seconds between two questions how far behind this zone is.")
+    poll: Seconds = Field(default=1.0, description="Seconds between two polls of a source without new facts.")
+    survey: float = Field(default=10.0, gt=0, description="Seconds between two lag measurements.")
     backoff: Seconds = Field(default=0.2, description="Seconds to wait after the first failure in a row.")
     cap: Seconds = Field(default=10.0, description="Longest wait in seconds, before jitter.")
-    jitter: float = Field(default=0.3, ge=0, le=1, description="Share of a wait by which it varies to either side.")
-    drain: Seconds = Field(default=5.0, description="Seconds that calls under way have after a stop.")
+    jitter: float = Field(default=0.3, ge=0, le=1, description="Fraction by which a delay varies in either direction.")
+    drain: Seconds = Field(default=5.0, description="Seconds that running calls have to finish after a stop.")
 
     def delay(self, attempt: int, random: Callable[[], float]) -> float:
         """Return the seconds to wait after consecutive failures; *attempt* counts from 0."""

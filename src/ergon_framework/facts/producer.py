@@ -10,17 +10,16 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ergon_framework import scope
-from ergon_framework.engine.drivers.caller import AsyncInlineRunner, InlineRunner
-from ergon_framework.engine.senses import Clock
+from ergon_framework.clock import Clock
+from ergon_framework.engine.inline import AsyncInlineRunner, InlineRunner
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.facts.append import BoundaryCalls, Publication, publish
 from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
 from ergon_framework.facts.errors import InvalidFactError
-from ergon_framework.facts.labels import with_trace
-from ergon_framework.facts.model import Envelope, FactConfirmation, ZonePair
+from ergon_framework.facts.model import Envelope, FactConfirmation, ZonePair, with_trace
 from ergon_framework.facts.policy import AppendRetry, FactProducerPolicy
-from ergon_framework.facts.publish import BoundaryCalls, Publication, publish
 from ergon_framework.task.base import AsyncTask, Task
-from ergon_framework.task.mixins.producer import AsyncProducerMixin, ProducerMixin
+from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.transaction import Transaction
 
 _SINGLE_ATTEMPT: Final = AppendRetry.with_retries(0)
@@ -46,8 +45,8 @@ class _FactProducer:
         content = transaction.payload
         if not isinstance(content, Mapping) or not {"subject", "predicate"} <= content.keys() <= _FACT_KEYS:
             raise InvalidFactError(
-                f"the payload of transaction {transaction.id!r} does not say what the fact is: give it subject, "
-                f"predicate and object, or write state() in {type(self).__name__}"
+                f"the payload of transaction {transaction.id!r} does not describe a fact: provide subject, "
+                f"predicate and object, or override state() in {type(self).__name__}"
             )
         return content
 
@@ -77,8 +76,8 @@ class _FactProducer:
 
     def _connector_error(self, connector: object) -> ConfigurationError:
         return ConfigurationError(
-            f"{self.name} appends facts, and was given a {type(connector).__name__} as its connector; give it a "
-            "FactConnector, or an AsyncFactConnector for the async one"
+            f"{self.name} appends facts, and its connector is a {type(connector).__name__}: pass a "
+            "FactConnector, or an AsyncFactConnector for the async variant"
         )
 
 

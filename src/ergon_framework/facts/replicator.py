@@ -1,28 +1,109 @@
 """Replicator: copies the facts of another zone into this one, over the network, for as long as it runs.
 
 It runs in the receiving zone and pulls, so a zone never gives another zone write access. All decisions are in
-``facts/replication.py``.
+``facts/replication.py``. Metrics and logs report its lag, what it has copied, and each change of its state.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, closing, contextmanager
 from functools import partial
+from typing import Final
 
-from ergon_framework.engine.drivers.aio import AsyncioDriver
-from ergon_framework.engine.drivers.threads import ThreadDriver
-from ergon_framework.engine.slots import Scheduler
+from ergon_framework.engine.aio import AsyncioDriver
+from ergon_framework.engine.scheduler import Scheduler
+from ergon_framework.engine.threads import ThreadDriver
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.facts import replica_tally as tally
+from ergon_framework.facts.artifact_copy import CopyCalls, CopyProgress
 from ergon_framework.facts.boundary import AsyncBoundary, Boundary
-from ergon_framework.facts.carry import CopyCalls, CopyProgress
 from ergon_framework.facts.model import ArtifactReference, StoredArtifact, ZonePair, check_zone
 from ergon_framework.facts.policy import ReplicationPolicy
-from ergon_framework.facts.replica import ReplicaState, ReplicaStatus
-from ergon_framework.facts.replicate import Replication, ReplicationCalls
+from ergon_framework.facts.replica_state import ReplicaState, ReplicaStatus
+from ergon_framework.facts.replication import Replication, ReplicationCalls
+from ergon_framework.telemetry import logs, names
+from ergon_framework.telemetry.metrics import LabelLimiter, LoopMetrics, Numbers, get_registry
+from ergon_framework.telemetry.names import LIBRARY, Event, Field
+from ergon_framework.telemetry.redaction import mask_credentials
+
+log: Final = logging.getLogger(f"{LIBRARY}.facts")
+
+
+class ReplicaMetrics(LoopMetrics):
+    """The metrics of one replicator, for the metrics registry; readable from any thread."""
+
+    def __init__(self, name: str, *, bound: LabelLimiter, replication: Replication) -> None:
+        super().__init__(name, steps=(), success_steps=("", ""), bound=bound)
+        self._replication = replication
+
+    def counters(self) -> Numbers:
+        replication = self._replication
+        zones = self._zones
+        artifacts, size = replication.copied_artifacts
+        numbers: Numbers = {
+            (names.REPLICATED_FACTS.name, zones): replication.forwarded_count,
+            (names.REPLICATED_ARTIFACTS.name, zones): artifacts,
+            (names.REPLICATED_BYTES.name, zones): size,
+        }
+        for status, times in list(replication.failure_counts.items()):
+            numbers[names.REPLICATION_ERRORS.name, (*zones, status.value)] = times
+        return numbers
+
+    def gauges(self) -> Numbers:
+        state, zones = self._replication.state(), self._zones
+        numbers: Numbers = {(names.REPLICATION_STATUS.name, (*zones, state.status.value)): 1}
+        if state.lag is not None:
+            numbers[names.REPLICATION_LAG.name, zones] = state.lag.facts
+            numbers[names.REPLICATION_LAG_BYTES.name, zones] = state.lag.bytes
+            numbers[names.REPLICATION_LAG_SECONDS.name, zones] = state.lag.seconds
+        return numbers
+
+    @property
+    def _zones(self) -> tuple[str, ...]:
+        return self._bound(names.REPLICATION_LAG, tuple(self._replication.state().pair))
+
+
+@contextmanager
+def track_metrics(replication: Replication) -> Iterator[None]:
+    """Register the metrics of *replication* until the context exits; its counters are kept afterwards."""
+    registry = get_registry()
+    metrics = registry.register(partial(ReplicaMetrics, replication=replication), replication.state().name)
+    try:
+        yield
+    finally:
+        registry.close(metrics)
+
+
+_LEVELS: Final = {
+    ReplicaStatus.FOLLOWING: logging.INFO,
+    ReplicaStatus.STARTING: logging.INFO,
+    ReplicaStatus.STOPPED: logging.INFO,
+}
+
+
+def log_state_change(state: ReplicaState) -> None:
+    """Log a state change of a replicator, with the action expected from the operator: once for each change."""
+    level = logging.ERROR if state.needs_operator else _LEVELS.get(state.status, logging.WARNING)
+    problem = state.problem if state.status not in _LEVELS else None
+    fields = {
+        Field.REPLICA: state.name,
+        Field.FROM_ZONE: state.pair.from_zone,
+        Field.TO_ZONE: state.pair.to_zone,
+        Field.STATUS: state.status.value,
+        Field.OFFSET: state.offset,
+        Field.MESSAGE_ID: None if problem is None else problem.message_id,
+        Field.REASON: None if problem is None else mask_credentials(problem.reason),
+        Field.ACTION: None if problem is None else problem.action,
+    }
+    logs.log_event(
+        level, Event.REPLICATION_HALTED if state.needs_operator else Event.REPLICATION_CHANGED, fields, to=log
+    )
+
+
+# -- replicator -------------------------------------------------------------------------------------
 
 
 class _Replicator:
@@ -82,7 +163,7 @@ class _Replicator:
         with self._lock:
             if self._running is not None:
                 raise ConfigurationError(
-                    f"the replicator {self.name!r} of {self.pair.from_zone!r} is running already; one is enough"
+                    f"the replicator {self.name!r} of {self.pair.from_zone!r} is already running; run it only once"
                 )
             self._running = scheduler, replication
             early_stops = self._stop_count
@@ -90,14 +171,14 @@ class _Replicator:
         for _ in range(early_stops):
             scheduler.stop()
         try:
-            with tally.track_metrics(replication):
+            with track_metrics(replication):
                 yield replication
         finally:
             with self._lock:
                 self._last_state, self._running, self._stop_count = replication.state(), None, 0
 
     def _handle_change(self, state: ReplicaState) -> None:
-        tally.log_state_change(state)
+        log_state_change(state)
         if self._on_change is not None:
             self._on_change(state)
 
@@ -188,7 +269,7 @@ class AsyncReplicator(_Replicator):
                 unlisten()
 
 
-# -- copying one artifact -------------------------------------------------------------------------------
+# -- copying one artifact ---------------------------------------------------------------------------
 
 
 def _copy(

@@ -17,7 +17,7 @@ from typing import Final, Self
 
 from ergon_framework.errors import ErgonError, error_message
 from ergon_framework.facts.boundary import Boundary, PruneResult
-from ergon_framework.facts.contents import ContentStore
+from ergon_framework.facts.content_store import ContentStore
 from ergon_framework.facts.policy import RetentionPolicy
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field

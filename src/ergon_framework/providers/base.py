@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any, ClassVar, Final, Generic, TypeVar, cast
 
 from ergon_framework import scope
-from ergon_framework.engine.drivers.caller import AsyncInlineRunner, InlineRunner
-from ergon_framework.engine.outcome import Err, Ok
-from ergon_framework.engine.pause import Pause
-from ergon_framework.engine.senses import Clock
+from ergon_framework.clock import Clock
+from ergon_framework.engine.effects import Err, Ok
+from ergon_framework.engine.inline import AsyncInlineRunner, InlineRunner
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.providers.books import AsyncProviderState, AttemptRecorder, ProviderScope, ProviderState
-from ergon_framework.providers.calling import CallDependencies, execute_call
-from ergon_framework.providers.execution import (
+from ergon_framework.gates import Pause
+from ergon_framework.providers.execution import CallDependencies, execute_call
+from ergon_framework.providers.idempotency import compute_fingerprint, effect_name
+from ergon_framework.providers.models import (
     DEFAULT_TENANT,
     AttemptRecord,
     ProviderExecutionContext,
@@ -26,10 +26,10 @@ from ergon_framework.providers.execution import (
     ProviderRequest,
     current_task_execution,
 )
-from ergon_framework.providers.idempotency import compute_fingerprint, effect_name
-from ergon_framework.providers.observe import ProviderTelemetry, suppress_errors
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.providers.process_state import process_state
+from ergon_framework.providers.state import AsyncProviderState, AttemptRecorder, ProviderScope, ProviderState
+from ergon_framework.providers.telemetry import ProviderTelemetry, suppress_errors
 
 #: The kind of state store, and the runner of the script.
 B = TypeVar("B", bound=AttemptRecorder)
@@ -147,7 +147,7 @@ class Provider(ABC, Generic[B, C]):
         for name in ("provider_name", "capability"):
             value = getattr(self, name, None)
             if not isinstance(value, str) or not value:
-                raise ConfigurationError(f"{type(self).__name__} needs a {name}: a short text, as a class attribute")
+                raise ConfigurationError(f"{type(self).__name__} has no {name}: set a non-empty class attribute")
 
 
 class ProviderBase(Provider[ProviderState, InlineRunner]):

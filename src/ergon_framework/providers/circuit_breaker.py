@@ -8,27 +8,77 @@ between machines and outlives processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field
 
-from ergon_framework.engine.senses import Clock
+from ergon_framework.clock import Clock
 from ergon_framework.policy import Count, Policy, Seconds
 from ergon_framework.providers.errors import ProviderCircuitOpenError, ProviderError, ReasonCode
+
+# -- availability of a provider for a tenant --------------------------------------------------------
+
+
+class BlockCause(StrEnum):
+    """The cause that blocks calls."""
+
+    BREAKER = "breaker"
+    #: An operator has forced the breaker open.
+    OPERATOR = "operator"
+    #: The breaker admits only probes.
+    PROBING = "probing"
+    QUOTA = "quota"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockReason:
+    """One reason why calls are blocked; *until* is in seconds since the epoch, None if the end is unknown.
+
+    *shared* means that the breaker or quota is that of all tenants. Its counts include other tenants' calls, so they
+    are omitted.
+    """
+
+    cause: BlockCause
+    shared: bool
+    until: float | None = None
+    #: Of a breaker: consecutive faults.
+    faults: int | None = None
+    #: Of a quota: its window, and its used calls.
+    window: str | None = None
+    used: int | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProviderAvailability:
+    """The availability of one provider for one tenant."""
+
+    tenant: str
+    provider: str
+    capability: str
+    block_reasons: tuple[BlockReason, ...] = ()
+    #: This tenant's failed calls of the last hour, by reason code; also empty if attempts are not recorded.
+    failures: Mapping[str, int] = field(default_factory=dict)
+    #: The last failure, and its time.
+    last_error: str | None = None
+    last_error_at: float | None = None
+
+
+# -- policy and state -------------------------------------------------------------------------------
 
 
 class BreakerPolicy(Policy):
     """When a breaker opens, how long it stays open, and how it detects that the provider has recovered."""
 
-    failure_threshold: Count = Field(default=5, description="Faults in a row that open the breaker.")
-    open_cooldown_seconds: Seconds = Field(default=30.0, description="Seconds it stays open.")
+    failure_threshold: Count = Field(default=5, description="Consecutive faults that open the breaker.")
+    open_cooldown_seconds: Seconds = Field(default=30.0, description="Seconds for which it stays open.")
     half_open_max_calls: Count = Field(
-        default=1, description="Probes at any one time, and probes that must succeed to close it."
+        default=1, description="Maximum concurrent probes, and successful probes that close it."
     )
     probe_lease_seconds: float = Field(
-        default=120.0, gt=0, description="Seconds after which a probe without a result loses its place."
+        default=120.0, gt=0, description="Seconds after which a probe without a result loses its slot."
     )
 
 
@@ -122,7 +172,7 @@ class CallRefused:
 BreakerDecision: TypeAlias = CallAdmitted | CallRefused
 
 
-# -- the transitions ------------------------------------------------------------------------------
+# -- the transitions --------------------------------------------------------------------------------
 
 
 def advance(state: BreakerSnapshot, now: float) -> BreakerSnapshot:
@@ -267,7 +317,7 @@ def _set_override(state: BreakerSnapshot, override: Override | None) -> BreakerS
     return replace(state, override=override, probes=(), generation=state.generation + 1)
 
 
-# -- one breaker of one process -------------------------------------------------------------------
+# -- one breaker of one process ---------------------------------------------------------------------
 
 
 class CircuitBreaker:
@@ -359,7 +409,7 @@ class CircuitBreaker:
         """
         permit = self._last_permit if permit is None else permit
         if permit is None:
-            raise ValueError("after_call has no call to report: call before_call first")
+            raise ValueError("after_call failed: no call is in progress; call before_call first")
         is_fault = is_provider_fault(error) if fault == "by error" else fault
         now = self._wall() if now is None else now
         self.snapshot = record(self.snapshot, self.policy, permit, now, fault=is_fault)

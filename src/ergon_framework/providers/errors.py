@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pickle  # nosec - only loads data inside a pickle that the caller is already loading
 import re
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from ergon_framework.errors import Category, ErgonError
 from ergon_framework.failure import MAX_MESSAGE_CHARS, MAX_SEARCHED_CHARS
 from ergon_framework.telemetry.redaction import HIDDEN, mask_credentials
-
-if TYPE_CHECKING:
-    from ergon_framework.providers.retry import AttemptInfo
 
 
 class ReasonCode(StrEnum):
@@ -28,6 +26,17 @@ class ReasonCode(StrEnum):
     DEPENDENCY_UNAVAILABLE = "dependency_unavailable"
     CIRCUIT_OPEN = "circuit_open"
     INTERNAL_ERROR = "internal_error"
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptInfo:
+    """One attempt: its start, its duration, its error if it failed, and the delay after it."""
+
+    attempt_number: int
+    started_at: float
+    duration: float
+    error: ProviderError | None = None
+    delay: float | None = None
 
 
 class ProviderError(ErgonError):

@@ -142,12 +142,12 @@ class MinuteStats:
 
     def __post_init__(self) -> None:
         if self.start % MINUTE_SECONDS:
-            raise ValueError(f"{self.start} is not the first second of a minute")
+            raise ValueError(f"{self.start} is invalid: expected the first second of a minute")
 
     def merge(self, other: MinuteStats) -> MinuteStats:
         """Merge two counts of the same minute."""
         if other.start != self.start:
-            raise ValueError(f"the minutes {self.start} and {other.start} are two and stay two")
+            raise ValueError(f"cannot merge different minutes: {self.start} and {other.start}")
         return MinuteStats(self.start, self.calls.merge(other.calls))
 
 

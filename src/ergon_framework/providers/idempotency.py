@@ -113,8 +113,8 @@ def key_conflict_error(name: str = "") -> ProviderBadRequestError:
     """Return the error of a key that has another payload; *name* is the effect that was, or may have been, made."""
     key_description = f"the idempotency key of the effect {name!r}" if name else "this idempotency key"
     return ProviderBadRequestError(
-        f"{key_description} belongs to a call with another payload, which was made or may have been; give each call a "
-        "key, or a name=, of its own",
+        f"{key_description} belongs to a call with another payload, which may have been made; give each call its own "
+        "key or name=",
         code=CONFLICT_CODE,
         sent=False,
     )
@@ -149,7 +149,7 @@ def compute_fingerprint(operation: str, payload: Mapping[str, Any]) -> str:
         text = _encode_canonical([operation, payload])
     except (TypeError, ValueError) as error:
         raise ProviderBadRequestError(
-            "the payload of a call with a key must be plain JSON, so that the same call is recognised",
+            "the payload of a call with an idempotency key is not plain JSON; pass only JSON values",
             code="payload_not_json",
             sent=False,
         ) from error

@@ -16,10 +16,10 @@ from ergon_framework.providers.retry import RetryPolicy
 class QuotaPolicy(Policy):
     """The maximum number of calls per window; None means no limit."""
 
-    minute: int | None = Field(default=None, ge=0, description="Calls a minute.")
-    hour: int | None = Field(default=None, ge=0, description="Calls an hour.")
-    day: int | None = Field(default=None, ge=0, description="Calls a day.")
-    month: int | None = Field(default=None, ge=0, description="Calls a month.")
+    minute: int | None = Field(default=None, ge=0, description="Maximum calls per minute.")
+    hour: int | None = Field(default=None, ge=0, description="Maximum calls per hour.")
+    day: int | None = Field(default=None, ge=0, description="Maximum calls per day.")
+    month: int | None = Field(default=None, ge=0, description="Maximum calls per month.")
 
     @cached_property
     def limits(self) -> tuple[tuple[WindowKind, int], ...]:
@@ -31,14 +31,14 @@ class QuotaPolicy(Policy):
 class ProviderPolicy(Policy):
     """The configuration of a provider's calls."""
 
-    timeout: float = Field(default=30.0, gt=0, description="Seconds for a call with all its attempts and waits.")
+    timeout: float = Field(default=30.0, gt=0, description="Seconds for a call, including all attempts and delays.")
     attempt_timeout: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="Seconds for one attempt; null: what is left of timeout."
+        default=None, description="Seconds for one attempt; null: the rest of timeout."
     )
-    retry: RetryPolicy = Field(default=RetryPolicy(), description="Attempts and waits.")
-    breaker: BreakerPolicy = Field(default=BreakerPolicy(), description="When calls are held back, and how long.")
-    quota: QuotaPolicy = Field(default=QuotaPolicy(), description="How many calls a window may see.")
+    retry: RetryPolicy = Field(default=RetryPolicy(), description="Attempts and delays.")
+    breaker: BreakerPolicy = Field(default=BreakerPolicy(), description="When calls are blocked, and for how long.")
+    quota: QuotaPolicy = Field(default=QuotaPolicy(), description="Maximum calls per window.")
     scope: Literal["tenant", "provider"] = Field(
-        default="tenant", description="Whose quota and breaker: each tenant's own, or one for all tenants."
+        default="tenant", description="Scope of quota and breaker: one per tenant, or one for all tenants."
     )
-    keep: Seconds = Field(default=86_400.0, description="Seconds for which the result of a key is played back.")
+    keep: Seconds = Field(default=86_400.0, description="Seconds for which the result of a key is replayed.")

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ergon_framework.providers.memory import MemoryProviderState
-from ergon_framework.schema.libraries import require_psycopg
+from ergon_framework.database.extras import require_psycopg
+from ergon_framework.providers.memory_state import MemoryProviderState
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY
 
 if TYPE_CHECKING:
-    from ergon_framework.providers.sql.books import PostgresProviderState
+    from ergon_framework.providers.postgres.state import PostgresProviderState
 
 log: Final = logging.getLogger(f"{LIBRARY}.providers")
 
@@ -89,7 +89,7 @@ def _create() -> ProcessState:
         return MemoryProviderState()
     require_psycopg()
     # Imported on use: the extra is optional.
-    module = importlib.import_module("ergon_framework.providers.sql.books")
+    module = importlib.import_module("ergon_framework.providers.postgres.state")
     state: PostgresProviderState = module.PostgresProviderState(dsn)
     return state
 

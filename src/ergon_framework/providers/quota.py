@@ -38,7 +38,7 @@ def window_at(kind: WindowKind, moment: datetime) -> Window:
     '2028-03-01 00:00:00+00:00'
     """
     if moment.tzinfo is None:
-        raise ValueError(f"{moment.isoformat()} names no zone, so it is no moment; give it tzinfo=UTC")
+        raise ValueError(f"{moment.isoformat()} has no time zone: pass tzinfo=UTC")
     minute = moment.astimezone(UTC).replace(second=0, microsecond=0)
     if kind is WindowKind.MINUTE:
         return Window(kind, minute, minute + timedelta(minutes=1))
@@ -85,7 +85,7 @@ class QuotaState:
 
     def __post_init__(self) -> None:
         if self.limit_count < 0 or self.used_count < 0:
-            raise ValueError(f"a quota counts from 0; limit is {self.limit_count}, used is {self.used_count}")
+            raise ValueError(f"quota counts must be >= 0: limit {self.limit_count}, used {self.used_count}")
 
     @classmethod
     def new(cls, kind: WindowKind, limit_count: int, *, now: datetime) -> Self:
@@ -108,11 +108,11 @@ class QuotaState:
     def reserve(self, n: int = 1, *, now: datetime) -> QuotaState:
         """Charge *n* calls, all or none; raise ProviderQuotaExceededError if fewer calls remain."""
         if n < 1:
-            raise ValueError(f"at least one call is reserved, not {n}")
+            raise ValueError(f"calls to reserve must be >= 1, got {n}")
         state = self.at(now)
         if state.remaining_count < n:
             raise ProviderQuotaExceededError(
-                f"the quota of {state.limit_count} a {state.window.kind} is spent until {state.window.end.isoformat()}",
+                f"quota of {state.limit_count} a {state.window.kind} is exhausted until {state.window.end.isoformat()}",
                 retry_after=(state.window.end - now).total_seconds(),
             )
         return replace(state, used_count=state.used_count + n)
@@ -126,7 +126,7 @@ class QuotaState:
         if window != self.window:
             return self
         if not 1 <= n <= self.used_count:
-            raise ValueError(f"{n} calls cannot be given back where {self.used_count} are used; was it done twice?")
+            raise ValueError(f"cannot refund {n} calls of {self.used_count} used; check for a double refund")
         return replace(self, used_count=self.used_count - n)
 
     def with_limit(self, limit_count: int) -> QuotaState:

@@ -9,11 +9,11 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 from pydantic import Field
 
-from ergon_framework.engine import backoff
-from ergon_framework.engine.senses import Clock, block
+from ergon_framework.clock import Clock, block
+from ergon_framework.engine import retry
 from ergon_framework.policy import Count, Policy, Seconds
-from ergon_framework.providers.errors import ProviderError, ProviderTimeoutError
-from ergon_framework.providers.mapping import to_provider_error
+from ergon_framework.providers.error_mapping import to_provider_error
+from ergon_framework.providers.errors import AttemptInfo, ProviderError, ProviderTimeoutError
 
 T = TypeVar("T")
 
@@ -46,17 +46,6 @@ RetryDecision: TypeAlias = RetryAfter | DoNotRetry
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptInfo:
-    """One attempt: its start, its duration, its error if it failed, and the delay after it."""
-
-    attempt_number: int
-    started_at: float
-    duration: float
-    error: ProviderError | None = None
-    delay: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RetryResult(Generic[T]):
     """The return value of a call, and all its attempts."""
 
@@ -67,11 +56,11 @@ class RetryResult(Generic[T]):
 class RetryPolicy(Policy):
     """The number of attempts and the delays between them; attempts count from 1."""
 
-    max_attempts: Count = Field(default=3, description="Attempts in all, the first one included.")
+    max_attempts: Count = Field(default=3, description="Maximum attempts, including the first one.")
     base_delay_seconds: Seconds = Field(default=0.5, description="Seconds to wait after the first attempt.")
-    max_delay_seconds: Seconds = Field(default=30.0, description="Longest wait in seconds, before jitter.")
+    max_delay_seconds: Seconds = Field(default=30.0, description="Maximum delay in seconds, before jitter.")
     jitter_ratio: float = Field(
-        default=0.2, ge=0, le=1, description="Share of a wait by which it varies to either side."
+        default=0.2, ge=0, le=1, description="Maximum jitter, as a share of the delay in both directions."
     )
 
     def compute_delay(self, attempt_number: int, random: Callable[[], float] | None = None) -> float:
@@ -81,13 +70,13 @@ class RetryPolicy(Policy):
         ``max_delay_seconds`` by that share. *random* returns numbers in [0, 1); without it there is no jitter.
         """
         if attempt_number < 1:
-            raise ValueError(f"attempts of a call count from 1, so {attempt_number} is none")
+            raise ValueError(f"attempt_number must be >= 1, got {attempt_number}")
         if self.max_delay_seconds == 0:  # elsewhere a cap of 0 means no cap; in this formula it means 0
             return 0.0
-        seconds = backoff.backoff_delay(
+        seconds = retry.backoff_delay(
             attempt_number - 1, backoff=self.base_delay_seconds, multiplier=2, cap=self.max_delay_seconds
         )
-        return seconds if random is None else backoff.apply_jitter(seconds, self.jitter_ratio, random)
+        return seconds if random is None else retry.apply_jitter(seconds, self.jitter_ratio, random)
 
     def decide(
         self, attempt_number: int, error: ProviderError, *, remaining: float | None, random: Callable[[], float] | None
@@ -124,7 +113,7 @@ class RetryPolicy(Policy):
         """
         deadline = None if budget is None else clock() + budget
         attempts: list[AttemptInfo] = []
-        error: ProviderError = ProviderTimeoutError("no time was left for a first attempt", sent=False, fault=False)
+        error: ProviderError = ProviderTimeoutError("no time left for a first attempt", sent=False, fault=False)
         while True:
             started_at = clock()
             if deadline is not None and started_at >= deadline:

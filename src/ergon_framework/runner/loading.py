@@ -18,19 +18,19 @@ from typing import Any, TypeVar
 
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.executor.registry import HandlerRegistry
+from ergon_framework.executors.registry import HandlerRegistry
 from ergon_framework.facts.boundary import Boundary
+from ergon_framework.facts.capacity import CapacityMonitor
 from ergon_framework.facts.replicator import AsyncReplicator, Replicator
-from ergon_framework.facts.room import CapacityMonitor
 from ergon_framework.runner.process import Runnable
 from ergon_framework.runner.queues import queue
 from ergon_framework.runner.settings import UnknownQueueError
 from ergon_framework.task.base import AsyncTask, Task
-from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
-from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
-from ergon_framework.task.mixins.producer import AsyncProducerMixin, ProducerMixin
+from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
+from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
+from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy
 
 log = logging.getLogger(f"{LIBRARY}.runner")
 
@@ -80,8 +80,8 @@ def load_connector(name: str) -> Connector | AsyncConnector:
     connector = loaded.connector if isinstance(loaded, Task | AsyncTask) else loaded
     if isinstance(connector, Connector | AsyncConnector):
         return connector
-    hint = "make an instance of it" if isinstance(loaded, type) else "name a connector, or a task that has one"
-    raise ConfigurationError(f"{name!r} is no connector but a {type(loaded).__name__}; {hint}")
+    hint = "create an instance of it" if isinstance(loaded, type) else "name a connector, or a task that has one"
+    raise ConfigurationError(f"{name!r} is not a connector but a {type(loaded).__name__}; {hint}")
 
 
 def load_target(name: str) -> Connector | AsyncConnector | Task | AsyncTask | Boundary:
@@ -93,7 +93,7 @@ def load_target(name: str) -> Connector | AsyncConnector | Task | AsyncTask | Bo
         target: Connector | AsyncConnector | Task | AsyncTask | Boundary = loaded
         return target
     raise ConfigurationError(
-        f"{name!r} is a {type(loaded).__name__}; what can be looked at is a task, a connector or a Boundary of facts"
+        f"{name!r} is a {type(loaded).__name__}; expected a task, a connector or a Boundary of facts"
     )
 
 
@@ -104,7 +104,7 @@ def load_registry(name: str) -> HandlerRegistry:
         return loaded
     raise ConfigurationError(
         f"{name!r} is not a registry but a {type(loaded).__name__}; "
-        "handlers are registered with registry = HandlerRegistry() and @registry.handler"
+        "register handlers with registry = HandlerRegistry() and @registry.handler"
     )
 
 
@@ -116,11 +116,11 @@ def load_replicators(name: str) -> Sequence[Replicator | AsyncReplicator | Capac
     parts = [loaded] if isinstance(loaded, _REPLICATION_TYPES) else loaded
     if not isinstance(parts, list | tuple) or not all(isinstance(part, _REPLICATION_TYPES) for part in parts):
         raise ConfigurationError(
-            f"{name!r} is no replicator but a {type(loaded).__name__}; it is a Replicator or AsyncReplicator, a list "
-            "of them, perhaps with a Room, or a function without arguments that makes one of these"
+            f"{name!r} is a {type(loaded).__name__}, not a Replicator or AsyncReplicator, a list of "
+            "them, optionally with a CapacityMonitor, or a function without arguments that returns one of these"
         )
     if not any(isinstance(part, Replicator | AsyncReplicator) for part in parts):
-        raise ConfigurationError(f"{name!r} holds no replicator; make one with Replicator(source, destination, pair)")
+        raise ConfigurationError(f"{name!r} has no replicator; create one with Replicator(source, destination, pair)")
     return parts
 
 
@@ -150,7 +150,7 @@ def load_policy(path: Path, kind: type[P]) -> P:
     """Load the policy of *kind* from a TOML or JSON file; the error for an unknown key suggests the nearest one."""
     parse = _PARSERS.get(path.suffix)
     if parse is None:
-        raise ConfigurationError(f"{path} is no policy file; its name must end in {' or '.join(_PARSERS)}")
+        raise ConfigurationError(f"{path} is not a policy file; its name must end in {' or '.join(_PARSERS)}")
     try:
         settings = parse(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -227,16 +227,16 @@ def _describe_nearest(module: ModuleType, attribute: str, *, kind: str, is_match
         return (
             f"its tasks are: {', '.join(candidates)}"
             if candidates
-            else "it holds no task; make one with @consumer(connector)"
+            else "it has no task; add one with @consumer(connector)"
         )
     if kind == "registry":
-        return f"its registries are: {', '.join(candidates)}" if candidates else "it holds no HandlerRegistry()"
+        return f"its registries are: {', '.join(candidates)}" if candidates else "it has no HandlerRegistry()"
     if kind == "replicator":
-        return f"its replicators are: {', '.join(candidates)}" if candidates else "it holds no Replicator"
+        return f"its replicators are: {', '.join(candidates)}" if candidates else "it has no Replicator"
     return (
         f"its connectors and tasks are: {', '.join(candidates)}"
         if candidates
-        else "it holds neither a connector nor a task"
+        else "it has neither a connector nor a task"
     )
 
 
@@ -245,7 +245,7 @@ def _require_consumer(loaded: Any, *, name: str) -> Runnable:
         task: Runnable = loaded
         return task
     if isinstance(loaded, type):
-        hint = f"a class; make an instance of it: {loaded.__name__.lower()} = {loaded.__name__}(connector)"
+        hint = f"a class; create an instance of it: {loaded.__name__.lower()} = {loaded.__name__}(connector)"
     elif isinstance(loaded, Task | AsyncTask):
         hint = "a task that only produces; name a consumer"
     elif callable(loaded):

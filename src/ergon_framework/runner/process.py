@@ -2,6 +2,9 @@
 
 The task runs on a separate thread. The main thread only waits, so that it receives a signal whatever the task is doing,
 and a task that never ends cannot keep the process.
+
+A streaming worker whose server is unavailable at its start retries the opening. A stop request that arrives before the
+loop has begun is not lost. A shutdown passes through four stages and never returns to an earlier one.
 """
 
 from __future__ import annotations
@@ -9,37 +12,138 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import partial
 from math import inf
 from signal import Signals
-from threading import Thread
-from typing import Any, TypeAlias
+from threading import Event, Lock, Thread
+from typing import Any, Protocol, Self, TypeAlias
 
+from ergon_framework.connectors.outage import outage_log
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
-from ergon_framework.runner.exits import RunExit, exit_code_for
-from ergon_framework.runner.health import STARTING, ProcessHealth
-from ergon_framework.runner.measuring import publish_depth, publish_depth_async
-from ergon_framework.runner.opening import OpenRetry
-from ergon_framework.runner.signals import handle_signals
-from ergon_framework.runner.stages import ShutdownStage
-from ergon_framework.runner.stopping import StopRequest
-from ergon_framework.runner.telling import BackgroundCaller
-from ergon_framework.runner.tokens import SignalQueue
-from ergon_framework.runner.watchdog import Watchdog
+from ergon_framework.failure import describe_error
+from ergon_framework.gates import Gate, Pause
+from ergon_framework.runner.exit import RunExit, exit_code_for
+from ergon_framework.runner.probes import STARTING, ProcessHealth, Watchdog
+from ergon_framework.runner.queue_depth import publish_depth, publish_depth_async
+from ergon_framework.runner.signals import BackgroundCaller, SignalQueue, handle_signals
 from ergon_framework.task.base import AsyncTask, Task
-from ergon_framework.task.gates import Gate
-from ergon_framework.task.loops import running_loops
-from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
-from ergon_framework.task.report import Outcome, Report, StopReason
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import LabelLimiter, LoopMetrics, Numbers, get_registry
 from ergon_framework.telemetry.options import get_options
 from ergon_framework.telemetry.redaction import mask_credentials
+from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy
+from ergon_framework.worker.report import Outcome, Report, StopReason
+from ergon_framework.worker.running import running_loops
+
+
+class OpenRetry:
+    """Decides whether an attempt to open *task* is repeated, and after which delay; stop() is thread-safe."""
+
+    def __init__(self, task: Any, policy: ConsumerPolicy | ProducerPolicy) -> None:
+        self._task = task
+        self._retry = policy.steps.fetch.retry if isinstance(policy, ConsumerPolicy) and policy.loop.streaming else None
+        self._attempts = 0
+        self._is_open = False
+        self._stopped = Event()
+        #: Why the task is not open yet, for probes.
+        self.not_open_reason: str | None = None
+
+    def note_success(self) -> None:
+        """Note that the task is open: later errors are not startup errors."""
+        self._is_open = True
+        self.not_open_reason = None
+
+    def note_failure(self, error: ConnectionLostError) -> float:
+        """Return the seconds until the next attempt; raise *error* if it is not a startup error that can be retried."""
+        if self._retry is None or self._is_open:
+            raise error
+        connector = self._task.connector
+        outage_log(connector.name, connector.server_address).note_failure(error, began=time.monotonic())
+        self.not_open_reason = f"the connector cannot be opened: {type(error).__name__}: {describe_error(error)}"
+        delay = max(self._retry.delay(self._attempts, random.random), error.retry_after or 0.0)
+        self._attempts += 1
+        return delay
+
+    def wait(self, seconds: float) -> bool:
+        """Wait *seconds*, or less if the process is stopped; return whether it is."""
+        return self._stopped.wait(seconds)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+# -- shutdown ---------------------------------------------------------------------------------------
+
+
+class ShutdownStage(StrEnum):
+    """Every stage with its meaning; a shutdown without anything to wait for passes through all of them immediately."""
+
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+    DRAINING = "draining", "nothing more is fetched, running work may finish; for `drain_timeout` at most"
+    RELEASING = "releasing", "claims without a running handler call are released, the last settlements are sent"
+    EXITING = "exiting", "the loop has ended; connector and lifespan are closed, telemetry is flushed"
+    KILLED = "killed", "it did not exit in time and was killed"
+
+    def is_after(self, other: ShutdownStage | None) -> bool:
+        """Return whether this stage is after *other*."""
+        order = list(ShutdownStage)
+        return other is None or order.index(self) > order.index(other)
+
+
+class Stoppable(Protocol):
+    """A task that can be stopped."""
+
+    def stop(self) -> None: ...
+
+
+class StopRequest:
+    """Passes stop requests to a task's loop; an early request waits at the loop's gate."""
+
+    def __init__(self, task: Stoppable) -> None:
+        self._task = task
+        self._lock = Lock()
+        self._has_begun = False
+        self._request_count = 0
+        self._stop_count = 0
+
+    def stop(self) -> None:
+        """Request a stop; a second request ends the drain."""
+        with self._lock:
+            self._request_count += 1
+            if self._has_begun:
+                self._stop_task()
+
+    def gate(self) -> Pause | None:
+        """Return a pause after a stop request; the loop calls this before every fetch."""
+        with self._lock:
+            self._has_begun = True
+            if not self._request_count:
+                return None
+            if not self._stop_count:
+                self._stop_task()
+            return Pause("the process is stopping", 0.05)
+
+    def _stop_task(self) -> None:
+        self._stop_count += 1
+        # An event loop that has just been closed raises; then there is nothing left to stop.
+        with suppress(RuntimeError):
+            self._task.stop()
+
+
+# -- the process ------------------------------------------------------------------------------------
 
 #: Seconds after the grace for settlements, connector and lifespan; with FORCED_EXIT_SECONDS it is below one second.
 EXIT_MARGIN_SECONDS = 0.7
@@ -86,10 +190,10 @@ class Process:
     """Runs *task* until it ends, or until signals or commands end it.
 
     With a parent (*supervised*), a second signal does not stop the process immediately: a signal to a whole group
-    reaches parent and child alike, so only the parent's command STOP_NOW is unambiguous. *blocked* is the number of
-    seconds that the event loop may be blocked before the process is not live, and *depth* the interval of queue depth
-    measurements; None disables either. *gates* are called before the task's own. *on_outcome* is called with each
-    outcome, *on_first_fetch* once, before the first transaction starts.
+    reaches parent and child alike, so only the parent's command STOP_NOW is unambiguous. *event_loop_timeout* is
+    the number of seconds that the event loop may be blocked before the process is not live, and *depth* the interval of
+    queue depth measurements; None disables either. *gates* are called before the task's own. *on_outcome* is called
+    with each outcome, *on_first_fetch* once, before the first transaction starts.
     """
 
     def __init__(
@@ -100,7 +204,7 @@ class Process:
         on_signal: Callable[[Signals, int], None] | None = None,
         on_stage: Callable[[ShutdownStage], None] | None = None,
         supervised: bool = False,
-        blocked: float | None = None,
+        event_loop_timeout: float | None = None,
         depth: float | None = None,
         gates: Sequence[Gate] = (),
         on_outcome: Callable[[Outcome], None] | None = None,
@@ -113,7 +217,7 @@ class Process:
         self._on_signal = on_signal
         self._on_stage = on_stage
         self._supervised = supervised
-        self._blocked = blocked
+        self._event_loop_timeout = event_loop_timeout
         self._depth = depth
         self._more_gates = gates
         # Omitted if unused: a user's own task class may not accept it.
@@ -146,7 +250,7 @@ class Process:
         blocked = None if self._watchdog is None else self._watchdog.blocked
         stuck_reasons = [] if blocked is None else [blocked]
         if not loops.live:
-            stuck_reasons.append("every slot is held by a handler that timed out and did not leave")
+            stuck_reasons.append("every slot is occupied by a handler call that still runs after its timeout")
         not_fetching = loops.not_fetching_reasons
         if self._stage is not None:
             return ProcessHealth(
@@ -180,7 +284,7 @@ class Process:
                 self._report = event.report
                 self._drain_deadline = inf
                 self._shorten_deadline(self._grace)
-                self._enter_stage(ShutdownStage.LEAVING)
+                self._enter_stage(ShutdownStage.EXITING)
             elif isinstance(event, ParentCommand):
                 self._stop(immediately=event is ParentCommand.STOP_NOW)
             else:
@@ -264,8 +368,8 @@ class Process:
                 runner.close()
 
     async def _consume_async(self) -> Report:
-        if self._blocked is not None:
-            self._watchdog = Watchdog(self._task, self._blocked).start()
+        if self._event_loop_timeout is not None:
+            self._watchdog = Watchdog(self._task, self._event_loop_timeout).start()
         try:
             while True:
                 try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from ergon_framework.errors import ConnectionLostError
 from ergon_framework.providers.base import Provider
-from ergon_framework.providers.memory import MemoryProviderState
+from ergon_framework.providers.memory_state import MemoryProviderState
 from ergon_framework.providers.process_state import close_process_state, configure_database, process_state
 from ergon_framework.runner.settings import Settings
 from ergon_framework.telemetry import logs

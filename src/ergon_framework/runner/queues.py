@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from threading import Lock
 from typing import Any
 
-from ergon_framework.connectors import schemes
+from ergon_framework.connectors import registry
 from ergon_framework.connectors.base import (
     AsyncConnector,
     Capabilities,
@@ -20,7 +20,7 @@ from ergon_framework.connectors.base import (
     Unlisten,
 )
 from ergon_framework.connectors.bridge import as_async, as_sync
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.runner.settings import Settings, load_settings
 from ergon_framework.transaction import Transaction
 
@@ -53,7 +53,7 @@ class NamedQueue(Connector, AsyncConnector):
         with self._lock:
             if self._connector is None:
                 url, options = _current_settings().queue(self._name)
-                self._connector = schemes.create_connector(self._name, url, {**self._options, **options})
+                self._connector = registry.create_connector(self._name, url, {**self._options, **options})
             return self._connector
 
     def __getattr__(self, attribute: str) -> Any:
@@ -64,7 +64,7 @@ class NamedQueue(Connector, AsyncConnector):
             return getattr(connector, attribute)
         except AttributeError:
             raise AttributeError(
-                f"the queue {self._name!r} is a {type(connector).__name__} by the settings, which has no {attribute!r}"
+                f"the queue {self._name!r} is a {type(connector).__name__} in the settings, which has no {attribute!r}"
             ) from None
 
     @property

@@ -15,13 +15,19 @@ from pydantic import Field, Strict, ValidationError, field_validator
 
 from ergon_framework import redaction
 from ergon_framework.connectors.encryption import KEYS_VARIABLE
-from ergon_framework.connectors.schemes import url_scheme
-from ergon_framework.engine import backoff as waiting
+from ergon_framework.connectors.registry import url_scheme
+from ergon_framework.engine import retry as waiting
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.policy import Count, Policy, Seconds
-from ergon_framework.providers.api_settings import ApiSettings
-from ergon_framework.runner import sources
-from ergon_framework.task.mixins.policies import ConsumerPolicy, ConsumerSteps, ProducePolicy, ProducerPolicy, TimeLimit
+from ergon_framework.providers.http.settings import ApiSettings
+from ergon_framework.runner import settings_sources
+from ergon_framework.worker.policies import (
+    ConsumerPolicy,
+    ConsumerSteps,
+    ProducePolicy,
+    ProducerPolicy,
+    TimeLimit,
+)
 
 P = TypeVar("P", ConsumerPolicy, ProducerPolicy)
 
@@ -40,11 +46,13 @@ class RestartSettings(Policy):
     """How an exited process is replaced."""
 
     backoff: Seconds = Field(default=0.5, description="Seconds to wait before the first replacement.")
-    multiplier: float = Field(default=2.0, ge=1, description="Factor by which each wait exceeds the one before.")
+    multiplier: float = Field(default=2.0, ge=1, description="Factor between two consecutive waits.")
     cap: Seconds = Field(default=30.0, description="Longest wait in seconds; 0 means no cap.")
-    steady: Seconds = Field(default=10.0, description="Seconds a process must have run for its death not to be quick.")
+    stable_after: Seconds = Field(
+        default=10.0, description="Seconds that a process must run for its exit not to count as quick."
+    )
     attempts: Count = Field(
-        default=5, description="Quick deaths in a row of one process, each before it fetched work, that end the run."
+        default=5, description="Consecutive quick exits of one process, each before it fetched work, that end the run."
     )
 
     def delay(self, deaths: int) -> float:
@@ -55,17 +63,19 @@ class RestartSettings(Policy):
 class ProbeSettings(Policy):
     """How a run reports that it is live and ready."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, description="The address of /live, /ready and /metrics.")
-    port: Port | None = Field(default=None, description="Its port; 0 takes any free one, null answers nobody.")
-    file: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None, description="A file that is written anew with every look; null writes none."
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address of /live, /ready and /metrics.")
+    port: Port | None = Field(
+        default=None, description="Port of /live, /ready and /metrics; 0 selects a free one, null disables them."
     )
-    interval: Annotated[float, Field(gt=0, le=60)] = Field(default=1.0, description="Seconds between two looks.")
-    blocked: TimeLimit = Field(
+    file: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="A file that is rewritten at every interval; null writes none."
+    )
+    interval: Annotated[float, Field(gt=0, le=60)] = Field(default=1.0, description="Seconds between two checks.")
+    event_loop_timeout: TimeLimit = Field(
         default=5.0, description="Seconds a handler may block the event loop before the process is not live."
     )
-    silent: Annotated[float, Field(gt=0)] = Field(
-        default=15.0, description="Seconds a process may say nothing to its parent before it is not live."
+    heartbeat_timeout: Annotated[float, Field(gt=0)] = Field(
+        default=15.0, description="Seconds without a report to its parent after which a process is not live."
     )
 
 
@@ -73,50 +83,50 @@ class MetricsSettings(Policy):
     """Metrics in addition to those of the loop."""
 
     depth: Annotated[float, Field(gt=0)] | None = Field(
-        default=15.0, description="Seconds between two looks at how full the queue is, if anybody reads; null: none."
+        default=15.0, description="Seconds between two measurements of the queue depth; null disables them."
     )
 
 
 class JournalSettings(Policy):
     """The database journal of the outcome of each transaction."""
 
-    on: bool = Field(default=False, description="Write it; ergon why reads it.")
-    days: Annotated[float, Field(gt=0, le=3650)] = Field(default=14.0, description="How long a row is kept.")
-    room: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-        default=10_000, description="Rows that may wait in a process while the database does not answer."
+    enabled: bool = Field(default=False, description="Record the outcome of each transaction for ergon why.")
+    days: Annotated[float, Field(gt=0, le=3650)] = Field(default=14.0, description="Retention of a row in days.")
+    max_buffered: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=10_000, description="Maximum number of rows that a process buffers while the database does not answer."
     )
 
 
 class RunSettings(Policy):
     """How ``ergon run`` runs."""
 
-    processes: Annotated[int, Field(ge=1, le=MAX_PROCESSES)] = Field(default=1, description="How many run the task.")
+    processes: Annotated[int, Field(ge=1, le=MAX_PROCESSES)] = Field(default=1, description="Number of processes.")
     drain_timeout: Seconds | None = Field(
-        default=None, description="Seconds running work is given to end; null: as the task's policy says."
+        default=None, description="Seconds for running work to end; null uses the task's policy."
     )
     pausable: bool = Field(
-        default=True, description="Obey ergon pause, where a database is named: one connection more for each process."
+        default=True, description="Apply ergon pause if a database is configured: one more connection per process."
     )
-    restart: RestartSettings = Field(default=RestartSettings(), description="How the dead are replaced.")
-    probes: ProbeSettings = Field(default=ProbeSettings(), description="How it says that it is live and ready.")
-    metrics: MetricsSettings = Field(default=MetricsSettings(), description="What is counted for it.")
-    journal: JournalSettings = Field(default=JournalSettings(), description="What is written down of each outcome.")
+    restart: RestartSettings = Field(default=RestartSettings(), description="How exited processes are replaced.")
+    probes: ProbeSettings = Field(default=ProbeSettings(), description="How it reports that it is live and ready.")
+    metrics: MetricsSettings = Field(default=MetricsSettings(), description="Metrics in addition to those of the loop.")
+    journal: JournalSettings = Field(default=JournalSettings(), description="The database journal of outcomes.")
 
 
 class TaskSettings(Policy):
     """Settings of one task."""
 
     policy: Mapping[str, Any] = Field(
-        default_factory=dict, repr=False, description="The keys of its policy that are to differ."
+        default_factory=dict, repr=False, description="Policy keys that override those of the task."
     )
 
 
 class LoggingSettings(Policy):
     """How the command logs to stderr."""
 
-    level: Level = Field(default="info", description="The least that is logged.")
+    level: Level = Field(default="info", description="Minimum level of log records.")
     format: Literal["text", "json"] = Field(
-        default="text", description="`text`: a line of logfmt. `json`: an object of JSON a line."
+        default="text", description="`text`: a line of logfmt. `json`: one JSON object per line."
     )
 
 
@@ -155,7 +165,7 @@ class PostgresSettings(Policy):
     """The database."""
 
     dsn: str | None = Field(
-        default=None, repr=False, description="Its address; one with a password is never in a file."
+        default=None, repr=False, description="Its address; with a password, in the environment only."
     )
 
 
@@ -174,7 +184,7 @@ class EncryptionSettings(Policy):
         default=None, repr=False, description="ID:BASE64 of each key, the current one first; in the environment only."
     )
     require: Annotated[bool, Strict()] = Field(
-        default=False, description="Refuse messages that are not encrypted; in the environment only."
+        default=False, description="Reject messages that are not encrypted; in the environment only."
     )
 
 
@@ -190,10 +200,10 @@ class QueueSettings(Policy):
     """The location of one queue."""
 
     url: str | None = Field(
-        default=None, repr=False, description="The address of its broker; one with a password is never in a file."
+        default=None, repr=False, description="The address of its broker; with a password, in the environment only."
     )
     options: Mapping[str, Any] = Field(
-        default_factory=dict, repr=False, description="What its connector is told besides."
+        default_factory=dict, repr=False, description="Further options of its connector."
     )
 
     @field_validator("url")
@@ -218,7 +228,7 @@ class Settings(Policy):
     rabbitmq: BrokerSettings = Field(default=BrokerSettings(), description="The RabbitMQ server.")
     nats: BrokerSettings = Field(default=BrokerSettings(), description="The NATS server.")
     redis: BrokerSettings = Field(default=BrokerSettings(), description="The Redis server.")
-    api: ApiSettings = Field(default=ApiSettings(), description="Whose tokens the health API of providers takes.")
+    api: ApiSettings = Field(default=ApiSettings(), description="Tokens that the health API of providers accepts.")
 
     def policy(self, task: str, own: P) -> P:
         """Return *own* with the settings of the task called *task*."""
@@ -226,7 +236,7 @@ class Settings(Policy):
         changes = [section.policy for name, section in self.tasks.items() if name.casefold() == task.casefold()]
         merged: dict[str, Any] = own.model_dump()
         for change in changes:
-            merged = sources.merge_settings(merged, change)
+            merged = settings_sources.merge_settings(merged, change)
         try:
             policy = type(own).load(merged) if changes else own
         except ConfigurationError as error:
@@ -249,14 +259,14 @@ class Settings(Policy):
             configured = (
                 ", ".join(sorted(queue_name for queue_name, section in self.queues.items() if section.url)) or "none"
             )
-            variable = sources.env_variable_name(("queues", _normalize_name(name), "url"))
+            variable = settings_sources.env_variable_name(("queues", _normalize_name(name), "url"))
             raise UnknownQueueError(
-                f"nobody says where the queue {name!r} is; write url = … below [queues.{name}] in {sources.FILE_NAME}, "
-                f"or set {variable}. Known are: {configured}"
+                f"queue {name!r} has no address: write url = … below [queues.{name}] in {settings_sources.FILE_NAME}, "
+                f"or set {variable}; known queues: {configured}"
             )
         options: dict[str, Any] = {}
         for section in sections:
-            options = sources.merge_settings(options, section.options)
+            options = settings_sources.merge_settings(options, section.options)
         return urls[-1], options
 
 
@@ -266,20 +276,24 @@ def _normalize_name(name: str) -> str:
 
 def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
     """Load the settings of *path*, or ``ergon.toml`` in the current folder, and *environ*, or the process's own."""
-    file = sources.from_file(path if path is not None else Path(sources.FILE_NAME), required=path is not None)
+    file = settings_sources.from_file(
+        path if path is not None else Path(settings_sources.FILE_NAME), required=path is not None
+    )
     if "encryption" in file.tree:
         raise ConfigurationError(
-            f"{file.origin}: encryption is configured by the environment only, as it holds keys: take the section out "
-            f"of the file and set {KEYS_VARIABLE}"
+            f"{file.origin}: encryption is configured by the environment only, because it has keys: remove the section "
+            f"from the file and set {KEYS_VARIABLE}"
         )
-    tree = file.subtree(sources.from_environment(os.environ if environ is None else environ, Settings, KEY_MODELS))
-    faults = sources.unknown_key_errors(tree, Settings, KEY_MODELS)
+    tree = file.subtree(
+        settings_sources.from_environment(os.environ if environ is None else environ, Settings, KEY_MODELS)
+    )
+    faults = settings_sources.unknown_key_errors(tree, Settings, KEY_MODELS)
     if faults:
         raise ConfigurationError("; ".join(faults))
     try:
         loaded = Settings.model_validate(tree.tree)
     except ValidationError as error:
-        raise ConfigurationError(sources.explain_validation_error(error, tree)) from error
+        raise ConfigurationError(settings_sources.explain_validation_error(error, tree)) from error
     if environ is None:
         _use_redaction(loaded)
     return loaded
@@ -299,7 +313,7 @@ def database_dsn(path: Path | None = None) -> str:
     dsn = load_settings(path).postgres.dsn
     if not dsn:
         raise ConfigurationError(
-            "no database is named; set ERGON_POSTGRES__DSN, for example to postgresql://owner@localhost:5432/shop"
+            "no database is configured; set ERGON_POSTGRES__DSN, for example to postgresql://owner@localhost:5432/shop"
         )
     return dsn
 

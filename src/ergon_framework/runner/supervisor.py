@@ -20,22 +20,19 @@ from signal import Signals
 from threading import Lock, Thread
 from typing import Any
 
-from ergon_framework.runner.exits import RunExit, most_severe
-from ergon_framework.runner.health import STARTING, ProcessHealth, combine_health
-from ergon_framework.runner.lifeline import read_reports
-from ergon_framework.runner.process import ParentCommand
+from ergon_framework.runner.child_pipe import read_reports
+from ergon_framework.runner.exit import RunExit, most_severe
+from ergon_framework.runner.probes import STARTING, ProcessHealth, combine_health
+from ergon_framework.runner.process import ParentCommand, ShutdownStage
 from ergon_framework.runner.settings import RunSettings
-from ergon_framework.runner.signals import handle_signals
-from ergon_framework.runner.stages import ShutdownStage
-from ergon_framework.runner.telling import BackgroundCaller
-from ergon_framework.runner.tokens import SignalQueue
-from ergon_framework.task.mixins.policies import ConsumerPolicy
-from ergon_framework.task.report import StopReason
+from ergon_framework.runner.signals import BackgroundCaller, SignalQueue, handle_signals
 from ergon_framework.telemetry import logs, names
 from ergon_framework.telemetry.metrics import get_registry
+from ergon_framework.telemetry.multiprocess import MultiprocessMetrics
 from ergon_framework.telemetry.names import LIBRARY, Event
-from ergon_framework.telemetry.names import Field as Said
-from ergon_framework.telemetry.sums import MultiprocessMetrics
+from ergon_framework.telemetry.names import Field as LogField
+from ergon_framework.worker.policies import ConsumerPolicy
+from ergon_framework.worker.report import StopReason
 
 log = logging.getLogger(f"{LIBRARY}.runner")
 
@@ -154,11 +151,11 @@ class Supervisor:
             return ProcessHealth(live=True, ready=True)
         if worker.process is None:
             return ProcessHealth(
-                live=True, ready=False, reasons=("starting" if worker.restart_at == inf else "died, is replaced",)
+                live=True, ready=False, reasons=("starting" if worker.restart_at == inf else "exited, is replaced",)
             )
         silence = now - worker.last_report_at
-        if silence > self._settings.probes.silent:
-            return ProcessHealth(live=False, ready=False, reasons=(f"has said nothing for {silence:.0f} s",))
+        if silence > self._settings.probes.heartbeat_timeout:
+            return ProcessHealth(live=False, ready=False, reasons=(f"no report for {silence:.0f} s",))
         return worker.health
 
     # -- events ---------------------------------------------------------------------------------
@@ -223,7 +220,7 @@ class Supervisor:
             worker.command_pipe = None
         if worker.end_report is not None:
             self._reports.append(worker.end_report)
-        if self._stopping or end_report.get("end") in _PLANNED_ENDS:
+        if self._stopping or end_report.get("stop_reason") in _PLANNED_ENDS:
             worker.exit_code = RunExit.FORCED if worker.was_killed else exit_code
         elif exit_code == RunExit.USAGE and not self._was_ready:
             self._give_up(worker, RunExit.USAGE)
@@ -234,26 +231,26 @@ class Supervisor:
         restart, lifetime = self._settings.restart, time.monotonic() - worker.started_at
         # The work of a process may have ended it. That exit has cost the work a delivery, so
         # `loop.max_deliveries` limits this, and the run must last until then.
-        is_quick = lifetime < restart.steady and not worker.has_fetched
+        is_quick = lifetime < restart.stable_after and not worker.has_fetched
         worker.quick_exits = worker.quick_exits + 1 if is_quick else 0
         fields = {
-            Said.NUMBER: worker.number,
-            Said.PID: pid,
-            Said.EXIT_CODE: _describe_exit(exit_code).removeprefix("exit code "),
+            LogField.NUMBER: worker.number,
+            LogField.PID: pid,
+            LogField.EXIT_CODE: _describe_exit(exit_code).removeprefix("exit code "),
         }
         self._count_exit()
         if worker.quick_exits >= restart.attempts:
             self._reason = (
-                f"process {worker.number} died {worker.quick_exits} times in a row, each time within "
-                f"{restart.steady:g} s of its start and before it had fetched work, the last time with "
+                f"process {worker.number} exited {worker.quick_exits} times in a row, each time within "
+                f"{restart.stable_after:g} s of its start and before it had fetched work, the last time with "
                 f"{_describe_exit(exit_code)}; its own messages are above"
             )
-            self._log(logging.ERROR, Event.PROCESS_DIED, fields)
+            self._log(logging.ERROR, Event.PROCESS_EXITED, fields)
             self._give_up(worker, RunExit.FLAPPING)
             return
         delay = restart.delay(max(0, worker.quick_exits - 1))
         worker.restart_at = time.monotonic() + delay
-        self._log(logging.ERROR, Event.PROCESS_DIED, fields | {Said.DELAY: delay})
+        self._log(logging.ERROR, Event.PROCESS_EXITED, fields | {LogField.DELAY: delay})
 
     def _count_exit(self) -> None:
         registry = get_registry()
@@ -304,14 +301,16 @@ class Supervisor:
         )
         reader.start()
         Thread(target=self._wait_for_exit, args=(worker, process, reader), name="ergon-waiter", daemon=True).start()
-        self._log(logging.INFO, Event.PROCESS_STARTED, {Said.NUMBER: worker.number, Said.PID: process.pid})
+        self._log(logging.INFO, Event.PROCESS_STARTED, {LogField.NUMBER: worker.number, LogField.PID: process.pid})
 
     def _stop(self, *, immediately: bool) -> None:
         if not self._stopping:
             self._stopping = True
             self._kill_at = time.monotonic() + self._grace + KILL_DELAY_SECONDS
             self._log(
-                logging.INFO, Event.PROCESS_STOPPING, {Said.STAGE: ShutdownStage.DRAINING.value, Said.PID: os.getpid()}
+                logging.INFO,
+                Event.PROCESS_STOPPING,
+                {LogField.STAGE: ShutdownStage.DRAINING.value, LogField.PID: os.getpid()},
             )
         if immediately:
             self._kill_at = min(self._kill_at, time.monotonic() + KILL_DELAY_SECONDS)
@@ -334,9 +333,9 @@ class Supervisor:
             if worker.process is not None:
                 worker.was_killed = True
                 fields = {
-                    Said.STAGE: ShutdownStage.KILLED.value,
-                    Said.NUMBER: worker.number,
-                    Said.PID: worker.process.pid,
+                    LogField.STAGE: ShutdownStage.KILLED.value,
+                    LogField.NUMBER: worker.number,
+                    LogField.PID: worker.process.pid,
                 }
                 self._log(logging.ERROR, Event.PROCESS_STOPPING, fields)
                 worker.process.kill()

@@ -10,10 +10,10 @@ from typing import Any, Self
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.task.defaults import list_policy_types, wrong_policy_error
-from ergon_framework.task.gates import Gate
-from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
-from ergon_framework.task.report import Report
+from ergon_framework.gates import Gate
+from ergon_framework.task.context import list_policy_types, wrong_policy_error
+from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy
+from ergon_framework.worker.report import Report
 
 
 class Services(Mapping[str, Any]):
@@ -36,10 +36,10 @@ class Services(Mapping[str, Any]):
             hint = (
                 f"did you mean {close_matches[0]!r}?"
                 if close_matches
-                else f"there are: {', '.join(self._services) or 'none'}"
+                else f"available: {', '.join(self._services) or 'none'}"
             )
             raise ConfigurationError(
-                f"{self._owner} has no service {name!r}; {hint} -- give it to the task, or yield it from its lifespan."
+                f"{self._owner} has no service {name!r}; {hint}; pass it to the task, or yield it from its lifespan"
             ) from None
 
     def __contains__(self, name: object) -> bool:
@@ -73,7 +73,7 @@ class _TaskBase:
         if getattr(self, "connector", None) is None:
             raise ConfigurationError(f"{self.name} has no connector; pass one: {type(self).__name__}(connector)")
         if not isinstance(self.connector, Connector | AsyncConnector):
-            raise ConfigurationError(f"{self.name} was given a {type(self.connector).__name__} as its connector")
+            raise ConfigurationError(f"connector of {self.name} is invalid: it is a {type(self.connector).__name__}")
         if policy is not None:
             self.policy = policy
         policy_types = tuple(list_policy_types(self) or (ConsumerPolicy, ProducerPolicy))
@@ -92,7 +92,7 @@ class _TaskBase:
         if ConsumerPolicy not in list_policy_types(self):
             raise ConfigurationError(
                 f"{self.name} cannot run: it does not consume; call produce_transactions(transactions) of a producer "
-                "within open(), or have ergon run produce from JSON lines"
+                "within open(), or produce from JSON lines with ergon run"
             )
         return self
 

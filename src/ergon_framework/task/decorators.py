@@ -9,14 +9,20 @@ from typing import Any, Protocol, TypeAlias
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.errors import Category, ConfigurationError
+from ergon_framework.gates import Gate, Pause
 from ergon_framework.task.base import AsyncTask, Services, Task
-from ergon_framework.task.exceptions import TransactionException
-from ergon_framework.task.functions import HandlerFunction, PayloadReader, callable_name, is_async, validate_handler
-from ergon_framework.task.gates import Gate, Pause
-from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
-from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
-from ergon_framework.task.mixins.producer import AsyncProducerMixin, ProducerMixin
+from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
+from ergon_framework.task.handler import (
+    HandlerFunction,
+    PayloadReader,
+    callable_name,
+    is_async,
+    validate_handler,
+)
+from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.transaction import Transaction
+from ergon_framework.worker.exceptions import TransactionException
+from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy
 
 Lifespan: TypeAlias = Callable[
     [], AbstractContextManager[Mapping[str, Any] | None] | AbstractAsyncContextManager[Mapping[str, Any] | None]
@@ -170,7 +176,7 @@ class AsyncFunctionProducer(_FunctionTask, AsyncProducerMixin, AsyncTask):
 def _require_produced(produced: Any) -> Any:
     if produced is None:
         raise TransactionException(
-            "the producer returned nothing; return the transaction to dispatch, or the confirmation of what was sent",
+            "the producer returned None; return the transaction to dispatch, or the confirmation of a sent one",
             Category.BUSINESS,
             code="nothing_produced",
         )

@@ -11,12 +11,15 @@ from typing import Any, Final
 from ergon_framework.connectors.base import AsyncConnector, Connector, Defer, Depth
 from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.errors import Category, ConfigurationError
+from ergon_framework.gates import Gate
 from ergon_framework.task.base import AsyncTask, Task
-from ergon_framework.task.exceptions import TransactionException
-from ergon_framework.task.gates import Gate
-from ergon_framework.task.gathering import AsyncCoalescer, Coalescer
-from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
-from ergon_framework.task.mixins.policies import (
+from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
+from ergon_framework.telemetry.metrics import get_registry
+from ergon_framework.telemetry.options import get_options
+from ergon_framework.transaction import Transaction
+from ergon_framework.worker.coalesce import AsyncCoalescer, Coalescer
+from ergon_framework.worker.exceptions import TransactionException
+from ergon_framework.worker.policies import (
     BatchPolicy,
     ConcurrencyPolicy,
     ConsumerLoopPolicy,
@@ -25,9 +28,6 @@ from ergon_framework.task.mixins.policies import (
     ProcessPolicy,
     RetryPolicy,
 )
-from ergon_framework.telemetry.metrics import get_registry
-from ergon_framework.telemetry.options import get_options
-from ergon_framework.transaction import Transaction
 
 #: The default policy of a relay: it runs without limit, and makes up to 20 attempts while the target fails.
 DEFAULT_POLICY: Final = ConsumerPolicy(
@@ -66,9 +66,9 @@ class _RelayBase:
 
     def _configure(self, source: Any, target: Any, *, name: str | None, depth_interval: float) -> None:
         if source is target:
-            raise ConfigurationError("a relay from a connector to itself would move the same transactions for ever")
+            raise ConfigurationError("relay has the same connector as source and target; pass two connectors")
         if not isinstance(target, Connector | AsyncConnector):
-            raise ConfigurationError(f"a relay's target is a connector, not a {type(target).__name__}")
+            raise ConfigurationError(f"relay target must be a connector, not a {type(target).__name__}")
         if not 0 < depth_interval < float("inf"):
             raise ConfigurationError(f"depth_every must be a finite number of seconds > 0, not {depth_interval!r}")
         self.target = target

@@ -48,9 +48,9 @@ OTHER_VALUE: Final = "other"
 #: A metric's name and the values of its attributes after the first, which is the task or the provider.
 SeriesKey: TypeAlias = tuple[str, tuple[str, ...]]
 Numbers: TypeAlias = dict[SeriesKey, float]
-#: Returns the numbers of running, abandoned and held slots.
+#: Returns the numbers of running transactions, abandoned calls and waiting deliveries.
 SlotUsage: TypeAlias = Callable[[], tuple[int, int, int]]
-_SLOT_STATES: Final = ("running", "abandoned", "held")
+_SLOT_STATES: Final = ("running", "abandoned", "waiting")
 
 
 class HistogramValues:
@@ -111,7 +111,7 @@ class LoopMetrics:
             numbers.update(_build_histogram(STEP_DURATION, (step,), durations))
         numbers.update(_build_histogram(QUEUE_WAIT, (), self.waited))
         if self.fenced is not None and (fenced := self.fenced()):
-            _add(numbers, (names.FENCED.name, ()), fenced)
+            _add(numbers, (names.LATE_RESULTS.name, ()), fenced)
         return numbers
 
     def gauges(self) -> Numbers:
@@ -140,7 +140,7 @@ class Histogram:
 
 
 STEP_DURATION: Final = Histogram(names.STEPS, names.STEP_SECONDS, names.STEP_BUCKETS)
-QUEUE_WAIT: Final = Histogram(names.QUEUE_WAITS, names.QUEUE_WAITED, names.QUEUE_WAIT_BUCKETS)
+QUEUE_WAIT: Final = Histogram(names.QUEUE_WAITS, names.QUEUE_WAIT_SECONDS, names.QUEUE_WAIT_BUCKETS)
 HISTOGRAMS: Final = (STEP_DURATION, QUEUE_WAIT)
 
 

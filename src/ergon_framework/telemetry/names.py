@@ -75,9 +75,9 @@ class Attribute:
     RESULT_VALUE: Final = "ergon.result.value"
     CONCURRENCY: Final = "ergon.concurrency"
     BATCH_SIZE: Final = "ergon.batch.size"
-    BATCH_ASKED: Final = "ergon.batch.asked"
+    BATCH_REQUESTED: Final = "ergon.batch.requested"
     BATCH_FETCHED: Final = "ergon.batch.fetched"
-    END: Final = "ergon.end"
+    STOP_REASON: Final = "ergon.stop_reason"
     RESULT: Final = "ergon.settle.result"
     STATE: Final = "ergon.slot.state"
     QUEUE_STATE: Final = "ergon.queue.state"
@@ -96,7 +96,7 @@ class Attribute:
     FROM_ZONE: Final = "ergon.fact.from_zone"
     TO_ZONE: Final = "ergon.fact.to_zone"
     STATUS: Final = "ergon.fact.status"
-    ROOM: Final = "ergon.fact.room"
+    CAPACITY: Final = "ergon.fact.capacity"
     METHOD: Final = "ergon.fact.method"
     #: The upper bound of a bucket; spelled as histogram readers expect it.
     LE: Final = "le"
@@ -122,120 +122,133 @@ TRANSACTIONS: Final = Metric(
     "ergon.transactions",
     "counter",
     "{transaction}",
-    "Transactions that have their outcome.",
+    "Transactions processed, by outcome.",
     (Attribute.TASK, Attribute.OUTCOME, Attribute.CATEGORY),
 )
-ATTEMPTS: Final = Metric("ergon.attempts", "counter", "{attempt}", "Attempts at a step.", _STEP)
+ATTEMPTS: Final = Metric("ergon.attempts", "counter", "{attempt}", "Attempts of steps.", _STEP)
 RETRIES: Final = Metric("ergon.retries", "counter", "{attempt}", "Attempts after the first of a step.", _STEP)
-WAITS: Final = Metric("ergon.waits", "counter", "{wait}", "Waits before a further attempt.", _STEP)
-WAITED: Final = Metric("ergon.waits.duration", "counter", "s", "Seconds of those waits.", _STEP)
-STEPS: Final = Metric("ergon.step.duration.count", "counter", "{step}", "Steps that are over.", _STEP)
+RETRY_BACKOFFS: Final = Metric("ergon.retry.backoff", "counter", "{delay}", "Backoff delays before retries.", _STEP)
+RETRY_BACKOFF_SECONDS: Final = Metric(
+    "ergon.retry.backoff.duration", "counter", "s", "Total seconds of backoff delays before retries.", _STEP
+)
+STEPS: Final = Metric("ergon.step.duration.count", "counter", "{step}", "Completed steps.", _STEP)
 STEP_SECONDS: Final = Metric(
-    "ergon.step.duration.sum", "counter", "s", "Seconds that steps took, waits included.", _STEP
+    "ergon.step.duration.sum", "counter", "s", "Total seconds of completed steps, including backoff delays.", _STEP
 )
 STEP_BUCKETS: Final = Metric(
     "ergon.step.duration.bucket",
     "counter",
     "{step}",
-    "Steps that took no longer than le seconds.",
+    "Completed steps that took at most le seconds.",
     (*_STEP, Attribute.LE),
 )
-FETCHES: Final = Metric("ergon.fetches", "counter", "{fetch}", "Fetches that were answered.")
-EMPTY_FETCHES: Final = Metric("ergon.fetches.empty", "counter", "{fetch}", "Fetches that brought nothing.")
-FAILED_FETCHES: Final = Metric("ergon.fetches.failed", "counter", "{fetch}", "Fetches that failed for good.")
-REFUSED: Final = Metric(
-    "ergon.refused",
+FETCHES: Final = Metric("ergon.fetches", "counter", "{fetch}", "Successful fetches.")
+EMPTY_FETCHES: Final = Metric(
+    "ergon.fetches.empty", "counter", "{fetch}", "Successful fetches that returned no messages."
+)
+FAILED_FETCHES: Final = Metric("ergon.fetches.failed", "counter", "{fetch}", "Fetches that failed after all retries.")
+REJECTED_DELIVERIES: Final = Metric(
+    "ergon.deliveries.rejected",
     "counter",
     "{delivery}",
-    "Deliveries that were settled before any lifecycle.",
+    "Deliveries settled without calling the handler: undecodable, expired, duplicate or delivered too often.",
     (Attribute.TASK, Attribute.REASON),
 )
 SETTLED: Final = Metric(
-    "ergon.settled", "counter", "{delivery}", "Answers to settlements.", (Attribute.TASK, Attribute.RESULT)
+    "ergon.settled", "counter", "{delivery}", "Settled deliveries, by result.", (Attribute.TASK, Attribute.RESULT)
 )
-BREACHES: Final = Metric("ergon.breaches", "counter", "{fetch}", "Fetches that brought more than was asked for.")
-ABANDONED: Final = Metric(
-    "ergon.bodies.abandoned", "counter", "{body}", "Bodies that timed out and did not leave within the grace."
+OVERSIZED_FETCHES: Final = Metric(
+    "ergon.fetch.oversized", "counter", "{fetch}", "Fetches that returned more messages than requested."
 )
-FENCED: Final = Metric("ergon.bodies.fenced", "counter", "{body}", "Bodies that came back when nobody waited any more.")
+ABANDONED_CALLS: Final = Metric(
+    "ergon.handler.abandoned",
+    "counter",
+    "{call}",
+    "Handler calls that timed out and did not exit within the grace period.",
+)
+LATE_RESULTS: Final = Metric(
+    "ergon.handler.late_results",
+    "counter",
+    "{call}",
+    "Handler calls that returned after their timeout; their results were discarded.",
+)
 SLOTS: Final = Metric(
     "ergon.slots",
     "gauge",
     "{slot}",
-    "Slots that run a lifecycle or hold an abandoned body, and deliveries held for want of one.",
+    "Slots with a running transaction or an abandoned handler call, and deliveries waiting for a slot.",
     (Attribute.TASK, Attribute.STATE),
 )
 QUEUE_AGE: Final = Metric(
-    "ergon.queue.age", "gauge", "s", "Age of the oldest transaction of the last fetch.", across="max"
+    "ergon.queue.age", "gauge", "s", "Age of the oldest transaction in the last fetch.", across="max"
 )
 QUEUE_AGE_MAX: Final = Metric(
-    "ergon.queue.age.max", "gauge", "s", "Largest age at a fetch since the gauge was last read.", across="max"
+    "ergon.queue.age.max", "gauge", "s", "Highest age at a fetch since the previous collection.", across="max"
 )
 QUEUE_DEPTH: Final = Metric(
     "ergon.queue.depth",
     "gauge",
     "{transaction}",
-    "Transactions in the queue of a task, as its broker counts them.",
+    "Transactions in the queue of a task, as counted by its broker.",
     (Attribute.TASK, Attribute.QUEUE_STATE),
     across="max",
 )
 QUEUE_LAG: Final = Metric(
-    "ergon.queue.lag", "gauge", "s", "Age of the oldest transaction that waits in the queue of a task.", across="max"
+    "ergon.queue.lag", "gauge", "s", "Age of the oldest transaction waiting in the queue of a task.", across="max"
 )
 QUEUE_WAITS: Final = Metric(
-    "ergon.queue.wait.count", "counter", "{fetch}", "Fetches that brought a transaction whose age is known."
+    "ergon.queue.wait.count", "counter", "{fetch}", "Fetches that returned a transaction with a known age."
 )
-QUEUE_WAITED: Final = Metric(
-    "ergon.queue.wait.sum", "counter", "s", "Seconds that the oldest transaction of each of them had waited."
+QUEUE_WAIT_SECONDS: Final = Metric(
+    "ergon.queue.wait.sum",
+    "counter",
+    "s",
+    "Total queue wait in seconds of the oldest transaction of each of these fetches.",
 )
 QUEUE_WAIT_BUCKETS: Final = Metric(
     "ergon.queue.wait.bucket",
     "counter",
     "{fetch}",
-    "Fetches whose oldest transaction had waited no longer than le seconds.",
+    "Fetches whose oldest transaction had waited at most le seconds.",
     (Attribute.TASK, Attribute.LE),
 )
-PAUSED: Final = Metric(
-    "ergon.paused", "gauge", "{loop}", "Loops that a gate holds back.", (Attribute.TASK, Attribute.REASON)
-)
+PAUSED: Final = Metric("ergon.paused", "gauge", "{loop}", "Loops paused by a gate.", (Attribute.TASK, Attribute.REASON))
 BLOCKED: Final = Metric(
-    "ergon.loop.blocked", "counter", "{time}", "Times that something held the event loop for too long.", _STEP
+    "ergon.loop.blocked", "counter", "{time}", "Times the event loop was blocked for longer than the limit.", _STEP
 )
-PROCESSES: Final = Metric("ergon.processes", "gauge", "{process}", "Processes of `ergon run` that run the task.")
-PROCESSES_DIED: Final = Metric(
-    "ergon.processes.died", "counter", "{process}", "Processes that ended without having been told to."
-)
+PROCESSES: Final = Metric("ergon.processes", "gauge", "{process}", "Processes of `ergon run` for the task.")
+PROCESSES_DIED: Final = Metric("ergon.processes.died", "counter", "{process}", "Processes that exited unexpectedly.")
 
 _PROVIDER: Final = (Attribute.PROVIDER, Attribute.CAPABILITY)
 PROVIDER_CALLS: Final = Metric(
     "ergon.provider.calls",
     "counter",
     "{call}",
-    "Calls of a provider that are over, with all their attempts.",
+    "Completed provider calls, each with all its attempts.",
     (*_PROVIDER, Attribute.OUTCOME, Attribute.CODE),
 )
 PROVIDER_ATTEMPTS: Final = Metric(
     "ergon.provider.attempts",
     "counter",
     "{attempt}",
-    "Attempts at a call of a provider, those included that quota or breaker held back.",
+    "Attempts of provider calls, including those blocked by a quota or circuit breaker.",
     (*_PROVIDER, Attribute.OUTCOME, Attribute.CODE),
 )
 PROVIDER_SECONDS: Final = Metric(
-    "ergon.provider.attempts.duration", "counter", "s", "Seconds that those attempts took.", _PROVIDER
+    "ergon.provider.attempts.duration", "counter", "s", "Total seconds of attempts of provider calls.", _PROVIDER
 )
 PROVIDER_BREAKERS: Final = Metric(
     "ergon.provider.breaker.transitions",
     "counter",
     "{transition}",
-    "States that breakers have entered.",
+    "Circuit breaker transitions, by new state.",
     (*_PROVIDER, Attribute.BREAKER_STATE),
 )
 PROVIDER_OPEN: Final = Metric(
     "ergon.provider.breaker.open",
     "gauge",
     "{breaker}",
-    "1 while a breaker is known to be open, for any tenant; 0 otherwise.",
+    "1 while a circuit breaker is known to be open, for any tenant; 0 otherwise.",
     _PROVIDER,
     across="max",
 )
@@ -243,7 +256,7 @@ PROVIDER_EXHAUSTED: Final = Metric(
     "ergon.provider.quota.exhausted",
     "gauge",
     "{quota}",
-    "1 while a quota is known to be used up, for any tenant; 0 otherwise.",
+    "1 while a quota is known to be exhausted, for any tenant; 0 otherwise.",
     _PROVIDER,
     across="max",
 )
@@ -251,7 +264,7 @@ PROVIDER_ROWS_DROPPED: Final = Metric(
     "ergon.provider.rows.dropped",
     "counter",
     "{row}",
-    "Attempts that are in no table: there was no room, the server refused them, or the writer was closed.",
+    "Attempts that were not stored: write queue full, rejected, outcome unknown, or writer closed.",
     (*_PROVIDER, Attribute.REASON),
 )
 
@@ -259,7 +272,7 @@ JOBS: Final = Metric(
     "ergon.jobs",
     "counter",
     "{attempt}",
-    "Attempts at jobs that are over: succeeded, retried, failed, killed, given_back, or stale and not written.",
+    "Completed job attempts: succeeded, retried, failed, killed, released, or stale and not written.",
     (Attribute.TASK, Attribute.OUTCOME),
 )
 CRON_TICKS: Final = Metric(
@@ -271,48 +284,48 @@ CRON_TICKS: Final = Metric(
 )
 _EXECUTOR: Final = (Attribute.EXECUTOR,)
 EXECUTORS: Final = Metric(
-    "ergon.executors", "gauge", "{process}", "Executors that run, starting ones included.", _EXECUTOR
+    "ergon.executors", "gauge", "{process}", "Running executors, including starting ones.", _EXECUTOR
 )
-EXECUTOR_JOBS: Final = Metric("ergon.executor.jobs", "gauge", "{job}", "Jobs that executors have.", _EXECUTOR)
+EXECUTOR_JOBS: Final = Metric("ergon.executor.jobs", "gauge", "{job}", "Jobs running in executors.", _EXECUTOR)
 EXECUTOR_QUEUE: Final = Metric(
-    "ergon.executor.jobs.waiting", "gauge", "{job}", "Jobs that wait for an executor.", _EXECUTOR
+    "ergon.executor.jobs.waiting", "gauge", "{job}", "Jobs waiting for an executor.", _EXECUTOR
 )
-EXECUTOR_WAITS: Final = Metric(
-    "ergon.executor.waits", "counter", "{job}", "Jobs that were given an executor, at once or after a wait.", _EXECUTOR
+EXECUTOR_ACQUISITIONS: Final = Metric(
+    "ergon.executor.acquisitions", "counter", "{job}", "Jobs that acquired an executor.", _EXECUTOR
 )
-EXECUTOR_WAITED: Final = Metric(
-    "ergon.executor.waits.duration", "counter", "s", "Seconds that those jobs waited for it.", _EXECUTOR
+EXECUTOR_ACQUISITION_SECONDS: Final = Metric(
+    "ergon.executor.acquisitions.duration", "counter", "s", "Total seconds that these jobs waited for it.", _EXECUTOR
 )
 EXECUTORS_STARTED: Final = Metric("ergon.executors.started", "counter", "{process}", "Executors started.", _EXECUTOR)
 EXECUTORS_FAILED: Final = Metric(
     "ergon.executors.failed",
     "counter",
     "{process}",
-    "Executors that could not be started, or never got ready.",
+    "Executors that failed to start or never became ready.",
     _EXECUTOR,
 )
 EXECUTORS_RETIRED: Final = Metric(
     "ergon.executors.retired",
     "counter",
     "{process}",
-    "Executors replaced between jobs, for wear or distrust.",
+    "Executors replaced between jobs because of a usage limit or a protocol violation.",
     _EXECUTOR,
 )
 EXECUTORS_KILLED: Final = Metric(
     "ergon.executors.killed",
     "counter",
     "{process}",
-    "Executors killed for a job that took too long or was left.",
+    "Executors killed because a job timed out or was abandoned.",
     _EXECUTOR,
 )
 EXECUTORS_DIED: Final = Metric(
-    "ergon.executors.died", "counter", "{process}", "Executors that ended without having been told to.", _EXECUTOR
+    "ergon.executors.died", "counter", "{process}", "Executors that exited unexpectedly.", _EXECUTOR
 )
-EXECUTOR_STRAYS: Final = Metric(
-    "ergon.executor.strays",
+EXECUTOR_UNEXPECTED_LINES: Final = Metric(
+    "ergon.executor.unexpected_lines",
     "counter",
     "{line}",
-    "Lines of executors that are no outcome of a job they have.",
+    "Executor output lines that are not the outcome of a running job.",
     (Attribute.EXECUTOR, Attribute.REASON),
 )
 
@@ -320,80 +333,89 @@ FACTS: Final = Metric(
     "ergon.facts",
     "counter",
     "{fact}",
-    "Facts that a store was given: stored, repeated, conflict, refused or full.",
+    "Facts sent to a store, by outcome: stored, repeated, conflict, rejected or full.",
     (Attribute.BUFFER, Attribute.OUTCOME),
 )
 ARTIFACTS: Final = Metric(
     "ergon.artifacts",
     "counter",
     "{artifact}",
-    "Artifacts that a store was given: stored, repeated, conflict, refused, full or broken off.",
+    "Artifacts sent to a store, by outcome: stored, repeated, conflict, rejected, full or interrupted.",
     (Attribute.BUFFER, Attribute.OUTCOME),
 )
 ARTIFACTS_LOST: Final = Metric(
     "ergon.artifacts.lost",
     "counter",
     "{artifact}",
-    "Readings of an artifact that a fact names and that is missing or damaged, by the zone of the fact.",
+    "Reads of a missing or damaged artifact that a fact references, by zone of the fact.",
     (Attribute.BUFFER, Attribute.ZONE),
 )
 
-_REPLICA: Final = (Attribute.REPLICA, Attribute.FROM_ZONE, Attribute.TO_ZONE)
-REPLICA_LAG: Final = Metric(
-    "ergon.replica.lag",
+_REPLICATION: Final = (Attribute.REPLICA, Attribute.FROM_ZONE, Attribute.TO_ZONE)
+REPLICATION_LAG: Final = Metric(
+    "ergon.replication.lag",
     "gauge",
     "{fact}",
-    "Facts that the source has and this zone has not, as last asked.",
-    _REPLICA,
+    "Facts of the source that are missing in this zone, as of the last poll.",
+    _REPLICATION,
     across="max",
 )
-REPLICA_LAG_BYTES: Final = Metric("ergon.replica.lag.size", "gauge", "By", "Bytes of their objects.", _REPLICA, "max")
-REPLICA_LAG_SECONDS: Final = Metric(
-    "ergon.replica.lag.duration",
+REPLICATION_LAG_BYTES: Final = Metric(
+    "ergon.replication.lag.size", "gauge", "By", "Bytes of the missing facts, without artifacts.", _REPLICATION, "max"
+)
+REPLICATION_LAG_SECONDS: Final = Metric(
+    "ergon.replication.lag.duration",
     "gauge",
     "s",
-    "Seconds since the oldest of them was stored, or since the source was last heard of if that is longer ago.",
-    _REPLICA,
+    "Seconds since the oldest missing fact was stored, or since the last contact with the source if that is earlier.",
+    _REPLICATION,
     across="max",
 )
-REPLICA_STATUS: Final = Metric(
-    "ergon.replica.status",
+REPLICATION_STATUS: Final = Metric(
+    "ergon.replication.status",
     "gauge",
     "{replica}",
-    "1 for the state that it is in.",
-    (*_REPLICA, Attribute.STATUS),
+    "1 for the current status of the replica.",
+    (*_REPLICATION, Attribute.STATUS),
     across="max",
 )
-REPLICA_FACTS: Final = Metric("ergon.replica.facts", "counter", "{fact}", "Facts that were forwarded.", _REPLICA)
-REPLICA_ARTIFACTS: Final = Metric(
-    "ergon.replica.artifacts", "counter", "{artifact}", "Artifacts that were copied.", _REPLICA
+REPLICATED_FACTS: Final = Metric(
+    "ergon.replication.facts", "counter", "{fact}", "Facts copied, including repeats.", _REPLICATION
 )
-REPLICA_BYTES: Final = Metric(
-    "ergon.replica.artifacts.size", "counter", "By", "Bytes of artifacts that went over the line.", _REPLICA
+REPLICATED_ARTIFACTS: Final = Metric(
+    "ergon.replication.artifacts", "counter", "{artifact}", "Artifacts copied.", _REPLICATION
 )
-REPLICA_TROUBLES: Final = Metric(
-    "ergon.replica.troubles",
+REPLICATED_BYTES: Final = Metric(
+    "ergon.replication.artifacts.size", "counter", "By", "Bytes of artifacts transferred.", _REPLICATION
+)
+REPLICATION_ERRORS: Final = Metric(
+    "ergon.replication.errors",
     "counter",
     "{failure}",
-    "Calls that failed, by what they mean for the replica.",
-    (*_REPLICA, Attribute.STATUS),
+    "Failed replication calls, by the resulting status.",
+    (*_REPLICATION, Attribute.STATUS),
 )
-ROOM: Final = Metric(
-    "ergon.facts.room", "gauge", "1", "Share of a limit that is used.", (Attribute.BUFFER, Attribute.ROOM), "max"
+CAPACITY_USED_RATIO: Final = Metric(
+    "ergon.facts.capacity.used_ratio",
+    "gauge",
+    "1",
+    "Used fraction of a storage limit, from 0 to 1.",
+    (Attribute.BUFFER, Attribute.CAPACITY),
+    across="max",
 )
-ROOM_ALERTS: Final = Metric(
-    "ergon.facts.room.alert",
+CAPACITY_NEAR_LIMIT: Final = Metric(
+    "ergon.facts.capacity.near_limit",
     "gauge",
     "{limit}",
-    "1 while a limit is nearly reached, 0 otherwise.",
-    (Attribute.BUFFER, Attribute.ROOM),
+    "1 while usage is near a storage limit, 0 otherwise.",
+    (Attribute.BUFFER, Attribute.CAPACITY),
     across="max",
 )
 FACT_CALLS: Final = Metric(
     "ergon.facts.calls",
     "counter",
     "{call}",
-    "Calls of the facts service that are over: answered, left by the caller, or the status they were refused with.",
+    "Completed calls of the facts service: answered, cancelled by the caller, or the error status.",
     (Attribute.METHOD, Attribute.OUTCOME),
 )
 
@@ -401,26 +423,26 @@ METRICS: Final = (
     TRANSACTIONS,
     ATTEMPTS,
     RETRIES,
-    WAITS,
-    WAITED,
+    RETRY_BACKOFFS,
+    RETRY_BACKOFF_SECONDS,
     STEPS,
     STEP_SECONDS,
     STEP_BUCKETS,
     FETCHES,
     EMPTY_FETCHES,
     FAILED_FETCHES,
-    REFUSED,
+    REJECTED_DELIVERIES,
     SETTLED,
-    BREACHES,
-    ABANDONED,
-    FENCED,
+    OVERSIZED_FETCHES,
+    ABANDONED_CALLS,
+    LATE_RESULTS,
     SLOTS,
     QUEUE_AGE,
     QUEUE_AGE_MAX,
     QUEUE_DEPTH,
     QUEUE_LAG,
     QUEUE_WAITS,
-    QUEUE_WAITED,
+    QUEUE_WAIT_SECONDS,
     QUEUE_WAIT_BUCKETS,
     PAUSED,
     BLOCKED,
@@ -438,27 +460,27 @@ METRICS: Final = (
     EXECUTORS,
     EXECUTOR_JOBS,
     EXECUTOR_QUEUE,
-    EXECUTOR_WAITS,
-    EXECUTOR_WAITED,
+    EXECUTOR_ACQUISITIONS,
+    EXECUTOR_ACQUISITION_SECONDS,
     EXECUTORS_STARTED,
     EXECUTORS_FAILED,
     EXECUTORS_RETIRED,
     EXECUTORS_KILLED,
     EXECUTORS_DIED,
-    EXECUTOR_STRAYS,
+    EXECUTOR_UNEXPECTED_LINES,
     FACTS,
     ARTIFACTS,
     ARTIFACTS_LOST,
-    REPLICA_LAG,
-    REPLICA_LAG_BYTES,
-    REPLICA_LAG_SECONDS,
-    REPLICA_STATUS,
-    REPLICA_FACTS,
-    REPLICA_ARTIFACTS,
-    REPLICA_BYTES,
-    REPLICA_TROUBLES,
-    ROOM,
-    ROOM_ALERTS,
+    REPLICATION_LAG,
+    REPLICATION_LAG_BYTES,
+    REPLICATION_LAG_SECONDS,
+    REPLICATION_STATUS,
+    REPLICATED_FACTS,
+    REPLICATED_ARTIFACTS,
+    REPLICATED_BYTES,
+    REPLICATION_ERRORS,
+    CAPACITY_USED_RATIO,
+    CAPACITY_NEAR_LIMIT,
     FACT_CALLS,
 )
 
@@ -470,7 +492,7 @@ class Event:
     TRANSACTION_FAILED: Final = "transaction failed"
     TRANSACTION_DEFERRED: Final = "transaction deferred"
     TRANSACTION_RELEASED: Final = "transaction released"
-    TRANSACTION_REFUSED: Final = "transaction refused"
+    TRANSACTION_REJECTED: Final = "transaction rejected"
     FETCH_FAILED: Final = "fetch failed"
     LOOP_PAUSED: Final = "loop paused"
     LOOP_RESUMED: Final = "loop resumed"
@@ -480,50 +502,50 @@ class Event:
     MODULE_SHADOWED: Final = "module shadowed"
     WORKER_STARTED: Final = "worker started"
     PROCESS_STARTED: Final = "process started"
-    PROCESS_DIED: Final = "process died"
+    PROCESS_EXITED: Final = "process exited unexpectedly"
     PROCESS_STOPPING: Final = "process stopping"
-    CONTRACT_BREACH: Final = "contract breach"
+    FETCH_OVERSIZED: Final = "fetch oversized"
     CONNECTION_LOST: Final = "connection lost"
     CONNECTION_RESTORED: Final = "connection restored"
     TELEMETRY_FAILED: Final = "telemetry failed"
     CALLBACK_FAILED: Final = "on_outcome failed"
     PROVIDER_CALL_FAILED: Final = "provider call failed"
     BREAKER_CHANGED: Final = "breaker changed"
-    BOOKS_FAILED: Final = "books failed"
+    PROVIDER_STATE_FAILED: Final = "provider state update failed"
     ROWS_DROPPED: Final = "provider rows dropped"
-    ROWS_WAIT: Final = "provider rows wait"
+    ROWS_WAITING: Final = "provider rows waiting"
     RETENTION_FAILED: Final = "provider retention failed"
     HEALTH_FAILED: Final = "provider health failed"
     PROVIDER_ATTEMPT: Final = "provider attempt"
     PROVIDER_TASK_ENDED: Final = "provider task ended"
     LEDGER_FAILED: Final = "ledger failed"
-    DEAD_LETTERS_WAIT: Final = "dead letters wait"
-    LINE_REFUSED: Final = "executor line refused"
+    DEAD_LETTERS_WAITING: Final = "dead letters waiting"
+    LINE_REJECTED: Final = "executor line rejected"
     EXECUTOR_STOPPING: Final = "executor stopping"
-    EXECUTOR_STRAY: Final = "executor stray line"
-    EXECUTOR_SAID: Final = "executor said"
-    EXECUTOR_ENDED: Final = "executor ended"
+    EXECUTOR_UNEXPECTED_LINE: Final = "executor line unexpected"
+    EXECUTOR_STDERR: Final = "executor stderr"
+    EXECUTOR_EXITED: Final = "executor exited unexpectedly"
     EXECUTOR_NOT_STARTED: Final = "executor not started"
     EXECUTOR_UNKNOWN: Final = "executor unknown"
     REGISTRATION_FAILED: Final = "executor registration failed"
     JOB_STALE: Final = "job stale"
     JOB_KILLED: Final = "job killed"
-    JOBS_UNWRITTEN: Final = "jobs unwritten"
-    CRON_MISSED: Final = "cron missed"
-    CRON_UNFIRED: Final = "cron unfired"
+    JOB_STORE_UNAVAILABLE: Final = "job store unavailable"
+    CRON_MISSED: Final = "cron schedule missed"
+    CRON_NOT_FIRED: Final = "cron schedule not fired"
     EPOCH_CHANGED: Final = "fact epoch changed"
     ARTIFACT_LOST: Final = "artifact lost"
-    REPLICA_CHANGED: Final = "replica changed"
-    REPLICA_HALTED: Final = "replica halted"
-    ROOM_ENDS: Final = "room ends"
-    ROOM_AGAIN: Final = "room again"
+    REPLICATION_CHANGED: Final = "replication state changed"
+    REPLICATION_HALTED: Final = "replication halted"
+    STORAGE_NEAR_LIMIT: Final = "storage near limit"
+    STORAGE_BELOW_LIMIT: Final = "storage below limit"
     PRUNED: Final = "facts pruned"
     PRUNING_FAILED: Final = "pruning failed"
     ACCESS_DENIED: Final = "access denied"
     LIMIT_REACHED: Final = "limit reached"
     CALL_FAILED: Final = "facts call failed"
     CERTIFICATES_UNREADABLE: Final = "certificates unreadable"
-    REVOCATION_WEAK: Final = "revocation list weak"
+    REVOCATION_INCOMPLETE: Final = "revocation list incomplete"
 
 
 class Field:
@@ -550,9 +572,9 @@ class Field:
     HANDLER_ERROR_TYPE: Final = "handler_error_type"
     TRACE_ID: Final = "trace_id"
     SPAN_ID: Final = "span_id"
-    END: Final = "end"
-    ASKED: Final = "asked"
-    GOT: Final = "got"
+    STOP_REASON: Final = "stop_reason"
+    REQUESTED: Final = "requested"
+    RETURNED: Final = "returned"
     DELIVERIES: Final = "deliveries"
     DELAY: Final = "delay"
     SECONDS: Final = "seconds"
@@ -590,7 +612,7 @@ class Field:
     ACTION: Final = "action"
     FACTS: Final = "facts"
     ARTIFACTS: Final = "artifacts"
-    ROOM: Final = "room"
+    CAPACITY: Final = "capacity"
     USED: Final = "used"
     LIMIT: Final = "limit"
     COUNT: Final = "count"

@@ -48,6 +48,6 @@ def get_options(task: object) -> TelemetryOptions:
     if not isinstance(options, TelemetryOptions):
         raise ConfigurationError(
             f"the attribute telemetry of {type(task).__name__} must be a TelemetryOptions, not "
-            f"{type(options).__name__}; rename it if it is meant for something else"
+            f"{type(options).__name__}; rename it if it has another purpose"
         )
     return options

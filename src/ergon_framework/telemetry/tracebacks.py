@@ -170,7 +170,7 @@ def _format_frames(frames: _Frames, max_frames: int) -> list[str]:
     last = len(frames) - (max_frames - first)
     lines = [line for frame in frames[:first] for line in _format_frame(*frame)]
     if first < last:
-        lines.append(f"... {last - first} frames left out")
+        lines.append(f"... {last - first} frames omitted")
     return lines + [line for frame in frames[max(first, last) :] for line in _format_frame(*frame)]
 
 

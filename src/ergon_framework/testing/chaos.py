@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError
-from ergon_framework.testing.mishaps import (
+from ergon_framework.testing.faults import (
     Fault,
     Plan,
     format_plan,
@@ -20,25 +20,25 @@ from ergon_framework.testing.mishaps import (
     worker_dies_after,
     worker_dies_before,
 )
-from ergon_framework.testing.trial import Result, TaskHarness
+from ergon_framework.testing.harness import HarnessResult, TaskHarness
 from ergon_framework.transaction import Transaction
 
 #: Faults that may be planned for any call.
-_ANYWHERE: Final[tuple[Callable[[random.Random], Fault], ...]] = (
+_FAULT_FACTORIES: Final[tuple[Callable[[random.Random], Fault], ...]] = (
     lambda _: worker_dies_before(),
     lambda _: worker_dies_after(),
     lambda _: loses_response(),
     lambda _: raises(ConnectionLostError("planned")),
-    lambda dice: takes_longer(dice.choice([1.0, 5.0, 20.0, 45.0, 120.0])),
+    lambda rng: takes_longer(rng.choice([1.0, 5.0, 20.0, 45.0, 120.0])),
     lambda _: hangs(),
 )
 #: Places without faults: the number of lease renewals depends on time and does not depend on the task.
-_QUIET: Final = frozenset({"extend"})
+_EXCLUDED_PLACES: Final = frozenset({"extend"})
 #: Maximum number of runs to shrink a plan.
-_SHRINKING: Final = 200
+_MAX_SHRINK_RUNS: Final = 200
 
 #: A fault with its place and the number of its call.
-_Planned: TypeAlias = tuple[str, int, Fault]
+_PlannedFault: TypeAlias = tuple[str, int, Fault]
 
 
 class NotExactlyOnceError(ErgonError, AssertionError):
@@ -58,11 +58,11 @@ class Effects:
     def __init__(self) -> None:
         self._keys: dict[str, list[str | None]] = {}
         #: Returns whether the calling worker is alive; effects of a killed worker's code are not recorded.
-        self.alive: Callable[[], bool] = lambda: True
+        self.is_alive: Callable[[], bool] = lambda: True
 
     def record(self, name: str, *, key: str | None = None) -> bool:
         """Record an effect; return False if it was recorded before under this key."""
-        if not self.alive():
+        if not self.is_alive():
             return False
         keys = self._keys.setdefault(name, [])
         if key is not None and key in keys:
@@ -77,9 +77,9 @@ class Effects:
 
 
 #: Creates a harness with its transactions sent, whose fakes record their effects; called once per run.
-Make: TypeAlias = Callable[[Effects], TaskHarness]
+HarnessFactory: TypeAlias = Callable[[Effects], TaskHarness]
 #: Returns the names of the effects that an acked transaction must have had.
-Owes: TypeAlias = Callable[[str], Sequence[str]]
+RequiredEffects: TypeAlias = Callable[[str], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,17 @@ class ChaosResult:
 
     runs: int
     seed: int
-    mishaps: int
-    deaths: int
+    faults: int
+    killed_workers: int
 
 
 def assert_survives(
-    make: Make, *, runs: int = 100, seed: int = 0, mishaps: int = 4, owes: Owes | None = None
+    make_harness: HarnessFactory,
+    *,
+    runs: int = 100,
+    seed: int = 0,
+    max_faults: int = 4,
+    required_effects: RequiredEffects | None = None,
 ) -> ChaosResult:
     """Run the task of *make_harness* under *runs* random plans of up to *max_faults* each, and check every run.
 
@@ -101,125 +106,146 @@ def assert_survives(
     effects that *required_effects* names for the id of an acked transaction must have happened. Raises
     NotExactlyOnceError otherwise, with the seed and the smallest plan that reproduces the violation.
     """
-    if runs < 1 or mishaps < 1:
-        raise ConfigurationError(f"chaos needs at least one run and one mishap, not {runs} and {mishaps}")
-    calm, found = _judged(make, {}, seed, owes)
-    if found:
-        raise NotExactlyOnceError(f"without any mishap: {'; '.join(found)}")
-    total = deaths = 0
+    if runs < 1 or max_faults < 1:
+        raise ConfigurationError(f"runs and max_faults must be at least 1, got {runs} and {max_faults}")
+    baseline, violations = _run_and_check(make_harness, {}, seed, required_effects)
+    if violations:
+        raise NotExactlyOnceError(f"without any fault: {'; '.join(violations)}")
+    total = killed_workers = 0
     for number in range(runs):
-        dice = random.Random(f"{seed}/{number}")  # noqa: S311 - not a secret
-        planned = _drawn(dice, calm, mishaps)
-        result, found = _judged(make, _plan(planned), seed + number, owes)
-        if found:
-            _tell(make, planned, owes, run=number, seed=seed, found=found)
+        rng = random.Random(f"{seed}/{number}")  # noqa: S311 - not a secret
+        planned = _draw_faults(rng, baseline, max_faults)
+        result, violations = _run_and_check(make_harness, _to_plan(planned), seed + number, required_effects)
+        if violations:
+            _raise_violation(make_harness, planned, required_effects, run=number, seed=seed, violations=violations)
         total += len(planned)
-        deaths += result.deaths
-    return ChaosResult(runs, seed, total, deaths)
+        killed_workers += result.killed_workers
+    return ChaosResult(runs, seed, total, killed_workers)
 
 
-def _drawn(dice: random.Random, calm: Result, most: int) -> list[_Planned]:
+def _draw_faults(rng: random.Random, baseline: HarnessResult, max_faults: int) -> list[_PlannedFault]:
     """Draw some calls of a run without faults, and a few calls after them, each with a fault."""
-    made = Counter(call.place for call in calm.calls if call.place not in _QUIET)
-    places = sorted(made)
+    call_counts = Counter(call.place for call in baseline.calls if call.place not in _EXCLUDED_PLACES)
+    places = sorted(call_counts)
     if not places:
-        raise ConfigurationError("the trial made no call at all; send it transactions")
+        raise ConfigurationError("the harness run made no call; send transactions to the harness first")
     planned: dict[tuple[str, int], Fault] = {}
-    for _ in range(dice.randint(1, most)):
-        place = dice.choice(places)
-        planned[place, dice.randint(0, made[place] + 1)] = dice.choice(_ANYWHERE)(dice)
-    return [(place, number, mishap) for (place, number), mishap in planned.items()]
+    for _ in range(rng.randint(1, max_faults)):
+        place = rng.choice(places)
+        planned[place, rng.randint(0, call_counts[place] + 1)] = rng.choice(_FAULT_FACTORIES)(rng)
+    return [(place, number, fault) for (place, number), fault in planned.items()]
 
 
-def _plan(planned: Sequence[_Planned]) -> Plan:
+def _to_plan(planned: Sequence[_PlannedFault]) -> Plan:
     plan: dict[str, dict[int, Fault]] = {}
-    for place, number, mishap in sorted(planned, key=lambda one: one[:2]):
-        plan.setdefault(place, {})[number] = mishap
+    for place, number, fault in sorted(planned, key=lambda item: item[:2]):
+        plan.setdefault(place, {})[number] = fault
     return plan
 
 
-def _judged(make: Make, plan: Plan, seed: int, owes: Owes | None) -> tuple[Result, list[str]]:
+def _run_and_check(
+    make_harness: HarnessFactory, plan: Plan, seed: int, required_effects: RequiredEffects | None
+) -> tuple[HarnessResult, list[str]]:
     """Run the harness once; return its result and the violations."""
     effects = Effects()
-    trial = make(effects)
+    harness = make_harness(effects)
     # Faults planned by the factory stay in effect.
-    trial.faults = _both(trial.faults, plan)
-    trial.seed = seed
-    effects.alive = lambda: not trial.dead
-    result = trial.run()
-    return result, _faults(result, effects.counts, owes)
+    harness.faults = _merge_plans(harness.faults, plan)
+    harness.seed = seed
+    effects.is_alive = lambda: not harness.is_killed
+    result = harness.run()
+    return result, _find_violations(result, effects.counts, required_effects)
 
 
-def _both(own: Plan, more: Plan) -> Plan:
-    merged: dict[str, Any] = dict(own)
-    for place, planned in more.items():
-        before = merged.get(place, {})
-        if isinstance(before, Mapping) and isinstance(planned, Mapping):
-            merged[place] = {**planned, **before}
+def _merge_plans(own_plan: Plan, extra_plan: Plan) -> Plan:
+    merged: dict[str, Any] = dict(own_plan)
+    for place, planned in extra_plan.items():
+        own_faults = merged.get(place, {})
+        if isinstance(own_faults, Mapping) and isinstance(planned, Mapping):
+            merged[place] = {**planned, **own_faults}
     return merged
 
 
-def _faults(result: Result, effects: Counter[str], owes: Owes | None) -> list[str]:
-    found = []
-    acked, buried, left = result.acked, result.dead_lettered, Counter(result.left)
-    for name, sent in Counter(result.sent).items():
-        ended = acked[name] + buried[name] + left[name]
-        if ended != sent:
-            where = f"acked {acked[name]}, dead {buried[name]}, left {left[name]} times"
-            word = "was lost" if ended < sent else "ended more than once"
-            found.append(f"the transaction {name!r} {word}: sent {sent} times, {where}")
-        if owes is not None and acked[name]:
-            found += [
+def _find_violations(
+    result: HarnessResult, effects: Counter[str], required_effects: RequiredEffects | None
+) -> list[str]:
+    violations = []
+    acked, dead_lettered, remaining = result.acked, result.dead_lettered, Counter(result.remaining)
+    for name, sent_count in Counter(result.sent).items():
+        ended_count = acked[name] + dead_lettered[name] + remaining[name]
+        if ended_count != sent_count:
+            counts = f"acked {acked[name]}, dead-lettered {dead_lettered[name]}, still queued {remaining[name]} times"
+            problem = "was lost" if ended_count < sent_count else "ended more than once"
+            violations.append(f"the transaction {name!r} {problem}: sent {sent_count} times, {counts}")
+        if required_effects is not None and acked[name]:
+            violations += [
                 f"the transaction {name!r} was acked, but the effect {effect!r} did not happen"
-                for effect in owes(name)
+                for effect in required_effects(name)
                 if not effects[effect]
             ]
-    found += [f"the effect {name!r} happened {count} times" for name, count in sorted(effects.items()) if count > 1]
-    return found
+    violations += [
+        f"the effect {name!r} happened {count} times" for name, count in sorted(effects.items()) if count > 1
+    ]
+    return violations
 
 
-def _tell(make: Make, planned: list[_Planned], owes: Owes | None, *, run: int, seed: int, found: list[str]) -> None:
-    planned, found = _shrunk(make, planned, owes, seed=seed + run, found=found)
+def _raise_violation(
+    make_harness: HarnessFactory,
+    planned: list[_PlannedFault],
+    required_effects: RequiredEffects | None,
+    *,
+    run: int,
+    seed: int,
+    violations: list[str],
+) -> None:
+    planned, violations = _shrink(make_harness, planned, required_effects, seed=seed + run, violations=violations)
     raise NotExactlyOnceError(
-        f"{'; '.join(found)}\n"
-        f"seed {seed}, run {run}; the smallest plan that shows it:\n"
-        f"faults = {format_plan(_plan(planned))}\n"
-        f"give it to the trial as faults=faults, with seed={seed + run}, to see it again"
+        f"{'; '.join(violations)}\n"
+        f"seed {seed}, run {run}; smallest plan that reproduces it:\n"
+        f"faults = {format_plan(_to_plan(planned))}\n"
+        f"to reproduce it, pass faults=faults and seed={seed + run} to the harness"
     )
 
 
-def _shrunk(
-    make: Make, planned: list[_Planned], owes: Owes | None, *, seed: int, found: list[str]
-) -> tuple[list[_Planned], list[str]]:
+def _shrink(
+    make_harness: HarnessFactory,
+    planned: list[_PlannedFault],
+    required_effects: RequiredEffects | None,
+    *,
+    seed: int,
+    violations: list[str],
+) -> tuple[list[_PlannedFault], list[str]]:
     """Remove faults and reduce call numbers while the violation remains."""
     tries = 0
-    smaller = True
-    while smaller:
-        smaller = False
-        for candidate in _candidates(planned):
-            if tries >= _SHRINKING:
-                return planned, found
+    was_reduced = True
+    while was_reduced:
+        was_reduced = False
+        for reduced in _list_reductions(planned):
+            if tries >= _MAX_SHRINK_RUNS:
+                return planned, violations
             tries += 1
-            _, still = _judged(make, _plan(candidate), seed, owes)
-            if still:
-                planned, found, smaller = candidate, still, True
+            _, remaining_violations = _run_and_check(make_harness, _to_plan(reduced), seed, required_effects)
+            if remaining_violations:
+                planned, violations, was_reduced = reduced, remaining_violations, True
                 break
-    return planned, found
+    return planned, violations
 
 
-def _candidates(planned: list[_Planned]) -> list[list[_Planned]]:
+def _list_reductions(planned: list[_PlannedFault]) -> list[list[_PlannedFault]]:
     fewer = [planned[:n] + planned[n + 1 :] for n in range(len(planned)) if len(planned) > 1]
-    taken = {(place, number) for place, number, _ in planned}
+    planned_calls = {(place, number) for place, number, _ in planned}
     earlier = [
-        [*planned[:n], (place, before, mishap), *planned[n + 1 :]]
-        for n, (place, number, mishap) in enumerate(planned)
-        for before in range(number)
-        if (place, before) not in taken
+        [*planned[:n], (place, earlier_number, fault), *planned[n + 1 :]]
+        for n, (place, number, fault) in enumerate(planned)
+        for earlier_number in range(number)
+        if (place, earlier_number) not in planned_calls
     ]
     return fewer + earlier
 
 
-def assert_one_effect_per_ack(transactions: Sequence[Transaction], name: Callable[[Transaction], str]) -> Owes:
+def assert_one_effect_per_ack(
+    transactions: Sequence[Transaction], name: Callable[[Transaction], str]
+) -> RequiredEffects:
     """Return required effects: each acked transaction of *transactions* had the effect that *name* returns."""
-    names = {transaction.id: [name(transaction)] for transaction in transactions}
-    return lambda transaction: names.get(transaction, [])
+    effect_names = {transaction.id: [name(transaction)] for transaction in transactions}
+    return lambda transaction: effect_names.get(transaction, [])

@@ -14,12 +14,12 @@ from typing import Any, Final
 from ergon_framework.errors import ConfigurationError, ErgonError
 
 #: Seconds by which the clock is shifted: more than a year, and not a whole number of days.
-MOVED: Final = 400 * 86_400 + 12_345.678
+CLOCK_OFFSET_SECONDS: Final = 400 * 86_400 + 12_345.678
 #: Timeout of a fresh process in seconds.
-PATIENCE: Final = 60.0
+PROCESS_TIMEOUT_SECONDS: Final = 60.0
 
 
-class NotDeterministic(ErgonError, AssertionError):
+class NotDeterministicError(ErgonError, AssertionError):
     """One event has two ids: a retry would append it twice."""
 
     final = True
@@ -35,48 +35,50 @@ def assert_deterministic(
     function of a module, so that another process can import it.
     """
     first = make(*args, **fields)
-    _same(first, make(*args, **fields), "called a second time", "is it random, or does it count?")
+    _compare_results(first, make(*args, **fields), "called a second time", "does it use a random source or a counter?")
     for name, others in (ignores or {}).items():
         if name not in fields:
-            raise ConfigurationError(f"ignores names {name!r}, which is not among the fields; give it by name")
+            raise ConfigurationError(f"ignores contains {name!r}, which is not among the fields; pass it as a keyword")
         for other in others:
-            made = make(*args, **{**fields, name: other})
-            _same(first, made, f"with another {name}", "leave out of the id what does not name the event")
-    fresh, later = _elsewhere(make, args, fields)
+            result = make(*args, **{**fields, name: other})
+            _compare_results(
+                first, result, f"with another {name}", "leave fields that do not identify the event out of the id"
+            )
+    fresh, later = _run_in_fresh_process(make, args, fields)
     _compare(repr(first), fresh, "in a fresh process", "does it use hash(), a process id, or an object's own id?")
-    _compare(repr(first), later, "with the clock moved", "use the business time, and not the clock's")
+    _compare(repr(first), later, "with the clock shifted", "use the business time instead of the clock")
 
 
-def _same(first: Any, again: Any, when: str, hint: str) -> None:
+def _compare_results(first: Any, again: Any, when: str, hint: str) -> None:
     _compare(repr(first), repr(again), when, hint)
 
 
 def _compare(first: str, again: str, when: str, hint: str) -> None:
     if first != again:
-        raise NotDeterministic(f"the id was {first:.80} and {when} it is {again:.80}; {hint}")
+        raise NotDeterministicError(f"the id was {first:.80} and {when} it is {again:.80}; {hint}")
 
 
-def _elsewhere(make: Callable[..., Any], args: tuple[Any, ...], fields: dict[str, Any]) -> tuple[str, str]:
+def _run_in_fresh_process(make: Callable[..., Any], args: tuple[Any, ...], fields: dict[str, Any]) -> tuple[str, str]:
     """Return two ids from a process that shares only the files with this one: immediately, and with a shifted clock."""
     try:
-        work = pickle.dumps((make, args, fields))
+        call = pickle.dumps((make, args, fields))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigurationError(
-            f"{make!r:.80} cannot be called in another process ({error}); give a function of a module, and plain values"
+            f"{make!r:.80} cannot be called in another process ({error}); pass a module-level function and plain values"
         ) from error
-    asked = pickle.dumps({"path": sys.path, "work": work, "moved": MOVED})
+    request = pickle.dumps({"path": sys.path, "work": call, "moved": CLOCK_OFFSET_SECONDS})
     # The hash seed of the fresh process differs from the seed of this process.
-    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    done = subprocess.run(  # noqa: S603  # nosec - the framework's own file
-        [sys.executable, str(Path(__file__).with_name("fresh.py"))],
-        input=asked,
+    hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    process = subprocess.run(  # noqa: S603  # nosec - the framework's own file
+        [sys.executable, str(Path(__file__).with_name("determinism_probe.py"))],
+        input=request,
         capture_output=True,
-        timeout=PATIENCE,
+        timeout=PROCESS_TIMEOUT_SECONDS,
         check=False,
-        env={**os.environ, "PYTHONHASHSEED": seed},
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
     )
-    if done.returncode != 0:
-        words = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise ConfigurationError(f"{make!r:.80} cannot be called in a fresh process: {''.join(words)}")
-    fresh, later = json.loads(done.stdout)
+    if process.returncode != 0:
+        last_line = process.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise ConfigurationError(f"{make!r:.80} cannot be called in a fresh process: {''.join(last_line)}")
+    fresh, later = json.loads(process.stdout)
     return fresh, later

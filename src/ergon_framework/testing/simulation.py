@@ -14,20 +14,19 @@ from functools import partial
 from typing import Any
 
 from ergon_framework import scope
+from ergon_framework.clock import Clock
 from ergon_framework.connectors.base import AsyncConnector, Connector
-from ergon_framework.engine.effects import Call, R, Script
-from ergon_framework.engine.outcome import CallResult, Err, Ok
-from ergon_framework.engine.senses import Clock
-from ergon_framework.engine.slots import Mailbox, Scheduler, Slot
+from ergon_framework.engine.effects import Call, CallResult, Err, Ok, R, Script
+from ergon_framework.engine.scheduler import Mailbox, Scheduler, Slot
 from ergon_framework.errors import ErgonError
-from ergon_framework.task.consume import ClaimsLost, ConnectorCalls, ConsumeLoop
-from ergon_framework.task.defaults import choose_policy
-from ergon_framework.task.gates import Gate
-from ergon_framework.task.loops import running_loops
-from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
-from ergon_framework.task.report import Outcome, ProduceReport, Report
-from ergon_framework.testing.virtual import DAWN, Deadlock
+from ergon_framework.gates import Gate
+from ergon_framework.task.context import choose_policy
+from ergon_framework.testing.virtual_time import START_UNIX_SECONDS, DeadlockError
 from ergon_framework.transaction import Transaction
+from ergon_framework.worker.consume import ClaimsLost, ConnectorCalls, ConsumeLoop
+from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy
+from ergon_framework.worker.report import Outcome, ProduceReport, Report
+from ergon_framework.worker.running import running_loops
 
 Action = Callable[[], object]
 
@@ -44,14 +43,14 @@ class SimulationEvent:
     """One event of a call: "begins", "returns", "raises", or "late" when a fenced call returned."""
 
     at: float
-    what: str
+    event: str
     step: str
     transaction: str | None
     attempt: int | None
 
     def __str__(self) -> str:
-        name = "" if self.transaction is None else f" {self.transaction}#{self.attempt}"
-        return f"{self.at:10.3f} {self.step}{name} {self.what}"
+        label = "" if self.transaction is None else f" {self.transaction}#{self.attempt}"
+        return f"{self.at:10.3f} {self.step}{label} {self.event}"
 
 
 class Simulation(Scheduler):
@@ -65,14 +64,16 @@ class Simulation(Scheduler):
     def __init__(self, seed: int = 0, *, start: float = 0.0) -> None:
         self._random = random.Random(seed)  # noqa: S311 - not a secret
         self._now = start
-        super().__init__(Clock(monotonic=lambda: self._now, wall=lambda: DAWN + self._now, random=self._random.random))
+        super().__init__(
+            Clock(monotonic=lambda: self._now, wall=lambda: START_UNIX_SECONDS + self._now, random=self._random.random)
+        )
         self.trace: list[SimulationEvent] = []
         self._context = copy_context()
         self._ready: list[Action] = []
-        self._events: list[tuple[float, int, Action]] = []
-        self._numbers = itertools.count()
+        self._scheduled: list[tuple[float, int, Action]] = []
+        self._sequence = itertools.count()
         self._result: tuple[Any, BaseException | None] | None = None
-        self._taken: float | None = None
+        self._reported_seconds: float | None = None
 
     # -- for tests -------------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ class Simulation(Scheduler):
         """Run ``task.consume_transactions``, of either variant, in this simulation."""
         policy = choose_policy(task, policy, ConsumerPolicy)
         consumption: ConsumeLoop = task._consume_transactions(  # noqa: SLF001 - name given by the source documents
-            policy, self, _broker(task.connector, policy), gates=gates, on_outcome=on_outcome
+            policy, self, _connector_calls(task.connector, policy), gates=gates, on_outcome=on_outcome
         )
         unlisten = task.connector.listen(_ConnectorListener(self, consumption))
         try:
@@ -107,17 +108,15 @@ class Simulation(Scheduler):
             report: ProduceReport = self.run(production.run())
             return report
 
-    def at(self, moment: float, action: Action) -> None:
+    def call_at(self, moment: float, action: Action) -> None:
         """Schedule *action* at *moment*, in seconds since the start of the simulation."""
-        heapq.heappush(self._events, (moment, next(self._numbers), action))
+        heapq.heappush(self._scheduled, (moment, next(self._sequence), action))
 
     def busy_for(self, seconds: float) -> None:
         """Add *seconds* to the duration of the calling plain function; its result is delivered that much later."""
-        if self._taken is None:
-            raise SimulationError(
-                "busy_for() belongs into a plain function run by this simulation; await sleep() instead"
-            )
-        self._taken += seconds
+        if self._reported_seconds is None:
+            raise SimulationError("busy_for() is for plain functions run by this simulation; await sleep() instead")
+        self._reported_seconds += seconds
 
     def sleep(self, seconds: float) -> Awaitable[None]:
         """Return an awaitable that sleeps, for coroutines run by this simulation."""
@@ -125,7 +124,7 @@ class Simulation(Scheduler):
 
     def run_until_idle(self) -> None:
         """Let time pass until nothing is due, so that all calls that can exit have exited."""
-        while self._step():
+        while self._run_next():
             pass
 
     # -- the driver ------------------------------------------------------------------------------
@@ -135,11 +134,11 @@ class Simulation(Scheduler):
         self._closed, self._result = False, None
         self.start(script)
         while self._result is None:
-            if not self._step():
+            if not self._run_next():
                 self.close()
-                raise Deadlock(
+                raise DeadlockError(
                     f"at {self._now:.6f} virtual seconds every script waits and nothing is due; "
-                    "somebody waits for what nobody will do"
+                    "look for a wait that nothing ends"
                 )
         self.close()
         value, error = self._result
@@ -164,61 +163,61 @@ class Simulation(Scheduler):
     def _finish(self, value: Any, error: BaseException | None) -> None:
         self._result = value, error
 
-    def _step(self) -> bool:
+    def _run_next(self) -> bool:
         """Run one ready action, drawn at random, advancing the time if necessary; return False if none is left."""
         if not self._ready:
-            due = min((slot.due for slot in self.live_slots), default=float("inf"))
-            moment = min(due, self._events[0][0] if self._events else float("inf"))
-            if moment == float("inf"):
+            next_deadline = min((slot.due for slot in self.live_slots), default=float("inf"))
+            next_time = min(next_deadline, self._scheduled[0][0] if self._scheduled else float("inf"))
+            if next_time == float("inf"):
                 return False
-            self._now = max(self._now, moment)
-            if due <= self._now:
+            self._now = max(self._now, next_time)
+            if next_deadline <= self._now:
                 self._ready.append(self.expire_due)
-            while self._events and self._events[0][0] <= self._now:
-                self._ready.append(heapq.heappop(self._events)[2])
+            while self._scheduled and self._scheduled[0][0] <= self._now:
+                self._ready.append(heapq.heappop(self._scheduled)[2])
         ready = self._ready
-        chosen = int(self._random.random() * len(ready))
-        ready[chosen], ready[-1] = ready[-1], ready[chosen]
+        index = int(self._random.random() * len(ready))
+        ready[index], ready[-1] = ready[-1], ready[index]
         ready.pop()()
         return True
 
     def _drive(self, slot: Slot, answer: Any) -> None:
         call = self.step(slot, answer)
         if call is not None:
-            self._tell(call, "begins")
-            _Body(self, slot, call).begin(call.context or self._context.copy())
+            self._record_event(call, "begins")
+            _RunningCall(self, slot, call).start(call.context or self._context.copy())
 
-    def after(self, seconds: float, action: Action) -> None:
+    def call_later(self, seconds: float, action: Action) -> None:
         """Schedule *action* after *seconds*; zero seconds schedules it at the current time, not immediately."""
         if seconds > 0:
-            self.at(self._now + seconds, action)
+            self.call_at(self._now + seconds, action)
         else:
             self._ready.append(action)
 
-    def atomically(self, call: Call) -> tuple[Any, float]:
+    def run_function(self, call: Call) -> tuple[Any, float]:
         """Run a plain function; return its result and its reported duration."""
-        self._taken = 0.0
+        self._reported_seconds = 0.0
         try:
             scope.set_scope(call.scope)
             value = call.fn(*call.args)
         except BaseException as error:  # noqa: BLE001 - a result is data; the script classifies it
             value = Err(error)
-        taken, self._taken = self._taken, None
-        return value, taken
+        seconds, self._reported_seconds = self._reported_seconds, None
+        return value, seconds
 
-    def came_back(self, slot: Slot, call: Call, answer: CallResult) -> None:
-        told = self.accept_result(slot, call, answer)
-        if told is not answer:
-            self._tell(call, "late")
+    def deliver_result(self, slot: Slot, call: Call, answer: CallResult) -> None:
+        accepted = self.accept_result(slot, call, answer)
+        if accepted is not answer:
+            self._record_event(call, "late")
         else:
-            self._tell(call, "returns" if isinstance(answer, Ok) else "raises")
-        if told is not None:
-            self._drive(slot, told)
+            self._record_event(call, "returns" if isinstance(answer, Ok) else "raises")
+        if accepted is not None:
+            self._drive(slot, accepted)
 
-    def _tell(self, call: Call, what: str) -> None:
-        inside = call.scope
-        name, attempt = (None, None) if inside is None else (inside.transaction_id, inside.attempt)
-        self.trace.append(SimulationEvent(self._now, what, call.step, name, attempt))
+    def _record_event(self, call: Call, event: str) -> None:
+        call_scope = call.scope
+        name, attempt = (None, None) if call_scope is None else (call_scope.transaction_id, call_scope.attempt)
+        self.trace.append(SimulationEvent(self._now, event, call.step, name, attempt))
 
 
 class _SimulatedSleep:
@@ -233,10 +232,10 @@ class _SimulatedSleep:
         yield self
 
 
-class _Body:
+class _RunningCall:
     """One running handler call."""
 
-    __slots__ = ("_call", "_context", "_coroutine", "_over", "_simulation", "_slot", "_turn")
+    __slots__ = ("_call", "_context", "_coroutine", "_is_done", "_simulation", "_slot", "_wakeup_number")
 
     def __init__(self, simulation: Simulation, slot: Slot, call: Call) -> None:
         self._simulation = simulation
@@ -245,25 +244,25 @@ class _Body:
         self._coroutine: Coroutine[Any, Any, Any] | None = None
         self._context: Context | None = None
         #: Number of the valid wakeup: a cancellation supersedes a sleep.
-        self._turn = 0
-        self._over = False
+        self._wakeup_number = 0
+        self._is_done = False
 
-    def begin(self, context: Context) -> None:
-        value, taken = context.run(self._simulation.atomically, self._call)
+    def start(self, context: Context) -> None:
+        value, seconds = context.run(self._simulation.run_function, self._call)
         if inspect.isawaitable(value):
-            self._coroutine = value if inspect.iscoroutine(value) else _awaited(value)
+            self._coroutine = value if inspect.iscoroutine(value) else _await_value(value)
             self._context = context
             self._call.cancel = self._cancel
-            self._go_on(self._coroutine.send, None)
+            self._resume(self._coroutine.send, None)
             return
         answer = value if isinstance(value, Err) else Ok(value)
-        self._simulation.after(taken, partial(self._end, answer))
+        self._simulation.call_later(seconds, partial(self._end, answer))
 
-    def _go_on(self, step: Callable[[Any], Any], value: Any) -> None:
+    def _resume(self, resume: Callable[[Any], Any], value: Any) -> None:
         assert self._context is not None  # noqa: S101 - set by begin
-        self._turn += 1
+        self._wakeup_number += 1
         try:
-            awaited = self._context.run(step, value)
+            awaited = self._context.run(resume, value)
         except StopIteration as stop:
             self._end(Ok(stop.value))
             return
@@ -273,24 +272,26 @@ class _Body:
         assert self._coroutine is not None  # noqa: S101 - as above
         if awaited is None or isinstance(awaited, _SimulatedSleep):
             seconds = 0.0 if awaited is None else awaited.seconds
-            self._simulation.after(seconds, partial(self._woken, self._turn, self._coroutine.send, None))
+            self._simulation.call_later(seconds, partial(self._wake, self._wakeup_number, self._coroutine.send, None))
             return
-        astray = SimulationError(f"a simulated coroutine can await the simulation's sleep only, not {awaited!r}")
-        self._simulation.after(0.0, partial(self._woken, self._turn, self._coroutine.throw, astray))
+        unsupported = SimulationError(f"a simulated coroutine can only await the simulation's sleep(), got {awaited!r}")
+        self._simulation.call_later(0.0, partial(self._wake, self._wakeup_number, self._coroutine.throw, unsupported))
 
-    def _woken(self, turn: int, step: Callable[[Any], Any], value: Any) -> None:
-        if turn == self._turn and not self._over:
-            self._go_on(step, value)
+    def _wake(self, wakeup_number: int, resume: Callable[[Any], Any], value: Any) -> None:
+        if wakeup_number == self._wakeup_number and not self._is_done:
+            self._resume(resume, value)
 
     def _cancel(self) -> None:
-        if self._over or self._coroutine is None:
+        if self._is_done or self._coroutine is None:
             return
-        self._turn += 1
-        self._simulation.after(0.0, partial(self._woken, self._turn, self._coroutine.throw, asyncio.CancelledError()))
+        self._wakeup_number += 1
+        self._simulation.call_later(
+            0.0, partial(self._wake, self._wakeup_number, self._coroutine.throw, asyncio.CancelledError())
+        )
 
     def _end(self, answer: CallResult) -> None:
-        self._over = True
-        self._simulation.came_back(self._slot, self._call, answer)
+        self._is_done = True
+        self._simulation.deliver_result(self._slot, self._call, answer)
 
 
 class _ConnectorListener:
@@ -307,9 +308,9 @@ class _ConnectorListener:
         self._simulation.signal(self._consumption.mailbox, ClaimsLost(tuple(receipts)))
 
 
-def _broker(connector: Connector | AsyncConnector, policy: ConsumerPolicy) -> ConnectorCalls:
-    extra, able = policy.steps.fetch.extra, connector.capabilities
-    lease = able.lease if able.renewable else None
+def _connector_calls(connector: Connector | AsyncConnector, policy: ConsumerPolicy) -> ConnectorCalls:
+    extra, capabilities = policy.steps.fetch.extra, connector.capabilities
+    lease = capabilities.lease if capabilities.renewable else None
     if isinstance(connector, Connector):
         fetch = partial(connector.fetch_transactions, **extra)
         return ConnectorCalls(fetch=fetch, settle=connector.settle, extend=connector.extend, lease=lease)
@@ -317,5 +318,5 @@ def _broker(connector: Connector | AsyncConnector, policy: ConsumerPolicy) -> Co
     return ConnectorCalls(fetch=fetch_async, settle=connector.settle_async, extend=connector.extend_async, lease=lease)
 
 
-async def _awaited(value: Awaitable[Any]) -> Any:
+async def _await_value(value: Awaitable[Any]) -> Any:
     return await value

@@ -25,12 +25,12 @@ import psycopg
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from ergon_framework.database import migrate
 from ergon_framework.facts.model import Envelope, Fact, ZonePair
 from ergon_framework.facts.service import boundary_pb2 as wire
-from ergon_framework.facts.service.address import ServiceAddress
 from ergon_framework.facts.service.calls import SERVICE
+from ergon_framework.facts.service.channel import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
-from ergon_framework.schema import migrate
 from tests.integration.running import ERGON
 from tests.servers.certificates import CertificateAuthority
 from tests.servers.postgres import PrivatePostgres

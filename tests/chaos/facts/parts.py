@@ -19,13 +19,13 @@ from ergon_framework.facts.boundary import raise_if_error
 from ergon_framework.facts.model import BoundarySide, ZonePair
 from ergon_framework.facts.policy import ReplicationPolicy
 from ergon_framework.facts.replicator import AsyncReplicator, Replicator
-from ergon_framework.facts.service.address import ServiceAddress
+from ergon_framework.facts.service.channel import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
-from ergon_framework.facts.service.client_aio import AsyncBoundaryClient
-from ergon_framework.facts.service.files import TlsFiles
+from ergon_framework.facts.service.client_async import AsyncBoundaryClient
 from ergon_framework.facts.service.server import BoundaryServer
+from ergon_framework.facts.service.tls import TlsFiles
 from ergon_framework.facts.stores.files import FileContentStore
-from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 from tests.chaos.facts.mix import Mix
 from tests.chaos.facts.moody import UnreliableBoundary
 

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.facts.model import BoundarySide, ZonePair
-from ergon_framework.schema.migrate import upgrade
 from tests.chaos.facts.parts import open_store
 from tests.servers.postgres import PrivatePostgres
 

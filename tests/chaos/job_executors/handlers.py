@@ -6,8 +6,8 @@ from typing import Any
 
 from work import RetryRequestedError, perform
 
-from ergon_framework.executor.job import current_job
-from ergon_framework.executor.registry import HandlerRegistry, Retry
+from ergon_framework.executors.registry import HandlerRegistry, Retry
+from ergon_framework.executors.runtime import current_job
 
 registry = HandlerRegistry()
 

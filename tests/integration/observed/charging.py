@@ -43,8 +43,8 @@ PROVIDERS = (
 
 
 def gate():
-    """Holds the loop back for a part of each second."""
-    return Pause("every now and then", 0.3) if time.time() % 2 < 0.6 else None
+    """Pause the loop for a part of each period that drifts against the scrapes."""
+    return Pause("every now and then", 0.3) if time.time() % 2.3 < 0.7 else None
 
 
 @consumer(ORDERS, policy=POLICY, gates=[gate])

@@ -4,10 +4,10 @@ import os
 import sys
 
 from ergon_framework import ConsumerPolicy
-from ergon_framework.executor.jobs.cron import Cron
-from ergon_framework.executor.jobs.orchestrator import ExecutorGroup, Orchestrator
-from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import ExecutorCommand
+from ergon_framework.executors.pool import PoolPolicy
+from ergon_framework.executors.process import ExecutorCommand
+from ergon_framework.jobs.cron import Cron
+from ergon_framework.jobs.orchestrator import ExecutorGroup, Orchestrator
 
 POLICY = ConsumerPolicy.load(
     {

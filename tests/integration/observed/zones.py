@@ -4,10 +4,10 @@ import itertools
 import threading
 import time
 
+from ergon_framework.facts.capacity import CapacityMonitor, CapacityPolicy, store_usage
 from ergon_framework.facts.model import BoundarySide, Buffer, Envelope, Fact, ZonePair
 from ergon_framework.facts.policy import ReplicationPolicy
 from ergon_framework.facts.replicator import Replicator
-from ergon_framework.facts.room import CapacityMonitor, CapacityPolicy, store_usage
 from ergon_framework.facts.stores.memory import MemoryBoundary
 
 PLANT = MemoryBoundary(side=BoundarySide.INNER)

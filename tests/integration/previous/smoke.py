@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from ergon_framework.connectors.base import Ack, DeadLetter, Defer, Release, SettleResult
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterResult
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.transaction import Transaction
 

@@ -6,7 +6,7 @@ from opentelemetry import trace
 
 from ergon_framework import Transaction
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
-from ergon_framework.runner.exporting import configure_otlp
+from ergon_framework.runner.otlp import configure_otlp
 
 configure_otlp("web")
 orders = RabbitMQQueue(os.environ["QUEUE"])

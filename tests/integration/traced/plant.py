@@ -7,12 +7,12 @@ import zones
 
 from ergon_framework import ConsumerPolicy, consumer
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
-from ergon_framework.executor.jobs.client import JobClient
-from ergon_framework.executor.jobs.orchestrator import ExecutorGroup, Orchestrator
-from ergon_framework.executor.pool import PoolPolicy
-from ergon_framework.executor.process import ExecutorCommand
-from ergon_framework.executor.registry import HandlerRegistry
-from ergon_framework.facts.facts import Facts
+from ergon_framework.executors.pool import PoolPolicy
+from ergon_framework.executors.process import ExecutorCommand
+from ergon_framework.executors.registry import HandlerRegistry
+from ergon_framework.facts.append import Facts
+from ergon_framework.jobs.client import JobClient
+from ergon_framework.jobs.orchestrator import ExecutorGroup, Orchestrator
 from ergon_framework.providers.base import ProviderBase
 
 RULES = ConsumerPolicy.load(

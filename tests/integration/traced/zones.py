@@ -6,10 +6,10 @@ from pathlib import Path
 from ergon_framework.facts.model import BoundarySide, ZonePair
 from ergon_framework.facts.policy import ReplicationPolicy
 from ergon_framework.facts.replicator import Replicator
-from ergon_framework.facts.service.address import ServiceAddress
+from ergon_framework.facts.service.channel import ServiceAddress
 from ergon_framework.facts.service.client import BoundaryClient
-from ergon_framework.facts.service.files import TlsFiles
-from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.facts.service.tls import TlsFiles
+from ergon_framework.facts.stores.postgres.store import PostgresBoundary
 
 PLANT, HUB = "plant", "hub"
 

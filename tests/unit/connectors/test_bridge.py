@@ -16,9 +16,9 @@ from ergon_framework.connectors.base import Ack, Release, SettleResult
 from ergon_framework.connectors.bridge import AsyncBridge, SyncBridge, _CallResult, as_async, as_sync
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
-from tests.unit.connectors.worlds import OnlyAsync, OnlySync, RecordingListener, ids_of, make_orders
+from tests.unit.connectors.harness import OnlyAsync, OnlySync, RecordingListener, ids_of, make_orders
 
-CALLER_NAME = ContextVar("who", default="nobody")
+CALLER_NAME = ContextVar("who", default="unknown")
 
 
 class BlockingConnector(OnlySync):
@@ -101,7 +101,7 @@ def test_errors_pass_to_async_unchanged():
         assert caught.value is error
         with pytest.raises(SystemExit):
             await bridge.dispatch_async([])
-        # Python itself turns this one around; what counts is that nobody waits for ever.
+        # Python itself turns this one around; what counts is that no caller waits forever.
         with pytest.raises(RuntimeError, match="StopIteration"):
             await bridge.settle_async([])
         await bridge.close_async()
@@ -262,7 +262,7 @@ def test_a_late_release_that_fails_is_logged(caplog):
 def test_a_hung_call_does_not_block_process_exit():
     code = (
         "import asyncio, threading\n"
-        "from tests.unit.connectors.worlds import OnlySync\n"
+        "from tests.unit.connectors.harness import OnlySync\n"
         "from ergon_framework.connectors.bridge import as_async\n"
         "from ergon_framework.connectors.memory import MemoryConnector\n"
         "begun = threading.Event()\n"
@@ -346,7 +346,7 @@ def test_one_loop_on_one_daemon_thread_with_each_callers_context():
     bridge.depth()
     (thread,) = aio.threads
     assert (thread.name, thread.daemon) == ("ergon-orders-loop", True)
-    assert aio.caller_names == ["first", "nobody"]
+    assert aio.caller_names == ["first", "unknown"]
     bridge.close()
     thread.join(10.0)
     assert not thread.is_alive()

@@ -17,8 +17,8 @@ from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.errors import Category
 from ergon_framework.failure import Attempt
 from ergon_framework.task.decorators import consumer
-from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.transaction import MAX_HISTORY, Transaction
+from ergon_framework.worker.policies import ConsumerPolicy
 
 CODEC = JsonCodec()
 WIRE_SPEC_PATH = Path(__file__).parents[3] / "docs" / "spec" / "wire.md"

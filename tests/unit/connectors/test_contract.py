@@ -19,11 +19,18 @@ from ergon_framework.connectors.base import (
 )
 from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.connectors.memory import MemoryConnector
-from ergon_framework.connectors.memory_log import MemoryLog
 from ergon_framework.errors import Category
 from ergon_framework.failure import Attempt
+from ergon_framework.testing.memory_log import MemoryLog
 from ergon_framework.transaction import Transaction
-from tests.unit.connectors.worlds import ManualClock, OnlyAsync, OnlySync, RecordingListener, ids_of, make_orders
+from tests.unit.connectors.harness import (
+    ManualClock,
+    OnlyAsync,
+    OnlySync,
+    RecordingListener,
+    ids_of,
+    make_orders,
+)
 
 SETTLED, LOST = SettleResult.SETTLED, SettleResult.LOST
 

@@ -8,7 +8,7 @@ import pytest
 
 from ergon_framework.connectors.base import MissingKeyError, UndecodableError
 from ergon_framework.connectors.codec import ENCRYPTED_ERRORS, ENCRYPTION_KEY, JsonCodec, UnencodableError, decode
-from ergon_framework.connectors.deadletters import DeadLetterRecord, TransactionEnvelope
+from ergon_framework.connectors.dead_letters import DeadLetterRecord, TransactionEnvelope
 from ergon_framework.connectors.encryption import (
     EncryptingCodec,
     Keys,
@@ -21,7 +21,7 @@ from ergon_framework.connectors.encryption import (
     reveal_text,
     select_codec,
 )
-from ergon_framework.connectors.foreign import ForeignCodec, from_json_pointer
+from ergon_framework.connectors.foreign_codec import ForeignCodec, from_json_pointer
 from ergon_framework.errors import Category, ConfigurationError
 from ergon_framework.failure import Attempt, Deferral, Failure
 from ergon_framework.transaction import Transaction

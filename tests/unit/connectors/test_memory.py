@@ -20,12 +20,12 @@ from ergon_framework.connectors.base import (
     UndecodableError,
 )
 from ergon_framework.connectors.codec import JsonCodec, UnencodableError
-from ergon_framework.connectors.deadletters import DeadLetterResult
+from ergon_framework.connectors.dead_letters import DeadLetterResult
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.errors import Category
 from ergon_framework.failure import Attempt
 from ergon_framework.transaction import Transaction
-from tests.unit.connectors.worlds import ManualClock, RecordingListener, ids_of, make_orders
+from tests.unit.connectors.harness import ManualClock, RecordingListener, ids_of, make_orders
 
 SETTLED, LOST, FAILED = SettleResult.SETTLED, SettleResult.LOST, SettleResult.FAILED
 
@@ -210,7 +210,7 @@ def test_one_failed_settlement_affects_no_other(queue, clock):
     (stale,) = queue.fetch_transactions(1)
     clock.advance(30.0)
     one, two, three, four, five = queue.fetch_transactions(5)
-    foreign = Delivery(Transaction("x"), "somebody else's")
+    foreign = Delivery(Transaction("x"), "foreign receipt")
     settlings = [
         (one, Ack()),
         (stale, Ack()),

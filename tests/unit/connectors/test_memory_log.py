@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from ergon_framework.connectors.base import Ack, DeadLetter, Defer, Delivery, Release, Settlement, SettleResult
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult
-from ergon_framework.connectors.memory_log import LogRecords, MemoryLog
-from ergon_framework.connectors.side_store import MemoryLogConsumerStore
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterResult
+from ergon_framework.connectors.log_consumer import MemoryLogConsumerStore
 from ergon_framework.errors import ConnectionLostError
+from ergon_framework.testing.memory_log import LogRecords, MemoryLog
 from ergon_framework.transaction import Transaction
-from tests.unit.connectors.worlds import ManualClock, RecordingListener, ids_of, make_orders
+from tests.unit.connectors.harness import ManualClock, RecordingListener, ids_of, make_orders
 
 SETTLED, LOST, FAILED = SettleResult.SETTLED, SettleResult.LOST, SettleResult.FAILED
 
@@ -74,7 +74,7 @@ def test_records_of_one_key_are_in_one_partition_in_order(clock):
 
 def test_the_partition_of_a_key_is_the_same_in_every_process():
     code = (
-        "from ergon_framework.connectors.memory_log import LogRecords\n"
+        "from ergon_framework.testing.memory_log import LogRecords\n"
         "from ergon_framework.transaction import Transaction\n"
         "log = LogRecords(16)\n"
         "print([log.append(Transaction('x', key=f'key-{n}'), 0.0).partition for n in range(20)])"
@@ -122,7 +122,7 @@ def test_a_restart_continues_at_the_watermark_and_counts_the_crash(log):
     one, _two, three = log.fetch_transactions(3)
     settle_all(log, [one, three], Ack())
     redelivered = restart(log).fetch_transactions(10)
-    # c was settled beyond the watermark: after a crash nobody knows.
+    # c was settled beyond the watermark: after a crash that is unknown.
     assert ids_of(redelivered) == ["b", "c", "d"]
     assert [delivery.deliveries for delivery in redelivered] == [2, 1, 1]
 
@@ -295,7 +295,7 @@ def test_one_failed_settlement_affects_no_other(log):
 
 
 class FailingSideStore(MemoryLogConsumerStore):
-    """A side store whose server goes away for the places it is told."""
+    """A side store whose server is unavailable for the positions in *failing_offsets*."""
 
     def __init__(self):
         super().__init__()

@@ -9,8 +9,7 @@ import pytest
 from nats.aio.client import Client
 from nats.protocol.parser import Parser
 
-from ergon_framework.connectors.nats.client import FastClient
-from ergon_framework.connectors.nats.frames import RawMessage
+from ergon_framework.connectors.nats.fast_client import FastClient, RawMessage
 
 
 @pytest.mark.parametrize("name", ["_process_msg", "_remove_sub", "_send_command", "_flush_pending"])

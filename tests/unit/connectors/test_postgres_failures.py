@@ -6,8 +6,8 @@ import pytest
 from psycopg import errors
 
 from ergon_framework.connectors.base import ConnectorError
+from ergon_framework.database.errors import translate_error
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
-from ergon_framework.schema.failures import translate_error
 
 
 @pytest.mark.spec("SEC-15")
@@ -68,4 +68,4 @@ def test_a_permanent_error_is_not_a_lost_connection(state, kind):
 @pytest.mark.spec("SEC-15")
 def test_a_broken_connection_has_the_reason_that_the_server_reported():
     assert str(translate_error(errors.AdminShutdown("bye"), is_broken=True)) == "the database is being stopped: bye"
-    assert str(translate_error(errors.OperationalError("gone"), is_broken=True)) == "the database is out of reach: gone"
+    assert str(translate_error(errors.OperationalError("gone"), is_broken=True)) == "the database is unavailable: gone"

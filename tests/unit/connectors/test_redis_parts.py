@@ -10,18 +10,17 @@ from redis import exceptions
 from ergon_framework.connectors.base import Ack, ConnectorError, Defer, Delivery, SettleResult
 from ergon_framework.connectors.codec import JsonCodec, UnencodableError
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
-from ergon_framework.connectors.redis import durability, keys
-from ergon_framework.connectors.redis.claiming import ClaimManager
-from ergon_framework.connectors.redis.durability import assess_durability
-from ergon_framework.connectors.redis.failures import translate_error
+from ergon_framework.connectors.redis import connection
+from ergon_framework.connectors.redis import messages as keys
+from ergon_framework.connectors.redis.claims import ClaimManager, RedisReceipt
+from ergon_framework.connectors.redis.connection import assess_durability, translate_error
 from ergon_framework.connectors.redis.messages import Messages, previous_deliveries
-from ergon_framework.connectors.redis.receipt import RedisReceipt
-from ergon_framework.connectors.redis.settling import RedisSettler
+from ergon_framework.connectors.redis.settle import RedisSettler
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.transaction import Transaction
 
 
-@pytest.mark.parametrize("module", [durability, keys])
+@pytest.mark.parametrize("module", [connection, keys])
 def test_the_examples_of_the_documentation_hold(module):
     assert doctest.testmod(module, raise_on_error=True).attempted > 0
 
@@ -30,16 +29,16 @@ def test_the_examples_of_the_documentation_hold(module):
 @pytest.mark.parametrize(
     "error, kind, message",
     [
-        (exceptions.ConnectionError("Connection refused"), ConnectionLostError, "out of reach"),
-        (exceptions.TimeoutError("no answer"), ConnectionLostError, "out of reach"),
-        (exceptions.BusyLoadingError("Redis is loading"), ConnectionLostError, "out of reach"),
-        (exceptions.ClusterDownError("The cluster is down"), ConnectionLostError, "out of reach"),
-        (exceptions.MasterDownError("Link with MASTER is down"), ConnectionLostError, "out of reach"),
-        (exceptions.ResponseError("UNBLOCKED force unblock"), ConnectionLostError, "out of reach"),
+        (exceptions.ConnectionError("Connection refused"), ConnectionLostError, "unavailable"),
+        (exceptions.TimeoutError("no answer"), ConnectionLostError, "unavailable"),
+        (exceptions.BusyLoadingError("Redis is loading"), ConnectionLostError, "unavailable"),
+        (exceptions.ClusterDownError("The cluster is down"), ConnectionLostError, "unavailable"),
+        (exceptions.MasterDownError("Link with MASTER is down"), ConnectionLostError, "unavailable"),
+        (exceptions.ResponseError("UNBLOCKED force unblock"), ConnectionLostError, "unavailable"),
         (exceptions.ReadOnlyError("You can't write"), ConnectionLostError, "the primary's address"),
         (exceptions.ResponseError("READONLY You can't write"), ConnectionLostError, "the primary's address"),
-        (exceptions.AskError("7 127.0.0.1:7000"), ConnectionLostError, "ask again"),
-        (exceptions.TryAgainError("Multiple keys"), ConnectionLostError, "ask again"),
+        (exceptions.AskError("7 127.0.0.1:7000"), ConnectionLostError, "retry"),
+        (exceptions.TryAgainError("Multiple keys"), ConnectionLostError, "retry"),
         (exceptions.AuthenticationError("WRONGPASS"), ConfigurationError, "check the user"),
         (exceptions.NoPermissionError("no permissions"), ConfigurationError, "check the user"),
         (exceptions.OutOfMemoryError("command not allowed"), ConnectionLostError, "raise maxmemory"),
@@ -73,7 +72,7 @@ class BodyHeaderCodec(JsonCodec):
 
 def test_a_header_cannot_have_the_name_of_the_body_field():
     messages = Messages(BodyHeaderCodec(), name="odd", body_field="body")
-    with pytest.raises(UnencodableError, match="as the body"):
+    with pytest.raises(UnencodableError, match="like the body"):
         messages.encode_fields(Transaction("tx", {}))
 
 

@@ -95,7 +95,7 @@ def test_a_failed_transaction_is_retried_and_then_logged(run: Any, caplog: pytes
     policy = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 2, "backoff": 0.0}}}})
     report = run(BatchConnector(transactions("a")), fail, policy)
     assert (attempts, report.finished) == (["a", "a"], 1)
-    (record,) = [record for record in caplog.records if get_event(record) == "dead letter not kept"]
+    (record,) = [record for record in caplog.records if get_event(record) == "dead letter discarded"]
     assert (record.levelno, record.queue, record.transaction_id, record.reason) == (  # type: ignore[attr-defined]
         logging.WARNING,
         "numbers",

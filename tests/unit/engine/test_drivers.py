@@ -10,11 +10,24 @@ from typing import Any
 
 import pytest
 
-from ergon_framework.engine.drivers.aio import AsyncioDriver
-from ergon_framework.engine.drivers.threads import ThreadDriver
-from ergon_framework.engine.effects import NEVER, Call, Script, await_exit, call, interrupt, sleep, spawn, wait
-from ergon_framework.engine.outcome import Err, Expired, Interrupted, Ok
-from ergon_framework.engine.slots import Scheduler, ScriptEnded, SlotFreed
+from ergon_framework.engine.aio import AsyncioDriver
+from ergon_framework.engine.effects import (
+    NEVER,
+    Call,
+    Err,
+    Expired,
+    Interrupted,
+    Ok,
+    Script,
+    await_exit,
+    call,
+    interrupt,
+    sleep,
+    spawn,
+    wait,
+)
+from ergon_framework.engine.scheduler import Scheduler, ScriptEnded, SlotFreed
+from ergon_framework.engine.threads import ThreadDriver
 
 
 def drive(variant: str, script: Callable[[Scheduler], Script[Any]]) -> Any:
@@ -126,7 +139,7 @@ def test_an_interrupt_ends_the_pending_effect_or_the_next(variant: str) -> None:
             assert isinstance(events, list)
             ended += events
         for slot in slots:
-            yield from interrupt(slot)  # nobody is there any more
+            yield from interrupt(slot)  # the script has ended
         return ended
 
     ended = drive(variant, script)

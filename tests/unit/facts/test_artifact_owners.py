@@ -10,10 +10,9 @@ import pytest
 
 from ergon_framework.facts.errors import AccessDenied, ArtifactUnknown
 from ergon_framework.facts.model import BoundarySide, Envelope, Fact, ZonePair, fact_digest
-from ergon_framework.facts.replica import ReplicaStatus
+from ergon_framework.facts.replica_state import ReplicaStatus
 from ergon_framework.facts.replicator import Replicator
-from ergon_framework.facts.service.access import AccessPolicy
-from ergon_framework.facts.service.identity import Identity
+from ergon_framework.facts.service.access import AccessPolicy, Identity
 from ergon_framework.facts.stores.memory import MemoryBoundary
 
 pytestmark = pytest.mark.spec("SEC-10")

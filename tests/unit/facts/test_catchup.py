@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from ergon_framework.cli import facts_catchup as catchup
+from ergon_framework.cli import output as catchup
 from ergon_framework.facts.model import ZonePair
-from ergon_framework.facts.replica import Lag, ReplicaState, ReplicaStatus
+from ergon_framework.facts.replica_state import Lag, ReplicaState, ReplicaStatus
 
 
 def state(offset, facts):

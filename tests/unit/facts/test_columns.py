@@ -1,4 +1,4 @@
-"""A batch by columns: what is told of each pair, whose offset is whose, and what is too odd to go this way."""
+"""A batch by columns: the result of each pair, the offset of each fact, and irregular batches that go another way."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import pytest
 
 from ergon_framework.facts.model import ArtifactReference, Envelope, Fact, StoredFact, ZonePair, fact_digest
-from ergon_framework.facts.stores.postgres_batch import rows_to_append, rows_to_forward
-from ergon_framework.facts.stores.postgres_columns import to_columns
+from ergon_framework.facts.stores.postgres.append import rows_to_append, rows_to_forward, to_columns
 
 NEAR, FAR = ZonePair("A", "B"), ZonePair("Werk Süd", "B")
 

@@ -1,4 +1,4 @@
-"""What the connector of facts does beyond the exam: foreign facts, epochs, and receipts that cannot be sent at once."""
+"""The fact connector beyond the conformance suite: external facts, epochs, and receipts that are sent later."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 
 from ergon_framework.connectors.base import Ack, DeadLetter, Defer, SettleResult
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterResult
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterResult
 from ergon_framework.errors import ConnectionLostError
+from ergon_framework.facts.append import Facts
 from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
+from ergon_framework.facts.consumer_state import MemoryFactConsumerStore
 from ergon_framework.facts.errors import EpochChanged, FactConflict, InvalidFactError
-from ergon_framework.facts.facts import Facts
+from ergon_framework.facts.fact_log import LoadedFacts
 from ergon_framework.facts.model import BoundarySide, Cursor, ZonePair
-from ergon_framework.facts.side import MemoryFactConsumerStore
 from ergon_framework.facts.stores.memory import MemoryBoundary
-from ergon_framework.facts.window import LoadedFacts
 from ergon_framework.transaction import Transaction
 from tests.log_events import get_event
 
@@ -201,7 +201,7 @@ def test_a_consumer_detects_that_its_store_was_restored():
     client.settle([(each, Ack()) for each in client.fetch_transactions(2)])
     restored = store.as_restored_backup()
     client = make_connector(restored, side)
-    with pytest.raises(EpochChanged, match="put back from a backup"):
+    with pytest.raises(EpochChanged, match="restored from a backup"):
         client.fetch_transactions(1)
     side.epoch = None
     client.dispatch([Transaction("t-3")])
@@ -268,8 +268,8 @@ def test_a_dead_letter_less_durable_than_its_fact_is_logged(caplog):
     with caplog.at_level("WARNING"):
         client.settle([(client.fetch_transactions(1)[0], DeadLetter("odd"))])
     (record,) = caplog.records
-    assert get_event(record) == "dead letter of a fact is in memory only"
-    assert (record.queue, record.transaction, record.reason) == (client.name, "t-1", "odd")
+    assert get_event(record) == "dead letter not durable"
+    assert (record.queue, record.transaction_id, record.reason) == (client.name, "t-1", "odd")
 
 
 def test_a_dead_letter_as_durable_as_its_fact_is_not_logged(caplog):
@@ -409,7 +409,7 @@ def test_a_released_delivery_cannot_be_settled():
     (one,) = client.fetch_transactions(1)
     client.close()
     assert client.settle([(one, Ack())]) == [SettleResult.LOST]
-    with pytest.raises(ConnectionLostError, match="was closed"):
+    with pytest.raises(ConnectionLostError, match="is closed"):
         client.fetch_transactions(1)
 
 

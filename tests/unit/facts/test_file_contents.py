@@ -19,16 +19,16 @@ import pytest
 
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.errors import BufferFull, FactError
-from ergon_framework.facts.stores import file_system, file_uploads
+from ergon_framework.facts.stores import file_uploads
 from ergon_framework.facts.stores.file_uploads import SYNC_INTERVAL_BYTES
 from ergon_framework.facts.stores.files import FileContentStore
-from ergon_framework.testing.conformance.contents_words import (
-    LATER,
+from ergon_framework.testing.conformance.content_store.fixture import (
+    FAR_FUTURE_MS,
+    compute_stored,
     interrupt_upload,
-    read,
+    read_content,
     sample_bytes,
     store_content,
-    stored_of,
 )
 
 pytestmark = pytest.mark.spec("FAC-21")
@@ -65,7 +65,7 @@ def test_damaged_content_of_the_same_size_is_replaced_too(contents, folder):
     stored = store_content(contents, b"good")
     object_path(folder, stored.digest).write_bytes(b"baad")
     store_content(contents, b"good")
-    assert read(contents, stored.digest) == b"good"
+    assert read_content(contents, stored.digest) == b"good"
 
 
 def test_uploads_leave_nothing_but_contents(contents, folder):
@@ -78,13 +78,13 @@ def test_uploads_leave_nothing_but_contents(contents, folder):
 def test_a_third_party_file_is_not_cleaned_up(contents, folder):
     (folder / "uploads" / "not-an-upload.txt").write_text("mine")
     (folder / "uploads" / "subfolder").mkdir()
-    assert contents.delete_stale_uploads(LATER) == 0
+    assert contents.delete_stale_uploads(FAR_FUTURE_MS) == 0
     assert {path.name for path in (folder / "uploads").iterdir()} == {"not-an-upload.txt", "subfolder"}
 
 
 def test_an_unusable_folder_is_reported_immediately(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match=r"cannot keep artifacts in .*file"):
+    with pytest.raises(ConfigurationError, match=r"cannot store artifacts in .*file"):
         FileContentStore(tmp_path / "file" / "below")
 
 
@@ -111,7 +111,7 @@ def test_no_file_stays_open(contents, folder):
     with pytest.raises(FactError), contents.begin_upload(begin=1):
         pass
     contents.uploaded_bytes("other")
-    contents.delete_stale_uploads(LATER)
+    contents.delete_stale_uploads(FAR_FUTURE_MS)
     contents.size_of(stored.digest)
     contents.remove(stored.digest)
     del half_read
@@ -147,16 +147,16 @@ def test_two_mebibytes_are_stored_within_half_a_second(contents):
 def test_a_link_in_the_path_of_a_content_is_not_followed(contents, folder, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
-    digits = stored_of(b"secret").digest.removeprefix("sha256:")
+    digits = compute_stored(b"secret").digest.removeprefix("sha256:")
     (folder / "objects" / digits[:2]).symlink_to(outside)
-    with pytest.raises(FactError, match="cannot keep the upload"):
+    with pytest.raises(FactError, match="cannot commit the upload"):
         store_content(contents, b"secret")
     assert list(outside.iterdir()) == []
 
 
 @pytest.mark.spec("FAC-04")
 def test_a_link_in_place_of_a_content_is_not_read_and_is_replaced(contents, folder, tmp_path):
-    (tmp_path / "secret").write_bytes(b"secret of somebody else")
+    (tmp_path / "secret").write_bytes(b"secret of another user")
     stored = store_content(contents, b"abc")
     object_path(folder, stored.digest).unlink()
     object_path(folder, stored.digest).symlink_to(tmp_path / "secret")
@@ -164,18 +164,18 @@ def test_a_link_in_place_of_a_content_is_not_read_and_is_replaced(contents, fold
     with pytest.raises(KeyError):
         contents.read(stored.digest)
     store_content(contents, b"abc")
-    assert read(contents, stored.digest) == b"abc"
-    assert (tmp_path / "secret").read_bytes() == b"secret of somebody else"
+    assert read_content(contents, stored.digest) == b"abc"
+    assert (tmp_path / "secret").read_bytes() == b"secret of another user"
 
 
 @pytest.mark.spec("FAC-04")
 @pytest.mark.parametrize("name", ["planted", "planted.part"])
 def test_a_link_in_place_of_an_upload_is_not_written_through(contents, folder, tmp_path, name):
-    (tmp_path / "victim").write_bytes(b"dear to somebody")
+    (tmp_path / "victim").write_bytes(b"must stay unchanged")
     (folder / "uploads" / name).symlink_to(tmp_path / "victim")
     with pytest.raises(FactError), contents.begin_upload("planted") as receiving:
         receiving.add(b"overwritten")
-    assert (tmp_path / "victim").read_bytes() == b"dear to somebody"
+    assert (tmp_path / "victim").read_bytes() == b"must stay unchanged"
 
 
 # -- power ----------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_after_a_loss_of_power_only_synced_bytes_count(contents, folder, size, s
     assert contents.uploaded_bytes("cut") == synced_size
     with contents.begin_upload("cut", begin=synced_size) as receiving:
         receiving.add(content[synced_size:])
-        assert receiving.commit() == stored_of(content)
+        assert receiving.commit() == compute_stored(content)
 
 
 def test_an_upload_resumes_without_a_boot_id(contents, monkeypatch):
@@ -215,7 +215,7 @@ def test_an_upload_resumes_without_a_boot_id(contents, monkeypatch):
     monkeypatch.setattr(file_uploads, "boot_id", lambda: "")
     with contents.begin_upload("moved", begin=SYNC_INTERVAL_BYTES) as receiving:
         receiving.add(content[SYNC_INTERVAL_BYTES:])
-        assert receiving.commit() == stored_of(content)
+        assert receiving.commit() == compute_stored(content)
 
 
 def test_a_large_upload_is_synced_at_every_interval(contents, monkeypatch):
@@ -264,7 +264,7 @@ def test_an_upload_that_cannot_be_synced_is_discarded(contents, folder, monkeypa
             receiving.commit()
         monkeypatch.undo()
     assert contents.uploaded_bytes("sick") == 0
-    assert contents.size_of(stored_of(b"abc").digest) is None
+    assert contents.size_of(compute_stored(b"abc").digest) is None
 
 
 MOUNT_TABLE = """\
@@ -297,12 +297,12 @@ MOUNT_TABLE = """\
 )
 def test_the_durability_of_a_file_system_follows_from_its_mount(path, durable, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: MOUNT_TABLE)
-    assert file_system.is_fsync_durable(path) is durable
+    assert file_uploads.is_fsync_durable(path) is durable
 
 
 @pytest.mark.spec("FAC-26")
 def test_memory_is_not_durable(tmp_path):
-    assert file_system.is_fsync_durable("/dev/shm") is False
+    assert file_uploads.is_fsync_durable("/dev/shm") is False
 
 
 # -- room -----------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ FULL_DISK_PROGRAM = textwrap.dedent(
     import json, subprocess, sys
     from ergon_framework.facts.errors import BufferFull
     from ergon_framework.facts.stores.files import FileContentStore
-    from ergon_framework.testing.conformance.contents_words import store_content, stored_of
+    from ergon_framework.testing.conformance.content_store.fixture import store_content, compute_stored
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", sys.argv[1]], check=True)
     contents = FileContentStore(sys.argv[1])
     told = []
@@ -326,8 +326,8 @@ FULL_DISK_PROGRAM = textwrap.dedent(
     print(json.dumps({
         "told": told,
         "here": here,
-        "readable": contents.size_of(stored_of(b"x" * 8_000_000).digest),
-        "then": store_content(contents, b"y" * 1_000_000) == stored_of(b"y" * 1_000_000),
+        "readable": contents.size_of(compute_stored(b"x" * 8_000_000).digest),
+        "then": store_content(contents, b"y" * 1_000_000) == compute_stored(b"y" * 1_000_000),
         "durable": contents.durable,
     }))
     """
@@ -351,7 +351,7 @@ def test_a_full_disk_is_a_full_buffer_and_leaves_nothing(tmp_path):
     assert completed.returncode == 0, completed.stderr
     report = json.loads(completed.stdout)
     assert len(report["told"]) == 2
-    assert "No space left on device; nothing was stored, make room on that disk" in report["told"][0]
+    assert "No space left on device; nothing was stored; free space on that disk" in report["told"][0]
     assert 0 < report["here"] < 4 * 1024 * 1024
     assert report["readable"] is None
     assert report["then"] is True
@@ -362,7 +362,7 @@ def test_space_freed_by_another_process_is_used(tmp_path):
     contents = FileContentStore(tmp_path, max_bytes=1000)
     stored = store_content(contents, b"x" * 900)
     other = FileContentStore(tmp_path, max_bytes=1000)
-    with pytest.raises(BufferFull, match="900 bytes of artifacts are here and 1000 is the most"):
+    with pytest.raises(BufferFull, match="900 of 1000 bytes are used"):
         store_content(other, b"y" * 200)
     contents.remove(stored.digest)
     other._budget.INTERVAL_SECONDS = 0.0
@@ -377,7 +377,7 @@ def test_the_wait_for_a_stopped_writer_is_bounded(contents, folder, monkeypatch)
     monkeypatch.setattr(file_uploads, "_LOCK_TIMEOUT_SECONDS", 0.05)
     with (folder / "uploads" / "stuck").open("r+b") as lock_file:
         fcntl.flock(lock_file, fcntl.LOCK_EX)
-        with pytest.raises(FactError, match=r"written by a process that has not moved for 0\.05 s"):
+        with pytest.raises(FactError, match=r"locked by another process, waited 0\.05 s"):
             contents.uploaded_bytes("stuck")
     assert contents.uploaded_bytes("stuck") == 4
 
@@ -389,7 +389,7 @@ def test_cleanup_spares_a_resumed_upload(contents, folder):
     with contents.begin_upload("old", begin=4) as receiving:
         receiving.add(b"more")
         assert contents.delete_stale_uploads(int(time.time() * 1000) - 60_000) == 0
-        assert receiving.commit() == stored_of(b"halfmore")
+        assert receiving.commit() == compute_stored(b"halfmore")
 
 
 def test_cleanup_checks_again_when_it_has_the_lock(contents, folder, monkeypatch):
@@ -416,5 +416,5 @@ def test_a_commit_killed_before_its_claim_is_removed_leaves_an_empty_upload(cont
     interrupt_upload(contents, b"abc", "dead")
     (folder / "uploads" / "dead.part").unlink()
     assert contents.uploaded_bytes("dead") == 0
-    assert contents.delete_stale_uploads(LATER) == 1
+    assert contents.delete_stale_uploads(FAR_FUTURE_MS) == 1
     assert list((folder / "uploads").iterdir()) == []

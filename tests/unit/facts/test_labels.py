@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from opentelemetry import baggage, context, trace
 
-from ergon_framework.facts.labels import get_trace, with_trace
-from ergon_framework.facts.model import MAX_LABELS, Envelope
+from ergon_framework.facts.model import MAX_LABELS, Envelope, get_trace, with_trace
 
 PARENT = f"00-{0xABC:032x}-{0xDEF:016x}-01"
 

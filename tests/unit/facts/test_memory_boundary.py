@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from ergon_framework.facts import observe
+from ergon_framework.facts import metrics
 from ergon_framework.facts.boundary import raise_if_error
 from ergon_framework.facts.errors import (
     ArtifactConflict,
@@ -45,7 +45,7 @@ def test_ids_are_kept_for_their_retention_and_at_least_as_long_as_their_facts():
     store.fetch_facts("r", PAIR, 0)
     now[0] += 3600
     store.prune(FAR_FUTURE_MS)
-    assert store.get_fact("A", "m-1") is not None  # its fact is retained: nobody has confirmed it
+    assert store.get_fact("A", "m-1") is not None  # its fact is retained: no reader has confirmed it
     read_all(store)
     now[0] += 30
     store.prune(FAR_FUTURE_MS)
@@ -70,7 +70,7 @@ def test_bytes_are_bounded_too_and_artifacts_count():
     store = MemoryBoundary(max_bytes=20)
     store.put_object("b", "k", [b"x" * 12])
     store.append_fact(make_envelope(), Fact.create("s", "p", "12345"))  # 7 bytes
-    with pytest.raises(BufferFull, match="19 bytes are retained and 20 is the most"):
+    with pytest.raises(BufferFull, match="19 bytes are retained, the limit is 20"):
         store.append_fact(make_envelope("m-2"), Fact.create("s", "p", 12))
     with pytest.raises(BufferFull):
         store.put_object("b", "other", [b"xx"])
@@ -119,7 +119,7 @@ def test_a_blob_yields_bytes():
 @pytest.mark.spec("FAC-24", "FAC-23")
 def test_outcomes_are_counted_by_buffer(caplog):
     def read_counts(metric, buffer):
-        counts = observe.buffer_metrics(buffer).counters()
+        counts = metrics.buffer_metrics(buffer).counters()
         return {values[0]: count for (name, values), count in counts.items() if name == metric.name}
 
     def diff_counts(before, after):
@@ -150,14 +150,14 @@ def test_outcomes_are_counted_by_buffer(caplog):
         "stored": 2,
         "repeated": 1,
         "conflict": 1,
-        "refused": 1,
+        "rejected": 1,
         "full": 1,
     }
     assert diff_counts(artifacts, read_counts(names.ARTIFACTS, Buffer.ISB)) == {
         "stored": 1,
         "repeated": 1,
         "conflict": 1,
-        "broken": 1,
+        "interrupted": 1,
     }
     assert diff_counts(lost, read_counts(names.ARTIFACTS_LOST, Buffer.ISB)) == {"A": 1}
     (record,) = [record for record in caplog.records if get_event(record) == "artifact lost"]
@@ -179,7 +179,7 @@ def test_a_conflict_reports_the_stored_fact_and_a_remedy():
     store = MemoryBoundary()
     store.append_fact(make_envelope(), Fact.create("s", "p", 1))
     (result,) = store.append_facts([(make_envelope(), Fact.create("s", "p", 2))])
-    with pytest.raises(FactConflict, match=r"'m-1' of 'A' is stored at offset 1 .*make ids of all"):
+    with pytest.raises(FactConflict, match=r"'m-1' of 'A' is stored at offset 1 .*build ids from everything"):
         raise_if_error(result)
 
 

@@ -54,7 +54,7 @@ def store(clock):
 
 def test_old_confirmed_facts_are_pruned_and_the_rest_stays(store, clock):
     retention = FactRetention(store, RetentionPolicy(keep=1800.0), wall=clock)
-    assert retention.run_once() == PruneResult(0, 0)  # nobody has confirmed anything
+    assert retention.run_once() == PruneResult(0, 0)  # no reader has confirmed anything
     first = store.fetch_facts("ledger", PAIR, 1)[0]
     store.confirm_receipt("ledger", PAIR, first.cursor)
     assert retention.run_once() == PruneResult(1, 0)

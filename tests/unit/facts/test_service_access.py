@@ -15,10 +15,8 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.boundary import LogState, ObjectInfo
 from ergon_framework.facts.errors import AccessDenied, ArtifactUnknown, InvalidFactError
 from ergon_framework.facts.model import Buffer, StoredArtifact, ZonePair
-from ergon_framework.facts.service import identity
-from ergon_framework.facts.service.access import AccessPolicy
-from ergon_framework.facts.service.identity import Identity
-from ergon_framework.facts.service.revoked import RevocationList
+from ergon_framework.facts.service import access
+from ergon_framework.facts.service.access import AccessPolicy, Identity, RevocationList
 from tests.log_events import list_events
 from tests.servers.certificates import (
     CertificateAuthority,
@@ -74,7 +72,7 @@ def test_facts_are_appended_by_their_own_zone_to_its_own_store(caller, zones, ex
         (PEER, OUT, "ledger", True),
         (PLANT, IN, "ledger", True),
         (PLANT, OUT, "sender:audit", True),
-        # A reader of the other side: whoever confirms for him lets retention take what he never had.
+        # A reader of the other side: a confirmation in its name lets retention remove facts that it never received.
         (PLANT, OUT, "ledger", False),
         (PEER, OUT, "sender:audit", False),
         (PLANT_B, OUT, "ledger", False),
@@ -162,7 +160,7 @@ def authority(tmp_path_factory):
 
 
 def read_identity(files):
-    return identity.parse_certificate(files.certificate.read_bytes())
+    return access.parse_certificate(files.certificate.read_bytes())
 
 
 def test_the_names_are_percent_encoded_uris(authority):
@@ -193,12 +191,12 @@ def test_a_certificate_without_a_valid_name_is_rejected(authority, uris):
 
 def test_an_invalid_certificate_is_rejected():
     with pytest.raises(AccessDenied):
-        identity.parse_certificate(b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+        access.parse_certificate(b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
 
 
 def test_an_invalid_zone_has_no_uri():
     with pytest.raises(InvalidFactError):
-        identity.to_zone_uri(" blank")
+        access.to_zone_uri(" blank")
 
 
 def test_a_certificate_is_valid_for_its_lifetime(authority):
@@ -207,7 +205,7 @@ def test_a_certificate_is_valid_for_its_lifetime(authority):
     for moment in (time.time() + 61, time.time() - 3601):
         with pytest.raises(AccessDenied, match="not valid now") as caught:
             caller.check(moment)
-        # Whoever renews it comes back, and loses nothing meanwhile.
+        # With a renewed certificate the client continues, and nothing is lost meanwhile.
         assert caught.value.not_attempted
         assert not caught.value.final
 
@@ -216,7 +214,7 @@ def test_a_revoked_certificate_is_rejected_as_soon_as_the_list_names_it(authorit
     files = authority.issue("revoked", zones=["Plant A"])
     other = read_identity(authority.issue("other", zones=["Plant A"]))
     path = tmp_path / "revoked"
-    path.write_text("# nobody yet\n\n", encoding="utf-8")
+    path.write_text("# none yet\n\n", encoding="utf-8")
     revoked = RevocationList(path)
     revoked.check(read_identity(files))
     digits = compute_fingerprint(files).upper()
@@ -234,7 +232,7 @@ def test_no_caller_is_accepted_while_the_list_cannot_be_read(authority, tmp_path
     revoked = RevocationList(path)
     for break_list in (lambda: path.write_text("nonsense\n", encoding="utf-8"), path.unlink):
         break_list()
-        with pytest.raises(AccessDenied, match="nobody is let in") as caught:
+        with pytest.raises(AccessDenied, match="no caller is admitted") as caught:
             revoked.check(caller)
         assert caught.value.not_attempted
     path.write_text("\n", encoding="utf-8")
@@ -246,7 +244,7 @@ def test_an_invalid_list_fails_the_startup(tmp_path):
     with pytest.raises(ConfigurationError, match="cannot be read"):
         RevocationList(path)
     path.write_text("\nabc\n", encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=":2 is no sha256 fingerprint"):
+    with pytest.raises(ConfigurationError, match=":2 is not a sha256 fingerprint"):
         RevocationList(path)
 
 
@@ -298,7 +296,7 @@ def test_a_list_of_fingerprints_is_read_with_a_warning(authority, tmp_path, capl
         assert list_events(caplog.records) == []
         path.write_text(compute_fingerprint(files), encoding="utf-8")
         assert not is_accepted(RevocationList(path), files)
-        assert list_events(caplog.records) == ["revocation list weak"]
+        assert list_events(caplog.records) == ["revocation list incomplete"]
 
 
 @pytest.mark.spec("SEC-05")
@@ -361,10 +359,10 @@ def test_an_incomplete_crl_is_rejected(authority, tmp_path, extension, message):
 def test_an_invalid_crl_fails_the_startup(authority, tmp_path):
     path = tmp_path / "crl"
     path.write_bytes(b"nonsense")
-    with pytest.raises(ConfigurationError, match="is no CRL in PEM or DER"):
+    with pytest.raises(ConfigurationError, match="is not a CRL in PEM or DER"):
         RevocationList(crl=path, authorities=authority.path)
     path.write_bytes(authority.create_crl(lasts=timedelta(hours=1)))
-    with pytest.raises(ConfigurationError, match="name the file of the authorities"):
+    with pytest.raises(ConfigurationError, match="specify the authorities"):
         RevocationList(crl=path)
     broken = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
     path.write_text(broken, encoding="utf-8")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ergon_framework.facts.errors import AccessDenied, LimitExceeded
+from ergon_framework.facts.service.access import Identity
 from ergon_framework.facts.service.connections import LINGER_SECONDS, Connections, Peer, parse_peer
-from ergon_framework.facts.service.identity import Identity
+from ergon_framework.facts.service.errors import RejectionHandler
 from ergon_framework.facts.service.limits import Limits
-from ergon_framework.facts.service.refusals import RejectionHandler
 
 pytestmark = pytest.mark.spec("SEC-08")
 
@@ -134,9 +134,9 @@ def test_an_identity_has_a_connection_limit_across_its_certificates(serve):
     (one, far), (two, _), (three, _) = (service.connect() for _ in range(3))
     service.connections.identify(peer_name(one), make_identity("Plant A"))
     service.connections.identify(peer_name(two), make_identity("Plant A", fingerprint="renewed"))
-    # Each further call of a connection is no further connection.
+    # A further call of a connection does not count as a further connection.
     service.connections.identify(peer_name(one), make_identity("Plant A", fingerprint="renewed"))
-    with pytest.raises(LimitExceeded, match=r"zone Plant A has 2 connections .*connections_per_identity"):
+    with pytest.raises(LimitExceeded, match=r"zone Plant A has 2 concurrent connections.*connections_per_identity"):
         service.connections.identify(peer_name(three), make_identity("Plant A"))
     service.sweep(LINGER_SECONDS)
     assert [is_open(one), is_open(two), is_open(three)] == [True, True, False]

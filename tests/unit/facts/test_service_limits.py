@@ -10,13 +10,13 @@ import grpc
 import pytest
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.facts.service.limits import Limits
-from ergon_framework.facts.service.refusals import (
+from ergon_framework.facts.service.errors import (
     LOG_INTERVAL_SECONDS,
     MAX_KINDS,
     RejectionHandler,
     ignore_broken_connections,
 )
+from ergon_framework.facts.service.limits import Limits
 
 FIT_PROGRAM = """
 import resource, sys
@@ -73,7 +73,7 @@ def test_repeated_rejections_are_logged_as_a_count(log_lines):
     refusals.report()
     refusals.report()
     assert log_lines()[1:] == ["access denied operation=GetFact reason=no source=ipv4:10.0.0.1 count=1999"]
-    # After a quiet time it is news again; at the end everything is told.
+    # After a quiet time it is logged again; at the end all counts are logged.
     now[0] = 2 * LOG_INTERVAL_SECONDS
     refusals.report()
     for _ in range(3):

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ergon_framework import ConsumerPolicy
 from ergon_framework.cli.app import app
-from ergon_framework.cli.new_work import MAX_NAME_CHARS, Broker, NewExit, render_files, write
+from ergon_framework.cli.new import MAX_NAME_CHARS, Broker, NewExit, render_files, write
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner.loading import load_policy
 from ergon_framework.runner.settings import load_settings
@@ -48,22 +48,22 @@ def make_project(broker, name="shop"):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("Shop", "as 'shop'"),
-        ("my-shop", "as 'my_shop'"),
-        ("my__shop", "as 'my_shop'"),
+        ("Shop", "example 'shop'"),
+        ("my-shop", "example 'my_shop'"),
+        ("my__shop", "example 'my_shop'"),
         ("7shop", "beginning with a letter"),
-        ("_shop", "as 'shop'"),
+        ("_shop", "example 'shop'"),
         ("", "beginning with a letter"),
-        ("../shop", "as 'shop'"),
-        ("shop/../../elsewhere", "go to another one first"),
-        ("shöp", "small letters"),
-        ("shop\n", "small letters"),
-        ("class", "word of Python's; take another name, as 'class_worker'"),
-        ("json", "would hide another"),
-        ("tests", "would hide another"),
-        ("ergon_framework", "would hide another"),
-        ("pydantic", "would hide another"),
-        ("redis", "would hide another"),
+        ("../shop", "example 'shop'"),
+        ("shop/../../elsewhere", "folder; change the folder first"),
+        ("shöp", "lower-case letters"),
+        ("shop\n", "lower-case letters"),
+        ("class", "Python keyword; use another name, such as 'class_worker'"),
+        ("json", "would hide an existing package"),
+        ("tests", "would hide an existing package"),
+        ("ergon_framework", "would hide an existing package"),
+        ("pydantic", "would hide an existing package"),
+        ("redis", "would hide an existing package"),
         ("s" * (MAX_NAME_CHARS + 1), f"at most {MAX_NAME_CHARS}"),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_folder_that_is_not_empty_is_unchanged(tmp_path):
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "notes").write_text("mine", encoding="utf-8")
     result = run_new("shop")
-    assert (result.exit_code, "it has 'notes' in it" in result.stderr) == (NewExit.USAGE, True)
+    assert (result.exit_code, "is not empty, it contains 'notes'" in result.stderr) == (NewExit.USAGE, True)
     assert [path.name for path in tmp_path.rglob("*")] == ["shop", "notes"]
     assert (tmp_path / "shop" / "notes").read_text(encoding="utf-8") == "mine"
 
@@ -98,7 +98,7 @@ def test_a_file_or_link_in_place_of_the_folder_is_unchanged(kind, tmp_path):
     else:
         target.symlink_to(tmp_path if kind == "link" else tmp_path / "nowhere")
     result = run_new("shop")
-    assert (result.exit_code, "is no folder" in result.stderr) == (NewExit.USAGE, True)
+    assert (result.exit_code, "is not a folder" in result.stderr) == (NewExit.USAGE, True)
     assert [path.name for path in tmp_path.iterdir()] == ["shop"]
 
 
@@ -112,7 +112,7 @@ def test_an_empty_folder_is_used(tmp_path):
 def test_a_file_created_in_the_meantime_is_not_overwritten(tmp_path):
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "README.md").write_text("mine", encoding="utf-8")
-    with pytest.raises(ConfigurationError, match="cannot be made"):
+    with pytest.raises(ConfigurationError, match=r"creating the folder .* failed: "):
         write(tmp_path / "shop", render_files("shop", Broker.POSTGRES))
     assert [path.name for path in tmp_path.rglob("*")] == ["shop", "README.md"]
 

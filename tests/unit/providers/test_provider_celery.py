@@ -11,10 +11,13 @@ from celery import Celery
 from celery.exceptions import Ignore
 
 from ergon_framework import scope
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
-from ergon_framework.providers.celery_feed import DeadLetterPublisher, publish_dead_letters
-from ergon_framework.providers.celery_task import CeleryProviderTask, provider_task
+from ergon_framework.providers.celery.dead_letter_publisher import DeadLetterPublisher, publish_dead_letters
+from ergon_framework.providers.celery.invocation import CAUSE_FIELD, HEADER
+from ergon_framework.providers.celery.ledger import TaskLedger
+from ergon_framework.providers.celery.task import CeleryProviderTask, provider_task
 from ergon_framework.providers.circuit_breaker import BreakerPolicy
 from ergon_framework.providers.errors import (
     ProviderBadRequestError,
@@ -22,12 +25,9 @@ from ergon_framework.providers.errors import (
     ProviderError,
     ProviderInternalError,
 )
-from ergon_framework.providers.invocation import CAUSE_FIELD, HEADER
-from ergon_framework.providers.memory import MemoryProviderState
+from ergon_framework.providers.memory_state import MemoryProviderState
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.providers.retry import RetryPolicy
-from ergon_framework.providers.sql.ledger import TaskLedger
-from ergon_framework.schema.migrate import upgrade
 from ergon_framework.scope import Scope
 from ergon_framework.telemetry.options import TelemetryOptions
 from ergon_framework.transaction import Transaction
@@ -89,21 +89,21 @@ def do_nothing():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"provider": None}, "needs a provider"),
-        ({"provider": AsyncProviderBase}, "needs a provider"),
-        ({"serializer": "pickle"}, "speaks JSON only, and serializer is 'pickle'; leave serializer= out"),
-        ({"serializer": "yaml"}, "speaks JSON only"),
+        ({"provider": None}, "has no provider"),
+        ({"provider": AsyncProviderBase}, "has no provider"),
+        ({"serializer": "pickle"}, "needs JSON, and serializer is 'pickle'; remove serializer="),
+        ({"serializer": "yaml"}, "needs JSON"),
         ({"acks_late": False}, "acks_late=True: a message that is acked early"),
         ({"reject_on_worker_lost": False}, "reject_on_worker_lost=True"),
         ({"retry_on_worker_lost": True}, "retry_on_worker_lost=False"),
         ({"acks_on_timeout": False}, "acks_on_timeout=True"),
         ({"autoretry_for": (OSError,)}, "must not have autoretry_for"),
-        ({"max_deliveries": 0}, "at least 1"),
-        ({"max_retries": -1}, "max_retries is a number of at least 0 or None"),
-        ({"timeout_budget_seconds": 0}, "above 0"),
-        ({"timeout_budget_seconds": float("nan")}, "above 0"),
-        ({"timeout_budget_seconds": 9, "soft_time_limit": 9}, "must rise in this order"),
-        ({"timeout_budget_seconds": 9, "time_limit": 10}, "must rise in this order"),
+        ({"max_deliveries": 0}, "max_deliveries must be >= 1"),
+        ({"max_retries": -1}, "max_retries must be >= 0 or None"),
+        ({"timeout_budget_seconds": 0}, "must be > 0"),
+        ({"timeout_budget_seconds": float("nan")}, "must be > 0"),
+        ({"timeout_budget_seconds": 9, "soft_time_limit": 9}, "must increase in this order"),
+        ({"timeout_budget_seconds": 9, "time_limit": 10}, "must increase in this order"),
     ],
 )
 def test_options_that_break_a_guarantee_are_rejected_with_a_remedy(app, options, message):
@@ -130,7 +130,7 @@ def test_the_limits_follow_from_the_budget(app):
 @pytest.mark.spec("PRV-21")
 def test_a_retry_by_celery_is_rejected(app, ledger):
     task = provider_task(app, Rank(), "snapshot", ledger=ledger)
-    with pytest.raises(ConfigurationError, match="what it gave up on is final"):
+    with pytest.raises(ConfigurationError, match="its failures are final"):
         task.retry()
 
 
@@ -151,18 +151,18 @@ def test_the_dead_letter_names_the_failure_that_opened_the_breaker(app, ledger):
     assert list_dead_letters(ledger, first.id) == [
         (
             "connection_error",
-            "the connection broke (ConnectionResetError); then the breaker is open; the provider is not called",
+            "the connection was lost (ConnectionResetError); then the breaker is open; the provider is not called",
             "default",
             1,
         )
     ]
     assert isinstance(first.result, ProviderConnectionError)
     # A task that was sent again carries the failure of its first delivery; one without names only the breaker.
-    again = task.apply_async(({},), headers={HEADER: {CAUSE_FIELD: ["timeout", "no answer within 3 s"]}})
+    again = task.apply_async(({},), headers={HEADER: {CAUSE_FIELD: ["timeout", "call timed out after 3 s"]}})
     refused = task.apply_async(({},))
     reasons = [(*letter[:2], letter[3]) for one in (again, refused) for letter in list_dead_letters(ledger, one.id)]
     assert reasons == [
-        ("timeout", "no answer within 3 s; then the breaker is open; the provider is not called", 0),
+        ("timeout", "call timed out after 3 s; then the breaker is open; the provider is not called", 0),
         ("circuit_open", "the breaker is open; the provider is not called", 0),
     ]
 
@@ -172,7 +172,7 @@ def test_the_dead_letter_names_the_failure_that_opened_the_breaker(app, ledger):
 
 @pytest.mark.spec("PRV-30")
 def test_another_serializer_is_refused_when_it_is_sent(app):
-    with pytest.raises(ConfigurationError, match="sent as JSON only"):
+    with pytest.raises(ConfigurationError, match="sent as JSON"):
         provider_task(app, Rank(), "snapshot").apply_async(({},), serializer="pickle")
 
 
@@ -222,7 +222,7 @@ def test_a_third_party_exception_becomes_canonical_without_its_message(app, ledg
     task = provider_task(app, Rank(), "snapshot", ledger=ledger)
     result = task.apply_async(({"fail": True},), task_id="foreign", tenant_id="acme")
     assert list_dead_letters(ledger, "foreign") == [
-        ("connection_error", "the connection broke (ConnectionResetError)", "acme", 2)
+        ("connection_error", "the connection was lost (ConnectionResetError)", "acme", 2)
     ]
     assert SECRET not in f"{result.result!r} {result.traceback}"
     assert result.result.__cause__ is None
@@ -329,7 +329,7 @@ def test_a_direct_call_runs_the_provider_without_a_key(app, ledger):
 
 @pytest.mark.spec("PRV-23")
 def test_an_unavailable_ledger_requeues_the_message_without_a_report(app, monkeypatch):
-    monkeypatch.setattr("ergon_framework.providers.celery_delivery.REQUEUE_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr("ergon_framework.providers.celery.delivery.REQUEUE_DELAY_SECONDS", 0.0)
     rank = Rank()
     task = provider_task(app, rank, "snapshot", ledger=TaskLedger("postgresql://postgres@127.0.0.1:9/none"))
     result = task.apply_async(({},))
@@ -348,7 +348,7 @@ def test_dead_letters_wait_while_the_broker_is_unavailable(ledger, caplog):
     with psycopg.connect(ledger.dsn) as connection:
         connection.execute("update ergon.provider_dead_letters set published_at = now() where task_id <> 'waits'")
     assert publish_dead_letters(offline_app) == 0
-    assert caplog.records[-1].event == "dead letters wait"
+    assert caplog.records[-1].event == "dead letters waiting"
     sent = []
     assert ledger.publish(sent.append, limit=10) == 1
     assert sent[0].task_id == "waits"

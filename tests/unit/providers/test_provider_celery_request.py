@@ -10,12 +10,12 @@ from billiard.einfo import ExceptionInfo
 from celery import Celery
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
+from ergon_framework.database.migrate import upgrade
 from ergon_framework.providers.base import ProviderBase
-from ergon_framework.providers.celery_request import CeleryProviderRequest, json_only_strategy
-from ergon_framework.providers.celery_task import provider_task
+from ergon_framework.providers.celery.ledger import TaskLedger, TaskState
+from ergon_framework.providers.celery.request import CeleryProviderRequest, json_only_strategy
+from ergon_framework.providers.celery.task import provider_task
 from ergon_framework.providers.errors import ProviderDependencyError
-from ergon_framework.providers.sql.ledger import TaskLedger, TaskState
-from ergon_framework.schema.migrate import upgrade
 
 
 class Rank(ProviderBase):

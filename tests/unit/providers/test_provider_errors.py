@@ -18,6 +18,7 @@ from ergon_framework.providers import errors
 from ergon_framework.providers.circuit_breaker import is_provider_fault
 from ergon_framework.providers.errors import (
     ERROR_BY_REASON,
+    AttemptInfo,
     ProviderBadRequestError,
     ProviderCircuitOpenError,
     ProviderError,
@@ -26,7 +27,6 @@ from ergon_framework.providers.errors import (
     ReasonCode,
     sanitize_message,
 )
-from ergon_framework.providers.retry import AttemptInfo
 
 TABLE = {
     "ProviderTimeoutError": ("timeout", True, True, True),

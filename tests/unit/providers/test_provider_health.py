@@ -180,7 +180,7 @@ def test_a_minute_begins_at_its_first_second(at):
 
 
 def test_two_different_minutes_cannot_be_merged():
-    with pytest.raises(ValueError, match="stay two"):
+    with pytest.raises(ValueError, match="different minutes"):
         MinuteStats(60).merge(MinuteStats(120))
     with pytest.raises(ValueError, match="first second"):
         MinuteStats(61)

@@ -75,7 +75,7 @@ def test_a_window_does_not_depend_on_the_time_zone_of_the_caller(kind, moment, m
 
 
 def test_a_moment_without_a_zone_is_refused():
-    with pytest.raises(ValueError, match="names no zone"):
+    with pytest.raises(ValueError, match="has no time zone: pass"):
         window_at(WindowKind.DAY, datetime(2026, 1, 1))  # noqa: DTZ001 - that is the point
 
 
@@ -90,7 +90,7 @@ def test_the_limit_is_admitted_and_the_next_call_fails_immediately():
         assert (quota_state.limit_count, quota_state.used_count, quota_state.remaining_count) == (3, used, 3 - used)
     error = expect_rejection(quota_state, NOON)
     assert (error.reason_code, error.retry_after, error.sent, error.retryable) == ("quota_exhausted", 30, False, False)
-    assert str(error) == "the quota of 3 a minute is spent until 2026-11-15T12:01:00+00:00"
+    assert str(error) == "quota of 3 a minute is exhausted until 2026-11-15T12:01:00+00:00"
 
 
 @pytest.mark.spec("PRV-09")
@@ -122,7 +122,7 @@ def test_a_limit_of_zero_admits_nothing():
 def test_an_unsent_call_is_refunded_once_and_only_to_its_own_window():
     reserved = make_state(limit=1).reserve(now=NOON)
     assert reserved.refund(window=reserved.window) == make_state(limit=1)
-    with pytest.raises(ValueError, match="done twice"):
+    with pytest.raises(ValueError, match="check for a double refund"):
         make_state(limit=1).refund(window=reserved.window)
     later = reserved.reserve(now=NOON + timedelta(minutes=1))
     assert later.refund(window=reserved.window) is later
@@ -139,15 +139,15 @@ def test_a_limit_can_be_changed_within_the_window():
 
 @pytest.mark.parametrize("limit, used", [(-1, 0), (1, -1)])
 def test_a_quota_counts_from_zero(limit, used):
-    with pytest.raises(ValueError, match="counts from 0"):
+    with pytest.raises(ValueError, match="counts must be >= 0"):
         QuotaState(window_at(WindowKind.DAY, NOON), limit, used)
 
 
 @pytest.mark.parametrize("n", [0, -1])
 def test_zero_calls_cannot_be_reserved_or_refunded(n):
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="must be >= 1"):
         make_state().reserve(n, now=NOON)
-    with pytest.raises(ValueError, match="cannot be given back"):
+    with pytest.raises(ValueError, match=rf"cannot refund {n} calls of \d+ used"):
         make_state().reserve(now=NOON).refund(n, window=make_state().window)
 
 

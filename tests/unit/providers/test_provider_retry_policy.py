@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.providers.errors import (
     ERROR_BY_REASON,
+    AttemptInfo,
     ProviderBadRequestError,
     ProviderConnectionError,
     ProviderDependencyError,
@@ -20,7 +21,7 @@ from ergon_framework.providers.errors import (
     ProviderRateLimitError,
     ProviderTimeoutError,
 )
-from ergon_framework.providers.retry import AttemptInfo, DoNotRetry, GiveUpReason, RetryAfter, RetryPolicy, RetryResult
+from ergon_framework.providers.retry import DoNotRetry, GiveUpReason, RetryAfter, RetryPolicy, RetryResult
 
 RETRYABLE = {"timeout", "connection_error", "dependency_unavailable", "rate_limited"}
 POLICY = RetryPolicy(max_attempts=4, base_delay_seconds=1.0, max_delay_seconds=3.0, jitter_ratio=0.0)
@@ -108,7 +109,7 @@ def test_no_attempt_number_is_too_large(number):
 
 @pytest.mark.parametrize("number", [0, -1])
 def test_an_attempt_number_below_one_is_refused(number):
-    with pytest.raises(ValueError, match="count from 1"):
+    with pytest.raises(ValueError, match="attempt_number must be >= 1, got"):
         POLICY.compute_delay(number)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ergon_framework.providers.books import ProviderScope
 from ergon_framework.providers.circuit_breaker import BreakerSnapshot
-from ergon_framework.providers.sql.view import BreakerCache
+from ergon_framework.providers.postgres.breaker_cache import BreakerCache
+from ergon_framework.providers.state import ProviderScope
 
 SCOPE = ProviderScope("acme", "payments", "charging")
 

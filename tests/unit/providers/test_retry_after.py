@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ergon_framework.providers import retry_after
-from ergon_framework.providers.retry_after import MAX_RETRY_AFTER_SECONDS, parse_retry_after
+from ergon_framework.providers import error_mapping
+from ergon_framework.providers.error_mapping import MAX_RETRY_AFTER_SECONDS, parse_retry_after
 
 moments = st.datetimes(datetime(1971, 1, 1), datetime(2200, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001 - bounds
 
@@ -77,4 +77,4 @@ def test_numbers_at_the_edges(value, expected):
 
 
 def test_the_docstring_examples_are_correct():
-    assert doctest.testmod(retry_after, raise_on_error=True).attempted > 0
+    assert doctest.testmod(error_mapping, raise_on_error=True).attempted > 0

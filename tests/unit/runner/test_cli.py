@@ -14,13 +14,12 @@ from typer.testing import CliRunner
 from ergon_framework.cli import child, run, summary
 from ergon_framework.cli import main as command
 from ergon_framework.cli.app import app
-from ergon_framework.cli.logs import configure_logging
-from ergon_framework.runner.exits import RunExit
-from ergon_framework.runner.process import ParentCommand, RunResult
-from ergon_framework.runner.stages import ShutdownStage
+from ergon_framework.cli.output import configure_logging
+from ergon_framework.runner.exit import RunExit
+from ergon_framework.runner.process import ParentCommand, RunResult, ShutdownStage
 from ergon_framework.runner.supervisor import SupervisorResult
-from ergon_framework.task.mixins.policies import ConsumerPolicy
-from ergon_framework.task.report import Report, StopReason
+from ergon_framework.worker.policies import ConsumerPolicy
+from ergon_framework.worker.report import Report, StopReason
 
 APP = """
 from ergon_framework import BusinessError, MemoryConnector, Transaction, consumer
@@ -61,7 +60,7 @@ def test_the_summary_counts_outcomes_and_names_failures(run_cli):
 def test_json_is_one_line_with_the_report(run_cli):
     result = run_cli("run", "cliapp:charge", "--json", "--limit", "1", "--once")
     report = json.loads(result.stdout)
-    assert (report["task"], report["end"], report["started"], report["exit_code"]) == ("charge", "limit", 1, 0)
+    assert (report["task"], report["stop_reason"], report["started"], report["exit_code"]) == ("charge", "limit", 1, 0)
 
 
 @pytest.mark.parametrize("arguments", [("run", "cliapp:nothing"), ("run", "cliapp:charge", "--limit", "-1"), ("rum",)])
@@ -81,12 +80,15 @@ def test_on_a_terminal_the_summary_is_a_table_without_markup_in_errors(monkeypat
     report = Report(end=StopReason.STOP, abandoned=2, refused={"expired": 3})
     summary.show("charge", RunResult(report))
     output = capsys.readouterr().out
-    assert all(text in output for text in ("charge", "stopped by a signal", "still running", "refused, expired"))
+    assert all(text in output for text in ("charge", "stopped by a signal", "still running", "rejected, expired"))
 
 
 @pytest.mark.parametrize(
     "result, expected",
-    [(RunResult(None, forced=True), "left without the task"), (RunResult(None, OSError("x")), "failed")],
+    [
+        (RunResult(None, forced=True), "exited while the task was still running"),
+        (RunResult(None, OSError("x")), "failed"),
+    ],
 )
 def test_without_a_report_the_summary_states_the_result(result, expected, capsys):
     summary.show("charge", result)
@@ -150,7 +152,7 @@ def test_several_processes_print_one_summary(run_cli, tmp_path):
     assert [line.split(maxsplit=1) for line in result.stdout.splitlines()] == [
         ["charge"],
         ["ended", "the queue was empty"],
-        ["processes", "2, replaced 0"],
+        ["processes", "2, restarts: 0"],
         ["succeeded", "2"],
         ["failed", "2"],
         ["order-2", "BUSINESS: declined [bold] (1 attempt)"],
@@ -161,7 +163,7 @@ def test_several_processes_print_one_summary(run_cli, tmp_path):
 def test_several_processes_print_one_line_of_json(run_cli):
     report = json.loads(run_cli("run", "cliapp:charge", "--processes", "2", "--json").stdout)
     assert (report["task"], report["exit_code"], report["processes"], report["restarts"]) == ("charge", 0, 2, 0)
-    assert (report["ends"], report["started"], report["counts"]["failed"]) == ({"empty": 2}, 4, 2)
+    assert (report["stop_reasons"], report["started"], report["counts"]["failed"]) == ({"empty": 2}, 4, 2)
 
 
 def test_the_reason_for_giving_up_is_printed_without_a_report(run_cli, tmp_path):
@@ -169,15 +171,15 @@ def test_the_reason_for_giving_up_is_printed_without_a_report(run_cli, tmp_path)
     (tmp_path / "ergon.toml").write_text("[run]\nrestart = {attempts = 1}\n", encoding="utf-8")
     result = run_cli("run", "cliapp:charge", "--processes", "2")
     assert (result.exit_code, result.stdout) == (RunExit.FLAPPING, "")
-    assert "process 1 died 1 times in a row" in result.stderr
+    assert "process 1 exited 1 times in a row" in result.stderr
     assert "exit code 9" in result.stderr
 
 
 def test_the_summary_of_several_processes_names_rejections_and_running_calls(capsys):
-    report = {"task": "charge", "end": None, "abandoned": 1, "refused": {"expired": 2}}
+    report = {"task": "charge", "stop_reason": None, "still_running": 1, "rejected": {"expired": 2}}
     summary.show_all("charge", SupervisorResult(RunExit.FORCED, [report, report], reason="it would not end"))
     output = capsys.readouterr().out
-    assert all(text in output for text in ("it would not end", "still running     2", "refused, expired  4"))
+    assert all(text in output for text in ("it would not end", "still running      2", "rejected, expired  4"))
 
 
 def test_options_override_the_configuration_file(run_cli, tmp_path):
@@ -195,7 +197,7 @@ def test_a_random_probe_port_is_printed(run_cli):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--streaming", "--once", "--limit", "0"), "give one of the two"),
+        (("--streaming", "--once", "--limit", "0"), "exclude each other; pass one of the two"),
         (("--config", "none.toml"), "there is no configuration file none.toml"),
         (("--probe-file", "none/probe"), "cannot be written"),
         (("--processes", "0"), "--processes"),

@@ -12,7 +12,7 @@ import pytest
 ERGON_COMMAND = Path(sys.executable).with_name("ergon")
 #: Libraries of the package, and modules of the standard library that it imports late.
 PLANTED_MODULES = ("psycopg", "psycopg_pool", "sqlalchemy", "pika", "redis", "nats", "grpc", "opentelemetry", "tomllib")
-UNREACHABLE_DSN = "postgresql://nobody@127.0.0.1:1/none?connect_timeout=1"
+UNREACHABLE_DSN = "postgresql://unknown@127.0.0.1:1/none?connect_timeout=1"
 APP = """
 import psycopg
 from ergon_framework import MemoryConnector, Transaction, consumer
@@ -42,7 +42,7 @@ def run_ergon(folder: Path, *arguments: str, **environment: str) -> subprocess.C
         [ERGON_COMMAND, *arguments],
         cwd=folder,
         env=os.environ
-        | {"ERGON_POSTGRES__DSN": "postgresql://nobody@127.0.0.1:1/none?connect_timeout=1"}
+        | {"ERGON_POSTGRES__DSN": "postgresql://unknown@127.0.0.1:1/none?connect_timeout=1"}
         | environment,
         capture_output=True,
         text=True,

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from ergon_framework import MemoryConnector, Transaction, consumer
-from ergon_framework.testing.isolation import SocketOpenedError, forbid_sockets
+from ergon_framework.testing.no_network import SocketOpenedError, forbid_sockets
 
 
 def consume(handler):

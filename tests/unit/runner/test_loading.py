@@ -6,7 +6,7 @@ import pytest
 
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner.loading import load_policy, load_task
-from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.worker.policies import ConsumerPolicy
 
 APP = """
 from ergon_framework import ConsumerMixin, MemoryConnector, Task, consumer, producer
@@ -60,8 +60,8 @@ def test_functions_of_both_variants_and_classes_are_tasks(folder, name):
         ("brokenapp:charge", "brokenapp.py, line 3)"),
         ("loadedapp:chrage", "has no 'chrage'; did you mean 'charge'?"),
         ("loadedapp:zzz", "its tasks are: charge, refund, made"),
-        ("emptyapp:charge", "it holds no task"),
-        ("loadedapp:Charge", "a class; make an instance of it: charge = Charge(connector)"),
+        ("emptyapp:charge", "it has no task"),
+        ("loadedapp:Charge", "a class; create an instance of it: charge = Charge(connector)"),
         ("loadedapp:send", "only produces"),
         ("loadedapp:plain", "decorate it with @consumer(connector)"),
         ("loadedapp:queue", "of type MemoryConnector"),

@@ -12,8 +12,7 @@ import pytest
 
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner import probes
-from ergon_framework.runner.health import ProcessHealth
-from ergon_framework.runner.probes import serve_probes
+from ergon_framework.runner.probes import ProcessHealth, serve_probes
 from ergon_framework.runner.settings import ProbeSettings
 from ergon_framework.telemetry import names
 

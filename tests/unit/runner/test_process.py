@@ -12,15 +12,13 @@ import pytest
 
 from ergon_framework import ConfigurationError, ConsumerPolicy, MemoryConnector, Transaction, consumer
 from ergon_framework.errors import ConnectionLostError
-from ergon_framework.runner import leaving
-from ergon_framework.runner.exits import RunExit
-from ergon_framework.runner.health import ProcessHealth
-from ergon_framework.runner.leaving import exit_process, flush_telemetry, force_exit_at_deadline
-from ergon_framework.runner.process import ParentCommand, Process, RunResult
-from ergon_framework.runner.stages import ShutdownStage
-from ergon_framework.runner.stopping import StopRequest
-from ergon_framework.runner.telling import BackgroundCaller
-from ergon_framework.task.report import Report, StopReason
+from ergon_framework.runner import shutdown
+from ergon_framework.runner.exit import RunExit
+from ergon_framework.runner.probes import ProcessHealth
+from ergon_framework.runner.process import ParentCommand, Process, RunResult, ShutdownStage, StopRequest
+from ergon_framework.runner.shutdown import exit_process, flush_telemetry, force_exit_at_deadline
+from ergon_framework.runner.signals import BackgroundCaller
+from ergon_framework.worker.report import Report, StopReason
 
 
 def make_policy(**loop):
@@ -150,7 +148,7 @@ def test_without_abandoned_work_the_exit_is_normal():
 def test_with_abandoned_work_the_exit_does_not_wait(monkeypatch, capsys):
     exit_codes = []
     monkeypatch.setattr(os, "_exit", exit_codes.append)
-    monkeypatch.setattr(leaving.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(shutdown.logging, "shutdown", lambda: None)
     exit_process(RunResult(Report(abandoned=1), deadline=time.monotonic() + 10))
     assert exit_codes == [RunExit.LEFT_BEHIND]
 
@@ -222,7 +220,7 @@ def test_a_stop_command_drains_and_every_stage_is_reported_in_order(variant):
     )
     result = process.run()
     assert (result.exit, result.report.end, result.report.started) == (RunExit.OK, StopReason.STOP, 1)
-    assert wait_for_stage(stages, ShutdownStage.LEAVING) == ["draining", "leaving"]
+    assert wait_for_stage(stages, ShutdownStage.EXITING) == ["draining", "exiting"]
 
 
 @pytest.mark.spec("RUN-01", "CON-36")
@@ -237,7 +235,7 @@ def test_after_the_drain_remaining_claims_are_released():
             )
         )
         assert process.run().exit is RunExit.LEFT_BEHIND
-        assert wait_for_stage(stages, ShutdownStage.LEAVING) == ["draining", "releasing", "leaving"]
+        assert wait_for_stage(stages, ShutdownStage.EXITING) == ["draining", "releasing", "exiting"]
     finally:
         release.set()
 
@@ -292,11 +290,11 @@ def test_with_a_parent_a_second_signal_does_not_shorten_the_drain():
 def test_health_follows_the_run(variant):
     observed = []
     task = make_task(variant, lambda: observed.append(process.health()))
-    process = Process(task, make_policy(limit=1), blocked=60.0)
+    process = Process(task, make_policy(limit=1), event_loop_timeout=60.0)
     assert process.health() == ProcessHealth(live=True, ready=False, reasons=("starting",))
     process.run()
     assert observed == [ProcessHealth(live=True, ready=True)]
-    assert process.health() == ProcessHealth(live=True, ready=False, reasons=("stopping: leaving",))
+    assert process.health() == ProcessHealth(live=True, ready=False, reasons=("stopping: exiting",))
 
 
 @pytest.mark.spec("RUN-02")
@@ -313,7 +311,7 @@ def test_a_process_whose_slots_are_all_blocked_is_not_live():
     policy = ConsumerPolicy.load(
         {
             "loop": {"concurrency": {"value": 1}, "streaming": True, "drain_timeout": 0.1},
-            "steps": {"process": {"retry": {"timeout": 0.05, "abandon_grace": 0.0, "max_attempts": 1}}},
+            "steps": {"process": {"retry": {"timeout": 0.05, "exit_grace": 0.0, "max_attempts": 1}}},
         }
     )
     try:
@@ -323,7 +321,7 @@ def test_a_process_whose_slots_are_all_blocked_is_not_live():
     finally:
         release.set()
     assert (observed[0].live, observed[0].ready) == (False, False)
-    assert "every slot is held by a handler that timed out" in observed[0].reasons[0]
+    assert "every slot is occupied by a handler call that still runs after its timeout" in observed[0].reasons[0]
 
 
 @pytest.mark.spec("RUN-02")
@@ -336,7 +334,7 @@ def test_a_process_whose_event_loop_is_blocked_is_not_live_and_names_the_cause()
             time.sleep(0.01)
         observed.append(process.health())
 
-    process = Process(make_task("async def", observe_health), make_policy(limit=1), blocked=0.1)
+    process = Process(make_task("async def", observe_health), make_policy(limit=1), event_loop_timeout=0.1)
     process.run()
     assert (observed[0].live, observed[0].ready) == (False, False)
     assert "by process of handle_async, in " in observed[0].reasons[0]

@@ -11,15 +11,15 @@ from typer.testing import CliRunner
 
 from ergon_framework import ConfigurationError, MemoryConnector, Task, Transaction, consumer, queue
 from ergon_framework.cli.app import app as app_of_ergon
-from ergon_framework.connectors import schemes
+from ergon_framework.connectors import registry
 from ergon_framework.connectors.base import AsyncConnector, Capabilities, Connector
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.errors import MissingExtraError
 from ergon_framework.runner import queues
-from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.exit import RunExit
 from ergon_framework.runner.loading import load_connector
 from ergon_framework.runner.settings import load_settings
-from ergon_framework.task.mixins.consumer import ConsumerMixin
+from ergon_framework.task.consumer import ConsumerMixin
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +40,9 @@ def register_scheme(monkeypatch):
     """Return a function that registers entry points as if a package were installed."""
 
     def register(scheme, value):
-        installed = [EntryPoint(name=scheme, value=value, group=schemes.ENTRY_POINT_GROUP)]
+        installed = [EntryPoint(name=scheme, value=value, group=registry.ENTRY_POINT_GROUP)]
         monkeypatch.setattr(
-            schemes, "entry_points", lambda *, group: installed if group == schemes.ENTRY_POINT_GROUP else []
+            registry, "entry_points", lambda *, group: installed if group == registry.ENTRY_POINT_GROUP else []
         )
 
     return register
@@ -157,7 +157,7 @@ def test_the_error_for_an_unknown_queue_names_the_setting_and_the_known_queues(f
     message = get_error("my-orders")
     assert "[queues.my-orders]" in message
     assert "ERGON_QUEUES__MY_ORDERS__URL" in message
-    assert "Known are: letters" in message
+    assert "known queues: letters" in message
 
 
 @pytest.mark.spec("RUN-03")
@@ -269,7 +269,7 @@ def test_a_package_can_register_its_own_scheme(folder, register_scheme, third_pa
 def test_an_entry_point_that_is_not_a_connector_is_an_error(folder, register_scheme, third_party_module):
     write_settings(folder, "orders", "kafka://host")
     register_scheme("kafka", f"{third_party_module}:no_connector")
-    assert "made a str, which is no connector" in get_error()
+    assert "returned a str, which is not a connector" in get_error()
     register_scheme("kafka", "nowhere_to_be_found:Foreign")
     assert "cannot be imported: ModuleNotFoundError" in get_error()
 
@@ -294,7 +294,7 @@ def test_methods_that_only_some_connectors_have_are_forwarded(folder, memory_url
     orders = queue("orders")
     assert list(orders.dead_letters) == []
     with pytest.raises(
-        AttributeError, match="is a MemoryConnector by the settings, which has no 'record_processed_on'"
+        AttributeError, match="is a MemoryConnector in the settings, which has no 'record_processed_on'"
     ):
         _ = orders.record_processed_on
     with pytest.raises(AttributeError):
@@ -304,7 +304,7 @@ def test_methods_that_only_some_connectors_have_are_forwarded(folder, memory_url
 def test_dead_letters_can_be_listed_by_queue_name(folder, memory_url):
     write_settings(folder, "orders", memory_url)
     assert load_connector("orders").list_dead(DeadLetterQuery()) == []
-    with pytest.raises(ConfigurationError, match=r"where the queue 'letters' is;.* for example app:orders"):
+    with pytest.raises(ConfigurationError, match=r"queue 'letters' has no address.* for example app:orders"):
         load_connector("letters")
 
 
@@ -356,4 +356,4 @@ def test_a_run_without_settings_for_its_queue_does_not_start(folder, run_cli):
     write_settings(folder, "letters", "memory://none")
     result = run_cli("run", "queueapp:charge")
     assert result.exit_code == RunExit.USAGE
-    assert "nobody says where the queue 'orders' is" in result.stderr
+    assert "queue 'orders' has no address" in result.stderr

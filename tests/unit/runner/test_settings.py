@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.runner import sources
+from ergon_framework.runner import settings_sources
 from ergon_framework.runner.settings import Settings, TaskSettings, load_settings
-from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.worker.policies import ConsumerPolicy
 
 SETTINGS_FILE = """
 [run]
@@ -94,7 +94,7 @@ def test_settings_change_only_the_named_keys_of_a_policy(folder):
     ],
 )
 def test_a_variable_is_parsed_as_toml_if_valid_and_as_text_otherwise(text, value):
-    assert sources.parse_value(text) == value
+    assert settings_sources.parse_value(text) == value
 
 
 @pytest.mark.spec("RUN-03")
@@ -104,7 +104,7 @@ def test_a_variable_is_parsed_as_toml_if_valid_and_as_text_otherwise(text, value
         ("[run]\nproceses = 3", "ergon.toml: unknown key 'run.proceses'; did you mean 'run.processes'?"),
         ("[runn]\nprocesses = 3", "unknown key 'runn'; did you mean 'run'?"),
         ("processes = 3", "unknown key 'processes'; did you mean 'run.processes'?"),
-        ("[run]\nzzzzz = 3", "known here are processes, drain_timeout, pausable, restart, probes"),
+        ("[run]\nzzzzz = 3", "known keys here: processes, drain_timeout, pausable, restart, probes"),
         ("[postgres]\nurl = 'x'", "unknown key 'postgres.url'; postgres has dsn; did you mean 'redis.url'?"),
         ("[tasks.charge]\npolicies = 3", "did you mean 'tasks.charge.policy'?"),
         (
@@ -123,9 +123,9 @@ def test_an_unknown_key_of_the_file_is_named_with_the_nearest_known_one(folder, 
     "name, message",
     [
         ("ERGON_RUN__PROCESES", "ERGON_RUN__PROCESES: unknown key 'run.proceses'; did you mean 'run.processes'?"),
-        ("ERGON_RUN_PROCESSES", "between two keys stand two underscores: ERGON_RUN__PROCESSES"),
-        ("ERGON_RUN__", "names no key"),
-        ("ERGON_" + "A__" * 12 + "B", "names no key"),
+        ("ERGON_RUN_PROCESSES", "separate two keys by two underscores: ERGON_RUN__PROCESSES"),
+        ("ERGON_RUN__", "contains no key"),
+        ("ERGON_" + "A__" * 12 + "B", "contains no key"),
     ],
 )
 def test_an_unknown_variable_is_named_with_the_nearest_known_key(folder, name, message):
@@ -185,7 +185,7 @@ def test_the_error_for_an_invalid_secret_does_not_show_it(folder):
 
 @pytest.mark.parametrize(
     "content, message",
-    [(b"[run", "is no TOML"), (b"\xff", "is no TOML"), (b"#" * 1_000_001, "is longer than 1000000 bytes")],
+    [(b"[run", "is not TOML"), (b"\xff", "is not TOML"), (b"#" * 1_000_001, "is longer than 1000000 bytes")],
 )
 def test_an_unreadable_file_is_an_error(folder, content, message):
     (folder / "ergon.toml").write_bytes(content)
@@ -205,7 +205,7 @@ def test_the_error_for_an_invalid_policy_names_its_task(folder):
 
 def test_the_guide_lists_every_key_with_its_default_and_its_meaning():
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "configure.md").read_text(encoding="utf-8")
-    for keys in sources.known_keys(Settings, {}):
+    for keys in settings_sources.known_keys(Settings, {}):
         model = Settings
         for key in keys[:-1]:
             model = model.model_fields[key].annotation

@@ -13,7 +13,7 @@ from threading import Thread
 import pytest
 
 from ergon_framework.runner import supervisor as module
-from ergon_framework.runner.exits import RunExit
+from ergon_framework.runner.exit import RunExit
 from ergon_framework.runner.settings import RunSettings
 from ergon_framework.runner.supervisor import Supervisor
 from ergon_framework.telemetry import names
@@ -32,7 +32,7 @@ def report(kind, **told):
 def told():
     return os.read(orders, 100).decode().split()
 def ended(end, code=0):
-    report("ended", end=end, task="charge")
+    report("ended", stop_reason=end, task="charge")
     sys.exit(code)
 def loaded(drain=30.0):
     report("loaded", drain=drain)
@@ -47,7 +47,7 @@ class SupervisorHarness:
 
     def run(self, program, processes=2, **settings):
         command = lambda *ends: [sys.executable, "-c", CHILD_PREFIX + program, *map(str, ends), str(self.folder)]  # noqa: E731
-        restart = {"backoff": 0.01, "attempts": 3, "steady": 30.0} | settings.pop("restart", {})
+        restart = {"backoff": 0.01, "attempts": 3, "stable_after": 30.0} | settings.pop("restart", {})
         run_settings = RunSettings.load({"processes": processes, "restart": restart, **settings})
         self.supervisor = Supervisor(command, run_settings, on_signal=lambda *said: self.signals.append(said))
         return self.supervisor.run()
@@ -89,7 +89,7 @@ def send_sigterm():
 def test_the_run_ends_when_every_process_has_ended_normally(harness):
     result = harness.run("loaded(); ended('empty')", processes=3)
     assert (result.exit, result.restarts, result.reason) == (RunExit.OK, 0, None)
-    assert [report["end"] for report in result.reports] == ["empty"] * 3
+    assert [report["stop_reason"] for report in result.reports] == ["empty"] * 3
     assert all(len(harness.pids(number)) == 1 for number in (1, 2, 3))
 
 
@@ -133,7 +133,7 @@ told()
 ended("stop")
 """)
     assert (result.exit, result.restarts) == (RunExit.FLAPPING, 2)
-    assert "process 2 died 3 times in a row, each time within 30 s of its start" in result.reason
+    assert "process 2 exited 3 times in a row, each time within 30 s of its start" in result.reason
     assert "before it had fetched work, the last time with SIGKILL" in result.reason
     assert all(has_exited(pid) for pid in harness.pids(1) + harness.pids(2))
 
@@ -155,20 +155,22 @@ def test_work_fetched_by_an_earlier_process_does_not_excuse_a_later_crash(harnes
     program = "loaded(); report('fetched') if runs == 1 else None; ended('empty') if runs > 10 else os._exit(66)"
     result = harness.run(program, processes=1)
     assert (result.exit, result.restarts) == (RunExit.FLAPPING, 3)
-    assert "died 3 times in a row" in result.reason
+    assert "exited 3 times in a row" in result.reason
 
 
 @pytest.mark.spec("SEC-16")
 def test_the_default_delays_between_crashes_with_work_do_not_grow(harness, caplog):
     program = "loaded(); report('fetched'); ended('empty') if runs > 4 else os._exit(66)"
     harness.run(program, processes=1, restart={"backoff": 0.02, "multiplier": 1000.0})
-    delays = [record.delay for record in caplog.records if get_event(record) == "process died"]
+    delays = [record.delay for record in caplog.records if get_event(record) == "process exited unexpectedly"]
     assert delays == [0.02] * 4
 
 
 @pytest.mark.spec("RUN-01")
 def test_a_process_that_ran_long_enough_may_crash_any_number_of_times(harness):
-    result = harness.run("loaded(); ended('empty') if runs > 5 else sys.exit(1)", processes=1, restart={"steady": 0.0})
+    result = harness.run(
+        "loaded(); ended('empty') if runs > 5 else sys.exit(1)", processes=1, restart={"stable_after": 0.0}
+    )
     assert (result.exit, result.restarts) == (RunExit.OK, 5)
 
 
@@ -211,7 +213,7 @@ open(f"heard-{{number}}", "w").write(" ".join(heard))
 def test_a_signal_sends_a_stop_command_to_every_process(harness):
     harness.call_when_file_exists("up-2", send_sigterm)
     result = harness.run(STOP_PROGRAM.format(drain=7) + "ended('stop')")
-    assert (result.exit, [report["end"] for report in result.reports]) == (RunExit.OK, ["stop", "stop"])
+    assert (result.exit, [report["stop_reason"] for report in result.reports]) == (RunExit.OK, ["stop", "stop"])
     assert [(harness.folder / f"heard-{number}").read_text() for number in (1, 2)] == ["stop", "stop"]
     assert harness.signals == [(signal.SIGTERM, 1, 7.0)]
 
@@ -298,8 +300,10 @@ def test_a_process_without_reports_for_too_long_is_not_live(harness):
         send_sigterm()
 
     harness.call_when_file_exists("up-1", check_and_stop)
-    harness.run("loaded(); open('up-1', 'w').close(); told(); ended('stop')", processes=1, probes={"silent": 0.1})
-    assert "process 1: has said nothing for" in observed[0].reasons[0]
+    harness.run(
+        "loaded(); open('up-1', 'w').close(); told(); ended('stop')", processes=1, probes={"heartbeat_timeout": 0.1}
+    )
+    assert "process 1: no report for" in observed[0].reasons[0]
 
 
 def test_a_process_that_cannot_be_started_counts_as_a_crash(tmp_path):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ergon_framework.cli.top_frame import build_frame
 from ergon_framework.cli.top_sources import Sample, Sources
-from ergon_framework.cli.top_view import render_lines
+from ergon_framework.cli.top_view import build_frame, render_lines
 from ergon_framework.connectors.base import Depth
 from ergon_framework.connectors.postgres.pauses import PauseRecord, WorkerLoopState
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.facts.stores.postgres_overview import ReaderLagRow
-from ergon_framework.providers.sql.overview import OpenBreakerSummary
+from ergon_framework.facts.stores.postgres.lookup import ReaderLagRow
+from ergon_framework.providers.postgres.admin import OpenBreakerSummary
 from ergon_framework.telemetry import names
 
 SUCCEEDED_LABELS, FAILED_LABELS = ("charge", "succeeded", ""), ("charge", "failed", "SYSTEM")
@@ -30,7 +29,7 @@ def make_numbers(**counts):
 
 
 def make_sample(at, runs, **more):
-    return Sample(at, runs=runs, asked=len(runs), **more)
+    return Sample(at, runs=runs, sources=len(runs), **more)
 
 
 def test_rates_are_the_increase_between_two_samples_over_all_runs():
@@ -83,8 +82,8 @@ def make_full_frame():
         (names.EXECUTORS.name, ("python",)): 2.0,
         (names.PROVIDER_CALLS.name, ("bank", "charging", "failed", "TIMEOUT")): 4.0,
         (names.PROVIDER_EXHAUSTED.name, ("bank", "charging")): 1.0,
-        (names.REPLICA_STATUS.name, ("hub", "plant", "hub", "following")): 1.0,
-        (names.REPLICA_LAG_SECONDS.name, ("hub", "plant", "hub")): 4000.0,
+        (names.REPLICATION_STATUS.name, ("hub", "plant", "hub", "following")): 1.0,
+        (names.REPLICATION_LAG_SECONDS.name, ("hub", "plant", "hub")): 4000.0,
     }
     sample = make_sample(
         2.0,
@@ -100,9 +99,9 @@ def make_full_frame():
             WorkerLoopState("charge", "orders", "h", 1, "charge", 2),
             WorkerLoopState("charge", "orders", "h", 2, None, 0),
         ],
-        unreached={"http://b:2": "connection refused"},
+        unavailable={"http://b:2": "connection refused"},
     )
-    sample.asked = 3
+    sample.sources = 3
     return build_frame(make_sample(1.0, runs), sample)
 
 
@@ -117,12 +116,12 @@ def test_no_frame_exceeds_the_width_or_height_of_its_terminal(width, height):
 
 def test_narrow_frames_keep_the_most_important_columns():
     wide, narrow = ("\n".join(render_lines(make_full_frame(), width=width)) for width in (200, 40))
-    for text in ("LATER/S", "MEAN", "used up", "http://b:2 cannot be reached", "1 of 2", "half_open", "1.1 h"):
+    for text in ("DEFERRED/S", "MEAN", "exhausted", "http://b:2 is unavailable", "1/2", "half_open", "1.1 h"):
         assert text in wide
-    assert "held: a long reason" in wide
-    for text in ("DONE/S", "FAIL/S", "OLDEST", "BREAKER", "BEHIND", "PAUSED"):
+    assert "paused: a long reason" in wide
+    for text in ("DONE/S", "FAIL/S", "OLDEST", "BREAKER", "LAG", "PAUSED", "APPLIED"):
         assert text in narrow
-    assert "LATER/S" not in narrow
+    assert "DEFERRED/S" not in narrow
 
 
 def test_an_empty_frame_says_so():

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ergon_framework import AsyncConsumerMixin, AsyncTask, BusinessError, MemoryConnector, Transaction, consumer
-from ergon_framework.runner.watchdog import Watchdog
+from ergon_framework.runner.probes import Watchdog
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import get_registry
 from tests.log_events import get_event
@@ -141,7 +141,7 @@ def test_a_block_is_visible_while_it_lasts(recorder):
         assert box[0].blocked is None
 
     asyncio.run(run())
-    assert descriptions[0].startswith("the event loop is held for 0 s by process of Charge, in ")
+    assert descriptions[0].startswith("event loop is blocked for 0 s by process of Charge, in ")
 
 
 def test_a_block_outside_any_step_is_reported_without_a_step(recorder):

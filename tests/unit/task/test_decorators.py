@@ -30,7 +30,7 @@ from ergon_framework import (
     consumer,
     producer,
 )
-from ergon_framework.task.report import OutcomeKind
+from ergon_framework.worker.report import OutcomeKind
 
 
 class OrderPayload(BaseModel):
@@ -259,7 +259,7 @@ def _make_single_attempt_policy() -> Any:
 
 
 class Handler:
-    """What somebody might decorate by mistake."""
+    """A class that might be decorated by mistake."""
 
 
 def yields(order: Any) -> Any:
@@ -275,8 +275,8 @@ async def yields_async(order: Any) -> Any:
     [
         ("text", "not str"),
         (Handler, "not the class Handler"),
-        (yields, "yields yields, so calling it would run nothing"),
-        (yields_async, "yields_async yields"),
+        (yields, "yields is a generator function"),
+        (yields_async, "yields_async is a generator function"),
     ],
 )
 @pytest.mark.parametrize("decorator", [consumer, producer])
@@ -337,7 +337,7 @@ def test_work_that_never_started_is_not_a_success(variant: str) -> None:
         policy = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 1}}}})
         task = consumer(connector, policy=policy)(to_variant(variant, lambda order, made=start_work: made()))
         assert run_task(task).counts[OutcomeKind.FAILED] == 1
-        assert "nothing of it has run" in connector.dead_letters[0].failure.error_message
+        assert "and none of it has run" in connector.dead_letters[0].failure.error_message
 
 
 @pytest.mark.spec("CON-30")
@@ -394,7 +394,7 @@ def test_a_policy_must_be_a_policy_object(policy: Any) -> None:
 
 
 def test_a_connector_must_be_a_connector_object() -> None:
-    with pytest.raises(ConfigurationError, match="was given a str as its connector"):
+    with pytest.raises(ConfigurationError, match=r"connector of .* is invalid: it is a str"):
         consumer("amqp://broker")(lambda order: None)  # type: ignore[arg-type]
 
 
@@ -454,11 +454,11 @@ def test_the_error_for_an_unknown_service_names_the_known_services() -> None:
     task = Charge(make_queue(), ledger=[])
     with pytest.raises(ConfigurationError, match="did you mean 'ledger'"):
         _ = task.services.leger
-    with pytest.raises(ConfigurationError, match="there are: ledger"):
+    with pytest.raises(ConfigurationError, match="available: ledger"):
         _ = task.services["zzz"]
     with pytest.raises(AttributeError):
         _ = task.services._private
-    with pytest.raises(ConfigurationError, match="there are: none"):
+    with pytest.raises(ConfigurationError, match="available: none"):
         _ = Charge(make_queue()).services.anything
 
 

@@ -22,14 +22,14 @@ from ergon_framework.connectors.codec import JsonCodec, UnencodableError
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.errors import Category, ConfigurationError, ConnectionLostError
 from ergon_framework.failure import Attempt
-from ergon_framework.task.exceptions import TransactionException
-from ergon_framework.task.gathering import AsyncCoalescer, Coalescer
-from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.relay import DEFAULT_POLICY, RETRY_DELAY_SECONDS, AsyncRelay, Relay, relay, relay_async
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import get_registry
 from ergon_framework.telemetry.options import TelemetryOptions
 from ergon_framework.transaction import Transaction
+from ergon_framework.worker.coalesce import AsyncCoalescer, Coalescer
+from ergon_framework.worker.exceptions import TransactionException
+from ergon_framework.worker.policies import ConsumerPolicy
 
 RETRY_POLICY = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 3, "backoff": 0.001}}}})
 TRACE_CONTEXT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
@@ -212,11 +212,11 @@ def test_the_error_decides_between_dead_letter_and_deferral(variant, error, expe
 
 def test_an_invalid_relay_is_rejected_with_an_explanation(variant):
     queue = MemoryConnector("outbox")
-    with pytest.raises(ConfigurationError, match="to itself"):
+    with pytest.raises(ConfigurationError, match="the same connector as source and target"):
         make_relay(variant, queue, queue)
-    with pytest.raises(ConfigurationError, match="target is a connector, not a str"):
+    with pytest.raises(ConfigurationError, match="relay target must be a connector, not a str"):
         make_relay(variant, queue, "target")
-    with pytest.raises(ConfigurationError, match="given a str as its connector"):
+    with pytest.raises(ConfigurationError, match=r"connector of .* is invalid: it is a str"):
         make_relay(variant, "source", queue)
     for interval in (0, -1, float("inf"), float("nan")):
         with pytest.raises(ConfigurationError, match="depth_every"):
@@ -484,7 +484,7 @@ def submit_group_async(make_dispatch, *, cancelled_id=None):
             await asyncio.wait([tasks[cancelled_id]])
         dispatch.release.set()
         results = await asyncio.wait_for(asyncio.gather(*tasks.values(), return_exceptions=True), 20)
-        # Whoever comes next finds a group that it can lead.
+        # The next caller finds a group that it can flush.
         assert coalescer._open_group.members == []
         return dict(zip(tasks, results, strict=True)), dispatch.calls
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ergon_framework import scope
-from ergon_framework.cli.logs import JsonFormatter, KeyValueFormatter
+from ergon_framework.cli.output import JsonFormatter, KeyValueFormatter
 from ergon_framework.scope import Scope
 from ergon_framework.telemetry import logs
 from ergon_framework.transaction import Transaction

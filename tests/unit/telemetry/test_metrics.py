@@ -43,7 +43,7 @@ def test_the_counters_of_a_loop_outlive_it(registry):
     before = {metric.name: read_metric(registry, metric) for metric in names.METRICS}
     registry.close(counts)
     assert {metric.name: read_metric(registry, metric) for metric in names.METRICS} == before
-    assert read_metric(registry, names.FENCED) == {("Orders",): 4}
+    assert read_metric(registry, names.LATE_RESULTS) == {("Orders",): 4}
 
 
 def test_closing_twice_counts_once(registry):
@@ -85,8 +85,12 @@ def test_labels_are_bounded():
     registry = Registry(limit=2)
     counts = open_loop(registry)
     for reason in ("a", "b", "c", "d", "a"):
-        counts.add(names.REFUSED, reason)
-    assert read_metric(registry, names.REFUSED) == {("Orders", "a"): 2, ("Orders", "b"): 1, ("Orders", OTHER_VALUE): 2}
+        counts.add(names.REJECTED_DELIVERIES, reason)
+    assert read_metric(registry, names.REJECTED_DELIVERIES) == {
+        ("Orders", "a"): 2,
+        ("Orders", "b"): 1,
+        ("Orders", OTHER_VALUE): 2,
+    }
 
 
 def test_task_names_are_bounded_too():
@@ -111,7 +115,7 @@ def test_gauges_are_removed_with_their_loop(registry):
     assert read_metric(registry, names.SLOTS) == {
         ("Orders", "running"): 3,
         ("Orders", "abandoned"): 2,
-        ("Orders", "held"): 1,
+        ("Orders", "waiting"): 1,
     }
     registry.close(counts)
     for metric in (names.SLOTS, names.PAUSED, names.QUEUE_AGE, names.QUEUE_AGE_MAX):

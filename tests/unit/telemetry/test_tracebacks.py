@@ -10,11 +10,11 @@ import pytest
 
 from ergon_framework.errors import ErgonError
 from ergon_framework.failure import MAX_TRACEBACK_BYTES
-from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.telemetry.options import DEFAULT_OPTIONS, TelemetryOptions
 from ergon_framework.telemetry.redaction import HIDDEN
 from ergon_framework.telemetry.tracebacks import MAX_ERRORS, MAX_FRAMES, find_raised, format_traceback, to_exc_info
 from ergon_framework.transaction import Transaction
+from ergon_framework.worker.exceptions import TransactionException
 
 pytestmark = pytest.mark.spec("DX-04")
 
@@ -142,7 +142,7 @@ def test_frames_are_shared_between_the_errors_of_a_chain():
     assert len(frames) == MAX_FRAMES
     assert "in catch" in frames[0]
     assert "in raise_chained" in frames[2]
-    assert any("frames left out" in line for line in lines)
+    assert any("frames omitted" in line for line in lines)
 
 
 def test_a_traceback_has_at_most_the_maximum_length():
@@ -162,7 +162,7 @@ def test_errors_without_a_readable_message_are_formatted():
     def raise_mute():
         raise Mute
 
-    assert format_error(catch(raise_mute)).endswith("Mute without a readable message")
+    assert format_error(catch(raise_mute)).endswith("Mute with an unreadable message")
     assert "\udc80" not in format_error(catch(exec, "raise ValueError('\\udc80 \\0')"))
     assert "\0" not in format_error(catch(exec, "raise ValueError('\\udc80 \\0')"))
 

@@ -76,6 +76,6 @@ def make_id_of_all_arguments(kind, number, note=""):
 
 
 def fail_in_fresh_process(kind, number):
-    if sys.argv[0].endswith("fresh.py"):
+    if sys.argv[0].endswith("determinism_probe.py"):
         raise RuntimeError("not here")
     return "id"

@@ -8,7 +8,7 @@ import pytest
 
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.identity import event_id
-from ergon_framework.testing.determinism import NotDeterministic, assert_deterministic
+from ergon_framework.testing.determinism import NotDeterministicError, assert_deterministic
 from tests.unit.testing import ids
 
 
@@ -36,29 +36,29 @@ def test_ids_of_the_framework_pass():
         (ids.make_counter_id, "called a second time"),
         (ids.make_hash_id, "in a fresh process"),
         (ids.make_process_id, "in a fresh process"),
-        (ids.make_year_id, "with the clock moved"),
-        (ids.make_utc_day_id, "with the clock moved"),
-        (ids.make_local_day_id, "with the clock moved"),
-        (ids.make_hour_id, "with the clock moved"),
-        (ids.make_formatted_year_id, "with the clock moved"),
-        (ids.make_uptime_id, "with the clock moved"),
+        (ids.make_year_id, "with the clock shifted"),
+        (ids.make_utc_day_id, "with the clock shifted"),
+        (ids.make_local_day_id, "with the clock shifted"),
+        (ids.make_hour_id, "with the clock shifted"),
+        (ids.make_formatted_year_id, "with the clock shifted"),
+        (ids.make_uptime_id, "with the clock shifted"),
     ],
 )
 def test_an_id_that_a_second_run_would_not_reproduce_is_caught(make, message):
-    with pytest.raises(NotDeterministic, match=message):
+    with pytest.raises(NotDeterministicError, match=message):
         assert_deterministic(make, "WO", "7")
 
 
 @pytest.mark.spec("FAC-19")
 def test_an_id_that_depends_on_an_ignored_argument_is_caught():
-    with pytest.raises(NotDeterministic, match="with another note"):
+    with pytest.raises(NotDeterministicError, match="with another note"):
         assert_deterministic(ids.make_id_of_all_arguments, "WO", "7", note="a", ignores={"note": ["b"]})
 
 
 def test_a_function_that_a_fresh_process_cannot_call_is_a_configuration_error():
-    with pytest.raises(ConfigurationError, match="a function of a module"):
+    with pytest.raises(ConfigurationError, match="a module-level function"):
         assert_deterministic(lambda: "id")
-    with pytest.raises(ConfigurationError, match="ignores names 'note'"):
+    with pytest.raises(ConfigurationError, match="ignores contains 'note'"):
         assert_deterministic(ids.make_stable_id, "WO", "7", ignores={"note": ["b"]})
 
 

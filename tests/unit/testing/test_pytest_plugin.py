@@ -18,7 +18,7 @@ def work(order): ...
 def test_the_trial(ergon_trial):
     trial = ergon_trial(work)
     trial.send(Transaction("order-1"))
-    assert trial.run().ends == {"order-1": "acked"}
+    assert trial.run().final_states == {"order-1": "acked"}
 
 def test_the_chaos(ergon_chaos, ergon_trial):
     def make(effects):

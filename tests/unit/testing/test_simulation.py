@@ -9,15 +9,15 @@ import pytest
 from ergon_framework.connectors.base import AsyncConnector
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.engine.effects import wait
-from ergon_framework.task.exceptions import LoopTimeout
-from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
-from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
-from ergon_framework.task.mixins.producer import AsyncProducerMixin, ProducerMixin
-from ergon_framework.task.report import OutcomeKind, StopReason
+from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
+from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.testing.faults import Faults, business, connection_lost, system
 from ergon_framework.testing.simulation import Simulation, SimulationError
-from ergon_framework.testing.virtual import Deadlock
+from ergon_framework.testing.virtual_time import DeadlockError
 from ergon_framework.transaction import Transaction
+from ergon_framework.worker.exceptions import LoopTimeout
+from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy
+from ergon_framework.worker.report import OutcomeKind, StopReason
 
 
 class SyncTask(ConsumerMixin, ProducerMixin):
@@ -103,7 +103,7 @@ def test_a_task_can_be_stopped_at_a_moment(variant):
     simulation = Simulation()
     task = variant(simulation, 10.0)
     task.connector.dispatch(make_transactions(2))
-    simulation.at(3.0, task.stop)
+    simulation.call_at(3.0, task.stop)
     report = simulation.consume(task, make_policy(concurrency={"value": 1}, drain_timeout=20.0))
     assert (report.end, report.started, simulation.clock()) == (StopReason.STOP, 1, 10.0)
 
@@ -115,7 +115,7 @@ def test_a_sync_handler_call_that_hangs_is_abandoned_and_fenced():
     report = simulation.consume(task, make_policy(2.0))
     assert (report.counts[OutcomeKind.FAILED], report.abandoned, simulation.clock() < 10) == (1, 1, True)
     simulation.run_until_idle()
-    assert (simulation.clock(), simulation.trace[-1].what) == (100.0, "late")
+    assert (simulation.clock(), simulation.trace[-1].event) == (100.0, "late")
 
 
 def test_a_coroutine_is_cancelled_at_its_deadline():
@@ -141,7 +141,7 @@ def test_a_script_that_waits_for_nothing_is_a_deadlock():
     def script():
         yield from wait(simulation.create_mailbox())
 
-    with pytest.raises(Deadlock, match="every script waits"):
+    with pytest.raises(DeadlockError, match="every script waits"):
         simulation.run(script())
 
 
@@ -201,8 +201,8 @@ def test_an_async_connector_serves_a_sync_task():
 def test_an_arrival_wakes_a_streaming_loop():
     simulation = Simulation()
     task = SyncTask(simulation)
-    simulation.at(100.0, lambda: task.connector.dispatch(make_transactions(1)))
-    simulation.at(150.0, task.stop)
+    simulation.call_at(100.0, lambda: task.connector.dispatch(make_transactions(1)))
+    simulation.call_at(150.0, task.stop)
     settings = {"streaming": True, "empty_queue": {"backoff": 1000.0, "cap": 1000.0}}
     report = simulation.consume(task, make_policy(**settings))
     assert report.counts[OutcomeKind.SUCCEEDED] == 1
@@ -227,7 +227,7 @@ def test_faults_are_raised_in_the_order_of_the_plan(variant):
 
 
 def test_a_fault_of_an_unknown_step_is_rejected():
-    with pytest.raises(ValueError, match="no step is called 'proces'"):
+    with pytest.raises(ValueError, match="unknown step 'proces'"):
         Faults({"proces": []})
 
 
@@ -247,9 +247,10 @@ def test_a_broker_that_hangs_does_not_delay_the_end_of_a_loop(loop):
     task.connector = HangingConnector("orders", clock=simulation.clock)
     task.connector.simulation = simulation
     task.connector.dispatch(make_transactions(3))
-    settings = {"loop": {**loop, "streaming": "timeout" not in loop}, "steps": {"settle": {"group": 1, "linger": 0.0}}}
+    steps = {"settle": {"batch_size": 1, "linger": 0.0}}
+    settings = {"loop": {**loop, "streaming": "timeout" not in loop}, "steps": steps}
     if "timeout" not in loop:
-        simulation.at(1.0, task.stop)
+        simulation.call_at(1.0, task.stop)
     outcomes = []
     simulation.consume(task, ConsumerPolicy.load(settings), on_outcome=outcomes.append)
     assert simulation.clock() == 2.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from ergon_framework.telemetry.exposition import prometheus_name
 from ergon_framework.telemetry.names import METRICS
+from ergon_framework.telemetry.prometheus import prometheus_name
 from tests.unit.tools.queries import DEPLOY, ROOT, find_selectors, iter_panel_queries, load_alert_rules, load_dashboards
 from tools import dashboards
 

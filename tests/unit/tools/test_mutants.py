@@ -84,7 +84,7 @@ def verdicts(tmp_path, monkeypatch):
 
 def test_an_equivalent_mutant_is_not_counted(verdicts):
     assert mutants.summarize(verdicts, {})["score"] == 0.75
-    totals = mutants.summarize(verdicts, {("module.py", "calls", "d() -> nothing"): "nobody can tell"})
+    totals = mutants.summarize(verdicts, {("module.py", "calls", "d() -> nothing"): "no test can tell"})
     assert (totals["score"], totals["survived"], totals["equivalent"]) == (1.0, 0, 1)
     assert totals["by_time"] == pytest.approx(1 / 3, abs=0.001)
 

@@ -12,25 +12,25 @@ fn main() {
     #[cfg(feature = "otel")]
     spans::install();
     let mut registry = Registry::new();
-    registry.register("exam.echo", |request| Ok(argument(request, "value")));
-    registry.register("exam.fail", |request| Err(Failure::error("ExamFailed", &text(request))));
-    registry.register("exam.retry", |request| {
+    registry.register("conformance.echo", |request| Ok(argument(request, "value")));
+    registry.register("conformance.fail", |request| Err(Failure::error("ConformanceFailed", &text(request))));
+    registry.register("conformance.retry", |request| {
         Err(Failure::Retry { message: "try again".to_string(), after_seconds: Some(seconds(request)) })
     });
-    registry.register("exam.context", |request| Ok(serde_json::to_value(&request.context)?));
-    registry.register("exam.sleep", |request| {
+    registry.register("conformance.context", |request| Ok(serde_json::to_value(&request.context)?));
+    registry.register("conformance.sleep", |request| {
         thread::sleep(Duration::from_secs_f64(seconds(request)));
         Ok(Value::Null)
     });
-    registry.register("exam.print", |request| {
+    registry.register("conformance.print", |request| {
         println!("{}", text(request));
         Ok(Value::Null)
     });
-    registry.register("exam.child", |request| {
+    registry.register("conformance.child", |request| {
         process::Command::new("echo").arg(text(request)).status()?;
         Ok(Value::Null)
     });
-    registry.register("exam.crash", |_| process::abort());
+    registry.register("conformance.crash", |_| process::abort());
     if let Err(error) = run_stdio(&registry) {
         eprintln!("executor ended: {error}");
         process::exit(1);

@@ -121,7 +121,7 @@ pub fn run_stdio(registry: &Registry) -> io::Result<()> {
     Ok(())
 }
 
-/// Reads one line without its line feed; false at the end. Text without a line feed is no line.
+/// Reads one line without its line feed; false at the end. Text without a line feed is not a line.
 fn read_line(requests: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<bool> {
     line.clear();
     requests.by_ref().take(MAX_LINE as u64 + 1).read_until(b'\n', line)?;

@@ -48,7 +48,7 @@ pub struct ExecutionContext {
     pub queue_name: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deadline: Option<String>,
-    /// `traceparent` and `tracestate` as W3C defines them. A value that is no text is dropped.
+    /// `traceparent` and `tracestate` as W3C defines them. A value that is not a text is dropped.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "texts")]
     pub trace_context: Option<BTreeMap<String, String>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -137,7 +137,7 @@ impl ExecutionOutcome {
             match serde_json::to_string(self) {
                 Ok(line) if line.len() <= MAX_LINE => line,
                 Ok(_) => refused("the result is too large"),
-                Err(_) => refused("the result is no JSON"),
+                Err(_) => refused("the result is not JSON"),
             }
         };
         line.push('\n');
@@ -153,7 +153,7 @@ fn depth(value: &Value) -> usize {
     }
 }
 
-/// A line that is no request of this version.
+/// A line that is not a request of this version.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Refusal {
     /// The line names its job, which gets this outcome.
@@ -172,7 +172,7 @@ struct Envelope {
 
 /// Reads one line, with or without its line feed.
 pub fn parse_request(line: &[u8]) -> Result<ExecutionRequest, Refusal> {
-    // A job_id that occurs twice is an error here: nobody could tell which job to answer.
+    // A job_id that occurs twice is an error here, because it is unclear which job to answer.
     let envelope: Envelope = serde_json::from_slice(line)
         .map_err(|error| Refusal::Silence(format!("{} bytes at column {}", line.len(), error.column())))?;
     let job_id = envelope.job_id.as_str();

@@ -1,9 +1,22 @@
 """A queue in NATS JetStream."""
 
-from ergon_framework.errors import require_extra
+from typing import TYPE_CHECKING
 
-require_extra("nats", "nats")
+from ergon_framework._util.exports import lazy_exports
 
-from ergon_framework.connectors.nats.queue import NatsQueue  # noqa: E402 - the check for its client comes first
+if TYPE_CHECKING:
+    from ergon_framework.connectors.nats.queue import NatsQueue
+else:
+    __getattr__ = lazy_exports(
+        __name__,
+        {
+            "queue": ("NatsQueue",),
+        },
+        extras={
+            "queue": ("nats", "nats"),
+        },
+    )
 
-__all__ = ["NatsQueue"]
+__all__ = [
+    "NatsQueue",
+]

@@ -10,8 +10,8 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.connectors.nats.frames import RawMessage, read_headers
-from ergon_framework.connectors.nats.line import Connection, Request
+from ergon_framework.connectors.nats.connection import Connection, Request
+from ergon_framework.connectors.nats.fast_client import RawMessage, read_headers
 from ergon_framework.errors import ConnectionLostError
 
 #: Error codes of the server that the connector handles.
@@ -40,7 +40,7 @@ class ApiError(ConnectorError):
     code = "jetstream"
 
     def __init__(self, description: str, *, number: int) -> None:
-        super().__init__(f"JetStream refused: {description} (code {number})")
+        super().__init__(f"JetStream rejected the request: {description} (code {number})")
         self.number = number
         self._description = description
 
@@ -76,7 +76,7 @@ def request(endpoint: str, **fields: Any) -> Request:
 def parse_response(answer: RawMessage | None) -> dict[str, Any]:
     """Parse a response or raise its error; a missing response means that the connection is lost."""
     if answer is None:
-        raise ConnectionLostError("JetStream did not answer; it may be starting, or choosing a leader")
+        raise ConnectionLostError("JetStream did not answer: it may be starting or electing a leader")
     return raise_for_error(answer.data or b"{}")
 
 
@@ -87,7 +87,7 @@ def raise_for_error(answer: bytes) -> dict[str, Any]:
     if error:
         description, number = str(error.get("description", "")), int(error.get("err_code", 0))
         if error.get("code") in _UNAVAILABLE_STATUSES or number in _RESOURCE_ERRORS:
-            raise ConnectionLostError(f"JetStream cannot do that now: {description}")
+            raise ConnectionLostError(f"JetStream is temporarily unavailable: {description}")
         raise ApiError(description, number=number)
     return response
 

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from ergon_framework.connectors.arrivals import WakeupHub
 from ergon_framework.connectors.base import (
     AsyncConnector,
     Capabilities,
@@ -29,25 +28,22 @@ from ergon_framework.connectors.base import (
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec, decode, describe_unread
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
-from ergon_framework.connectors.foreign import ForeignCodec
+from ergon_framework.connectors.foreign_codec import ForeignCodec
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
-from ergon_framework.connectors.nats import api, burials, note
-from ergon_framework.connectors.nats.claim import NatsClaim
-from ergon_framework.connectors.nats.dispatching import MAX_HEADER_BYTES, Dispatcher
-from ergon_framework.connectors.nats.durability import NatsDurability, assess_durability
-from ergon_framework.connectors.nats.examining import diagnose
-from ergon_framework.connectors.nats.home import ServerClient, acquire_client, release_client
-from ergon_framework.connectors.nats.layout import StreamConfig, ensure_streams
-from ergon_framework.connectors.nats.line import Connection, connect
-from ergon_framework.connectors.nats.naming import CONSUMER, stream_names
-from ergon_framework.connectors.nats.pulling import PullRequests
-from ergon_framework.connectors.nats.settling import NatsSettler
-from ergon_framework.connectors.nats.ticker import LoopHeartbeat
+from ergon_framework.connectors.nats import api, dead_letters
+from ergon_framework.connectors.nats.claims import DUE, LoopHeartbeat, NatsClaim, parse_message_state
+from ergon_framework.connectors.nats.connection import Connection, ServerClient, acquire_client, connect, release_client
+from ergon_framework.connectors.nats.inspect import NatsDurability, assess_durability, diagnose
+from ergon_framework.connectors.nats.publish import MAX_HEADER_BYTES, Dispatcher
+from ergon_framework.connectors.nats.pull import PullRequests
+from ergon_framework.connectors.nats.settle import NatsSettler
+from ergon_framework.connectors.nats.streams import CONSUMER, StreamConfig, ensure_streams, stream_names
 from ergon_framework.connectors.outage import public_address
+from ergon_framework.connectors.wakeup import WakeupHub
+from ergon_framework.diagnostics import Diagnostic, WallClock
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
-from ergon_framework.finding import Diagnostic, WallClock
 from ergon_framework.redaction import learn_address
 from ergon_framework.telemetry import logs
 from ergon_framework.transaction import Transaction
@@ -112,7 +108,7 @@ class NatsQueue(AsyncConnector):
             if not 0 < seconds < math.inf:
                 raise ConfigurationError(f"{option} must be a finite number of seconds > 0, not {seconds!r}")
         if monitor is not None and not monitor.startswith(("http://", "https://")):
-            raise ConfigurationError(f"monitor is the http address of the server's monitoring, not {monitor!r}")
+            raise ConfigurationError(f"monitor must be the server's http monitoring address, not {monitor!r}")
         self._name = name
         self._url = url
         self._lease = lease
@@ -211,9 +207,7 @@ class NatsQueue(AsyncConnector):
     def _parse_addresses(self) -> list[str]:
         url = self._url or os.environ.get(URL_VARIABLE)
         if not url:
-            raise ConfigurationError(
-                f"the queue {self._name!r} has no server: set {URL_VARIABLE} in the environment or give url=…"
-            )
+            raise ConfigurationError(f"queue {self._name!r} has no server address: set {URL_VARIABLE} or pass url=…")
         learn_address(url)
         return [address.strip() for address in url.split(",") if address.strip()]
 
@@ -271,7 +265,7 @@ class NatsQueue(AsyncConnector):
         logs.log_event(
             level,
             "nats durability",
-            {"queue": self._name, "durable": self._durability.durable, "words": self._durability.message},
+            {"queue": self._name, "durable": self._durability.durable, "summary": self._durability.message},
             to=_log,
             keep_none=True,
         )
@@ -347,7 +341,7 @@ class NatsQueue(AsyncConnector):
         except (ConnectionLostError, api.ApiError) as error:
             logs.log_event(
                 logging.WARNING,
-                "what nobody fetched could not be given back; it comes again when its lease ends",
+                "release failed",
                 {"queue": self._name, "deliveries": len(claims), "error": type(error).__name__},
                 to=_log,
             )
@@ -451,11 +445,11 @@ class NatsQueue(AsyncConnector):
                 continue
             claim.state_seq = stored.seq
             try:
-                claim.state = note.parse_message_state(stored.body)
+                claim.state = parse_message_state(stored.body)
             except (ValueError, KeyError, TypeError):
                 # Invalid, written by other code: the message matters more than its state.
                 logs.log_event(
-                    logging.WARNING, "a note cannot be read", {"queue": self._name, "place": stored.seq}, to=_log
+                    logging.WARNING, "message state unreadable", {"queue": self._name, "sequence": stored.seq}, to=_log
                 )
                 continue
             claim.deliveries = claim.state.count_deliveries(claim.delivered)
@@ -513,7 +507,7 @@ class NatsQueue(AsyncConnector):
         states = api.scan(connection, self._names.states, bodies=False)
         async for message in states:
             scanned += 1
-            due = message.headers.get(note.DUE)
+            due = message.headers.get(DUE)
             if due is not None and float(due) > now:
                 count += 1
             if scanned >= _MAX_STATES_READ:
@@ -573,20 +567,22 @@ class NatsQueue(AsyncConnector):
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
     ) -> Sequence[DeadLetterRecord]:
         connection = await self._get_checked_connection()
-        return await burials.list_dead(
+        return await dead_letters.list_dead(
             connection, self._names, self._name, self._codec, query, after=after, limit=limit
         )
 
     async def replay_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
         connection = await self._get_checked_connection()
-        return await burials.replay_dead(connection, self._names, self._codec, self._name, handles)
+        return await dead_letters.replay_dead(connection, self._names, self._codec, self._name, handles)
 
     async def discard_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
-        return await burials.discard_dead(await self._get_checked_connection(), self._names, handles)
+        return await dead_letters.discard_dead(await self._get_checked_connection(), self._names, handles)
 
     async def replace_dead_async(self, handle: str, transaction: Transaction) -> ReplayResult:
         connection = await self._get_checked_connection()
-        return await burials.replace_dead(connection, self._names, handle, self.prepare(transaction), codec=self._codec)
+        return await dead_letters.replace_dead(
+            connection, self._names, handle, self.prepare(transaction), codec=self._codec
+        )
 
 
 def _read_monitoring(address: str, timeout: float) -> dict[str, Any] | None:
@@ -596,9 +592,7 @@ def _read_monitoring(address: str, timeout: float) -> dict[str, Any] | None:
         with urllib.request.urlopen(f"{address.rstrip('/')}/varz", timeout=timeout) as answer:  # noqa: S310
             response = json.load(answer)
     except (OSError, ValueError) as error:
-        logs.log_event(
-            logging.WARNING, "the monitoring of nats does not answer", {"error": type(error).__name__}, to=_log
-        )
+        logs.log_event(logging.WARNING, "nats monitoring unavailable", {"error": type(error).__name__}, to=_log)
         return None
     config = (response.get("jetstream") or {}).get("config")
     return config if isinstance(config, dict) else None

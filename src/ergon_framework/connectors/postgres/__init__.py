@@ -1,9 +1,22 @@
 """A queue, an outbox and an inbox in PostgreSQL."""
 
-from ergon_framework.errors import require_extra
+from typing import TYPE_CHECKING
 
-require_extra("postgres", "psycopg")
+from ergon_framework._util.exports import lazy_exports
 
-from ergon_framework.connectors.postgres.queue import PostgresQueue  # noqa: E402 - the driver must be checked for first
+if TYPE_CHECKING:
+    from ergon_framework.connectors.postgres.queue import PostgresQueue
+else:
+    __getattr__ = lazy_exports(
+        __name__,
+        {
+            "queue": ("PostgresQueue",),
+        },
+        extras={
+            "queue": ("postgres", "psycopg"),
+        },
+    )
 
-__all__ = ["PostgresQueue"]
+__all__ = [
+    "PostgresQueue",
+]

@@ -12,13 +12,13 @@ from typing import Any, Final
 from ergon_framework.audit import AuditEntry
 from ergon_framework.connectors.audit import log_entry
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.schema.lines import ConnectionPool
-from ergon_framework.schema.operation import Operation, Query
+from ergon_framework.database.operation import Operation, Query
+from ergon_framework.database.pool import ConnectionPool
 
 #: Timeout of a write or a list.
 _TIMEOUT_SECONDS: Final = 10.0
 
-#: The schema of an earlier release has no such table.
+#: The database may have no tables yet.
 _TABLE_EXISTS: Final = "select to_regclass('ergon.audit') is not null"
 _INSERT_ENTRY: Final = """
 insert into ergon.audit (actor, action, name, targets, selection, reason, count, outcome, error, origin, intent)
@@ -40,7 +40,7 @@ from (
         jsonb_strip_nulls(jsonb_build_object('until', o.until, 'calls', o.calls)), o.reason, 1, 'done', null, ''
     from ergon.provider_overrides o
     union all
-    select f.at, f.by_whom, 'facts.retire', f.from_zone || '/' || f.to_zone, array[f.reader], '{}', '', 1, 'done', null,
+    select f.at, f.actor, 'facts.retire', f.from_zone || '/' || f.to_zone, array[f.reader], '{}', '', 1, 'done', null,
         ''
     from ergon.fact_reader_audit f
 ) as a

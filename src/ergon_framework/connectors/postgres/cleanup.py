@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.schema.lines import ConnectionPool
-from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query
+from ergon_framework.database.operation import BEGIN, COMMIT, Operation, Query
+from ergon_framework.database.pool import ConnectionPool
 from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
@@ -136,6 +136,6 @@ class Cleanup:
                     # At most half of the time is spent on deleting, so that the server has room for work.
                     stop.wait(time.monotonic() - began)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: no failure here may reach a worker
-            logs.log_event(logging.WARNING, "clean-up failed", {"error": type(error).__name__}, to=_log)
+            logs.log_event(logging.WARNING, "cleanup failed", {"error": type(error).__name__}, to=_log)
         finally:
             pool.close()

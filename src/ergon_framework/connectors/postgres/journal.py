@@ -16,12 +16,12 @@ from typing import Any, Final, NamedTuple
 
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.encryption import Keys, hide_text, load_environment_keys, reveal_text
+from ergon_framework.connectors.lookup import MAX_DEAD_LETTERS
 from ergon_framework.connectors.postgres.cleanup import Cleanup, retain_journal
-from ergon_framework.connectors.tracing import MAX_DEAD_LETTERS
+from ergon_framework.database.operation import Operation, Query
+from ergon_framework.database.pool import ConnectionPool
 from ergon_framework.errors import ErgonError
 from ergon_framework.history import History, HistoryEvent, Location, Value, WorkKind, WorkState
-from ergon_framework.schema.lines import ConnectionPool
-from ergon_framework.schema.operation import Operation, Query
 from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _WARN_INTERVAL_SECONDS: Final = 10.0
 _INSERT_ENTRIES: Final = """
 insert into ergon.journal (
     at, transaction_id, task, queue, correlation, tenant, outcome, category, code, reason, error, attempts, seconds,
-    tries, worker
+    failed_attempts, worker
 )
 select to_timestamp(r.at), r.transaction_id, %(task)s, %(queue)s, r.correlation, r.tenant, r.outcome, r.category,
     r.code, r.reason, r.error, r.attempts, r.seconds, r.tries, %(worker)s
@@ -47,12 +47,12 @@ from jsonb_to_recordset(%(rows)s::jsonb) as r(
     reason text, error text, attempts integer, seconds float8, tries jsonb
 )
 """
-#: The schema of an earlier release has no such table.
+#: The database may have no tables yet.
 _TABLE_EXISTS: Final = "select to_regclass('ergon.journal') is not null"
 #: Distinct, because a batch whose confirmation was lost is written again.
 _SELECT_ENTRIES: Final = """
 select distinct j.queue, j.task, j.worker, extract(epoch from j.at)::float8, j.transaction_id, j.correlation, j.tenant,
-    j.outcome, j.category, j.code, j.reason, j.error, j.attempts, j.seconds, j.tries
+    j.outcome, j.category, j.code, j.reason, j.error, j.attempts, j.seconds, j.failed_attempts
 from ergon.journal j where j.transaction_id = %(id)s order by 4 desc limit %(most)s
 """
 
@@ -182,7 +182,7 @@ class Journal:
                 self._is_failing = True
                 logs.log_event(
                     logging.WARNING,
-                    "journal lost",
+                    "journal unavailable",
                     {"task": self._labels["task"], "error": type(error).__name__},
                     to=_log,
                 )
@@ -204,7 +204,7 @@ class Journal:
             self._remove_batch(batch, written=True)
             if self._is_failing:
                 self._is_failing = False
-                logs.log_event(logging.INFO, "journal regained", {"task": self._labels["task"]}, to=_log)
+                logs.log_event(logging.INFO, "journal restored", {"task": self._labels["task"]}, to=_log)
 
     def _next_batch(self) -> _JournalBatch:
         # Entries stay buffered until they are written; when the buffer is full, the oldest is dropped before that.
@@ -276,7 +276,7 @@ def _to_history(transaction_id: str, queue: str, rows: Sequence[_JournalRow]) ->
         where=queue,
         about=details,
         events=tuple(event for row in rows for event in _to_events(row)),
-        place=Location(state=state, since=last.at, words=f"as {worker} has written"),
+        place=Location(state=state, since=last.at, words=f"as written by {worker}"),
     )
 
 

@@ -17,10 +17,10 @@ from psycopg import errors
 from ergon_framework.audit import create_entry
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.postgres import audit
-from ergon_framework.schema.hearing import NotificationWaiter
-from ergon_framework.schema.line import DeadlineConnection
-from ergon_framework.schema.lines import ConnectionPool
-from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query
+from ergon_framework.database.connection import DeadlineConnection
+from ergon_framework.database.listen import NotificationWaiter
+from ergon_framework.database.operation import BEGIN, COMMIT, Operation, Query
+from ergon_framework.database.pool import ConnectionPool
 from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
@@ -36,24 +36,26 @@ _MIN_RECONNECT_SECONDS, _MAX_RECONNECT_SECONDS, _NO_TABLE_RETRY_SECONDS = 0.1, 2
 _REPORT_INTERVAL_SECONDS: Final = 5.0
 WATCHER_EXPIRY_SECONDS: Final = 20.0
 
-_SELECT_PAUSE: Final = "select name, by, because from ergon.pause where name = any(%(names)s) order by at, name limit 1"
-_SELECT_PAUSES: Final = "select name, by, because, extract(epoch from at)::float8 from ergon.pause order by at, name"
+_SELECT_PAUSE: Final = (
+    "select name, actor, reason from ergon.pause where name = any(%(names)s) order by at, name limit 1"
+)
+_SELECT_PAUSES: Final = "select name, actor, reason, extract(epoch from at)::float8 from ergon.pause order by at, name"
 _UPSERT_PAUSE: Final = """
-insert into ergon.pause as kept (name, by, because) values (%(name)s, %(by)s, %(because)s)
-on conflict (name) do update set by = excluded.by, because = excluded.because
-    where (kept.by, kept.because) <> (excluded.by, excluded.because)
+insert into ergon.pause as kept (name, actor, reason) values (%(name)s, %(actor)s, %(reason)s)
+on conflict (name) do update set actor = excluded.actor, reason = excluded.reason
+    where (kept.actor, kept.reason) <> (excluded.actor, excluded.reason)
 """
 _DELETE_PAUSE: Final = "delete from ergon.pause where name = %(name)s returning name"
 _UPSERT_WATCHER: Final = """
-insert into ergon.pause_watcher (id, task, queue, host, pid, obeys, in_hand)
-values (%(id)s, %(task)s, %(queue)s, %(host)s, %(pid)s, %(obeys)s, %(in_hand)s)
-on conflict (id) do update set obeys = excluded.obeys, in_hand = excluded.in_hand, at = now()
+insert into ergon.pause_watcher (id, task, queue, host, pid, pause, in_flight)
+values (%(id)s, %(task)s, %(queue)s, %(host)s, %(pid)s, %(pause)s, %(in_flight)s)
+on conflict (id) do update set pause = excluded.pause, in_flight = excluded.in_flight, at = now()
 """
 _DELETE_WATCHERS: Final = (
     "delete from ergon.pause_watcher where id = %(id)s or at < now() - make_interval(secs => 3600)"
 )
 _SELECT_WATCHERS: Final = """
-select task, queue, host, pid, obeys, in_hand from ergon.pause_watcher
+select task, queue, host, pid, pause, in_flight from ergon.pause_watcher
 where at > now() - make_interval(secs => %(gone)s) order by task, host, pid
 """
 
@@ -63,21 +65,21 @@ class PauseRecord:
     """An operator's pause of the task or queue called *name*; *at* is in seconds since the epoch."""
 
     name: str
-    by: str
-    because: str
+    actor: str
+    reason: str
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoopState:
-    """A loop of the fleet: its task and process, the pause it obeys, if any, and how much it has in flight."""
+    """A loop of the fleet: its task and process, the pause that it has applied, if any, and its work in flight."""
 
     task: str
     queue: str
     host: str
     pid: int
-    obeys: str | None
-    in_hand: int
+    applied: str | None
+    in_flight: int
 
     def matches(self, name: str) -> bool:
         """Return whether a pause of *name* applies to this loop."""
@@ -87,18 +89,18 @@ class WorkerLoopState:
 # -- for operators --------------------------------------------------------------------------------------
 
 
-def pause(name: str, *, by: str, because: str) -> Operation[None]:
+def pause(name: str, *, actor: str, reason: str) -> Operation[None]:
     """Stop all fetches for the task or queue called *name*; a second pause replaces the first."""
-    entry = create_entry("pause", name, actor=by, reason=because)
+    entry = create_entry("pause", name, actor=actor, reason=reason)
     yield BEGIN
-    yield Query(_UPSERT_PAUSE, {"name": name, "by": by, "because": because})
+    yield Query(_UPSERT_PAUSE, {"name": name, "actor": actor, "reason": reason})
     yield from audit.write_entry(None if entry is None else entry.end(count=1))
     yield COMMIT
 
 
-def resume(name: str, *, by: str = "", because: str = "") -> Operation[bool]:
+def resume(name: str, *, actor: str = "", reason: str = "") -> Operation[bool]:
     """Resume the fetches; return False if *name* was not paused."""
-    entry = create_entry("resume", name, actor=by, reason=because)
+    entry = create_entry("resume", name, actor=actor, reason=reason)
     yield BEGIN
     resumed = bool((yield Query(_DELETE_PAUSE, {"name": name})))
     yield from audit.write_entry(entry.end(count=1) if resumed and entry is not None else None)
@@ -182,7 +184,9 @@ class PauseWatcher:
             return None
         name, by, because = pause
         message = f"{name} was paused by {by}{f': {because}' if because else ''}"
-        return f"{message}; the database is out of reach, it may have been resumed" if self._is_unavailable else message
+        return (
+            f"{message}; the database is unavailable, and the pause may have ended" if self._is_unavailable else message
+        )
 
     # -- its thread -------------------------------------------------------------------------------------
 
@@ -197,7 +201,7 @@ class PauseWatcher:
                 with self._pool.connect() as connection:
                     self._poll_until_stopped(connection)
             except errors.UndefinedTable:
-                # On an older schema nothing can be paused.
+                # Without the table nothing can be paused.
                 self._pause, delay = None, _NO_TABLE_RETRY_SECONDS
                 self._first_poll_done.set()
             except Exception as error:  # noqa: BLE001 - whatever the error is, the next poll may succeed
@@ -223,20 +227,23 @@ class PauseWatcher:
             self._on_change()
         if self._is_unavailable:
             self._is_unavailable = False
-            logs.log_event(logging.INFO, "pause watch regained", {"task": self._identity["task"]}, to=_log)
+            logs.log_event(logging.INFO, "pause channel restored", {"task": self._identity["task"]}, to=_log)
         self._first_poll_done.set()
         self._report(connection)
         connection.deadline = None
 
     def _report(self, connection: DeadlineConnection) -> None:
         """Report the loop: immediately when its pause changes and while it drains, otherwise at an interval."""
-        obeys, in_flight = self._pause[0] if self._pause is not None and self.is_applied else None, self._in_flight()
+        pause_name, in_flight = (
+            self._pause[0] if self._pause is not None and self.is_applied else None,
+            self._in_flight(),
+        )
         # The number in flight of a fetching loop is outdated when it is read, so its changes are not reported.
-        report = (obeys, 0 if obeys is None else in_flight)
+        report = (pause_name, 0 if pause_name is None else in_flight)
         now = time.monotonic()
         if report == self._last_report and now < self._next_report:
             return
-        connection.execute(_UPSERT_WATCHER, {**self._identity, "obeys": obeys, "in_hand": in_flight})
+        connection.execute(_UPSERT_WATCHER, {**self._identity, "pause": pause_name, "in_flight": in_flight})
         self._last_report, self._next_report = report, now + _REPORT_INTERVAL_SECONDS
 
     def _wait(self, connection: DeadlineConnection) -> None:
@@ -253,7 +260,7 @@ class PauseWatcher:
             state = "paused" if self._pause is not None else "fetching"
             logs.log_event(
                 logging.WARNING,
-                "pause watch lost",
+                "pause channel unavailable",
                 {"task": self._identity["task"], "state": state, "error": type(error).__name__},
                 to=_log,
             )

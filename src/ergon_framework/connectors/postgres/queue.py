@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 from ergon_framework.audit import create_entry
-from ergon_framework.connectors.arrivals import WakeupHub
 from ergon_framework.connectors.base import (
     AsyncConnector,
     Capabilities,
@@ -27,21 +26,21 @@ from ergon_framework.connectors.base import (
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, DeadLetterResult, ReplayResult
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, DeadLetterResult, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
-from ergon_framework.connectors.postgres import audit, burials, callers, cleanup, statements, tracing
-from ergon_framework.connectors.postgres.claiming import ClaimManager
-from ergon_framework.connectors.postgres.dispatching import DispatchStatement, build_dispatch
-from ergon_framework.connectors.postgres.examining import diagnose
-from ergon_framework.connectors.postgres.home import DatabaseClient, acquire_client, release_client
-from ergon_framework.connectors.postgres.receipt import PostgresReceipt
-from ergon_framework.connectors.postgres.settling import PostgresSettler
+from ergon_framework.connectors.postgres import audit, cleanup, dead_letters, lookup, outbox, sql
+from ergon_framework.connectors.postgres.claims import ClaimManager, PostgresReceipt
+from ergon_framework.connectors.postgres.client import DatabaseClient, acquire_client, release_client
+from ergon_framework.connectors.postgres.inspect import diagnose
+from ergon_framework.connectors.postgres.outbox import DispatchStatement, build_dispatch
+from ergon_framework.connectors.postgres.settle import PostgresSettler
+from ergon_framework.connectors.wakeup import WakeupHub
+from ergon_framework.database.operation import BEGIN, COMMIT, Operation, Query
+from ergon_framework.database.pool import is_same_database, public_address
+from ergon_framework.diagnostics import Diagnostic, WallClock
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.finding import Diagnostic, WallClock
 from ergon_framework.history import History
-from ergon_framework.schema.lines import is_same_database, public_address
-from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query
 from ergon_framework.scope import current
 from ergon_framework.transaction import Transaction
 
@@ -58,10 +57,10 @@ _BLOCKED_WAIT_SECONDS: Final = 5.0
 #: Timeout for a cancelled fetch to release the messages that it claimed.
 _RELEASE_TIMEOUT_SECONDS: Final = 1.0
 _DAY_SECONDS: Final = 86_400.0
-_INSERT_MARK: Final = callers.SqlTemplate("""
+_INSERT_MARK: Final = outbox.SqlTemplate("""
 insert into ergon.inbox (queue, transaction_id)
 select coalesce(
-    (select id from ergon.queue where name = cast({queue} as text)), ergon.make_queue(cast({queue} as text))
+    (select id from ergon.queue where name = cast({queue} as text)), ergon.create_queue(cast({queue} as text))
 ), cast({id} as text)
 on conflict do nothing returning transaction_id
 """)
@@ -94,7 +93,7 @@ class PostgresQueue(Connector, AsyncConnector):
         max_fetch_bytes: int = MAX_FETCH_BYTES,
     ) -> None:
         if not 0 < len(name) <= 200:  # noqa: PLR2004 - as the table says
-            raise ConfigurationError(f"the name of a queue has 1 to 200 characters, not {len(name)}")
+            raise ConfigurationError(f"a queue name must have 1 to 200 characters, not {len(name)}")
         if not 0 < lease < math.inf:
             raise ConfigurationError(f"a lease must be a finite number of seconds > 0, not {lease!r}")
         self._name = name
@@ -159,14 +158,13 @@ class PostgresQueue(Connector, AsyncConnector):
         with self._lock:
             self._reset_after_fork()
             if self._client is None:
-                self._client = client = acquire_client(self._require_dsn(), self._lease)
+                self._client = acquire_client(self._require_dsn(), self._lease)
                 self._claims = ClaimManager(
                     self._client.worker_lease,
                     self._codec,
                     name=self._name,
                     inbox=self._inbox,
                     limits=self._limits,
-                    has_bounds=lambda: client.has_bounded_claims,
                     listener_id=self._client.listener.listener_id,
                     wake_after=self._wake_after,
                 )
@@ -185,16 +183,14 @@ class PostgresQueue(Connector, AsyncConnector):
     def _require_dsn(self) -> str:
         dsn = self._dsn or os.environ.get(DSN_VARIABLE)
         if not dsn:
-            raise ConfigurationError(
-                f"the queue {self._name!r} has no database: set {DSN_VARIABLE} in the environment or give dsn=…"
-            )
+            raise ConfigurationError(f"queue {self._name!r} has no database address: set {DSN_VARIABLE} or pass dsn=…")
         return dsn
 
     def _ensure_open(self, client: DatabaseClient) -> Operation[int]:
         """Return the queue's number; check the schema the first time."""
         if self._number is None:
             yield from client.check_schema()
-            ((self._number,),) = yield Query(statements.ENSURE_QUEUE, {"name": self._name})
+            ((self._number,),) = yield Query(sql.ENSURE_QUEUE, {"name": self._name})
         self._subscribe(client)
         return self._number
 
@@ -365,8 +361,8 @@ class PostgresQueue(Connector, AsyncConnector):
                 marks = cleanup.retain_marks(number, self._inbox_days * _DAY_SECONDS)
                 self._end_retention.append(client.cleanup.add(marks))
             if self._dead_days is not None:
-                dead_letters = cleanup.retain_dead_letters(number, self._dead_days * _DAY_SECONDS)
-                self._end_retention.append(client.cleanup.add(dead_letters))
+                retention = cleanup.retain_dead_letters(number, self._dead_days * _DAY_SECONDS)
+                self._end_retention.append(client.cleanup.add(retention))
 
     def _return_unsettled(self, client: DatabaseClient, number: int) -> Operation[None]:
         """Return claims that nothing will settle: the renewals of the process would keep them while it runs."""
@@ -452,9 +448,9 @@ class PostgresQueue(Connector, AsyncConnector):
 
         def send(client: DatabaseClient) -> Operation[Sequence[Confirmation]]:
             yield from self._ensure_open(client)
-            style, prepares = callers.ParamStyle.PSYCOPG, bool(client.pool.is_direct)
-            sql = callers.render(statement.template, statement.parameters, style, prepares=prepares).sql
-            yield Query(sql, statement.parameters)
+            style, prepares = outbox.ParamStyle.PSYCOPG, bool(client.pool.is_direct)
+            text = outbox.render(statement.template, statement.parameters, style, prepares=prepares).sql
+            yield Query(text, statement.parameters)
             return [Confirmation(name) for name in statement.ids]
 
         return send
@@ -472,24 +468,24 @@ class PostgresQueue(Connector, AsyncConnector):
     def _check_priority(self, priority: int) -> int:
         level = int(priority)
         if not -_MAX_PRIORITY <= level <= _MAX_PRIORITY:
-            raise ConfigurationError(f"a priority is between -{_MAX_PRIORITY} and {_MAX_PRIORITY}, not {level}")
+            raise ConfigurationError(f"a priority must be between -{_MAX_PRIORITY} and {_MAX_PRIORITY}, not {level}")
         return level
 
     # -- on the caller's own connection -------------------------------------------------------------------
 
-    def dispatch_statement(self, transactions: Sequence[Transaction], *, style: str = "psycopg") -> callers.Statement:
+    def dispatch_statement(self, transactions: Sequence[Transaction], *, style: str = "psycopg") -> outbox.Statement:
         """Return the statement that dispatches *transactions*, for any connection to this database.
 
         *style* is the library that will execute it: psycopg, sqlalchemy (inside ``text()``), asyncpg or django.
         """
         try:
-            param_style = callers.ParamStyle(style)
+            param_style = outbox.ParamStyle(style)
         except ValueError:
             raise ConfigurationError(
-                f"there is no style {style!r}; the styles are {', '.join(callers.ParamStyle)}"
+                f"unknown style {style!r}: the styles are {', '.join(outbox.ParamStyle)}"
             ) from None
         statement = self._build_statement(transactions)
-        return callers.render(statement.template, statement.parameters, param_style)
+        return outbox.render(statement.template, statement.parameters, param_style)
 
     def dispatch_on(self, connection: Any, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
         """Dispatch inside the open transaction of *connection*: the messages exist if and only if it commits.
@@ -502,7 +498,7 @@ class PostgresQueue(Connector, AsyncConnector):
         if self._may_open():
             self.open()
         statement = self._build_statement(transactions)
-        callers.execute_on(connection, statement.template, statement.parameters)
+        outbox.execute_on(connection, statement.template, statement.parameters)
         return [Confirmation(name) for name in statement.ids]
 
     async def dispatch_on_async(self, connection: Any, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
@@ -512,7 +508,7 @@ class PostgresQueue(Connector, AsyncConnector):
         if self._may_open():
             await self.open_async()
         statement = self._build_statement(transactions)
-        await callers.execute_on_async(connection, statement.template, statement.parameters)
+        await outbox.execute_on_async(connection, statement.template, statement.parameters)
         return [Confirmation(name) for name in statement.ids]
 
     def _may_open(self) -> bool:
@@ -529,19 +525,19 @@ class PostgresQueue(Connector, AsyncConnector):
         The effects of that database transaction then happen once, even if two workers handle the transaction.
         Without *transaction*, mark the one that is being handled.
         """
-        return bool(callers.execute_on(connection, _INSERT_MARK, self._build_mark(transaction)))
+        return bool(outbox.execute_on(connection, _INSERT_MARK, self._build_mark(transaction)))
 
     async def record_processed_on_async(self, connection: Any, transaction: Transaction | None = None) -> bool:
         """Mark a transaction as processed on an async connection; see ``record_processed_on``."""
-        return bool(await callers.execute_on_async(connection, _INSERT_MARK, self._build_mark(transaction)))
+        return bool(await outbox.execute_on_async(connection, _INSERT_MARK, self._build_mark(transaction)))
 
     def _build_mark(self, transaction: Transaction | None) -> dict[str, Any]:
         if not self._inbox:
-            raise ConfigurationError(f"the queue {self._name!r} has no inbox; make it with inbox=True")
+            raise ConfigurationError(f"queue {self._name!r} has no inbox: create it with inbox=True")
         if transaction is None:
             scope = current()
             if scope is None:
-                raise ConfigurationError("no transaction is being handled here; say which one is meant")
+                raise ConfigurationError("no transaction is being handled here; pass transaction=…")
             transaction = scope.transaction
         return {"queue": self._name, "id": transaction.id}
 
@@ -555,7 +551,7 @@ class PostgresQueue(Connector, AsyncConnector):
 
     def _depth(self, client: DatabaseClient) -> Operation[Depth]:
         number = yield from self._ensure_open(client)
-        ((ready, delayed, in_flight, dead, age),) = yield Query(statements.DEPTH, {"queue": number})
+        ((ready, delayed, in_flight, dead, age),) = yield Query(sql.DEPTH, {"queue": number})
         return Depth(ready, delayed, in_flight, dead, None if age is None else max(0.0, age))
 
     def find_queued(self, ids: Collection[str]) -> Collection[str]:
@@ -566,7 +562,7 @@ class PostgresQueue(Connector, AsyncConnector):
 
     def _find_queued(self, client: DatabaseClient, ids: Collection[str]) -> Operation[set[str]]:
         number = yield from self._ensure_open(client)
-        return (yield from burials.find_queued(number, list(ids)))
+        return (yield from dead_letters.find_queued(number, list(ids)))
 
     def is_in(self, dsn: str) -> bool:
         """Return whether this queue is in the database at *dsn*."""
@@ -581,7 +577,7 @@ class PostgresQueue(Connector, AsyncConnector):
 
     def _lookup(self, client: DatabaseClient, transaction_id: str) -> Operation[Sequence[History]]:
         yield from self._ensure_open(client)
-        return (yield from tracing.lookup_transaction(transaction_id, self._name))
+        return (yield from lookup.lookup_transaction(transaction_id, self._name))
 
     def diagnose(self, wall: WallClock) -> Sequence[Diagnostic]:
         """Diagnose the database and the queue; a missing queue is not created."""
@@ -604,7 +600,7 @@ class PostgresQueue(Connector, AsyncConnector):
     ) -> Operation[Sequence[DeadLetterRecord]]:
         number = yield from self._ensure_open(client)
         return (
-            yield from burials.list_dead(
+            yield from dead_letters.list_dead(
                 number, self._name, self._codec, query, after=after, limit=limit, max_bytes=self._limits.max_bytes
             )
         )
@@ -621,20 +617,20 @@ class PostgresQueue(Connector, AsyncConnector):
 
     def _replay_dead(self, client: DatabaseClient, handles: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
         number = yield from self._ensure_open(client)
-        return (yield from self._move_with_audit("dlq.replay", number, handles, burials.replay_dead))
+        return (yield from self._move_with_audit("dlq.replay", number, handles, dead_letters.replay_dead))
 
     def _move_with_audit(
-        self, action: str, number: int, handles: Sequence[str], move: burials.MoveOperation
+        self, action: str, number: int, handles: Sequence[str], move: dead_letters.MoveOperation
     ) -> Operation[Sequence[ReplayResult]]:
         """Move dead letters and insert the audit row in one transaction."""
         entry = create_entry(action, self._name)
         yield BEGIN
-        ids = (yield from burials.find_ids(number, handles)) if entry is not None else []
+        ids = (yield from dead_letters.find_ids(number, handles)) if entry is not None else []
         results = yield from move(number, handles)
         if entry is not None:
             count = sum(result.outcome is not DeadLetterResult.GONE for result in results)
             yield from audit.write_entry(entry.end(count=count, targets=ids))
-        yield Query(statements.NOTIFY_LISTENERS, {"queue": number})
+        yield Query(sql.NOTIFY_LISTENERS, {"queue": number})
         yield COMMIT
         return results
 
@@ -659,10 +655,10 @@ class PostgresQueue(Connector, AsyncConnector):
             number = yield from self._ensure_open(client)
             entry = create_entry("dlq.edit", self._name, [transaction.id])
             yield BEGIN
-            result = yield from burials.replace_dead(number, handle, statement.parameters)
+            result = yield from dead_letters.replace_dead(number, handle, statement.parameters)
             if entry is not None and result.outcome is DeadLetterResult.REPLAYED:
                 yield from audit.write_entry(entry.end(count=1))
-            yield Query(statements.NOTIFY_LISTENERS, {"queue": number})
+            yield Query(sql.NOTIFY_LISTENERS, {"queue": number})
             yield COMMIT
             self._arrivals.notify()
             return result
@@ -671,4 +667,4 @@ class PostgresQueue(Connector, AsyncConnector):
 
     def _discard_dead(self, client: DatabaseClient, handles: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
         number = yield from self._ensure_open(client)
-        return (yield from self._move_with_audit("dlq.discard", number, handles, burials.discard_dead))
+        return (yield from self._move_with_audit("dlq.discard", number, handles, dead_letters.discard_dead))

@@ -1,9 +1,22 @@
 """A queue in RabbitMQ."""
 
-from ergon_framework.errors import require_extra
+from typing import TYPE_CHECKING
 
-require_extra("rabbitmq", "pika")
+from ergon_framework._util.exports import lazy_exports
 
-from ergon_framework.connectors.rabbitmq.queue import RabbitMQQueue  # noqa: E402 - the check for its client comes first
+if TYPE_CHECKING:
+    from ergon_framework.connectors.rabbitmq.queue import RabbitMQQueue
+else:
+    __getattr__ = lazy_exports(
+        __name__,
+        {
+            "queue": ("RabbitMQQueue",),
+        },
+        extras={
+            "queue": ("rabbitmq", "pika"),
+        },
+    )
 
-__all__ = ["RabbitMQQueue"]
+__all__ = [
+    "RabbitMQQueue",
+]

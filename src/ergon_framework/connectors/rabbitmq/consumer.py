@@ -1,4 +1,4 @@
-"""Consumer: the deliveries that the server has sent to this client, and the limits for further ones.
+"""Consume from one queue: the deliveries that the server has sent to this client, and the limits for further ones.
 
 The server pushes, limited by a prefetch count: the largest number that was ever requested together. Deliveries that
 were pushed but not requested yet wait here; a crash counts a delivery for them although no handler saw them. That is
@@ -9,6 +9,8 @@ empty or the messages have been new for a while.
 The redelivered message itself is kept, and is the next to be handed out once all others have been released. If it were
 released too, it would be pushed to the next idle client, and from there to another, and no worker would ever receive
 it: each client finds the queue empty while another holds the message, and starts pushing again.
+
+AsyncCoalescer sends one request to the server for all callers that need it at the same time.
 """
 
 from __future__ import annotations
@@ -16,21 +18,56 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
 from math import ceil
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from pika.compat import long
 from pika.exceptions import AMQPError
 from pika.spec import Basic
 
+from ergon_framework.connectors.rabbitmq.connection import Channel, ChannelClosedError, Connection
 from ergon_framework.connectors.rabbitmq.fields import BodyRule
-from ergon_framework.connectors.rabbitmq.line import Channel, ChannelClosedError, Connection
 from ergon_framework.connectors.rabbitmq.message import Message, RabbitMQReceipt
-from ergon_framework.connectors.rabbitmq.sharing import AsyncCoalescer, create_background_task
 from ergon_framework.errors import ConnectionLostError
+
+T = TypeVar("T")
+
+
+class AsyncCoalescer(Generic[T]):
+    """A request that is sent after all earlier writes: callers that arrive while one waits share the next one."""
+
+    def __init__(self, request: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._request = request
+        self._running: asyncio.Task[T] | None = None
+        self._next: asyncio.Task[T] | None = None
+
+    async def __call__(self) -> T:
+        if self._next is None:
+            self._next = create_background_task(self._run_after(self._running))
+        return await asyncio.shield(self._next)
+
+    async def _run_after(self, previous: asyncio.Task[T] | None) -> T:
+        if previous is not None:
+            await asyncio.wait((previous,))
+        self._running, self._next = self._next, None
+        return await self._request()
+
+
+def create_background_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Run *work* as a task whose failure is consumed, because possibly no caller awaits it."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(_consume_exception)
+    return task
+
+
+def _consume_exception(done: asyncio.Future[Any]) -> None:
+    """Retrieve the exception, so that asyncio does not log it."""
+    if not done.cancelled():
+        done.exception()
+
 
 #: Seconds that an announced push may take.
 _PUSH_TIMEOUT_SECONDS: Final = 0.25
@@ -187,7 +224,7 @@ class Consumer:
             channel.raw.basic_qos(prefetch_count=more)
             self._consumer_tags.append(channel.raw.basic_consume(self._queue, self._on_message(self.channel_number)))
         except AMQPError as error:
-            raise ConnectionLostError("the connection to RabbitMQ is gone") from error
+            raise ConnectionLostError("connection to RabbitMQ was lost") from error
 
     def _on_message(self, number: int) -> Callable[[Any, Any, Any, bytes], None]:
         def on_message(_channel: Any, method: Any, properties: Any, body: bytes) -> None:
@@ -362,9 +399,7 @@ class Consumer:
 
     def _on_cancel(self, channel: Channel) -> None:
         """Close the channel: the server cancelled the consumer because the queue was deleted or its leader moved."""
-        channel.fail(
-            ConnectionLostError("RabbitMQ has cancelled the consumer: the queue is gone, or has another leader")
-        )
+        channel.fail(ConnectionLostError("RabbitMQ cancelled the consumer: the queue was deleted, or its leader moved"))
         channel.close()
 
     def _on_close(self, number: int) -> None:
@@ -502,7 +537,7 @@ class Consumer:
 
     async def _request_count(self) -> int:
         channel = self._require_channel()
-        async with self._connection.timeout("tell how much is ready"):
+        async with self._connection.timeout("count the ready messages"):
             try:
                 answer = await channel.request(
                     lambda callback: channel.raw.queue_declare(self._queue, passive=True, callback=callback)
@@ -520,7 +555,7 @@ class Consumer:
         """
         channel = self._require_channel()
         acks, self._unprobed_acks = self._unprobed_acks, 0
-        async with self._connection.timeout("keep what was acked"):
+        async with self._connection.timeout("persist the acks"):
             try:
                 for _ in range(1 + ceil(acks / _ACKS_PER_PROBE)):
                     await channel.request(self._build_probe(channel))
@@ -545,7 +580,7 @@ class Consumer:
     def _require_channel(self) -> Channel:
         channel = self._channel
         if channel is None or channel.reason is not None:
-            raise ConnectionLostError("the connection to RabbitMQ is gone")
+            raise ConnectionLostError("connection to RabbitMQ was lost")
         return channel
 
 

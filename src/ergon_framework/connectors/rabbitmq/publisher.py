@@ -1,4 +1,7 @@
-"""Publisher: published messages, and the server's confirmations of them."""
+"""Publishers: published messages, and the server's confirmations of them.
+
+DurablePublisher publishes to queues that survive a crash of the server.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,17 @@ from pika.exceptions import AMQPError
 from pika.spec import Basic
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.connectors.rabbitmq.line import Channel, ChannelClosedError, Connection
+from ergon_framework.connectors.rabbitmq import topology
+from ergon_framework.connectors.rabbitmq.connection import Channel, ChannelClosedError, Connection
 from ergon_framework.connectors.rabbitmq.message import OutgoingMessage
+from ergon_framework.connectors.rabbitmq.topology import TopologyDeclarer
 from ergon_framework.errors import ConnectionLostError
 
 #: Messages that are written before other tasks on the connection thread get a turn.
 _MAX_WRITES_PER_TURN: Final = 200
 
 UNROUTABLE: Final = "there is no such queue"
-REJECTED: Final = "the server refused it; the queue may be full"
+REJECTED: Final = "the server rejected it; the queue may be full"
 
 
 class _PublishBatch:
@@ -104,19 +109,19 @@ class Publisher:
             try:
                 confirm_channel.write(message, batch, index)
             except AMQPError as error:
-                raise ConnectionLostError("the connection to RabbitMQ was lost while publishing") from error
-        async with self._connection.timeout("confirm what was published"):
+                raise ConnectionLostError("connection to RabbitMQ was lost while publishing") from error
+        async with self._connection.timeout("confirm the published messages"):
             try:
                 await batch.done
             except ChannelClosedError as error:
-                raise ConnectorError(f"RabbitMQ refuses what was published: {error}") from error
+                raise ConnectorError(f"RabbitMQ rejected the published messages: {error}") from error
         return batch.problems
 
     async def _ensure_channel(self) -> _ConfirmChannel:
         async with self._open_lock:
             if self._confirm_channel is None or not self._confirm_channel.channel.is_open:
                 confirm_channel = _ConfirmChannel(await self._connection.channel(), self._exchange)
-                async with self._connection.timeout("confirm what is published"):
+                async with self._connection.timeout("enable publisher confirms"):
                     await confirm_channel.enable_confirms()
                 self._confirm_channel = confirm_channel
             return self._confirm_channel
@@ -125,3 +130,43 @@ class Publisher:
         if self._confirm_channel is not None:
             self._confirm_channel.channel.close()
             self._confirm_channel = None
+
+
+# -- durable publisher ------------------------------------------------------------------------------
+
+
+class DurablePublisher:
+    """Publishes for one work queue, and declares missing queues; runs on the connection thread."""
+
+    def __init__(self, queue: str, connection: Connection, declarer: TopologyDeclarer) -> None:
+        self._declarer = declarer
+        self._publisher = Publisher(connection, topology.publish_exchange(queue))
+
+    async def send(self, messages: Sequence[OutgoingMessage]) -> list[str]:
+        """Return one text each: empty if the server has the message on disk, otherwise the reason."""
+        queues = {message.queue for message in messages}
+        try:
+            for queue in queues:
+                await self._declarer.ensure_queue(queue)
+            problems = await self._publisher.publish(messages)
+            returned = [index for index, problem in enumerate(problems) if problem == UNROUTABLE]
+            if returned:
+                await self._publish_again(messages, problems, returned)
+        except ConnectorError:
+            self._declarer.invalidate(*queues)
+            raise
+        return problems
+
+    async def _publish_again(
+        self, messages: Sequence[OutgoingMessage], problems: list[str], returned: Sequence[int]
+    ) -> None:
+        """Bind the queues that rejected messages, and publish the *returned* messages again."""
+        queues = {messages[index].queue for index in returned}
+        self._declarer.invalidate(*queues)
+        await self._declarer.bind_durably(queues)
+        outcomes = await self._publisher.publish([messages[index] for index in returned])
+        for index, problem in zip(returned, outcomes, strict=True):
+            problems[index] = problem
+
+    def close(self) -> None:
+        self._publisher.close()

@@ -1,4 +1,7 @@
-"""RabbitMQQueue: a queue in RabbitMQ, in the sync and async variants."""
+"""RabbitMQQueue: a queue in RabbitMQ, in the sync and async variants.
+
+QueueChannels has the parts of one queue that run on the connection thread.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 import pika
 
-from ergon_framework.connectors.arrivals import WakeupHub
+from ergon_framework._util.daemon_executor import DaemonExecutor
 from ergon_framework.connectors.base import (
     AsyncConnector,
     Capabilities,
@@ -28,25 +31,109 @@ from ergon_framework.connectors.base import (
     Unlisten,
 )
 from ergon_framework.connectors.codec import MAX_BYTES, Codec, describe_unread
-from ergon_framework.connectors.daemons import DaemonExecutor
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
 from ergon_framework.connectors.outage import public_address
-from ergon_framework.connectors.rabbitmq.address import URL_VARIABLE, connection_parameters
-from ergon_framework.connectors.rabbitmq.examining import diagnose
-from ergon_framework.connectors.rabbitmq.graves import DeadLetterQueue
-from ergon_framework.connectors.rabbitmq.line import (
+from ergon_framework.connectors.rabbitmq import topology
+from ergon_framework.connectors.rabbitmq.connection import (
+    URL_VARIABLE,
     ConnectionThread,
     acquire_connection_thread,
+    connection_parameters,
     release_connection_thread,
 )
-from ergon_framework.connectors.rabbitmq.message import Message, count_deliveries, new_message
-from ergon_framework.connectors.rabbitmq.station import QueueChannels
-from ergon_framework.errors import ConfigurationError
-from ergon_framework.finding import Diagnostic, WallClock
+from ergon_framework.connectors.rabbitmq.consumer import Consumer
+from ergon_framework.connectors.rabbitmq.dead_letters import DeadLetterQueue
+from ergon_framework.connectors.rabbitmq.fields import BodyRule
+from ergon_framework.connectors.rabbitmq.inspect import diagnose
+from ergon_framework.connectors.rabbitmq.message import Message, OutgoingMessage, count_deliveries, new_message
+from ergon_framework.connectors.rabbitmq.publisher import DurablePublisher
+from ergon_framework.connectors.rabbitmq.settle import RabbitMQSettler
+from ergon_framework.connectors.rabbitmq.topology import TopologyDeclarer
+from ergon_framework.connectors.wakeup import WakeupHub
+from ergon_framework.diagnostics import Diagnostic, WallClock
+from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.redaction import learn_address
 from ergon_framework.transaction import Transaction
+
+
+class QueueChannels:
+    """Consumer, publisher and settler of one queue."""
+
+    def __init__(
+        self,
+        queue: str,
+        thread: ConnectionThread,
+        *,
+        codec: Codec,
+        dead_days: float | None,
+        body_rule: BodyRule,
+        max_bytes: int,
+        on_arrival: Callable[[], None],
+        on_lost: Callable[[Sequence[Any]], None],
+    ) -> None:
+        self._queue = queue
+        self._connection_thread = thread
+        self._declarer = TopologyDeclarer(queue, thread.publish_connection, dead_days=dead_days)
+        self._publisher = DurablePublisher(queue, thread.publish_connection, self._declarer)
+        self.consumer = Consumer(
+            queue,
+            thread.consume_connection,
+            prepare=self.open,
+            body_rule=body_rule,
+            max_bytes=max_bytes,
+            on_arrival=on_arrival,
+            on_lost=on_lost,
+            release=self._release,
+        )
+        self.settler = RabbitMQSettler(queue, self.consumer, self._publisher, codec=codec)
+
+    async def open(self) -> None:
+        """Declare the queues, and log once how durable the server's confirmations are."""
+        await self._declarer.declare_all()
+        self._connection_thread.log_durability(self._connection_thread.publish_connection.server)
+
+    async def publish(self, messages: Sequence[OutgoingMessage]) -> list[str]:
+        await self._declarer.ensure_queue(topology.dead_letter_queue(self._queue))
+        return await self._publisher.send(messages)
+
+    async def bind_durably(self) -> None:
+        """Bind the queue itself, so that it accepts messages of other publishers."""
+        await self._declarer.bind_durably([self._queue])
+
+    async def depth(self) -> Depth:
+        """Return the server's counts plus the messages that were delivered here but not handed out."""
+        ready = await self._declarer.count_ready(self._queue)
+        delayed = sum([await self._declarer.count_ready(name) for name in self._declarer.delay_queues])
+        dead = await self._declarer.count_ready(topology.dead_letter_queue(self._queue))
+        waiting = list(self.consumer.waiting)
+        ready_since = min(
+            (message.ready_since for message in waiting), default=self.consumer.newest_ready_since if ready else None
+        )
+        return Depth(
+            ready=ready + len(waiting),
+            delayed=delayed,
+            in_flight=self.consumer.in_flight,
+            dead=dead,
+            oldest_age=None if ready_since is None else max(0.0, time.time() - ready_since),
+        )
+
+    async def _release(self, messages: Sequence[Message]) -> None:
+        await self.settler.release(messages)
+
+    async def close(self, *, is_last: bool) -> None:
+        """Release messages that were never handed out, and close the channels."""
+        with suppress(ErgonError):
+            await self.consumer.release_waiting()
+        await self.consumer.close()
+        self._declarer.close()
+        self._publisher.close()
+        if is_last:
+            await self._connection_thread.close()
+
+
+# -- queue ------------------------------------------------------------------------------------------
 
 R = TypeVar("R")
 
@@ -77,9 +164,9 @@ class RabbitMQQueue(Connector, AsyncConnector):
         max_fetch_bytes: int = MAX_FETCH_BYTES,
     ) -> None:
         if not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
-            raise ConfigurationError(f"the name of a queue has 1 to {_MAX_NAME_BYTES} bytes, not {len(name.encode())}")
+            raise ConfigurationError(f"a queue name must have 1 to {_MAX_NAME_BYTES} bytes, not {len(name.encode())}")
         if name.startswith("amq."):
-            raise ConfigurationError(f"the name {name!r} begins with 'amq.', which the server keeps for itself")
+            raise ConfigurationError(f"the name {name!r} begins with 'amq.', which is reserved for the server")
         for option, seconds in (("timeout", timeout), ("consumer_timeout", consumer_timeout)):
             if not 0 < seconds < math.inf:
                 raise ConfigurationError(f"{option} must be a finite number of seconds > 0, not {seconds!r}")
@@ -149,9 +236,7 @@ class RabbitMQQueue(Connector, AsyncConnector):
     def _require_url(self) -> str:
         url = self._url or os.environ.get(URL_VARIABLE)
         if not url:
-            raise ConfigurationError(
-                f"the queue {self._name!r} has no server: set {URL_VARIABLE} in the environment or give url=…"
-            )
+            raise ConfigurationError(f"queue {self._name!r} has no server address: set {URL_VARIABLE} or pass url=…")
         learn_address(url)
         return url
 
@@ -298,7 +383,7 @@ class RabbitMQQueue(Connector, AsyncConnector):
             failed = [(each.id, problem) for each, problem in zip(transactions, problems, strict=True) if problem]
             if failed:
                 raise ConnectorError(
-                    f"{len(failed)} of {len(messages)} transactions were not taken by the queue {self._name!r}, first "
+                    f"{len(failed)} of {len(messages)} transactions were rejected by the queue {self._name!r}, first "
                     f"{failed[0][0]!r}: {failed[0][1]}; dispatch them again"
                 )
             return [Confirmation(each.id) for each in transactions]

@@ -1,12 +1,24 @@
-"""The queues of a work queue, their arguments, and the errors of a server whose queues differ."""
+"""The queues of a work queue: their arguments, their declaration, and the errors of a server whose queues differ.
+
+A server writes the name of a new quorum queue to its disk up to three seconds after it has confirmed the declaration.
+If it is killed before that, it finds a queue without a leader at restart, and messages confirmed there are lost. It
+writes all pending names immediately when it looks up an unknown queue, which it does whenever a queue is declared. So
+one more queue is declared after the new ones, which are then bound to an exchange. All messages are published to that
+exchange, and are returned if their queue is not bound: no message goes to a queue whose name is not persisted,
+whichever client declared it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
 import re
-from typing import Any, Final
+from collections.abc import Callable, Collection
+from typing import Any, Final, TypeAlias
 
 from ergon_framework.connectors.base import ConnectorError
+from ergon_framework.connectors.rabbitmq.connection import Channel, ChannelClosedError, Connection
 from ergon_framework.errors import ConfigurationError
 
 #: The steps of delays within a power of ten. A delay is rounded up to the next step: every step is a separate queue,
@@ -119,15 +131,134 @@ def declare_error(queue: str, message: str) -> ConnectorError | ConfigurationErr
     """Translate the server's error for declaring *queue*, whose text is *message*."""
     if mismatch := _MISMATCH_PATTERN.search(message):
         return ConfigurationError(
-            f"the queue {mismatch['queue']!r} is there with another argument {mismatch['name']!r}: wanted was "
-            f"{mismatch['wanted']}, there is {mismatch['found']}; empty and delete the queue so that it can be made "
-            "anew, or give this one another name"
+            f"the queue {mismatch['queue']!r} exists with a different argument {mismatch['name']!r}: expected "
+            f"{mismatch['wanted']}, found {mismatch['found']}; empty and delete the queue so that it is declared "
+            "again, or choose another name"
         )
     if "PRECONDITION_FAILED" in message:
-        return ConfigurationError(f"the server does not make the queue {queue!r} as it must be: {message}")
+        return ConfigurationError(
+            f"the server cannot declare the queue {queue!r} with the required arguments: {message}"
+        )
     if "ACCESS_REFUSED" in message:
         return ConfigurationError(
-            f"the user may not declare the queue {queue!r}; give him the rights to configure, write and read it and "
+            f"the user may not declare the queue {queue!r}; grant the rights to configure, write and read it and "
             f"those whose names begin with {queue + '.'!r}: {message}"
         )
-    return ConnectorError(f"the server does not make the queue {queue!r}: {message}")
+    return ConnectorError(f"the server cannot declare the queue {queue!r}: {message}")
+
+
+# -- declaration ------------------------------------------------------------------------------------
+
+#: Sends a request over a channel; its second argument receives the response.
+_DeclareRequest: TypeAlias = Callable[[Any, Callable[[Any], None]], object]
+
+
+class TopologyDeclarer:
+    """Declares the queues of one work queue; runs on the connection thread."""
+
+    def __init__(self, queue: str, connection: Connection, *, dead_days: float | None) -> None:
+        self._queue = queue
+        self._connection = connection
+        self._dead_days = dead_days
+        self._declared: set[str] = set()
+        self._channel: Channel | None = None
+        self._request_lock = asyncio.Lock()
+
+    @property
+    def delay_queues(self) -> list[str]:
+        """The names of the delay queues that this client has used."""
+        return sorted(name for name in self._declared if name.startswith(f"{self._queue}.later."))
+
+    async def declare_all(self) -> None:
+        """Declare the queue and its dead-letter queue, whatever is cached; delay queues are declared on first use."""
+        names = (dead_letter_queue(self._queue), self._queue)
+        self.invalidate(*names)
+        missing = [name for name in names if not await self._queue_exists(name)]
+        for name in names:
+            await self.ensure_queue(name)
+        if missing:
+            await self.bind_durably(missing)
+
+    async def ensure_queue(self, name: str) -> None:
+        """Declare the queue called *name*, unless it is cached as declared."""
+        exchange = publish_exchange(self._queue)
+        if exchange not in self._declared:
+            await self._request(
+                exchange,
+                lambda raw, callback: raw.exchange_declare(exchange, "direct", durable=True, callback=callback),
+            )
+            self._declared.add(exchange)
+        if name not in self._declared:
+            await self.count_ready(name)
+            self._declared.add(name)
+
+    async def bind_durably(self, names: Collection[str]) -> None:
+        """Make the queues called *names* survive a crash of the server, and bind them for publishing."""
+        for name in names:
+            await self.ensure_queue(name)
+        probe = sync_probe_queue(self._queue, os.urandom(6).hex())
+        await self._request(
+            probe,
+            lambda raw, callback: raw.queue_declare(
+                probe, durable=True, arguments=sync_probe_arguments(), callback=callback
+            ),
+        )
+        for name in names:
+            await self._request(name, self._build_bind(name))
+        await self._request(probe, lambda raw, callback: raw.queue_delete(probe, callback=callback))
+
+    def invalidate(self, *names: str) -> None:
+        """Remove the queues and the exchange from the cache, because they may have been deleted."""
+        self._declared -= {*names, publish_exchange(self._queue)}
+
+    async def count_ready(self, name: str) -> int:
+        """Return the number of ready messages in the queue called *name*, declaring it on the way."""
+        answer = await self._request(
+            name,
+            lambda raw, callback: raw.queue_declare(
+                name, durable=True, arguments=self._build_arguments(name), callback=callback
+            ),
+        )
+        return int(answer.method.message_count)
+
+    def _build_bind(self, name: str) -> _DeclareRequest:
+        return lambda raw, callback: raw.queue_bind(
+            name, publish_exchange(self._queue), routing_key=name, callback=callback
+        )
+
+    def _build_arguments(self, name: str) -> QueueArguments:
+        if name == self._queue:
+            return work_queue_arguments(name)
+        if name == dead_letter_queue(self._queue):
+            return dead_letter_arguments(self._dead_days)
+        return delay_queue_arguments(self._queue, int(name.rpartition(".")[2]))
+
+    async def _queue_exists(self, name: str) -> bool:
+        try:
+            await self._send_request(
+                name, lambda raw, callback: raw.queue_declare(name, passive=True, callback=callback)
+            )
+        except ChannelClosedError as error:
+            if "NOT_FOUND" in str(error):
+                return False
+            raise declare_error(name, str(error)) from error
+        return True
+
+    async def _request(self, name: str, request: _DeclareRequest) -> Any:
+        try:
+            return await self._send_request(name, request)
+        except ChannelClosedError as error:
+            raise declare_error(name, str(error)) from error
+
+    async def _send_request(self, name: str, request: _DeclareRequest) -> Any:
+        async with self._request_lock:
+            if self._channel is None or not self._channel.is_open:
+                self._channel = await self._connection.channel()
+            raw = self._channel.raw
+            async with self._connection.timeout(f"declare {name!r}"):
+                return await self._channel.request(lambda callback: request(raw, callback))
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None

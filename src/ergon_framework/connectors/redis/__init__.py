@@ -1,9 +1,22 @@
 """A queue in a Redis stream."""
 
-from ergon_framework.errors import require_extra
+from typing import TYPE_CHECKING
 
-require_extra("redis", "redis")
+from ergon_framework._util.exports import lazy_exports
 
-from ergon_framework.connectors.redis.queue import RedisQueue  # noqa: E402 - its client must be checked for first
+if TYPE_CHECKING:
+    from ergon_framework.connectors.redis.queue import RedisQueue
+else:
+    __getattr__ = lazy_exports(
+        __name__,
+        {
+            "queue": ("RedisQueue",),
+        },
+        extras={
+            "queue": ("redis", "redis"),
+        },
+    )
 
-__all__ = ["RedisQueue"]
+__all__ = [
+    "RedisQueue",
+]

@@ -1,9 +1,13 @@
-"""Entries of a stream as bodies and headers, including those of third-party producers."""
+"""The keys of a queue in Redis, and the entries of its stream as bodies and headers.
+
+All keys of a queue are in one slot of a cluster, because a script can use only keys of one slot. Entries of third-party
+producers are decoded too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from ergon_framework.connectors.base import MissingKeyError, UndecodableError
 from ergon_framework.connectors.codec import (
@@ -16,7 +20,57 @@ from ergon_framework.connectors.codec import (
     to_json,
 )
 from ergon_framework.connectors.redis.scripts import PACKED_FIELD
+from ergon_framework.errors import ConfigurationError
 from ergon_framework.transaction import Transaction
+
+_MAX_NAME_CHARS = 200
+
+
+class QueueKeys(NamedTuple):
+    """The keys of one queue.
+
+    Messages that are ready or in flight are in *stream*; deferred ones are in *later*, with their due
+    times in *due*; *free* counts the uncounted deliveries of each entry; *dead* has the dead letters;
+    *bell* notifies waiting workers of messages that are returned without being added.
+    """
+
+    stream: str
+    later: str
+    due: str
+    free: str
+    dead: str
+    bell: str
+
+
+def queue_keys(name: str, stream: str | None = None) -> QueueKeys:
+    """Return the keys of the queue *name*; *stream* is the key that a third-party producer writes to.
+
+    >>> queue_keys("orders").stream, queue_keys("orders").dead
+    ('ergon:{orders}', 'ergon:{orders}:orders:dead')
+    >>> queue_keys("orders", "shop:orders").dead
+    'ergon:{shop:orders}:orders:dead'
+    """
+    if not 0 < len(name) <= _MAX_NAME_CHARS:
+        raise ConfigurationError(f"a queue name must have 1 to {_MAX_NAME_CHARS} characters, not {len(name)}")
+    if stream is None and ("{" in name or "}" in name):
+        raise ConfigurationError(f"a queue name in Redis must have no braces, which mark a cluster's slot: {name!r}")
+    stream = f"ergon:{{{name}}}" if stream is None else stream
+    prefix = f"ergon:{{{_parse_hash_tag(stream)}}}:{name}"
+    return QueueKeys(stream, *(f"{prefix}:{part}" for part in ("later", "due", "free", "dead", "bell")))
+
+
+def _parse_hash_tag(stream: str) -> str:
+    """Return the part of a key that decides its slot: the text in its first braces, otherwise the whole key."""
+    _, opening, rest = stream.partition("{")
+    inside, closing, _ = rest.partition("}")
+    if opening and closing and inside:
+        return inside
+    if not stream or "}" in stream:
+        raise ConfigurationError(f"no queue keys can share a cluster slot with the stream {stream!r}")
+    return stream
+
+
+# -- entries of a stream ----------------------------------------------------------------------------
 
 #: Counted deliveries of an entry before it was added again as a new one.
 DELIVERIES_HEADER: Final = "ergon-deliveries"
@@ -56,7 +110,7 @@ class Messages:
         body, headers = self.codec.encode(transaction)
         if self.body_field in headers:
             raise UnencodableError(
-                f"a header of transaction {transaction.id!r} is called {self.body_field!r}, as the body"
+                f"a header of transaction {transaction.id!r} is called {self.body_field!r}, like the body"
             )
         fields: list[str | bytes] = [self._encoded_body_field, body]
         for header, text in headers.items():

@@ -15,7 +15,6 @@ from typing import Any, Final, TypeVar
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from ergon_framework.connectors.arrivals import WakeupHub
 from ergon_framework.connectors.base import (
     AsyncConnector,
     Capabilities,
@@ -29,25 +28,31 @@ from ergon_framework.connectors.base import (
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
 from ergon_framework.connectors.outage import public_address
-from ergon_framework.connectors.redis import burials, scripts
-from ergon_framework.connectors.redis.claiming import GROUP, ClaimManager
-from ergon_framework.connectors.redis.doorbell import NotificationListener
-from ergon_framework.connectors.redis.durability import RedisDurability
-from ergon_framework.connectors.redis.examining import diagnose
-from ergon_framework.connectors.redis.failures import MEMORY_FULL
-from ergon_framework.connectors.redis.home import ServerClient, acquire_client, release_client
-from ergon_framework.connectors.redis.keys import queue_keys
-from ergon_framework.connectors.redis.lines import ClusterMovedError, ClusterNode, Connection
-from ergon_framework.connectors.redis.messages import Messages
-from ergon_framework.connectors.redis.operation import Operation, Pipeline
-from ergon_framework.connectors.redis.receipt import RedisReceipt
-from ergon_framework.connectors.redis.settling import RedisSettler
+from ergon_framework.connectors.redis import dead_letters, scripts
+from ergon_framework.connectors.redis.claims import GROUP, ClaimManager, RedisReceipt
+from ergon_framework.connectors.redis.connection import (
+    MEMORY_FULL,
+    ClusterMovedError,
+    ClusterNode,
+    Connection,
+    Operation,
+    Pipeline,
+    RedisDurability,
+    ServerClient,
+    acquire_client,
+    release_client,
+)
+from ergon_framework.connectors.redis.inspect import diagnose
+from ergon_framework.connectors.redis.messages import Messages, queue_keys
+from ergon_framework.connectors.redis.notify import NotificationListener
+from ergon_framework.connectors.redis.settle import RedisSettler
+from ergon_framework.connectors.wakeup import WakeupHub
+from ergon_framework.diagnostics import Diagnostic, WallClock
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
-from ergon_framework.finding import Diagnostic, WallClock
 from ergon_framework.redaction import learn_address
 from ergon_framework.transaction import Transaction
 
@@ -177,9 +182,7 @@ class RedisQueue(Connector, AsyncConnector):
     def _require_url(self) -> str:
         url = self._url or os.environ.get(URL_VARIABLE)
         if not url:
-            raise ConfigurationError(
-                f"the queue {self._name!r} has no server: set {URL_VARIABLE} in the environment or give url=…"
-            )
+            raise ConfigurationError(f"queue {self._name!r} has no server address: set {URL_VARIABLE} or pass url=…")
         learn_address(url)
         return url
 
@@ -242,7 +245,7 @@ class RedisQueue(Connector, AsyncConnector):
         return (yield from work(client))
 
     def _redirection_error(self) -> ConnectionLostError:
-        return ConnectionLostError(f"the cluster sends everybody who asks for the queue {self._name!r} somewhere else")
+        return ConnectionLostError(f"the cluster redirects requests for the queue {self._name!r} without end")
 
     def _connect(self) -> Connection:
         """Open a connection for the notification listener; fail if the queue was closed meanwhile."""
@@ -513,7 +516,7 @@ class RedisQueue(Connector, AsyncConnector):
 
     def _find_queued(self, client: ServerClient, ids: Collection[str]) -> Operation[set[str]]:
         yield from self._ensure_open(client)
-        return (yield from burials.find_queued(self._keys, self._messages, ids))
+        return (yield from dead_letters.find_queued(self._keys, self._messages, ids))
 
     def diagnose(self, wall: WallClock) -> Sequence[Diagnostic]:
         """Diagnose the server and the queue; a missing stream is not created."""
@@ -536,7 +539,7 @@ class RedisQueue(Connector, AsyncConnector):
     ) -> Operation[Sequence[DeadLetterRecord]]:
         yield from self._ensure_open(client)
         return (
-            yield from burials.list_dead(
+            yield from dead_letters.list_dead(
                 self._keys,
                 self._messages,
                 self._name,
@@ -559,7 +562,7 @@ class RedisQueue(Connector, AsyncConnector):
 
     def _replay_dead(self, client: ServerClient, handles: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
         yield from self._ensure_open(client)
-        return (yield from burials.replay_dead(self._keys, handles))
+        return (yield from dead_letters.replay_dead(self._keys, handles))
 
     def discard_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:
         return self._run(lambda client: self._discard_dead(client, handles))
@@ -580,7 +583,7 @@ class RedisQueue(Connector, AsyncConnector):
 
         def replace(client: ServerClient) -> Operation[ReplayResult]:
             yield from self._ensure_open(client)
-            result = yield from burials.replace_dead(self._keys, handle, fields)
+            result = yield from dead_letters.replace_dead(self._keys, handle, fields)
             self._arrivals.notify()
             return result
 
@@ -588,4 +591,4 @@ class RedisQueue(Connector, AsyncConnector):
 
     def _discard_dead(self, client: ServerClient, handles: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
         yield from self._ensure_open(client)
-        return (yield from burials.discard_dead(self._keys, handles))
+        return (yield from dead_letters.discard_dead(self._keys, handles))

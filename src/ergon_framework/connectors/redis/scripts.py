@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ergon_framework.connectors.redis.operation import Script
+from ergon_framework.connectors.redis.connection import Script
 
 #: The consumer that owns released entries.
 RETURNED_CONSUMER: Final = "ergon:returned"
@@ -31,7 +31,7 @@ local function milliseconds()
     return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- The fields of an entry, also where they are packed; what only looks like it is left as it is.
+-- The fields of an entry, also where they are packed; an invalid packing is returned unchanged.
 local function spread(fields)
     if fields[1] ~= PACKED then return fields end
     local texts, whole, at = {{}}, fields[2], 1
@@ -54,7 +54,7 @@ local function packed(fields)
     return {{PACKED, table.concat(texts)}}
 end
 
--- The fields of an entry without those that *drop* names or begin as it says.
+-- The fields of an entry without those that *drop* names or that describe a dead letter.
 local function without(fields, drop)
     local kept = {{}}
     fields = spread(fields)
@@ -73,7 +73,7 @@ local function is_out_of_memory(answer)
     return type(answer) == 'table' and answer.err ~= nil and string.find(answer.err, 'OOM', 1, true) ~= nil
 end
 
--- Adds an entry; nil where the server refuses it.
+-- Adds an entry; nil where the server rejects it.
 local memory_full = false
 local function added(stream, fields)
     if #fields > MOST + 100 or #fields == 0 then return nil end
@@ -83,7 +83,7 @@ local function added(stream, fields)
     return id
 end
 
--- The letter of a settlement that the server has refused.
+-- The letter of a settlement that the server has rejected.
 local function refused()
     return memory_full and 'm' or 'f'
 end
@@ -147,7 +147,7 @@ local group, me, want, body = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local largest, budget, last_delivery = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local taken, bytes, heaviest, full = {}, 0, 0, want < 1
 
--- Takes a claimed entry, or gives it back at no cost: then nothing more fits.
+-- Takes a claimed entry, or releases it uncounted: then nothing more fits.
 local function take(entry, times, freed)
     local fields = spread(entry[2])
     local size, total, delivered = measure(fields, body)
@@ -197,7 +197,7 @@ FETCH: Final = Script(
 local later, due, bell = KEYS[3], KEYS[4], KEYS[5]
 local lease, cursor = ARGV[8], ARGV[9]
 local now = milliseconds()
--- Changes nothing, and is refused at the memory limit; the server looks at that only before the first write.
+-- Changes nothing, and is rejected at the memory limit; the server checks that only before the first write.
 memory_full = is_out_of_memory(redis.pcall('ZADD', due, 'XX', 0, ''))
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', due, '-inf', now, 'LIMIT', 0, {MAX_DUE_PER_FETCH})) do
     local entry = redis.call('XRANGE', later, id, id)[1]
@@ -208,7 +208,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', due, '-inf', now, 'LIMIT', 0, {M
 end
 
 local function take_again(entry)
-    -- Before Redis 7 what was deleted meanwhile is answered as nothing.
+    -- Before Redis 7 an entry that was deleted meanwhile is returned as nil.
     if not entry or not entry[2] then return end
     local pending = redis.call('XPENDING', stream, group, entry[1], entry[1], 1)[1]
     take(entry, pending[4], tonumber(redis.call('HGET', free, entry[1]) or 0))
@@ -292,7 +292,7 @@ SETTLE: Final = Script(
     + """
 local stream, later, due, free, dead, bell = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local group, me, acks = ARGV[1], ARGV[2], tonumber(ARGV[3])
--- Whoever else reads this stream in a group of his own needs what is done here.
+-- Other consumer groups of this stream still need the entries that are settled here.
 local alone = #redis.call('XINFO', 'GROUPS', stream) == 1
 local counted = redis.call('EXISTS', free) == 1
 local answers, done, over = {}, {}, {}
@@ -303,7 +303,7 @@ local function gone(id)
     return 's'
 end
 
--- One look at what is in hand is as dear as three at single entries; what it does not show is looked for by itself.
+-- One read of all pending entries costs as much as three single ones; entries that it misses are read singly.
 local mine = {}
 if acks > 3 then
     for _, pending in ipairs(redis.call('XPENDING', stream, group, '-', '+', acks + 10, me)) do
@@ -356,11 +356,11 @@ local settle = {
         local first = redis.call('ZRANGE', due, 0, 0, 'WITHSCORES')
         local moment = milliseconds() + delay
         redis.call('ZADD', due, moment, place)
-        -- Whoever sleeps until something later is due has to know.
+        -- A listener that waits for a later due time has to be notified.
         if not first[2] or moment < tonumber(first[2]) then rung = true end
         return gone(id)
     end,
-    -- What is said of it, as fields.
+    -- The fields that describe the dead letter.
     dead = function(id, said)
         local kept = content(id)
         if not kept then
@@ -401,7 +401,7 @@ for at = 3, #ARGV, 2 do
     answers[#answers + 1] = yes and '1' or '0'
     if yes then mine[#mine + 1] = ARGV[at] end
 end
--- Without a word about the count: with JUSTID it stays, and only the time begins anew.
+-- JUSTID keeps the count unchanged, and only the idle time restarts.
 if #mine > 0 then
     mine[#mine + 1] = 'JUSTID'
     redis.call('XCLAIM', stream, group, me, 0, unpack(mine))
@@ -455,7 +455,7 @@ DEPTH: Final = Script(
 local stream, later, due, dead, group = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
 local now = milliseconds()
 local ripe = redis.call('ZCOUNT', due, '-inf', now)
-local delayed, buried = redis.call('XLEN', later) - ripe, redis.call('XLEN', dead)
+local delayed, dead_letters = redis.call('XLEN', later) - ripe, redis.call('XLEN', dead)
 local last, groups, lag = '0-0', 0, nil
 if redis.call('EXISTS', stream) == 1 then
     for _, info in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
@@ -479,7 +479,7 @@ if groups % 2 == 1 then
 end
 local fresh = redis.call('XLEN', stream) - pending
 if groups > 1 then
-    -- What is done here stays for the others, so that the length says nothing.
+    -- Settled entries stay for the other groups, so that the length is not the number of ready ones.
     fresh = lag or #redis.call('XRANGE', stream, '(' .. last, '+', 'COUNT', 100000)
 end
 local oldest = -1
@@ -493,7 +493,7 @@ if returned > 0 then
 end
 local soonest = ripe > 0 and redis.call('ZRANGE', due, 0, 0, 'WITHSCORES')[2]
 if soonest then oldest = math.max(oldest, now - tonumber(soonest)) end
-return {fresh + returned + ripe, delayed, pending - returned, buried, oldest}
+return {fresh + returned + ripe, delayed, pending - returned, dead_letters, oldest}
 """
 )
 
@@ -556,7 +556,7 @@ for _, info in ipairs(groups) do
     if summary[1] > 0 and before(summary[2], keep) then keep = summary[2] end
     if lowest == nil or before(keep, lowest) then lowest = keep end
 end
--- The last that was handed out stays too: a little more than need be is kept, never less.
+-- The last delivered entry stays too: slightly more than needed is kept, never less.
 return redis.call('XTRIM', stream, 'MINID', lowest)
 """
 )

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Final, TypeVar
 
 from ergon_framework.facts.errors import InvalidFactError, LimitExceeded
-from ergon_framework.facts.service.identity import Identity, IdentityKey
+from ergon_framework.facts.service.access import Identity, IdentityKey
 from ergon_framework.facts.service.limits import Limits
 
 #: Requests of one identity that are received concurrently; further ones wait at the sender.
@@ -51,8 +51,8 @@ class CallerUsage:
         limit = self._limits.bytes_per_identity
         if self._bytes + size > limit:
             raise LimitExceeded(
-                f"requests of {self._name} with {self._bytes:,} bytes are being handled, and with {size:,} more it "
-                f"would be above the limit of {limit:,} (bytes_per_identity); send fewer at once"
+                f"requests of {self._name} with {self._bytes:,} bytes are being handled, and with {size:,} more they "
+                f"would exceed the limit of {limit:,} (bytes_per_identity); send fewer concurrently"
             )
         self._bytes += size
         try:
@@ -93,12 +93,12 @@ class CallAdmission:
         limit = limits.streams_per_identity if stream else limits.calls_per_identity
         if caller.in_flight[kind] >= limit:
             raise LimitExceeded(
-                f"{identity.name} has {limit} {kind} at once, which is the limit of one identity "
-                f"({kind}_per_identity); make fewer at once"
+                f"{identity.name} has {limit} concurrent {kind}, the limit of one identity ({kind}_per_identity); "
+                "make fewer concurrent calls"
             )
         if self._calls >= limits.calls:
             raise LimitExceeded(
-                f"the service has {self._calls} calls at once of all callers, which is its limit (calls); try again"
+                f"the service has {self._calls} concurrent calls, its limit for all callers (calls); retry later"
             )
         self._calls += 1
         caller.in_flight[kind] += 1

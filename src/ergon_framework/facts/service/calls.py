@@ -11,8 +11,8 @@ from google.protobuf.message import DecodeError, Message
 from ergon_framework.facts.boundary import AppendResult, BoundaryCapabilities, LogState, NewFact
 from ergon_framework.facts.errors import NotSupportedRemotely, ServiceError
 from ergon_framework.facts.model import Cursor, Envelope, Fact, FactConfirmation, StoredArtifact, StoredFact, ZonePair
-from ergon_framework.facts.service import batches, messages
-from ergon_framework.facts.service import boundary_pb2 as wire
+from ergon_framework.facts.service import boundary_pb2 as pb
+from ergon_framework.facts.service import wire
 from ergon_framework.facts.service.requests import MAX_FACTS, MAX_MESSAGE_BYTES
 
 T = TypeVar("T")
@@ -33,16 +33,16 @@ class RpcCall(Generic[T]):
         try:
             return self.parse(self.answer.FromString(data))
         except (DecodeError, ValueError) as error:
-            raise ServiceError(f"the answer to {self.method} cannot be read: {error}; ask again") from error
+            raise ServiceError(f"the answer to {self.method} is invalid: {error}; retry") from error
 
 
 def describe() -> RpcCall[tuple[str, BoundaryCapabilities]]:
-    return RpcCall("Describe", wire.DescribeRequest(), wire.Description, messages.read_description)
+    return RpcCall("Describe", pb.DescribeRequest(), pb.Description, wire.read_description)
 
 
 def append_fact(envelope: Envelope, fact: Fact) -> RpcCall[FactConfirmation]:
-    request = messages.write_appending(envelope, fact)
-    return RpcCall("AppendFact", request, wire.Confirmation, messages.read_confirmation)
+    request = wire.write_appending(envelope, fact)
+    return RpcCall("AppendFact", request, pb.Confirmation, wire.read_confirmation)
 
 
 def append_facts(facts: Sequence[NewFact]) -> Iterator[RpcCall[Sequence[AppendResult]]]:
@@ -50,7 +50,7 @@ def append_facts(facts: Sequence[NewFact]) -> Iterator[RpcCall[Sequence[AppendRe
     facts = list(facts)
     begin = size = 0
     for index, (envelope, fact) in enumerate(facts):
-        added = batches.max_encoded_size(envelope, fact)
+        added = wire.max_encoded_size(envelope, fact)
         if index > begin and (index - begin >= MAX_FACTS or size + added > MAX_MESSAGE_BYTES):
             yield _append_batch(facts[begin:index])
             begin, size = index, 0
@@ -60,83 +60,79 @@ def append_facts(facts: Sequence[NewFact]) -> Iterator[RpcCall[Sequence[AppendRe
 
 
 def _append_batch(facts: Sequence[NewFact]) -> RpcCall[Sequence[AppendResult]]:
-    request = wire.AppendFactsRequest()
-    batches.write_facts(facts, request.facts)
+    request = pb.AppendFactsRequest()
+    wire.write_facts(facts, request.facts)
     message_ids = [envelope.message_id for envelope, _ in facts]
     return RpcCall(
-        "AppendFacts", request, wire.AppendFactsAnswer, lambda answer: batches.read_append_answer(answer, message_ids)
+        "AppendFacts", request, pb.AppendFactsAnswer, lambda answer: wire.read_append_answer(answer, message_ids)
     )
 
 
 def get_fact(from_zone: str, message_id: str) -> RpcCall[FactConfirmation | None]:
-    request = wire.GetFactRequest(from_zone=from_zone, message_id=message_id)
-    return RpcCall("GetFact", request, wire.GetFactAnswer, _parse_fact)
+    request = pb.GetFactRequest(from_zone=from_zone, message_id=message_id)
+    return RpcCall("GetFact", request, pb.GetFactAnswer, _parse_fact)
 
 
-def _parse_fact(answer: wire.GetFactAnswer) -> FactConfirmation | None:
-    return messages.read_confirmation(answer.confirmation) if answer.HasField("confirmation") else None
+def _parse_fact(answer: pb.GetFactAnswer) -> FactConfirmation | None:
+    return wire.read_confirmation(answer.confirmation) if answer.HasField("confirmation") else None
 
 
 def fetch_facts(reader: str, pair: ZonePair, limit: int, after: Cursor | None) -> RpcCall[Sequence[StoredFact]]:
     limit = max(0, min(limit, MAX_FACTS))
-    request = wire.FetchFactsRequest(
+    request = pb.FetchFactsRequest(
         reader=reader,
-        pair=messages.write_pair(pair),
+        pair=wire.write_pair(pair),
         limit=limit,
-        after=None if after is None else messages.write_cursor(after),
+        after=None if after is None else wire.write_cursor(after),
     )
-    return RpcCall(
-        "FetchFacts", request, wire.FetchFactsAnswer, lambda answer: batches.read_fetch_answer(answer, limit)
-    )
+    return RpcCall("FetchFacts", request, pb.FetchFactsAnswer, lambda answer: wire.read_fetch_answer(answer, limit))
 
 
 def confirm_receipt(reader: str, pair: ZonePair, cursor: Cursor) -> RpcCall[None]:
-    request = wire.ConfirmReceiptRequest(
-        reader=reader, pair=messages.write_pair(pair), cursor=messages.write_cursor(cursor)
-    )
-    return RpcCall("ConfirmReceipt", request, wire.ConfirmReceiptAnswer, lambda _: None)
+    request = pb.ConfirmReceiptRequest(reader=reader, pair=wire.write_pair(pair), cursor=wire.write_cursor(cursor))
+    return RpcCall("ConfirmReceipt", request, pb.ConfirmReceiptAnswer, lambda _: None)
 
 
 def get_cursor(reader: str, pair: ZonePair) -> RpcCall[Cursor | None]:
-    request = wire.CursorOfRequest(reader=reader, pair=messages.write_pair(pair))
-    return RpcCall("CursorOf", request, wire.CursorAnswer, _parse_cursor)
+    request = pb.CursorOfRequest(reader=reader, pair=wire.write_pair(pair))
+    return RpcCall("CursorOf", request, pb.CursorAnswer, _parse_cursor)
 
 
 def last_offset(pair: ZonePair) -> RpcCall[Cursor | None]:
-    return RpcCall("EndOf", wire.EndOfRequest(pair=messages.write_pair(pair)), wire.CursorAnswer, _parse_cursor)
+    return RpcCall("EndOf", pb.EndOfRequest(pair=wire.write_pair(pair)), pb.CursorAnswer, _parse_cursor)
 
 
 def cursor_at_time(pair: ZonePair, unix_ms: int) -> RpcCall[Cursor | None]:
-    request = wire.CursorAtRequest(pair=messages.write_pair(pair), unix_ms=unix_ms)
-    return RpcCall("CursorAt", request, wire.CursorAnswer, _parse_cursor)
+    request = pb.CursorAtRequest(pair=wire.write_pair(pair), unix_ms=unix_ms)
+    return RpcCall("CursorAt", request, pb.CursorAnswer, _parse_cursor)
 
 
-def _parse_cursor(answer: wire.CursorAnswer) -> Cursor | None:
-    return messages.read_cursor(answer.cursor) if answer.HasField("cursor") else None
+def _parse_cursor(answer: pb.CursorAnswer) -> Cursor | None:
+    return wire.read_cursor(answer.cursor) if answer.HasField("cursor") else None
 
 
 def retire_reader(reader: str, pair: ZonePair, by: str) -> RpcCall[bool]:
-    request = wire.RetireReaderRequest(reader=reader, pair=messages.write_pair(pair), by=by)
-    return RpcCall("RetireReader", request, wire.RetireReaderAnswer, lambda answer: bool(answer.retired))
+    request = pb.RetireReaderRequest(reader=reader, pair=wire.write_pair(pair), by=by)
+    return RpcCall("RetireReader", request, pb.RetireReaderAnswer, lambda answer: bool(answer.retired))
 
 
 def list_logs() -> RpcCall[Sequence[LogState]]:
     return RpcCall(
         "Survey",
-        wire.SurveyRequest(),
-        wire.SurveyAnswer,
-        lambda answer: [messages.read_log(log) for log in answer.logs],
+        pb.SurveyRequest(),
+        pb.SurveyAnswer,
+        lambda answer: [wire.read_log(log) for log in answer.logs],
     )
 
 
 def uploaded_bytes(bucket: str, key: str, expected: StoredArtifact, zone: str = "") -> RpcCall[int]:
-    request = wire.ReceivedRequest(bucket=bucket, key=key, expected=messages.write_artifact(expected), zone=zone)
-    return RpcCall("Received", request, wire.ReceivedAnswer, lambda answer: int(answer.size))
+    request = pb.ReceivedRequest(bucket=bucket, key=key, expected=wire.write_artifact(expected), zone=zone)
+    return RpcCall("Received", request, pb.ReceivedAnswer, lambda answer: int(answer.size))
 
 
 def not_supported_error(operation: str) -> NotSupportedRemotely:
     """Return the error for an operation that is available only where the store is."""
     return NotSupportedRemotely(
-        f"{operation} is not offered over the line: the zone that holds the store does it there, as its replicator "
-        "does that pulls facts of others"
+        f"{operation} is not supported over the network: run it in the zone that has the store, as its replicator "
+        "does, which pulls the facts of other zones"
     )

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from ergon_framework.errors import ConnectionLostError
-from ergon_framework.facts.blob import to_chunks
+from ergon_framework.facts.append import to_chunks
 from ergon_framework.facts.boundary import (
     AppendResult,
     BlobSource,
@@ -21,14 +21,12 @@ from ergon_framework.facts.boundary import (
     Unlisten,
 )
 from ergon_framework.facts.model import Cursor, Envelope, Fact, FactConfirmation, StoredArtifact, StoredFact, ZonePair
-from ergon_framework.facts.service import calls, faults
-from ergon_framework.facts.service.address import ServiceAddress
-from ergon_framework.facts.service.bell import ServiceListener
+from ergon_framework.facts.service import calls, errors
 from ergon_framework.facts.service.calls import SERVICE, RpcCall
-from ergon_framework.facts.service.line import ReconnectingChannel
-from ergon_framework.facts.service.messages import encode
-from ergon_framework.facts.service.transfer import RemoteDownload, RemoteUpload
-from ergon_framework.facts.service.transfers import download, upload
+from ergon_framework.facts.service.channel import ReconnectingChannel, ServiceAddress
+from ergon_framework.facts.service.transfer import RemoteDownload, RemoteUpload, download, upload
+from ergon_framework.facts.service.wakeup import ServiceListener
+from ergon_framework.facts.service.wire import encode
 
 T = TypeVar("T")
 
@@ -146,10 +144,10 @@ class BoundaryClient(Boundary):
                 data = call(encode(rpc_call.request), timeout=self._deadline)
             except grpc.RpcError as error:
                 rpc_error: Any = error
-                raise faults.to_client_error(rpc_error, rpc_call.method) from error
+                raise errors.to_client_error(rpc_error, rpc_call.method) from error
             except ValueError as error:
                 # gRPC raises ValueError when the channel is closed.
                 raise ConnectionLostError(
-                    f"{rpc_call.method} was not sent, the client is closed; make another one"
+                    f"{rpc_call.method} was not sent: the client is closed; create a new one"
                 ) from error
         return rpc_call.to_result(data)

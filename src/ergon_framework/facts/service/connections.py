@@ -23,9 +23,9 @@ from typing import Final, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
 from ergon_framework.facts.errors import AccessDenied, LimitExceeded
-from ergon_framework.facts.service.identity import Identity, IdentityKey
+from ergon_framework.facts.service.access import Identity, IdentityKey
+from ergon_framework.facts.service.errors import RejectionHandler
 from ergon_framework.facts.service.limits import Limits
-from ergon_framework.facts.service.refusals import RejectionHandler
 from ergon_framework.telemetry.names import Event
 
 #: The directory of the files that this process has open, on Linux and BSD.
@@ -97,8 +97,8 @@ class Connections:
             if self._counts[key] >= limit:
                 self._close_later(connection)
                 raise LimitExceeded(
-                    f"{identity.name} has {limit} connections at once, which is the limit of one identity "
-                    "(connections_per_identity); share connections, or close those that are not used"
+                    f"{identity.name} has {limit} concurrent connections, the limit of one identity "
+                    "(connections_per_identity); share connections, or close unused ones"
                 )
             self._counts[key] += 1
         connection.identity = identity

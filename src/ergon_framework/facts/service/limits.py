@@ -1,18 +1,50 @@
-"""Limits of a facts service: what one caller, one connection and all callers together may use."""
+"""Limits of a facts service: what one caller, one connection, one zone and all callers together may use."""
 
 from __future__ import annotations
 
 import logging
 import resource
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.facts.errors import LimitExceeded
 from ergon_framework.facts.service.access import MAX_READERS
 from ergon_framework.facts.service.requests import MAX_MESSAGE_BYTES
-from ergon_framework.facts.service.uploads import MAX_UPLOADS
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
+
+#: Maximum concurrent uploads of a zone.
+MAX_UPLOADS = 16
+
+
+class UploadSlots:
+    """Counts the uploads of each zone; for one event loop."""
+
+    def __init__(self, limit: int = MAX_UPLOADS) -> None:
+        self._limit = limit
+        self._uploads: Counter[str] = Counter()
+
+    @contextmanager
+    def take(self, zones: Collection[str]) -> Iterator[None]:
+        """Count an upload of *zones* until the context exits; raise LimitExceeded if a zone has reached its limit."""
+        for zone in zones:
+            if self._uploads[zone] >= self._limit:
+                raise LimitExceeded(
+                    f"zone {zone!r} has {self._uploads[zone]} uploads running, and {self._limit} is the limit; wait "
+                    "until one has ended"
+                )
+        self._uploads.update(zones)
+        try:
+            yield
+        finally:
+            self._uploads.subtract(zones)
+
+
+# -- limits -----------------------------------------------------------------------------------------
 
 log: Final = logging.getLogger(f"{LIBRARY}.facts.service")
 
@@ -99,7 +131,7 @@ class Limits:
             return self
         fitting = max(1, soft - RESERVED_FILES)
         fields = {
-            Field.ROOM: "connections",
+            Field.CAPACITY: "connections",
             Field.LIMIT: fitting,
             Field.REASON: f"the process may open {soft} files; raise its limit to {needed} (ulimit -n, LimitNOFILE)",
         }

@@ -17,18 +17,28 @@ from pathlib import Path
 
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.boundary import CHUNK_BYTES
-from ergon_framework.facts.contents import ByteBudget, ContentStore, ContentUpload, check_upload, digest_hex, is_upload
+from ergon_framework.facts.content_store import (
+    ByteBudget,
+    ContentStore,
+    ContentUpload,
+    check_upload,
+    digest_hex,
+    is_upload,
+)
 from ergon_framework.facts.errors import BufferFull
-from ergon_framework.facts.stores.file_system import (
+from ergon_framework.facts.stores.file_uploads import (
     FILE_FLAGS,
+    FileUpload,
+    UploadLock,
+    durable_bytes,
     folder,
     is_fsync_durable,
     make_folder,
     make_path,
     open_folder,
     translate_os_errors,
+    upload_path,
 )
-from ergon_framework.facts.stores.file_uploads import FileUpload, UploadLock, durable_bytes, upload_path
 
 
 class FileContentStore(ContentStore):
@@ -44,7 +54,7 @@ class FileContentStore(ContentStore):
             make_path(self._path)
             root_fd = open_folder(str(self._path))
         except OSError as error:
-            raise ConfigurationError(f"cannot keep artifacts in {folder}: {error.strerror}") from error
+            raise ConfigurationError(f"cannot store artifacts in {folder}: {error.strerror}") from error
         try:
             for name in ("objects", "uploads"):
                 make_folder(name, parent_fd=root_fd)
@@ -53,7 +63,7 @@ class FileContentStore(ContentStore):
             self._uploads_fd = open_folder("uploads", parent_fd=root_fd)
             self._finalizers.append(weakref.finalize(self, os.close, self._uploads_fd))
         except OSError as error:
-            raise ConfigurationError(f"cannot keep artifacts in {folder}: {error.strerror}") from error
+            raise ConfigurationError(f"cannot store artifacts in {folder}: {error.strerror}") from error
         finally:
             os.close(root_fd)
         self._durable = is_fsync_durable(self._path)
@@ -85,7 +95,7 @@ class FileContentStore(ContentStore):
             store_content=lambda digest: self._store_content(upload_path(name), digest),
         )
         try:
-            with translate_os_errors(f"cannot go on with the upload {name}"):
+            with translate_os_errors(f"cannot resume the upload {name}"):
                 file_upload.resume(begin)
             yield file_upload
         finally:
@@ -94,9 +104,7 @@ class FileContentStore(ContentStore):
     def _reserve(self, size: int) -> None:
         used = self._budget.reserve(size, self._measure)
         if used is not None:
-            raise BufferFull(
-                f"{used} bytes of artifacts are here and {self._max_bytes} is the most: nothing was stored"
-            )
+            raise BufferFull(f"artifact store is full: {used} of {self._max_bytes} bytes are used; nothing was stored")
 
     def _store_content(self, name: str, digest: str) -> None:
         digits = _require_digest_hex(digest)
@@ -107,7 +115,7 @@ class FileContentStore(ContentStore):
 
     def uploaded_bytes(self, upload: str) -> int:
         with (
-            translate_os_errors(f"cannot look after the upload {upload}"),
+            translate_os_errors(f"cannot read the upload {upload}"),
             UploadLock.acquire(self._uploads_fd, check_upload(upload), create=False) as acquired,
         ):
             if acquired is None:
@@ -119,7 +127,7 @@ class FileContentStore(ContentStore):
                 upload_lock.close()
 
     def delete_stale_uploads(self, before_unix_ms: int) -> int:
-        with translate_os_errors("cannot sweep uploads"):
+        with translate_os_errors("cannot delete stale uploads"):
             names = {name.removesuffix(".part") for name in os.listdir(self._uploads_fd)}  # noqa: PTH208 - folder is open
             # Files that are not uploads belong to other programs and are not removed.
             return sum(self._delete_if_stale(name, before_unix_ms) for name in sorted(names) if is_upload(name))
@@ -151,7 +159,7 @@ class FileContentStore(ContentStore):
         digits = digest_hex(digest)
         if digits is None:
             return None
-        with translate_os_errors(f"cannot look for {digest}"):
+        with translate_os_errors(f"cannot look up {digest}"):
             try:
                 with self._content_folder(digits) as folder_fd:
                     status = os.stat(digits, dir_fd=folder_fd, follow_symlinks=False)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, Self
 
-from ergon_framework.facts import observe
-from ergon_framework.facts.blob import to_chunks
+from ergon_framework.facts import metrics
+from ergon_framework.facts.append import to_chunks
 from ergon_framework.facts.boundary import (
     AppendResult,
     AsyncBlobSource,
@@ -46,8 +46,8 @@ from ergon_framework.facts.model import (
     fact_digest,
     zone_of_reader,
 )
-from ergon_framework.facts.stores import refusals
-from ergon_framework.facts.stores.memory_artifacts import Artifacts, MemoryUpload
+from ergon_framework.facts.stores import errors
+from ergon_framework.facts.stores.memory_contents import Artifacts, MemoryUpload
 
 #: Seconds after which an interrupted upload may be removed to free space for another.
 IDLE_UPLOAD_SECONDS: Final = 60.0
@@ -165,7 +165,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
 
     def _record_results(self, results: list[AppendResult], buffer: Buffer) -> list[AppendResult]:
         for result in results:
-            observe.record_append(buffer, result)
+            metrics.record_append(buffer, result)
         if any(isinstance(result, FactConfirmation) and not result.duplicate for result in results):
             for wake in self._listeners:
                 wake()
@@ -193,9 +193,9 @@ class MemoryBoundary(Boundary, AsyncBoundary):
             return existing
         log = self._get_log(stored.envelope.pair, self._side.forward_buffer, stored.epoch)
         if stored.epoch != log.epoch:
-            raise refusals.epoch_changed_error(stored.epoch, log.epoch)
+            raise errors.epoch_changed_error(stored.epoch, log.epoch)
         if stored.offset != log.end + 1:
-            raise refusals.offset_gap_error(stored.envelope.message_id, stored.offset, log.end)
+            raise errors.offset_gap_error(stored.envelope.message_id, stored.offset, log.end)
         # A confirmation names the store buffer that the fact was appended to, here the one of the other side.
         origin = BoundarySide.OUTER if self._side is BoundarySide.INNER else BoundarySide.INNER
         return self._store(log, stored, origin.store_buffer)
@@ -205,7 +205,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         if entry is None:
             return None
         if entry[0].digest != digest:
-            raise refusals.fact_conflict_error(envelope, entry[0], digest)
+            raise errors.fact_conflict_error(envelope, entry[0], digest)
         return _to_duplicate(entry[0])
 
     def _get_log(self, pair: ZonePair, buffer: Buffer, epoch: str) -> _Log:
@@ -213,7 +213,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         if log is None:
             return _Log(epoch, buffer)
         if log.buffer is not buffer:
-            raise refusals.wrong_buffer_error(pair, log.buffer, buffer)
+            raise errors.wrong_buffer_error(pair, log.buffer, buffer)
         return log
 
     def _store(self, log: _Log, stored: StoredFact, buffer: Buffer) -> FactConfirmation:
@@ -243,11 +243,11 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         if self._max_facts is not None:
             retained = sum(len(log.facts) for log in self._logs.values())
             if retained + facts > self._max_facts:
-                raise refusals.buffer_full_error("facts", retained, self._max_facts)
+                raise errors.buffer_full_error("facts", retained, self._max_facts)
         if self._max_bytes is not None:
             used = self._count_used_bytes()
             if used + size > self._max_bytes:
-                raise refusals.buffer_full_error("bytes", used, self._max_bytes)
+                raise errors.buffer_full_error("bytes", used, self._max_bytes)
 
     def _now(self) -> int:
         return int(self._wall() * 1000)
@@ -268,19 +268,19 @@ class MemoryBoundary(Boundary, AsyncBoundary):
             if log is None:
                 return []
             if begin < log.pruned_count:
-                raise refusals.offset_gone_error(pair, begin, log.pruned_count)
+                raise errors.offset_gone_error(pair, begin, log.pruned_count)
             return log.list_after(begin, limit)
 
     def _check_readers(self, reader: str, pair: ZonePair, limit: int) -> None:
         zone = zone_of_reader(reader, pair)
         count = sum(zone_of_reader(*registered) == zone for registered in self._readers)
         if count >= limit:
-            raise refusals.too_many_readers_error(reader, zone, count, limit)
+            raise errors.too_many_readers_error(reader, zone, count, limit)
 
     def confirm_receipt(self, reader: str, pair: ZonePair, cursor: Cursor) -> None:
         with self._lock:
             if (reader, pair) not in self._readers:
-                raise refusals.unknown_reader_error(reader, pair)
+                raise errors.unknown_reader_error(reader, pair)
             self._check_cursor(pair, cursor)
             self._readers[reader, pair] = max(self._readers[reader, pair], cursor.offset)
 
@@ -313,7 +313,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
             if log is not None and log.buffer is not self._side.forward_buffer:
                 log = None
             if log is None or log.end != cursor.offset:
-                raise refusals.not_at_end_error(pair, cursor.offset, None if log is None else log.end)
+                raise errors.not_at_end_error(pair, cursor.offset, None if log is None else log.end)
             log.restart_epoch(cursor.epoch)
 
     def list_logs(self) -> Sequence[LogState]:
@@ -347,10 +347,10 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         epoch = self._get_epoch(pair)
         # A reader at offset 0 has read nothing and so belongs to no epoch.
         if cursor.epoch != epoch and cursor.offset:
-            raise refusals.epoch_changed_error(cursor.epoch, epoch)
+            raise errors.epoch_changed_error(cursor.epoch, epoch)
         end = 0 if log is None else log.end
         if not 0 <= cursor.offset <= end:
-            raise refusals.offset_ahead_error(pair, cursor.offset, end)
+            raise errors.offset_ahead_error(pair, cursor.offset, end)
 
     # -- artifacts ------------------------------------------------------------------------------------
 
@@ -371,7 +371,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
                     self._add_chunk(name, upload, chunk)
                 return self._commit_upload(name, upload, expected)
         except BaseException as error:
-            observe.record_put_failure(self._side.store_buffer, error)
+            metrics.record_put_failure(self._side.store_buffer, error)
             raise
 
     async def put_object_async(
@@ -393,7 +393,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
                     self._add_chunk(name, upload, chunk)
                 return self._commit_upload(name, upload, expected)
         except BaseException as error:
-            observe.record_put_failure(self._side.store_buffer, error)
+            metrics.record_put_failure(self._side.store_buffer, error)
             raise
 
     def uploaded_bytes(self, bucket: str, key: str, expected: StoredArtifact, *, zone: str = "") -> int:
@@ -438,7 +438,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         self._artifacts.delete_stale_uploads(self._now() - int(IDLE_UPLOAD_SECONDS * 1000))
         if not self._has_capacity(size):
             used = self._count_used_bytes()
-            raise refusals.no_capacity_error(name, None if announced is None else announced.size, used, self._max_bytes)
+            raise errors.no_capacity_error(name, None if announced is None else announced.size, used, self._max_bytes)
 
     def _has_capacity(self, size: int) -> bool:
         return (
@@ -452,7 +452,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         self, name: ObjectName, upload: MemoryUpload, expected: StoredArtifact | None = None
     ) -> StoredArtifact:
         if expected is not None and upload.stored != expected:
-            raise refusals.artifact_mismatch_error(name, expected, upload.stored)
+            raise errors.artifact_mismatch_error(name, expected, upload.stored)
         with self._lock:
             existing = self._artifacts.match(name, upload.stored)
             if existing is None:
@@ -460,7 +460,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
                 stored = self._artifacts.store(name, upload, self._now())
             elif upload.is_buffered:
                 self._artifacts.repair(upload)
-        observe.record_put(self._side.store_buffer, "stored" if existing is None else "repeated")
+        metrics.record_put(self._side.store_buffer, "stored" if existing is None else "repeated")
         return stored if existing is None else existing
 
     def get_object(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> Iterator[bytes]:
@@ -470,7 +470,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
                 chunks = self._artifacts.read(self._artifacts.locate(name), begin)
             yield from chunks
         except ArtifactLost as error:
-            observe.record_lost_artifact(self._side.store_buffer, error)
+            metrics.record_lost_artifact(self._side.store_buffer, error)
             raise
 
     async def get_object_async(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> AsyncIterator[bytes]:

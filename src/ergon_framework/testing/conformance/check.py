@@ -10,17 +10,17 @@ from typing import Any, Final, TypeAlias
 
 from ergon_framework.connectors.base import Capabilities
 from ergon_framework.errors import ErgonError, error_message
-from ergon_framework.testing.conformance.candidate import ConnectorUnderTest
+from ergon_framework.testing.conformance.connector.adapter import ConnectorUnderTest
 
 #: A lease that is longer than every check.
-LONG: Final = 60.0
+LONG_LEASE_SECONDS: Final = 60.0
 #: A lease whose end a check waits for.
-SHORT: Final = 0.5
+SHORT_LEASE_SECONDS: Final = 0.5
 
 #: Returns why a check does not apply, or an empty string.
-Need: TypeAlias = Callable[[ConnectorUnderTest, Capabilities], str]
+Precondition: TypeAlias = Callable[[ConnectorUnderTest, Capabilities], str]
 #: Runs the check; the argument is the check context of its suite.
-Run: TypeAlias = Callable[[Any], Awaitable[None]]
+CheckFunction: TypeAlias = Callable[[Any], Awaitable[None]]
 
 
 class CheckFailed(ErgonError, AssertionError):
@@ -37,10 +37,10 @@ class NotApplicable(ErgonError):
     code = "exam_not_applicable"
 
 
-def expect(holds: object, words: str) -> None:
+def expect(condition: object, message: str) -> None:
     """Raise CheckFailed with *message* unless *condition* holds."""
-    if not holds:
-        raise CheckFailed(words)
+    if not condition:
+        raise CheckFailed(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,16 @@ class Check:
 
     name: str
     ids: tuple[str, ...]
-    needs: tuple[Need, ...]
-    run: Run
-    lease: float | None = LONG
+    needs: tuple[Precondition, ...]
+    run: CheckFunction
+    lease: float | None = LONG_LEASE_SECONDS
 
-    def applies(self, candidate: ConnectorUnderTest, capabilities: Capabilities) -> str:
+    def get_skip_reason(self, system: ConnectorUnderTest, capabilities: Capabilities) -> str:
         """Return why the check does not apply to *system*, or an empty string."""
-        return next((reason for need in self.needs if (reason := need(candidate, capabilities))), "")
+        return next((reason for need in self.needs if (reason := need(system, capabilities))), "")
 
 
-class Result(StrEnum):
+class CheckOutcome(StrEnum):
     """The outcome of a check."""
 
     PASSED = "passed"
@@ -75,7 +75,7 @@ class CheckResult:
 
     check: str
     variant: str
-    result: Result
+    result: CheckOutcome
     reason: str = ""
 
     def __str__(self) -> str:
@@ -86,78 +86,80 @@ def format_failure(error: Exception) -> str:
     """Describe a failure; for an unexpected exception also where it was raised."""
     if isinstance(error, CheckFailed):
         return error_message(error)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error_message(error)} ({last.filename}:{last.lineno} in {last.name})"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error_message(error)} ({frame.filename}:{frame.lineno} in {frame.name})"
 
 
-def check(*ids: str, needs: tuple[Need, ...] = (), lease: float = LONG) -> Callable[[Run], Check]:
+def check(
+    *ids: str, needs: tuple[Precondition, ...] = (), lease: float = LONG_LEASE_SECONDS
+) -> Callable[[CheckFunction], Check]:
     """Make a check from a coroutine function; its name becomes the name of the rule."""
 
-    def make(run: Run) -> Check:
+    def decorate(run: CheckFunction) -> Check:
         return Check(run.__name__, ids, needs, run, lease)
 
-    return make
+    return decorate
 
 
 # -- preconditions --------------------------------------------------------------------------------
 
 
-def queue_mode(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
+def require_queue_mode(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
     return "" if capabilities.mode == "queue" else "mode is 'log'"
 
 
-def log_mode(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
+def require_log_mode(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
     return "" if capabilities.mode == "log" else "mode is 'queue'"
 
 
-def leased(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
-    return "" if capabilities.lease is not None else "lease is None: claims do not end by themselves"
+def require_leases(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
+    return "" if capabilities.lease is not None else "lease is None: claims do not expire"
 
 
-def renewable(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
+def require_renewal(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
     return "" if capabilities.renewable else "renewable is False"
 
 
-def free_release(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
+def require_uncounted_release(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
     return "" if capabilities.release_uncounted else "release_uncounted is False"
 
 
-def delays(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
+def require_delays(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
     return "" if capabilities.delays else "delays is False"
 
 
-def dead_letters(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
+def require_dead_letters(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
     return "" if capabilities.dead_letters else "dead_letters is False"
 
 
-def ordered(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
+def require_key_order(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
     return "" if capabilities.ordered_by_key else "ordered_by_key is False"
 
 
-def prioritised(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
+def require_priority(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
     return "" if capabilities.priority else "priority is False"
 
 
-def limited(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
+def require_payload_limit(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
     return "" if capabilities.max_payload is not None else "max_payload is None"
 
 
-def repeatable(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
+def require_repeatable_ids(_: ConnectorUnderTest, capabilities: Capabilities) -> str:
     return "deduplicates_ids is True: an id cannot be dispatched again" if capabilities.deduplicates_ids else ""
 
 
-def encoded(candidate: ConnectorUnderTest, _: Capabilities) -> str:
-    return "" if candidate.encodes else "the candidate says that nothing is encoded"
+def require_encoding(system: ConnectorUnderTest, _: Capabilities) -> str:
+    return "" if system.encodes else "the system under test encodes nothing"
 
 
-def foreign(candidate: ConnectorUnderTest, _: Capabilities) -> str:
-    return "" if candidate.receives else "the candidate offers no way to put foreign messages in"
+def require_external_messages(system: ConnectorUnderTest, _: Capabilities) -> str:
+    return "" if system.receives else "the system under test cannot receive third-party messages"
 
 
-def faulty(fault: str) -> Need:
-    def need(candidate: ConnectorUnderTest, _: Capabilities) -> str:
-        if candidate.server is None:
-            return "the candidate has no server that the exam may touch"
-        return "" if fault in candidate.faults else f"the candidate's server has no {fault!r}"
+def require_server_fault(fault: str) -> Precondition:
+    def precondition(system: ConnectorUnderTest, _: Capabilities) -> str:
+        if system.server is None:
+            return "the system under test has no server that the suite may stop"
+        return "" if fault in system.faults else f"the server of the system under test does not support {fault!r}"
 
-    return need
+    return precondition

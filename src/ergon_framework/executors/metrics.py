@@ -1,0 +1,121 @@
+"""Telemetry of executors: the span of each job, and the metrics of a pool.
+
+The span of a job belongs to the trace of its request. The metrics are numbers that the pool counts anyway; they are
+read when metrics are collected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import Context, copy_context
+from dataclasses import dataclass
+from typing import Any
+
+from ergon_framework.executors.protocol import ExecutionOutcome, ExecutionRequest, Status
+from ergon_framework.telemetry import logs, names
+from ergon_framework.telemetry.context import context_with, extract_context
+from ergon_framework.telemetry.metrics import LabelLimiter, LoopMetrics, Numbers
+from ergon_framework.telemetry.names import Attribute, Span
+from ergon_framework.telemetry.options import DEFAULT_OPTIONS
+from ergon_framework.telemetry.spans import SpanNode, create_tracing
+
+
+class ExecutorTelemetry:
+    """Records the jobs of one runtime; it cannot fail a job, and records no arguments or results."""
+
+    def __init__(self) -> None:
+        # Created once: a program that wants spans has set up telemetry when its handlers were imported.
+        self._tracing = create_tracing(DEFAULT_OPTIONS)
+        self._span: SpanNode | None = None
+
+    def begin(self, request: ExecutionRequest) -> Context:
+        """Begin the span of *request* and return the context variables for its handler."""
+        try:
+            context = request.context
+            if self._tracing is None:
+                # An executor sees few environment variables, so it often records nothing while other processes do.
+                # Messages that its handlers send still belong to the trace.
+                inherited = extract_context(context.carrier)
+                return copy_context() if inherited is None else context_with(copy_context(), inherited)
+            attributes: dict[str, Any] = {
+                Attribute.TRANSACTION_ID: request.job_id,
+                Attribute.HANDLER: request.function_name,
+                Attribute.QUEUE: context.queue_name,
+                Attribute.ATTEMPT: context.attempt - 1,
+            }
+            self._span = self._tracing.start_transaction(Span.EXECUTOR, None, context.carrier, attributes)
+            return self._span.new_context()
+        except Exception as error:  # noqa: BLE001 - telemetry is third-party code and must not fail the job
+            logs.log_telemetry_failure(error)
+            return copy_context()
+
+    def end(self, outcome: ExecutionOutcome, error: BaseException | None) -> None:
+        """End the span with the outcome of the job."""
+        span, self._span = self._span, None
+        if span is None:
+            return
+        try:
+            attributes = {Attribute.OUTCOME: outcome.status.value}
+            if outcome.error_type is not None:
+                attributes[Attribute.CODE] = outcome.error_type
+            if error is not None:
+                attributes[Attribute.EXCEPTION_TYPE] = type(error).__name__
+            span.set_attributes(attributes)
+            if outcome.status in {Status.ERROR, Status.TIMEOUT}:
+                span.set_error(outcome.error_type or outcome.status.value)
+        except Exception as failure:  # noqa: BLE001 - telemetry must not fail the job
+            logs.log_telemetry_failure(failure)
+        span.end()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """The state and the counters of a pool at one moment."""
+
+    running: int
+    in_flight: int
+    waiting: int
+    served: int
+    wait_seconds: float
+    #: started, failed_starts, retired, killed and died.
+    events: Mapping[str, int]
+    unexpected_lines: Mapping[str, int]
+
+
+_METRIC_BY_EVENT = {
+    "started": names.EXECUTORS_STARTED,
+    "failed_starts": names.EXECUTORS_FAILED,
+    "retired": names.EXECUTORS_RETIRED,
+    "killed": names.EXECUTORS_KILLED,
+    "died": names.EXECUTORS_DIED,
+}
+
+
+class PoolMetrics(LoopMetrics):
+    """The metrics of one pool for the metrics registry; thread-safe."""
+
+    def __init__(self, name: str, *, bound: LabelLimiter, figures: Callable[[], PoolStats]) -> None:
+        super().__init__(name, steps=(), success_steps=("", ""), bound=bound)
+        self._get_stats = figures
+
+    def counters(self) -> Numbers:
+        stats = self._get_stats()
+        numbers: Numbers = {
+            (_METRIC_BY_EVENT[event].name, ()): count
+            for event, count in stats.events.items()
+            if event in _METRIC_BY_EVENT
+        }
+        numbers |= {
+            (names.EXECUTOR_UNEXPECTED_LINES.name, (kind,)): count for kind, count in stats.unexpected_lines.items()
+        }
+        numbers[names.EXECUTOR_ACQUISITIONS.name, ()] = stats.served
+        numbers[names.EXECUTOR_ACQUISITION_SECONDS.name, ()] = stats.wait_seconds
+        return numbers
+
+    def gauges(self) -> Numbers:
+        stats = self._get_stats()
+        return {
+            (names.EXECUTORS.name, ()): stats.running,
+            (names.EXECUTOR_JOBS.name, ()): stats.in_flight,
+            (names.EXECUTOR_QUEUE.name, ()): stats.waiting,
+        }

@@ -1,0 +1,90 @@
+"""ServiceListener: a thread that listens to a service and notifies all subscribers in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+import grpc
+
+from ergon_framework.errors import ConnectionLostError
+from ergon_framework.facts.boundary import Unlisten
+from ergon_framework.facts.service import boundary_pb2 as pb
+from ergon_framework.facts.service.calls import SERVICE
+from ergon_framework.facts.service.channel import ReconnectingChannel, ServiceAddress
+from ergon_framework.facts.service.wire import encode
+
+#: Seconds before listening again after a lost connection: first delay, then doubled up to the second value.
+RECONNECT_DELAYS_SECONDS: Final = (0.1, 5.0)
+
+
+class ServiceListener:
+    """Notifies on every message of the service and after each reconnect, since facts may have arrived meanwhile."""
+
+    def __init__(self, address: ServiceAddress) -> None:
+        self._address = address
+        self._lock = threading.Lock()
+        self._callbacks: tuple[Callable[[], None], ...] = ()
+        self._thread: _ListenerThread | None = None
+
+    def listen(self, wake: Callable[[], None]) -> Unlisten:
+        """Call *wake* on every notification, until the returned function is called."""
+        with self._lock:
+            self._callbacks = (*self._callbacks, wake)
+            if self._thread is None:
+                self._thread = _ListenerThread(self._address, self._notify)
+
+        def unlisten() -> None:
+            with self._lock:
+                callbacks = list(self._callbacks)
+                with suppress(ValueError):
+                    callbacks.remove(wake)
+                self._callbacks = tuple(callbacks)
+                if callbacks or self._thread is None:
+                    return
+                thread, self._thread = self._thread, None
+            thread.stop()
+
+        return unlisten
+
+    def close(self) -> None:
+        """Stop listening; no subscriber is notified afterwards."""
+        with self._lock:
+            self._callbacks = ()
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.stop()
+
+    def _notify(self) -> None:
+        for wake in self._callbacks:
+            # A callback of a closed event loop must not prevent the others.
+            with suppress(Exception):
+                wake()
+
+
+class _ListenerThread:
+    def __init__(self, address: ServiceAddress, notify: Callable[[], None]) -> None:
+        self._channel = ReconnectingChannel(address)
+        self._notify = notify
+        self._stopped = threading.Event()
+        self._call: Any = None
+        threading.Thread(target=self._run, name="ergon-facts-bell", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._channel.close()
+
+    def _run(self) -> None:
+        delay = RECONNECT_DELAYS_SECONDS[0]
+        while not self._stopped.is_set():
+            # The connection is lost or the service rejects the call; the subscribers' own calls report the cause.
+            with suppress(grpc.RpcError, ConnectionLostError, ValueError), self._channel.open() as lease:
+                for _ in lease.get_stub("unary_stream", SERVICE + "Watch")(encode(pb.WatchRequest())):
+                    if self._stopped.is_set():
+                        return
+                    delay = RECONNECT_DELAYS_SECONDS[0]
+                    self._notify()
+            self._stopped.wait(delay)
+            delay = min(delay * 2, RECONNECT_DELAYS_SECONDS[1])

@@ -1,0 +1,40 @@
+"""Jobs: work that executors run, stored in PostgreSQL, with schedules."""
+
+from typing import TYPE_CHECKING
+
+from ergon_framework._util.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from ergon_framework.jobs.client import AsyncJobClient, JobClient
+    from ergon_framework.jobs.cron import Cron
+    from ergon_framework.jobs.model import Job, JobConflict, JobError, JobNotFound, JobRequest, JobState, JobWaitTimeout
+    from ergon_framework.jobs.orchestrator import ExecutorGroup, Orchestrator
+else:
+    __getattr__ = lazy_exports(
+        __name__,
+        {
+            "client": ("AsyncJobClient", "JobClient"),
+            "cron": ("Cron",),
+            "model": ("Job", "JobConflict", "JobError", "JobNotFound", "JobRequest", "JobState", "JobWaitTimeout"),
+            "orchestrator": ("ExecutorGroup", "Orchestrator"),
+        },
+        extras={
+            "client": ("postgres", "psycopg"),
+            "orchestrator": ("postgres", "psycopg"),
+        },
+    )
+
+__all__ = [
+    "AsyncJobClient",
+    "Cron",
+    "ExecutorGroup",
+    "Job",
+    "JobClient",
+    "JobConflict",
+    "JobError",
+    "JobNotFound",
+    "JobRequest",
+    "JobState",
+    "JobWaitTimeout",
+    "Orchestrator",
+]

@@ -1,0 +1,156 @@
+"""The sync and async entry points of the producer engine, and their common part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from ergon_framework.clock import Clock
+from ergon_framework.connectors.base import AsyncConnector, Connector
+from ergon_framework.connectors.bridge import as_async, as_sync
+from ergon_framework.engine.aio import AsyncioDriver
+from ergon_framework.engine.effects import Script
+from ergon_framework.engine.retry import Step
+from ergon_framework.engine.scheduler import Scheduler
+from ergon_framework.engine.threads import ThreadDriver
+from ergon_framework.task.context import choose_policy
+from ergon_framework.task.handler import reject_async_handlers
+from ergon_framework.transaction import Transaction
+from ergon_framework.worker.events import LoopObserver, TransactionObserver
+from ergon_framework.worker.exceptions import TransactionException
+from ergon_framework.worker.lifecycle import (
+    LifecycleSpec,
+    classify,
+    classify_handler,
+    run_lifecycle,
+    timeout_error,
+)
+from ergon_framework.worker.policies import ProducerPolicy
+from ergon_framework.worker.produce import ProduceRun
+from ergon_framework.worker.report import Outcome, ProduceReport
+from ergon_framework.worker.running import running_loops
+from ergon_framework.worker.telemetry import producer_observer
+
+
+class _Producer:
+    """The common part of both variants: everything except how a call is made."""
+
+    connector: Any
+
+    def stop(self) -> None:
+        """Make the calls of this task drain and end; after a second call they end immediately. Thread-safe."""
+        running_loops(self).stop()
+
+    @property
+    def live(self) -> bool:
+        """Whether every call of this task can start work: false if abandoned calls hold the slots of one."""
+        return running_loops(self).live
+
+    def _start_producing(
+        self, spec: LifecycleSpec, transaction: Transaction, observer: TransactionObserver | None = None
+    ) -> Script[Outcome]:
+        """Start the lifecycle of one transaction; the call does this in the slot of the transaction."""
+        return run_lifecycle(spec, transaction, observer)
+
+    def _produce_transactions(
+        self, transactions: Sequence[Transaction], policy: ProducerPolicy, driver: Scheduler
+    ) -> ProduceRun:
+        """Create one run for one list, ready for the driver."""
+        observer = producer_observer(self, policy, fenced=driver.late_result_count)
+        return ProduceRun(
+            self._create_produce_spec(policy, driver.time_source, observer),
+            transactions,
+            policy,
+            create_mailbox=driver.create_mailbox,
+            fenced=driver.late_result_count,
+            start=self._start_producing,
+            observer=observer,
+        )
+
+    def _create_produce_spec(
+        self, policy: ProducerPolicy, clock: Clock, observer: LoopObserver | None = None
+    ) -> LifecycleSpec:
+        task: Any = self
+        steps = policy.steps
+        on_retry = None if observer is None else observer.on_retry
+        handler = partial(Step, classify=classify_handler, timeout_error=timeout_error, on_retry=on_retry)
+        return LifecycleSpec(
+            Step(
+                "produce",
+                task.produce_transaction,
+                steps.produce.retry,
+                classify=classify,
+                timeout_error=timeout_error,
+                on_retry=on_retry,
+            ),
+            handler("success", task.handle_produce_success, steps.success.retry),
+            handler("exception", task.handle_produce_exception, steps.exception.retry),
+            clock=clock,
+            timeout=policy.loop.transaction_timeout,
+            skips_success=self._has_default_produce_success,
+        )
+
+    @property
+    def _has_default_produce_success(self) -> bool:
+        """Whether the success handler is the default one of the mixin, which does nothing."""
+        handler = getattr(self.handle_produce_success, "__func__", None)  # type: ignore[attr-defined]
+        return handler in (ProducerMixin.handle_produce_success, AsyncProducerMixin.handle_produce_success)
+
+
+class ProducerMixin(_Producer):
+    """Produces on threads."""
+
+    connector: Connector | AsyncConnector
+
+    def produce_transaction(self, transaction: Transaction) -> Any:
+        """Produce one transaction and return its confirmation; the default dispatches it unchanged."""
+        return as_sync(self.connector).dispatch([transaction])[0]
+
+    def handle_produce_success(self, transaction: Transaction, result: Any) -> Any:
+        """Handle a success."""
+
+    def handle_produce_exception(self, transaction: Transaction, exc: TransactionException) -> Any:
+        """Handle a failure, once."""
+
+    def produce_transactions(
+        self,
+        transactions: Sequence[Transaction],
+        policy: ProducerPolicy | None = None,
+        *,
+        driver: Callable[[int], ThreadDriver] = ThreadDriver,
+    ) -> ProduceReport:
+        """Produce all transactions; return one outcome each, in input order."""
+        policy = choose_policy(self, policy, ProducerPolicy)
+        reject_async_handlers(self.produce_transaction, self.handle_produce_success, self.handle_produce_exception)
+        threads = driver(policy.loop.concurrency.value)
+        produce_run = self._produce_transactions(transactions, policy, threads)
+        with running_loops(self).track(produce_run, threads.stop):
+            return threads.run(produce_run.run())
+
+
+class AsyncProducerMixin(_Producer):
+    """Produces on tasks of the running event loop; otherwise the same as ProducerMixin."""
+
+    connector: Connector | AsyncConnector
+
+    async def produce_transaction(self, transaction: Transaction) -> Any:
+        return (await as_async(self.connector).dispatch_async([transaction]))[0]
+
+    async def handle_produce_success(self, transaction: Transaction, result: Any) -> Any: ...
+
+    async def handle_produce_exception(self, transaction: Transaction, exc: TransactionException) -> Any: ...
+
+    async def produce_transactions(
+        self,
+        transactions: Sequence[Transaction],
+        policy: ProducerPolicy | None = None,
+        *,
+        driver: Callable[[], AsyncioDriver] = AsyncioDriver,
+    ) -> ProduceReport:
+        """Produce all transactions; return one outcome each, in input order. A cancellation stops it."""
+        policy = choose_policy(self, policy, ProducerPolicy)
+        tasks = driver()
+        produce_run = self._produce_transactions(transactions, policy, tasks)
+        with running_loops(self).track(produce_run, tasks.stop):
+            return await tasks.run(produce_run.run())
