@@ -553,7 +553,7 @@ def test_no_call_is_made_if_provider_state_is_unavailable(variant, failure):
 
     state_store.admit = admit
     error, world = call_once(variant, state_store=state_store)
-    assert (type(error), error.code, error.sent) == (ProviderInternalError, "books_unavailable", False)
+    assert (type(error), error.code, error.sent) == (ProviderInternalError, "provider_state_unavailable", False)
     assert (error.final, error.not_attempted, world.requests) == (False, False, [])
     assert error.__cause__ is failure
 

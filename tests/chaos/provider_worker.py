@@ -58,7 +58,7 @@ def make_calls(settings):
         try:
             payments.call("charge", settings.get("payload", {}), key=key, tenant=settings["tenant"])
         except ProviderError as error:
-            outcome = error.code if error.code in {"in_flight", "books_unavailable"} else error.reason_code.value
+            outcome = error.code if error.code in {"in_flight", "provider_state_unavailable"} else error.reason_code.value
         with lock:
             outcomes[outcome] += 1
 
@@ -86,7 +86,7 @@ def hammer(settings):
             except ProviderCircuitOpenError:
                 outcome = "circuit_open"
             except ProviderError as error:
-                outcome = error.code if error.code == "books_unavailable" else error.reason_code.value
+                outcome = error.code if error.code == "provider_state_unavailable" else error.reason_code.value
             with lock:
                 (sick_outcomes if is_sick else healthy_outcomes)[outcome] += 1
                 if is_sick and not first_outcomes:

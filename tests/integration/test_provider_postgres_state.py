@@ -721,7 +721,7 @@ def test_without_the_database_calls_fail_in_time_and_recover_afterwards(new_post
         started_at = time.monotonic()
         with pytest.raises(ProviderInternalError) as error:
             payments.call("charge", tenant=provider_scope.tenant_id)
-        assert error.value.code == "books_unavailable"
+        assert error.value.code == "provider_state_unavailable"
         assert time.monotonic() - started_at < SHORT_POLICY.timeout + 1.0
         server.start() if failure == "stopped" else server.heal_network()
 
@@ -776,7 +776,7 @@ def test_a_cancelled_round_trip_leaves_its_connection_usable(dsn, provider_scope
             payments = AsyncPayments(state_store=state, policy=SHORT_POLICY.model_copy(update={"timeout": 0.3}))
             with pytest.raises(ProviderInternalError) as error:
                 await payments.call("charge", tenant=provider_scope.tenant_id)
-            assert error.value.code == "books_unavailable"
+            assert error.value.code == "provider_state_unavailable"
             await blocker.rollback()
             slow_payments = AsyncPayments(
                 state_store=state, policy=SHORT_POLICY.model_copy(update={"timeout": TIMEOUT_SECONDS})

@@ -80,7 +80,7 @@ _MIN_CLAIM_INTERVAL_SECONDS: Final = 0.01
 _MAX_CLAIM_INTERVAL_SECONDS: Final = 0.25
 #: The codes of a call that was not made: another call has its key, or the shared state was unavailable.
 IN_FLIGHT: Final = "in_flight"
-STATE_UNAVAILABLE: Final = "books_unavailable"
+STATE_UNAVAILABLE: Final = "provider_state_unavailable"
 
 
 class CallObserver(Protocol):

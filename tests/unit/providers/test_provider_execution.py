@@ -125,7 +125,7 @@ def test_provider_state_that_does_not_answer_admits_no_call() -> None:
     error = harness.result.error
     assert (type(error), error.code, error.final, harness.rows) == (
         ProviderInternalError,
-        "books_unavailable",
+        "provider_state_unavailable",
         False,
         [],
     )
@@ -141,7 +141,7 @@ def test_provider_state_lost_between_two_attempts_is_not_a_final_error(failure: 
     harness.answer(Expired(harness.effect) if failure == "silent" else Err(OSError("database gone")))
     harness.answer(Ok(None))
     error = harness.result.error
-    assert (error.code, error.final, error.not_attempted) == ("books_unavailable", False, False)
+    assert (error.code, error.final, error.not_attempted) == ("provider_state_unavailable", False, False)
 
 
 def test_the_result_of_a_call_stands_although_provider_state_does_not_answer() -> None:
