@@ -27,14 +27,14 @@ class CheckFailed(ErgonError, AssertionError):
     """The system under test violates the contract."""
 
     final = True
-    code = "exam_failed"
+    code = "conformance_check_failed"
 
 
 class NotApplicable(ErgonError):
     """A check requires a feature that is missing, which was detected only while it ran."""
 
     final = True
-    code = "exam_not_applicable"
+    code = "conformance_check_not_applicable"
 
 
 def expect(condition: object, message: str) -> None:
