@@ -362,7 +362,7 @@ def test_a_classic_queue_in_place_of_a_quorum_queue_is_broken(rabbitmq, queue_na
     [target] = [one for one in report["targets"] if one["name"] == f"queue {queue_name}"]
     broken = [each for each in target["diagnostics"] if each["severity"] == "error"]
     assert [each["check"] for each in broken] == ["topology"]
-    assert f"the queue {queue_name!r} exists with a different argument" in broken[0]["observed"]
+    assert f"queue {queue_name!r} exists with a different argument" in broken[0]["observed"]
     assert "delete the queue" in broken[0]["remedy"]
 
 

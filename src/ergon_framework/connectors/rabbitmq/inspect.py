@@ -72,7 +72,7 @@ async def _check_queue(connection: Connection, name: str, queue: str, *, dead_da
         return Diagnostic(
             "topology",
             Severity.OK,
-            f"the queue {queue!r} does not exist yet; it is created on first use",
+            f"queue {queue!r} does not exist yet; it is created on first use",
             "",
             shared=False,
         )
@@ -86,7 +86,7 @@ async def _check_queue(connection: Connection, name: str, queue: str, *, dead_da
         return Diagnostic("topology", Severity.ERROR, observed, remedy or "check the server's log", shared=False)
     finally:
         declarer.close()
-    return Diagnostic("topology", Severity.OK, f"the queue {queue!r} exists with the required arguments", shared=False)
+    return Diagnostic("topology", Severity.OK, f"queue {queue!r} exists with the required arguments", shared=False)
 
 
 def _parse_version(version: str) -> Sequence[int]:

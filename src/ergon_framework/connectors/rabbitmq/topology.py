@@ -131,7 +131,7 @@ def declare_error(queue: str, message: str) -> ConnectorError | ConfigurationErr
     """Translate the server's error for declaring *queue*, whose text is *message*."""
     if mismatch := _MISMATCH_PATTERN.search(message):
         return ConfigurationError(
-            f"the queue {mismatch['queue']!r} exists with a different argument {mismatch['name']!r}: expected "
+            f"queue {mismatch['queue']!r} exists with a different argument {mismatch['name']!r}: expected "
             f"{mismatch['wanted']}, found {mismatch['found']}; empty and delete the queue so that it is declared "
             "again, or choose another name"
         )

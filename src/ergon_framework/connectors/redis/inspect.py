@@ -59,7 +59,7 @@ def _check_queue(keys: QueueKeys, name: str) -> Operation[list[Diagnostic]]:
     """Check that the key is a stream, and whether the consumer group exists."""
     kind = _to_text((yield ("TYPE", keys.stream)))
     if kind == "none":
-        observed = f"the queue {name!r} does not exist yet; it is created on first use"
+        observed = f"queue {name!r} does not exist yet; it is created on first use"
         return [Diagnostic("queue", Severity.OK, observed, shared=False)]
     if kind != "stream":
         mismatch = f"the key {keys.stream!r} of the queue {name!r} holds a {kind}, not a stream"
@@ -68,7 +68,7 @@ def _check_queue(keys: QueueKeys, name: str) -> Operation[list[Diagnostic]]:
     groups = yield ("XINFO", "GROUPS", keys.stream)
     has_group = any(_to_text(part) == GROUP for group in groups for part in group if isinstance(part, bytes))
     observed = (
-        f"the queue {name!r} exists"
+        f"queue {name!r} exists"
         if has_group
         else f"the stream of {name!r} exists; its consumer group is created on first use"
     )
