@@ -112,7 +112,7 @@ def test_a_downgrade_and_an_upgrade_make_the_same_schema(postgres, dsn, revision
 def test_an_upgrade_creates_the_tables_and_a_second_one_changes_nothing(postgres, dsn, monkeypatch):
     assert run_db(monkeypatch, dsn, "check").exit_code == DbExit.OUTDATED
     first = run_db(monkeypatch, dsn, "upgrade")
-    assert (first.exit_code, first.stdout) == (DbExit.OK, f"upgraded from an empty database to {REVISIONS[-1]}\n")
+    assert (first.exit_code, first.stdout) == (DbExit.OK, f"database schema created (revision {REVISIONS[-1]})\n")
     schema = dump_schema(postgres, dsn)
     assert "CREATE TABLE ergon.content" in schema
     second = run_db(monkeypatch, dsn, "upgrade")

@@ -96,8 +96,10 @@ def _upgrade(dsn: str, *, config: Path | None) -> tuple[DbExit, str, dict[str, A
         return DbExit.OK, f"{_describe_newer_revision(state.revision)}; nothing was changed", payload
     if not state.missing:
         return DbExit.OK, f"the database is up to date, at revision {state.revision}", payload
-    origin = "from an empty database" if state.revision is None else f"from revision {state.revision}"
-    return DbExit.OK, f"upgraded {origin} to {state.missing[-1]}", payload
+    newest = state.missing[-1]
+    if state.revision is None:
+        return DbExit.OK, f"database schema created (revision {newest})", payload
+    return DbExit.OK, f"database schema upgraded from revision {state.revision} to {newest}", payload
 
 
 def _check(dsn: str) -> tuple[DbExit, str, dict[str, Any]]:
