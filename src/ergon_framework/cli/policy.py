@@ -43,7 +43,7 @@ def show(explanation: PolicyExplanation) -> None:
     """Print the whole explanation."""
     worst = explanation.worst
     table = Table(box=box.SIMPLE, title=f"{explanation.task} on {explanation.queue}", title_justify="left")
-    for heading in ("step", "attempts", "each at most", "delays between them", "per delivery at most"):
+    for heading in ("step", "attempts", "max per attempt", "delays between attempts", "max per delivery"):
         table.add_column(heading)
     for step in worst.steps:
         attempt_text = f"{format_duration(step.timeout)} + {format_duration(step.grace)} to exit"
@@ -53,8 +53,8 @@ def show(explanation: PolicyExplanation) -> None:
     Console(highlight=False, soft_wrap=True).print(table)
     for line in _build_summary(explanation):
         typer.echo(line)
-    for advice in explanation.advice:
-        typer.echo(f"note: {advice}")
+    for warning in explanation.warnings:
+        typer.echo(f"warning: {warning}")
     if explanation.refused is not None:
         typer.echo(f"ergon: {explanation.refused}", err=True)
 
@@ -87,18 +87,18 @@ def _build_summary(explanation: PolicyExplanation) -> Sequence[str]:
     worst = explanation.worst
     busy_text, claim_text = format_duration(worst.max_busy_seconds), format_duration(worst.max_claim_seconds)
     lines = [
-        f"worst case of one delivery: {busy_text} from its first attempt to its settlement",
-        f"worst case of its claim:    {claim_text}, including the wait before it starts",
-        f"deferred:                   {_describe_step_deferral(worst.process)}",
-        f"a service is unavailable:   {_describe_deferrals(worst)}",
-        f"calls of process:           {worst.calls}; {worst.calls_with_crashes} with a crash in each delivery",
-        f"the claim:                  {_describe_claim(explanation)}",
+        f"max delivery duration: {busy_text} from the first attempt to the settlement",
+        f"max claim duration:    {claim_text}, including the wait before the first attempt",
+        f"retry deferral:        {_describe_step_deferral(worst.process)}",
+        f"outage deferral:       {_describe_deferrals(worst)}",
+        f"max handler calls:     {worst.calls} ({worst.calls_with_crashes} if every delivery ends in a crash)",
+        f"claim:                 {_describe_claim(explanation)}",
     ]
     lines += [
         f"provider {provider.name}: {provider.attempts} attempts within {format_duration(provider.timeout)}"
-        f"{_describe_attempt_timeout(provider)}: {_format_count(provider.calls)} calls for one transaction, "
-        f"{_format_count(provider.calls_with_crashes)} with crashes; "
-        "an open breaker defers without a call, and each of its probes adds a call"
+        f"{_describe_attempt_timeout(provider)}; max calls per transaction: {_format_count(provider.calls)} "
+        f"({_format_count(provider.calls_with_crashes)} if every delivery ends in a crash), "
+        "plus the probes of an open breaker, which otherwise defers without a call"
         for provider in explanation.stacked
     ]
     return lines
@@ -126,15 +126,16 @@ def _format_durations(waits: Sequence[RetryDelay]) -> str:
 
 
 def _describe_step_deferral(step: StepWorstCase) -> str:
-    return f"up to {format_duration(step.deferred)} in total, held by the broker" if step.deferred else "no deferral"
+    return f"up to {format_duration(step.deferred)} in total, held by the broker" if step.deferred else "none"
 
 
 def _describe_deferrals(worst: WorstCase) -> str:
     if not worst.max_deferral:
-        return "no deferral (loop.max_deferral is 0): dead-lettered when the provider's own attempts are exhausted"
+        return "none (loop.max_deferral is 0): dead-lettered when the provider's own attempts are exhausted"
+    times_text = "any number of times" if isinf(worst.deferrals) else f"at most {worst.deferrals:.0f} times"
     return (
-        f"deferred for {format_duration(worst.max_deferral)} since the first time (loop.max_deferral), at most "
-        f"{_format_count(worst.deferrals)} times; uses no attempt and no delivery"
+        f"up to {format_duration(worst.max_deferral)} after the first deferral (loop.max_deferral), {times_text}; "
+        "not counted as an attempt or a delivery"
     )
 
 
@@ -143,15 +144,15 @@ def _describe_attempt_timeout(provider: ProviderRetries) -> str:
 
 
 def _format_count(number: float) -> str:
-    return "any number of" if isinf(number) else f"{number:.0f}"
+    return "unlimited" if isinf(number) else f"{number:.0f}"
 
 
 def _describe_claim(explanation: PolicyExplanation) -> str:
     if explanation.deadline is not None:
-        return f"ends after {format_duration(explanation.deadline)}, and cannot be renewed"
+        return f"ends after {format_duration(explanation.deadline)}, cannot be renewed"
     if explanation.lease is None:
         return "lasts as long as the connection"
-    return f"lasts {format_duration(explanation.lease)} and is renewed for as long as the transaction takes"
+    return f"lasts {format_duration(explanation.lease)}, renewed while the transaction is in flight"
 
 
 # -- explanation ------------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ class PolicyExplanation:
     lease: float | None
     deadline: float | None
     stacked: Sequence[ProviderRetries]
-    advice: Sequence[str]
+    warnings: Sequence[str]
     refused: str | None
 
 
@@ -235,7 +236,7 @@ def explain_policy(task: Any, policy: ConsumerPolicy, providers: Sequence[Provid
         lease=capabilities.lease,
         deadline=capabilities.deadline,
         stacked=stacked,
-        advice=list(_build_advice(policy, worst, stacked)),
+        warnings=list(_build_warnings(policy, worst, stacked)),
         refused=problem,
     )
 
@@ -261,38 +262,38 @@ def _deduplicate(providers: Sequence[Provider[Any, Any]]) -> Sequence[Provider[A
     return list({id(provider): provider for provider in providers}.values())
 
 
-def _build_advice(policy: ConsumerPolicy, worst: WorstCase, stacked: Sequence[ProviderRetries]) -> list[str]:
-    """Return advice for an operator about these numbers."""
-    advice = []
+def _build_warnings(policy: ConsumerPolicy, worst: WorstCase, stacked: Sequence[ProviderRetries]) -> list[str]:
+    """Return warnings for an operator about these numbers."""
+    warnings = []
     transaction_timeout = policy.loop.transaction_timeout
     if isinf(worst.max_busy_seconds):
-        advice.append(
-            "no timeout ends a hung handler: set steps.process.retry.timeout (and success), or loop.transaction_timeout"
+        warnings.append(
+            "no timeout ends a hung handler; set steps.process.retry.timeout (and success), or loop.transaction_timeout"
         )
     if transaction_timeout is not None and transaction_timeout < worst.process.timeout < inf:
-        advice.append(
+        warnings.append(
             f"loop.transaction_timeout ({format_duration(transaction_timeout)}) ends an attempt before its own "
             f"timeout ({format_duration(worst.process.timeout)}): steps.process.retry.timeout has no effect"
         )
     if worst.max_busy_seconds > policy.loop.drain_timeout:
-        advice.append(
-            f"a shutdown waits {format_duration(policy.loop.drain_timeout)} (loop.drain_timeout), but one "
-            f"transaction may take {format_duration(worst.max_busy_seconds)}: work still running then is "
-            "redelivered and uses no delivery"
+        warnings.append(
+            f"loop.drain_timeout is {format_duration(policy.loop.drain_timeout)}, but one transaction may take "
+            f"{format_duration(worst.max_busy_seconds)}: transactions still running after a drain are redelivered "
+            "(without counting a delivery)"
         )
-    advice += [
+    warnings += [
         f"{one.name} may take {format_duration(one.timeout)}, but an attempt of process ends after "
-        f"{format_duration(worst.process.timeout)}: its last attempts are cancelled; lower the provider's timeout"
+        f"{format_duration(worst.process.timeout)}: the provider's last attempts are cancelled; lower the provider's timeout"
         for one in stacked
         if one.timeout > worst.process.timeout
     ]
-    advice += [
-        f"a {one.name} that hangs gets one attempt of {one.attempts}, because an attempt may use the whole timeout "
-        f"({format_duration(one.timeout)}); set attempt_timeout in its policy"
+    warnings += [
+        f"{one.name} gets one attempt of {one.attempts} if it hangs, because an attempt may use the whole timeout "
+        f"({format_duration(one.timeout)}); set attempt_timeout in the provider's policy"
         for one in stacked
         if one.attempts > 1 and (one.attempt_timeout is None or one.attempt_timeout >= one.timeout)
     ]
-    return advice
+    return warnings
 
 
 def _to_json_data(explanation: PolicyExplanation) -> dict[str, Any]:
