@@ -33,9 +33,9 @@ class WorkState(StrEnum):
     #: It waits for its due time, or for its next attempt.
     DELAYED = "delayed"
     #: It waits for an earlier one with the same key.
-    BLOCKED_BY_KEY = "behind"
+    BLOCKED_BY_KEY = "blocked by key"
     #: A worker has claimed it.
-    HELD = "held"
+    CLAIMED = "claimed"
     #: It is in its queue, and the queue reports no details.
     QUEUED = "queued"
     DEAD = "dead letter"
@@ -49,7 +49,7 @@ class WorkState(StrEnum):
     CANCELLED = "cancelled"
     KILLED = "killed"
     #: Its outcome is unknown: it may have been carried out.
-    UNKNOWN = "doubtful"
+    UNKNOWN = "outcome unknown"
     STORED = "stored"
     #: Only its id is still known.
     DROPPED = "dropped"
@@ -59,14 +59,15 @@ class WorkState(StrEnum):
 class HistoryEvent:
     """One event; *at* is in seconds since the epoch, None if no time was recorded.
 
-    *values* are the numbers behind the decision: delays, limits, remaining quota. *traceback* shows where the error
-    was raised, if it was stored.
+    *result* is the error category of a failed attempt, or the outcome of a provider call. *values* are the numbers
+    behind the decision: delays, limits, remaining quota. *traceback* shows where the error was raised, if it was
+    stored.
     """
 
     at: float | None
-    what: str
-    verdict: str = ""
-    words: str = ""
+    event: str
+    result: str = ""
+    details: str = ""
     values: Mapping[str, Value] = field(default_factory=dict)
     traceback: str | None = None
 
@@ -81,22 +82,22 @@ class Location:
     holder: str | None = None
     #: The store's own handle, for stores that may hold one id more than once.
     handle: str | None = None
-    words: str = ""
+    details: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """One piece of work: its events, the oldest first, and its location.
 
-    *where* is its queue, its kind of executors, its provider or its zones. *about* holds its owner and the rules it
-    was handled by.
+    *where* is its queue, its kind of executors, its provider or its zones. *attributes* hold its owner and the rules
+    it was handled by.
     """
 
     kind: WorkKind
     id: str
     where: str
-    place: Location
-    about: Mapping[str, Value] = field(default_factory=dict)
+    location: Location
+    attributes: Mapping[str, Value] = field(default_factory=dict)
     events: tuple[HistoryEvent, ...] = ()
 
 
@@ -147,9 +148,11 @@ def attempt_events(attempts: Sequence[Attempt]) -> tuple[HistoryEvent, ...]:
     return tuple(
         HistoryEvent(
             at=attempt.at or None,
-            what="edited" if attempt.code == EDITED_CODE else f"attempt {attempt.attempt + 1}",
-            verdict="" if attempt.code == EDITED_CODE else attempt.category.value,
-            words=f"{attempt.code}: {attempt.error}" if attempt.code and attempt.code != EDITED_CODE else attempt.error,
+            event="edited" if attempt.code == EDITED_CODE else f"attempt {attempt.attempt + 1}",
+            result="" if attempt.code == EDITED_CODE else attempt.category.value,
+            details=f"{attempt.code}: {attempt.error}"
+            if attempt.code and attempt.code != EDITED_CODE
+            else attempt.error,
             values={} if attempt.delay is None else {"delay": attempt.delay},
         )
         for attempt in attempts
@@ -166,7 +169,7 @@ def deferral_events(deferral: Deferral | None) -> tuple[HistoryEvent, ...]:
         "since": _format_time(deferral.since),
         "at the latest until": _format_time(deferral.until),
     }
-    return (HistoryEvent(at=deferral.at, what="deferred", words=description, values=values),)
+    return (HistoryEvent(at=deferral.at, event="deferred", details=description, values=values),)
 
 
 def _format_time(timestamp: float) -> str:

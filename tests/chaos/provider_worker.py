@@ -58,7 +58,9 @@ def make_calls(settings):
         try:
             payments.call("charge", settings.get("payload", {}), key=key, tenant=settings["tenant"])
         except ProviderError as error:
-            outcome = error.code if error.code in {"in_flight", "provider_state_unavailable"} else error.reason_code.value
+            outcome = (
+                error.code if error.code in {"in_flight", "provider_state_unavailable"} else error.reason_code.value
+            )
         with lock:
             outcomes[outcome] += 1
 

@@ -61,8 +61,8 @@ def test_one_order_survives_an_outage_and_restarts_of_its_worker(database):
         report = run_worker(database, bank)
         assert (report.counts["deferred"], report.finished, bank.calls) == (1, 1, 3)
         (history,) = queue.lookup("order-1")
-        (first,) = [event for event in history.events if event.what == "deferred"]
-        assert (first.words, first.values["times"]) == ("dependency_unavailable: the bank answered 503", 1)
+        (first,) = [event for event in history.events if event.event == "deferred"]
+        assert (first.details, first.values["times"]) == ("dependency_unavailable: the bank answered 503", 1)
         output = run_why(database, "order-1")
         assert "deferred" in output
         assert "times 1, since 20" in output

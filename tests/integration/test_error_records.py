@@ -78,7 +78,7 @@ def test_log_and_dead_letter_and_why_show_where_both_errors_were_raised(app_fold
     assert all("no refund was booked" in text and "KeyError: 'totl'" in text for text in (*outputs[:2], outputs[3]))
     assert "its exception handler failed: RuntimeError: no refund was booked" in result.stdout
     (history,) = json.loads(outputs[4])["histories"]
-    tracebacks = {event["what"]: event["traceback"] for event in history["events"] if event["traceback"]}
+    tracebacks = {event["event"]: event["traceback"] for event in history["events"] if event["traceback"]}
     assert list_locations(app_folder)[0] in tracebacks["dead letter"]
     assert list_locations(app_folder)[1] in tracebacks["exception handler failed"]
 

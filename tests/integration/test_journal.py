@@ -105,18 +105,18 @@ def test_the_outcome_of_each_transaction_is_written_and_shown(tmp_path, database
         name: json.loads(run_ergon(tmp_path, database, "why", name, "--json").stdout) for name in ("order-1", "order-2")
     }
     (retried,) = reports["order-1"]["histories"]
-    assert (retried["place"]["state"], retried["about"]["task"], retried["about"]["tenant"]) == (
+    assert (retried["location"]["state"], retried["attributes"]["task"], retried["attributes"]["tenant"]) == (
         "succeeded",
         "task",
         "acme",
     )
     first, last = retried["events"]
-    assert (first["what"], first["verdict"], first["values"]) == ("process 1", "SYSTEM", {"delay": 0.01})
-    assert first["words"].endswith("hung up")
-    assert (last["what"], retried["about"]["attempts"]) == ("succeeded", 2)
+    assert (first["event"], first["result"], first["values"]) == ("process 1", "SYSTEM", {"delay": 0.01})
+    assert first["details"].endswith("hung up")
+    assert (last["event"], retried["attributes"]["attempts"]) == ("succeeded", 2)
     # The queue reports the dead letter too, and only the queue knows its handle.
-    failures = [history for history in reports["order-2"]["histories"] if history["place"]["state"] == "failed"]
-    assert [event["what"] for event in failures[0]["events"]] == ["process 1", "failed"]
+    failures = [history for history in reports["order-2"]["histories"] if history["location"]["state"] == "failed"]
+    assert [event["event"] for event in failures[0]["events"]] == ["process 1", "failed"]
     assert SECRET not in json.dumps(reports)
     assert SECRET not in str(query(database, "select j::text from ergon.journal j"))
 
@@ -152,7 +152,7 @@ def test_without_the_journal_table_work_is_done_and_no_source_has_an_error(tmp_p
     assert result.returncode == 0, result.stderr
     assert "journal rows dropped" in result.stderr
     report = json.loads(run_ergon(tmp_path, dsn, "why", "order-0", "--json").stdout)
-    assert [source["error"] for source in report["asked"]] == [None] * 5
+    assert [source["error"] for source in report["sources"]] == [None] * 5
 
 
 def test_while_the_database_is_unavailable_no_caller_waits_and_the_newest_rows_are_kept(new_postgres, caplog):
@@ -225,8 +225,8 @@ def test_a_batch_that_was_written_twice_is_shown_once(pool):
             )
         )
     (history,) = pool.run(lookup_journal("order-1"))
-    assert [event.what for event in history.events] == ["succeeded", "released"]
-    assert history.place.state == "queued"
+    assert [event.event for event in history.events] == ["succeeded", "released"]
+    assert history.location.state == "queued"
 
 
 @pytest.mark.spec("DX-20")

@@ -127,7 +127,11 @@ def test_a_stopped_server_before_a_call_takes_the_call_timeout_and_no_call_is_ma
     payments.call("charge", tenant=provider_scope.tenant_id, key="first")
     with stop_server_process(provider_state) as pid:
         outcome, elapsed = measure(lambda: payments.call("charge", tenant=provider_scope.tenant_id, key="k"))
-        assert (type(outcome), outcome.code, payments.call_count) == (ProviderInternalError, "provider_state_unavailable", 1)
+        assert (type(outcome), outcome.code, payments.call_count) == (
+            ProviderInternalError,
+            "provider_state_unavailable",
+            1,
+        )
         assert isinstance(outcome.__cause__, ConnectionLostError)
         assert CALL_TIMEOUT_SECONDS <= elapsed < CALL_TIMEOUT_SECONDS + get_tolerance()
         # An abandoned round trip keeps its connection, so that no other one joins it.

@@ -116,11 +116,12 @@ def make_failure(**fields):
 def test_an_unclaimed_transaction_is_ready(queue):
     dispatch(queue, type="order", tenant="acme", correlation="c-7")
     history = read_history("order-1")
-    assert (history["kind"], history["where"], history["place"]["state"]) == ("transaction", "orders", "ready")
-    assert history["about"] == {"type": "order", "tenant": "acme", "correlation": "c-7", "deliveries ended": 0}
-    assert "queued" in [event["what"] for event in history["events"]]
-    assert history["now"].startswith("it is ready in orders and waits for a worker")
-    assert "ergon run" in history["next"]
+    assert (history["kind"], history["where"], history["location"]["state"]) == ("transaction", "orders", "ready")
+    assert history["attributes"] == {"type": "order", "tenant": "acme", "correlation": "c-7", "deliveries ended": 0}
+    assert "queued" in [event["event"] for event in history["events"]]
+    assert history["status"].startswith("queued in orders for ")
+    assert history["status"].endswith(" s, waiting for a worker")
+    assert "ergon run" in history["remedy"]
 
 
 @pytest.mark.spec("RUN-06")
@@ -128,16 +129,16 @@ def test_a_failed_transaction_waits_with_its_attempts_and_their_delays(queue):
     dispatch(queue)
     queue.settle([(fetch_one(queue), Defer(600.0, attempts=2, history=PAST_ATTEMPTS))])
     history = read_history("order-1")
-    assert history["place"]["state"] == "delayed"
-    assert history["place"]["until"] == pytest.approx(time.time() + 600, abs=60)
-    attempts = [event for event in history["events"] if event["what"].startswith("attempt")]
-    assert [(item["what"], item["verdict"], item["values"]) for item in attempts] == [
+    assert history["location"]["state"] == "delayed"
+    assert history["location"]["until"] == pytest.approx(time.time() + 600, abs=60)
+    attempts = [event for event in history["events"] if event["event"].startswith("attempt")]
+    assert [(item["event"], item["result"], item["values"]) for item in attempts] == [
         ("attempt 1", "SYSTEM", {"delay": 1.5}),
         ("attempt 2", "TIMEOUT", {"delay": 3.0}),
     ]
-    assert history["about"]["attempts"] == 2
+    assert history["attributes"]["attempts"] == 2
     output = run_why("order-1").stdout
-    assert "10 minutes from now" in output
+    assert "10 min from now" in output
     assert "\x1b" not in output
 
 
@@ -145,8 +146,8 @@ def test_a_failed_transaction_waits_with_its_attempts_and_their_delays(queue):
 def test_a_claimed_transaction_names_the_worker_and_its_lease(queue):
     dispatch(queue)
     delivery = fetch_one(queue)
-    state = read_history("order-1")["place"]
-    assert state["state"] == "held"
+    state = read_history("order-1")["location"]
+    assert state["state"] == "claimed"
     assert state["holder"].startswith("worker ")
     assert 0 < state["until"] - time.time() < 60
     queue.settle([(delivery, Ack())])
@@ -157,7 +158,10 @@ def test_a_transaction_claimed_by_a_dead_worker_is_reported_to_return(dsn, queue
     dispatch(queue)
     fetch_one(queue)
     query(dsn, "update ergon.worker set alive_until = now() - interval '1 minute'")
-    assert "claimed it and is gone; another worker of orders will redeliver it" in read_history("order-1")["now"]
+    assert (
+        ", whose lease has expired; another worker of orders receives the redelivery"
+        in read_history("order-1")["status"]
+    )
 
 
 @pytest.mark.spec("RUN-06")
@@ -168,8 +172,8 @@ def test_a_transaction_with_a_key_waits_behind_an_older_one(queue):
     queue.settle([(first, Defer(600.0))])
     assert queue.fetch_transactions(1) == []
     history = read_history("order-2")
-    assert (history["place"]["state"], history["about"]["key"]) == ("behind", "k")
-    assert "behind an older transaction of its key 'k'" in history["now"]
+    assert (history["location"]["state"], history["attributes"]["key"]) == ("blocked by key", "k")
+    assert history["status"] == "waiting in orders behind an older transaction of its key 'k'"
 
 
 @pytest.mark.spec("RUN-06")
@@ -177,17 +181,17 @@ def test_a_dead_letter_has_its_attempts_and_the_command_that_replays_it(queue):
     dispatch(queue)
     queue.settle([(fetch_one(queue), DeadLetter("refused", make_failure()))])
     history = read_history("order-1")
-    assert history["place"]["state"] == "dead letter"
-    assert [event["what"] for event in history["events"] if event["what"] != "created"] == [
+    assert history["location"]["state"] == "dead letter"
+    assert [event["event"] for event in history["events"] if event["event"] != "created"] == [
         "attempt 1",
         "attempt 2",
         "dead letter",
     ]
-    assert (history["about"]["task"], history["about"]["attempts"]) == ("charge", 3)
-    assert history["next"].endswith("ergon dlq replay MODULE:NAME --id=order-1")
+    assert (history["attributes"]["task"], history["attributes"]["attempts"]) == ("charge", 3)
+    assert history["remedy"].endswith("ergon dlq replay MODULE:NAME --id=order-1")
     lines = run_why("order-1").stdout.splitlines()
     assert lines[0] == "transaction order-1 in orders"
-    assert lines[-2].startswith("  now: it is a dead letter of orders since ")
+    assert lines[-2].startswith("  status: dead letter of orders since ")
     assert lines[-1].startswith("  next: fix the cause")
 
 
@@ -196,8 +200,9 @@ def test_a_succeeded_transaction_is_known_by_the_inbox(queue):
     dispatch(queue)
     queue.settle([(fetch_one(queue), Ack())])
     history = read_history("order-1")
-    assert history["place"]["state"] == "done"
-    assert "has succeeded in orders since" in history["now"]
+    assert history["location"]["state"] == "done"
+    assert history["status"].startswith("succeeded in orders at ")
+    assert history["status"].endswith("Z, not run again")
 
 
 @pytest.mark.spec("RUN-06")
@@ -210,7 +215,7 @@ def test_the_last_ten_attempts_are_kept_with_the_transaction(queue):
 
     dispatch(queue)
     charge.run()
-    attempts = [event["what"] for event in read_history("order-1")["events"] if event["what"].startswith("attempt")]
+    attempts = [event["event"] for event in read_history("order-1")["events"] if event["event"].startswith("attempt")]
     assert attempts == [f"attempt {number}" for number in range(3, 13)]
 
 
@@ -218,7 +223,7 @@ def test_a_replayed_transaction_is_reported_wherever_it_is(queue):
     dispatch(queue)
     queue.settle([(fetch_one(queue), DeadLetter("refused", make_failure()))])
     dispatch(queue)
-    states = [history["place"]["state"] for history in run_why_json("order-1")["histories"]]
+    states = [history["location"]["state"] for history in run_why_json("order-1")["histories"]]
     assert states == ["dead letter", "ready"]
 
 
@@ -263,9 +268,9 @@ def test_a_named_task_adds_its_policy_and_its_name(queue, shop_module):
     dispatch(queue)
     queue.settle([(fetch_one(queue), DeadLetter("refused", make_failure()))])
     history = read_history("order-1", "--task", f"{shop_module}:charge")
-    assert history["about"]["policy.process.retry.max_attempts"] == 7
-    assert history["about"]["policy.process.retry.backoff"] == 0.25
-    assert history["next"].endswith(f"ergon dlq replay {shop_module}:charge --id=order-1")
+    assert history["attributes"]["policy.process.retry.max_attempts"] == 7
+    assert history["attributes"]["policy.process.retry.backoff"] == 0.25
+    assert history["remedy"].endswith(f"ergon dlq replay {shop_module}:charge --id=order-1")
     assert "process.retry.max_attempts 7" in run_why("order-1", "--task", f"{shop_module}:charge").stdout
 
 
@@ -289,7 +294,7 @@ def test_a_transaction_that_moves_during_the_query_is_shown_once(queue, tmp_path
     dispatch(queue)
     (tmp_path / f"moves_{option[2:]}.py").write_text(MOVING_APP)
     monkeypatch.syspath_prepend(tmp_path)
-    assert read_history("order-1", option, f"moves_{option[2:]}:charge")["place"]["state"] == "ready"
+    assert read_history("order-1", option, f"moves_{option[2:]}:charge")["location"]["state"] == "ready"
 
 
 @pytest.mark.spec("RUN-06")
@@ -300,8 +305,8 @@ def test_other_brokers_are_queried_through_their_contract(tmp_path, monkeypatch,
         read_history("odd", "--queue", f"{shop_module}:other"),
         read_history("even", "--queue", f"{shop_module}:other"),
     )
-    assert (dead["place"]["state"], dead["place"]["words"]) == ("dead letter", "declined")
-    assert (waiting["place"]["state"], waiting["where"]) == ("queued", "other")
+    assert (dead["location"]["state"], dead["location"]["details"]) == ("dead letter", "declined")
+    assert (waiting["location"]["state"], waiting["where"]) == ("queued", "other")
 
 
 # -- jobs ---------------------------------------------------------------------------------------------
@@ -339,20 +344,20 @@ def test_a_job_is_reported_in_every_state(dsn, store):
         return next(history for history in run_why_json(name)["histories"] if history["kind"] == "job")
 
     history = read_job_history()
-    assert (history["place"]["state"], history["where"]) == ("pending", "python")
-    assert (history["about"]["max attempts"], history["about"]["timeout"]) == (4, 2.5)
+    assert (history["location"]["state"], history["where"]) == ("pending", "python")
+    assert (history["attributes"]["max attempts"], history["attributes"]["timeout"]) == (4, 2.5)
     delivery = start_next_job(store)
-    assert read_job_history()["place"]["state"] == "running"
+    assert read_job_history()["location"]["state"] == "running"
     store.finish(delivery, Retry(600.0, SYSTEM_BLAME))
     history = read_job_history()
-    assert (history["place"]["state"], history["events"][-1]["verdict"]) == ("pending", "SYSTEM")
-    assert "from now" in history["now"]
+    assert (history["location"]["state"], history["events"][-1]["result"]) == ("pending", "SYSTEM")
+    assert "from now" in history["status"]
 
 
 @pytest.mark.spec("RUN-06")
 def test_a_job_reports_that_no_orchestrator_has_run_yet(dsn, store):
     history = next(item for item in run_why_json(submit_job(dsn))["histories"] if item["kind"] == "job")
-    assert "no orchestrator has run with this database yet; start one that serves 'python'" in history["now"]
+    assert "no orchestrator has run with this database yet; start one that serves 'python'" in history["status"]
 
 
 @pytest.mark.spec("RUN-06")
@@ -363,19 +368,19 @@ def test_a_due_job_reports_its_position(dsn, store):
 
     def read_job_status(name):
         history = next(item for item in run_why_json(name)["histories"] if item["kind"] == "job")
-        return history["now"].partition(";")[0], history["next"].partition(",")[0]
+        return history["status"].partition(", due since ")[0], history["remedy"].partition(",")[0]
 
     suggestion = "nothing if an orchestrator runs and its executors start (see ergon doctor); otherwise run: ergon run"
-    assert read_job_status(first) == ("it waits for its turn", suggestion)
-    assert read_job_status(third) == ("it waits for its turn behind 2 of its kind", suggestion)
+    assert read_job_status(first) == ("waiting for its turn", suggestion)
+    assert read_job_status(third) == ("waiting for its turn behind 2 of its kind", suggestion)
     delivery, *_ = store.fetch()
     store.start(delivery)
     assert delivery.transaction.id == first
     assert read_job_status(third) == (
-        "it waits for its turn behind 1 of its kind",
-        "nothing; 1 jobs of its kind are running now",
+        "waiting for its turn behind 1 of its kind",
+        "nothing; 1 jobs of this kind are running",
     )
-    assert read_job_status(second)[0] == "it waits for its turn"
+    assert read_job_status(second)[0] == "waiting for its turn"
 
 
 @pytest.mark.spec("RUN-06")
@@ -385,9 +390,9 @@ def test_a_failed_job_names_its_replay_command(dsn, store):
     store.finish(delivery, Fail(SYSTEM_BLAME))
     store.queue.settle([(delivery, DeadLetter("executor_error"))])
     histories = {history["kind"]: history for history in run_why_json(name)["histories"]}
-    assert histories["job"]["place"]["state"] == "failed"
-    assert histories["job"]["next"].endswith(f"ergon job replay {name}")
-    assert histories["transaction"]["next"] == f"ergon job replay {name}"
+    assert histories["job"]["location"]["state"] == "failed"
+    assert histories["job"]["remedy"].endswith(f"ergon job replay {name}")
+    assert histories["transaction"]["remedy"] == f"ergon job replay {name}"
 
 
 @pytest.mark.spec("RUN-06")
@@ -399,7 +404,7 @@ def test_an_ended_job_reports_its_outcome(dsn, store, outcome):
     else:
         query(dsn, "update ergon.job set state = %s, ended_at = now() where id = %s", outcome, name)
     history = next(item for item in run_why_json(name)["histories"] if item["kind"] == "job")
-    assert (history["place"]["state"], history["events"][-1]["what"]) == (outcome, outcome)
+    assert (history["location"]["state"], history["events"][-1]["event"]) == (outcome, outcome)
 
 
 # -- provider calls -------------------------------------------------------------------------------------
@@ -443,11 +448,11 @@ def test_provider_calls_of_a_transaction_are_shown_with_breaker_and_quota(dsn, q
         "open_until) values ('acme', 'pay', 'charging', 'open', 5, now() + interval '1 minute')",
     )
     call = run_why_json("order-1")["histories"][-1]
-    assert (call["kind"], call["where"], call["place"]["state"]) == ("provider call", "pay.charge", "succeeded")
-    assert call["about"]["breaker"].startswith("open, 5 consecutive faults, open until ")
-    assert (call["about"]["max attempts"], call["about"]["timeout budget"]) == (3, 30.0)
+    assert (call["kind"], call["where"], call["location"]["state"]) == ("provider call", "pay.charge", "succeeded")
+    assert call["attributes"]["breaker"].startswith("open, 5 consecutive faults, open until ")
+    assert (call["attributes"]["max attempts"], call["attributes"]["timeout budget"]) == (3, 30.0)
     first, second = call["events"]
-    assert (first["what"], first["verdict"], first["words"]) == ("attempt 1 of 3", "retry", "timeout")
+    assert (first["event"], first["result"], first["details"]) == ("attempt 1 of 3", "retry", "timeout")
     assert second["values"]["quota per month"] == "40/100"
     assert len(run_why_json("c-7")["histories"]) == 1
 
@@ -472,9 +477,9 @@ def test_a_call_with_unknown_outcome_and_an_override_are_reported(dsn):
         "values (now() - interval '1 hour', 'acme', 'pay', 'charging', 'force_open', 'ops', 'INC-7')",
     )
     history = read_history("c-7")
-    assert history["place"]["state"] == "doubtful"
-    assert history["next"].startswith("check with the provider whether pay.charge was executed")
-    assert history["events"][0]["words"] == "force_open"
+    assert history["location"]["state"] == "outcome unknown"
+    assert history["remedy"].startswith("check with the provider whether pay.charge was executed")
+    assert history["events"][0]["details"] == "force_open"
 
 
 @pytest.mark.spec("RUN-06")
@@ -489,8 +494,8 @@ def test_the_dead_letter_of_a_call_is_found_by_its_task_and_by_its_correlation(d
         "('acme', 'bill', 'pay', 'charging', 'charge', 'c-7', 'timeout', 'TimeoutError', 'late', 3, 'celery-1')",
     )
     by_task = read_history("celery-1")
-    assert (by_task["place"]["state"], by_task["about"]["task"]) == ("dead letter", "bill")
-    assert [history["place"]["state"] for history in run_why_json("c-7")["histories"]] == ["failed", "dead letter"]
+    assert (by_task["location"]["state"], by_task["attributes"]["task"]) == ("dead letter", "bill")
+    assert [history["location"]["state"] for history in run_why_json("c-7")["histories"]] == ["failed", "dead letter"]
 
 
 # -- facts --------------------------------------------------------------------------------------------
@@ -512,11 +517,11 @@ def test_a_fact_is_found_by_its_id_and_by_its_correlation(dsn):
         [first, _] = boundary.fetch_facts("ledger", pair, 10)
         boundary.confirm_receipt("ledger", pair, Cursor(first.epoch, first.offset))
     history = read_history("fact-1")
-    assert (history["kind"], history["where"], history["place"]["state"]) == ("fact", "shop to bank", "stored")
-    assert history["place"]["words"] == "1 of 1 readers have confirmed it"
-    assert [event["what"] for event in history["events"]] == ["produced", "stored", "confirmed"]
+    assert (history["kind"], history["where"], history["location"]["state"]) == ("fact", "shop to bank", "stored")
+    assert history["location"]["details"] == "confirmed by 1 of 1 readers"
+    assert [event["event"] for event in history["events"]] == ["produced", "stored", "confirmed"]
     assert read_history("c-7")["id"] == "fact-1"
-    assert read_history("fact-2")["about"]["reader ledger"] == "is 1 facts behind it, at 1"
+    assert read_history("fact-2")["attributes"]["reader ledger"] == "1 behind, at offset 1"
 
 
 # -- unknown ids and unavailable sources ------------------------------------------------------------------
@@ -525,19 +530,19 @@ def test_a_fact_is_found_by_its_id_and_by_its_correlation(dsn):
 @pytest.mark.spec("RUN-06")
 def test_an_unknown_id_lists_the_queried_sources(dsn, shop_module):
     result = run_why("order-9", "--queue", f"{shop_module}:other", code=WhyExit.UNKNOWN)
-    assert "no source knows 'order-9'; queried: queues of the database, jobs of the database" in result.stderr
+    assert "'order-9' not found. Searched: PostgreSQL queues, jobs, journal, " in result.stderr
     assert f"{shop_module}:other" in result.stderr
     report = run_why_json("order-9", code=WhyExit.UNKNOWN)
-    assert (report["histories"], [source["found"] for source in report["asked"]]) == ([], [0, 0, 0, 0, 0])
+    assert (report["histories"], [source["found"] for source in report["sources"]]) == ([], [0, 0, 0, 0, 0])
 
 
 def test_an_unavailable_source_is_named(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ERGON_POSTGRES__DSN", f"postgresql://owner:{SECRET}@127.0.0.1:{free_port()}/none")
     result = run_why("order-1", code=WhyExit.UNANSWERED)
-    assert "queues of the database, jobs of the database, " in result.stderr
+    assert "PostgreSQL queues, jobs, journal, " in result.stderr
     assert result.stderr.count("did not answer: the database is unavailable") == 1
-    assert "no source that answered knows" in result.stderr
+    assert "'order-1' not found in the sources that answered. Searched: none. " in result.stderr
 
 
 def test_a_slow_query_times_out_and_the_next_one_is_answered(dsn):
@@ -585,8 +590,8 @@ def test_a_failed_source_does_not_affect_the_others(queue, dsn):
         report = run_why_json("order-1")
     finally:
         query(dsn, "alter table ergon.elsewhere rename to fact_ids")
-    assert [history["place"]["state"] for history in report["histories"]] == ["ready"]
-    assert "ergon db upgrade" in report["asked"][-1]["error"]
+    assert [history["location"]["state"] for history in report["histories"]] == ["ready"]
+    assert "ergon db upgrade" in report["sources"][-1]["error"]
 
 
 @pytest.mark.parametrize("name", ["x" * 257, "", "a\nb", "a\0b"])

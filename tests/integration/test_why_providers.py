@@ -153,25 +153,23 @@ def test_an_open_breaker_is_why_a_transaction_waits(make_setup):
     setup.run_transaction()
     history = read_history("order-1")
     provider = get_provider(history)
-    assert (provider["tenant"], provider["operation"], provider["known"], provider["reason"]) == (
+    assert (provider["tenant"], provider["operation"], provider["evidence"], provider["reason"]) == (
         "acme",
         "charge",
         "call",
         "circuit_open",
     )
-    [hold] = provider["holds"]
-    assert (hold["cause"], hold["shared"]) == ("breaker", False)
-    assert hold["until"] == pytest.approx(history["place"]["until"], abs=5)
-    assert "the breaker is open until 20" in hold["words"]
-    assert hold["words"].endswith(", 2 consecutive faults")
+    [block] = provider["blocks"]
+    assert (block["cause"], block["shared"]) == ("breaker", False)
+    assert block["until"] == pytest.approx(history["location"]["until"], abs=5)
+    assert block["description"].startswith("breaker open until 20")
+    assert block["description"].endswith(", 2 consecutive faults")
     assert provider["failures"] == {"connection_error": 2}
-    assert history["now"].endswith("because pay.charge was not called (circuit_open)")
-    assert history["next"].startswith("nothing, redelivery is automatic; ")
-    assert history["next"].endswith("ergon provider breaker list --tenant acme --provider pay")
+    assert history["status"].endswith("because pay.charge was not called (circuit_open)")
+    assert history["remedy"].startswith("nothing, redelivery is automatic; ")
+    assert history["remedy"].endswith("ergon provider breaker list --tenant acme --provider pay")
     output = run_why("order-1").stdout
-    assert (
-        "\n  provider: pay (charging) of tenant acme: charge was not called (circuit_open); the breaker is " in output
-    )
+    assert "\n  provider: pay (charging) of tenant acme: charge was not called (circuit_open); breaker open " in output
     assert "; failed in the last hour: connection_error 2\n" in output
 
 
@@ -182,12 +180,12 @@ def test_an_exhausted_quota_is_why_a_transaction_waits(make_setup):
     history = read_history("order-1")
     provider = get_provider(history)
     assert provider["reason"] == "quota_exhausted"
-    [hold] = provider["holds"]
-    assert (hold["cause"], hold["until"] % 86_400) == ("quota", 0)
-    assert hold["words"].startswith("the quota per month is exhausted until ")
-    assert hold["words"].endswith(", 1 of 1 used")
-    assert "ergon provider quota list --tenant acme --provider pay; " in history["next"]
-    assert "ergon provider quota extend pay charging --tenant acme --calls N" in history["next"]
+    [block] = provider["blocks"]
+    assert (block["cause"], block["until"] % 86_400) == ("quota", 0)
+    assert block["description"].startswith("quota per month exhausted until ")
+    assert block["description"].endswith(", 1 of 1 used")
+    assert "ergon provider quota list --tenant acme --provider pay; " in history["remedy"]
+    assert "ergon provider quota extend pay charging --tenant acme --calls N" in history["remedy"]
 
 
 def test_an_override_by_an_operator_is_why_a_transaction_waits(make_setup, dsn):
@@ -195,10 +193,12 @@ def test_an_override_by_an_operator_is_why_a_transaction_waits(make_setup, dsn):
     admin.force_open(dsn, ProviderScope("acme", "pay", "charging"), seconds=600, actor="jo", reason=SECRET)
     setup.run_transaction()
     history = read_history("order-1")
-    [hold] = get_provider(history)["holds"]
-    assert hold["cause"] == "operator"
-    assert hold["words"].startswith("an operator keeps the breaker open until ")
-    assert history["next"].endswith("to clear it: ergon provider breaker lift pay charging --tenant acme --reason WHY")
+    [block] = get_provider(history)["blocks"]
+    assert block["cause"] == "operator"
+    assert block["description"].startswith("breaker forced open by an operator until ")
+    assert history["remedy"].endswith(
+        "to clear it: ergon provider breaker lift pay charging --tenant acme --reason WHY"
+    )
 
 
 def test_an_override_that_was_cleared_is_reported_as_over(make_setup, dsn):
@@ -208,9 +208,9 @@ def test_an_override_that_was_cleared_is_reported_as_over(make_setup, dsn):
     admin.clear_override(dsn, ProviderScope("acme", "pay", "charging"), actor="jo", reason="over")
     history = read_history("order-1")
     provider = get_provider(history)
-    assert provider["holds"] == []
-    assert "its calls are not blocked now" in provider["words"]
-    assert history["next"] == "check the provider: ergon provider health --tenant acme"
+    assert provider["blocks"] == []
+    assert "calls are not blocked" in provider["description"]
+    assert history["remedy"] == "check the provider: ergon provider health --tenant acme"
 
 
 # -- attempts without a record --------------------------------------------------------------------------
@@ -222,9 +222,9 @@ def test_without_attempts_the_providers_of_the_task_are_reported(make_setup, wri
     setup.run_transaction()
     history = read_history("order-1", "--task", write_task_module({}))
     provider = get_provider(history)
-    assert (provider["known"], [hold["cause"] for hold in provider["holds"]]) == ("uses", ["breaker"])
-    assert "the last error was connection_error at 20" in provider["words"]
-    assert "ergon provider breaker list --tenant acme --provider pay" in history["next"]
+    assert (provider["evidence"], [block["cause"] for block in provider["blocks"]]) == ("uses", ["breaker"])
+    assert "last error connection_error at 20" in provider["description"]
+    assert "ergon provider breaker list --tenant acme --provider pay" in history["remedy"]
 
 
 def test_without_a_task_a_block_with_the_same_end_is_reported_as_a_guess(make_setup, dsn):
@@ -234,9 +234,9 @@ def test_without_a_task_a_block_with_the_same_end_is_reported_as_a_guess(make_se
     admin.force_open(dsn, ProviderScope("acme", "mail", "sending"), seconds=9_000, actor="jo", reason="another end")
     history = read_history("order-1")
     provider = get_provider(history)
-    assert provider["known"] == "moment"
-    assert provider["words"].startswith("perhaps pay (charging) of tenant acme: the breaker is open until ")
-    assert "because" not in history["now"]
+    assert provider["evidence"] == "timing"
+    assert provider["description"].startswith("perhaps pay (charging) of tenant acme: breaker open until ")
+    assert "because" not in history["status"]
 
 
 def test_a_delay_that_an_attempt_requested_names_no_provider(make_setup, queue):
@@ -254,9 +254,9 @@ def test_a_closed_gate_is_why_a_ready_transaction_is_not_fetched(make_setup, que
     setup.fail_calls("acme", "beta")
     queue.dispatch([Transaction("order-1", {}, tenant="acme")])
     history = read_history("order-1", "--task", write_task_module(SHARED_OPTIONS))
-    assert history["place"]["state"] == "ready"
-    assert history["now"].endswith("a task that uses pay fetches nothing while its breaker is open")
-    assert "ergon provider breaker list --tenant '*' --provider pay" in history["next"]
+    assert history["location"]["state"] == "ready"
+    assert history["status"].endswith("; tasks that use pay fetch nothing while its breaker is open")
+    assert "ergon provider breaker list --tenant '*' --provider pay" in history["remedy"]
 
 
 def test_a_breaker_of_one_tenant_closes_no_gate(make_setup, queue, write_task_module):
@@ -264,7 +264,7 @@ def test_a_breaker_of_one_tenant_closes_no_gate(make_setup, queue, write_task_mo
     setup.fail_calls("acme", "acme")
     queue.dispatch([Transaction("order-1", {}, tenant="acme")])
     history = read_history("order-1", "--task", write_task_module({}))
-    assert (history["place"]["state"], history["providers"]) == ("ready", [])
+    assert (history["location"]["state"], history["providers"]) == ("ready", [])
 
 
 def test_the_journal_does_not_repeat_what_the_queue_reports(make_setup, dsn):
@@ -277,7 +277,7 @@ def test_the_journal_does_not_repeat_what_the_queue_reports(make_setup, dsn):
         "values (now(), 'order-1', 'charge', 'orders', 'acme', 'deferred', 0, 0.1, 'w')",
     )
     histories = [history for history in run_why_json("order-1")["histories"] if history["kind"] == "transaction"]
-    assert [(history["place"]["state"], len(history["providers"])) for history in histories] == [
+    assert [(history["location"]["state"], len(history["providers"])) for history in histories] == [
         ("delayed", 1),
         ("queued", 0),
     ]
@@ -305,13 +305,13 @@ def test_a_dead_letter_reports_the_current_state_of_its_provider(make_setup):
     setup.fail_calls("acme", error=ProviderAuthError("who are you"))
     setup.run_transaction()
     history = read_history("order-1")
-    assert history["place"]["state"] == "dead letter"
+    assert history["location"]["state"] == "dead letter"
     provider = get_provider(history)
-    assert (provider["known"], provider["operation"], provider["reason"]) == ("failure", "charge", "auth_failed")
+    assert (provider["evidence"], provider["operation"], provider["reason"]) == ("failure", "charge", "auth_failed")
     assert provider["failures"] == {"auth_failed": 2, "connection_error": 1}
-    assert provider["holds"] == []
-    assert history["next"].startswith("check the provider: ergon provider health --tenant acme; fix the cause, ")
-    assert history["next"].endswith("ergon dlq replay MODULE:NAME --id=order-1")
+    assert provider["blocks"] == []
+    assert history["remedy"].startswith("check the provider: ergon provider health --tenant acme; fix the cause, ")
+    assert history["remedy"].endswith("ergon dlq replay MODULE:NAME --id=order-1")
 
 
 def test_a_dead_letter_whose_provider_is_still_blocked_reports_until_when(make_setup):
@@ -320,9 +320,11 @@ def test_a_dead_letter_whose_provider_is_still_blocked_reports_until_when(make_s
     setup.run_transaction(max_deferral=0)
     history = read_history("order-1")
     provider = get_provider(history)
-    assert (provider["reason"], [hold["cause"] for hold in provider["holds"]]) == ("connection_error", ["breaker"])
-    assert "charge failed (connection_error); the breaker is open until 20" in provider["words"]
-    assert history["next"].startswith("check the provider: ergon provider breaker list --tenant acme --provider pay; ")
+    assert (provider["reason"], [block["cause"] for block in provider["blocks"]]) == ("connection_error", ["breaker"])
+    assert "charge failed (connection_error); breaker open until 20" in provider["description"]
+    assert history["remedy"].startswith(
+        "check the provider: ergon provider breaker list --tenant acme --provider pay; "
+    )
 
 
 # -- tenants --------------------------------------------------------------------------------------------
@@ -353,14 +355,14 @@ def test_no_count_is_reported_of_a_state_shared_by_all_tenants(make_setup):
     setup.fail_calls("beta")
     setup.run_transaction("order-0")
     history = read_history("order-0")
-    [hold] = get_provider(history)["holds"]
-    assert (hold["cause"], hold["shared"]) == ("breaker", True)
-    assert hold["words"].startswith("the breaker of all tenants is open until ")
-    assert "faults" not in hold["words"]
+    [block] = get_provider(history)["blocks"]
+    assert (block["cause"], block["shared"]) == ("breaker", True)
+    assert block["description"].startswith("breaker of all tenants open until ")
+    assert "faults" not in block["description"]
     assert get_provider(history)["failures"] == {"connection_error": 1}
     call = run_why_json("order-0")["histories"][-1]
-    assert "faults" not in call["about"]["breaker of all tenants"]
-    assert call["events"][-1]["values"]["quota per month of all tenants"] == "not spent"
+    assert "faults" not in call["attributes"]["breaker of all tenants"]
+    assert call["events"][-1]["values"]["quota per month of all tenants"] == "not exhausted"
 
 
 def test_a_shared_quota_is_reported_as_exhausted_without_a_count(make_setup):
@@ -368,10 +370,10 @@ def test_a_shared_quota_is_reported_as_exhausted_without_a_count(make_setup):
     setup.pay.call("charge", {}, tenant="beta")
     setup.run_transaction()
     history = read_history("order-1")
-    [hold] = get_provider(history)["holds"]
-    assert hold["words"].startswith("the quota of all tenants per month is exhausted until ")
-    assert "used" not in hold["words"]
-    assert "ergon provider quota list --tenant '*' --provider pay" in history["next"]
+    [block] = get_provider(history)["blocks"]
+    assert block["description"].startswith("quota of all tenants per month exhausted until ")
+    assert "used" not in block["description"]
+    assert "ergon provider quota list --tenant '*' --provider pay" in history["remedy"]
 
 
 # -- when the provider state does not respond -----------------------------------------------------------
@@ -388,12 +390,12 @@ def test_without_the_provider_tables_the_rest_is_reported(make_setup, dsn):
     finally:
         query(dsn, "alter table ergon.elsewhere rename to provider_breakers")
     provider = get_provider(report["histories"][0])
-    assert (provider["holds"], provider["failures"]) == (None, None)
-    assert provider["words"].endswith("charge failed (connection_error); its current availability is unknown")
-    assert report["histories"][0]["next"].startswith("check the provider: ergon provider health --tenant acme; ")
-    errors = {answer["source"]: answer["error"] for answer in report["asked"] if answer["error"]}
-    assert "ergon db upgrade" in errors["providers of the database"]
-    assert "providers of the database did not answer: " in result.stderr
+    assert (provider["blocks"], provider["failures"]) == (None, None)
+    assert provider["description"].endswith("charge failed (connection_error); availability unknown")
+    assert report["histories"][0]["remedy"].startswith("check the provider: ergon provider health --tenant acme; ")
+    errors = {answer["source"]: answer["error"] for answer in report["sources"] if answer["error"]}
+    assert "ergon db upgrade" in errors["provider state"]
+    assert "provider state did not answer: " in result.stderr
 
 
 DEAD_LETTER_APP = """
@@ -438,10 +440,8 @@ def test_without_a_database_the_record_of_the_failure_is_reported(tmp_path, monk
     history = read_history("odd", "--queue", f"{name}:other")
     sys.modules.pop(name)
     provider = get_provider(history)
-    assert provider["words"] == (
-        "pay (charging) of tenant acme: charge failed (timeout); its current availability is unknown"
-    )
-    assert "ergon provider health --tenant acme" in history["next"]
+    assert provider["description"] == ("pay (charging) of tenant acme: charge failed (timeout); availability unknown")
+    assert "ergon provider health --tenant acme" in history["remedy"]
 
 
 # -- cost -----------------------------------------------------------------------------------------------

@@ -283,7 +283,7 @@ def _build_warnings(policy: ConsumerPolicy, worst: WorstCase, stacked: Sequence[
         )
     warnings += [
         f"{one.name} may take {format_duration(one.timeout)}, but an attempt of process ends after "
-        f"{format_duration(worst.process.timeout)}: the provider's last attempts are cancelled; lower the provider's timeout"
+        f"{format_duration(worst.process.timeout)}: the last attempts are cancelled; lower the provider's timeout"
         for one in stacked
         if one.timeout > worst.process.timeout
     ]

@@ -22,14 +22,14 @@ from ergon_framework.cli.output import configure_logging
 from ergon_framework.cli.why_providers import (
     AvailabilityLookup,
     InvolvedProvider,
-    add_provider_advice,
+    add_provider_remedy,
     describe_provider,
     find_involved_providers,
     task_providers,
     to_dict,
     waiting_reason,
 )
-from ergon_framework.cli.why_view import describe_state, suggest_action
+from ergon_framework.cli.why_view import describe_status, suggest_remedy
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.lookup import lacks_search, lookup_transaction
 from ergon_framework.database import extras
@@ -74,7 +74,7 @@ class ConnectorSource:
         with open_connector(self.target) as connector:
             self.queue = connector.name
             if self.database and isinstance(connector, DatabaseConnector) and connector.is_in(self.database):
-                self.note = "queried with the queues of the database"
+                self.note = "searched with the PostgreSQL queues"
                 return ()
             if isinstance(connector, SupportsLookup):
                 return connector.lookup(query.id)
@@ -127,19 +127,17 @@ def table_sources(dsn: str) -> Iterator[DatabaseSources]:
     try:
         yield DatabaseSources(
             (
-                TableSource("queues of the database", pool, lambda question: queues.lookup_transaction(question.id)),
-                TableSource("jobs of the database", pool, lambda question: jobs.lookup_job(question.id)),
-                TableSource("journal of the database", pool, lambda question: journal.lookup_journal(question.id)),
+                TableSource("PostgreSQL queues", pool, lambda question: queues.lookup_transaction(question.id)),
+                TableSource("jobs", pool, lambda question: jobs.lookup_job(question.id)),
+                TableSource("journal", pool, lambda question: journal.lookup_journal(question.id)),
             ),
             (
                 TableSource(
-                    "provider calls of the database",
+                    "provider calls",
                     pool,
                     lambda question: calls.lookup_calls(question.ids, question.tenants),
                 ),
-                TableSource(
-                    "facts of the database", pool, lambda question: facts.lookup_facts(question.id, question.ids)
-                ),
+                TableSource("facts", pool, lambda question: facts.lookup_facts(question.id, question.ids)),
             ),
             lambda tenant, accounts: pool.run(
                 availability.provider_availability(tenant, accounts), timeout_seconds=_SOURCE_TIMEOUT_SECONDS
@@ -156,7 +154,7 @@ class WhyExit(ExitCode):
     """Exit codes of ``ergon why`` and their meanings."""
 
     OK = 0, "found"
-    UNKNOWN = 1, "no source knows the id"
+    UNKNOWN = 1, "not found in any source"
     USAGE = 2, "the command line or the configuration is invalid, or there is no source to query"
     UNANSWERED = 3, "not found, and at least one source did not answer"
 
@@ -193,8 +191,8 @@ class HistorySearch:
     def follow_correlations(self) -> None:
         """Extend the query to the correlations found so far, limited to their tenants."""
         histories = self.histories
-        correlations = (history.about.get("correlation") for history in histories)
-        tenants = (history.about.get("tenant") for history in histories)
+        correlations = (history.attributes.get("correlation") for history in histories)
+        tenants = (history.attributes.get("tenant") for history in histories)
         self.query = replace(
             self.query,
             correlations=tuple(str(name) for name in correlations if name is not None),
@@ -213,7 +211,7 @@ class HistorySearch:
                 return database.lookup_availability(tenant, accounts)
             except ErgonError as error:
                 failed = True
-                self.answers.append(SourceAnswer("providers of the database", error=error_message(error)))
+                self.answers.append(SourceAnswer("provider state", error=error_message(error)))
                 return None
 
         return lookup
@@ -235,12 +233,12 @@ class HistorySearch:
 
 @dataclass(frozen=True, slots=True)
 class HistoryReport:
-    """One history, the providers that block or failed it, a sentence about its state, and the advice."""
+    """One history, the providers that block or failed it, its current status, and the remedy."""
 
     history: History
     providers: Sequence[InvolvedProvider]
-    sentence: str
-    advice: str
+    status: str
+    remedy: str
 
 
 def explain(
@@ -263,8 +261,8 @@ def explain(
         view.show(
             report.history,
             providers=[describe_provider(one) for one in report.providers],
-            sentence=report.sentence,
-            advice=report.advice,
+            status=report.status,
+            remedy=report.remedy,
         )
     for reason, sources in _group_errors(search).items():
         _print_stderr(f"{', '.join(sources)} did not answer: {reason}")
@@ -313,8 +311,8 @@ def _build_report(
     return HistoryReport(
         history,
         providers,
-        sentence=describe_state(history, now=now) + waiting_reason(history, providers),
-        advice=add_provider_advice(history, providers, suggest_action(history, names)),
+        status=describe_status(history, now=now) + waiting_reason(history, providers),
+        remedy=add_provider_remedy(history, providers, suggest_remedy(history, names)),
     )
 
 
@@ -333,7 +331,7 @@ _SHOWN_RETRY_FIELDS = ("max_attempts", "timeout", "backoff", "multiplier", "cap"
 def _add_policy_values(history: History, policies: Mapping[str, Mapping[str, Value]]) -> History:
     if history.kind is not WorkKind.TRANSACTION or history.where not in policies:
         return history
-    return replace(history, about={**history.about, **policies[history.where]})
+    return replace(history, attributes={**history.attributes, **policies[history.where]})
 
 
 # -- output -----------------------------------------------------------------------------------------
@@ -347,14 +345,14 @@ def _to_dict(search: HistorySearch, reports: Sequence[HistoryReport]) -> dict[st
             {
                 **asdict(report.history),
                 "providers": [to_dict(provider) for provider in report.providers],
-                "now": report.sentence,
-                "next": report.advice,
+                "status": report.status,
+                "remedy": report.remedy,
             }
             for report in reports
         ],
-        "asked": [
-            {"source": report.source, "found": len(report.histories), "note": report.note, "error": report.error}
-            for report in search.answers
+        "sources": [
+            {"source": answer.source, "found": len(answer.histories), "note": answer.note, "error": answer.error}
+            for answer in search.answers
         ],
     }
 
@@ -372,9 +370,9 @@ def _describe_not_found(search: HistorySearch) -> str:
     source_names = ", ".join(
         f"{one.source} ({one.note})" if one.note else one.source for one in search.answers if one.error is None
     )
-    qualifier = " that answered" if search.code is WhyExit.UNANSWERED else ""
+    qualifier = " in the sources that answered" if search.code is WhyExit.UNANSWERED else ""
     return (
-        f"no source{qualifier} knows {view.truncate(search.query.id)!r}; queried: {source_names or 'none'}. "
+        f"{view.truncate(search.query.id)!r} not found{qualifier}. Searched: {source_names or 'none'}. "
         "Success is recorded only if the queue has an inbox or its workers a journal (run.journal.enabled); query "
         "other brokers with --queue"
     )
@@ -418,7 +416,7 @@ def why_(
     The database is queried if its address is set by ERGON_POSTGRES__DSN or by postgres.dsn of ergon.toml. Payloads are
     never shown.
 
-    Exit codes: 0 found, 1 no source knows the id, 2 the command line or the configuration is invalid, 3 not found, and
+    Exit codes: 0 found, 1 not found in any source, 2 the command line or the configuration is invalid, 3 not found, and
     at least one source did not answer.
 
     Example: ergon why order-3 --task app:charge

@@ -1,4 +1,4 @@
-"""Find the providers that block or failed a transaction, their availability, and the advice for the operator."""
+"""Find the providers that block or failed a transaction, their availability, and the remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class InvolvedProvider:
     """A provider that affects a transaction, and its current availability.
 
     *evidence* says how the provider was found: "failure", from the dead-letter record; "call", from a recorded
-    attempt; "uses", from the task definition; "moment", only because its block ends when the transaction returns.
+    attempt; "uses", from the task definition; "timing", only because its block ends at the
+    redelivery.
     """
 
     tenant: str
@@ -66,12 +67,12 @@ def find_involved_providers(
     history: History, others: Sequence[History], used_providers: Sequence[tuple[str, str]], lookup: AvailabilityLookup
 ) -> list[InvolvedProvider]:
     """Return the providers that block or failed *history*; *others* are the other histories found."""
-    if history.kind is not WorkKind.TRANSACTION or history.place.state not in _WAITING_STATES | _FAILED_STATES:
+    if history.kind is not WorkKind.TRANSACTION or history.location.state not in _WAITING_STATES | _FAILED_STATES:
         return []
-    tenant = str(history.about.get("tenant", DEFAULT_TENANT))
-    if history.place.state in _FAILED_STATES:
+    tenant = str(history.attributes.get("tenant", DEFAULT_TENANT))
+    if history.location.state in _FAILED_STATES:
         return _add_availability(_find_by_failure(history, tenant), lookup)
-    if history.place.state is WorkState.QUEUED and any(_is_same_work(history, other) for other in others):
+    if history.location.state is WorkState.QUEUED and any(_is_same_work(history, other) for other in others):
         return []  # the queue itself reported more
     providers = _add_availability(_find_by_calls(history, others), lookup)
     if providers or _is_explained(history):
@@ -79,34 +80,34 @@ def find_involved_providers(
     return (
         _find_by_use(history, tenant, used_providers, lookup)
         if used_providers
-        else _find_by_moment(history, tenant, lookup)
+        else _find_by_timing(history, tenant, lookup)
     )
 
 
 def _is_same_work(history: History, other: History) -> bool:
-    is_waiting = other.kind is history.kind and other.place.state in _WAITING_STATES - {WorkState.QUEUED}
+    is_waiting = other.kind is history.kind and other.location.state in _WAITING_STATES - {WorkState.QUEUED}
     return is_waiting and (other.id, other.where) == (history.id, history.where)
 
 
 def _is_explained(history: History) -> bool:
     """Return whether the delay of the last attempt explains the return time."""
-    until, last = history.place.until, history.events[-1] if history.events else None
+    until, last = history.location.until, history.events[-1] if history.events else None
     if until is None or last is None or last.at is None or "delay" not in last.values:
         return False
     return abs(last.at + float(last.values["delay"]) - until) <= _TIME_TOLERANCE_SECONDS
 
 
 def _find_by_failure(history: History, tenant: str) -> list[InvolvedProvider]:
-    about = history.about
-    if "provider" not in about or "capability" not in about:
+    attributes = history.attributes
+    if "provider" not in attributes or "capability" not in attributes:
         return []
     return [
         InvolvedProvider(
             tenant=tenant,
-            provider=str(about["provider"]),
-            capability=str(about["capability"]),
-            operation=str(about["operation"]) if "operation" in about else None,
-            reason=history.place.words or None,
+            provider=str(attributes["provider"]),
+            capability=str(attributes["capability"]),
+            operation=str(attributes["operation"]) if "operation" in attributes else None,
+            reason=history.location.details or None,
             evidence="failure",
         )
     ]
@@ -114,24 +115,24 @@ def _find_by_failure(history: History, tenant: str) -> list[InvolvedProvider]:
 
 def _find_by_calls(history: History, others: Sequence[History]) -> list[InvolvedProvider]:
     """Return the last call of each provider in the same process, unless it succeeded."""
-    process = history.about.get("correlation", history.id)
-    own_tenant = history.about.get("tenant")
+    process = history.attributes.get("correlation", history.id)
+    own_tenant = history.attributes.get("tenant")
     last: dict[tuple[str, str], InvolvedProvider | None] = {}
     for call in others:
-        about = call.about
-        if call.kind is not WorkKind.CALL or call.id != process or "provider" not in about or not call.events:
+        attributes = call.attributes
+        if call.kind is not WorkKind.CALL or call.id != process or "provider" not in attributes or not call.events:
             continue
-        if own_tenant is not None and about["tenant"] != own_tenant:
+        if own_tenant is not None and attributes["tenant"] != own_tenant:
             continue
         one = InvolvedProvider(
-            tenant=str(about["tenant"]),
-            provider=str(about["provider"]),
-            capability=str(about["capability"]),
-            operation=str(about["operation"]),
-            reason=call.events[-1].words or None,
+            tenant=str(attributes["tenant"]),
+            provider=str(attributes["provider"]),
+            capability=str(attributes["capability"]),
+            operation=str(attributes["operation"]),
+            reason=call.events[-1].details or None,
             evidence="call",
         )
-        last[one.scope] = None if call.place.state is WorkState.SUCCEEDED else one
+        last[one.scope] = None if call.location.state is WorkState.SUCCEEDED else one
     return [one for one in last.values() if one is not None]
 
 
@@ -144,7 +145,7 @@ def _find_by_use(
         for one, capability in dict.fromkeys(used_providers)
     ]
     blocking = [one for one in _add_availability(candidates, lookup) if one.block is not None]
-    if history.place.state is WorkState.READY:
+    if history.location.state is WorkState.READY:
         # A ready transaction was not fetched yet, so only a closed gate of the task can keep it in the queue.
         return [one for one in blocking if _find_shared_block(one) is not None]
     return [one for one in blocking if _is_at_return_time(one.availability, history)] or blocking
@@ -158,12 +159,12 @@ def _find_shared_block(one: InvolvedProvider) -> BlockReason | None:
     )
 
 
-def _find_by_moment(history: History, tenant: str, lookup: AvailabilityLookup) -> list[InvolvedProvider]:
-    if history.place.state is not WorkState.DELAYED:
+def _find_by_timing(history: History, tenant: str, lookup: AvailabilityLookup) -> list[InvolvedProvider]:
+    if history.location.state is not WorkState.DELAYED:
         return []
     return [
         InvolvedProvider(
-            tenant=tenant, provider=one.provider, capability=one.capability, evidence="moment", availability=one
+            tenant=tenant, provider=one.provider, capability=one.capability, evidence="timing", availability=one
         )
         for one in lookup(tenant, ()) or ()
         if _is_at_return_time(one, history)
@@ -171,7 +172,7 @@ def _find_by_moment(history: History, tenant: str, lookup: AvailabilityLookup) -
 
 
 def _is_at_return_time(availability: ProviderAvailability | None, history: History) -> bool:
-    until, blocks = history.place.until, () if availability is None else availability.block_reasons
+    until, blocks = history.location.until, () if availability is None else availability.block_reasons
     return until is not None and any(
         block.until is not None and abs(block.until - until) <= _TIME_TOLERANCE_SECONDS for block in blocks
     )
@@ -190,7 +191,7 @@ def _add_availability(providers: Sequence[InvolvedProvider], lookup: Availabilit
 
 def describe_provider(one: InvolvedProvider) -> str:
     """Return a line about one provider: tenant, outcome of the call, blocks, and recent failures."""
-    prefix = "perhaps " if one.evidence == "moment" else ""
+    prefix = "perhaps " if one.evidence == "timing" else ""
     account = f"{prefix}{one.provider} ({one.capability}) of tenant {one.tenant}"
     parts = [f"{account}: {_describe_call(one)}{_describe_availability(one)}"]
     if one.availability is not None:
@@ -208,9 +209,9 @@ def _describe_call(one: InvolvedProvider) -> str:
 
 def _describe_availability(one: InvolvedProvider) -> str:
     if one.availability is None:
-        return "its current availability is unknown"
+        return "availability unknown"
     if not one.availability.block_reasons:
-        return "its calls are not blocked now"
+        return "calls are not blocked"
     return "; ".join(_describe_block(block) for block in one.availability.block_reasons)
 
 
@@ -220,13 +221,13 @@ def _describe_block(block: BlockReason) -> str:
     match block.cause:
         case BlockCause.QUOTA:
             usage_text = "" if block.used is None else f", {block.used} of {block.limit} used"
-            return f"the quota{scope_text} per {block.window} is exhausted{until_text}{usage_text}"
+            return f"quota{scope_text} per {block.window} exhausted{until_text}{usage_text}"
         case BlockCause.OPERATOR:
-            return f"an operator keeps the breaker{scope_text} open{until_text}"
+            return f"breaker{scope_text} forced open by an operator{until_text}"
         case BlockCause.PROBING:
-            return f"the breaker{scope_text} is half open: only probes go through{_describe_faults(block)}"
+            return f"breaker{scope_text} half-open, only probes are sent{_describe_faults(block)}"
         case BlockCause.BREAKER:
-            return f"the breaker{scope_text} is open{until_text}{_describe_faults(block)}"
+            return f"breaker{scope_text} open{until_text}{_describe_faults(block)}"
 
 
 def _describe_faults(block: BlockReason) -> str:
@@ -238,22 +239,24 @@ def _describe_failures(availability: ProviderAvailability) -> list[str]:
         counts = ", ".join(f"{reason} {count}" for reason, count in availability.failures.items())
         return [f"failed in the last hour: {counts}"]
     if availability.last_error is not None and availability.last_error_at is not None:
-        return [f"the last error was {availability.last_error} at {format_time(availability.last_error_at)}"]
+        return [f"last error {availability.last_error} at {format_time(availability.last_error_at)}"]
     return []
 
 
-def add_provider_advice(history: History, providers: Sequence[InvolvedProvider], advice: str) -> str:
-    """Return *advice* extended by what to do about the providers of *history*."""
+def add_provider_remedy(history: History, providers: Sequence[InvolvedProvider], remedy: str) -> str:
+    """Return *remedy* extended by what to do about the providers of *history*."""
     if not providers:
-        return advice
+        return remedy
     one = next((one for one in providers if one.block is not None), providers[0])
     check_hint = f"check the provider: {_build_check_command(one)}"
-    if history.place.state in _FAILED_STATES:
-        return f"{check_hint}; {advice}" if advice else check_hint
-    if one.block is None or (history.place.state is WorkState.READY and one.evidence != "uses"):
-        return f"{advice}; {check_hint}" if advice else check_hint
+    if history.location.state in _FAILED_STATES:
+        return f"{check_hint}; {remedy}" if remedy else check_hint
+    if one.block is None or (history.location.state is WorkState.READY and one.evidence != "uses"):
+        return f"{remedy}; {check_hint}" if remedy else check_hint
     wait_text = (
-        "it is fetched once calls go through" if history.place.state is WorkState.READY else "redelivery is automatic"
+        "fetching resumes when calls are allowed"
+        if history.location.state is WorkState.READY
+        else "redelivery is automatic"
     )
     return f"nothing, {wait_text}; {check_hint}{_build_unblock_hint(one, one.block)}"
 
@@ -281,12 +284,16 @@ def _quote_tenant(one: InvolvedProvider, block: BlockReason) -> str:
 
 
 def waiting_reason(history: History, providers: Sequence[InvolvedProvider]) -> str:
-    """Return why a transaction waits, as a suffix of the sentence about its state; empty if the cause is a guess."""
+    """Return why a transaction waits, as a suffix of its status; empty if the cause is a guess."""
     for one in providers:
-        if history.place.state is not WorkState.READY and one.evidence == "call" and one.reason in NOT_CALLED_REASONS:
+        if (
+            history.location.state is not WorkState.READY
+            and one.evidence == "call"
+            and one.reason in NOT_CALLED_REASONS
+        ):
             return f", because {one.provider}.{one.operation} was not called ({one.reason})"
-        if history.place.state is WorkState.READY and one.evidence == "uses":
-            return f"; a task that uses {one.provider} fetches nothing while its breaker is open"
+        if history.location.state is WorkState.READY and one.evidence == "uses":
+            return f"; tasks that use {one.provider} fetch nothing while its breaker is open"
     return ""
 
 
@@ -298,13 +305,18 @@ def to_dict(one: InvolvedProvider) -> Mapping[str, Any]:
         "provider": one.provider,
         "capability": one.capability,
         "operation": one.operation,
-        "known": one.evidence,
+        "evidence": one.evidence,
         "reason": one.reason,
-        "holds": None if availability is None else [_block_to_dict(block) for block in availability.block_reasons],
+        "blocks": None if availability is None else [_block_to_dict(block) for block in availability.block_reasons],
         "failures": None if availability is None else dict(availability.failures),
-        "words": describe_provider(one),
+        "description": describe_provider(one),
     }
 
 
 def _block_to_dict(block: BlockReason) -> Mapping[str, Any]:
-    return {"cause": block.cause.value, "shared": block.shared, "until": block.until, "words": _describe_block(block)}
+    return {
+        "cause": block.cause.value,
+        "shared": block.shared,
+        "until": block.until,
+        "description": _describe_block(block),
+    }

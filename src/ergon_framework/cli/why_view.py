@@ -1,4 +1,4 @@
-"""Output of ``ergon why``: a history, one sentence about the current state, and advice for the operator.
+"""Output of ``ergon why``: a history, the current status, and the remedy.
 
 The history is a table on a terminal, and plain columns elsewhere.
 """
@@ -20,85 +20,89 @@ from ergon_framework.history import History, HistoryEvent, Location, WorkKind, W
 from ergon_framework.jobs.model import QUEUE_PREFIX
 
 
-def describe_state(history: History, *, now: float) -> str:
-    """Return one sentence about the current state."""
-    sentence = _SENTENCES.get((history.kind, history.place.state), _describe_default)
-    return sentence(history, history.place, now)
+def describe_status(history: History, *, now: float) -> str:
+    """Return the current state in a phrase without a subject."""
+    describe = _DESCRIPTIONS.get((history.kind, history.location.state), _describe_default)
+    return describe(history, history.location, now)
 
 
-def suggest_action(history: History, names: Mapping[str, str]) -> str:
+def suggest_remedy(history: History, names: Mapping[str, str]) -> str:
     """Return a command or what to check; empty if there is nothing to do.
 
     *names* maps each queue to the name of its connector on the command line.
     """
-    advice = _ADVICE.get((history.kind, history.place.state))
-    return "" if advice is None else advice(history, names.get(history.where))
+    suggest = _REMEDIES.get((history.kind, history.location.state))
+    return "" if suggest is None else suggest(history, names.get(history.where))
 
 
-# -- sentences --------------------------------------------------------------------------------------
+# -- status -----------------------------------------------------------------------------------------
+
+_FINAL_STATES: Final = frozenset({WorkState.SUCCEEDED, WorkState.FAILED, WorkState.CANCELLED, WorkState.KILLED})
 
 
 def _describe_default(_history: History, location: Location, _now: float) -> str:
-    verb = "has" if location.state in (WorkState.SUCCEEDED, WorkState.FAILED) else "is"
-    sentence = f"it {verb} {location.state.value}{_format_since(location)}"
-    return f"{sentence}: {location.words}" if location.words else sentence
+    time_text = _format_at(location) if location.state in _FINAL_STATES else _format_since(location)
+    status = f"{location.state.value}{time_text}"
+    return f"{status}: {location.details}" if location.details else status
 
 
 def _describe_ready(history: History, location: Location, now: float) -> str:
-    waited = "" if location.since is None else f", for {format_duration(now - location.since)} now"
-    return f"it is ready in {history.where} and waits for a worker{waited}"
+    waited = "" if location.since is None else f" for {format_duration(now - location.since)}"
+    return f"queued in {history.where}{waited}, waiting for a worker"
 
 
 def _describe_delayed(history: History, location: Location, now: float) -> str:
-    return f"it waits in {history.where} until {_format_moment(location.until)}{_format_remaining(location.until, now)}"
+    return f"delayed in {history.where} until {_format_moment(location.until)}{_format_remaining(location.until, now)}"
 
 
 def _describe_blocked(history: History, _location: Location, _now: float) -> str:
-    return f"it waits in {history.where} behind an older transaction of its key {history.about.get('key', '')!r}"
+    return f"waiting in {history.where} behind an older transaction of its key {history.attributes.get('key', '')!r}"
 
 
 def _describe_claimed(history: History, location: Location, now: float) -> str:
     if location.until is None or location.until <= now:
-        return f"{location.holder} claimed it and is gone; another worker of {history.where} will redeliver it"
-    return f"{location.holder} has claimed it until {_format_moment(location.until)} unless the lease is renewed"
+        return (
+            f"claimed by {location.holder}, whose lease has expired; another worker of {history.where} receives the "
+            "redelivery"
+        )
+    return f"claimed by {location.holder} until {_format_moment(location.until)}, unless the lease is renewed"
 
 
 def _describe_queued(history: History, _location: Location, _now: float) -> str:
-    return f"it is in {history.where}: ready, delayed or claimed by a worker"
+    return f"in {history.where}: ready, delayed or claimed by a worker"
 
 
 def _describe_dead(history: History, location: Location, _now: float) -> str:
-    return f"it is a dead letter of {history.where}{_format_since(location)}: {location.words}"
+    return f"dead letter of {history.where}{_format_since(location)}: {location.details}"
 
 
 def _describe_done(history: History, location: Location, _now: float) -> str:
-    return f"it has succeeded in {history.where}{_format_since(location)}, and is not run again"
+    return f"succeeded in {history.where}{_format_at(location)}, not run again"
 
 
 def _describe_pending(history: History, location: Location, now: float) -> str:
-    if orchestrator := history.about.get("orchestrator"):
-        return f"it waits for an orchestrator: {orchestrator}"
+    if orchestrator := history.attributes.get("orchestrator"):
+        return f"waiting for an orchestrator: {orchestrator}"
     if location.until is None or location.until <= now:
-        earlier_count = history.about.get("due before it")
+        earlier_count = history.attributes.get("due before this job")
         ahead_text = f" behind {earlier_count} of its kind" if earlier_count else ""
-        return f"it waits for its turn{ahead_text}; it has been due since {_format_moment(location.until)}"
-    return f"it waits until {_format_moment(location.until)}{_format_remaining(location.until, now)}"
+        return f"waiting for its turn{ahead_text}, due since {_format_moment(location.until)}"
+    return f"delayed until {_format_moment(location.until)}{_format_remaining(location.until, now)}"
 
 
 def _describe_retrying(_history: History, location: Location, _now: float) -> str:
-    moment = _format_moment(location.since)
-    return f"the attempt at {moment} is to be retried ({location.words}), no retry recorded"
+    return f"retry expected after the attempt at {_format_moment(location.since)} ({location.details}), none recorded"
 
 
 def _describe_dropped(_history: History, location: Location, _now: float) -> str:
-    return f"its id is known since {_format_moment(location.since)}; retention has dropped the fact itself"
+    return f"fact deleted by retention; id known since {_format_moment(location.since)}"
 
 
-_SENTENCES: Final[dict[tuple[WorkKind, WorkState], Callable[[History, Location, float], str]]] = {
+_DESCRIPTIONS: Final[dict[tuple[WorkKind, WorkState], Callable[[History, Location, float], str]]] = {
     (WorkKind.TRANSACTION, WorkState.READY): _describe_ready,
     (WorkKind.TRANSACTION, WorkState.DELAYED): _describe_delayed,
     (WorkKind.TRANSACTION, WorkState.BLOCKED_BY_KEY): _describe_blocked,
-    (WorkKind.TRANSACTION, WorkState.HELD): _describe_claimed,
+    (WorkKind.TRANSACTION, WorkState.CLAIMED): _describe_claimed,
     (WorkKind.TRANSACTION, WorkState.QUEUED): _describe_queued,
     (WorkKind.TRANSACTION, WorkState.DEAD): _describe_dead,
     (WorkKind.TRANSACTION, WorkState.DONE): _describe_done,
@@ -108,7 +112,7 @@ _SENTENCES: Final[dict[tuple[WorkKind, WorkState], Callable[[History, Location, 
 }
 
 
-# -- advice -----------------------------------------------------------------------------------------
+# -- remedies ---------------------------------------------------------------------------------------
 
 
 def _suggest_replay(history: History, name: str | None) -> str:
@@ -123,7 +127,7 @@ def _suggest_job_replay(history: History, _name: str | None) -> str:
 
 
 def _suggest_job_result(history: History, _name: str | None) -> str:
-    return f"its result: ergon job show {_quote_id(history)}"
+    return f"show the result: ergon job show {_quote_id(history)}"
 
 
 def _suggest_worker(_history: History, name: str | None) -> str:
@@ -133,10 +137,10 @@ def _suggest_worker(_history: History, name: str | None) -> str:
 
 
 def _suggest_orchestrator(history: History, _name: str | None) -> str:
-    if "orchestrator" in history.about:
+    if "orchestrator" in history.attributes:
         return f"start an orchestrator that serves {history.where!r}, or run: ergon job cancel {_quote_id(history)}"
-    if running := history.about.get("running of its kind"):
-        return f"nothing; {running} jobs of its kind are running now"
+    if running := history.attributes.get("running of this kind"):
+        return f"nothing; {running} jobs of this kind are running"
     return "nothing if an orchestrator runs and its executors start (see ergon doctor); otherwise run: ergon run"
 
 
@@ -145,11 +149,11 @@ def _suggest_outcome_check(history: History, _name: str | None) -> str:
 
 
 def _suggest_provider_check(history: History, _name: str | None) -> str:
-    tenant = shlex.quote(str(history.about.get("tenant", "")))
+    tenant = shlex.quote(str(history.attributes.get("tenant", "")))
     return f"check the provider: ergon provider health --tenant {tenant}"
 
 
-_ADVICE: Final[dict[tuple[WorkKind, WorkState], Callable[[History, str | None], str]]] = {
+_REMEDIES: Final[dict[tuple[WorkKind, WorkState], Callable[[History, str | None], str]]] = {
     (WorkKind.TRANSACTION, WorkState.DEAD): _suggest_replay,
     (WorkKind.TRANSACTION, WorkState.READY): _suggest_worker,
     (WorkKind.JOB, WorkState.FAILED): _suggest_job_replay,
@@ -172,6 +176,10 @@ def _format_since(location: Location) -> str:
     return "" if location.since is None else f" since {_format_moment(location.since)}"
 
 
+def _format_at(location: Location) -> str:
+    return "" if location.since is None else f" at {_format_moment(location.since)}"
+
+
 def _format_moment(timestamp: float | None) -> str:
     return "an unknown time" if timestamp is None else format_time(timestamp)
 
@@ -182,10 +190,10 @@ def _format_remaining(until: float | None, now: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format an approximate duration in its largest unit."""
-    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} seconds"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 # -- output -----------------------------------------------------------------------------------------
@@ -193,7 +201,7 @@ def format_duration(seconds: float) -> str:
 #: Maximum length of the text in a cell, and of other texts.
 _MAX_CELL_CHARS = 200
 _MAX_TEXT_CHARS = 600
-_HEADINGS = ("time", "what", "verdict", "how")
+_HEADINGS = ("time", "event", "result", "details")
 _POLICY_PREFIX = "policy."
 _COLOURS: dict[str, str] = {
     **dict.fromkeys(("success", WorkState.SUCCEEDED, WorkState.DONE), "green"),
@@ -203,29 +211,29 @@ _COLOURS: dict[str, str] = {
     **dict.fromkeys(
         ("retry", WorkState.DELAYED, WorkState.RETRYING, WorkState.UNKNOWN, WorkState.BLOCKED_BY_KEY), "yellow"
     ),
-    **dict.fromkeys((WorkState.HELD, WorkState.RUNNING), "cyan"),
+    **dict.fromkeys((WorkState.CLAIMED, WorkState.RUNNING), "cyan"),
 }
 
 
-def show(history: History, *, providers: Sequence[str], sentence: str, advice: str) -> None:
-    """Print one history, a line for each of its *providers*, its current state, and the advice."""
+def show(history: History, *, providers: Sequence[str], status: str, remedy: str) -> None:
+    """Print one history, a line for each of its *providers*, its status, and the remedy."""
     title = f"{history.kind.value} {truncate(history.id)} in {truncate(history.where)}"
     details = list(_build_details(history))
     rows = [_format_cells(event) for event in history.events]
     provider_lines = [sanitize(line, _MAX_TEXT_CHARS) for line in providers]
-    sentence = sanitize(sentence, _MAX_TEXT_CHARS)
+    status = sanitize(status, _MAX_TEXT_CHARS)
     on_terminal = sys.stdout.isatty()
     (_print_table if on_terminal else _print_plain)(title, details, rows)
     for event in history.events:
-        show_traceback(f"traceback, {sanitize(event.what, _MAX_CELL_CHARS)}", event.traceback)
+        show_traceback(f"traceback, {sanitize(event.event, _MAX_CELL_CHARS)}", event.traceback)
     if on_terminal:
-        _print_conclusion(provider_lines, state=history.place.state, sentence=sentence)
+        _print_conclusion(provider_lines, state=history.location.state, status=status)
     else:
         for line in provider_lines:
             typer.echo(f"  provider: {line}")
-        typer.echo(f"  now: {sentence}")
-    if advice:
-        typer.echo(f"  next: {sanitize(advice, _MAX_TEXT_CHARS)}")
+        typer.echo(f"  status: {status}")
+    if remedy:
+        typer.echo(f"  next: {sanitize(remedy, _MAX_TEXT_CHARS)}")
 
 
 def truncate(text: str) -> str:
@@ -258,16 +266,16 @@ def _print_table(title: str, details: list[tuple[str, str]], rows: list[tuple[st
         console.print(table)
 
 
-def _print_conclusion(provider_lines: list[str], *, state: WorkState, sentence: str) -> None:
+def _print_conclusion(provider_lines: list[str], *, state: WorkState, status: str) -> None:
     console = Console()
     for line in provider_lines:
         console.print(Text("  provider: ", style="bold") + Text(line))
-    console.print(Text("  now: ", style="bold") + Text(sentence, style=_COLOURS.get(state, "")))
+    console.print(Text("  status: ", style="bold") + Text(status, style=_COLOURS.get(state, "")))
 
 
 def _build_details(history: History) -> Iterator[tuple[str, str]]:
     policy_values = []
-    for name, value in history.about.items():
+    for name, value in history.attributes.items():
         if name.startswith(_POLICY_PREFIX):
             policy_values.append(f"{name.removeprefix(_POLICY_PREFIX)} {_format_value(value)}")
         else:
@@ -278,11 +286,11 @@ def _build_details(history: History) -> Iterator[tuple[str, str]]:
 
 def _format_cells(event: HistoryEvent) -> tuple[str, ...]:
     values = ", ".join(f"{name} {_format_value(value)}" for name, value in event.values.items())
-    detail = sanitize(event.words, _MAX_TEXT_CHARS)
+    detail = sanitize(event.details, _MAX_TEXT_CHARS)
     if values:
         detail = f"{detail} ({sanitize(values, _MAX_CELL_CHARS)})" if detail else sanitize(values, _MAX_CELL_CHARS)
     time_text = "" if event.at is None else format_time(event.at, "milliseconds")
-    return time_text, sanitize(event.what, _MAX_CELL_CHARS), sanitize(event.verdict, _MAX_CELL_CHARS), detail
+    return time_text, sanitize(event.event, _MAX_CELL_CHARS), sanitize(event.result, _MAX_CELL_CHARS), detail
 
 
 def _format_value(value: str | float) -> str:

@@ -35,7 +35,7 @@ def lookup_transaction(connector: Connector, transaction_id: str) -> list[Histor
         ]
     if transaction_id in (connector.find_queued([transaction_id]) or ()):
         location = Location(state=WorkState.QUEUED)
-        histories.append(History(kind=WorkKind.TRANSACTION, id=transaction_id, where=connector.name, place=location))
+        histories.append(History(kind=WorkKind.TRANSACTION, id=transaction_id, where=connector.name, location=location))
     return histories
 
 
@@ -51,7 +51,7 @@ def envelope_fields(fields: Mapping[str, Any]) -> dict[str, Value]:
 
 def created_event(at: float | None) -> tuple[HistoryEvent, ...]:
     """Return the creation event, if the time of creation is known."""
-    return () if at is None else (HistoryEvent(at=at, what="created"),)
+    return () if at is None else (HistoryEvent(at=at, event="created"),)
 
 
 def dead_letter_history(
@@ -76,9 +76,9 @@ def dead_letter_history(
         message = f"{reason} ({_describe_error(failure)})"
     last_event = HistoryEvent(
         at=at,
-        what="dead letter",
-        verdict="" if failure is None else failure.category.value,
-        words=message,
+        event="dead letter",
+        result="" if failure is None else failure.category.value,
+        details=message,
         values={"deliveries": deliveries},
         traceback=None if failure is None else failure.traceback,
     )
@@ -86,7 +86,7 @@ def dead_letter_history(
         kind=WorkKind.TRANSACTION,
         id=transaction_id,
         where=queue,
-        about=fields,
+        attributes=fields,
         events=sort_events(
             (
                 *created_event(envelope.get("created_at")),
@@ -96,7 +96,7 @@ def dead_letter_history(
                 last_event,
             )
         ),
-        place=Location(state=WorkState.DEAD, since=at, handle=handle, words=reason),
+        location=Location(state=WorkState.DEAD, since=at, handle=handle, details=reason),
     )
 
 
@@ -108,9 +108,9 @@ def _handler_error_events(at: float, failure: Failure | None) -> tuple[HistoryEv
     return (
         HistoryEvent(
             at=at,
-            what="exception handler failed",
-            verdict=error.category.value,
-            words=error.error_message if error.code is None else f"{error.code}: {error.error_message}",
+            event="exception handler failed",
+            result=error.category.value,
+            details=error.error_message if error.code is None else f"{error.code}: {error.error_message}",
             traceback=error.traceback,
         ),
     )

@@ -39,9 +39,9 @@ def _to_history(job: Job, *, running: int | None, due_before: int | None, known:
         "tenant": job.tenant,
         "correlation": job.correlation,
         "unique key": job.unique_key,
-        "running of its kind": running,
+        "running of this kind": running,
         "orchestrator": wait_reason,
-        "due before it": due_before
+        "due before this job": due_before
         if due_before is None or due_before < _MAX_COUNTED_JOBS
         else f"{_MAX_COUNTED_JOBS} or more",
     }
@@ -49,16 +49,16 @@ def _to_history(job: Job, *, running: int | None, due_before: int | None, known:
         kind=WorkKind.JOB,
         id=job.id,
         where=job.kind,
-        about={name: value for name, value in fields.items() if value is not None},
+        attributes={name: value for name, value in fields.items() if value is not None},
         events=sort_events(_to_events(job)),
-        place=_to_location(job),
+        location=_to_location(job),
     )
 
 
 def _to_events(job: Job) -> list[HistoryEvent]:
-    events = [HistoryEvent(at=job.created_at.timestamp(), what="submitted")]
+    events = [HistoryEvent(at=job.created_at.timestamp(), event="submitted")]
     if job.started_at is not None:
-        events.append(HistoryEvent(at=job.started_at.timestamp(), what=f"attempt {job.attempts} began"))
+        events.append(HistoryEvent(at=job.started_at.timestamp(), event=f"attempt {job.attempts} started"))
     if job.error is not None:
         # An attempt that will be retried has no end time in the row, only its error.
         ended_at = None if job.ended_at is None else job.ended_at.timestamp()
@@ -69,22 +69,22 @@ def _to_events(job: Job) -> list[HistoryEvent]:
         title = "attempt failed" if ended_at is None else job.state.value
         category, stack = job.error.category.value, job.error.traceback
         events.append(
-            HistoryEvent(at=ended_at, what=title, verdict=category, words=message, values=delay, traceback=stack)
+            HistoryEvent(at=ended_at, event=title, result=category, details=message, values=delay, traceback=stack)
         )
     elif job.ended_at is not None:
-        events.append(HistoryEvent(at=job.ended_at.timestamp(), what=job.state.value))
+        events.append(HistoryEvent(at=job.ended_at.timestamp(), event=job.state.value))
     return events
 
 
 def _to_location(job: Job) -> Location:
     since = None if job.ended_at is None else job.ended_at.timestamp()
-    retention = None if job.expires_at is None else f"its row is kept until {_format_time(job.expires_at)}"
+    retention = None if job.expires_at is None else f"row kept until {_format_time(job.expires_at)}"
     if job.state is JobState.PENDING:
         return Location(state=WorkState.PENDING, until=job.due_at.timestamp())
     if job.state is JobState.RUNNING:
         started = None if job.started_at is None else job.started_at.timestamp()
-        return Location(state=WorkState.RUNNING, since=started, words="a kill is requested" if job.kill_asked else "")
-    return Location(state=WorkState(job.state.value), since=since, words=retention or "")
+        return Location(state=WorkState.RUNNING, since=started, details="kill requested" if job.kill_asked else "")
+    return Location(state=WorkState(job.state.value), since=since, details=retention or "")
 
 
 def _format_time(moment: datetime) -> str:

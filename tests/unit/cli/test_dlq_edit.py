@@ -114,7 +114,7 @@ def test_the_difference_is_in_the_history_of_a_letter_that_is_dead_lettered_agai
     assert notes == ["by kim: total", "by lee: total: 200 -> 300"]
     output = CliRunner().invoke(app, ["dlq", "show", "editapp:orders", "order-1"]).stdout
     assert "by lee: total: 200 -> 300" in output
-    events = [(event.what, event.verdict) for event in attempt_events(record.failure.history)]
+    events = [(event.event, event.result) for event in attempt_events(record.failure.history)]
     assert events == [("edited", ""), ("edited", ""), ("attempt 1", "BUSINESS")]
 
 

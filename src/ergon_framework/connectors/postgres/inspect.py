@@ -166,9 +166,7 @@ def diagnose(pool: ConnectionPool, name: str | None, wall: WallClock) -> Operati
     if name is not None and is_compatible(revision):
         ((exists,),) = yield Query(_QUEUE_EXISTS, {"name": name})
         observed = (
-            f"queue {name!r} exists"
-            if exists
-            else f"queue {name!r} does not exist yet; it is created on first use"
+            f"queue {name!r} exists" if exists else f"queue {name!r} does not exist yet; it is created on first use"
         )
         findings.append(Diagnostic("queue", Severity.OK, observed, shared=False))
     return findings

@@ -274,9 +274,9 @@ def _to_history(transaction_id: str, queue: str, rows: Sequence[_JournalRow]) ->
         kind=WorkKind.TRANSACTION,
         id=transaction_id,
         where=queue,
-        about=details,
+        attributes=details,
         events=tuple(event for row in rows for event in _to_events(row)),
-        place=Location(state=state, since=last.at, words=f"as written by {worker}"),
+        location=Location(state=state, since=last.at, details=f"recorded by {worker}"),
     )
 
 
@@ -285,9 +285,9 @@ def _to_events(row: _JournalRow) -> list[HistoryEvent]:
     tries = [
         HistoryEvent(
             at=attempt.get("at"),
-            what=f"{attempt.get('step', 'process')} {int(attempt.get('attempt', 0)) + 1}",
-            verdict=str(attempt.get("category") or ""),
-            words=": ".join(str(attempt[name]) for name in ("code", "error") if attempt.get(name)),
+            event=f"{attempt.get('step', 'process')} {int(attempt.get('attempt', 0)) + 1}",
+            result=str(attempt.get("category") or ""),
+            details=": ".join(str(attempt[name]) for name in ("code", "error") if attempt.get(name)),
             values={} if attempt.get("delay") is None else {"delay": float(attempt["delay"])},
         )
         for attempt in entry.tries or ()
@@ -295,9 +295,9 @@ def _to_events(row: _JournalRow) -> list[HistoryEvent]:
     summary = ": ".join(word for word in (entry.code, entry.error or entry.reason) if word)
     end_event = HistoryEvent(
         at=entry.at,
-        what=entry.outcome.replace("_", " "),
-        verdict=entry.category or "",
-        words=f"{summary} by {row.worker}" if summary else f"by {row.worker}",
+        event=entry.outcome.replace("_", " "),
+        result=entry.category or "",
+        details=f"{summary} by {row.worker}" if summary else f"by {row.worker}",
         values={"seconds": round(entry.seconds, 6)},
     )
     return [*tries, end_event]

@@ -125,8 +125,8 @@ def _to_done_history(transaction_id: str, queue: str, at: float) -> History:
         kind=WorkKind.TRANSACTION,
         id=transaction_id,
         where=queue,
-        events=(HistoryEvent(at=at, what="succeeded", words="marked in the inbox"),),
-        place=Location(state=WorkState.DONE, since=at),
+        events=(HistoryEvent(at=at, event="succeeded", details="marked in the inbox"),),
+        location=Location(state=WorkState.DONE, since=at),
     )
 
 
@@ -152,12 +152,12 @@ def _to_waiting_history(transaction_id: str, row: _WaitingRow) -> History:
         details["priority"] = row.priority
     if envelope.get("attempts"):
         details["attempts"] = envelope["attempts"]
-    sent_event = HistoryEvent(at=row.sent_at, what="queued", words=f"in {row.queue}")
+    sent_event = HistoryEvent(at=row.sent_at, event="queued", details=f"in {row.queue}")
     return History(
         kind=WorkKind.TRANSACTION,
         id=transaction_id,
         where=row.queue,
-        about=details,
+        attributes=details,
         events=sort_events(
             (
                 *created_event(envelope.get("created_at")),
@@ -166,7 +166,7 @@ def _to_waiting_history(transaction_id: str, row: _WaitingRow) -> History:
                 *deferral_events(envelope.get("deferral")),
             )
         ),
-        place=_to_location(row),
+        location=_to_location(row),
     )
 
 
@@ -174,7 +174,7 @@ def _to_location(row: _WaitingRow) -> Location:
     handle = str(row.message)
     if row.worker is not None:
         holder = f"worker {row.worker}{f' ({row.name})' if row.name else ''}"
-        return Location(state=WorkState.HELD, until=row.alive_until, holder=holder, handle=handle)
+        return Location(state=WorkState.CLAIMED, until=row.alive_until, holder=holder, handle=handle)
     if row.is_blocked:
         return Location(state=WorkState.BLOCKED_BY_KEY, handle=handle)
     if row.is_delayed:

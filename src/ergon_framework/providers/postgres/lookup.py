@@ -194,7 +194,7 @@ def _read_context(attempts: Sequence[_StoredAttempt]) -> Operation[_CallContext]
     for number, kind, tenant, used, limit in (yield Query(QUOTAS, {**parameters, **attempt_columns})):
         suffix = " of all tenants" if tenant == ALL_TENANTS else ""
         # The shared count includes other tenants' calls, so it is not shown.
-        usage = ("spent" if used >= limit else "not spent") if suffix else f"{used}/{limit}"
+        usage = ("exhausted" if used >= limit else "not exhausted") if suffix else f"{used}/{limit}"
         quotas.setdefault(number - 1, {})[f"quota per {_WINDOW_NAMES[kind - 1]}{suffix}"] = usage
     breakers = yield Query(BREAKERS, parameters)
     span = _get_time_span(attempts)
@@ -223,7 +223,7 @@ def _to_columns(scopes: Sequence[tuple[str, str, str]]) -> dict[str, list[str]]:
 
 def _to_call_history(attempts: Sequence[tuple[int, _StoredAttempt]], call_context: _CallContext) -> History:
     last = attempts[-1][1]
-    about: dict[str, Value | None] = {
+    attributes: dict[str, Value | None] = {
         "tenant": last.tenant,
         "provider": last.provider,
         "capability": last.capability,
@@ -237,7 +237,7 @@ def _to_call_history(attempts: Sequence[tuple[int, _StoredAttempt]], call_contex
     for suffix, tenant in (("", last.tenant), (" of all tenants", ALL_TENANTS)):
         breaker = call_context.breakers.get((tenant, last.provider, last.capability))
         if breaker is not None:
-            about[f"breaker{suffix}"] = _describe_breaker(breaker, with_count=not suffix)
+            attributes[f"breaker{suffix}"] = _describe_breaker(breaker, with_count=not suffix)
     events = [_to_event(attempt, call_context.quotas.get(number, {})) for number, attempt in attempts]
     scope_keys = {last.scope, (ALL_TENANTS, last.provider, last.capability)}
     events += [_to_override_event(*row[3:]) for row in call_context.overrides if row[:3] in scope_keys]
@@ -246,9 +246,9 @@ def _to_call_history(attempts: Sequence[tuple[int, _StoredAttempt]], call_contex
         kind=WorkKind.CALL,
         id=last.correlation,
         where=f"{last.provider}.{last.operation}",
-        about={name: value for name, value in about.items() if value is not None},
+        attributes={name: value for name, value in attributes.items() if value is not None},
         events=sort_events(events),
-        place=_to_location(last, key),
+        location=_to_location(last, key),
     )
 
 
@@ -258,9 +258,9 @@ def _to_event(attempt: _StoredAttempt, quota: dict[str, Value]) -> HistoryEvent:
         values["http status"] = attempt.status
     return HistoryEvent(
         at=attempt.at.timestamp(),
-        what=f"attempt {attempt.number} of {attempt.max_attempts}",
-        verdict=attempt.outcome,
-        words=attempt.reason or "",
+        event=f"attempt {attempt.number} of {attempt.max_attempts}",
+        result=attempt.outcome,
+        details=attempt.reason or "",
         values=values,
     )
 
@@ -269,8 +269,8 @@ def _to_override_event(time: datetime, action: str, until: datetime | None, call
     values: dict[str, Value] = {} if calls is None else {"calls": calls}
     return HistoryEvent(
         at=time.timestamp(),
-        what="operator action",
-        words=action if until is None else f"{action} until {_format_time(until)}",
+        event="operator action",
+        details=action if until is None else f"{action} until {_format_time(until)}",
         values=values,
     )
 
@@ -290,23 +290,21 @@ def _to_location(last: _StoredAttempt, key: tuple[Any, ...] | None) -> Location:
     since = last.at.timestamp()
     state = _STATE_BY_OUTCOME.get(last.outcome, WorkState.FAILED)
     if key is None:
-        return Location(state=state, since=since, words=last.reason or "")
+        return Location(state=state, since=since, details=last.reason or "")
     key_state, until, outcome_unknown, is_current = key
     if key_state == "in_flight" and is_current:
-        return Location(state=WorkState.RUNNING, since=since, until=until.timestamp(), words="the call is in flight")
+        return Location(state=WorkState.RUNNING, since=since, until=until.timestamp(), details="call in flight")
     if state is not WorkState.SUCCEEDED and (outcome_unknown or key_state in {"in_flight", "unknown"}):
-        detail = "outcome unknown: the provider may have carried out the call; retry it with the same payload"
+        detail = "the provider may have carried out the call; retry with the same payload"
         return Location(
-            state=WorkState.UNKNOWN, since=since, until=until.timestamp() if is_current else None, words=detail
+            state=WorkState.UNKNOWN, since=since, until=until.timestamp() if is_current else None, details=detail
         )
-    detail = (
-        f"its result is kept until {_format_time(until)}" if key_state == "done" and is_current else last.reason or ""
-    )
-    return Location(state=state, since=since, words=detail)
+    detail = f"result kept until {_format_time(until)}" if key_state == "done" and is_current else last.reason or ""
+    return Location(state=state, since=since, details=detail)
 
 
 def _to_dead_letter_history(row: _StoredDeadLetter) -> History:
-    about: dict[str, Value | None] = {
+    attributes: dict[str, Value | None] = {
         "tenant": row.tenant,
         "capability": row.capability,
         "task": row.task,
@@ -315,16 +313,16 @@ def _to_dead_letter_history(row: _StoredDeadLetter) -> History:
         "attempts": row.attempts,
     }
     occurred_at, message = row.at.timestamp(), f"{row.error_type}: {row.message}"
-    events = [HistoryEvent(at=occurred_at, what="dead letter", verdict=row.reason, words=message)]
+    events = [HistoryEvent(at=occurred_at, event="dead letter", result=row.reason, details=message)]
     if row.published_at is not None:
-        events.append(HistoryEvent(at=row.published_at.timestamp(), what="published", words="to queue.deadletter"))
+        events.append(HistoryEvent(at=row.published_at.timestamp(), event="published", details="to queue.deadletter"))
     return History(
         kind=WorkKind.CALL,
         id=row.correlation,
         where=f"{row.provider}.{row.operation}" if row.provider and row.operation else row.task,
-        about={name: value for name, value in about.items() if value is not None},
+        attributes={name: value for name, value in attributes.items() if value is not None},
         events=sort_events(events),
-        place=Location(state=WorkState.DEAD, since=occurred_at, handle=str(row.number), words=row.reason),
+        location=Location(state=WorkState.DEAD, since=occurred_at, handle=str(row.number), details=row.reason),
     )
 
 

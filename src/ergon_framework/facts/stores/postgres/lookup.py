@@ -129,9 +129,9 @@ def _to_history(row: _TracedFactRow, readers: Sequence[Sequence[Any]]) -> Histor
     }
     attributes |= {f"reader {name}": _describe_distance(row.offset, offset) for name, offset, _ in readers}
     stored_at = (row.kept_at if row.stored_at is None else row.stored_at) / 1000
-    events = [] if row.produced_at is None else [HistoryEvent(at=row.produced_at / 1000, what="produced")]
+    events = [] if row.produced_at is None else [HistoryEvent(at=row.produced_at / 1000, event="produced")]
     event_name = "forwarded" if row.forwarded else "stored"
-    events.append(HistoryEvent(at=stored_at, what=event_name, words=f"at offset {row.offset}"))
+    events.append(HistoryEvent(at=stored_at, event=event_name, details=f"at offset {row.offset}"))
     events += [
         _to_event(name, confirmed_at)
         for name, offset, confirmed_at in readers
@@ -142,26 +142,26 @@ def _to_history(row: _TracedFactRow, readers: Sequence[Sequence[Any]]) -> Histor
         kind=WorkKind.FACT,
         id=row.message_id,
         where=f"{row.from_zone} to {row.to_zone}",
-        about={name: value for name, value in attributes.items() if value is not None},
+        attributes={name: value for name, value in attributes.items() if value is not None},
         events=tuple(sorted(events, key=lambda event: event.at or 0.0)),
-        place=Location(
+        location=Location(
             state=WorkState.DROPPED if is_dropped else WorkState.STORED,
             since=stored_at,
-            words=_describe_readers(row.offset, readers),
+            details=_describe_readers(row.offset, readers),
         ),
     )
 
 
 def _describe_distance(offset: int, confirmed: int) -> str:
-    return "has confirmed it" if confirmed >= offset else f"is {offset - confirmed} facts behind it, at {confirmed}"
+    return "confirmed" if confirmed >= offset else f"{offset - confirmed} behind, at offset {confirmed}"
 
 
 def _to_event(name: str, confirmed_at: datetime) -> HistoryEvent:
-    return HistoryEvent(at=confirmed_at.timestamp(), what="confirmed", words=f"by {name}")
+    return HistoryEvent(at=confirmed_at.timestamp(), event="confirmed", details=f"by {name}")
 
 
 def _describe_readers(offset: int, readers: Sequence[Sequence[Any]]) -> str:
     if not readers:
-        return "no reader of these zones is registered here"
+        return "no reader of these zones is registered"
     confirmed_count = sum(confirmed >= offset for _, confirmed, _ in readers)
-    return f"{confirmed_count} of {len(readers)} readers have confirmed it"
+    return f"confirmed by {confirmed_count} of {len(readers)} readers"
