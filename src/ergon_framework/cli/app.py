@@ -11,7 +11,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
-from ergon_framework.cli.run import LogLevel, Options, run_task
+from ergon_framework.cli.options import Config, ProbeFile, ProbePort
+from ergon_framework.cli.run import LogLevelOption, Options, run_task
 from ergon_framework.runner.settings import MAX_PROCESSES
 
 #: Command groups; each is in the module of its name.
@@ -25,7 +26,17 @@ LAZY_COMMANDS: Final = (*SINGLE_COMMANDS, *COMMAND_GROUPS)
 _MAX_SUMMARY_CHARS: Final = 1_000
 
 
-class LazyCommandGroup(TyperGroup):
+class CommandGroup(TyperGroup):
+    """A group whose help lists each command with its whole first sentence instead of a truncated one."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        summaries = [(name, each.get_short_help_str(_MAX_SUMMARY_CHARS)) for name, each in commands if each is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(summaries)
+
+
+class LazyCommandGroup(CommandGroup):
     """All commands; most are imported on first use, because a worker starts without any of them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -34,14 +45,16 @@ class LazyCommandGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in LAZY_COMMANDS and cmd_name not in self.commands:
             typer_app = getattr(import_module(f"ergon_framework.cli.{MODULES.get(cmd_name, cmd_name)}"), cmd_name)
+            _set_group_class(typer_app)
             self.add_command(get_group(typer_app) if cmd_name in COMMAND_GROUPS else get_command(typer_app), cmd_name)
         return super().get_command(ctx, cmd_name)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """List each command with its whole first sentence instead of a truncated one."""
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, command.get_short_help_str(_MAX_SUMMARY_CHARS)) for name, command in commands])
+
+def _set_group_class(typer_app: typer.Typer) -> None:
+    typer_app.info.cls = CommandGroup
+    for group in typer_app.registered_groups:
+        if group.typer_instance is not None:
+            _set_group_class(group.typer_instance)
 
 
 app = typer.Typer(
@@ -77,39 +90,36 @@ def run(
     task: Annotated[str, typer.Argument(metavar="MODULE:TASK", help="Task to run, for example app:charge.")],
     *,
     processes: Annotated[
-        int | None, typer.Option(min=1, max=MAX_PROCESSES, help="Number of processes. Default: 1.")
+        int | None,
+        typer.Option(min=1, max=MAX_PROCESSES, metavar="N", show_default="1", help="Number of processes."),
     ] = None,
-    streaming: Annotated[bool, typer.Option("--streaming", help="Continue when the queue is empty.")] = False,
-    once: Annotated[
-        bool, typer.Option("--once", help="Stop when the queue is empty. Default of both: the policy.")
+    streaming: Annotated[
+        bool, typer.Option("--streaming", show_default="policy", help="Continue when the queue is empty.")
     ] = False,
+    once: Annotated[bool, typer.Option("--once", show_default="policy", help="Stop when the queue is empty.")] = False,
     limit: Annotated[
-        int | None, typer.Option(min=0, help="Maximum number of transactions to start in each process.")
+        int | None, typer.Option(min=0, metavar="N", help="Maximum number of transactions to start in each process.")
     ] = None,
     policy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Policy file in TOML or JSON; replaces the task's policy.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-    ] = None,
-    probe_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="Serve /live, /ready and /metrics on this port; 0 selects a free port."),
-    ] = None,
-    probe_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the health to this file periodically.")
-    ] = None,
+    config: Config = None,
+    probe_port: ProbePort = None,
+    probe_file: ProbeFile = None,
     source: Annotated[
-        str | None,
-        typer.Option("--input", metavar="FILE", help="JSON lines for a producer. Default: standard input."),
+        str | None, typer.Option("--input", metavar="FILE", show_default="stdin", help="JSON lines for a producer.")
     ] = None,
-    log_level: Annotated[LogLevel | None, typer.Option(help="Minimum log level. Default: info.")] = None,
+    log_level: LogLevelOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as one line of JSON at the end.")] = False,
 ) -> None:
     """Run a task until its queue or input is empty, its limit is reached, or a signal arrives.
 
     After SIGTERM or Ctrl-C running work may finish within the policy's loop.drain_timeout; a second signal stops it
     immediately.
+
+    Exit codes: 0 ended cleanly, 1 the run failed, 2 invalid task, option or configuration; nothing was fetched,
+    3 loop.timeout reached, 4 handlers still running or outcomes unsettled; the queue redelivers them, 5 worker
+    processes exited too often soon after their start, 70 still running after the grace period; the process was ended.
 
     Example: ergon run app:charge --streaming
     """

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ergon_framework.cli.dlq_view import format_time, sanitize
-from ergon_framework.cli.options import parse_time
+from ergon_framework.cli.options import TIME_FORMS, Config, JsonLines, parse_time
 from ergon_framework.cli.output import explain_error
 from ergon_framework.database import extras
 from ergon_framework.errors import ErgonError, error_message
@@ -45,22 +45,19 @@ def audit_() -> None:
 @audit.command("list")
 def list_(
     *,
-    action: Annotated[str | None, typer.Option(help="Only this action, for example dlq.replay or pause.")] = None,
-    name: Annotated[str | None, typer.Option(help="Only this queue, task, entry or provider.")] = None,
-    actor: Annotated[str | None, typer.Option(help="Only actions of this operator.")] = None,
+    action: Annotated[
+        str | None, typer.Option(metavar="ACTION", help="Only this action, for example dlq.replay or pause.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only actions on this queue, task, cron entry or provider.")
+    ] = None,
+    actor: Annotated[str | None, typer.Option(metavar="NAME", help="Only actions of this operator.")] = None,
     since: Annotated[
-        float | None,
-        typer.Option(
-            parser=parse_time,
-            metavar="TIME",
-            help="Start time: an ISO time (UTC unless it has an offset) or an age such as 90s, 15m, 2h, 7d.",
-        ),
+        float | None, typer.Option(parser=parse_time, metavar="TIME", help=f"Only actions since {TIME_FORMS}.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of actions to show.")] = 50,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Maximum number of actions to show.")] = 50,
+    config: Config = None,
+    json: JsonLines = False,
 ) -> None:
     """List replays, discards, edits, pauses, resumes, kills, overrides and other actions, newest first.
 

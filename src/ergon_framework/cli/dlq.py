@@ -10,7 +10,17 @@ import typer
 from ergon_framework.cli.dlq_edit import EditRequest, PayloadEdit, edit_dead_letter
 from ergon_framework.cli.dlq_move import MoveRequest, list_dead, move_dead, show_dead
 from ergon_framework.cli.dlq_view import DlqExit
-from ergon_framework.cli.options import Actor, Reason, add_filter_options, parse_rate, resolve_actor_name
+from ergon_framework.cli.options import (
+    Actor,
+    Json,
+    JsonLines,
+    Reason,
+    Yes,
+    add_filter_options,
+    duration_option,
+    parse_rate,
+    resolve_actor_name,
+)
 from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.errors import ConfigurationError, error_message
 
@@ -30,11 +40,13 @@ TargetName = Annotated[
 ]
 Payload = Annotated[bool, typer.Option("--payload", help="Show payloads and headers too; they may be confidential.")]
 All = Annotated[bool, typer.Option("--all", help="Select all dead letters instead of using filters.")]
-MaxLetters = Annotated[int | None, typer.Option(min=1, help="Maximum number of dead letters to select, oldest first.")]
-Batch = Annotated[int, typer.Option(min=1, max=1000, help="Number of dead letters per batch.")]
+MaxLetters = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Maximum number of dead letters to select, oldest first.")
+]
+Batch = Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Number of dead letters per batch.")]
 Rate = Annotated[
     float | None,
-    typer.Option(parser=parse_rate, metavar="N/s", help="Maximum rate, for example 50/s, 300/m or 1000/h."),
+    typer.Option(parser=parse_rate, metavar="RATE", help="Maximum rate, for example 50/s, 300/m or 1000/h."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the number of matches by dead-letter reason.")]
 
@@ -45,13 +57,15 @@ def list_(
     where: TargetName,
     *,
     query: DeadLetterQuery,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Maximum number of dead letters to show.")] = 50,
+    limit: Annotated[
+        int, typer.Option(min=1, max=100_000, metavar="N", help="Maximum number of dead letters to show.")
+    ] = 50,
     payload: Payload = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    json: JsonLines = False,
 ) -> None:
     """List dead letters, oldest first; with filters, those that match all filters.
 
-    Exit codes: 0 listed, 1 the broker did not answer, 2 the command line is invalid.
+    Exit codes: 0 listed, 1 broker unavailable, 2 invalid option or configuration.
 
     Example: ergon dlq list app:orders --dead-letter-reason declined --since 2h
     """
@@ -64,11 +78,11 @@ def show(
     transaction: Annotated[str, typer.Argument(metavar="ID", help="Transaction id.")],
     *,
     payload: Payload = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    json: JsonLines = False,
 ) -> None:
     """Show all details of the dead letters of one transaction.
 
-    Exit codes: 0 shown, 1 not found or the broker did not answer, 2 the command line is invalid.
+    Exit codes: 0 shown, 1 not found, or broker unavailable, 2 invalid option or configuration.
 
     Example: ergon dlq show app:orders order-3 --payload
     """
@@ -86,24 +100,30 @@ def replay(
     batch: Batch = 100,
     rate: Rate = None,
     canary: Annotated[
-        int, typer.Option(min=0, max=1000, help="Number to replay first; the rest follows only if these succeed.")
+        int,
+        typer.Option(
+            min=0,
+            max=1000,
+            metavar="N",
+            help="Number of dead letters to replay first; the rest follows if at most --max-failed of them fail.",
+        ),
     ] = 0,
-    max_failed: Annotated[int, typer.Option(min=0, help="Maximum number of canary failures.")] = 0,
-    canary_wait: Annotated[
-        float, typer.Option(min=0, max=86400, metavar="SECONDS", help="Timeout of the canary.")
-    ] = 60.0,
+    max_failed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Maximum number of failed transactions of the canary.")
+    ] = 0,
+    canary_wait: Annotated[float, duration_option("Timeout of the canary.", minimum=0, maximum=86_400)] = "60s",  # type: ignore[assignment]  # typer parses the default too
     actor: Actor = "",
     reason: Reason = "",
     dry_run: DryRun = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
 ) -> None:
-    """Replay dead letters into their queue with the same id and correlation and a new attempt count.
+    """Replay dead letters into their queue with the same id and correlation, and the attempt count reset.
 
     The command selects the dead letters that exist at its start, oldest first, and ignores later ones. After Ctrl-C or
     a crash each transaction is either in the dead-letter queue or in the queue: run the command again to continue.
 
-    Exit codes: 0 all replayed, 1 some failed or the broker did not answer, 2 the command line is invalid, 3 stopped
-    by the canary, 130 stopped by a signal.
+    Exit codes: 0 all replayed, 1 some failed, or broker unavailable, 2 invalid option or configuration, 3 stopped by
+    the canary, 130 stopped by a signal.
 
     Example: ergon dlq replay app:orders --dead-letter-reason step_timeout --canary 5 --rate 50/s
     """
@@ -131,7 +151,7 @@ def edit(
     transaction: Annotated[str, typer.Argument(metavar="ID", help="Transaction id.")],
     *,
     file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Corrected payload in JSON. Default: open an editor.")
+        Path | None, typer.Option(metavar="FILE", show_default="open an editor", help="Corrected payload in JSON.")
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -139,32 +159,35 @@ def edit(
             "--set", metavar="PATH=VALUE", help="Value to set: items.0.price=12.5 or /items/0/price=12.5; repeatable."
         ),
     ] = None,
-    new_keys: Annotated[bool, typer.Option("--new-keys", help="Allow --set to add missing keys.")] = False,
-    entry: Annotated[str | None, typer.Option(help="Entry to correct, if several dead letters have this id.")] = None,
+    allow_new_keys: Annotated[bool, typer.Option("--allow-new-keys", help="Allow --set to add missing keys.")] = False,
+    entry: Annotated[
+        str | None,
+        typer.Option(metavar="ENTRY", help="Entry, as in ergon dlq list, if several dead letters have this id."),
+    ] = None,
     task: Annotated[
         str | None, typer.Option(metavar="MODULE:TASK", help="Reject a payload that does not match this task.")
     ] = None,
     actor: Actor = "",
     reason: Reason = "",
-    values: Annotated[
-        bool, typer.Option("--values", help="Record and show old and new values; they may be confidential.")
+    show_values: Annotated[
+        bool, typer.Option("--show-values", help="Record and show old and new values; they may be confidential.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would change.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    json: Json = False,
 ) -> None:
-    """Correct the payload of a dead letter and replay it with the same id and correlation and a new attempt count.
+    """Correct the payload of a dead letter and replay it with the same id, and the attempt count reset.
 
     The history of the transaction records the operator, the time and the changed values. Effects of the old values are
     not undone: a provider call or a fact with a changed payload raises a conflict error that names the call or fact.
     After a crash the old dead letter may exist next to the corrected transaction; at least one of the two exists.
 
-    Exit codes: 0 replayed, 1 not found or the broker did not answer, 2 the command line is invalid, nothing was
-    changed, or the payload does not match the task.
+    Exit codes: 0 replayed, 1 not found, or broker unavailable, 2 invalid option or configuration, unchanged payload, or
+    payload rejected by the task; after 1 and 2 the dead letter is unchanged.
 
     Example: ergon dlq edit app:charge order-3 --set customer.zip=10115
     """
     try:
-        payload_edit = PayloadEdit(file, set_ or (), new_keys=new_keys)
+        payload_edit = PayloadEdit(file, set_ or (), new_keys=allow_new_keys)
     except ConfigurationError as error:
         typer.echo(f"ergon: {error_message(error)}", err=True)
         raise typer.Exit(DlqExit.USAGE) from None
@@ -175,7 +198,7 @@ def edit(
         actor=resolve_actor_name(actor),
         reason=reason,
         task=task,
-        show_values=values,
+        show_values=show_values,
         dry_run=dry_run,
         as_json=json,
     )
@@ -192,7 +215,7 @@ def discard(
     limit: MaxLetters = None,
     batch: Batch = 100,
     rate: Rate = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Skip confirmation.")] = False,
+    yes: Yes = False,
     actor: Actor = "",
     reason: Reason = "",
     dry_run: DryRun = False,
@@ -200,8 +223,8 @@ def discard(
 ) -> None:
     """Delete dead letters permanently.
 
-    Exit codes: 0 all discarded, 1 some failed or the broker did not answer, 2 the command line is invalid or the
-    confirmation was declined, 130 stopped by a signal.
+    Exit codes: 0 all discarded, 1 some failed, or broker unavailable, 2 invalid option or configuration, or
+    confirmation declined, 130 stopped by a signal.
 
     Example: ergon dlq discard app:orders --type newsletter --until 30d --yes
     """

@@ -169,7 +169,7 @@ def _resolve_key(container: Any, key: str, path: str, *, new_keys: bool) -> Any:
             if close_matches
             else f"there are {', '.join(map(repr, container))[:200] or 'no keys'}"
         )
-        remedy = "to add a key, pass --new-keys"
+        remedy = "to add a key, pass --allow-new-keys"
     else:
         available = f"there is {f'a list of {len(container)}' if isinstance(container, list) else 'a scalar value'}"
         remedy = "to change the shape of the payload, pass --file FILE"

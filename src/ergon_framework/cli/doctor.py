@@ -28,6 +28,7 @@ from ergon_framework.cli.doctor_targets import (
     target_from_name,
     targets_from_settings,
 )
+from ergon_framework.cli.options import Config, Json, duration_option
 from ergon_framework.cli.output import configure_logging
 from ergon_framework.diagnostics import Diagnostic, DocPage, Severity, WallClock
 from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError, MissingExtraError, error_message
@@ -266,16 +267,14 @@ def doctor_(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODULE:NAME]...",
+            metavar="MODULE:NAME",
             help="Also check a task with its queue, policy and executors, a connector, or a fact boundary.",
         ),
     ] = None,
     *,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-    ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, max=600, metavar="SECONDS", help="Timeout of each check.")] = 15.0,
-    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    config: Config = None,
+    timeout: Annotated[float, duration_option("Timeout of each check.", minimum=0.1, maximum=600)] = "15s",  # type: ignore[assignment]  # typer parses the default too
+    json: Json = False,
 ) -> None:
     """Check configuration, connections and brokers, and suggest fixes.
 
@@ -283,8 +282,8 @@ def doctor_(
     clocks and permissions of the database, the queues, and the servers of RabbitMQ, NATS and Redis. Nothing is created,
     moved or changed, and no credential is shown.
 
-    Exit codes: 0 no problems, 1 errors found, 2 the command line is invalid, 3 warnings only.
+    Exit codes: 0 no problems, 1 errors found, 2 invalid option, 3 warnings only.
 
-    Example: ergon doctor app:charge --timeout 5
+    Example: ergon doctor app:charge --timeout 5s
     """
     raise typer.Exit(run_doctor(names or (), config=config, timeout=timeout, as_json=json))

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from ergon_framework.cli.options import duration_option
 from ergon_framework.cli.output import configure_logging
-from ergon_framework.cli.run import LogLevel
+from ergon_framework.cli.run import LogLevelOption
 from ergon_framework.diagnostics import DocPage
 from ergon_framework.errors import ConfigurationError, error_message
 from ergon_framework.executors.runtime import Runtime
@@ -114,13 +115,18 @@ def run(
     handlers: Annotated[
         str, typer.Option(metavar="MODULE:REGISTRY", help="Registry of handlers, for example app:registry.")
     ],
-    grace: Annotated[float, typer.Option(min=0, max=3600, metavar="SECONDS", help="Grace period after SIGTERM.")] = 5.0,
-    log_level: Annotated[LogLevel | None, typer.Option(help="Minimum log level. Default: info.")] = None,
+    grace: Annotated[
+        float, duration_option("Time for the running handler after SIGTERM.", minimum=0, maximum=3600)
+    ] = "5s",  # type: ignore[assignment]  # typer parses the default too
+    log_level: LogLevelOption = None,
 ) -> None:
     """Read requests from stdin, one per line, and write an outcome for each to stdout.
 
     The executor exits after the last outcome when stdin is closed, immediately when the parent process has ended, and
     after SIGTERM, which cancels the running handler. Output of handlers goes to stderr.
+
+    Exit codes: 0 ended cleanly, 2 invalid option, configuration or registry, 70 still running after --grace, or second
+    signal, or parent ended.
 
     Example: ergon executor run --handlers app:registry
     """
@@ -129,14 +135,12 @@ def run(
 
 @executor.command()
 def check(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="Command that starts the executor.")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Command that starts the executor.")],
     *,
     timeout: Annotated[
         float,
-        typer.Option(
-            min=0.1, max=600, metavar="SECONDS", help="Timeout of each check, including the executor's start."
-        ),
-    ] = 10.0,
+        duration_option("Timeout of each check, including the executor's start.", minimum=0.1, maximum=600),
+    ] = "10s",  # type: ignore[assignment]  # typer parses the default too
     only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check; repeatable.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as one line of JSON.")] = False,
 ) -> None:
@@ -145,7 +149,7 @@ def check(
     The suite starts the executor repeatedly. The executor must have the eight test handlers conformance.echo,
     conformance.fail and so on, which the page "Executors in your language" of the documentation describes.
 
-    Exit codes: 0 passed, 1 at least one check failed, 2 the executor cannot be started.
+    Exit codes: 0 passed, 1 at least one check failed, 2 invalid option, or executor not started.
 
     Example: ergon executor check -- node executor.mjs
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +10,21 @@ import typer
 
 from ergon_framework.cli import facts_commands as work
 from ergon_framework.cli import facts_run as serving
-from ergon_framework.cli.facts_epoch import epoch
+from ergon_framework.cli.facts_epoch import FromZone, SideOption, ToZone, epoch
 from ergon_framework.cli.facts_run import replicate
-from ergon_framework.cli.job import parse_time
-from ergon_framework.cli.options import Actor, parse_size
-from ergon_framework.cli.provider import parse_duration
+from ergon_framework.cli.options import (
+    TIME_FORMS,
+    Actor,
+    Config,
+    Json,
+    JsonLines,
+    ProbePort,
+    Yes,
+    duration_option,
+    parse_size,
+    parse_time,
+    resolve_actor_name,
+)
 from ergon_framework.facts.model import BoundarySide, ObjectName, ZonePair
 from ergon_framework.facts.policy import RetentionPolicy
 
@@ -30,7 +40,8 @@ Cert = Annotated[
     typer.Option("--tls-cert", envvar="ERGON_FACTS_TLS_CERT", metavar="FILE", help="Certificate, PEM."),
 ]
 Key = Annotated[
-    Path, typer.Option("--tls-key", envvar="ERGON_FACTS_TLS_KEY", metavar="FILE", help="Private key, PEM, no password.")
+    Path,
+    typer.Option("--tls-key", envvar="ERGON_FACTS_TLS_KEY", metavar="FILE", help="Private key, PEM, without password."),
 ]
 Authorities = Annotated[
     Path, typer.Option("--tls-ca", envvar="ERGON_FACTS_TLS_CA", metavar="FILE", help="Trusted authorities, PEM.")
@@ -40,35 +51,42 @@ Server = Annotated[
 ]
 ServerName = Annotated[
     str | None,
-    typer.Option(envvar="ERGON_FACTS_SERVER_NAME", help="Name in the server certificate, if it differs from HOST."),
+    typer.Option(
+        envvar="ERGON_FACTS_SERVER_NAME",
+        metavar="NAME",
+        show_default="HOST",
+        help="Name in the server certificate.",
+    ),
 ]
-Timeout = Annotated[float, typer.Option(parser=parse_duration, metavar="TIME", help="Timeout of one call: 10s, 2m.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
-JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
-FromZone = Annotated[str, typer.Option("--from", metavar="ZONE", help="Zone that the facts come from.")]
-ToZone = Annotated[str, typer.Option("--to", metavar="ZONE", help="Zone that the facts are for.")]
-Reader = Annotated[str, typer.Option(help="Name of the durable cursor; reading registers the reader.")]
+Timeout = Annotated[float, duration_option("Timeout of one call.")]
+Reader = Annotated[
+    str, typer.Option(metavar="NAME", help="Reader; registered on first use, and then delays retention until retired.")
+]
 Bucket = Annotated[str, typer.Argument(metavar="BUCKET", help="Bucket of the artifact.")]
 ArtifactKey = Annotated[str, typer.Argument(metavar="KEY", help="Key in the bucket.")]
 OwnerZone = Annotated[
-    str, typer.Option("--zone", metavar="ZONE", help="Zone that owns the artifact. Default: the service's zone.")
+    str, typer.Option("--zone", metavar="ZONE", show_default="service's zone", help="Zone that owns the artifact.")
 ]
 FromOffset = Annotated[
     int | None, typer.Option(min=1, metavar="OFFSET", help="Read again from this offset; the cursor does not move.")
 ]
 Since = Annotated[
     datetime | None,
-    typer.Option(parser=parse_time, metavar="TIME", help="Read again from this time; an ISO time, UTC by default."),
+    typer.Option(
+        parser=lambda text: datetime.fromtimestamp(parse_time(text), UTC),
+        metavar="TIME",
+        help=f"Read again since {TIME_FORMS}.",
+    ),
 ]
 Confirm = Annotated[
-    bool, typer.Option("--confirm", help="Move the cursor after the printed facts. Default: they are read again.")
+    bool, typer.Option("--confirm", help="Move the cursor after the printed facts; otherwise they are read again.")
 ]
 
 
 @facts.command()
 def serve(
     *,
-    zone: Annotated[list[str], typer.Option(metavar="ZONE", help="Zone that this store belongs to; repeatable.")],
+    zone: Annotated[list[str], typer.Option(metavar="ZONE", help="Zone that the store belongs to; repeatable.")],
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Listen address; port 0 selects a free port.")],
     tls_cert: Cert,
     tls_key: Key,
@@ -76,17 +94,18 @@ def serve(
     store: Annotated[
         serving.StoreKind, typer.Option(help="Storage of the facts; memory loses them at exit.")
     ] = serving.StoreKind.POSTGRES,
-    side: Annotated[BoundarySide, typer.Option(help="Side of the boundary.")] = BoundarySide.INNER,
-    contents: Annotated[
+    side: SideOption = BoundarySide.INNER,
+    artifact_dir: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Folder for artifacts, with --store postgres.")
     ] = None,
     accept_loss: Annotated[
-        bool, typer.Option("--accept-loss", help="Serve even if a power loss may lose confirmed facts.")
+        bool,
+        typer.Option("--accept-loss", help="Serve from memory, or a database that may lose commits at a power loss."),
     ] = False,
     max_facts: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum number of retained facts.")] = None,
     max_bytes: Annotated[
         int | None,
-        typer.Option(parser=parse_size, metavar="SIZE", help="Maximum bytes of facts and artifacts: 500MB, 2GiB."),
+        typer.Option(parser=parse_size, metavar="SIZE", help="Maximum size of facts and artifacts: 500MB, 2GiB."),
     ] = None,
     max_readers: Annotated[
         int, typer.Option(min=1, metavar="N", help="Maximum number of readers per other zone.")
@@ -94,23 +113,12 @@ def serve(
     max_uploads: Annotated[
         int, typer.Option(min=1, metavar="N", help="Maximum number of concurrent uploads per zone.")
     ] = 16,
-    keep_uploads: Annotated[
-        float,
-        typer.Option(
-            parser=parse_duration, metavar="TIME", help="Time during which an interrupted upload can be resumed."
-        ),
-    ] = "1h",  # type: ignore[assignment]  # typer parses the default too
+    keep_uploads: Annotated[float, duration_option("Time for which an interrupted upload can be resumed.")] = "1h",  # type: ignore[assignment]  # typer parses the default too
     keep: Annotated[
         float | None,
-        typer.Option(
-            parser=parse_duration,
-            metavar="TIME",
-            help="Delete facts that are older and confirmed by all readers: 30d. Default: never.",
-        ),
+        duration_option("Delete older facts that all readers have confirmed.", show_default="keep all"),
     ] = None,
-    retention_interval: Annotated[
-        float, typer.Option(parser=parse_duration, metavar="TIME", help="Time between deletions, with --keep.")
-    ] = "1h",  # type: ignore[assignment]  # typer parses the default too
+    retention_interval: Annotated[float, duration_option("Interval between deletions, with --keep.")] = "1h",  # type: ignore[assignment]  # typer parses the default too
     revoked: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Certificates (PEM) and public-key=SHA256 entries to reject."),
@@ -119,44 +127,47 @@ def serve(
         Path | None, typer.Option(metavar="FILE", help="CRLs of the authorities in --tls-ca, as PEM or DER.")
     ] = None,
     max_connections: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Maximum concurrent connections. Default: 4000.")
+        int | None,
+        typer.Option(min=1, metavar="N", show_default="4000", help="Maximum number of concurrent connections."),
     ] = None,
     max_caller_connections: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Maximum connections per identity. Default: 400.")
+        int | None,
+        typer.Option(min=1, metavar="N", show_default="400", help="Maximum number of connections per identity."),
     ] = None,
     max_address_connections: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Maximum connections per address without identity. Default: 500."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default="500",
+            help="Maximum number of unauthenticated connections per address.",
+        ),
     ] = None,
-    handshake_timeout: Annotated[
-        float | None, typer.Option(parser=parse_duration, metavar="TIME", help="Timeout of a handshake. Default: 5s.")
-    ] = None,
+    handshake_timeout: Annotated[float | None, duration_option("Timeout of a handshake.", show_default="5s")] = None,
     max_calls: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Maximum concurrent calls. Default: 1000.")
+        int | None, typer.Option(min=1, metavar="N", show_default="1000", help="Maximum number of concurrent calls.")
     ] = None,
     max_caller_calls: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Maximum concurrent calls per identity. Default: 200.")
+        int | None,
+        typer.Option(min=1, metavar="N", show_default="200", help="Maximum number of concurrent calls per identity."),
     ] = None,
     max_caller_streams: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Maximum concurrent streams per identity. Default: 100.")
+        int | None,
+        typer.Option(min=1, metavar="N", show_default="100", help="Maximum number of concurrent streams per identity."),
     ] = None,
     max_caller_bytes: Annotated[
         int | None,
         typer.Option(
-            parser=parse_size, metavar="SIZE", help="Maximum request bytes in flight per identity. Default: 64MiB."
+            parser=parse_size,
+            metavar="SIZE",
+            show_default="64MiB",
+            help="Maximum size of the requests in flight per identity.",
         ),
     ] = None,
     compression: Annotated[bool, typer.Option("--compression", help="Accept compressed messages.")] = False,
-    grace: Annotated[
-        float, typer.Option(parser=parse_duration, metavar="TIME", help="Time for running calls after SIGTERM.")
-    ] = "10s",  # type: ignore[assignment]  # typer parses the default too
-    probe_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="Serve /live, /ready and /metrics on this port; 0 selects a free port."),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-    ] = None,
+    grace: Annotated[float, duration_option("Time for running calls after SIGTERM.")] = "10s",  # type: ignore[assignment]  # typer parses the default too
+    probe_port: ProbePort = None,
+    config: Config = None,
 ) -> None:
     """Serve a boundary over mutual TLS until SIGTERM or Ctrl-C.
 
@@ -164,13 +175,14 @@ def serve(
     Certificates, keys and the revocation list are reloaded when they change. The database address is read from
     ERGON_POSTGRES__DSN or from postgres.dsn of ergon.toml. The first line of output is the listen address.
 
-    A store with --max-facts or --max-bytes rejects what exceeds the limit and loses nothing. Bytes of incomplete
-    uploads count; an artifact that is too large is rejected before its first byte is sent. With --keep the store
+    A store with --max-facts or --max-bytes rejects data beyond the limit; stored data is kept. Incomplete uploads
+    count; an artifact that is too large is rejected before its first byte is sent. With --keep the store
     deletes older facts after every registered reader has confirmed them, and artifacts that no fact references.
 
-    Exit codes: 0 stopped cleanly, 2 startup failed: invalid option, address in use, or store not durable.
+    Exit codes: 0 stopped cleanly, 2 startup failed: invalid option or configuration, address in use, database
+    unavailable, or store not durable.
 
-    Example: ergon facts serve --zone "Plant A" --listen 0.0.0.0:7443 --contents /var/lib/ergon
+    Example: ergon facts serve --zone "Plant A" --listen 0.0.0.0:7443 --artifact-dir /var/lib/ergon
     """
     limits: dict[str, int | float | bool | None] = {
         "connections": max_connections,
@@ -191,7 +203,7 @@ def serve(
         authorities=tls_ca,
         store=store,
         side=side,
-        contents=contents,
+        contents=artifact_dir,
         accept_loss=accept_loss,
         revoked=revoked,
         crl=crl,
@@ -217,7 +229,9 @@ def append(
     *,
     from_zone: FromZone,
     to_zone: ToZone,
-    message_id: Annotated[str, typer.Option("--id", help="Id derived from the event; the same id is appended once.")],
+    message_id: Annotated[
+        str, typer.Option("--id", metavar="ID", help="Message id, derived from the event; an id is appended once.")
+    ],
     server: Server,
     tls_cert: Cert,
     tls_key: Key,
@@ -228,7 +242,7 @@ def append(
 ) -> None:
     """Append a fact and print its offset; appending it again returns the same offset.
 
-    Exit codes: 0 confirmed, 1 rejected, for example because the id belongs to another payload, 2 invalid option or
+    Exit codes: 0 confirmed, 1 rejected, for example because the id already stores a different fact, 2 invalid option or
     configuration, 3 service unavailable, outcome unknown: run the command again.
 
     Example: ergon facts append order:17 paid '{"total": 12.5}' --from "Plant A" --to HQ --id order-17-paid
@@ -251,7 +265,7 @@ def get(
     timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
     json: Json = False,
 ) -> None:
-    """Show the confirmation stored for a message id.
+    """Show the confirmation of a stored fact: offset, epoch and digest, without its content.
 
     Exit codes: 0 found, 1 not found or rejected, 2 invalid option or configuration, 3 service unavailable.
 
@@ -267,7 +281,9 @@ def fetch(
     from_zone: FromZone,
     to_zone: ToZone,
     reader: Reader,
-    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Maximum number of facts to read.")] = 100,
+    limit: Annotated[
+        int, typer.Option(min=1, max=1_000_000, metavar="N", help="Maximum number of facts to read.")
+    ] = 100,
     from_offset: FromOffset = None,
     since: Since = None,
     confirm: Confirm = False,
@@ -280,6 +296,9 @@ def fetch(
     json: JsonLines = False,
 ) -> None:
     """Read facts after the reader's cursor, or again from an offset or a time.
+
+    Reading registers the reader. A registered reader delays the deletion of facts until it confirms them (--confirm) or
+    is retired (ergon facts retire).
 
     Exit codes: 0 read, 1 rejected, 2 invalid option or configuration, 3 service unavailable: the printed facts were
     received but not confirmed.
@@ -310,7 +329,8 @@ def tail(
 ) -> None:
     """Print facts as they arrive until Ctrl-C; wait while the connection is lost.
 
-    Progress is shown on stderr while the reader catches up.
+    Reading registers the reader. A registered reader delays the deletion of facts until it confirms them (--confirm) or
+    is retired (ergon facts retire). Progress is shown on stderr while the reader catches up.
 
     Exit codes: 0 stopped by Ctrl-C or SIGTERM, 1 rejected, 2 invalid option or configuration.
 
@@ -338,8 +358,8 @@ def put(
 ) -> None:
     """Store a file permanently as an artifact and print its digest and size; resume an interrupted upload.
 
-    Exit codes: 0 stored, 1 rejected: the name belongs to other bytes, or the file changed during the upload, 2 invalid
-    option or configuration, 3 interrupted: run the command again.
+    Exit codes: 0 stored, 1 rejected: the name already stores different content, or the file changed during the upload,
+    2 invalid option or configuration, 3 interrupted: run the command again.
 
     Example: ergon facts put invoices 2026/17.pdf invoice.pdf
     """
@@ -353,7 +373,7 @@ def cat(
     key: ArtifactKey,
     *,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Output file. Default: stdout.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", show_default="stdout", help="Output file.")
     ] = None,
     server: Server,
     tls_cert: Cert,
@@ -365,10 +385,10 @@ def cat(
 ) -> None:
     """Print an artifact, or write it to a file that appears only when it is complete and verified.
 
+    An artifact that a fact of another zone references belongs to that zone: pass --zone.
+
     Exit codes: 0 complete and digest verified, 1 not found, lost or damaged, 2 invalid option or configuration,
     3 interrupted.
-
-    An artifact that a fact of another zone references belongs to that zone: pass --zone.
 
     Example: ergon facts cat invoices 2026/17.pdf -o invoice.pdf
     """
@@ -389,7 +409,7 @@ def lag(
 ) -> None:
     """Show the retained facts of each pair of zones and the unconfirmed facts of each reader.
 
-    A zone sees its own pairs, an operator sees all.
+    A zone's certificate shows its own pairs, an operator's certificate shows all.
 
     Exit codes: 0 shown, 1 rejected, 2 invalid option or configuration, 3 service unavailable.
 
@@ -405,7 +425,7 @@ def retire(
     *,
     from_zone: FromZone,
     to_zone: ToZone,
-    yes: Annotated[bool, typer.Option("--yes", help="Skip confirmation.")] = False,
+    yes: Yes = False,
     actor: Actor = "",
     server: Server,
     tls_cert: Cert,
@@ -417,16 +437,19 @@ def retire(
 ) -> None:
     """Remove a reader so that it no longer delays retention; its unread facts may then be deleted.
 
-    Requires an operator's certificate. The store records the time and the operator's name in the certificate.
+    Requires an operator's certificate. The store records the time and the name in the certificate, followed by --actor
+    in parentheses if it differs.
 
-    Exit codes: 0 retired, 1 unknown reader, declined or rejected, 2 invalid option or configuration, 3 service
-    unavailable.
+    Exit codes: 0 retired, 1 unknown reader, rejected, or confirmation declined, 2 invalid option or configuration,
+    3 service unavailable.
 
     Example: ergon facts retire old-ledger --from "Plant A" --to HQ
     """
     service = work.ServiceOptions(server, tls_cert, tls_key, tls_ca, server_name, timeout)
     raise typer.Exit(
-        work.retire(service, reader, ZonePair(from_zone, to_zone), actor=actor, confirmed=yes, as_json=json)
+        work.retire(
+            service, reader, ZonePair(from_zone, to_zone), actor=resolve_actor_name(actor), confirmed=yes, as_json=json
+        )
     )
 
 

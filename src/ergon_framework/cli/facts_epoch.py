@@ -11,30 +11,29 @@ from typing import Annotated, Any, Final
 import typer
 
 from ergon_framework.cli.facts_commands import FactsExit
-from ergon_framework.cli.options import Actor, Reason
+from ergon_framework.cli.options import Actor, Config, Json, JsonLines, Reason, Yes, resolve_actor_name
 from ergon_framework.database.extras import require_psycopg
-from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError, error_message
+from ergon_framework.errors import ConnectionLostError, ErgonError, error_message
 from ergon_framework.facts.errors import FactError
 from ergon_framework.facts.model import BoundarySide, Cursor, ZonePair
 from ergon_framework.runner.settings import database_dsn
 
 epoch: Final = typer.Typer(
-    help="Show, begin and adopt the epochs of a store; for operators, run against the store's database.",
+    help="List, start, adopt and accept epochs of a store, in the store's own database; for operators.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-SideOption = Annotated[BoundarySide, typer.Option("--side", help="Side of the boundary.")]
+FromZone = Annotated[str, typer.Option("--from", metavar="ZONE", help="Zone that the facts come from.")]
+ToZone = Annotated[str, typer.Option("--to", metavar="ZONE", help="Zone that the facts are for.")]
+SideOption = Annotated[
+    BoundarySide,
+    typer.Option("--side", help="Side of the boundary: inner keeps the buffers ESB and IFB, outer ISB and EFB."),
+]
 AcceptLoss = Annotated[
-    bool, typer.Option("--accept-loss", help="Continue even if a power loss may lose committed data.")
+    bool, typer.Option("--accept-loss", help="Accept a database that may lose commits at a power loss.")
 ]
-Config = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-]
-Yes = Annotated[bool, typer.Option("--yes", help="Skip confirmation.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
-JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 
 
 @epoch.command("list")
@@ -45,11 +44,11 @@ def list_(
     config: Config = None,
     json: JsonLines = False,
 ) -> None:
-    """Show the epochs known to the store, newest first, with operator, time and reason.
+    """List the epochs known to the store, newest first, with operator, time and reason.
 
     Epochs of other zones are included: forwarded facts keep the epoch of their origin.
 
-    Exit codes: 0 shown, 2 invalid option or configuration, 3 database unavailable.
+    Exit codes: 0 listed, 2 invalid option or configuration, 3 database unavailable.
 
     Example: ergon facts epoch list
     """
@@ -85,26 +84,27 @@ def new(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Begin a new epoch after the store was restored from a disk snapshot, which it cannot detect automatically.
+    """Start a new epoch after the store was restored from a disk snapshot.
 
-    Run it before anything is appended. Every reader of this store stops until an operator of its zone has compared
-    both stores and adopted the epoch. Operator, time and reason are stored in ergon.fact_epochs.
+    The store detects other restores automatically, but not this one. Run the command before anything is appended. Every
+    reader of the store stops until an operator has compared the stores and has adopted (replicators) or accepted
+    (consumers) the epoch. Operator, time and reason are stored in ergon.fact_epochs.
 
-    Exit codes: 0 begun, 1 declined or rejected, 2 invalid option or configuration, 3 database unavailable.
+    Exit codes: 0 started, 1 rejected, or confirmation declined, 2 invalid option or configuration, 3 database
+    unavailable.
 
-    Example: ergon facts epoch new --reason "disk of Tuesday put back" --actor ada
+    Example: ergon facts epoch new --reason "restored the snapshot of 2026-01-31" --actor ada
     """
 
     def work(store: Any) -> FactsExit:
-        _require_actor(actor)
         current_epoch = store.epoch
         prompt = (
             f"the store is in epoch {current_epoch}. After this, all its readers stop until an operator lets them "
-            "continue. Begin a new epoch?"
+            "continue. Start a new epoch?"
         )
         if not yes and not typer.confirm(prompt, err=True):
             return _report_unchanged()
-        new_epoch = store.new_epoch(by=actor, why=reason)
+        new_epoch = store.new_epoch(by=resolve_actor_name(actor), why=reason)
         typer.echo(
             jsons.dumps({"epoch": new_epoch, "was": current_epoch})
             if json
@@ -117,11 +117,13 @@ def new(
 
 @epoch.command()
 def adopt(
-    name: Annotated[str, typer.Argument(metavar="EPOCH", help="Current epoch of the origin.")],
+    name: Annotated[str, typer.Argument(metavar="EPOCH", help="Current epoch of the origin store.")],
     *,
-    from_zone: Annotated[str, typer.Option("--from", metavar="ZONE", help="Zone that the facts come from.")],
-    to_zone: Annotated[str, typer.Option("--to", metavar="ZONE", help="Zone that the facts are for.")],
-    offset: Annotated[int, typer.Option(min=0, help="Last offset here; both zones have the same facts up to it.")],
+    from_zone: FromZone,
+    to_zone: ToZone,
+    offset: Annotated[
+        int, typer.Option(min=0, metavar="OFFSET", help="Last offset of the forward buffer, equal in both stores.")
+    ],
     actor: Actor = "",
     yes: Yes = False,
     side: SideOption = BoundarySide.INNER,
@@ -129,18 +131,19 @@ def adopt(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Continue the facts of another zone in its new epoch, after checking that both zones have the same facts.
+    """Let replication continue in a new epoch of the origin store, after comparing both stores.
 
-    Run it where the forward buffer is. An offset other than the last one here is rejected. Restart the replicator
-    afterwards: it compares the last fact of the origin before it continues. ergon.fact_epochs stores the operator.
+    Run it against the database with the forward buffer, which holds the copied facts of the other zone. An --offset
+    that is not the last offset of this buffer is rejected. Restart the replicator afterwards: it compares the last
+    copied fact with the origin before it continues. Operator and time are stored in ergon.fact_epochs.
 
-    Exit codes: 0 adopted, 1 declined or rejected, 2 invalid option or configuration, 3 database unavailable.
+    Exit codes: 0 adopted, 1 rejected, or confirmation declined, 2 invalid option or configuration, 3 database
+    unavailable.
 
     Example: ergon facts epoch adopt 5f0c2d --from "Plant A" --to HQ --offset 4711 --side outer --actor ada
     """
 
     def work(store: Any) -> FactsExit:
-        _require_actor(actor)
         pair = ZonePair(from_zone, to_zone)
         end = store.last_offset(pair)
         end_text = "there are no facts" if end is None else f"the last fact here is {end.offset}, of epoch {end.epoch}"
@@ -150,7 +153,7 @@ def adopt(
         )
         if not yes and not typer.confirm(prompt, err=True):
             return _report_unchanged()
-        store.adopt_epoch(pair, Cursor(name, offset), by=actor)
+        store.adopt_epoch(pair, Cursor(name, offset), by=resolve_actor_name(actor))
         payload = {"epoch": name, "was": None if end is None else end.epoch, "offset": offset}
         typer.echo(jsons.dumps(payload) if json else f"facts from {from_zone} continue in epoch {name} after {offset}")
         return FactsExit.OK
@@ -161,21 +164,23 @@ def adopt(
 @epoch.command()
 def accept(
     *,
-    from_zone: Annotated[str, typer.Option("--from", metavar="ZONE", help="Zone that the facts come from.")],
-    to_zone: Annotated[str, typer.Option("--to", metavar="ZONE", help="Zone that the facts are for.")],
-    reader: Annotated[str, typer.Option(help="Consumer that is stopped.")] = "default",
+    from_zone: FromZone,
+    to_zone: ToZone,
+    reader: Annotated[str, typer.Option(metavar="NAME", help="Reader of the stopped consumer.")] = "default",
     yes: Yes = False,
     side: SideOption = BoundarySide.INNER,
     accept_loss: AcceptLoss = False,
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Let a consumer continue in a new epoch of this store, after checking what it has already handled.
+    """Let a consumer continue in a new epoch of the store that it reads, after comparing the handled facts.
 
-    Its cursor does not move. Its deferred facts become dead letters with the reason epoch_changed, because offsets
-    may refer to other facts now; some handled facts may be delivered again. Start the consumer afterwards.
+    The reader's cursor does not move. Deferred facts of the reader become dead letters with the reason epoch_changed,
+    because offsets may refer to other facts now; some handled facts may be delivered again. Start the consumer
+    afterwards.
 
-    Exit codes: 0 accepted, 1 declined or rejected, 2 invalid option or configuration, 3 database unavailable.
+    Exit codes: 0 accepted, 1 rejected, or confirmation declined, 2 invalid option or configuration, 3 database
+    unavailable.
 
     Example: ergon facts epoch accept --from "Plant A" --to HQ --reader ledger
     """
@@ -191,11 +196,6 @@ def accept(
         return FactsExit.OK
 
     raise typer.Exit(_run_with_store(work, side=side, accept_loss=accept_loss, config=config, as_json=json))
-
-
-def _require_actor(actor: str) -> None:
-    if not actor.strip():
-        raise ConfigurationError("an epoch change requires the name of the operator; pass --actor or set ERGON_ACTOR")
 
 
 def _report_unchanged() -> FactsExit:

@@ -24,8 +24,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ergon_framework.cli.options import Config, ProbeFile, ProbePort
 from ergon_framework.cli.output import catchup_progress, configure_logging
-from ergon_framework.cli.run import LogLevel
+from ergon_framework.cli.run import LogLevel, LogLevelOption
 from ergon_framework.database.extras import require_psycopg
 from ergon_framework.errors import ConfigurationError, ErgonError, error_message
 from ergon_framework.facts.capacity import CapacityMonitor, disk_usage, store_usage
@@ -49,23 +50,19 @@ def replicate(
         str, typer.Argument(metavar="MODULE:NAME", help="Replicators, or a function that creates them.")
     ],
     *,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-    ] = None,
-    probe_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="Serve /live, /ready and /metrics on this port; 0 selects a free port."),
-    ] = None,
-    probe_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the health to this file periodically.")
-    ] = None,
-    log_level: Annotated[LogLevel | None, typer.Option(help="Minimum log level. Default: info.")] = None,
+    config: Config = None,
+    probe_port: ProbePort = None,
+    probe_file: ProbeFile = None,
+    log_level: LogLevelOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print each final state as one line of JSON.")] = False,
 ) -> None:
     """Copy the facts of other zones into this zone until a signal arrives.
 
     After SIGTERM or Ctrl-C running calls may finish; a second signal stops them immediately. Missing facts are copied
     after the next start: the replicator keeps no state outside the stores.
+
+    Exit codes: 0 stopped cleanly, 1 a replicator failed, 2 invalid option, configuration or replicators, 70 calls still
+    running after the grace period; the process was ended.
 
     Example: ergon facts replicate app:replicators
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as jsons
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,8 +12,7 @@ import typer
 from ergon_framework.cli import job_commands as view
 from ergon_framework.cli import job_commands as work
 from ergon_framework.cli.job_commands import JobExit, Operator, run_with_client
-from ergon_framework.cli.options import Actor, Reason
-from ergon_framework.cli.provider import parse_duration
+from ergon_framework.cli.options import Actor, Config, Json, JsonLines, Reason, duration_option
 
 cron = typer.Typer(
     help="Show, pause, resume and run cron entries.",
@@ -23,20 +21,16 @@ cron = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the entry.")]
-Config = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the cron entry.")]
 
 
 @cron.command("list")
 def list_entries(
     *,
     config: Config = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    json: JsonLines = False,
 ) -> None:
-    """List the entries by name, with their next and last scheduled times.
+    """List cron entries by name, with their next and last scheduled times.
 
     Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
 
@@ -59,7 +53,7 @@ def list_entries(
 
 @cron.command()
 def pause(name: Name, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Stop submitting jobs of an entry until it is resumed.
+    """Stop submitting the jobs of a cron entry until ergon job cron resume.
 
     Exit codes: 0 paused, 1 not found, 2 database unavailable, request rejected, or invalid option or configuration.
 
@@ -71,7 +65,7 @@ def pause(name: Name, *, reason: Reason = "", actor: Actor = "", config: Config 
 
 @cron.command()
 def resume(name: Name, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Resume an entry at its next scheduled time; times missed while paused are skipped.
+    """Resume a cron entry at its next scheduled time; times missed while paused are skipped.
 
     Exit codes: 0 resumed, 1 not found, 2 database unavailable, request rejected, or invalid option or configuration.
 
@@ -83,7 +77,7 @@ def resume(name: Name, *, reason: Reason = "", actor: Actor = "", config: Config
 
 @cron.command("run-now")
 def run_now(name: Name, *, config: Config = None, json: Json = False) -> None:
-    """Submit the job of an entry now, in addition to its schedule, and print the job's id.
+    """Submit the job of a cron entry now, in addition to its schedule, and print the job's id.
 
     Exit codes: 0 submitted, 1 not found, 2 database unavailable, request rejected, or invalid option or configuration.
 
@@ -120,7 +114,7 @@ def _build_action(method: str, name: str, *, as_json: bool) -> Callable[[Any], J
 
 
 def parse_time(text: str) -> datetime:
-    """Parse an ISO time; UTC unless it has an offset."""
+    """Parse an ISO time (UTC unless it has an offset)."""
     try:
         parsed = datetime.fromisoformat(text)
     except ValueError:
@@ -137,40 +131,34 @@ job = typer.Typer(
 job.add_typer(cron, name="cron")
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="Job id.")]
-Kind = Annotated[str | None, typer.Option(help="Only jobs of this executor kind.")]
+Kind = Annotated[str | None, typer.Option(metavar="KIND", help="Only this executor kind.")]
 
 
 @job.command()
 def submit(
-    function: Annotated[str, typer.Argument(metavar="FUNCTION", help="Handler, or KIND#HANDLER.")],
+    function: Annotated[str, typer.Argument(metavar="FUNCTION", help="Function to call: HANDLER or KIND#HANDLER.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENT...", help="Positional arguments, each as JSON.")
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="Positional arguments, each as JSON.")
     ] = None,
     *,
     kwargs: Annotated[str, typer.Option(metavar="OBJECT", help="Keyword arguments, as a JSON object.")] = "{}",
-    key: Annotated[str | None, typer.Option(help="Unique key; the same job is submitted only once.")] = None,
-    delay: Annotated[
-        float | None,
-        typer.Option(parser=parse_duration, metavar="DURATION", help="Delay before the start: 90s, 15m, 2h or 7d."),
+    key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Unique key; the same job is submitted only once.")
     ] = None,
+    delay: Annotated[float | None, duration_option("Delay before the start, for example 90s, 15m or 2h.")] = None,
     at: Annotated[
         datetime | None,
-        typer.Option(parser=parse_time, metavar="TIME", help="Start time: an ISO time, UTC by default."),
+        typer.Option(parser=parse_time, metavar="TIME", help="Start time: an ISO time (UTC unless it has an offset)."),
     ] = None,
-    priority: Annotated[int, typer.Option(min=-100, max=100, help="Priority; higher runs first.")] = 0,
-    max_attempts: Annotated[int | None, typer.Option(min=1, help="Maximum attempts. Default: by policy.")] = None,
-    timeout: Annotated[
-        float | None, typer.Option(min=0.001, metavar="SECONDS", help="Timeout of an attempt. Default: by policy.")
+    priority: Annotated[int, typer.Option(min=-100, max=100, metavar="N", help="Priority; higher runs first.")] = 0,
+    max_attempts: Annotated[
+        int | None, typer.Option(min=1, metavar="N", show_default="policy", help="Maximum number of attempts.")
     ] = None,
-    tenant: Annotated[str | None, typer.Option(help="Tenant.")] = None,
-    correlation: Annotated[str | None, typer.Option(help="Correlation id.")] = None,
-    keep: Annotated[
-        float,
-        typer.Option(
-            parser=parse_duration, metavar="DURATION", help="Retention after the job's end: 90s, 15m, 2h or 7d."
-        ),
-    ] = "7d",  # type: ignore[assignment]  # typer parses the default too
-    kind: Annotated[str, typer.Option(help="Executor kind of a function without a prefix.")] = "python",
+    timeout: Annotated[float | None, duration_option("Timeout of an attempt.", show_default="policy")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Tenant of the job.")] = None,
+    correlation: Annotated[str | None, typer.Option(metavar="ID", help="Correlation id of the job.")] = None,
+    keep: Annotated[float, duration_option("Retention after the job's end.")] = "7d",  # type: ignore[assignment]  # typer parses the default too
+    kind: Annotated[str, typer.Option(metavar="KIND", help="Executor kind, if FUNCTION does not name one.")] = "python",
     config: Config = None,
     json: Json = False,
 ) -> None:
@@ -213,8 +201,7 @@ def wait(
     job_id: Id,
     *,
     timeout: Annotated[
-        float | None,
-        typer.Option(parser=parse_duration, metavar="DURATION", help="Timeout: 90s, 15m. Default: no limit."),
+        float | None, duration_option("Maximum time to wait, for example 90s or 15m.", show_default="no limit")
     ] = None,
     config: Config = None,
     json: Json = False,
@@ -260,15 +247,18 @@ def list_(
     *,
     state: Annotated[
         list[str] | None,
-        typer.Option(help="pending, running, succeeded, failed, cancelled or killed; repeatable."),
+        typer.Option(
+            metavar="STATE",
+            help="Only this state: pending, running, succeeded, failed, cancelled or killed; repeatable.",
+        ),
     ] = None,
     kind: Kind = None,
-    function: Annotated[str | None, typer.Option(help="Only jobs of this handler, without the kind.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="Only jobs of this tenant.")] = None,
-    before: Annotated[int | None, typer.Option(metavar="NUMBER", help="Continue after this job number.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of jobs to show.")] = 50,
+    function: Annotated[str | None, typer.Option(metavar="HANDLER", help="Only this function, without KIND#.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant.")] = None,
+    before: Annotated[int | None, typer.Option(metavar="N", help="Only jobs with a number below N.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Maximum number of jobs to show.")] = 50,
     config: Config = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    json: JsonLines = False,
 ) -> None:
     """List jobs, newest first; with filters, those that match all filters.
 
@@ -282,7 +272,7 @@ def list_(
 
 @job.command()
 def replay(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Run a failed job again with a new attempt count; for many jobs use ergon dlq replay.
+    """Run a failed job again with the attempt count reset; for many jobs use ergon dlq replay.
 
     Exit codes: 0 replayed, 1 not failed, dead letter missing, or job not found, 2 database unavailable, request
     rejected, or invalid option or configuration.

@@ -224,15 +224,16 @@ def new_(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the project and its package, for example shop.")],
     *,
     broker: Annotated[
-        Broker, typer.Option(help="Broker of its queue; one line of its ergon.toml changes it later.")
+        Broker, typer.Option(help="Broker of the queue; one line of ergon.toml changes the broker later.")
     ] = Broker.POSTGRES,
 ) -> None:
-    """Write a project that is ready to run, test, lint and deploy into a new folder called NAME.
+    """Create a ready-to-run project in the folder NAME.
 
-    A task with its policy and a test in virtual time, pyproject.toml, Dockerfile, compose.yaml, and manifests for
-    Kubernetes with probes and scaling by queue depth. An existing folder must be empty: nothing is overwritten.
+    The project has a task with its policy, a test with a simulated clock, pyproject.toml, Dockerfile, compose.yaml, and
+    manifests for Kubernetes with probes and scaling by queue depth. An existing folder must be empty: nothing is
+    overwritten.
 
-    Exit codes: 0 written, 1 writing failed, 2 the name or the folder is invalid.
+    Exit codes: 0 created, 1 writing failed; no files remain, 2 invalid name, option or folder.
 
     Example: ergon new shop --broker redis
     """

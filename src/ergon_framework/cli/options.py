@@ -1,4 +1,4 @@
-"""Options that several commands share, filters of dead letters, and parsers of times, ages, rates and sizes."""
+"""Options that several commands share, filters of dead letters, and parsers of times, durations, rates and sizes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import wraps
+from math import inf
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -18,6 +20,7 @@ from ergon_framework.errors import Category, ConfigurationError
 
 _AGE_PATTERN = re.compile(r"(\d{1,9})([smhd])")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION_PATTERN = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd])")
 _RATE_PATTERN = re.compile(r"(\d{1,7}(?:\.\d{1,6})?)(?:/([smh]))?")
 
 
@@ -34,6 +37,32 @@ def parse_time(text: str) -> float:
         ) from None
 
 
+def parse_duration(text: str) -> float:
+    """Parse a duration such as 0.5s, 90s, 15m, 2h or 7d into seconds; reject 0."""
+    return _parse_duration(text, minimum=0.001, maximum=inf)
+
+
+def _parse_duration(text: str, *, minimum: float, maximum: float) -> float:
+    match = _DURATION_PATTERN.fullmatch(text)
+    if match is None:
+        raise typer.BadParameter(f"invalid duration {text[:50]!r}; write 0.5s, 90s, 15m, 2h or 7d")
+    seconds = float(match[1]) * _UNIT_SECONDS[match[2]]
+    if seconds < minimum:
+        raise typer.BadParameter(f"invalid duration {text!r}: the minimum is {minimum:g}s")
+    if seconds > maximum:
+        raise typer.BadParameter(f"invalid duration {text!r}: the maximum is {maximum:g}s")
+    return seconds
+
+
+def duration_option(help_text: str, *names: str, minimum: float = 0.001, maximum: float = inf, **settings: Any) -> Any:
+    """Return an option whose value is a duration, in seconds for the command; a default is text such as 10s."""
+
+    def parse(text: str) -> float:
+        return _parse_duration(text, minimum=minimum, maximum=maximum)
+
+    return typer.Option(*names, parser=parse, metavar="DURATION", help=help_text, **settings)
+
+
 def parse_rate(text: str) -> float:
     """Parse a rate such as 50, 50/s, 300/m or 1000/h into a number per second."""
     match = _RATE_PATTERN.fullmatch(text)
@@ -47,23 +76,28 @@ def _make_option(help_text: str, **option_settings: Any) -> Any:
     return typer.Option(help=help_text, rich_help_panel="Filters", **option_settings)
 
 
-_TIME_HELP = ": an ISO time (UTC unless it has an offset) or an age such as 90s, 15m, 2h, 7d."
+#: The forms that ``parse_time`` reads.
+TIME_FORMS: Final = "an ISO time (UTC unless it has an offset) or an age such as 90s, 15m, 2h or 7d"
 #: One option for each field of the query; `--reason` is the reason that an operator acts for, in every command.
 FILTER_OPTIONS: dict[str, Any] = {
-    "id": Annotated[str | None, _make_option("Transaction id.")],
-    "dead_letter_reason": Annotated[str | None, _make_option("Dead-letter reason, for example declined.")],
-    "type": Annotated[str | None, _make_option("Transaction type.")],
-    "key": Annotated[str | None, _make_option("Ordering key.")],
-    "tenant": Annotated[str | None, _make_option("Tenant.")],
-    "correlation": Annotated[str | None, _make_option("Correlation id.")],
-    "task": Annotated[str | None, _make_option("Task that dead-lettered the transaction.")],
-    "error_type": Annotated[str | None, _make_option("Error class, for example TimeoutError.")],
-    "category": Annotated[Category | None, _make_option("Error category.", case_sensitive=False)],
+    "id": Annotated[str | None, _make_option("Only this transaction id.", metavar="ID")],
+    "dead_letter_reason": Annotated[
+        str | None, _make_option("Only this dead-letter reason, for example declined.", metavar="REASON")
+    ],
+    "type": Annotated[str | None, _make_option("Only this transaction type.", metavar="TYPE")],
+    "key": Annotated[str | None, _make_option("Only this ordering key.", metavar="KEY")],
+    "tenant": Annotated[str | None, _make_option("Only this tenant.", metavar="TENANT")],
+    "correlation": Annotated[str | None, _make_option("Only this correlation id.", metavar="ID")],
+    "task": Annotated[str | None, _make_option("Only dead letters of the task with this name.", metavar="NAME")],
+    "error_type": Annotated[
+        str | None, _make_option("Only this error class, for example TimeoutError.", metavar="CLASS")
+    ],
+    "category": Annotated[Category | None, _make_option("Only this error category.", case_sensitive=False)],
     "since": Annotated[
-        float | None, _make_option(f"Dead-lettered since{_TIME_HELP}", parser=parse_time, metavar="TIME")
+        float | None, _make_option(f"Only dead letters since {TIME_FORMS}.", parser=parse_time, metavar="TIME")
     ],
     "until": Annotated[
-        float | None, _make_option(f"Dead-lettered before{_TIME_HELP}", parser=parse_time, metavar="TIME")
+        float | None, _make_option(f"Only dead letters before {TIME_FORMS}.", parser=parse_time, metavar="TIME")
     ],
 }
 
@@ -121,12 +155,25 @@ def parse_size(text: str) -> int:
 Actor = Annotated[
     str,
     typer.Option(
-        envvar=["ERGON_ACTOR", "USER"], metavar="NAME", help="Operator to record. Default: the system's user."
+        envvar=["ERGON_ACTOR", "USER"], metavar="NAME", show_default="current OS user", help="Operator to record."
     ),
 ]
 Reason = Annotated[str, typer.Option(metavar="TEXT", help="Reason to record.")]
+Config = Annotated[
+    Path | None, typer.Option(metavar="FILE", show_default="ergon.toml, if it exists", help="Configuration file.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Skip confirmation.")]
+ProbePort = Annotated[
+    int | None,
+    typer.Option(
+        min=0, max=65535, metavar="PORT", help="Serve /live, /ready and /metrics on this port; 0 selects a free port."
+    ),
+]
+ProbeFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the health to this file periodically.")]
 
 
 def resolve_actor_name(actor: str) -> str:
-    """Return *actor*, or the name of the system's user if it is empty."""
-    return actor or current_user()
+    """Return *actor*, or the name of the current OS user if it is empty."""
+    return actor.strip() or current_user()

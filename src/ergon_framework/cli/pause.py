@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ergon_framework.cli.dlq_view import format_time, sanitize
-from ergon_framework.cli.options import Actor, Reason, resolve_actor_name
+from ergon_framework.cli.options import Actor, Config, Json, Reason, duration_option, resolve_actor_name
 from ergon_framework.cli.output import configure_logging, explain_error
 from ergon_framework.cli.summary import print_rows
 from ergon_framework.database import extras
@@ -228,14 +228,12 @@ paused = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_
 @paused.command("paused")
 def paused_(
     *,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    config: Config = None,
+    json: Json = False,
 ) -> None:
     """List paused tasks and queues with operator and reason, and the state of their workers.
 
-    Exit codes: 0 shown, 1 the database did not answer, 2 the command line or the configuration is invalid.
+    Exit codes: 0 listed, 1 database unavailable, 2 invalid option or configuration.
 
     Example: ergon paused
     """
@@ -247,19 +245,16 @@ resume = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_
 
 @resume.command("resume")
 def resume_(
-    name: Annotated[str, typer.Argument(metavar="TASK|QUEUE", help="Name of the pause.")],
+    name: Annotated[str, typer.Argument(metavar="TASK|QUEUE", help="Paused task or queue.")],
     *,
     reason: Reason = "",
     actor: Actor = "",
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    config: Config = None,
+    json: Json = False,
 ) -> None:
     """Resume a paused task or queue on all workers.
 
-    Exit codes: 0 resumed, 1 not paused or the database did not answer, 2 the command line or the configuration is
-    invalid.
+    Exit codes: 0 resumed, 1 not paused, or database unavailable, 2 invalid option or configuration.
 
     Example: ergon resume charge
     """
@@ -281,26 +276,23 @@ def pause_(
     actor: Actor = "",
     force: Annotated[bool, typer.Option("--force", help="Pause even if no running worker matches the name.")] = False,
     wait: Annotated[
-        float,
-        typer.Option(min=0, max=86400, metavar="SECONDS", help="Wait up to SECONDS for in-flight work to finish."),
-    ] = 0.0,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+        float, duration_option("Maximum time to wait for work in flight to finish.", minimum=0, maximum=86_400)
+    ] = "0s",  # type: ignore[assignment]  # typer parses the default too
+    config: Config = None,
+    json: Json = False,
 ) -> None:
     """Pause a task or queue on all workers.
 
     Every worker that ergon run started with the same database applies the pause within about two seconds: it stops
-    fetching, finishes its work in flight, and is not ready. The pause also applies to workers started later, and lasts
-    until ergon resume.
+    fetching, finishes its work in flight, and reports not ready. The pause also applies to workers started later, and
+    lasts until ergon resume.
 
-    Exit codes: 0 paused, 1 the database did not answer, 2 the command line or the configuration is invalid, 3 some
-    workers still had work in flight when --wait expired.
+    A name that no running worker has is rejected, with suggestions, unless --force is given.
 
-    A name that no running worker has is rejected with similar names, unless --force is given.
+    Exit codes: 0 paused, 1 database unavailable, 2 invalid option or configuration, 3 some workers still had work in
+    flight when --wait expired.
 
-    Example: ergon pause charge --reason "the bank doubles amounts" --wait 30
+    Example: ergon pause charge --reason "INC-7: duplicate charges" --wait 30s
     """
     request = PauseRequest(name=name, reason=reason, actor=resolve_actor_name(actor), force=force, wait=wait)
     raise typer.Exit(pause_loops(request, config=config, as_json=json))

@@ -19,6 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ergon_framework.cli.options import Config, Json
 from ergon_framework.cli.run import Options, load_consumer
 from ergon_framework.errors import ConfigurationError, error_message
 from ergon_framework.policy import Policy
@@ -329,7 +330,7 @@ def _to_str(path: Path | None) -> str | None:
 # -- commands ---------------------------------------------------------------------------------------
 
 policy = typer.Typer(
-    help="Explain policies.",
+    help="Explain policies and print their JSON Schema.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -351,16 +352,16 @@ def explain(
     policy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Policy file in TOML or JSON; replaces the task's policy.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    config: Config = None,
+    json: Json = False,
 ) -> None:
-    """Show the worst case that a task's policy allows: waits, claim seconds, handler calls.
+    """Show the worst case that a task's policy allows: retry waits, claim duration, handler calls.
 
-    Retries of providers in the task's module multiply the task's own retries.
-    Exits with 1 if the broker would redeliver a delivery before the policy's lifecycle has ended.
-    Nothing is fetched and no server is queried.
+    Retries of providers in the task's module multiply the task's own retries. Nothing is fetched and no server is
+    queried.
+
+    Exit codes: 0 shown, 1 the broker would redeliver a delivery before the policy's lifecycle has ended, 2 invalid
+    task, option, policy or configuration.
 
     Example: ergon policy explain app:charge
     """
@@ -369,7 +370,7 @@ def explain(
 
 @policy.command()
 def schema(
-    kind: Annotated[PolicyKind, typer.Argument(help="Kind of policy.")] = PolicyKind.CONSUMER,
+    kind: Annotated[PolicyKind, typer.Argument(metavar="KIND", help="Kind of policy.")] = PolicyKind.CONSUMER,
 ) -> None:
     """Print the JSON Schema of a policy, for an editor or a validation step.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json as jsons
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
@@ -21,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ergon_framework.cli.dlq_view import sanitize
-from ergon_framework.cli.options import Actor, Reason
+from ergon_framework.cli.options import Actor, Config, Json, Reason, duration_option, resolve_actor_name
 from ergon_framework.cli.output import explain_error
 from ergon_framework.database import extras
 from ergon_framework.errors import ErgonError, error_message
@@ -350,38 +349,24 @@ breaker = typer.Typer(help="Show and override breakers.", no_args_is_help=True, 
 provider.add_typer(quota, name="quota")
 provider.add_typer(breaker, name="breaker")
 
-_DURATION_PATTERN = re.compile(r"(\d{1,9})([smhd])")
-_UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-
-
-def parse_duration(text: str) -> float:
-    """Parse a duration such as 90s, 15m, 2h or 7d into seconds."""
-    match = _DURATION_PATTERN.fullmatch(text)
-    if match is None or not int(match[1]):
-        raise typer.BadParameter(f"invalid duration {text[:50]!r}; write 90s, 15m, 2h or 7d")
-    return int(match[1]) * _UNIT_SECONDS[match[2]]
-
-
-Config = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 Name = Annotated[str, typer.Argument(metavar="PROVIDER", help="Name of the provider.")]
 Capability = Annotated[str, typer.Argument(metavar="CAPABILITY", help="Capability of the provider.")]
-Tenant = Annotated[str | None, typer.Option(help="Tenant; '*' is the scope that all tenants share. Default: all.")]
-OneTenant = Annotated[str, typer.Option(help="Tenant; '*' is the scope that all tenants share.")]
-ProviderFilter = Annotated[str | None, typer.Option("--provider", metavar="PROVIDER", help="Only this provider.")]
-Limit = Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of rows to show.")]
-OverrideDuration = Annotated[
-    float,
-    typer.Option("--for", parser=parse_duration, metavar="TIME", help="Duration, for example 90s, 15m, 2h or 7d."),
+Tenant = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TENANT", show_default="all", help="Only this tenant; '*' is the scope shared by all tenants."
+    ),
 ]
+OneTenant = Annotated[str, typer.Option(metavar="TENANT", help="Tenant; '*' is the scope shared by all tenants.")]
+ProviderFilter = Annotated[str | None, typer.Option("--provider", metavar="NAME", help="Only this provider.")]
+Limit = Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Maximum number of rows to show.")]
+OverrideDuration = Annotated[float, duration_option("Duration of the override, for example 90s, 15m or 2h.", "--for")]
 
 
 @provider.command()
 def health(
     *,
-    tenant: Annotated[str, typer.Option(help="Tenant of the providers.")],
+    tenant: Annotated[str, typer.Option(metavar="TENANT", help="Tenant that calls the providers.")],
     check: Annotated[
         bool, typer.Option("--check", help="Exit with 1 unless all breakers are closed and no quota is exhausted.")
     ] = False,
@@ -392,8 +377,8 @@ def health(
 
     The database address is read from ERGON_POSTGRES__DSN or from postgres.dsn of ergon.toml.
 
-    Exit codes: 0 shown, 1 with --check: calls are blocked, 2 database unavailable, request rejected, or configuration
-    invalid.
+    Exit codes: 0 shown, 1 with --check: calls are blocked, 2 database unavailable, request rejected, or invalid option
+    or configuration.
 
     Example: ergon provider health --tenant acme
     """
@@ -411,7 +396,7 @@ def list_quota(
 ) -> None:
     """List the current quota windows with their remaining calls.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected, or configuration invalid.
+    Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
 
     Example: ergon provider quota list --tenant acme
     """
@@ -423,22 +408,30 @@ def extend(
     name: Name,
     capability: Capability,
     *,
-    calls: Annotated[int, typer.Option(min=0, help="Extra calls per window; 0 removes the extension.")],
+    calls: Annotated[int, typer.Option(min=0, metavar="N", help="Extra calls per window; 0 removes the extension.")],
     tenant: OneTenant,
     lasts: OverrideDuration,
     reason: Reason,
-    actor: Actor,
+    actor: Actor = "",
     config: Config = None,
     json: Json = False,
 ) -> None:
     """Allow more calls in each quota window of a provider for a limited time.
 
-    Exit codes: 0 done, 2 database unavailable, request rejected, or configuration invalid; nothing was changed.
+    Exit codes: 0 done, 2 database unavailable, request rejected, or invalid option or configuration; nothing was
+    changed.
 
     Example: ergon provider quota extend payments charging --tenant acme --calls 500 --for 2h --reason "sale, INC-7"
     """
     action = OperatorAction(
-        "extend_quota", tenant, name, capability, actor=actor, reason=reason, seconds=lasts, calls=calls
+        "extend_quota",
+        tenant,
+        name,
+        capability,
+        actor=resolve_actor_name(actor),
+        reason=reason,
+        seconds=lasts,
+        calls=calls,
     )
     raise typer.Exit(apply_action(action, config=config, as_json=json))
 
@@ -447,7 +440,7 @@ def extend(
 def lost(*, tenant: Tenant = None, limit: Limit = 100, config: Config = None, json: Json = False) -> None:
     """List quota reservations whose owners were killed, newest first; they count as used.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected, or configuration invalid.
+    Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
 
     Example: ergon provider quota lost
     """
@@ -463,9 +456,9 @@ def list_breakers(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """List breakers; a closed breaker without faults is not listed.
+    """List breakers; a closed breaker without failures is not listed.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected, or configuration invalid.
+    Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
 
     Example: ergon provider breaker list --provider payments
     """
@@ -480,17 +473,20 @@ def force_open(
     tenant: OneTenant,
     lasts: OverrideDuration,
     reason: Reason,
-    actor: Actor,
+    actor: Actor = "",
     config: Config = None,
     json: Json = False,
 ) -> None:
     """Block all calls to a provider for a limited time.
 
-    Exit codes: 0 done, 2 database unavailable, request rejected, or configuration invalid; nothing was changed.
+    Exit codes: 0 done, 2 database unavailable, request rejected, or invalid option or configuration; nothing was
+    changed.
 
-    Example: ergon provider breaker force-open payments charging --tenant '*' --for 30m --reason "their maintenance"
+    Example: ergon provider breaker force-open payments charging --tenant '*' --for 30m --reason "provider maintenance"
     """
-    action = OperatorAction("force_open", tenant, name, capability, actor=actor, reason=reason, seconds=lasts)
+    action = OperatorAction(
+        "force_open", tenant, name, capability, actor=resolve_actor_name(actor), reason=reason, seconds=lasts
+    )
     raise typer.Exit(apply_action(action, config=config, as_json=json))
 
 
@@ -502,17 +498,20 @@ def disable(
     tenant: OneTenant,
     lasts: OverrideDuration,
     reason: Reason,
-    actor: Actor,
+    actor: Actor = "",
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Allow all calls to a provider for a limited time, whatever the state of its breaker.
+    """Allow all calls to a provider for a limited time, regardless of its breaker.
 
-    Exit codes: 0 done, 2 database unavailable, request rejected, or configuration invalid; nothing was changed.
+    Exit codes: 0 done, 2 database unavailable, request rejected, or invalid option or configuration; nothing was
+    changed.
 
-    Example: ergon provider breaker disable payments charging --tenant acme --for 10m --reason "they say it is up"
+    Example: ergon provider breaker disable payments charging --tenant acme --for 10m --reason "recovery confirmed"
     """
-    action = OperatorAction("disable", tenant, name, capability, actor=actor, reason=reason, seconds=lasts)
+    action = OperatorAction(
+        "disable", tenant, name, capability, actor=resolve_actor_name(actor), reason=reason, seconds=lasts
+    )
     raise typer.Exit(apply_action(action, config=config, as_json=json))
 
 
@@ -523,17 +522,18 @@ def lift(
     *,
     tenant: OneTenant,
     reason: Reason,
-    actor: Actor,
+    actor: Actor = "",
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Clear the override of a breaker, so that the breaker decides again.
+    """Clear the override of a breaker, so that normal operation resumes.
 
-    Exit codes: 0 done, 2 database unavailable, request rejected, or configuration invalid; nothing was changed.
+    Exit codes: 0 done, 2 database unavailable, request rejected, or invalid option or configuration; nothing was
+    changed.
 
-    Example: ergon provider breaker lift payments charging --tenant acme --reason "over"
+    Example: ergon provider breaker lift payments charging --tenant acme --reason "incident closed"
     """
-    action = OperatorAction("lift", tenant, name, capability, actor=actor, reason=reason)
+    action = OperatorAction("lift", tenant, name, capability, actor=resolve_actor_name(actor), reason=reason)
     raise typer.Exit(apply_action(action, config=config, as_json=json))
 
 
@@ -541,7 +541,7 @@ def lift(
 def overrides(*, tenant: Tenant = None, limit: Limit = 100, config: Config = None, json: Json = False) -> None:
     """List operator overrides, newest first.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected, or configuration invalid.
+    Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
 
     Example: ergon provider overrides --tenant acme
     """
@@ -551,19 +551,23 @@ def overrides(*, tenant: Tenant = None, limit: Limit = 100, config: Config = Non
 @provider.command()
 def retention(
     *,
-    ahead: Annotated[int, typer.Option(min=1, max=366, help="Days of partitions to create in advance.")] = 3,
-    rows: Annotated[int, typer.Option(min=1, max=36_500, help="Days to keep attempts.")] = 30,
-    minutes: Annotated[int, typer.Option(min=1, max=36_500, help="Days to keep minute roll-ups.")] = 8,
-    quotas: Annotated[int, typer.Option(min=1, max=36_500, help="Days to keep ended windows.")] = 35,
+    ahead_days: Annotated[
+        int, typer.Option(min=1, max=366, metavar="N", help="Days of partitions to create in advance.")
+    ] = 3,
+    attempt_days: Annotated[int, typer.Option(min=1, max=36_500, metavar="N", help="Days to keep attempts.")] = 30,
+    minute_days: Annotated[int, typer.Option(min=1, max=36_500, metavar="N", help="Days to keep minute roll-ups.")] = 8,
+    quota_days: Annotated[
+        int, typer.Option(min=1, max=36_500, metavar="N", help="Days to keep ended quota windows.")
+    ] = 35,
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Create the partitions of the next days and delete old data; writers do it too if their role permits.
+    """Create the partitions of the next days and delete old data, as writers do if their role permits.
 
-    Exit codes: 0 done, 1 another process ran retention or used a table, so some work remains for the next run,
-    2 database unavailable, request rejected, or configuration invalid.
+    Exit codes: 0 done, 1 some work remains for the next run because another process ran retention or used a table,
+    2 database unavailable, request rejected, or invalid option or configuration.
 
-    Example: ergon provider retention --rows 90
+    Example: ergon provider retention --attempt-days 90
     """
-    options = {"ahead": ahead, "rows": rows, "minutes": minutes, "quotas": quotas}
+    options = {"ahead": ahead_days, "rows": attempt_days, "minutes": minute_days, "quotas": quota_days}
     raise typer.Exit(run_retention(options, config=config, as_json=json))

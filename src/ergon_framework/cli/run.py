@@ -13,7 +13,7 @@ from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from signal import Signals
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -52,6 +52,9 @@ class LogLevel(StrEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+
+LogLevelOption = Annotated[LogLevel | None, typer.Option(show_default="info", help="Minimum log level.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from ergon_framework.cli import top_view as view
+from ergon_framework.cli.options import Config, duration_option
 from ergon_framework.cli.output import configure_logging
 from ergon_framework.cli.top_sources import Sources
 from ergon_framework.cli.top_view import Frame, build_frame
@@ -135,15 +136,15 @@ def top_(
         list[str] | None,
         typer.Option(
             metavar="URL",
-            help="Probe address of a run, for example http://localhost:9100; repeatable. "
-            "Default: run.probes of the configuration, if a port is set.",
+            show_default="run.probes of the configuration, if a port is set",
+            help="Probe address of a run, for example http://localhost:9100; repeatable.",
         ),
     ] = None,
-    interval: Annotated[float, typer.Option(min=0.2, max=60, metavar="SECONDS", help="Refresh interval.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame after one interval and exit.")] = False,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-    ] = None,
+    interval: Annotated[float, duration_option("Refresh interval.", minimum=0.2, maximum=60)] = "2s",  # type: ignore[assignment]  # typer parses the default too
+    one_frame: Annotated[
+        bool, typer.Option("--one-frame", help="Print one frame after one interval and exit.")
+    ] = False,
+    config: Config = None,
     json: Annotated[bool, typer.Option("--json", help="Print one frame as one line of JSON.")] = False,
 ) -> None:
     """Show the activity of the fleet: throughput, outcomes, retries, slots, queues, breakers, replication, processes.
@@ -151,8 +152,8 @@ def top_(
     Counters come from /metrics of the runs; queue depths, pauses and open breakers come from the database, if one is
     configured. Unavailable sources are listed. If stdout is not a terminal, one frame is printed.
 
-    Exit codes: 0 shown, 1 no source responded, 2 the command line or the configuration is invalid.
+    Exit codes: 0 shown, 1 no source responded, 2 invalid option or configuration.
 
     Example: ergon top --url http://localhost:9100 --url http://localhost:9101
     """
-    raise typer.Exit(run_top(url or (), interval=interval, once=once, config=config, as_json=json))
+    raise typer.Exit(run_top(url or (), interval=interval, once=one_frame, config=config, as_json=json))
