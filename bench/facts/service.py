@@ -84,7 +84,7 @@ class ServiceProcess:
         command = ["from ergon_framework.cli.main import main; main()", "facts", "serve", "--store", kind]
         command += ["--zone", "Served", "--listen", "127.0.0.1:0", "--tls-cert", files.certificate]
         command += ["--tls-key", files.key, "--tls-ca", authority.path]
-        command += ["--contents", folder / "contents"] if kind == "postgres" else ["--accept-loss"]
+        command += ["--artifact-dir", folder / "contents"] if kind == "postgres" else ["--accept-loss"]
         self._process = subprocess.Popen([sys.executable, "-c", *command], stdout=subprocess.PIPE, text=True)
         self.address = self._process.stdout.readline().split()[2]
 

@@ -99,7 +99,7 @@ class AttackedService:
             self.process = subprocess.Popen(
                 [
                     *(*ERGON, "facts", "serve", "--accept-loss", "--zone", "Plant A", "--listen", "127.0.0.1:0"),
-                    *("--contents", folder / "contents", "--max-bytes", str(MAX_BYTES), "--revoked", revoked),
+                    *("--artifact-dir", folder / "contents", "--max-bytes", str(MAX_BYTES), "--revoked", revoked),
                     *("--tls-cert", files.certificate, "--tls-key", files.key, "--tls-ca", authority.path),
                 ],
                 stdout=subprocess.PIPE,

@@ -267,19 +267,19 @@ def test_removing_a_cron_entry_leaves_a_row(dsn):
 @pytest.mark.parametrize("by", ["command", "program"])
 def test_pause_and_resume_leave_a_row_each(dsn, by):
     if by == "command":
-        run_command("pause", "charge", "--force", "--reason", "the bank doubles amounts", "--actor", "kim")
+        run_command("pause", "charge", "--force", "--reason", "INC-7: duplicate charges", "--actor", "kim")
         run_command("resume", "charge", "--reason", "mended", "--actor", "lee")
         run_command("resume", "charge", code=1)
     else:
         pool = ConnectionPool(dsn, max_size=1)
-        pool.run(pauses.pause("charge", actor="kim", reason="the bank doubles amounts"))
+        pool.run(pauses.pause("charge", actor="kim", reason="INC-7: duplicate charges"))
         pool.run(pauses.resume("charge", actor="lee", reason="mended"))
         pool.run(pauses.resume("charge", actor="lee", reason="mended"))
         pool.close()
     summary = [(row.action, row.name, row.actor, row.reason, row.outcome) for row in list_audit_rows(dsn)]
     assert summary == [
         ("resume", "charge", "lee", "mended", "done"),
-        ("pause", "charge", "kim", "the bank doubles amounts", "done"),
+        ("pause", "charge", "kim", "INC-7: duplicate charges", "done"),
     ]
 
 

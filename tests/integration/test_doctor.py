@@ -409,7 +409,7 @@ def test_a_hanging_server_is_reported_in_time_and_delays_no_other_check(strict_s
         for name in ("orders", "invoices"):
             configure_queue(monkeypatch, f"redis://127.0.0.1:{port}/0?socket_timeout=600", name)
         began = time.monotonic()
-        report = run_doctor("--timeout", "10", code=DoctorExit.ERRORS)
+        report = run_doctor("--timeout", "10s", code=DoctorExit.ERRORS)
         # Far less than the sum of all timeouts, and far more than a busy machine adds.
         assert time.monotonic() - began < 60
     assert set(get_severities(report, "database").values()) == {"ok"}
@@ -493,17 +493,17 @@ def test_a_policy_that_exceeds_the_broker_timeout_is_broken():
 
 @pytest.mark.usefixtures("task_module")
 def test_executors_are_started_and_checked():
-    gone = get_findings(run_doctor("doctored:gone", "--timeout", "2", code=DoctorExit.ERRORS), "executor plain")[
+    gone = get_findings(run_doctor("doctored:gone", "--timeout", "2s", code=DoctorExit.ERRORS), "executor plain")[
         "start"
     ]
     assert "'/nowhere/executor' exited before its first answer, with exit code 127: it wrote " in gone["observed"]
     assert "check that the program exists" in gone["remedy"]
-    mute = get_findings(run_doctor("doctored:mute", "--timeout", "2", code=DoctorExit.ERRORS), "executor plain")[
+    mute = get_findings(run_doctor("doctored:mute", "--timeout", "2s", code=DoctorExit.ERRORS), "executor plain")[
         "start"
     ]
     assert "'sleep 60' did not answer within 1.6 s and was killed" in mute["observed"]
     assert "ergon executor check -- sleep 60" in mute["remedy"]
-    there = get_findings(run_doctor("doctored:there", "--timeout", "60"), "executor plain")["start"]
+    there = get_findings(run_doctor("doctored:there", "--timeout", "60s"), "executor plain")["start"]
     assert there["severity"] == "ok"
 
 

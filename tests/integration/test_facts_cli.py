@@ -164,7 +164,7 @@ def test_the_service_answers_probes_and_exports_metrics(tmp_path):
 
 @pytest.mark.spec("FAC-02", "FAC-03", "FAC-04")
 def test_facts_confirmed_in_postgresql_remain_after_the_service_is_killed(database, tmp_path):
-    server = FactsServer(tmp_path, "--contents", tmp_path / "contents", dsn=database)
+    server = FactsServer(tmp_path, "--artifact-dir", tmp_path / "contents", dsn=database)
     server.plant = server.authority.issue("plant", zones=["Plant A"])
     pair_options = ("--from", "Plant A", "--to", "HQ")
     (tmp_path / "drawing.pdf").write_bytes(b"lines" * 1000)
@@ -185,7 +185,7 @@ def test_facts_confirmed_in_postgresql_remain_after_the_service_is_killed(databa
 @pytest.mark.spec("FAC-11")
 def test_a_bounded_store_rejects_facts_over_its_limits_and_prunes_confirmed_ones(database, tmp_path, monkeypatch):
     monkeypatch.setenv("ERGON_LOGGING__LEVEL", "info")
-    args = ("--contents", tmp_path / "contents", "--max-facts", "4", "--max-bytes", "2kB")
+    args = ("--artifact-dir", tmp_path / "contents", "--max-facts", "4", "--max-bytes", "2kB")
     server = FactsServer(tmp_path, *args, "--keep", "1s", "--retention-interval", "1s", dsn=database)
     server.plant = server.authority.issue("plant", zones=["Plant A"])
     peer = server.authority.issue("peer", zones=["HQ"])

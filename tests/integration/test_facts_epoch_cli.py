@@ -26,7 +26,7 @@ PAIR = ZonePair("Plant A", "HQ")
 @pytest.fixture
 def run_command(database):
     def invoke(*args, code=FactsExit.OK, stdin=None, actor="ada"):
-        environment = {"ERGON_POSTGRES__DSN": database, "ERGON_ACTOR": actor, "USER": None}
+        environment = {"ERGON_POSTGRES__DSN": database, "ERGON_ACTOR": actor, "USER": None, "LOGNAME": "jo"}
         result = CliRunner().invoke(
             app, ["facts", "epoch", *map(str, args), "--accept-loss"], env=environment, input=stdin
         )
@@ -50,16 +50,16 @@ def test_a_new_epoch_is_started_with_a_name_and_a_reason(run_command, database):
     with PostgresBoundary(database, accept_loss=True) as store:
         store.append_fact(*make_fact(1))
         previous, cursor = store.epoch, store.last_offset(PAIR)
-        prompt = run_command("new", "--reason", "disk of Tuesday", stdin="n\n", code=FactsExit.REJECTED)
+        prompt = run_command("new", "--reason", "snapshot of 2026-01-31", stdin="n\n", code=FactsExit.REJECTED)
         assert previous in prompt.stderr
         assert "nothing was changed" in prompt.stderr
         assert store.epoch == previous
-        answer = json.loads(run_command("new", "--reason", "disk of Tuesday", "--yes", "--json").stdout)
+        answer = json.loads(run_command("new", "--reason", "snapshot of 2026-01-31", "--yes", "--json").stdout)
         assert (answer["was"], answer["epoch"] != previous) == (previous, True)
         # A client that had the store open detects the change, and earlier cursors are rejected.
         with pytest.raises(EpochChanged):
             store.fetch_facts("ledger", PAIR, 10, after=cursor)
-    assert fetch_epoch_row(database, answer["epoch"]) == ("disk of Tuesday", "ada")
+    assert fetch_epoch_row(database, answer["epoch"]) == ("snapshot of 2026-01-31", "ada")
     epochs = [json.loads(line) for line in run_command("list", "--json").stdout.splitlines()]
     assert [(each["epoch"], each["present"]) for each in epochs] == [(answer["epoch"], True), (previous, False)]
     assert f"* {answer['epoch']}" in run_command("list").stdout
@@ -100,9 +100,10 @@ def test_adopting_an_epoch_twice_keeps_both_records(run_command, database, hub_a
     assert fetch_epoch_row(database, "one") == (f"{reason}; {reason}", "ada; bob")
 
 
-@pytest.mark.parametrize("args", [("new", "--reason", "w"), ("adopt", "e", "--from", "a", "--to", "b", "--offset", 1)])
-def test_epoch_commands_require_an_actor(run_command, args):
-    assert "--actor" in run_command(*args, "--yes", actor="", code=FactsExit.FAILED).stderr
+def test_an_epoch_change_without_a_given_actor_records_the_os_user(run_command, database):
+    run_command("new", "--reason", "w", "--yes", actor="")
+    with psycopg.connect(database) as connection:
+        assert connection.execute("select count(*) from ergon.fact_epochs where actor = 'jo'").fetchone() == (1,)
 
 
 def test_a_store_of_the_other_side_is_rejected(run_command, hub_and_plant):

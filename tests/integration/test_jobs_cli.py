@@ -64,7 +64,7 @@ def fail_attempt(worker):
 def test_a_job_is_submitted_with_json_arguments_and_shown(dsn, worker):
     arguments = ["charge", '{"id": "o-1"}', "5", '"text"', "--kwargs", '{"currency": "EUR"}', "--tenant", "acme"]
     job_id = run_job_command(
-        "submit", *arguments, "--key", "k", "--max-attempts", "4", "--timeout", "2.5"
+        "submit", *arguments, "--key", "k", "--max-attempts", "4", "--timeout", "2.5s"
     ).stdout.strip()
     [delivery] = worker.fetch()
     assert delivery.transaction.payload.body["args"] == [{"id": "o-1"}, 5, "text"]

@@ -165,9 +165,9 @@ def test_wait_ends_when_all_calls_have_finished_or_reports_those_still_running(q
         wait_until(list_workers)
         queue.dispatch(make_orders("slow", waits=True))
         wait_until(lambda: list_started(dsn) == ["slow"])
-        assert run_ergon("pause", "charge", "--wait", "0.5", code=PauseExit.WAITING)["finished"] is False
+        assert run_ergon("pause", "charge", "--wait", "0.5s", code=PauseExit.WAITING)["finished"] is False
         release_handlers(dsn)
-        assert run_ergon("pause", "charge", "--wait", "60")["finished"] is True
+        assert run_ergon("pause", "charge", "--wait", "60s")["finished"] is True
 
 
 # -- an unavailable database --------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ def test_doctor_shows_no_part_of_a_password(password, tmp_path, monkeypatch):
         monkeypatch.setenv(f"ERGON_QUEUES__{name.upper()}__URL", address.format(password))
     monkeypatch.setenv("ERGON_POSTGRES__DSN", ADDRESS_TEMPLATES["postgresql"].format(password))
     for arguments in ((), ("--json",)):
-        code, text = invoke_cli("doctor", "--timeout", "10", *arguments)
+        code, text = invoke_cli("doctor", "--timeout", "10s", *arguments)
         assert code == 1
         assert all(f"{name}://[hidden]@127.0.0.1:1" in text for name in ADDRESS_TEMPLATES)
         assert "ret99" not in text

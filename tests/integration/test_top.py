@@ -94,7 +94,9 @@ def test_all_fleet_activity_is_shown_and_unavailable_sources_are_named(tmp_path,
         )
         while not re.search(r"^orders +2/2", output, re.MULTILINE):
             assert time.monotonic() < deadline, output
-            code, output, _ = run_top("--once", *urls, "--interval", "0.5", COLUMNS="60", ERGON_POSTGRES__DSN=database)
+            code, output, _ = run_top(
+                "--one-frame", *urls, "--interval", "0.5s", COLUMNS="60", ERGON_POSTGRES__DSN=database
+            )
         assert code == TopExit.OK
     assert max(map(len, output.splitlines())) <= 60
     assert re.search(r"^PAUSED +APPLIED", output, re.MULTILINE)
@@ -109,7 +111,7 @@ def test_without_a_database_the_queue_is_that_of_its_task_and_a_file_gets_one_fr
         deadline, output = time.monotonic() + TIMEOUT_SECONDS, ""
         while "of task" not in output:
             assert time.monotonic() < deadline, output
-            code, output, _ = run_top("--url", address, "--interval", "0.2")
+            code, output, _ = run_top("--url", address, "--interval", "0.2s")
             assert code == TopExit.OK
         assert "1/1 sources up" in output
         process.send_signal()
@@ -141,7 +143,7 @@ def _run_in_terminal(address, number):
     environment = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
     process = subprocess.Popen(
         # Started as a background job of a script: Ctrl-C is ignored unless the program handles it.
-        ["/bin/sh", "-c", "trap '' INT; exec \"$@\"", "sh", *ERGON, "top", "--url", address, "--interval", "0.2"],
+        ["/bin/sh", "-c", "trap '' INT; exec \"$@\"", "sh", *ERGON, "top", "--url", address, "--interval", "0.2s"],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=terminal,
@@ -170,7 +172,7 @@ def _run_in_terminal(address, number):
 
 def test_without_any_response_the_command_reports_it_and_fails(tmp_path):
     url, dsn = f"127.0.0.1:{free_port()}", f"postgresql://ann:secret@127.0.0.1:{free_port()}/shop"
-    code, output, errors = run_top("--once", "--interval", "0.2", "--url", url, ERGON_POSTGRES__DSN=dsn)
+    code, output, errors = run_top("--one-frame", "--interval", "0.2s", "--url", url, ERGON_POSTGRES__DSN=dsn)
     assert code == TopExit.FAILED
     assert "0/2 sources up" in output
     assert f"! http://{url} is unavailable" in output
@@ -189,7 +191,7 @@ def test_data_missing_in_an_older_schema_is_named_and_the_rest_is_shown(database
             "values ('a', 'bank', 'charging', 'open'), ('b', 'bank', 'charging', 'half_open')"
         )
         connection.execute("drop table ergon.pause")
-    code, output, _ = run_top("--json", "--interval", "0.2", ERGON_POSTGRES__DSN=database)
+    code, output, _ = run_top("--json", "--interval", "0.2s", ERGON_POSTGRES__DSN=database)
     frame = json.loads(output)
     assert (code, frame["unavailable"], list(frame["incomplete"])) == (TopExit.OK, {}, ["PostgreSQL pauses"])
     assert [(row["provider"], row["breaker"]) for row in frame["providers"]] == [("bank/charging", "open")]

@@ -96,7 +96,7 @@ class Sites:
         bank_command = [sys.executable, "bank.py", "--port", str(self.bank_port), "--ledger", str(self.charges)]
         bank_command += ["--trouble", str(self._failure_rate), *(["--forgetful"] if self._forgetful else [])]
         serve_command = [ERGON, "facts", "serve", "--zone", "shop", "--listen", f"127.0.0.1:{self.facts_port}"]
-        serve_command += ["--contents", str(self.contents["shop"])]
+        serve_command += ["--artifact-dir", str(self.contents["shop"])]
         return [
             self._build_part("bank", bank_command, self._build_environment()),
             self._build_part("serve", serve_command, {**shop, **self._tls_environment("server")}),

@@ -117,7 +117,7 @@ def replay(
     dry_run: DryRun = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
 ) -> None:
-    """Replay dead letters into their queue with the same id and correlation, and the attempt count reset.
+    """Replay dead letters into their queue with the same id and correlation and a reset attempt count.
 
     The command selects the dead letters that exist at its start, oldest first, and ignores later ones. After Ctrl-C or
     a crash each transaction is either in the dead-letter queue or in the queue: run the command again to continue.
@@ -175,14 +175,14 @@ def edit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would change.")] = False,
     json: Json = False,
 ) -> None:
-    """Correct the payload of a dead letter and replay it with the same id, and the attempt count reset.
+    """Correct the payload of a dead letter and replay it with the same id and a reset attempt count.
 
     The history of the transaction records the operator, the time and the changed values. Effects of the old values are
     not undone: a provider call or a fact with a changed payload raises a conflict error that names the call or fact.
     After a crash the old dead letter may exist next to the corrected transaction; at least one of the two exists.
 
     Exit codes: 0 replayed, 1 not found, or broker unavailable, 2 invalid option or configuration, unchanged payload, or
-    payload rejected by the task; after 1 and 2 the dead letter is unchanged.
+    payload rejected by the task; after 2 nothing was changed.
 
     Example: ergon dlq edit app:charge order-3 --set customer.zip=10115
     """

@@ -272,7 +272,7 @@ def list_(
 
 @job.command()
 def replay(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Run a failed job again with the attempt count reset; for many jobs use ergon dlq replay.
+    """Run a failed job again with a reset attempt count; for many jobs use ergon dlq replay.
 
     Exit codes: 0 replayed, 1 not failed, dead letter missing, or job not found, 2 database unavailable, request
     rejected, or invalid option or configuration.

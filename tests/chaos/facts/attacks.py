@@ -199,7 +199,16 @@ def _run_attacks(folder: Path, readers: int) -> int:
         contents = folder / "contents"
         command = [
             *(*ERGON, "facts", "serve", "--accept-loss", "--zone", "Plant A"),
-            *("--listen", "127.0.0.1:0", "--contents", str(contents), "--max-bytes", "10MB", "--keep-uploads", "10s"),
+            *(
+                "--listen",
+                "127.0.0.1:0",
+                "--artifact-dir",
+                str(contents),
+                "--max-bytes",
+                "10MB",
+                "--keep-uploads",
+                "10s",
+            ),
             *("--tls-cert", str(server.certificate), "--tls-key", str(server.key), "--tls-ca", str(authority.path)),
         ]
         environment = {**os.environ, "ERGON_POSTGRES__DSN": dsn}

@@ -485,7 +485,7 @@ def test_a_replay_of_a_log_appends_and_opens_nothing(app_folder):
 
     shop = register_app(GuardedLog("facts"))
     add_dead_letters(shop.connector, *make_transactions(3))
-    (summary,) = shop.json("replay", "--all", "--canary", "1", "--canary-wait", "0")
+    (summary,) = shop.json("replay", "--all", "--canary", "1", "--canary-wait", "0s")
     assert (summary["replayed"], summary["canary"]) == (3, {"succeeded": 1, "failed": 0, "waiting": 0})
     assert [len(part) for part in shop.connector.records.partitions] == [6]
 
@@ -529,7 +529,7 @@ def test_a_canary_with_too_many_failures_stops_the_rest(app_folder, max_failed, 
 def test_a_canary_that_does_not_end_in_time_stops_the_rest_and_the_error_suggests_a_worker(app_folder):
     shop = register_app(MemoryConnector("orders"))
     add_dead_letters(shop.connector, *make_transactions(3))
-    result = shop.run("replay", "--all", "--canary", "1", "--canary-wait", "0")
+    result = shop.run("replay", "--all", "--canary", "1", "--canary-wait", "0s")
     assert result.exit_code == DlqExit.CANARY
     assert "canary     0 succeeded, 0 failed, 1 waiting" in result.stdout
     assert "1 canary letters still run after 0 s; is a worker running?" in result.stderr
@@ -560,7 +560,7 @@ def test_a_signal_ends_the_wait_for_the_canary(app_folder):
 
     shop = register_app(SignalOnQueuedConnector("orders"))
     add_dead_letters(shop.connector, *make_transactions(3))
-    result = shop.run("replay", "--all", "--canary", "1", "--canary-wait", "3600")
+    result = shop.run("replay", "--all", "--canary", "1", "--canary-wait", "3600s")
     assert result.exit_code == DlqExit.STOPPED
     assert "stopped by a signal: 1 of 3 replayed" in result.stderr
 
@@ -568,7 +568,7 @@ def test_a_signal_ends_the_wait_for_the_canary(app_folder):
 def test_a_signal_between_two_batches_of_the_canary_skips_the_wait(app_folder):
     shop = register_app(HookedConnector(between=lambda: signal.raise_signal(signal.SIGINT), at=0))
     add_dead_letters(shop.connector, *make_transactions(3))
-    (summary,) = shop.json("replay", "--all", "--canary", "2", "--batch", "1", "--canary-wait", "3600")
+    (summary,) = shop.json("replay", "--all", "--canary", "2", "--batch", "1", "--canary-wait", "3600s")
     assert (summary["stop_reason"], summary["replayed"], "canary" in summary) == ("signal", 1, False)
 
 
@@ -604,7 +604,7 @@ def test_an_empty_queue_shows_that_the_canary_has_ended(app_folder, payload, cod
     shop = register_app(CountOnlyConnector("orders"))
     add_dead_letters(shop.connector, Transaction("a", payload), Transaction("b", "good"))
     with running_worker(shop.connector):
-        result = shop.run("replay", "--all", "--canary", "1", "--canary-wait", "3600")
+        result = shop.run("replay", "--all", "--canary", "1", "--canary-wait", "3600s")
     assert result.exit_code == code
 
 

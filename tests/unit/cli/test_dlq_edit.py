@@ -107,7 +107,7 @@ def test_the_environment_sets_the_actor(shop, monkeypatch):
 def test_the_difference_is_in_the_history_of_a_letter_that_is_dead_lettered_again(shop):
     edit("--set", "total=200", "--actor", "kim")
     shop.charge.run(ConsumerPolicy())
-    edit("--set", "total=300", "--actor", "lee", "--values")
+    edit("--set", "total=300", "--actor", "lee", "--show-values")
     shop.charge.run(ConsumerPolicy())
     [record] = list_dead_letters(shop.orders)
     notes = [entry.error for entry in record.failure.history if entry.code == EDITED_CODE]
@@ -153,9 +153,9 @@ def test_a_json_pointer_selects_a_value(shop):
 def test_a_new_key_needs_a_flag(shop, path):
     error_output = edit("--set", f"{path}=x", code=DlqExit.USAGE).stderr
     assert "the payload has no 'a/b~c'" in error_output
-    assert "to add a key, pass --new-keys" in error_output
+    assert "to add a key, pass --allow-new-keys" in error_output
     assert len(list_dead_letters(shop.orders)) == 1
-    edit("--set", f"{path}=x", "--new-keys")
+    edit("--set", f"{path}=x", "--allow-new-keys")
     assert fetch_only(shop.orders).transaction.payload["customer"]["a/b~c"] == "x"
 
 
@@ -163,7 +163,7 @@ def test_a_new_key_needs_a_flag(shop, path):
     "arguments, message",
     [
         (["--set", "total"], "is not an assignment"),
-        (["--set", "totl=1"], "the nearest is 'total'; to add a key, pass --new-keys"),
+        (["--set", "totl=1"], "the nearest is 'total'; to add a key, pass --allow-new-keys"),
         (["--set", "customer.zip.9=1"], "has no '9' at 'customer.zip.9': there is a list of 2"),
         (["--set", "address.zip=1"], "has no 'address'"),
         (["--set", "total.net=1"], "a scalar value"),
@@ -184,10 +184,10 @@ def test_an_invalid_correction_changes_nothing(shop, arguments, message):
 
 def test_a_file_replaces_the_whole_payload(shop):
     Path("new.json").write_text(json.dumps({"total": 3, "customer": {"name": "Bob"}}), encoding="utf-8")
-    result = edit("--file", "new.json", "--values")
+    result = edit("--file", "new.json", "--show-values")
     assert fetch_only(shop.orders).transaction.payload == {"total": 3, "customer": {"name": "Bob"}}
     assert 'customer.name: "Ada" -> "Bob"' in result.stdout
-    # Values named like a secret are not kept, also with --values.
+    # Values named like a secret are not kept, also with --show-values.
     assert "open-sesame" not in result.stdout
 
 
