@@ -125,8 +125,8 @@ def run(
     The executor exits after the last outcome when stdin is closed, immediately when the parent process has ended, and
     after SIGTERM, which cancels the running handler. Output of handlers goes to stderr.
 
-    Exit codes: 0 ended cleanly, 2 invalid option, configuration or registry, 70 still running after --grace, or second
-    signal, or parent ended.
+    Exit codes: 0 ended cleanly, 2 invalid option, configuration or registry, 70 ended before the running handler:
+    --grace expired, a second signal arrived, or the parent process ended.
 
     Example: ergon executor run --handlers app:registry
     """
