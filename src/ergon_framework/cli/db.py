@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ergon_framework.cli.options import Config, Json
 from ergon_framework.cli.output import explain_error
 from ergon_framework.database.revisions import REQUIRED_REVISION, REVISIONS
 from ergon_framework.errors import ErgonError, error_message, require_extra
@@ -22,11 +23,6 @@ db = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-Config = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
 class DbExit(ExitCode):
@@ -45,7 +41,8 @@ def upgrade(*, config: Config = None, json: Json = False) -> None:
     concurrent run waits for the first. Workers of the previous release continue meanwhile. If providers.task_table
     is set, provider attempts refer to that table afterwards.
 
-    Exit codes: 0 up to date, 2 database unavailable, request rejected, or configuration invalid; nothing was changed.
+    Exit codes: 0 up to date, 2 invalid option or configuration, database unavailable, or request rejected; the database
+    is unchanged.
 
     Example: ERGON_POSTGRES__DSN=postgresql://owner@db.example/shop ergon db upgrade
     """
@@ -56,7 +53,8 @@ def upgrade(*, config: Config = None, json: Json = False) -> None:
 def check(*, config: Config = None, json: Json = False) -> None:
     """Show the schema revision of the database without changing it.
 
-    Exit codes: 0 up to date, 1 upgrade needed, 2 database unavailable, request rejected, or configuration invalid.
+    Exit codes: 0 up to date, 1 upgrade needed, 2 invalid option or configuration, database unavailable, or request
+    rejected.
 
     Example: ergon db check || ergon db upgrade
     """
@@ -67,7 +65,8 @@ def check(*, config: Config = None, json: Json = False) -> None:
 def sql(
     *,
     from_revision: Annotated[
-        str | None, typer.Option(metavar="REVISION", help="Current revision of the database. Default: empty database.")
+        str | None,
+        typer.Option(metavar="REVISION", show_default="empty database", help="Current revision of the database."),
     ] = None,
 ) -> None:
     """Print the statements of an upgrade, for manual execution; no database is queried.

@@ -18,6 +18,7 @@ import typer
 
 from ergon_framework.cli import why_view as view
 from ergon_framework.cli.dlq_move import open_connector
+from ergon_framework.cli.options import Config, Json
 from ergon_framework.cli.output import configure_logging
 from ergon_framework.cli.why_providers import (
     AvailabilityLookup,
@@ -406,18 +407,16 @@ def why_(
     queue: Annotated[
         list[str] | None, typer.Option(metavar="MODULE:CONNECTOR", help="Also query this connector; repeatable.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Configuration file. Default: ergon.toml if it exists.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    config: Config = None,
+    json: Json = False,
 ) -> None:
     """Show what happened to a piece of work, its current state, and what to do next.
 
     The database is queried if its address is set by ERGON_POSTGRES__DSN or by postgres.dsn of ergon.toml. Payloads are
     never shown.
 
-    Exit codes: 0 found, 1 not found in any source, 2 the command line or the configuration is invalid, 3 not found, and
-    at least one source did not answer.
+    Exit codes: 0 found, 1 not found, 2 invalid option or configuration, or no source to query, 3 not found, but some
+    sources did not answer.
 
     Example: ergon why order-3 --task app:charge
     """
