@@ -91,7 +91,7 @@ def measure(variant, share):
         json.dumps(
             {
                 "transactions": report.finished,
-                "end": report.end,
+                "end": report.stop_reason,
                 "mb": feeder.samples,
                 "grown_mb": grown,
                 "bar_mb": MAX_GROWTH_MB,

@@ -24,7 +24,7 @@ _MAX_EDITS: Final = 3
 
 
 class Attempt(BaseModel):
-    """One past attempt, as it travels with the transaction; times are seconds since the epoch."""
+    """One past attempt, as messages and dead letters store it; times are seconds since the epoch."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -37,7 +37,7 @@ class Attempt(BaseModel):
 
 
 class Deferral(BaseModel):
-    """How often a transaction was deferred because a service was unavailable, as it travels with the transaction.
+    """How often a transaction was deferred because a service was unavailable, as the message stores it.
 
     Times are seconds since the epoch. ``since`` is the first deferral, ``at`` the latest one, and ``until``
     the end of ``loop.max_deferral`` as the policy was then. ``exempt`` is the time that the transaction has

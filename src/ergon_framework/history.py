@@ -144,7 +144,7 @@ class SupportsLookup(Protocol):
 
 
 def attempt_events(attempts: Sequence[Attempt]) -> tuple[HistoryEvent, ...]:
-    """Return the attempts that travel with a transaction as events; the first one is number 1."""
+    """Return the attempts that a message stores as events; the first one is number 1."""
     return tuple(
         HistoryEvent(
             at=attempt.at or None,

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from ergon_framework import scope
 from ergon_framework.failure import Attempt, Deferral
 
-#: Number of past attempts that travel with a transaction.
+#: Number of past attempts that a message stores.
 MAX_HISTORY = 10
 
 # Read-only: an entry added to it by mistake would appear in all other transactions.

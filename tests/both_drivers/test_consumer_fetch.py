@@ -60,7 +60,7 @@ def test_an_exhausted_fetch_budget_ends_the_loop_with_a_fetch_exception(build):
     assert len(world.fetches) == 3
     assert type(world.error) is FetchException
     assert world.error.__cause__ is raised
-    assert world.error.report.end is StopReason.FETCH
+    assert world.error.report.stop_reason is StopReason.FETCH
 
 
 @pytest.mark.spec("CON-08")
@@ -88,7 +88,7 @@ def test_a_hanging_fetch_raises_a_fetch_timeout(build):
     world.run(make_policy(fetch={"timeout": 0.05, "max_attempts": 2, "exit_grace": 0.05}))
     assert type(world.error) is FetchTimeoutException
     assert issubclass(FetchTimeoutException, FetchException)
-    assert world.error.report.end is StopReason.FETCH
+    assert world.error.report.stop_reason is StopReason.FETCH
     assert world.duration_seconds < 1.0
 
 
@@ -158,14 +158,14 @@ def test_a_lost_connection_does_not_count_as_an_empty_queue_without_streaming(bu
 def test_an_empty_fetch_ends_a_loop_that_does_not_stream(build):
     world = build().run(make_policy())
     assert len(world.fetches) == 1
-    assert world.report.end is StopReason.EMPTY
+    assert world.report.stop_reason is StopReason.EMPTY
     assert world.report.empty_fetches == 1
 
 
 @pytest.mark.spec("CON-09")
 def test_the_queue_is_emptied_before_the_loop_ends(build):
     world = build().offer(*"abcdefg").run(make_policy(concurrency=2, batch=2))
-    assert world.report.end is StopReason.EMPTY
+    assert world.report.stop_reason is StopReason.EMPTY
     assert world.kinds() == dict.fromkeys("abcdefg", "succeeded")
 
 

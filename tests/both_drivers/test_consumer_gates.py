@@ -111,5 +111,5 @@ def test_a_paused_loop_can_be_ended(build, cause):
         world.stop()
     world.finish(1.5)
     assert world.fetches == []
-    assert world.report.end is (StopReason.STOP if cause == "stop" else StopReason.TIMEOUT)
+    assert world.report.stop_reason is (StopReason.STOP if cause == "stop" else StopReason.TIMEOUT)
     assert isinstance(world.error, LoopTimeout) is (cause == "timeout")

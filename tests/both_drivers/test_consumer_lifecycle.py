@@ -118,7 +118,7 @@ def test_an_exhausted_exception_handler_leaves_both_errors_in_the_outcome(build)
     world.run(make_policy(process={"max_attempts": 7}, exception={"max_attempts": 3}))
     assert world.steps() == ["process"] + ["exception"] * 3
     outcome = world.outcome()
-    assert outcome.kind is OutcomeKind.HANDLER_FAILED
+    assert outcome.kind is OutcomeKind.EXCEPTION_HANDLER_FAILED
     assert outcome.error is first
     assert outcome.handler_error.__cause__ is second
     assert list(world.report.failures) == [outcome]
@@ -159,7 +159,7 @@ def test_a_final_error_of_a_handler_is_not_retried(build):
     final = TransactionException("gave up below", final=True)
     world = build(success=raise_error(final), exception=raise_error(final)).offer("a").run(make_policy())
     assert world.steps() == ["process", "success", "exception"]
-    assert world.outcome().kind is OutcomeKind.HANDLER_FAILED
+    assert world.outcome().kind is OutcomeKind.EXCEPTION_HANDLER_FAILED
 
 
 @pytest.mark.spec("CON-39", "CON-44", "CON-45")

@@ -25,7 +25,7 @@ def test_a_limit_starts_exactly_that_many_transactions(build, limit, batch):
     world = build().offer(*"abcdefg").run(make_policy(limit=limit, batch=batch))
     assert len(world.of("process")) == limit
     assert world.report.started == limit
-    assert world.report.end is StopReason.LIMIT
+    assert world.report.stop_reason is StopReason.LIMIT
     assert count_unsettled(world) == 0
     assert world.queue.depth().ready == 7 - limit
 
@@ -34,13 +34,13 @@ def test_a_limit_starts_exactly_that_many_transactions(build, limit, batch):
 def test_a_limit_of_0_fetches_nothing(build):
     world = build().offer("a").run(make_policy(limit=0))
     assert world.fetches == []
-    assert world.report.end is StopReason.LIMIT
+    assert world.report.stop_reason is StopReason.LIMIT
 
 
 @pytest.mark.spec("CON-31")
 def test_a_streaming_loop_ends_at_its_limit_too(build):
     world = build().offer("a", "b", "c").run(make_policy(limit=2, streaming=True))
-    assert world.report.end is StopReason.LIMIT
+    assert world.report.stop_reason is StopReason.LIMIT
     assert len(world.outcomes) == 2
 
 
@@ -98,7 +98,7 @@ def test_the_loop_timeout_ends_a_loop_that_always_has_work(build):
             make_policy(timeout=0.2, timeout_drain=5.0, batch=1, concurrency=1)
         )
     assert isinstance(world.error, LoopTimeout)
-    assert world.report.end is StopReason.TIMEOUT
+    assert world.report.stop_reason is StopReason.TIMEOUT
     assert 0.2 <= world.duration_seconds < 0.5 + wakeup_delay.late
     assert count_unsettled(world) == 0
 
@@ -118,7 +118,7 @@ def test_every_fetched_transaction_has_exactly_one_outcome(build):
     assert world.kinds() == kinds
     assert len(world.outcomes) == 4
     counts = {kind: number for kind, number in world.report.counts.items() if number}
-    assert counts == {OutcomeKind.SUCCEEDED: 1, OutcomeKind.FAILED: 2, OutcomeKind.HANDLER_FAILED: 1}
+    assert counts == {OutcomeKind.SUCCEEDED: 1, OutcomeKind.FAILED: 2, OutcomeKind.EXCEPTION_HANDLER_FAILED: 1}
     assert world.report.finished == 4
 
 
@@ -129,7 +129,7 @@ def check_rejection(world, reason):
     assert world.report.finished == 0
     (settlement,) = world.settlements()
     assert isinstance(settlement, DeadLetter)
-    assert world.report.refused == {reason: 1}
+    assert world.report.rejected == {reason: 1}
     return settlement
 
 
@@ -180,7 +180,7 @@ def test_a_delivery_with_a_missing_key_is_deferred_and_logged_once_as_an_error(b
     with caplog.at_level("INFO"):
         finished_world = world.offer("a", "b").run(make_policy())
     assert finished_world.kinds() == {"a": "deferred", "b": "deferred"}
-    assert finished_world.report.refused == {}
+    assert finished_world.report.rejected == {}
     records = [record for record in caplog.records if record.getMessage().startswith("transaction deferred")]
     assert [record.levelname for record in records] == ["ERROR", "INFO"]
     assert "'2026-05'" in records[0].getMessage()

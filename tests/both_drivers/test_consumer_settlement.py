@@ -50,7 +50,7 @@ def test_a_dead_letter_names_the_original_error_and_not_its_wrapper(build):
 def test_an_exhausted_exception_handler_is_settled_by_the_category_of_the_first_error(build):
     world = build(process=raise_error(BusinessError("no")), exception=raise_error(OSError())).offer("a")
     world.run(make_policy(settle={"on_business": "ack"}))
-    assert world.outcome().kind is OutcomeKind.HANDLER_FAILED
+    assert world.outcome().kind is OutcomeKind.EXCEPTION_HANDLER_FAILED
     assert world.settlements() == [Ack()]
 
 

@@ -33,7 +33,7 @@ def test_after_a_stop_nothing_is_fetched_and_running_calls_finish(build):
     go.set()
     world.finish()
     assert world.error is None
-    assert world.report.end is StopReason.STOP
+    assert world.report.stop_reason is StopReason.STOP
     assert world.kinds() == {"a": "succeeded"}
     assert world.settlements() == [Ack()]
     assert len(world.fetches) == fetch_count
@@ -83,7 +83,7 @@ def test_a_call_still_running_at_the_end_of_the_drain_keeps_its_claim(build):
     assert world.kinds() == {"a": "released"}
     assert world.queue.settled == []
     assert world.queue.depth().in_flight == 1
-    assert world.report.abandoned == 1
+    assert world.report.still_running == 1
     release.set()
     world.until(lambda: world.only("process").ended)
     world.never(lambda: len(world.calls) > 1 or world.queue.settled)
@@ -119,7 +119,7 @@ def test_a_stop_does_not_wait_for_a_blocked_fetch(build):
     world.start(make_policy(streaming=True, drain_timeout=30.0))
     world.until(lambda: world.fetches)
     world.stop().finish(1.0)
-    assert world.report.end is StopReason.STOP
+    assert world.report.stop_reason is StopReason.STOP
 
 
 @pytest.mark.spec("CON-36", "CON-30")
@@ -213,7 +213,7 @@ def test_a_base_exception_of_a_handler_fails_its_own_transaction_only(build, ste
     world = build(**bodies | {step: {"bad": raise_error(raised)}}).offer("bad", "good", "fine")
     world.run(make_policy(concurrency=1, batch=1))
     assert world.error is None
-    expected_kind = OutcomeKind.HANDLER_FAILED if step == "exception" else OutcomeKind.FAILED
+    expected_kind = OutcomeKind.EXCEPTION_HANDLER_FAILED if step == "exception" else OutcomeKind.FAILED
     assert world.kinds() == {"bad": expected_kind.value, "good": "succeeded", "fine": "succeeded"}
     assert len(world.of(step, "bad")) == 3
     error = world.outcome("bad").handler_error if step == "exception" else world.outcome("bad").error

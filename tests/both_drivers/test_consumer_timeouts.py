@@ -70,7 +70,7 @@ def test_the_exception_handler_has_its_own_timeout(build):
     world = build(process=raise_error(BusinessError("no")), exception=wait_then_return(0.1)).offer("a")
     world.run(make_policy(exception={"timeout": 0.03, "max_attempts": 2}))
     assert world.steps() == ["process", "exception", "exception"]
-    assert world.outcome().kind is OutcomeKind.HANDLER_FAILED
+    assert world.outcome().kind is OutcomeKind.EXCEPTION_HANDLER_FAILED
     assert world.outcome().category is Category.BUSINESS
     assert world.outcome().handler_error.category is TIMEOUT
 
@@ -84,7 +84,7 @@ def test_the_value_of_an_abandoned_call_causes_no_ack_no_handler_and_no_count(bu
     assert world.report.counts[OutcomeKind.SUCCEEDED] == 0
     assert not world.outcome().processed
     assert [type(sent) for sent in world.settlements()] == [DeadLetter]
-    assert world.report.fenced == 1
+    assert world.report.late_results == 1
 
 
 @pytest.mark.spec("CON-28")
@@ -151,7 +151,7 @@ def test_an_exception_handler_that_exceeds_its_grace_is_not_retried(build):
     assert world.outcome().still_running
     release.set()
     assert world.finish().steps() == ["process", "exception"]
-    assert world.outcome().kind is OutcomeKind.HANDLER_FAILED
+    assert world.outcome().kind is OutcomeKind.EXCEPTION_HANDLER_FAILED
 
 
 @pytest.mark.spec("CON-29")
@@ -161,7 +161,7 @@ def test_an_abandoned_call_is_recorded_even_if_the_exception_handler_fails(build
     world.bodies["process"] = wait_then_return(Stubborn(release))
     world.offer("a").start(make_policy(process={"timeout": 0.03, "exit_grace": 0.03}))
     world.until(lambda: world.outcomes)
-    assert world.outcome().kind is OutcomeKind.HANDLER_FAILED
+    assert world.outcome().kind is OutcomeKind.EXCEPTION_HANDLER_FAILED
     assert world.outcome().still_running
     release.set()
     world.until(lambda: not world.outcome().still_running)
@@ -191,8 +191,8 @@ def test_a_loop_whose_slots_are_all_occupied_by_abandoned_calls_ends_as_stalled(
     retry = {"timeout": 0.03, "max_attempts": 1, "exit_grace": 0.03}
     world.offer("a", "b", "c").run(make_policy(concurrency=2, process=retry, drain_timeout=0.1))
     assert isinstance(world.error, LoopStalled)
-    assert world.report.end is StopReason.STALLED
-    assert world.report.abandoned == 2
+    assert world.report.stop_reason is StopReason.STALLED
+    assert world.report.still_running == 2
     assert world.kinds() == {"a": "failed", "b": "failed"}
     assert world.steps("c") == []
     assert world.duration_seconds >= 0.15
@@ -279,7 +279,7 @@ def test_the_loop_timeout_is_a_timeout_error_with_the_report(build):
         world = build().offer("a").run(make_policy(streaming=True, timeout=0.2))
     assert isinstance(world.error, LoopTimeout)
     assert isinstance(world.error, TimeoutError)
-    assert world.error.report.end is StopReason.TIMEOUT
+    assert world.error.report.stop_reason is StopReason.TIMEOUT
     assert world.error.report.counts[OutcomeKind.SUCCEEDED] == 1
     assert 0.2 <= world.duration_seconds < 0.5 + wakeup_delay.late
 

@@ -63,9 +63,9 @@ def collect_decisions(world):
         "attempts": {name: [c.scope.attempt for c in world.calls if c.id == name] for name in TRANSACTION_IDS},
         "outcomes": sorted(outcomes),
         "settlements": sorted((s.id, type(s.settlement).__name__) for s in world.queue.settled),
-        "end": world.report.end,
+        "end": world.report.stop_reason,
         "counts": world.report.counts,
-        "fenced": world.report.fenced,
+        "late_results": world.report.late_results,
         "error": type(world.error),
     }
 

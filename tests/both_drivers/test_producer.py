@@ -143,7 +143,7 @@ def test_a_failed_transaction_does_not_affect_the_others(variant):
     result = run(variant, make_transactions(9), produce=produce)
 
     assert result.kinds == ["succeeded"] * 4 + ["failed"] + ["succeeded"] * 4
-    assert result.report.end is StopReason.DONE
+    assert result.report.stop_reason is StopReason.DONE
 
 
 # -- the success handler ---------------------------------------------------------------------------

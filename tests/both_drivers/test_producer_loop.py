@@ -114,7 +114,7 @@ def test_a_call_that_ignores_its_timeout_occupies_its_slot(variant):
 
     assert result.peak == 2
     assert result.kinds == ["failed"] + ["succeeded"] * 29
-    assert result.report.abandoned == 1
+    assert result.report.still_running == 1
 
 
 # -- the same id -----------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_an_empty_list_ends_immediately(variant):
     result = run(variant, [])
 
     assert result.report.outcomes == []
-    assert result.report.end is StopReason.DONE
+    assert result.report.stop_reason is StopReason.DONE
     assert result.steps == []
 
 
@@ -189,7 +189,11 @@ def test_without_a_policy_the_defaults_apply(variant):
     result = ProduceRun(variant, make_transactions(25)).execute()
 
     assert result.kinds == ["succeeded"] * 25
-    assert (result.report.end, result.report.abandoned, result.report.fenced) == (StopReason.DONE, 0, 0)
+    assert (result.report.stop_reason, result.report.still_running, result.report.late_results) == (
+        StopReason.DONE,
+        0,
+        0,
+    )
 
 
 @pytest.mark.spec("PRO-12", "PRO-18")
@@ -199,7 +203,7 @@ def test_a_limit_starts_exactly_that_many_transactions_and_releases_the_rest(var
 
     assert result.kinds == ["succeeded"] * limit + ["released"] * (9 - limit)
     assert {transaction_id for _, transaction_id in result.steps} == {f"t{number}" for number in range(limit)}
-    assert result.report.end is StopReason.LIMIT
+    assert result.report.stop_reason is StopReason.LIMIT
     for outcome in result.report.outcomes[limit:]:
         assert (outcome.attempts, outcome.reason, outcome.error) == (0, "limit", None)
 
@@ -209,7 +213,7 @@ def test_a_limit_of_0_runs_nothing(variant):
     result = run(variant, make_transactions(3), make_producer_policy(limit=0))
 
     assert result.steps == []
-    assert result.report.end is StopReason.LIMIT
+    assert result.report.stop_reason is StopReason.LIMIT
     assert [(outcome.kind, outcome.attempts, outcome.reason) for outcome in result.report.outcomes] == [
         (OutcomeKind.RELEASED, 0, "limit")
     ] * 3
@@ -220,7 +224,7 @@ def test_a_limit_that_is_not_reached_has_no_effect(variant):
     result = run(variant, make_transactions(3), make_producer_policy(limit=10))
 
     assert result.kinds == ["succeeded"] * 3
-    assert result.report.end is StopReason.DONE
+    assert result.report.stop_reason is StopReason.DONE
 
 
 @pytest.mark.spec("PRO-16")
@@ -235,7 +239,7 @@ def test_lists_transactions_and_policies_are_not_changed(variant):
 
     result = run(variant, transactions, policy, produce=run_for_one("t1", run_in_turn(ValueError("x"))))
 
-    assert result.report.end is StopReason.LIMIT
+    assert result.report.stop_reason is StopReason.LIMIT
     assert len(transactions) == len(before)
     assert all(item is item_before for item, item_before in zip(transactions, before, strict=True))
     assert [(t.id, t.payload, t.attempts) for t in transactions] == copies
@@ -259,7 +263,7 @@ def test_a_stop_starts_nothing_and_lets_running_calls_finish(variant):
     result.execute()
 
     assert result.raised is None
-    assert result.report.end is StopReason.STOP
+    assert result.report.stop_reason is StopReason.STOP
     assert result.kinds == ["succeeded"] * 2 + ["released"] * 6
     assert {transaction_id for _, transaction_id in result.steps} == {"t0", "t1"}
     assert {(outcome.attempts, outcome.reason) for outcome in result.report.outcomes[2:]} == {(0, "stop")}
@@ -298,7 +302,7 @@ def test_a_transaction_waiting_for_a_retry_at_the_end_of_the_drain_is_released(v
 
     assert result.seconds < 5
     assert result.of("t0") == ["produce"]
-    assert result.report.end is StopReason.STOP
+    assert result.report.stop_reason is StopReason.STOP
     assert (result.kinds, result.report.outcomes[0].attempts) == (["released"], 0)
 
 
@@ -316,9 +320,9 @@ def test_a_second_stop_ends_the_drain_immediately(variant):
     result.execute()
 
     assert result.seconds < 5
-    assert result.report.end is StopReason.STOP
+    assert result.report.stop_reason is StopReason.STOP
     assert result.kinds == ["released"] * 3
-    assert result.report.abandoned == 2
+    assert result.report.still_running == 2
     # The calls returned a value in the meantime; it was ignored.
     assert [outcome.kind for outcome in result.report.outcomes] == [OutcomeKind.RELEASED] * 3
     assert result.results == []
@@ -346,7 +350,7 @@ def test_stop_may_be_called_from_any_thread(variant):
     result.execute()
     thread.join()
 
-    assert result.report.end is StopReason.STOP
+    assert result.report.stop_reason is StopReason.STOP
     assert result.kinds == ["succeeded"] + ["released"] * 3
 
 
@@ -364,7 +368,7 @@ def test_a_stop_does_not_affect_the_next_call(variant):
 
     second = result.task.produce_transactions(make_transactions(3), make_producer_policy())
     report = second if variant == "threads" else asyncio.run(second)
-    assert report.end is StopReason.DONE
+    assert report.stop_reason is StopReason.DONE
 
 
 @pytest.mark.spec("DX-19")

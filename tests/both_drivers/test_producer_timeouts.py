@@ -86,7 +86,7 @@ def test_a_call_that_exceeds_its_grace_is_not_retried_and_the_exception_handler_
     assert result.events.index(("leave", "exception", "t0")) < result.events.index(("leave", "produce", "t0"))
     assert result.kinds == ["failed"]
     assert result.report.outcomes[0].kind is OutcomeKind.FAILED
-    assert (result.report.end, result.report.abandoned) == (StopReason.DONE, 1)
+    assert (result.report.stop_reason, result.report.still_running) == (StopReason.DONE, 1)
 
 
 @pytest.mark.spec("PRO-03", "PRO-07")
@@ -113,7 +113,7 @@ def test_an_exception_handler_that_exceeds_its_timeout_is_retried_and_then_final
     assert result.of("t0") == ["produce", "exception", "exception"]
     (outcome,) = result.report.outcomes
     assert (outcome.kind, outcome.category, outcome.handler_error.category) == (
-        OutcomeKind.HANDLER_FAILED,
+        OutcomeKind.EXCEPTION_HANDLER_FAILED,
         SYSTEM,
         TIMEOUT,
     )
@@ -132,7 +132,7 @@ def test_an_exception_handler_that_exceeds_its_grace_is_not_retried(variant):
 
     assert result.of("t0") == ["produce", "exception"]
     assert result.kinds == ["handler_failed"]
-    assert result.report.abandoned == 1
+    assert result.report.still_running == 1
 
 
 # -- the lifecycle ---------------------------------------------------------------------------------
@@ -244,10 +244,10 @@ def test_by_default_the_loop_timeout_ends_the_call_immediately_with_the_report(v
     assert isinstance(result.raised, LoopTimeout)
     assert isinstance(result.raised, TimeoutError)
     assert 0.149 <= result.seconds < 2
-    assert result.report.end is StopReason.TIMEOUT
+    assert result.report.stop_reason is StopReason.TIMEOUT
     assert result.kinds == ["succeeded"] * 2 + ["released"] * 5
     assert {(outcome.attempts, outcome.reason) for outcome in result.report.outcomes[4:]} == {(0, "timeout")}
-    assert result.report.abandoned == 2
+    assert result.report.still_running == 2
     # The return values of the two handlers, once they were let go, do not count as a success.
     assert [outcome.kind for outcome in result.report.outcomes[2:4]] == [OutcomeKind.RELEASED] * 2
     assert [transaction_id for transaction_id, _ in result.results] == ["t0", "t1"]
@@ -288,7 +288,7 @@ def test_the_call_ends_within_its_timeout_plus_the_drain(variant):
 
     assert isinstance(result.raised, LoopTimeout)
     assert 0.149 <= result.seconds < 2
-    assert (result.kinds, result.report.abandoned) == (["released"], 1)
+    assert (result.kinds, result.report.still_running) == (["released"], 1)
 
 
 @pytest.mark.spec("PRO-07")
@@ -296,7 +296,7 @@ def test_a_timeout_does_not_affect_a_call_that_ends_in_time(variant):
     result = run(variant, make_transactions(20), make_producer_policy(timeout=30, transaction_timeout=20))
 
     assert result.raised is None
-    assert result.report.end is StopReason.DONE
+    assert result.report.stop_reason is StopReason.DONE
 
 
 @pytest.mark.spec("PRO-15")
@@ -306,10 +306,10 @@ def test_a_call_whose_slots_are_all_occupied_by_abandoned_calls_is_stalled(varia
 
     assert isinstance(result.raised, LoopStalled)
     assert result.seconds < 5
-    assert result.report.end is StopReason.STALLED
+    assert result.report.stop_reason is StopReason.STALLED
     assert result.kinds == ["failed"] * 2 + ["released"] * 3
     assert [outcome.attempts for outcome in result.report.outcomes[2:]] == [0, 0, 0]
-    assert result.report.abandoned == 2
+    assert result.report.still_running == 2
     assert {transaction_id for _, transaction_id in result.steps} == {"t0", "t1"}
     assert all(error.still_running for _, error in result.handler_errors)
 
@@ -328,5 +328,5 @@ def test_abandoned_calls_that_return_in_time_free_their_slots(variant):
 
     assert result.raised is None
     assert result.kinds == ["failed", "succeeded", "succeeded"]
-    assert (result.report.abandoned, result.report.fenced) == (0, 1)
+    assert (result.report.still_running, result.report.late_results) == (0, 1)
     assert result.peak == 1

@@ -45,7 +45,7 @@ def test_three_timeouts_are_declared_in_time_and_their_calls_never_overlap(build
     assert all(call.scope.deadline - call.began <= 0.1 for call in calls)
     assert world.overlap == 1
     assert [call.result for call in calls] == ["late"] * 3
-    assert world.report.fenced == 3
+    assert world.report.late_results == 3
     assert world.of("success") == []
     assert (world.outcome().kind, world.outcome().category) == (OutcomeKind.FAILED, TIMEOUT)
     assert not world.only("exception").argument.still_running
@@ -153,7 +153,7 @@ def test_a_loop_timeout_ends_the_loop_within_its_drain(build, scenario, drain):
             make_policy(streaming=True, timeout=0.3, timeout_drain=drain, process={"backoff": 20.0}, empty_queue=idle)
         )
     assert isinstance(world.error, LoopTimeout)
-    assert world.error.report.end is StopReason.TIMEOUT
+    assert world.error.report.stop_reason is StopReason.TIMEOUT
     has_work = "process" in SCENARIOS[scenario]
     # A blocked fetch has half a second to release its deliveries, or the drain if that is longer.
     extra_seconds = 0.5 if "fetches" in SCENARIOS[scenario] else drain if has_work else 0.0
@@ -256,7 +256,7 @@ def test_a_long_connection_loss_does_not_end_a_streaming_loop(build):
     world.offer("b").until(lambda: world.kinds().get("b") == "succeeded")
     assert len(world.fetches) > 26
     world.stop().finish()
-    assert (world.error, world.report.end) == (None, StopReason.STOP)
+    assert (world.error, world.report.stop_reason) == (None, StopReason.STOP)
 
 
 # -- stop ---------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def check_stop(world):
     fetch_count = len(world.fetches)
     world.stop().finish(GRACE_SECONDS + 1.0)
     assert len(world.fetches) == fetch_count
-    assert (world.error, world.report.end) == (None, StopReason.STOP)
+    assert (world.error, world.report.stop_reason) == (None, StopReason.STOP)
     return world
 
 

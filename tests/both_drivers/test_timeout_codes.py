@@ -35,7 +35,7 @@ def test_the_timeout_of_an_exception_handler_has_its_own_code(build):
     retries = {"transaction_timeout": 0.05, "exception": {"timeout": 0.03, "max_attempts": 1}}
     world.run(make_policy(process={"timeout": 5.0, "max_attempts": 1}, **retries))
     outcome = world.outcome()
-    assert outcome.kind is OutcomeKind.HANDLER_FAILED
+    assert outcome.kind is OutcomeKind.EXCEPTION_HANDLER_FAILED
     assert (outcome.error.code, outcome.handler_error.code) == ("lifecycle_timeout", "step_timeout")
 
 

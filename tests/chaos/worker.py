@@ -235,7 +235,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: task.stop())
     journal.write("begin", options.who, os.getpid())
     report = task.run() if options.flavour == "threads" else asyncio.run(task.run())
-    journal.write("over", str(report.end), dict(report.settled), dict(report.refused))
+    journal.write("over", str(report.stop_reason), dict(report.settled), dict(report.rejected))
     return 0
 
 

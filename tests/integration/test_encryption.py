@@ -285,7 +285,7 @@ def test_a_worker_without_the_key_loses_nothing_and_says_which_key_is_missing(se
     with caplog.at_level("INFO"):
         report = pay.run()
     assert (handled, report.counts["deferred"], report.counts["failed"]) == ([], 2, 0)
-    assert not report.refused
+    assert not report.rejected
     [error_record] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "2026-05" in str(error_record.__dict__)
     assert KEYS_VARIABLE in str(error_record.__dict__)
@@ -296,7 +296,7 @@ def run_until_rejected(pay):
     """Run *pay* until it has rejected a message; between runs the broker delays the message for a moment."""
     for _ in range(20):
         report = pay.run()
-        if report.refused:
+        if report.rejected:
             return report
         time.sleep(0.2)
     raise AssertionError("nothing was refused")
@@ -318,7 +318,7 @@ def test_a_message_whose_key_stays_missing_becomes_a_dead_letter_that_can_be_rep
 
     began = time.monotonic()
     report = run_until_rejected(pay)
-    assert (report.refused, time.monotonic() - began >= 1.5) == ({"missing_key": 1}, True)
+    assert (report.rejected, time.monotonic() - began >= 1.5) == ({"missing_key": 1}, True)
     queue = server_queue.connect()
     depth = queue.depth()
     assert (depth.ready, depth.dead) == (0, 1)
@@ -406,7 +406,7 @@ def test_a_changed_body_is_an_undecodable_dead_letter(monkeypatch, database):
         raise AssertionError("a changed message was handled")
 
     report = pay.run()
-    assert report.refused == {"undecodable": 3}
+    assert report.rejected == {"undecodable": 3}
     records = queue.list_dead(DeadLetterQuery())
     assert [record.reason for record in records] == ["undecodable"] * 3
     assert all(record.headers[ENCRYPTION_KEY] == "2026-05" for record in records)

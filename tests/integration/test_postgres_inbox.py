@@ -68,7 +68,7 @@ def test_a_transaction_that_has_succeeded_is_acked_without_running_and_counted(d
         queue.dispatch([Transaction("order-7")])
         report = handle.run()
     assert handled == ["order-7"]
-    assert (report.refused, report.settled) == ({"done": 1}, {"settled": 1})
+    assert (report.rejected, report.settled) == ({"done": 1}, {"settled": 1})
     registry = get_registry(provider)
     assert registry.read(names.REJECTED_DELIVERIES) == [({"ergon.task": "Recorder", "ergon.reason": "done"}, 1)]
     depth = queue.depth()
@@ -347,7 +347,7 @@ def test_a_foreign_message_without_an_id_becomes_a_dead_letter_with_its_bytes(ds
         send_foreign(dsn, queue, b"{}", "null")
         report = handle.run()
         assert handled == ["12"]
-        assert report.refused == {"undecodable": 4}
+        assert report.rejected == {"undecodable": 4}
         letters = queue.list_dead(DeadLetterQuery())
         assert sorted(letter.raw for letter in letters) == [b"\x00\xff no json", b"{}", b"{}", b"{}"]
         replayed = queue.replay_dead([letter.handle for letter in letters])

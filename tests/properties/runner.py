@@ -267,7 +267,7 @@ class RunRecorder:
             settlements=tuple(self.settlements),
             began=self.began,
             raised=ended.raised,
-            reason=None if report is None or report.end is None else report.end.value,
+            reason=None if report is None or report.stop_reason is None else report.stop_reason.value,
         )
 
     def _check_report(self, report: Any, ended: LoopEnd, outcomes: list[OutcomeRecord]) -> None:
@@ -275,8 +275,10 @@ class RunRecorder:
         return_times = [max((body.left for body in one.bodies), default=-math.inf) for one in self.deliveries]
         if not any(abs(left - ended.at) < self._slack for left in return_times):
             abandoned = sum(left > ended.at for left in return_times)
-            if report.abandoned != abandoned:
-                self.problems.append(f"the report counts {report.abandoned} abandoned bodies, there were {abandoned}")
+            if report.still_running != abandoned:
+                self.problems.append(
+                    f"the report counts {report.still_running} abandoned bodies, there were {abandoned}"
+                )
         if self.plan.kind == "consume":
             counts = Counter(one.outcome for one in outcomes)
             if {kind.value: n for kind, n in report.counts.items() if n} != dict(counts):

@@ -21,7 +21,7 @@ from ergon_framework.worker.report import Outcome, Report, StopReason
 #: Maximum length of a message in the summary; the dead letter has the whole message.
 MAX_MESSAGE_CHARS = 500
 
-END_DESCRIPTIONS = {
+STOP_DESCRIPTIONS = {
     StopReason.EMPTY: "the queue was empty",
     StopReason.DONE: "the input was read to its end",
     StopReason.LIMIT: "the limit was reached",
@@ -49,7 +49,7 @@ def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """
     title, rows = to_one_line(title), [(to_one_line(label), to_one_line(detail)) for label, detail in rows]
     if sys.stdout.isatty():
-        table = Table("what", "how", title=title, title_justify="left", show_header=False)
+        table = Table("label", "detail", title=title, title_justify="left", show_header=False)
         for row in rows:
             # Text, because an error message may contain characters that rich reads as markup.
             table.add_row(*(Text(cell) for cell in row))
@@ -60,7 +60,7 @@ def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def to_json_line(name: str, result: RunResult) -> str:
-    """Return the report as one line of JSON."""
+    """Return the report of one process as one line of JSON."""
     return json.dumps(report_data(name, result))
 
 
@@ -72,15 +72,15 @@ def report_data(name: str, result: RunResult) -> dict[str, Any]:
         data["error"] = f"{type(result.error).__name__}: {_format_error(result.error)}"
     if report is not None:
         data |= {
-            "stop_reason": report.end,
+            "stop_reason": report.stop_reason,
             "started": report.started,
             "fetches": report.fetches,
             "empty_fetches": report.empty_fetches,
             "counts": report.counts,
-            "rejected": report.refused,
+            "rejected": report.rejected,
             "settled": report.settled,
-            "still_running": report.abandoned,
-            "late_results": report.fenced,
+            "still_running": report.still_running,
+            "late_results": report.late_results,
             "released_started": report.released_started,
             "failures": [_failure_to_dict(outcome) for outcome in report.failures],
         }
@@ -90,8 +90,8 @@ def report_data(name: str, result: RunResult) -> dict[str, Any]:
 #: Keys summed over processes, and keys whose counters are summed by name.
 _SUMMED_KEYS = ("started", "fetches", "empty_fetches", "still_running", "late_results", "released_started")
 _COUNTER_KEYS = ("counts", "rejected", "settled")
-#: Maximum number of failures in the summary of several processes.
-MAX_FAILURES = 100
+#: Maximum number of failures in the merged summary; the report of each process has at most 20.
+MAX_MERGED_FAILURES = 100
 
 
 def merge_reports(name: str, result: SupervisorResult) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def merge_reports(name: str, result: SupervisorResult) -> dict[str, Any]:
     data["stop_reasons"] = dict(Counter(str(report.get("stop_reason") or "failed") for report in reports))
     data |= {key: sum(report.get(key, 0) for report in reports) for key in _SUMMED_KEYS}
     data |= {key: _sum_counters(report.get(key, {}) for report in reports) for key in _COUNTER_KEYS}
-    data["failures"] = [failure for report in reports for failure in report.get("failures", ())][:MAX_FAILURES]
+    data["failures"] = [failure for report in reports for failure in report.get("failures", ())][:MAX_MERGED_FAILURES]
     return data
 
 
@@ -116,13 +116,13 @@ def _sum_counters(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _build_merged_rows(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    descriptions = {end.value: description for end, description in END_DESCRIPTIONS.items()}
+    descriptions = {stop_reason.value: description for stop_reason, description in STOP_DESCRIPTIONS.items()}
     yield "ended", data.get("error") or "; ".join(descriptions.get(reason, reason) for reason in data["stop_reasons"])
     yield "processes", f"{data['processes']}, restarts: {data['restarts']}"
     yield from ((kind, str(count)) for kind, count in data["counts"].items() if count)
     yield from ((f"rejected, {reason}", str(count)) for reason, count in data["rejected"].items())
     if data["released_started"]:
-        yield "released, started", str(data["released_started"])
+        yield "released after start", str(data["released_started"])
     if data["still_running"]:
         yield "still running", str(data["still_running"])
     for failure in data["failures"]:
@@ -134,22 +134,23 @@ def _build_merged_rows(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _build_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     report = result.report
-    yield "ended", _describe_end(result)
+    yield "ended", _describe_stop(result)
     if report is None:
         return
     yield from ((kind.value, str(count)) for kind, count in report.counts.items() if count)
-    yield from ((f"rejected, {reason}", str(count)) for reason, count in report.refused.items())
+    yield from ((f"rejected, {reason}", str(count)) for reason, count in report.rejected.items())
     if report.released_started:
-        yield "released, started", str(report.released_started)
-    if report.abandoned:
-        yield "still running", str(report.abandoned)
+        yield "released after start", str(report.released_started)
+    if report.still_running:
+        yield "still running", str(report.still_running)
     yield from _build_failure_rows(report)
 
 
-def _describe_end(result: RunResult) -> str:
+def _describe_stop(result: RunResult) -> str:
     report = result.report
-    if report is not None and report.end is not None and report.end in END_DESCRIPTIONS:
-        return END_DESCRIPTIONS[report.end]
+    if report is not None and report.stop_reason is not None and report.stop_reason in STOP_DESCRIPTIONS:
+        return STOP_DESCRIPTIONS[report.stop_reason]
+    # A forced exit does not wait for the task, so there is no complete report.
     return "exited while the task was still running" if result.forced else "failed"
 
 

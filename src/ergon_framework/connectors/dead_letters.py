@@ -125,7 +125,7 @@ class DeadLetterRecord(BaseModel):
     def with_payload(self, payload: Any, *, by: str, at: float, summary: str) -> Transaction:
         """Return the transaction for a retry with another payload; *summary* says what *by* has changed.
 
-        The summary travels with the transaction. Earlier corrections stay in its history; attempts do not, as with
+        The message stores the summary. Earlier corrections stay in its history; attempts do not, as with
         every replay.
         """
         history = self.envelope.history if self.failure is None else self.failure.history

@@ -196,7 +196,7 @@ def select_codec(codec: Codec | None) -> Codec:
 
 
 class EncryptingCodec:
-    """Encrypt the output of *codec*, and the error texts that travel with a transaction.
+    """Encrypt the output of *codec*, and the error texts that a message stores.
 
     The keys are those of ``ERGON_ENCRYPTION__KEYS`` unless *keys* is given. A message that is not encrypted is
     accepted unless *require* or ``ERGON_ENCRYPTION__REQUIRE`` is true.
@@ -281,7 +281,7 @@ def write_envelope(codec: Codec, delivery: Delivery, defer: Defer) -> dict[str, 
     return codec.encode_envelope(transaction) if isinstance(codec, EncryptingCodec) else write_headers(transaction)
 
 
-# -- error texts that travel with a transaction -----------------------------------------------------
+# -- error texts in messages ------------------------------------------------------------------------
 
 
 def hide_errors(

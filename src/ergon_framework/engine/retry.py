@@ -113,7 +113,7 @@ class Failed:
 
 
 class Deferred:
-    """The broker redelivers the transaction after *delay* seconds; *deferral* travels with it from then on.
+    """The broker redelivers the transaction after *delay* seconds; its message stores *deferral*.
 
     The delay is too long to sleep inline, nothing could be attempted, or a service is unavailable.
     """

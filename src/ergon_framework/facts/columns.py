@@ -1,11 +1,12 @@
 """FactColumns: many facts as columns, as they arrive over the network or from a database, and their conversion.
 
-Most input is valid, and checking a whole column is faster than checking each value. If a column is not certainly
-valid, the model builds the facts one by one and reports the error of each.
+Most input is valid, and checking a whole column is faster than checking each value. If a check of a column fails, the
+facts are built one by one, so that each has its own error.
 
-The JSON objects of many facts are parsed together. ``identity`` parses and formats a single text with checks for every
-value. Here a faster parser with fewer checks reads the texts, and what it may have missed is searched for in all texts
-together; if there is a trace of it, they are parsed one by one.
+The object of a fact is JSON text. It is stored as it arrived, and digested in canonical form (RFC 8785: sorted keys,
+one format for each number). ``identity`` parses and formats one text and checks every value. This module parses many
+texts with a faster parser that accepts duplicate keys and integers beyond 2^53, and then searches all texts together
+for both; if one may contain either, all texts are parsed by ``identity``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ergon_framework.facts.identity import (
     canonical_json_of_parsed,
     encode_json,
     is_plain_json,
-    is_surely_canonical,
+    is_known_canonical,
     is_within_depth,
     parse_strict_json,
 )
@@ -49,7 +50,7 @@ _LONG_INTEGER: Final = b"0" * 16
 
 
 class ParsedObjects(NamedTuple):
-    """The parsed values of texts, in their order."""
+    """The parsed values of JSON texts, in the order of the texts."""
 
     values: Sequence[Any]
     #: The same values in canonical form.
@@ -89,7 +90,7 @@ def _parse_together(texts: Sequence[str]) -> ParsedObjects:
 
 
 def _parse_all(texts: Sequence[str]) -> ParsedObjects | None:
-    """Parse texts that are certainly valid; return None if that is uncertain."""
+    """Parse *texts* with the fast parser; return None if one may be invalid or may differ from the strict parser."""
     joined = _SEPARATOR.join(texts)
     # A quote escaped as \u0022 would not be counted below; all other escapes hide nothing.
     if "\\u" in joined:
@@ -106,12 +107,12 @@ def _parse_all(texts: Sequence[str]) -> ParsedObjects | None:
     except (ValueError, RecursionError):
         return None
     outputs = output[1:-1].split(_ENCODED_SEPARATOR)
-    # Of a repeated key the parser keeps one, so quotes are missing; only the separators add quotes.
+    # The parser keeps one of several duplicate keys, so quotes disappear; only the separators add quotes.
     if len(outputs) != len(values) or output.count('"') - 2 * (len(values) - 1) != joined.count('"'):
         return None
     if not (is_plain_json(output) and all(map(is_within_depth, outputs))):
         outputs = [
-            item if is_surely_canonical(item) else canonical_json(value)
+            item if is_known_canonical(item) else canonical_json(value)
             for item, value in zip(outputs, values, strict=True)
         ]
     return ParsedObjects(values, outputs)
@@ -124,12 +125,15 @@ _REFERENCE_MARK: Final = '"bucket"'
 
 
 class FactColumns(NamedTuple):
-    """The n-th value of each column belongs to the n-th fact; types are correct, values are not checked yet."""
+    """The n-th value of each column belongs to the n-th fact; types are correct, values are not checked yet.
+
+    The columns are the fields of ``Envelope`` (who sent the fact, where and when) and of ``Fact`` (the statement).
+    """
 
     message_ids: Sequence[str]
     from_zones: Sequence[str]
     to_zones: Sequence[str]
-    produced: Sequence[int]
+    produced_at_unix_ms: Sequence[int]
     correlations: Sequence[str | None]
     causations: Sequence[str | None]
     subjects: Sequence[str]
@@ -141,15 +145,12 @@ class FactColumns(NamedTuple):
 
 def columns_to_facts(columns: FactColumns) -> Sequence[NewFact]:
     """Return the facts; raise the error of the first invalid one."""
-    return _build_all(columns) or [_build_one(columns, index) for index in range(len(columns.message_ids))]
+    return _build_together(columns) or [_build_one(columns, index) for index in range(len(columns.message_ids))]
 
 
 def columns_to_results(columns: FactColumns) -> Sequence[NewFact | InvalidFactError]:
     """Return each fact or its error; an invalid fact does not affect the others."""
-    try:
-        return columns_to_facts(columns)
-    except InvalidFactError:
-        return [_build_or_error(columns, index) for index in range(len(columns.message_ids))]
+    return _build_together(columns) or [_build_or_error(columns, index) for index in range(len(columns.message_ids))]
 
 
 def _build_or_error(columns: FactColumns, index: int) -> NewFact | InvalidFactError:
@@ -164,7 +165,7 @@ def _build_one(columns: FactColumns, index: int) -> NewFact:
         message_id=columns.message_ids[index],
         from_zone=columns.from_zones[index],
         to_zone=columns.to_zones[index],
-        produced_at_unix_ms=columns.produced[index],
+        produced_at_unix_ms=columns.produced_at_unix_ms[index],
         correlation_id=columns.correlations[index],
         causation_id=columns.causations[index],
         labels=columns.labels.get(index, {}),
@@ -175,10 +176,19 @@ def _build_one(columns: FactColumns, index: int) -> NewFact:
     return envelope, fact
 
 
-def _build_all(columns: FactColumns) -> list[NewFact] | None:
-    """Return the facts if all are certainly valid; else None, or raise one of their errors."""
-    if not (columns.message_ids and _are_valid(columns)):
+def _build_together(columns: FactColumns) -> list[NewFact] | None:
+    """Return the facts as pairs of envelope and fact; None if there are none, or if one may be invalid."""
+    if not columns.message_ids:
         return None
+    try:
+        return _build_checked(columns) if _are_valid(columns) else None
+    except InvalidFactError:
+        # Columns are checked one after the other, so this may not be the error of the first invalid fact.
+        return None
+
+
+def _build_checked(columns: FactColumns) -> list[NewFact]:
+    """Build the facts of checked columns; raise InvalidFactError if an object or a label is invalid."""
     values, canonical_texts = parse_objects(columns.objects)
     references = [
         parse_reference(value) if _REFERENCE_MARK in text else None
@@ -191,6 +201,7 @@ def _build_all(columns: FactColumns) -> list[NewFact] | None:
 
 def _build_envelopes(columns: FactColumns) -> list[Envelope]:
     get_labels = columns.labels.get
+    # It checks the labels: few facts have any.
     make = Envelope._from_checked  # noqa: SLF001 - as above
     return [
         make(
@@ -207,7 +218,7 @@ def _build_envelopes(columns: FactColumns) -> list[Envelope]:
             columns.message_ids,
             columns.from_zones,
             columns.to_zones,
-            columns.produced,
+            columns.produced_at_unix_ms,
             columns.correlations,
             columns.causations,
             strict=True,
@@ -216,7 +227,7 @@ def _build_envelopes(columns: FactColumns) -> list[Envelope]:
 
 
 def _are_valid(columns: FactColumns) -> bool:
-    """Return whether all texts except the objects, and all times, satisfy the model."""
+    """Return whether all columns but objects and labels satisfy the model; raise InvalidFactError if a zone does not."""
     for name, zones in (("from_zone", columns.from_zones), ("to_zone", columns.to_zones)):
         for zone in set(zones):
             check_zone(name, zone)
@@ -225,8 +236,8 @@ def _are_valid(columns: FactColumns) -> bool:
         _are_printable(columns.message_ids, MAX_MESSAGE_ID_CHARS)
         and ids.isascii()
         and " " not in ids
-        and min(columns.produced) >= 0
-        and max(columns.produced) <= MAX_JSON_INTEGER
+        and min(columns.produced_at_unix_ms) >= 0
+        and max(columns.produced_at_unix_ms) <= MAX_JSON_INTEGER
         and _are_printable(columns.subjects, MAX_SUBJECT_CHARS)
         and _are_printable(columns.predicates, MAX_PREDICATE_CHARS)
         and _are_printable([each for each in columns.correlations if each is not None], MAX_CORRELATION_CHARS)

@@ -1,7 +1,9 @@
 """Identity of facts: canonical JSON, digests, and ids that a second run generates again.
 
-Canonical JSON is RFC 8785: keys ordered by their UTF-16 code units, numbers formatted as in ECMAScript, nothing that
-two readers could interpret differently. docs/facts.md has test vectors for all of it.
+A fact is a statement (subject, predicate, object as JSON) that one zone, a site with its own store, sends to another.
+Two facts are the same if the digests of their canonical JSON are equal. Canonical JSON is RFC 8785: keys ordered by
+their UTF-16 code units, numbers formatted as in ECMAScript, nothing that two parsers could interpret differently.
+docs/facts.md has test vectors for all of it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, Final, NoReturn
 from ergon_framework._util.strict_json import RepeatedKeyError, reject_repeated_keys
 from ergon_framework.facts.errors import InvalidFactError
 
-#: Largest integer, positive or negative, that all JSON readers interpret alike.
+#: Largest integer, positive or negative, that every JSON parser reads without loss of precision.
 MAX_SAFE_INTEGER: Final = 2**53
 _MAX_INTEGER_CHARS: Final = len(str(-MAX_SAFE_INTEGER))
 #: Maximum nesting depth of values.
@@ -52,9 +54,13 @@ def parse_strict_json(text: str) -> Any:
                 return value
         return _DECODER.decode(text)
     except RecursionError:
-        raise InvalidFactError(f"the JSON is nested deeper than {MAX_NESTING_DEPTH} levels; make it flatter") from None
+        raise InvalidFactError(f"the JSON is nested more than {MAX_NESTING_DEPTH} levels deep; flatten it") from None
     except ValueError as error:
         raise InvalidFactError(f"invalid JSON: {error}") from error
+
+
+def _quote_literal(literal: str) -> str:
+    return literal if len(literal) <= _MAX_QUOTED_CHARS else f"{literal[:_MAX_QUOTED_CHARS]}…"
 
 
 def _parse_integer(literal: str) -> int:
@@ -62,16 +68,15 @@ def _parse_integer(literal: str) -> int:
     if len(literal) <= _MAX_INTEGER_CHARS and -MAX_SAFE_INTEGER <= (value := int(literal)) <= MAX_SAFE_INTEGER:
         return value
     raise InvalidFactError(
-        f"{literal[:_MAX_QUOTED_CHARS]} is a whole number beyond ±2^53, which readers of JSON understand differently; "
-        "send it as text"
+        f"integer {_quote_literal(literal)} is outside ±2^53, so JSON parsers may lose precision; send it as a string"
     )
 
 
 def _format_integer(value: int) -> str:
     if abs(value) > MAX_SAFE_INTEGER:
         raise InvalidFactError(
-            f"a whole number of {value.bit_length()} bits is beyond ±2^53, which readers of JSON understand "
-            "differently; send it as text"
+            f"an integer of {value.bit_length()} bits is outside ±2^53, so JSON parsers may lose precision; "
+            "send it as a string"
         )
     # The method of int itself, because enumerations and other subclasses have a different representation.
     return int.__repr__(value)
@@ -81,7 +86,7 @@ def _parse_float(literal: str) -> float:
     value = float(literal)
     if value in _INFINITIES:
         raise InvalidFactError(
-            f"{literal[:_MAX_QUOTED_CHARS]} is beyond the numbers of JSON (IEEE 754 double); send it as text"
+            f"number {_quote_literal(literal)} is outside the range of JSON numbers (IEEE 754 double); send it as a string"
         )
     return value
 
@@ -95,7 +100,7 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return reject_repeated_keys(pairs)
     except RepeatedKeyError as error:
         raise InvalidFactError(
-            f"the key {error.key[:_MAX_QUOTED_CHARS]!r} occurs twice in one object; readers would disagree on it"
+            f"the key {_quote_literal(error.key)!r} occurs twice in one object, so JSON parsers may disagree; remove one"
         ) from None
 
 
@@ -125,7 +130,7 @@ def canonical_json_of_parsed(value: Any, *, size: int = 0) -> str:
     """Format a value that ``parse_strict_json`` has parsed, from a text with *size* characters, as canonical JSON.
 
     Such a value contains only plain values, which the standard library's faster encoder mostly formats as RFC 8785
-    requires. The result is checked for deviations; if one is possible, the value is formatted again by this module.
+    requires. The result is checked for deviations; if it may have one, the value is formatted again by this module.
     """
     if size > MAX_ENCODER_CHARS:
         return canonical_json(value)
@@ -133,16 +138,16 @@ def canonical_json_of_parsed(value: Any, *, size: int = 0) -> str:
         text = encode_json(value)
     except RecursionError:
         return canonical_json(value)
-    return text if is_surely_canonical(text) else canonical_json(value)
+    return text if is_known_canonical(text) else canonical_json(value)
 
 
-def is_surely_canonical(text: str) -> bool:
-    """Return whether *text* is certainly canonical: every deviation of the encoder leaves a trace in its output."""
+def is_known_canonical(text: str) -> bool:
+    """Return whether *text*, an output of the encoder, is canonical; False also if that cannot be told from the text."""
     return is_within_depth(text) and is_plain_json(text)
 
 
 def is_within_depth(text: str) -> bool:
-    """Return whether *text* is certainly within the maximum nesting depth."""
+    """Return whether *text* is within the maximum nesting depth; it must be valid JSON."""
     if len(text) <= MAX_NESTING_DEPTH or text.count("{") + text.count("[") <= MAX_NESTING_DEPTH:
         return True
     # Many brackets side by side are common, for example the lines of an order.
@@ -151,7 +156,7 @@ def is_within_depth(text: str) -> bool:
 
 
 def is_plain_json(text: str) -> bool:
-    """Return whether RFC 8785 formats everything in *text* the same way."""
+    """Return whether RFC 8785 formats all keys and numbers of *text*, an output of the encoder, in the same way."""
     if not text.isascii():
         # Python orders keys by characters, which equals the order by code units if each character is one unit.
         try:
@@ -199,7 +204,7 @@ _LITERALS: Final = {None: "null", True: "true", False: "false"}
 
 def _write(value: Any, put: Callable[[str], None], depth: int) -> None:
     if depth > MAX_NESTING_DEPTH:
-        raise InvalidFactError(f"the value is nested deeper than {MAX_NESTING_DEPTH} levels; make it flatter")
+        raise InvalidFactError(f"the value is nested more than {MAX_NESTING_DEPTH} levels deep; flatten it")
     if isinstance(value, str):
         put(_quote_text(value))
     elif value is None or value is True or value is False:

@@ -3,7 +3,7 @@
 All types are frozen, checked when they are created, and limited in size: every instance can be stored by every store
 and encoded for every protocol.
 
-Labels are metadata that travels with a fact but is not part of its identity, such as its trace context.
+Labels are metadata that is stored with a fact but is not part of its identity, such as its trace context.
 """
 
 from __future__ import annotations

@@ -241,11 +241,11 @@ class Orchestrator(AsyncConsumerMixin, AsyncTask):
 
 def _sum_reports(reports: Sequence[Report]) -> Report:
     """Return the sum of all reports, with the stop reason of the last one."""
-    summed = Report(end=reports[-1].end)
+    summed = Report(stop_reason=reports[-1].stop_reason)
     for report in reports:
-        for total in ("started", "fetches", "empty_fetches", "abandoned", "fenced", "released_started"):
+        for total in ("started", "fetches", "empty_fetches", "still_running", "late_results", "released_started"):
             setattr(summed, total, getattr(summed, total) + getattr(report, total))
-        for part in ("counts", "refused", "settled"):
+        for part in ("counts", "rejected", "settled"):
             counts = getattr(summed, part)
             for key, count in getattr(report, part).items():
                 counts[key] = counts.get(key, 0) + count

@@ -49,7 +49,7 @@ def exit_code_for(report: Report | None, error: BaseException | None = None, *, 
         return RunExit.USAGE
     if error is not None or report is None:
         return RunExit.FAILED
-    return RunExit.LEFT_BEHIND if report.abandoned or report.settled.get(SettleResult.FAILED) else RunExit.OK
+    return RunExit.LEFT_BEHIND if report.still_running or report.settled.get(SettleResult.FAILED) else RunExit.OK
 
 
 #: The most severe code first.

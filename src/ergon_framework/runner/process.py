@@ -169,7 +169,7 @@ class RunResult:
     @property
     def has_abandoned_work(self) -> bool:
         """Whether work is still running that the interpreter must not wait for."""
-        return self.forced or (self.report is not None and self.report.abandoned > 0)
+        return self.forced or (self.report is not None and self.report.still_running > 0)
 
 
 class ParentCommand(Enum):
@@ -356,7 +356,7 @@ class Process:
                     return report
             except ConnectionLostError as error:
                 if self._open_retry.wait(self._open_retry.note_failure(error)):
-                    return Report(end=StopReason.STOP)
+                    return Report(stop_reason=StopReason.STOP)
 
     def _run_async_task(self) -> Report:
         runner = asyncio.Runner(loop_factory=_loop_factory())
@@ -387,13 +387,13 @@ class Process:
                 except ConnectionLostError as error:
                     delay = self._open_retry.note_failure(error)
                     if await asyncio.to_thread(self._open_retry.wait, delay):
-                        return Report(end=StopReason.STOP)
+                        return Report(stop_reason=StopReason.STOP)
         finally:
             if self._watchdog is not None:
                 self._watchdog.stop()
 
     def _end_loop(self, report: Report | None) -> None:
-        self._abandoned = 0 if report is None else report.abandoned
+        self._abandoned = 0 if report is None else report.still_running
         self._events.put(_LoopEnded(report))
 
     @property

@@ -243,7 +243,7 @@ class _InputProducer:
             )
         except (LoopTimeout, LoopStalled) as error:
             self._add(chunk, error.report)
-            self.report.end = error.report.end
+            self.report.stop_reason = error.report.stop_reason
             raise type(error)(f"{error}; {self._describe_rest()}", self.report) from error
         except ConfigurationError as error:
             lines = f"lines {self._last_line + 1} to {chunk.last}"
@@ -251,7 +251,7 @@ class _InputProducer:
             self._attach_report(wrapped)
             raise wrapped from error
         self._add(chunk, produced)
-        return produced.end
+        return produced.stop_reason
 
     def _add(self, chunk: InputChunk, produced: ProduceReport) -> None:
         report = self.report
@@ -259,8 +259,8 @@ class _InputProducer:
         for outcome in produced.outcomes:
             report.add(outcome)
             report.started += outcome.started
-        report.abandoned += produced.abandoned
-        report.fenced += produced.fenced
+        report.still_running += produced.still_running
+        report.late_results += produced.late_results
 
     def _attach_report(self, error: Any) -> None:
         """Attach the report to *error* if there is at least one outcome."""
@@ -270,12 +270,12 @@ class _InputProducer:
     def _finish(self, end: StopReason, policy: ProducerPolicy) -> Report:
         """Return the report, or raise the error that names the rest of the input."""
         report = self.report
-        report.end = end
+        report.stop_reason = end
         rest = self._describe_rest()
         if end is StopReason.TIMEOUT:
             raise LoopTimeout(f"the run reached its timeout of {policy.loop.timeout} s; {rest}", report)
         failed, released = (
-            report.counts[OutcomeKind.FAILED] + report.counts[OutcomeKind.HANDLER_FAILED],
+            report.counts[OutcomeKind.FAILED] + report.counts[OutcomeKind.EXCEPTION_HANDLER_FAILED],
             report.counts[OutcomeKind.RELEASED],
         )
         if released or end is StopReason.STOP:

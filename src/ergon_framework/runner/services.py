@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum number of failed attempts kept for one claim: as many as travel with a transaction.
+#: Maximum number of failed attempts kept for one claim: as many as a message stores.
 MAX_RECORDED_ATTEMPTS: Final = 10
 #: Maximum seconds for the journal's last writes at the end of a process.
 WRITE_TIMEOUT_SECONDS: Final = 5.0

@@ -69,14 +69,14 @@ class _Consumer:
     ) -> ConsumeLoop:
         """Create one run of the loop, ready for the driver."""
         name = str(getattr(self, "name", type(self).__name__))
-        observer = consumer_observer(self, policy, fenced=driver.late_result_count)
+        observer = consumer_observer(self, policy, late_results=driver.late_result_count)
         return ConsumeLoop(
             self._create_process_spec(policy, driver.time_source, observer),
             connector_calls,
             policy,
             name=name,
             create_mailbox=driver.create_mailbox,
-            fenced=driver.late_result_count,
+            late_results=driver.late_result_count,
             start=self._start_processing,
             gates=choose_gates(self, gates),
             observer=observer,

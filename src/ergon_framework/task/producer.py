@@ -57,13 +57,13 @@ class _Producer:
         self, transactions: Sequence[Transaction], policy: ProducerPolicy, driver: Scheduler
     ) -> ProduceRun:
         """Create one run for one list, ready for the driver."""
-        observer = producer_observer(self, policy, fenced=driver.late_result_count)
+        observer = producer_observer(self, policy, late_results=driver.late_result_count)
         return ProduceRun(
             self._create_produce_spec(policy, driver.time_source, observer),
             transactions,
             policy,
             create_mailbox=driver.create_mailbox,
-            fenced=driver.late_result_count,
+            late_results=driver.late_result_count,
             start=self._start_producing,
             observer=observer,
         )

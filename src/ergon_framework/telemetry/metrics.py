@@ -80,7 +80,7 @@ class LoopMetrics:
         self.single = 0
         self.durations = {step: HistogramValues() for step in steps}
         self.usage: SlotUsage | None = None
-        self.fenced: Callable[[], int] | None = None
+        self.late_results: Callable[[], int] | None = None
         self.age: float | None = None
         self.oldest: float | None = None
         self.waited = HistogramValues()
@@ -110,8 +110,8 @@ class LoopMetrics:
         for step, durations in self.durations.items():
             numbers.update(_build_histogram(STEP_DURATION, (step,), durations))
         numbers.update(_build_histogram(QUEUE_WAIT, (), self.waited))
-        if self.fenced is not None and (fenced := self.fenced()):
-            _add(numbers, (names.LATE_RESULTS.name, ()), fenced)
+        if self.late_results is not None and (late_results := self.late_results()):
+            _add(numbers, (names.LATE_RESULTS.name, ()), late_results)
         return numbers
 
     def gauges(self) -> Numbers:

@@ -40,7 +40,7 @@ class SimulationError(ErgonError):
 
 @dataclass(frozen=True, slots=True)
 class SimulationEvent:
-    """One event of a call: "begins", "returns", "raises", or "late" when a fenced call returned."""
+    """One event of a call: "begins", "returns", "raises", or "late" when a call returned after its timeout."""
 
     at: float
     event: str
@@ -96,7 +96,7 @@ class Simulation(Scheduler):
                 return self.run(consumption.run())
         finally:
             unlisten()
-            consumption.report.fenced = self.late_results
+            consumption.report.late_results = self.late_results
 
     def produce(
         self, task: Any, transactions: Sequence[Transaction], policy: ProducerPolicy | None = None

@@ -276,7 +276,7 @@ class Backlog:
         return True
 
     def _reject(self, delivery: Delivery, reason: str) -> None:
-        self._report.refused[reason] = self._report.refused.get(reason, 0) + 1
+        self._report.rejected[reason] = self._report.rejected.get(reason, 0) + 1
         self._observer.on_rejected(delivery, reason)
         if reason == DONE_REASON:
             self._settler.enqueue(PendingSettlement(delivery, Ack(), None))

@@ -142,7 +142,7 @@ class ConsumeLoop:
         *,
         name: str,
         create_mailbox: Callable[[], Mailbox],
-        fenced: Callable[[], int],
+        late_results: Callable[[], int],
         start: LifecycleStarter = run_lifecycle,
         gates: tuple[Gate, ...] = (),
         observer: LoopObserver | None = None,
@@ -153,7 +153,7 @@ class ConsumeLoop:
         self._connector_calls = connector_calls
         self._policy = policy
         self._loop = policy.loop
-        self._fenced = fenced
+        self._late_results = late_results
         self._gates = gates
         self._on_fetch = on_fetch
         self._observer = observer = observer or LoopObserver()
@@ -241,9 +241,9 @@ class ConsumeLoop:
         fetch_deadline = max(until, self._deadline + FLUSH_TIMEOUT_SECONDS) if end is StopReason.TIMEOUT else until
         yield from fetcher.await_abandoned_fetch(min(fetch_deadline, self._clock.monotonic() + FLUSH_TIMEOUT_SECONDS))
         yield from self._flush(settle_slot, renew_slot, until)
-        self.report.end = end
-        self.report.abandoned = len(self._slot_table.abandoned)
-        self.report.fenced = self._fenced()
+        self.report.stop_reason = end
+        self.report.still_running = len(self._slot_table.abandoned)
+        self.report.late_results = self._late_results()
         self._observer.on_loop_end(end)
         return self._conclude(end)
 

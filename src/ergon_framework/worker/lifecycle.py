@@ -234,7 +234,7 @@ def _handle_failure(
         outcome.kind = OutcomeKind.FAILED
         outcome.settlement = _to_settlement(result.value)
     elif type(result) is Failed:
-        outcome.kind = OutcomeKind.HANDLER_FAILED
+        outcome.kind = OutcomeKind.EXCEPTION_HANDLER_FAILED
         outcome.handler_error = result.error
         outcome.abandoned_call = result.abandoned_call or outcome.abandoned_call
     return result

@@ -40,11 +40,11 @@ class ProduceRun:
         policy: ProducerPolicy,
         *,
         create_mailbox: Callable[[], Mailbox],
-        fenced: Callable[[], int],
+        late_results: Callable[[], int],
         start: LifecycleStarter = run_lifecycle,
         observer: LoopObserver | None = None,
     ) -> None:
-        self._fenced = fenced
+        self._late_results = late_results
         self._start_lifecycle = start
         self._spec = spec
         self._monotonic = spec.clock.monotonic
@@ -156,7 +156,9 @@ class ProduceRun:
             self._outcomes.get(_get_identity(transaction)) or _create_unstarted_outcome(transaction, end)
             for transaction in self._transactions
         ]
-        report = ProduceReport(outcomes, end=end, abandoned=len(self._slot_table.abandoned), fenced=self._fenced())
+        report = ProduceReport(
+            outcomes, stop_reason=end, still_running=len(self._slot_table.abandoned), late_results=self._late_results()
+        )
         if end is StopReason.TIMEOUT:
             raise LoopTimeout(
                 f"call timed out after {self._loop.timeout} s; {report.count(OutcomeKind.RELEASED)} were released, "

@@ -1,4 +1,8 @@
-"""Outcomes of transactions and reports of loops, as data."""
+"""Outcomes of transactions, and the report of a consume loop or a produce call.
+
+The lifecycle of a transaction calls the handlers of its task: ``process()``, then the success handler; if one of them
+fails, the exception handler. A delivery may also be settled without a lifecycle: rejected, or deferred.
+"""
 
 from __future__ import annotations
 
@@ -16,39 +20,55 @@ if TYPE_CHECKING:
     from ergon_framework.engine.effects import Call
     from ergon_framework.engine.retry import FailedAttempt
 
-#: Number of the last failures that a report keeps.
+#: Number of the last failures that the report of one process keeps.
 MAX_FAILURES = 20
 
 
 class OutcomeKind(StrEnum):
     """The five kinds of outcome of a transaction in a loop."""
 
+    #: The handlers returned.
     SUCCEEDED = "succeeded"
+    #: A handler failed, and the exception handler returned.
     FAILED = "failed"
-    HANDLER_FAILED = "handler_failed"
+    #: A handler failed, and then the exception handler failed too.
+    EXCEPTION_HANDLER_FAILED = "handler_failed"
+    #: The broker redelivers the transaction after a delay, for example for a retry whose delay is long.
     DEFERRED = "deferred"
+    #: The lifecycle did not end, because the loop ended or the claim was lost: the broker delivers it again.
     RELEASED = "released"
 
 
 class StopReason(StrEnum):
     """Why a loop ended."""
 
+    #: The queue was empty.
     EMPTY = "empty"
+    #: A produce call has an outcome for each of its transactions.
     DONE = "done"
+    #: The maximum number of transactions was started.
     LIMIT = "limit"
+    #: The caller stopped the loop, for example after a signal.
     STOP = "stop"
+    #: The timeout of the loop expired.
     TIMEOUT = "timeout"
+    #: Every slot was occupied by a call that had timed out and did not exit.
     STALLED = "stalled"
+    #: Fetching failed after all retries.
     FETCH = "fetch"
 
 
 class Outcome:
     """The outcome of one transaction: exactly one for each that was fetched or passed to a produce call.
 
-    ``attempts`` counts the process attempts, including those of earlier deliveries. ``processed`` means that process
-    succeeded, whatever came after. ``still_running`` means that a call that timed out has not exited. ``reason``
-    names the cause of an outcome that has no error of its own. ``started`` means that process or produce was called;
-    a released transaction that was not started is safe to send again, one that was started may have had its effect.
+    It is RELEASED until the lifecycle sets another kind, so that a transaction whose lifecycle is interrupted returns
+    to its queue.
+
+    ``attempts`` counts the calls of ``process()``, including those of earlier deliveries. ``processed`` means that one
+    of them succeeded, whatever came after. ``still_running`` means that a call that timed out has not exited.
+    ``reason`` names the cause of an outcome that has no error of its own. ``started`` means that process or produce
+    was called; a released transaction that was not started is safe to send again, one that was started may have had
+    its effect.
     """
 
     __slots__ = (
@@ -124,19 +144,21 @@ class Outcome:
 class Report:
     """The results of a consume loop; updated while the loop runs, and complete when it returns."""
 
-    end: StopReason | None = None
+    stop_reason: StopReason | None = None
     started: int = 0
     fetches: int = 0
     empty_fetches: int = 0
     counts: dict[OutcomeKind, int] = field(default_factory=lambda: dict.fromkeys(OutcomeKind, 0))
-    #: Settled before the lifecycle, by reason: done, undecodable, max_deliveries, expired, missing_key.
-    refused: dict[str, int] = field(default_factory=dict)
+    #: Deliveries settled without a lifecycle, by reason: ``done`` (processed before, a duplicate), ``undecodable``,
+    #: ``max_deliveries`` (delivered too often), ``expired``, ``missing_key`` (encrypted with a key that is missing).
+    rejected: dict[str, int] = field(default_factory=dict)
+    #: Settlements by the result that the broker reported.
     settled: dict[str, int] = field(default_factory=dict)
     failures: deque[Outcome] = field(default_factory=lambda: deque(maxlen=MAX_FAILURES))
     #: Calls that were still running when the loop ended.
-    abandoned: int = 0
-    #: Calls that returned after the loop had stopped waiting for them.
-    fenced: int = 0
+    still_running: int = 0
+    #: Calls that returned after their timeout; their results were discarded.
+    late_results: int = 0
     #: Released transactions that had been started: their effect may have happened.
     released_started: int = 0
     #: Why the loop does not fetch at the moment, if a gate pauses it.
@@ -149,7 +171,7 @@ class Report:
 
     def add(self, outcome: Outcome) -> None:
         self.counts[outcome.kind] += 1
-        if outcome.kind is OutcomeKind.FAILED or outcome.kind is OutcomeKind.HANDLER_FAILED:
+        if outcome.kind is OutcomeKind.FAILED or outcome.kind is OutcomeKind.EXCEPTION_HANDLER_FAILED:
             self.failures.append(outcome)
         elif outcome.kind is OutcomeKind.RELEASED and outcome.started:
             self.released_started += 1
@@ -160,9 +182,9 @@ class ProduceReport:
     """The results of a produce call: one outcome per input transaction, in input order."""
 
     outcomes: list[Outcome]
-    end: StopReason = StopReason.DONE
-    abandoned: int = 0
-    fenced: int = 0
+    stop_reason: StopReason = StopReason.DONE
+    still_running: int = 0
+    late_results: int = 0
 
     def count(self, kind: OutcomeKind) -> int:
         """Count the outcomes of *kind*, one for each position of the input."""
@@ -175,7 +197,7 @@ class ProduceReport:
 
 
 def attempt_history(outcome: Outcome) -> tuple[Attempt, ...]:
-    """Return the last attempts, including those of earlier deliveries, as they travel with the transaction."""
+    """Return the last attempts, including those of earlier deliveries, as the message of a redelivery stores them."""
     new = tuple(
         Attempt(
             attempt=failed_attempt.attempt,

@@ -344,7 +344,7 @@ class RecordedTransaction:
             attributes[Attribute.REASON] = outcome.reason
         node.set_attributes(attributes)
         if outcome.error is not None:
-            if outcome.kind is OutcomeKind.FAILED or outcome.kind is OutcomeKind.HANDLER_FAILED:
+            if outcome.kind is OutcomeKind.FAILED or outcome.kind is OutcomeKind.EXCEPTION_HANDLER_FAILED:
                 self._record_errors(outcome)
             record_exception(node, outcome.error, self._options)
         node.end()

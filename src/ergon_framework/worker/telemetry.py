@@ -107,24 +107,32 @@ MAX_MISSING_KEYS = 100
 #: Log level and event for each outcome; a success is not logged.
 _EVENTS = {
     OutcomeKind.FAILED: (logging.WARNING, Event.TRANSACTION_FAILED),
-    OutcomeKind.HANDLER_FAILED: (logging.ERROR, Event.TRANSACTION_FAILED),
+    OutcomeKind.EXCEPTION_HANDLER_FAILED: (logging.ERROR, Event.TRANSACTION_FAILED),
     OutcomeKind.DEFERRED: (logging.INFO, Event.TRANSACTION_DEFERRED),
     OutcomeKind.RELEASED: (logging.INFO, Event.TRANSACTION_RELEASED),
 }
 
 
-def consumer_observer(task: object, policy: ConsumerPolicy, *, fenced: Callable[[], int] | None = None) -> LoopObserver:
-    """Return the observer of a consume loop of *task*; *fenced* returns the number of late results."""
+def consumer_observer(
+    task: object, policy: ConsumerPolicy, *, late_results: Callable[[], int] | None = None
+) -> LoopObserver:
+    """Return the observer of a consume loop of *task*; *late_results* returns the number of late results."""
     span_names = consumer_span_names(_get_task_name(task), policy)
     return TelemetryObserver(
-        span_names, get_options(task), streaming=policy.loop.streaming, fenced=fenced, outage=_get_outage_log(task)
+        span_names,
+        get_options(task),
+        streaming=policy.loop.streaming,
+        late_results=late_results,
+        outage=_get_outage_log(task),
     )
 
 
-def producer_observer(task: object, policy: ProducerPolicy, *, fenced: Callable[[], int] | None = None) -> LoopObserver:
+def producer_observer(
+    task: object, policy: ProducerPolicy, *, late_results: Callable[[], int] | None = None
+) -> LoopObserver:
     """Return the observer of a produce call of *task*."""
     return TelemetryObserver(
-        producer_span_names(_get_task_name(task), policy), get_options(task), streaming=False, fenced=fenced
+        producer_span_names(_get_task_name(task), policy), get_options(task), streaming=False, late_results=late_results
     )
 
 
@@ -155,7 +163,7 @@ class TelemetryObserver(LoopObserver):
         options: TelemetryOptions,
         *,
         streaming: bool,
-        fenced: Callable[[], int] | None,
+        late_results: Callable[[], int] | None,
         outage: OutageLog | None = None,
     ) -> None:
         self._span_names = span_names
@@ -171,7 +179,7 @@ class TelemetryObserver(LoopObserver):
         self._metrics = self._registry.new_loop_metrics(
             span_names.task, steps=(*span_names.steps, "settle"), success_steps=span_names.success_steps
         )
-        self._metrics.fenced = fenced
+        self._metrics.late_results = late_results
         self._unsampled: UnsampledTransaction | None = None
         #: Spans of transactions that have ended and are not settled, by the identity of their outcome.
         self._nodes: dict[int, SpanNode] = {}
@@ -350,7 +358,7 @@ class TelemetryObserver(LoopObserver):
     def _to_exception(self, outcome: Outcome) -> tuple[ExcInfo, str] | None:
         """Return the error of a failed transaction with its traceback; None for a BUSINESS failure, a decision."""
         error, handler_error = outcome.error, outcome.handler_error
-        if error is None or outcome.kind not in (OutcomeKind.FAILED, OutcomeKind.HANDLER_FAILED):
+        if error is None or outcome.kind not in (OutcomeKind.FAILED, OutcomeKind.EXCEPTION_HANDLER_FAILED):
             return None
         if handler_error is None and error.category is Category.BUSINESS:
             return None

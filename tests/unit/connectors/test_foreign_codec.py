@@ -220,7 +220,7 @@ def test_foreign_messages_are_handled_by_id_and_those_without_one_are_dead_lette
 
     report = handle.run()
     assert sorted(seen) == [("7", "c"), ("ours", None)]
-    assert report.refused == {"undecodable": 1}
+    assert report.rejected == {"undecodable": 1}
     [letter] = orders.dead_letters
     assert (letter.reason, letter.raw) == ("undecodable", b'{"order": {}}')
 

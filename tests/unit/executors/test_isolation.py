@@ -75,7 +75,7 @@ def variant(request):
 def test_the_process_step_runs_in_the_pool_and_its_result_reaches_the_success_handler(variant):
     results, report = run_consumer(variant, "echo", {"n": 1}, {"n": 2}, {"n": 3})
     assert results == [{"n": 1}, {"n": 2}, {"n": 3}]
-    assert report.abandoned == 0
+    assert report.still_running == 0
 
 
 @pytest.mark.spec("EXE-18", "EXE-28")
@@ -84,7 +84,7 @@ def test_a_hanging_call_is_killed_and_other_calls_are_not_disturbed(variant):
     results, report = run_consumer(variant, "sleep", 300, 0.1, 0.1, pool=PoolPolicy(size=3, grace=0.2))
     assert [type(each).__name__ for each in results] == ["TransactionException", "NoneType", "NoneType"]
     assert (results[0].category, results[0].still_running) == (Category.TIMEOUT, False)
-    assert report.abandoned == 0
+    assert report.still_running == 0
     # Two attempts of 0.3 s, each followed by a grace of 0.2 s that SIGTERM does not shorten.
     assert 2 * (0.3 + 0.2) <= time.monotonic() - started_at < 2 * (0.3 + 0.2) + 2.5
 
@@ -117,7 +117,7 @@ def test_a_transaction_without_a_running_executor_is_redelivered_without_an_atte
     )
     assert time.monotonic() - started_at < 10
     # No handler was told of a failure, and no attempt was made.
-    assert (results, report.counts[OutcomeKind.DEFERRED], report.abandoned) == ([], 1, 0)
+    assert (results, report.counts[OutcomeKind.DEFERRED], report.still_running) == ([], 1, 0)
     assert message in next(record for record in caplog.records if get_event(record) == "executor not started").error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import pytest
 from hypothesis import given
@@ -31,7 +32,7 @@ COLUMNS = {
     "message_ids": "message_id",
     "from_zones": "from_zone",
     "to_zones": "to_zone",
-    "produced": "produced_at_unix_ms",
+    "produced_at_unix_ms": "produced_at_unix_ms",
     "correlations": "correlation_id",
     "causations": "causation_id",
     "subjects": "subject",
@@ -122,6 +123,22 @@ def test_the_first_invalid_row_is_raised_without_validation_of_the_others(monkey
     monkeypatch.setattr(columns, "_build_or_error", lambda *_: pytest.fail("an error for each"))
     with pytest.raises(InvalidFactError):
         columns_to_facts(make_table(rows * 10))
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ({"object_json": '{"a":1,"a":2}'}, {"from_zone": " a"}),
+        ({"labels": {"": "b"}}, {"object_json": "{"}),
+        ({"from_zone": "a "}, {"from_zone": " a"}),
+        ({"from_zone": " a"}, {"from_zone": "a "}),
+        ({"to_zone": "a "}, {"from_zone": " a"}),
+    ],
+)
+def test_the_error_of_the_first_invalid_row_is_raised_in_whichever_column_it_is(first, second):
+    rows = [VALID_ROW, VALID_ROW | first, VALID_ROW | second]
+    with pytest.raises(InvalidFactError, match=f"^{re.escape(str(build_one(rows[1])))}$"):
+        columns_to_facts(make_table(rows))
 
 
 @pytest.mark.spec("FAC-01")

@@ -85,7 +85,7 @@ def test_dispatching_an_id_again_adds_nothing():
 
 def test_an_invalid_fact_is_rejected_before_any_fact_is_sent():
     store = MemoryBoundary()
-    with pytest.raises(InvalidFactError, match="beyond ±2"):
+    with pytest.raises(InvalidFactError, match="outside ±2"):
         make_connector(store).dispatch([Transaction("t-1", 1), Transaction("t-2", 2**60)])
     assert store.last_offset(PAIR) is None
 

@@ -103,9 +103,9 @@ def test_whole_numbers_up_to_the_limit_are_exact(value):
 @pytest.mark.parametrize(
     "value, message",
     [
-        (2**53 + 1, "beyond ±2^53"),
-        (-(2**53) - 1, "beyond ±2^53"),
-        pytest.param(10**5000, "bits is beyond ±2^53", id="5001 digits"),
+        (2**53 + 1, "outside ±2^53"),
+        (-(2**53) - 1, "outside ±2^53"),
+        pytest.param(10**5000, "bits is outside ±2^53", id="5001 digits"),
         (float("nan"), "not a JSON number"),
         (float("inf"), "not a JSON number"),
         (-float("inf"), "not a JSON number"),
@@ -127,10 +127,10 @@ def test_a_value_without_a_canonical_form_is_rejected(value, message):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("9007199254740993", "9007199254740993 is a whole number beyond"),
-        ("-9007199254740993", "beyond ±2.53"),
-        pytest.param("1" * 100_000, "beyond ±2.53", id="100,000 digits"),
-        ("1e400", "1e400 is beyond the numbers"),
+        ("9007199254740993", "integer 9007199254740993 is outside"),
+        ("-9007199254740993", "outside ±2.53"),
+        pytest.param("1" * 100_000, "outside ±2.53", id="100,000 digits"),
+        ("1e400", "number 1e400 is outside"),
         ("NaN", "NaN is not a JSON number"),
         ("-Infinity", "not a JSON number"),
         ('{"a": 1, "b": 2, "a": 1}', "'a' occurs twice"),
@@ -154,7 +154,7 @@ def test_nesting_has_a_limit():
         return value
 
     assert canonical_json(nest(MAX_NESTING_DEPTH)).startswith("[" * MAX_NESTING_DEPTH)
-    with pytest.raises(InvalidFactError, match="deeper than 64"):
+    with pytest.raises(InvalidFactError, match="more than 64 levels"):
         canonical_json(nest(MAX_NESTING_DEPTH + 1))
     # As deep in a digest as by itself.
     text = canonical_json(nest(MAX_NESTING_DEPTH))
@@ -182,8 +182,8 @@ def test_parsed_json_has_the_common_canonical_form(text, written):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("[" * 66 + "]" * 66, "deeper than 64"),
-        ("[" * 500 + "]" * 500, "deeper than 64"),
+        ("[" * 66 + "]" * 66, "more than 64 levels"),
+        ("[" * 500 + "]" * 500, "more than 64 levels"),
         (r'{"half": "\ud800"}', "half of a surrogate pair"),
         (r'{"\udc00": 1}', "half of a surrogate pair"),
     ],

@@ -45,7 +45,7 @@ def variant(request):
 
 def test_a_run_ends_when_the_queue_is_empty(variant):
     result = Process(make_task(variant, lambda: None), make_policy()).run()
-    assert (result.exit, result.report.end, result.report.finished) == (RunExit.OK, StopReason.EMPTY, 2)
+    assert (result.exit, result.report.stop_reason, result.report.finished) == (RunExit.OK, StopReason.EMPTY, 2)
     assert not result.has_abandoned_work
 
 
@@ -55,7 +55,7 @@ def test_a_signal_stops_the_loop_and_restores_the_signal_handlers(variant):
     signalled = Event()
     task = make_task(variant, lambda: (os.kill(os.getpid(), signal.SIGTERM), signalled.wait(10)))
     result = Process(task, make_policy(streaming=True), on_signal=lambda *_: signalled.set()).run()
-    assert (result.exit, result.report.end, result.report.started) == (RunExit.OK, StopReason.STOP, 1)
+    assert (result.exit, result.report.stop_reason, result.report.started) == (RunExit.OK, StopReason.STOP, 1)
     assert signal.getsignal(signal.SIGTERM) is previous_handler
 
 
@@ -92,7 +92,7 @@ def test_an_error_of_the_lifespan_fails_the_run(variant):
 
 def test_a_loop_timeout_has_a_report_and_its_own_exit_code(variant):
     result = Process(make_task(variant, lambda: None), make_policy(streaming=True, timeout=0.05)).run()
-    assert (result.exit, result.report.end) == (RunExit.TIMEOUT, StopReason.TIMEOUT)
+    assert (result.exit, result.report.stop_reason) == (RunExit.TIMEOUT, StopReason.TIMEOUT)
 
 
 class StoppableTask:
@@ -219,7 +219,7 @@ def test_a_stop_command_drains_and_every_stage_is_reported_in_order(variant):
         )
     )
     result = process.run()
-    assert (result.exit, result.report.end, result.report.started) == (RunExit.OK, StopReason.STOP, 1)
+    assert (result.exit, result.report.stop_reason, result.report.started) == (RunExit.OK, StopReason.STOP, 1)
     assert wait_for_stage(stages, ShutdownStage.EXITING) == ["draining", "exiting"]
 
 
@@ -446,7 +446,7 @@ def test_a_stop_ends_a_start_that_waits(variant):
 
     Thread(target=observe_health, daemon=True).start()
     result = process.run()
-    assert (result.exit, result.report.end, queue.attempts) == (RunExit.OK, StopReason.STOP, 1)
+    assert (result.exit, result.report.stop_reason, queue.attempts) == (RunExit.OK, StopReason.STOP, 1)
 
 
 @pytest.mark.spec("SEC-15")

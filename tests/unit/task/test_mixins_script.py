@@ -513,7 +513,7 @@ def test_a_loop_listens_to_its_connector_while_it_runs(kind: Any) -> None:
         return None
 
     report = run_consumer(task, gates=[gate], on_outcome=outcomes.append)
-    assert report.end is StopReason.EMPTY
+    assert report.stop_reason is StopReason.EMPTY
     assert [outcome.result for outcome in outcomes] == ["D"]
     assert set(map(str, seen)) == {"(True, [])"}
     assert task.connector.events == ["unlisten"]
@@ -528,7 +528,7 @@ def test_a_stop_from_within_ends_the_loop(kind: Any) -> None:
         task.stop()
         return None
 
-    assert run_consumer(task, gates=[gate]).end is StopReason.STOP
+    assert run_consumer(task, gates=[gate]).stop_reason is StopReason.STOP
 
 
 class RecordingLoop:
@@ -615,7 +615,7 @@ def test_a_producer_can_be_stopped_from_within(kind: Any) -> None:
     policy = ProducerPolicy.load({"loop": {"concurrency": {"value": 1}}})
     report = kind().produce_transactions([TRANSACTION, Transaction("8")], policy)
     report = asyncio.run(report) if inspect.iscoroutine(report) else report
-    assert report.end is StopReason.STOP
+    assert report.stop_reason is StopReason.STOP
 
 
 # -- helpers and policies -------------------------------------------------------------------------

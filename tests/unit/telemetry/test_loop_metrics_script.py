@@ -173,7 +173,7 @@ def test_a_stopped_attempt_is_counted():
         ),
         (
             make_outcome(
-                OutcomeKind.HANDLER_FAILED,
+                OutcomeKind.EXCEPTION_HANDLER_FAILED,
                 make_failed_attempt("process", None, BUSINESS_ERROR),
                 make_failed_attempt("exception", 3.0),
                 make_failed_attempt("exception", None),

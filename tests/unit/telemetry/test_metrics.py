@@ -39,7 +39,7 @@ def test_the_counters_of_a_loop_outlive_it(registry):
     counts.add(names.FETCHES)
     counts.plain = 2
     counts.durations["process"].add(0.2)
-    counts.fenced = lambda: 4
+    counts.late_results = lambda: 4
     before = {metric.name: read_metric(registry, metric) for metric in names.METRICS}
     registry.close(counts)
     assert {metric.name: read_metric(registry, metric) for metric in names.METRICS} == before

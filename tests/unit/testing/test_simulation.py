@@ -68,7 +68,7 @@ def test_a_queue_is_consumed_in_virtual_time(variant):
     task = variant(simulation, 600.0)
     task.connector.dispatch(make_transactions(4))
     report = simulation.consume(task, make_policy(3600.0, concurrency={"value": 2}))
-    assert (report.end, report.counts[OutcomeKind.SUCCEEDED]) == (StopReason.EMPTY, 4)
+    assert (report.stop_reason, report.counts[OutcomeKind.SUCCEEDED]) == (StopReason.EMPTY, 4)
     assert 1200.0 <= simulation.clock() < 1201.0
     assert task.connector.depth().ready == 0
 
@@ -105,7 +105,7 @@ def test_a_task_can_be_stopped_at_a_moment(variant):
     task.connector.dispatch(make_transactions(2))
     simulation.call_at(3.0, task.stop)
     report = simulation.consume(task, make_policy(concurrency={"value": 1}, drain_timeout=20.0))
-    assert (report.end, report.started, simulation.clock()) == (StopReason.STOP, 1, 10.0)
+    assert (report.stop_reason, report.started, simulation.clock()) == (StopReason.STOP, 1, 10.0)
 
 
 def test_a_sync_handler_call_that_hangs_is_abandoned_and_fenced():
@@ -113,7 +113,7 @@ def test_a_sync_handler_call_that_hangs_is_abandoned_and_fenced():
     task = SyncTask(simulation, 100.0)
     task.connector.dispatch(make_transactions(1))
     report = simulation.consume(task, make_policy(2.0))
-    assert (report.counts[OutcomeKind.FAILED], report.abandoned, simulation.clock() < 10) == (1, 1, True)
+    assert (report.counts[OutcomeKind.FAILED], report.still_running, simulation.clock() < 10) == (1, 1, True)
     simulation.run_until_idle()
     assert (simulation.clock(), simulation.trace[-1].event) == (100.0, "late")
 
@@ -123,7 +123,7 @@ def test_a_coroutine_is_cancelled_at_its_deadline():
     task = AsyncTask(simulation, 100.0)
     task.connector.dispatch(make_transactions(1))
     report = simulation.consume(task, make_policy(2.0))
-    assert (report.counts[OutcomeKind.FAILED], report.abandoned) == (1, 0)
+    assert (report.counts[OutcomeKind.FAILED], report.still_running) == (1, 0)
     assert task.cancelled == [2.0, 5.0]
 
 

@@ -95,7 +95,7 @@ def test_a_delivery_known_to_the_inbox_is_acked_before_other_checks() -> None:
     harness, one = BacklogHarness(), make_delivery("a", deliveries=99)
     one.done, one.error = True, UndecodableError("garbage")
     (item,) = harness.add(one).take_settlements()
-    assert (item.settlement, item.outcome, harness.report.refused) == (Ack(), None, {"done": 1})
+    assert (item.settlement, item.outcome, harness.report.rejected) == (Ack(), None, {"done": 1})
 
 
 # -- refused --------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_an_undecodable_delivery_is_rejected_with_its_error() -> None:
     harness, one = BacklogHarness(), make_delivery("a", deliveries=99)
     one.error = UndecodableError("garbage")
     (item,) = harness.add(one).take_settlements()
-    assert harness.report.refused == {"undecodable": 1}
+    assert harness.report.rejected == {"undecodable": 1}
     assert harness.observer.events == [("a", "undecodable")]
     failure = item.settlement.failure
     assert (item.outcome, item.settlement.reason) == (None, "undecodable")
@@ -133,7 +133,7 @@ def test_a_message_without_its_key_is_deferred_like_for_an_unavailable_service()
         "missing_key",
         one.error,
     )
-    assert (acked.settlement, harness.report.refused) == (Ack(), {"done": 1})
+    assert (acked.settlement, harness.report.rejected) == (Ack(), {"done": 1})
 
 
 @pytest.mark.spec("SEC-26")
@@ -147,7 +147,7 @@ def test_a_message_whose_key_stays_missing_is_a_dead_letter_that_names_the_key()
     assert (deferred.settlement.delay, deferred.settlement.deferral.count) == (10.0, 5)
     harness.now = 60.0
     (item,) = harness.add(late).take_settlements()
-    assert (item.settlement.reason, harness.report.refused) == ("missing_key", {"missing_key": 1})
+    assert (item.settlement.reason, harness.report.rejected) == ("missing_key", {"missing_key": 1})
     failure = item.settlement.failure
     assert (failure.reason_code, failure.error_type) == ("missing_key", "MissingKeyError")
     for text in ("'2026-05'", "ERGON_ENCRYPTION__KEYS", "replay"):
@@ -160,7 +160,7 @@ def test_delivery_limits_apply_without_the_encryption_key(name: str, fields: Any
     harness, one = BacklogHarness(max_deliveries=3), make_delivery("a", **fields)
     one.error = MissingKeyError.for_key("2026-05")
     (item,) = harness.add(one).take_settlements()
-    assert (item.settlement.reason, harness.report.refused) == (name, {name: 1})
+    assert (item.settlement.reason, harness.report.rejected) == (name, {name: 1})
     assert "'2026-05'" in item.settlement.failure.error_message
 
 
@@ -180,7 +180,7 @@ def test_no_producer_can_make_a_deferral_last_forever(times: dict[str, float]) -
 
 def test_a_delivery_beyond_max_deliveries_is_rejected() -> None:
     harness = BacklogHarness(max_deliveries=3).add(make_delivery("a", 3), make_delivery("b", 4), make_delivery("c", 5))
-    assert harness.report.refused == {"max_deliveries": 2}
+    assert harness.report.rejected == {"max_deliveries": 2}
     codes = [(item.settlement.reason, item.settlement.failure.reason_code) for item in harness.take_settlements()]
     assert codes == [("max_deliveries", "max_deliveries")] * 2
     assert len(harness.backlog) == 1
@@ -193,7 +193,7 @@ def test_an_expired_transaction_is_rejected_from_that_moment_on() -> None:
         make_delivery("b", expires_at=1_050.0),
         make_delivery("c", expires_at=1.0),
     )
-    assert harness.report.refused == {"expired": 2}
+    assert harness.report.rejected == {"expired": 2}
     failure = harness.take_settlements()[0].settlement.failure
     assert (failure.reason_code, failure.category, failure.deliveries) == ("expired", Category.SYSTEM, 1)
     assert len(harness.backlog) == 1

@@ -107,7 +107,7 @@ class ConsumeHarness:
             policy,
             name="task",
             create_mailbox=self._create_mailbox,
-            fenced=lambda: 3,
+            late_results=lambda: 3,
             gates=gates,
             observer=self.observer,
             on_outcome=self.outcomes.append,
@@ -219,7 +219,7 @@ def test_a_stop_ends_the_fetch_delay_and_the_loop() -> None:
     harness.answer(Interrupted())
     assert harness.pending_wait == (1, 35.0), "it drains"
     harness.deliver(harness.make_end_event(2), harness.make_end_event(3), harness.make_end_event(4))
-    assert harness.finish().end is StopReason.STOP
+    assert harness.finish().stop_reason is StopReason.STOP
 
 
 def test_a_loop_that_has_not_started_has_no_not_fetching_reason() -> None:
@@ -283,7 +283,7 @@ def test_a_limit_is_never_exceeded() -> None:
         harness.deliver(harness.make_end_event(number))
     assert harness.loop.report.started == 4
     harness.deliver(harness.make_end_event(4))
-    assert harness.finish().end is StopReason.LIMIT
+    assert harness.finish().stop_reason is StopReason.LIMIT
 
 
 def test_a_stop_before_the_connector_is_called_counts_no_fetch() -> None:
@@ -309,7 +309,7 @@ def test_an_abandoned_fetch_gets_a_short_part_of_the_drain(drain: float, until: 
     (item,) = harness.take_settlements()
     assert (item.outcome.reason, item.outcome.kind) == ("late", OutcomeKind.RELEASED)
     harness.answer(True)
-    assert harness.finish().end is StopReason.STOP
+    assert harness.finish().stop_reason is StopReason.STOP
 
 
 def test_a_fetch_that_has_exited_is_not_awaited_again() -> None:
@@ -337,12 +337,12 @@ def test_a_stop_during_a_fetch_is_processed_before_the_next_fetch() -> None:
     harness.answer_fetch(*make_deliveries("b"))
     harness.answer(Interrupted())
     harness.deliver(*harness.loop.mailbox.take(), harness.make_end_event(2))
-    assert harness.finish().end is StopReason.STOP
+    assert harness.finish().stop_reason is StopReason.STOP
 
 
 def test_a_limit_of_zero_fetches_nothing() -> None:
     report = ConsumeHarness(limit=0).finish()
-    assert (report.end, report.fetches) == (StopReason.LIMIT, 0)
+    assert (report.stop_reason, report.fetches) == (StopReason.LIMIT, 0)
 
 
 def test_an_oversized_batch_is_reported_and_started_as_slots_become_free() -> None:
@@ -414,7 +414,7 @@ def test_a_gate_is_called_again_after_its_delay_or_at_an_arrival() -> None:
 
 def test_a_paused_loop_can_be_stopped() -> None:
     harness = ConsumeHarness(gates=(lambda: Pause("full"),)).answer(Interrupted())
-    assert harness.finish().end is StopReason.STOP
+    assert harness.finish().stop_reason is StopReason.STOP
 
 
 # -- the loop's own time --------------------------------------------------------------------------
@@ -431,7 +431,7 @@ def test_the_loop_timeout_counts_from_the_start_and_bounds_every_wait() -> None:
     )
     with pytest.raises(LoopTimeout, match=r"loop timed out after 10.0 s; 0 transactions had ended") as caught:
         harness.finish()
-    assert caught.value.report.end is StopReason.TIMEOUT
+    assert caught.value.report.stop_reason is StopReason.TIMEOUT
     assert harness.observer.events[-1] == ("over", StopReason.TIMEOUT)
 
 
@@ -487,7 +487,7 @@ def test_a_loop_that_ends_on_its_own_settles_until_its_timeout(timeout: float | 
     harness = ConsumeHarness(timeout=timeout).answer_fetch()
     assert harness.pending_wait == (1, until)
     report = harness.finish()
-    assert (report.end, report.fenced, report.abandoned) == (StopReason.EMPTY, 3, 0)
+    assert (report.stop_reason, report.late_results, report.still_running) == (StopReason.EMPTY, 3, 0)
     assert harness.observer.events[-1] == ("over", StopReason.EMPTY)
 
 
@@ -506,7 +506,7 @@ def test_a_stalled_loop_ends_after_the_stall_timeout() -> None:
     assert harness.pending_wait == (1, 65.5)
     with pytest.raises(LoopStalled, match=r"all 1 slots are occupied .* for 30.0 s") as caught:
         harness.finish()
-    assert (caught.value.report.end, caught.value.report.abandoned) == (StopReason.STALLED, 1)
+    assert (caught.value.report.stop_reason, caught.value.report.still_running) == (StopReason.STALLED, 1)
 
 
 def test_a_stalled_streaming_loop_only_reports_it() -> None:
@@ -640,7 +640,7 @@ def test_after_an_empty_fetch_waiting_deliveries_start_before_the_loop_ends() ->
     harness.deliver(harness.make_end_event(1))
     assert (harness.pending_wait, harness.observer.read_slots()) == ((1, NEVER), (1, 0, 0))
     harness.deliver(harness.make_end_event(2))
-    assert harness.finish().end is StopReason.EMPTY
+    assert harness.finish().stop_reason is StopReason.EMPTY
 
 
 # -- bodies that are to leave before their transactions go back -----------------------------------
@@ -669,7 +669,7 @@ def test_with_an_empty_queue_a_loop_waits_one_drain_for_abandoned_calls() -> Non
     on_exit()
     assert [(item.delivery.receipt, item.settlement) for item in harness.mailboxes[1].take()] == [("a", Defer(1.0))]
     harness.deliver(SlotFreed(harness.slots[1]), at=7.0)
-    assert harness.finish().end is StopReason.EMPTY
+    assert harness.finish().stop_reason is StopReason.EMPTY
 
 
 @pytest.mark.spec("CON-36")
@@ -680,7 +680,7 @@ def test_a_stop_while_waiting_for_abandoned_calls_starts_a_new_drain() -> None:
     harness.answer(Interrupted(), at=11.0)
     assert harness.pending_wait == (1, 18.0)
     harness.deliver(at=18.0)
-    assert harness.finish().end is StopReason.STOP
+    assert harness.finish().stop_reason is StopReason.STOP
 
 
 @pytest.mark.spec("CON-12")
@@ -703,7 +703,7 @@ def test_a_call_that_does_not_exit_in_time_keeps_its_claim() -> None:
     harness.deliver(at=12.0)
     assert [(item.delivery.receipt, item.settlement) for item in harness.take_settlements()[:1]] == [("a", None)]
     report = harness.finish()
-    assert (report.end, report.abandoned) == (StopReason.EMPTY, 1)
+    assert (report.stop_reason, report.still_running) == (StopReason.EMPTY, 1)
 
 
 def test_a_stalled_loop_does_not_wait_for_abandoned_calls() -> None:
@@ -813,7 +813,7 @@ def test_a_stop_releases_waiting_deliveries_and_drains_running_calls() -> None:
     assert harness.pending_wait == (1, 80.0)
     harness.deliver(harness.make_end_event(1), at=60.0)
     assert harness.pending_wait == (1, 80.5)
-    assert harness.finish().end is StopReason.STOP
+    assert harness.finish().stop_reason is StopReason.STOP
 
 
 def test_a_second_stop_ends_the_drain_immediately() -> None:
@@ -822,7 +822,7 @@ def test_a_second_stop_ends_the_drain_immediately() -> None:
     assert harness.pending_wait == (1, NEVER), "who was interrupted answers soon"
     harness.deliver(harness.make_end_event(1))
     assert harness.pending_wait == (1, 4.5)
-    assert harness.finish().end is StopReason.STOP
+    assert harness.finish().stop_reason is StopReason.STOP
 
 
 def test_a_first_stop_in_a_drain_for_another_reason_changes_nothing() -> None:
@@ -845,7 +845,7 @@ def test_a_stop_while_the_last_calls_run_starts_a_drain() -> None:
     assert harness.interrupted == [harness.slots[1]]
     harness.deliver(harness.make_end_event(1))
     assert harness.pending_wait == (1, 21.5)
-    assert harness.finish().end is StopReason.STOP
+    assert harness.finish().stop_reason is StopReason.STOP
 
 
 def test_a_failed_fetch_ends_the_loop_but_not_running_calls() -> None:
@@ -861,14 +861,14 @@ def test_a_failed_fetch_ends_the_loop_but_not_running_calls() -> None:
     with pytest.raises(FetchException) as caught:
         harness.finish()
     assert caught.value is error
-    assert (error.report.end, error.report.fetches, error.report.empty_fetches) == (StopReason.FETCH, 2, 0)
+    assert (error.report.stop_reason, error.report.fetches, error.report.empty_fetches) == (StopReason.FETCH, 2, 0)
 
 
 def test_a_stopped_fetch_reports_neither_deliveries_nor_an_error() -> None:
     harness = ConsumeHarness()
     harness.answer(Interrupted())
     assert harness.observer.events[-1] == ("fetched", None, None)
-    assert harness.finish().end is StopReason.STOP
+    assert harness.finish().stop_reason is StopReason.STOP
 
 
 def test_late_deliveries_of_a_fetch_are_released() -> None:
@@ -887,7 +887,7 @@ def test_a_settler_that_takes_too_long_is_interrupted_and_then_awaited() -> None
     assert (harness.pending_wait, harness.interrupted) == ((1, 8.5), [])
     harness.deliver(at=8.5)
     assert (harness.pending_wait, harness.interrupted) == ((1, NEVER), [harness.slots[0]])
-    assert harness.finish().end is StopReason.STOP
+    assert harness.finish().stop_reason is StopReason.STOP
 
 
 def test_after_a_stop_the_settler_gets_only_the_flush_timeout() -> None:
@@ -906,4 +906,4 @@ def test_lease_renewal_ends_when_everything_is_settled() -> None:
     assert harness.interrupted == [harness.slots[1]]
     assert harness.pending_wait == (1, NEVER)
     harness.answer(Interrupted())
-    assert harness.deliver(harness.make_end_event(1)).result.end is StopReason.EMPTY
+    assert harness.deliver(harness.make_end_event(1)).result.stop_reason is StopReason.EMPTY

@@ -280,7 +280,7 @@ def test_a_loop_that_ends_does_not_wait_for_a_renewal_that_hangs(variant: str) -
     loop.finish()
     release.set()
     assert loop.report is not None
-    assert loop.report.end is StopReason.LIMIT
+    assert loop.report.stop_reason is StopReason.LIMIT
 
 
 # -- fetches ------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def test_a_stop_during_the_grace_period_of_a_fetch_ends_the_loop(variant: str) -
     loop.finish(stop=True)
     release.set()
     assert loop.report is not None
-    assert loop.report.end is StopReason.STOP
+    assert loop.report.stop_reason is StopReason.STOP
 
 
 # -- settling -----------------------------------------------------------------------------------
@@ -661,7 +661,7 @@ def test_a_later_is_sent_after_the_running_handler_call_has_exited(variant: str)
     assert still_running == [True]
     assert [settlement for _, settlement in broker.settlements] == [Defer(60)]
     assert release.is_set()
-    assert (report.counts[OutcomeKind.FAILED], report.fenced) == (1, 1)
+    assert (report.counts[OutcomeKind.FAILED], report.late_results) == (1, 1)
 
 
 def test_a_task_is_live_when_it_runs_nothing(variant: str) -> None:

@@ -358,7 +358,7 @@ def test_a_success_handler_that_fails_does_not_undo_the_process() -> None:
 def test_a_failing_exception_handler_keeps_both_errors() -> None:
     harness = LifecycleHarness().answer(Err(ValueError("first")))
     outcome = harness.answer(Err(ValueError("second"))).outcome
-    assert outcome.kind is OutcomeKind.HANDLER_FAILED
+    assert outcome.kind is OutcomeKind.EXCEPTION_HANDLER_FAILED
     assert (str(outcome.error), str(outcome.handler_error)) == ("ValueError: first", "ValueError: second")
     assert outcome.settlement is None
 
@@ -379,11 +379,11 @@ def test_the_last_abandoned_call_is_the_one_to_wait_for() -> None:
     first = harness.effect
     second = harness.answer(Expired(first), after=60.0).answer(False).effect
     outcome = harness.answer(Expired(second), after=60.0).answer(False).outcome
-    assert (outcome.kind, outcome.abandoned_call) == (OutcomeKind.HANDLER_FAILED, second)
+    assert (outcome.kind, outcome.abandoned_call) == (OutcomeKind.EXCEPTION_HANDLER_FAILED, second)
     harness = LifecycleHarness()
     first = harness.effect
     outcome = harness.answer(Expired(first), after=60.0).answer(False).answer(Err(ValueError())).outcome
-    assert (outcome.kind, outcome.abandoned_call) == (OutcomeKind.HANDLER_FAILED, first)
+    assert (outcome.kind, outcome.abandoned_call) == (OutcomeKind.EXCEPTION_HANDLER_FAILED, first)
 
 
 # -- attempts of earlier deliveries ---------------------------------------------------------------

@@ -70,7 +70,7 @@ class Orders:
 class LoopHarness:
     """An observed loop with its metrics and spans."""
 
-    def __init__(self, *, sampler=ALWAYS_ON, spans=True, streaming=False, produce=False, fenced=None, **options):
+    def __init__(self, *, sampler=ALWAYS_ON, spans=True, streaming=False, produce=False, late_results=None, **options):
         self._exporter = InMemorySpanExporter()
         tracers = TracerProvider(sampler=sampler)
         tracers.add_span_processor(SimpleSpanProcessor(self._exporter))
@@ -79,10 +79,10 @@ class LoopHarness:
         task = Orders()
         task.telemetry = TelemetryOptions(meter_provider=self._meters, **telemetry_options)
         if produce:
-            self.observer = producer_observer(task, ProducerPolicy.load({"loop": LOOP}), fenced=fenced)
+            self.observer = producer_observer(task, ProducerPolicy.load({"loop": LOOP}), late_results=late_results)
         else:
             rules = ConsumerPolicy.load({"loop": LOOP | {"streaming": streaming}})
-            self.observer = consumer_observer(task, rules, fenced=fenced)
+            self.observer = consumer_observer(task, rules, late_results=late_results)
         self.observer.on_loop_start(lambda: (3, 2, 1))
 
     def metric(self, metric):
@@ -152,10 +152,10 @@ def get_span(context):
 
 
 def test_a_loop_reports_its_slots_and_late_results_from_its_start():
-    harness = LoopHarness(fenced=lambda: 4)
+    harness = LoopHarness(late_results=lambda: 4)
     assert harness.metric(names.SLOTS) == {("running",): 3, ("abandoned",): 2, ("waiting",): 1}
     assert harness.metric(names.LATE_RESULTS) == {(): 4}
-    producer = LoopHarness(produce=True, fenced=lambda: 5)
+    producer = LoopHarness(produce=True, late_results=lambda: 5)
     assert producer.metric(names.LATE_RESULTS) == {(): 5}
 
 
@@ -458,7 +458,7 @@ def test_the_end_of_the_last_transaction_ends_its_batch():
     "kind, level, event",
     [
         (OutcomeKind.FAILED, "WARNING", "transaction failed"),
-        (OutcomeKind.HANDLER_FAILED, "ERROR", "transaction failed"),
+        (OutcomeKind.EXCEPTION_HANDLER_FAILED, "ERROR", "transaction failed"),
         (OutcomeKind.DEFERRED, "INFO", "transaction deferred"),
         (OutcomeKind.RELEASED, "INFO", "transaction released"),
     ],
@@ -487,7 +487,7 @@ def test_the_end_of_a_transaction_is_logged_with_all_its_fields(caplog):
     error = with_cause(TransactionException("token=pw down", code="offline"), OSError("no route"))
     transaction = Transaction("a", source="orders", correlation="c-1", tenant="acme")
     result = make_outcome(
-        OutcomeKind.HANDLER_FAILED,
+        OutcomeKind.EXCEPTION_HANDLER_FAILED,
         transaction=transaction,
         attempts=3,
         error=error,
@@ -540,7 +540,7 @@ def test_a_disabled_log_event_is_not_rendered(caplog):
     harness = LoopHarness(spans=False, redact=lambda key, value: redacted_names.append(key))
     harness.observer.on_transaction_end(make_outcome(OutcomeKind.FAILED, error=BusinessError("no")))
     assert redacted_names == []
-    harness.observer.on_transaction_end(make_outcome(OutcomeKind.HANDLER_FAILED, error=BusinessError("no")))
+    harness.observer.on_transaction_end(make_outcome(OutcomeKind.EXCEPTION_HANDLER_FAILED, error=BusinessError("no")))
     assert redacted_names == ["ergon.exception.message"]
 
 

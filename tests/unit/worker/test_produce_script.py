@@ -69,7 +69,7 @@ class ProduceHarness:
             self.transactions,
             ProducerPolicy.load({"loop": loop}),
             create_mailbox=lambda: Mailbox(ThreadDriver(1)),
-            fenced=lambda: 3,
+            late_results=lambda: 3,
             observer=self.observer,
         )
         self.script = self.produce_run.run()
@@ -132,7 +132,7 @@ def test_one_batch_follows_the_other_and_the_same_id_runs_once() -> None:
     assert [outcome.transaction.id for outcome in report.outcomes] == list("abacd")
     assert report.outcomes[0] is report.outcomes[2]
     assert {outcome.kind for outcome in report.outcomes} == {OutcomeKind.SUCCEEDED}
-    assert (report.end, report.abandoned, report.fenced) == (StopReason.DONE, 0, 3)
+    assert (report.stop_reason, report.still_running, report.late_results) == (StopReason.DONE, 0, 3)
     assert harness.observer.events == [2, "a", "b", 2, "c", "d", StopReason.DONE]
 
 
@@ -147,7 +147,7 @@ def test_a_produced_transaction_is_not_in_flight() -> None:
 
 def test_an_empty_list_is_done_immediately() -> None:
     report = ProduceHarness("").report
-    assert (report.end, report.outcomes) == (StopReason.DONE, [])
+    assert (report.stop_reason, report.outcomes) == (StopReason.DONE, [])
 
 
 def test_the_list_is_copied_when_the_call_is_made() -> None:
@@ -191,12 +191,12 @@ def test_a_limit_starts_no_more_and_running_calls_end() -> None:
         OutcomeKind.RELEASED,
     ]
     released = report.outcomes[2]
-    assert (report.end, released.reason, released.attempts) == (StopReason.LIMIT, "limit", 0)
+    assert (report.stop_reason, released.reason, released.attempts) == (StopReason.LIMIT, "limit", 0)
     assert harness.observer.events[-1] is StopReason.LIMIT
 
 
 def test_a_limit_equal_to_the_number_of_transactions_is_not_reached() -> None:
-    assert ProduceHarness("ab", limit=2).end_slots(0, 1).report.end is StopReason.DONE
+    assert ProduceHarness("ab", limit=2).end_slots(0, 1).report.stop_reason is StopReason.DONE
 
 
 def test_a_limit_counts_over_all_batches_and_is_checked_when_a_slot_is_free() -> None:
@@ -204,18 +204,18 @@ def test_a_limit_counts_over_all_batches_and_is_checked_when_a_slot_is_free() ->
     for number in range(3):
         assert len(harness.started_ids) == number + 1
         harness.end_slots(number)
-    assert harness.report.end is StopReason.LIMIT
+    assert harness.report.stop_reason is StopReason.LIMIT
 
 
 def test_no_batch_starts_after_the_end() -> None:
     harness = ProduceHarness("abcd", limit=1, batch={"size": 2}).end_slots(0)
-    assert harness.report.end is StopReason.LIMIT
+    assert harness.report.stop_reason is StopReason.LIMIT
     assert harness.observer.events == [2, "a", StopReason.LIMIT]
 
 
 def test_a_limit_of_zero_starts_nothing() -> None:
     harness = ProduceHarness("ab", limit=0)
-    assert (harness.started_ids, harness.report.end) == ("", StopReason.LIMIT)
+    assert (harness.started_ids, harness.report.stop_reason) == ("", StopReason.LIMIT)
 
 
 # -- the call's own time --------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_a_stalled_run_ends_after_the_stall_timeout() -> None:
     with pytest.raises(LoopStalled, match=r"all 1 slots are occupied .* for 30.0 s") as caught:
         harness.deliver(at=135.0)
     report = caught.value.report
-    assert (report.end, report.abandoned, report.outcomes[1].reason) == (StopReason.STALLED, 1, "stalled")
+    assert (report.stop_reason, report.still_running, report.outcomes[1].reason) == (StopReason.STALLED, 1, "stalled")
     assert not harness.produce_run.live
 
 
@@ -286,12 +286,12 @@ def test_a_stop_drains_and_a_second_one_does_not_wait() -> None:
     harness.answer(Interrupted(), at=101.0)
     assert harness.interrupted == harness.slots
     report = harness.end_slots(0, 1).report
-    assert (report.end, report.outcomes[2].reason) == (StopReason.STOP, "stop")
+    assert (report.stop_reason, report.outcomes[2].reason) == (StopReason.STOP, "stop")
 
 
 def test_a_call_may_end_during_the_drain_of_a_stop() -> None:
     harness = ProduceHarness("a").answer(Interrupted())
-    assert harness.end_slots(0).report.end is StopReason.STOP
+    assert harness.end_slots(0).report.stop_reason is StopReason.STOP
     assert harness.interrupted == []
 
 
@@ -308,7 +308,7 @@ def test_the_timeout_bounds_the_drain_of_a_stop() -> None:
     assert harness.pending_wait == (1, 110.0)
     harness.deliver(at=110.0)
     assert harness.interrupted == harness.slots
-    assert harness.end_slots(0).report.end is StopReason.STOP
+    assert harness.end_slots(0).report.stop_reason is StopReason.STOP
     longer_drain = ProduceHarness("a", timeout=10.0, timeout_drain=60.0).answer(Interrupted(), at=105.0)
     assert longer_drain.pending_wait == (1, 135.0)
     longer_drain.deliver(at=112.0)
@@ -333,4 +333,4 @@ def test_a_stop_while_the_last_calls_run_starts_a_drain() -> None:
     assert harness.pending_wait == (1, 150.0)
     harness.answer(Interrupted(), at=121.0)
     assert harness.interrupted == harness.slots
-    assert harness.end_slots(0).report.end is StopReason.STOP
+    assert harness.end_slots(0).report.stop_reason is StopReason.STOP

@@ -56,12 +56,12 @@ def test_the_repr_of_an_outcome_shows_its_id_and_result_but_no_payload() -> None
 def test_a_report_counts_every_kind_and_keeps_the_last_failures() -> None:
     report = Report()
     assert report.counts == dict.fromkeys(OutcomeKind, 0)
-    assert (report.end, report.started, report.fetches, report.empty_fetches) == (None, 0, 0, 0)
-    assert (report.abandoned, report.fenced, report.paused) == (0, 0, None)
+    assert (report.stop_reason, report.started, report.fetches, report.empty_fetches) == (None, 0, 0, 0)
+    assert (report.still_running, report.late_results, report.paused) == (0, 0, None)
     for kind in OutcomeKind:
         report.add(Outcome(TRANSACTION, kind))
     assert report.counts == dict.fromkeys(OutcomeKind, 1)
-    assert [outcome.kind for outcome in report.failures] == [OutcomeKind.FAILED, OutcomeKind.HANDLER_FAILED]
+    assert [outcome.kind for outcome in report.failures] == [OutcomeKind.FAILED, OutcomeKind.EXCEPTION_HANDLER_FAILED]
     assert report.finished == 5
     last = [Outcome(TRANSACTION, OutcomeKind.FAILED) for _ in range(20)]
     for outcome in last:
@@ -76,7 +76,7 @@ def test_a_produce_report_counts_by_kind() -> None:
         2,
         0,
     ]
-    assert (report.end, report.abandoned, report.fenced) == (StopReason.DONE, 0, 0)
+    assert (report.stop_reason, report.still_running, report.late_results) == (StopReason.DONE, 0, 0)
 
 
 def test_a_pause_lasts_one_second_by_default() -> None:

@@ -207,14 +207,14 @@ def test_a_loop_needs_no_observer() -> None:
         ConsumerPolicy(),
         name="task",
         create_mailbox=driver.create_mailbox,
-        fenced=driver.late_result_count,
+        late_results=driver.late_result_count,
     )
     signals: list[Any] = []
     for _ in range(3):
         loop.wake(lambda _mailbox, item: signals.append(item))
     assert len(signals) == 1, "said once until it is heard"
     report = driver.run(loop.run())
-    assert (report.counts[OutcomeKind.SUCCEEDED], report.refused) == (1, {"max_deliveries": 1})
+    assert (report.counts[OutcomeKind.SUCCEEDED], report.rejected) == (1, {"max_deliveries": 1})
 
 
 def test_a_produce_run_reports_its_slot_usage() -> None:
@@ -241,7 +241,7 @@ def test_a_produce_run_reports_its_slot_usage() -> None:
         [TRANSACTION],
         ProducerPolicy(),
         create_mailbox=driver.create_mailbox,
-        fenced=driver.late_result_count,
+        late_results=driver.late_result_count,
         observer=observer,
     )
     report = driver.run(produce_run.run())

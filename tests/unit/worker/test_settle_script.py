@@ -358,7 +358,7 @@ def test_the_outcome_decides_if_no_settlement_was_requested() -> None:
 @pytest.mark.parametrize("category", Category)
 def test_the_policy_of_its_category_acks_or_dead_letters_a_failure(category: Category) -> None:
     error, code = TransactionException("no", category), category.value.lower()
-    for kind in (OutcomeKind.FAILED, OutcomeKind.HANDLER_FAILED):
+    for kind in (OutcomeKind.FAILED, OutcomeKind.EXCEPTION_HANDLER_FAILED):
         assert decide_settlement(kind, error) == DeadLetter(code)
         assert decide_settlement(kind, error, **{f"on_{code}": "ack"}) == Ack()
     others = {f"on_{other.value.lower()}": "ack" for other in Category if other is not category}
@@ -385,7 +385,8 @@ def test_only_settlements_that_redeliver_require_an_exited_call() -> None:
 
 def test_a_failure_record_contains_everything_known() -> None:
     outcome = Outcome(
-        Transaction("1", source="orders", tenant="acme", correlation="c-1", attempts=1), OutcomeKind.HANDLER_FAILED
+        Transaction("1", source="orders", tenant="acme", correlation="c-1", attempts=1),
+        OutcomeKind.EXCEPTION_HANDLER_FAILED,
     )
     error = TransactionException("it broke", Category.TIMEOUT, final=True, code="slow")
     error.__cause__ = KeyError("k")

@@ -262,7 +262,7 @@ def _to_columns(message: pb.Facts) -> columns.FactColumns:
         message_ids=list(message.message_ids),
         from_zones=_expand_column("from_zones", message.from_zones, count),
         to_zones=_expand_column("to_zones", message.to_zones, count),
-        produced=_check_column("produced_at_unix_ms", message.produced_at_unix_ms, count),
+        produced_at_unix_ms=_check_column("produced_at_unix_ms", message.produced_at_unix_ms, count),
         subjects=_check_column("subjects", message.subjects, count),
         predicates=_check_column("predicates", message.predicates, count),
         objects=_check_column("objects_json", message.objects_json, count),

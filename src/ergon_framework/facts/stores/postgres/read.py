@@ -127,7 +127,7 @@ def _to_facts(rows: Sequence[tuple[Any, ...]], pair: ZonePair, epoch: str) -> li
             message_ids=ids,
             from_zones=[pair.from_zone] * len(rows),
             to_zones=[pair.to_zone] * len(rows),
-            produced=produced,
+            produced_at_unix_ms=produced,
             correlations=correlations,
             causations=causations,
             subjects=subjects,
