@@ -258,7 +258,7 @@ def test_the_error_of_an_exception_handler_is_recorded_in_addition_to_the_first(
 
 
 @pytest.mark.spec("DX-03")
-def test_without_tracebacks_both_errors_are_recorded(variant):
+def test_with_tracebacks_off_the_task_and_exception_handler_errors_are_recorded(variant):
     task_run = TaskRun(variant, price, compensate, record_tracebacks=False)
     assert task_run.failure.handler_error.error_message == "RuntimeError: no refund was booked"
     assert task_run.failure.handler_error.traceback is None

@@ -128,7 +128,7 @@ def test_each_fault_has_its_reason_code(client, behaviour, reason, calls):
 
 @pytest.mark.spec("PRV-24")
 @pytest.mark.parametrize("as_date", [False, True])
-def test_retry_after_applies_in_both_of_its_forms(client, as_date):
+def test_retry_after_accepts_seconds_and_http_date(client, as_date):
     wait = 1.2 if as_date else 0.1  # a date knows only whole seconds
     result, duration_seconds, upstream = call_provider(client, Behaviour(status=429, wait=wait, as_date=as_date))
     assert (result.attempts, upstream.calls) == (2, 2)

@@ -432,7 +432,7 @@ def test_all_attempts_share_the_trace_context_of_the_transaction(variant, teleme
 
 
 @pytest.mark.spec("CON-14", "CON-18")
-def test_spans_of_a_handler_are_children_of_its_attempt(variant, telemetry):
+def test_spans_of_a_handler_are_children_of_its_attempt_span(variant, telemetry):
     tracer = telemetry.tracers.get_tracer("mine")
 
     def process(transaction):

@@ -105,7 +105,7 @@ def test_a_job_with_a_higher_priority_is_claimed_first(client, worker):
         ({"max_attempts": 0}, "at least 1 attempt"),
         ({"timeout": 0}, "a timeout is"),
         ({"retention": -1}, "a retention is"),
-        ({"unique_key": ""}, "a unique key has"),
+        ({"unique_key": ""}, "a unique key must have"),
     ],
 )
 def test_invalid_options_are_rejected_with_the_reason(client, options, message):

@@ -132,7 +132,7 @@ def test_checking_changes_nothing(postgres, dsn, monkeypatch):
     assert dump_schema(postgres, dsn) == before
 
 
-def test_json_output_reports_what_each_command_found_and_did(dsn, monkeypatch):
+def test_check_and_upgrade_report_revisions_as_json(dsn, monkeypatch):
     reports = [
         json.loads(run_db(monkeypatch, dsn, subcommand, "--json").stdout)
         for subcommand in ("check", "upgrade", "check")

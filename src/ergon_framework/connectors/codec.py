@@ -364,19 +364,20 @@ class JsonCodec:
             except json.JSONDecodeError as error:
                 reason = f"is not JSON (at character {error.pos})"
             except RepeatedKeyError:
-                reason = "names one key twice in an object"
+                reason = "has a duplicate key in an object"
             except (ValueError, RecursionError):
                 reason = "contains a number that JSON or a float cannot represent"
         # Raised outside the handlers: a JSONDecodeError carries the whole document with it.
         if reason:
-            raise UndecodableError(f"a body of {len(body)} bytes {reason}")
+            # The log entry and the dead letter have the id and the queue.
+            raise UndecodableError(f"the body ({len(body)} bytes) {reason}; correct the producer of the message")
         return payload
 
     def _find_problem(self, body: bytes) -> str:
         if len(body) > self._max_bytes:
-            return f"takes {len(body)} bytes; the limit is {self._max_bytes}"
+            return f"is {len(body)} bytes, the maximum is {self._max_bytes}"
         if _is_too_deep(body):
-            return f"nests deeper than {MAX_DEPTH} levels"
+            return f"is nested more than {MAX_DEPTH} levels deep"
         return ""
 
 
@@ -438,7 +439,9 @@ def read_headers(headers: Mapping[str, str]) -> dict[str, Any]:
                 pass  # raised below, outside the handler: the cause would quote the value
         raise _unreadable_error(row, text)
     if "id" not in fields:
-        raise UndecodableError("header 'ergon-id' is missing; without it a redelivery cannot be detected")
+        raise UndecodableError(
+            "header 'ergon-id' is missing; without it a redelivery cannot be detected; set it in the producer"
+        )
     if trace:
         fields["trace"] = trace
     return fields
@@ -526,7 +529,7 @@ def describe_unread(size: int, headers: Mapping[str, str], *, source: str, limit
     problem = None
     if limit is not None and size > limit:
         problem = UndecodableError(
-            f"a body of {size} bytes is over the limit of {limit} and was not loaded; "
+            f"the body ({size} bytes) is over the maximum of {limit} and was not loaded; "
             "to admit it, raise max_bytes of the codec and replay the dead letter"
         )
     try:

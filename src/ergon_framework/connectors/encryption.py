@@ -235,7 +235,7 @@ class EncryptingCodec:
         if ENCRYPTION_KEY not in headers:
             if self._require:
                 raise UndecodableError(
-                    f"a body of {len(body)} bytes is not encrypted, and {REQUIRE_VARIABLE} is true; send it encrypted"
+                    f"the body ({len(body)} bytes) is not encrypted, and {REQUIRE_VARIABLE} is true; send it encrypted"
                 )
             return self._reveal(self.inner.decode(body, headers, source=source), headers)
         key_id = read_key_id(headers)

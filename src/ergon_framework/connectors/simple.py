@@ -88,7 +88,7 @@ class SimpleConnector(Connector):
         return [self._settle(delivery, settlement) for delivery, settlement in requests]
 
     def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:  # noqa: ARG002 - rejected
-        raise ConfigurationError(f"connector {self.name!r} only reads: override dispatch() to send to its source")
+        raise ConfigurationError(f"connector {self.name!r} is read-only; implement dispatch() to produce to its source")
 
     def _deliver(self, transaction: Transaction, deliveries: int) -> Delivery:
         if not transaction.source:

@@ -23,8 +23,8 @@ from ergon_framework.facts.identity import (
     canonical_json,
     canonical_json_of_parsed,
     encode_json,
-    is_plain_json,
     is_known_canonical,
+    is_plain_json,
     is_within_depth,
     parse_strict_json,
 )
@@ -227,7 +227,7 @@ def _build_envelopes(columns: FactColumns) -> list[Envelope]:
 
 
 def _are_valid(columns: FactColumns) -> bool:
-    """Return whether all columns but objects and labels satisfy the model; raise InvalidFactError if a zone does not."""
+    """Check all columns but objects and labels; return False, or raise InvalidFactError, if one is invalid."""
     for name, zones in (("from_zone", columns.from_zones), ("to_zone", columns.to_zones)):
         for zone in set(zones):
             check_zone(name, zone)

@@ -86,7 +86,8 @@ def _parse_float(literal: str) -> float:
     value = float(literal)
     if value in _INFINITIES:
         raise InvalidFactError(
-            f"number {_quote_literal(literal)} is outside the range of JSON numbers (IEEE 754 double); send it as a string"
+            f"number {_quote_literal(literal)} is outside the range of JSON numbers (IEEE 754 double); "
+            "send it as a string"
         )
     return value
 
@@ -100,7 +101,8 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return reject_repeated_keys(pairs)
     except RepeatedKeyError as error:
         raise InvalidFactError(
-            f"the key {_quote_literal(error.key)!r} occurs twice in one object, so JSON parsers may disagree; remove one"
+            f"the key {_quote_literal(error.key)!r} occurs twice in one object, so JSON parsers may disagree; "
+            "remove one"
         ) from None
 
 
@@ -142,7 +144,7 @@ def canonical_json_of_parsed(value: Any, *, size: int = 0) -> str:
 
 
 def is_known_canonical(text: str) -> bool:
-    """Return whether *text*, an output of the encoder, is canonical; False also if that cannot be told from the text."""
+    """Return whether *text*, an output of the encoder, is canonical; False also if the text cannot show it."""
     return is_within_depth(text) and is_plain_json(text)
 
 

@@ -176,7 +176,9 @@ class JobRequest:
         if self.max_attempts is not None and not 1 <= self.max_attempts < 2**31:
             raise ConfigurationError(f"a job has at least 1 attempt, not {self.max_attempts}")
         if self.unique_key is not None and not 0 < len(self.unique_key) <= _MAX_KEY_CHARS:
-            raise ConfigurationError(f"a unique key has 1 to {_MAX_KEY_CHARS} characters, not {len(self.unique_key)}")
+            raise ConfigurationError(
+                f"a unique key must have 1 to {_MAX_KEY_CHARS} characters, not {len(self.unique_key)}"
+            )
 
     def _check_times(self) -> None:
         if self.at is not None and (self.delay or self.at.tzinfo is None):

@@ -612,7 +612,7 @@ def test_an_empty_queue_shows_that_the_canary_has_ended(app_folder, payload, cod
 
 
 @pytest.mark.spec("CNN-08")
-def test_a_discard_deletes_the_selected_letters(shop):
+def test_a_discard_deletes_only_the_selected_letters(shop):
     result = shop.run("discard", "--dead-letter-reason", "declined", "--yes")
     assert (result.exit_code, result.stdout.split()) == (0, ["orders", "discarded", "2"])
     assert (shop.dead, shop.connector.depth().ready) == (["order-2"], 0)

@@ -176,5 +176,5 @@ def test_capabilities_are_minimal_and_dispatch_is_rejected() -> None:
     source = BatchConnector()
     assert source.name == "numbers"
     assert (source.capabilities.durable, source.capabilities.dead_letters, source.depth()) == (False, False, None)
-    with pytest.raises(ConfigurationError, match="'numbers' only reads: override dispatch"):
+    with pytest.raises(ConfigurationError, match="'numbers' is read-only; implement dispatch"):
         source.dispatch(transactions("a"))

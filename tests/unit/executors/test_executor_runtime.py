@@ -188,7 +188,7 @@ def test_an_exception_class_cannot_pose_as_a_protocol_error_type():
 
 @pytest.mark.spec("EXE-06")
 @pytest.mark.parametrize("after", [None, 0, 7.5])
-def test_a_retry_may_be_raised_or_returned(after):
+def test_a_handler_may_raise_or_return_retry(after):
     def raises():
         raise Retry("busy", after=after)
 

@@ -113,7 +113,7 @@ def test_columns_that_do_not_fit_are_refused(change, message):
         requests.parse_append_facts(messages.encode(call.request))
 
 
-def test_labels_without_a_fact_are_not_read(monkeypatch):
+def test_labels_with_an_unknown_fact_index_are_rejected_before_they_are_read(monkeypatch):
     """A message of a few bytes for each place: none of them is made into anything."""
     request = wire.AppendFactsRequest(facts=wire.Facts(message_ids=["m"]))
     for position in range(10_000):

@@ -154,7 +154,7 @@ class HealthService:
             data = await anext(aiter(incoming), b"")
         if len(data) > MAX_HEALTH_REQUEST_BYTES:
             raise InvalidFactError(
-                f"a HealthCheckRequest has at most {MAX_HEALTH_REQUEST_BYTES:,} bytes, not {len(data):,}"
+                f"HealthCheckRequest is {len(data):,} bytes; the maximum is {MAX_HEALTH_REQUEST_BYTES:,}"
             )
         try:
             name: str = health_pb2.HealthCheckRequest.FromString(data).service

@@ -1,4 +1,4 @@
-"""The core that all drivers share, driven by hand: who takes which ticket, and what is left afterwards."""
+"""The scheduler that all drivers share, without a driver: what resolves a pending effect, and what is left."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_a_late_value_without_a_callback_is_dropped(scheduler: RecordingSchedule
     assert scheduler.accept_result(root.slot, effect, OK_RESULT) is None
 
 
-def test_a_late_value_does_not_end_the_pending_effect(scheduler: RecordingScheduler) -> None:
+def test_a_late_call_result_does_not_resolve_the_next_effect(scheduler: RecordingScheduler) -> None:
     box = scheduler.create_mailbox()
     effect, pause = make_call(), Sleep(20.0)
     probe = scheduler.start_script(effect, pause, notify=box)
@@ -373,7 +373,7 @@ def test_a_timer_without_deadlines_never_fires(scheduler: RecordingScheduler) ->
 def start_abandoned(
     scheduler: RecordingScheduler, *, notify: Mailbox | None, until: float = NEVER
 ) -> tuple[ScriptProbe, Call]:
-    """A script that waits for the body of its interrupted call to leave."""
+    """A script that waits for its interrupted call to exit."""
     effect = make_call()
     probe = scheduler.start_script(effect, AwaitExit(effect, until), notify=notify)
     scheduler.interrupt(probe.slot)

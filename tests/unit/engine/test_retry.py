@@ -1,4 +1,4 @@
-"""One step in its retry envelope, answered by hand: every boundary, and all that it hands on."""
+"""The retries of one step; the test sends the result of every effect itself and checks every boundary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The asyncio driver in detail: how many workers come, whose turn it is, and what is left at the end."""
+"""The asyncio driver in detail: how many tasks start, in which order, and what is left at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doors of the engine, one at a time: what each handler is given and gives back, and what a door wires up."""
+"""The entry points of the engine: what each passes to a handler and returns, and how it connects the parts of a loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports, crews, gates and loops: results and counts to the last one."""
+"""Reports, slot tables, gates and loops: every result and count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settler's script, answered by hand: which settlements share a call, which are retried, and when."""
+"""The script of the settler; the test sends every result and checks which settlements share a call or are retried."""
 
 from __future__ import annotations
 

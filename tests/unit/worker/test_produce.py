@@ -1,4 +1,4 @@
-"""The produce call's script, answered by hand."""
+"""The script of a produce call; the test sends the result of every effect."""
 
 from __future__ import annotations
 

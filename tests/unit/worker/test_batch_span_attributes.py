@@ -1,4 +1,4 @@
-"""A root records the requested and the fetched number, ends once, and is released after its end."""
+"""A batch span records the requested and the fetched number, ends once, and is released after its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The consume loop's script, answered by hand: every wait has its exact moment, every fetch its exact size."""
+"""The script of the consume loop; the test sends the result of every effect and checks each wait and fetch size."""
 
 from __future__ import annotations
 

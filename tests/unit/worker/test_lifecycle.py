@@ -1,4 +1,4 @@
-"""The lifecycle's script, answered by hand: what each step is given, and what the outcome says in the end."""
+"""The script of a lifecycle; the test sends every result and checks what each step receives, and the outcome."""
 
 from __future__ import annotations
 
@@ -396,7 +396,7 @@ def test_attempts_of_earlier_deliveries_count_but_one_is_always_made(earlier_att
     assert harness.answer(Ok(None)).answer(Ok(None)).outcome.attempts == earlier_attempts + 1
 
 
-def test_a_produced_transaction_has_no_earlier_attempts() -> None:
+def test_produce_starts_at_attempt_0_whatever_the_transaction_has_had() -> None:
     harness = LifecycleHarness(Transaction("1", attempts=2), max_attempts=3, defers=False, backoff=0.0)
     assert harness.effect.scope.attempt == 0
     harness.answer(Err(ValueError()))

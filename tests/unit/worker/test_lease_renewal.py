@@ -1,4 +1,4 @@
-"""The renewing script, answered by hand."""
+"""The script that renews leases; the test sends the result of every effect."""
 
 from __future__ import annotations
 

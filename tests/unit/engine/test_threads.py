@@ -1,4 +1,4 @@
-"""Threads that are never started: what each would do is done by the test, one step at a time."""
+"""The thread driver with threads that never start: the test runs each of them, one step at a time."""
 
 from __future__ import annotations
 

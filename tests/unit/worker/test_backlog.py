@@ -1,4 +1,4 @@
-"""Intake, admission and handling: the exact place, reason and record of every delivery."""
+"""The backlog of fetched deliveries: order, reason and record of every delivery."""
 
 from __future__ import annotations
 

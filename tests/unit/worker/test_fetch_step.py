@@ -1,4 +1,4 @@
-"""Fetching, answered by hand: what its observer gets, and which counter each wait obeys."""
+"""The script of a fetch; the test sends every result and checks the observer and the counter of each wait."""
 
 from __future__ import annotations
 
