@@ -19,7 +19,8 @@ from ergon_framework.providers.postgres.retention import ProviderRetention
 from tests.integration.metering import make_attempt, query
 from tests.integration.test_provider_ledger import make_dead_letter
 
-EXECUTION_IDS = {"uuid": str(uuid.uuid4()), "text": "host-1", "bigint": "17"}
+#: The largest bigint, as ids of generators such as snowflake have 19 digits.
+EXECUTION_IDS = {"uuid": str(uuid.uuid4()), "text": "host-1", "bigint": "9223372036854775807"}
 
 
 def run_upgrade(dsn, table):
@@ -39,7 +40,7 @@ def test_attempts_refer_to_the_table_that_the_host_names(database, kind):
         result = run_upgrade(database, f"{schema}.task_executions")
         assert result.returncode == 0, result.stderr
     writer = MetricsWriter(database)
-    for execution in (execution_id, "not-a-task", str(uuid.uuid4()), None):
+    for execution in (execution_id, "not-a-task", "9223372036854775808", str(uuid.uuid4()), None):
         writer.record(make_attempt(task_execution_id=execution))
     assert writer.close(20)
     ledger = TaskLedger(database)
@@ -55,7 +56,7 @@ def test_attempts_refer_to_the_table_that_the_host_names(database, kind):
         ("dead_letter", execution_id, 1),
         ("dead_letter", None, 1),
         ("success", execution_id, 1),
-        ("success", None, 3),
+        ("success", None, 4),
     ]
     with pytest.raises(psycopg.errors.ForeignKeyViolation):
         query(database, f"delete from {schema}.task_executions")

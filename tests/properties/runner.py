@@ -531,12 +531,12 @@ MAX_CALL_SECONDS = 1000.0
 def run_in_simulation(plan: Plan, flavour: Flavour) -> Run:
     """Run *plan* on the simulated driver, with handlers of either variant."""
     simulation = Simulation(plan.seed)
-    diary = RunRecorder(plan, simulation.clock)
+    diary = RunRecorder(plan, simulation.monotonic)
     queue = AsyncPlannedQueue(diary, simulation.sleep, ignores_cancellation=flavour == "threads")
 
     def spend(seconds: float) -> float:
         simulation.busy_for(seconds)
-        return simulation.clock() + seconds
+        return simulation.monotonic() + seconds
 
     task: Any = SyncTask(diary, queue, spend) if flavour == "threads" else AsyncTask(diary, queue, simulation.sleep)
     if plan.stop_at is not None:
@@ -607,12 +607,12 @@ def run_with_unreliable_broker(plan: Plan) -> UnreliableRun:
     """Run a consumer's plan in the simulation; the broker is unpredictable, so only the general rules are checked."""
     dice, simulation = Random(plan.seed), Simulation(plan.seed)
     flavour: Flavour = "threads" if dice.random() < 0.5 else "asyncio"
-    diary = RunRecorder(plan, simulation.clock)
+    diary = RunRecorder(plan, simulation.monotonic)
     queue = UnreliableQueue(diary, simulation.sleep, ignores_cancellation=flavour == "threads", dice=dice)
 
     def spend(seconds: float) -> float:
         simulation.busy_for(seconds)
-        return simulation.clock() + seconds
+        return simulation.monotonic() + seconds
 
     task: Any = SyncTask(diary, queue, spend) if flavour == "threads" else AsyncTask(diary, queue, simulation.sleep)
     second_stop = None

@@ -304,7 +304,7 @@ class ZoneWorld:
         )
         source.state = initial_state
         # The local store is also slow now and then.
-        if self.simulation.clock() < self.plan.until - 100:
+        if self.simulation.monotonic() < self.plan.until - 100:
             destination.state = self.dice.choice(("good", "good", "slow"))
         self.connections[pair] = source, destination
         means = AsyncReplicator(source, destination, pair)._calls
@@ -329,10 +329,10 @@ class ZoneWorld:
                 connection.is_alive = False
 
     def is_down(self, zone):
-        return self._outage_ends.get(zone, 0.0) > self.simulation.clock()
+        return self._outage_ends.get(zone, 0.0) > self.simulation.monotonic()
 
     def schedule(self, seconds, act):
-        self.simulation.call_at(self.simulation.clock() + seconds, act)
+        self.simulation.call_at(self.simulation.monotonic() + seconds, act)
 
     def append(self, pair, sizes):
         """Append facts as a producer of that zone."""
@@ -378,7 +378,7 @@ class ZoneWorld:
             for log in backup._logs.values():
                 log.restart_epoch(backup._epoch if log.buffer is backup._side.store_buffer else log.epoch)
             # A disk cannot be restored under a running server, nor faster than the replicator polls.
-            self._outage_ends[zone] = self.simulation.clock() + 9.0
+            self._outage_ends[zone] = self.simulation.monotonic() + 9.0
             for pair in self.ledgers:
                 if pair.from_zone == zone:
                     end = self.stores[pair.to_zone].last_offset(pair)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ergon_framework.cli.dlq_commands import MoveRequest, list_dead, move_dead, show_dead
 from ergon_framework.cli.dlq_edit import EditRequest, PayloadEdit, edit_dead_letter
-from ergon_framework.cli.dlq_move import MoveRequest, list_dead, move_dead, show_dead
 from ergon_framework.cli.dlq_view import DlqExit
 from ergon_framework.cli.options import (
     Actor,

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import typer
 
 from ergon_framework.audit import act_as
-from ergon_framework.cli.dlq_move import MAX_LETTERS_PER_ID, MAX_SHOWN_CHARS, with_connector
+from ergon_framework.cli.dlq_commands import MAX_LETTERS_PER_ID, MAX_SHOWN_CHARS, with_connector
 from ergon_framework.cli.dlq_view import DlqExit, sanitize
 from ergon_framework.cli.summary import print_rows
 from ergon_framework.connectors.base import Connector

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 import typer
 
 from ergon_framework.cli import why_view as view
-from ergon_framework.cli.dlq_move import open_connector
+from ergon_framework.cli.dlq_commands import open_connector
 from ergon_framework.cli.options import Config, Json
 from ergon_framework.cli.output import configure_logging
 from ergon_framework.cli.why_providers import (

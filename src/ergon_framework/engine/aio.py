@@ -1,4 +1,8 @@
-"""The asyncio driver: handler calls run on long-lived tasks, and a loop timer is the deadline timer."""
+"""The asyncio driver: it runs scripts, and the handler calls that they request, on long-lived tasks.
+
+A script is a generator that decides and yields effects (a call, a wait); the driver performs them. The base class
+Scheduler decides when a script continues; a timer of the event loop is its deadline timer.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +84,7 @@ class AsyncioDriver(Scheduler):
     def stop(self) -> None:
         self._call_on_loop(self.interrupt_root)
 
-    def signal(self, mailbox: Mailbox, item: Any) -> None:
+    def put_from_any_thread(self, mailbox: Mailbox, item: Any) -> None:
         self._call_on_loop(partial(mailbox.put, item, urgent=True))
 
     def _call_on_loop(self, callback: Callable[[], None]) -> None:
@@ -148,9 +152,9 @@ class AsyncioDriver(Scheduler):
                 if task.cancelling():
                     self._retire(slot, next_answer)
                     return
-                if self.clock() - self._slice_start > MAX_SLICE_SECONDS:
+                if self.monotonic() - self._slice_start > MAX_SLICE_SECONDS:
                     await asyncio.sleep(0)
-                    self._slice_start = self.clock()
+                    self._slice_start = self.monotonic()
                 call = None if next_answer is None else self._step_slot(slot, next_answer)
 
     def _classify_cancellation(self, answer: Err, task: asyncio.Task[None]) -> CallResult:
@@ -168,7 +172,7 @@ class AsyncioDriver(Scheduler):
 
     def _start_slice(self) -> None:
         self._woken_worker = None
-        self._slice_start = self.clock()
+        self._slice_start = self.monotonic()
 
     def _step_slot(self, slot: Slot, answer: Any) -> Call | None:
         self._is_stepping = True
@@ -197,7 +201,7 @@ class AsyncioDriver(Scheduler):
         except BaseException as error:  # noqa: BLE001 - a result is data; the script classifies it
             return Err(error)
         finally:
-            self._slice_start = self.clock()
+            self._slice_start = self.monotonic()
         return Ok(value)
 
     def _retire(self, slot: Slot, next_answer: CallResult | None) -> None:

@@ -1,4 +1,7 @@
-"""An executor whose threads never delay the end of the process."""
+"""DaemonExecutor: a thread pool whose threads never delay the end of the process.
+
+The pools of the standard library join their threads at exit, and a handler call may hang without limit.
+"""
 
 from __future__ import annotations
 

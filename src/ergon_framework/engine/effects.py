@@ -1,8 +1,11 @@
 """The effects that a script can yield, the results of calls, and the check of a handler's return value.
 
-A script is a generator that yields effects and is sent their results. Every effect that waits has a deadline
-(``until``, in seconds of the driver's clock; infinity means none) and may be answered with ``Interrupted``. The
-driver only reports the result; the script decides what follows from it.
+A script is a generator with the decisions of a loop or of a transaction's lifecycle. It does no I/O: it yields
+effects, such as a handler call or a wait, and a driver (threads, asyncio or simulated time) performs them and sends
+the results back. Every effect that waits has a deadline (``until``, in seconds of the driver's clock; ``NEVER`` means
+none) and may be answered with ``Interrupted``. The driver only reports the result; the script decides what follows.
+
+A slot is one script in progress, and a mailbox is a queue of events for one script.
 
 The classes are plain and slotted rather than frozen: each transaction creates two of them.
 """
@@ -109,6 +112,7 @@ CallResult: TypeAlias = Ok | Err | Expired | Interrupted
 
 R = TypeVar("R")
 
+#: The deadline of an effect that has none.
 NEVER = float("inf")
 
 
@@ -140,7 +144,8 @@ class Call:
         self.context = context
         self.on_late_result = on_late_result
         self.exited = False
-        #: Set by a driver that can request a running call to exit.
+        #: Set by a driver that can cancel a running call; AwaitExit calls it. ``scope.cancel`` only sets a flag for the
+        #: handler.
         self.cancel: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
@@ -197,7 +202,7 @@ class Spawn:
     def __init__(self, script: Script[Any], notify: Mailbox, *, counted: bool) -> None:
         self.script = script
         self.notify = notify
-        #: Whether it counts towards the concurrency limit.
+        #: Whether it runs under the concurrency limit: the lifecycles of transactions do, fetching and settling do not.
         self.counted = counted
 
 

@@ -1,6 +1,7 @@
 """Inline runners: they run one script in the thread or task of the caller.
 
-The drivers of the loops run many scripts and own their threads. An inline runner is for code that already runs
+A script is a generator that decides and yields effects (a call, a wait) for others to perform. The drivers of the loops
+run many scripts and own their threads. An inline runner is for code that already runs
 somewhere and needs the result of one script. It supports three effects, Call, SelfTimedCall and Sleep, and makes no
 decision. A call without a deadline runs in place. A call with a deadline runs on a separate thread or task, in a
 copy of the current context: at the deadline it is abandoned, its scope is cancelled, and its result is discarded. A

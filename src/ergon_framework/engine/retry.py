@@ -1,6 +1,8 @@
 """The attempts of one step of a transaction, under its retry policy, and the delays of every policy with a backoff.
 
-The delays are pure arithmetic: their random source is a parameter.
+A step is one stage of a transaction (fetch, process, success, exception), and an attempt is one call of its handler.
+``run_step`` is a script: a generator that yields each call and each delay for a driver to perform. The delays are pure
+arithmetic: their random source is a parameter.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 """The scheduler that all drivers share: slots, pending effects, mailboxes, deadlines and abandoned calls.
 
-The scheduler decides when a script continues and with which result; the driver decides how (on which thread, in
-which task, at which simulated moment).
+A script is a generator with the decisions of a loop or of a transaction's lifecycle; it does no I/O. It yields an
+effect, a request such as ``Call`` (run a handler) or ``Sleep``, and is sent the result. A driver performs the effects:
+on threads, as asyncio tasks, or in simulated time. Each driver is a subclass of Scheduler, which decides when a script
+continues and with which result; the driver decides how (on which thread, in which task, at which simulated moment).
 
-The pending effect of a slot is the effect that its script waits for. The first party to take it (the call that
-returned, the timer at the deadline, a mailbox that filled, an interrupt) resumes the script; all others are late
-and see that from the pending effect alone.
+A slot holds one script in progress. Its pending effect is the effect that the script waits for. Whatever takes it
+first (the call that returned, the timer at the deadline, a mailbox that filled, an interrupt) resumes the script; all
+others are late, and detect it by comparing the pending effect with theirs.
 
-Each driver has one deadline timer, for everything that has a deadline.
+A call whose deadline passes, or that is interrupted, is abandoned: its script continues, and its result is discarded
+when it returns. Each driver has one deadline timer, for everything that has a deadline.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ from ergon_framework.engine.effects import (
 class DeadlineTimer:
     """Tracks the nearest deadline; a script with an earlier deadline reschedules it.
 
-    ``wakes_at`` is the time of the next wakeup. It is infinity while the timer runs, so that a call that starts
-    at that moment reschedules it instead of being missed.
+    ``wakes_at`` is the time of the next wakeup. It is NEVER (infinity) while ``fire_due`` executes, so that a call
+    that starts at that moment reschedules it instead of being missed.
     """
 
     __slots__ = ("wakes_at",)
@@ -49,7 +52,7 @@ class DeadlineTimer:
         self.wakes_at = NEVER
 
     def fire_due(self, scheduler: Scheduler) -> float:
-        """Answer every effect that is due, and return the time of the next wakeup."""
+        """Answer every effect that is due, and return the time of the next wakeup, or NEVER."""
         self.wakes_at = NEVER
         scheduler.expire_due()
         with scheduler.lock:
@@ -85,7 +88,12 @@ class SlotFreed:
 
 
 class Slot:
-    """One script in progress."""
+    """One script in progress.
+
+    *notify* receives ScriptEnded when the script has ended, and SlotFreed if an abandoned call of it exits later; the
+    root script has none. *counted* scripts run under the concurrency limit of the driver: those of transactions are,
+    those that fetch or settle are not.
+    """
 
     __slots__ = (
         "abandoned_calls",
@@ -104,6 +112,7 @@ class Slot:
         self.notify = notify
         self.counted = counted
         self.pending_effect: Effect | None = None
+        #: The deadline of the pending effect on the monotonic clock; NEVER (infinity) if it has none.
         self.due = NEVER
         #: The number of abandoned calls that have not exited.
         self.abandoned_calls = 0
@@ -115,7 +124,10 @@ class Slot:
 
 
 class Mailbox:
-    """A queue of events for one script; any code on the driver's own thread or loop may put."""
+    """A queue of events for one script.
+
+    Code on the driver's threads or event loop calls ``put``; all other code calls ``Scheduler.put_from_any_thread``.
+    """
 
     __slots__ = ("_items", "_lock", "_needed_count", "_scheduler", "_urgent", "_waiter")
 
@@ -125,14 +137,14 @@ class Mailbox:
         self._items: list[Any] = []
         self._urgent = False
         self._waiter: Slot | None = None
-        #: The number of items that the waiting script needs; infinity if no script waits.
+        #: The number of items that the waiting script needs; NEVER (infinity) if no script waits.
         self._needed_count: float = NEVER
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, item: Any, *, urgent: bool = False) -> None:
-        """Add *item*; the waiting script continues once it has enough items."""
+        """Add *item*; the waiting script continues once it has enough items, or immediately if *urgent*."""
         with self._lock:
             items = self._items
             items.append(item)
@@ -170,7 +182,8 @@ class Scheduler(ABC):
 
     def __init__(self, clock: Clock) -> None:
         self.time_source = clock
-        self.clock = clock.monotonic
+        #: Returns the time in seconds by which all deadlines are compared.
+        self.monotonic = clock.monotonic
         self.lock = threading.Lock()
         self.deadline_timer = DeadlineTimer()
         self.live_slots: set[Slot] = set()
@@ -193,8 +206,8 @@ class Scheduler(ABC):
         """Interrupt the root script, from any thread."""
 
     @abstractmethod
-    def signal(self, mailbox: Mailbox, item: Any) -> None:
-        """Put *item* into *mailbox*, from any thread."""
+    def put_from_any_thread(self, mailbox: Mailbox, item: Any) -> None:
+        """Put *item* into *mailbox* as an urgent item, from any thread or signal handler."""
 
     @abstractmethod
     def resume(self, slot: Slot, answer: Any) -> None:
@@ -208,10 +221,10 @@ class Scheduler(ABC):
     def _finish(self, value: Any, error: BaseException | None) -> None:
         """Handle the end of the root script, or a failure inside any script."""
 
-    # -- called by the workers of the driver ----------------------------------------------------
+    # -- called by the threads or tasks of the driver -------------------------------------------
 
     def start(self, script: Script[Any], *, notify: Mailbox | None = None, counted: bool = False) -> Slot:
-        """Start *script*; without *notify* it is the root script."""
+        """Start *script*; without *notify* it is the root script, whose end ends the driver's run."""
         slot = Slot(script, notify=notify, counted=counted)
         with self.lock:
             self.live_slots.add(slot)
@@ -264,12 +277,12 @@ class Scheduler(ABC):
         """Return the result for the script after *call* has returned; None if the script already has a result.
 
         The deadline decides, not whether the timer has fired yet: a call that returns after its deadline has timed
-        out, on a busy machine too.
+        out.
         """
         with self.lock:
             is_awaited = slot.pending_effect is call
             if is_awaited:
-                is_overdue = slot.due <= self.clock()
+                is_overdue = slot.due <= self.monotonic()
                 slot.pending_effect = None
                 slot.due = NEVER
                 if not is_overdue:
@@ -277,11 +290,11 @@ class Scheduler(ABC):
                 self._abandon(slot, call)
         if call.on_late_result is not None and type(answer) is Ok:
             call.on_late_result(answer.value)
-        self._record_exit(slot, call)
+        self._record_late_exit(slot, call)
         return Expired(call) if is_awaited else None
 
-    def _record_exit(self, slot: Slot, call: Call) -> None:
-        """Record that an abandoned call has exited."""
+    def _record_late_exit(self, slot: Slot, call: Call) -> None:
+        """Count the late result of an abandoned call, and record that the call has exited."""
         with self.lock:
             self.late_results += 1
             call.exited = True
@@ -303,14 +316,14 @@ class Scheduler(ABC):
 
     def expire_due(self) -> None:
         """Answer every pending effect whose deadline has passed."""
-        now = self.clock()
+        now = self.monotonic()
         with self.lock:
             expired = [(slot, self._expire(slot)) for slot in self.live_slots if slot.due <= now]
         for slot, answer in expired:
             self.resume(slot, answer)
 
     def interrupt(self, slot: Slot) -> None:
-        """Answer the current or next effect of *slot* with Interrupted."""
+        """Answer the current or next effect of *slot* with Interrupted; abandon the call that it waits for."""
         with self.lock:
             effect = slot.pending_effect
             if slot.ended:
@@ -336,7 +349,7 @@ class Scheduler(ABC):
     def closed(self) -> bool:
         return self._closed
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def clear_wait(self, slot: Slot) -> None:
         """Clear the pending effect of *slot*; the caller holds the lock."""
@@ -372,7 +385,7 @@ class Scheduler(ABC):
         return WAITING
 
     def _answer_immediately(self, slot: Slot, effect: Sleep | AwaitExit | Wait) -> Any:
-        is_due = effect.until <= self.clock()
+        is_due = effect.until <= self.monotonic()
         if isinstance(effect, Wait):
             must_wait = not is_due and effect.mailbox.register_waiter(slot, effect.count)
             return WAITING if must_wait else effect.mailbox.take()
@@ -391,6 +404,7 @@ class Scheduler(ABC):
 
     def _abandon(self, slot: Slot, call: Call) -> Call:
         slot.abandoned_calls += 1
+        # This sets the flag that the handler can read; AwaitExit lets the driver cancel the call itself.
         if call.scope is not None:
             call.scope.cancel()
         return call
@@ -416,7 +430,10 @@ class Scheduler(ABC):
 
 
 def _request_exit(abandoned_call: Call) -> None:
-    """Request *abandoned_call* to exit, at most once: a call that ignores one request would ignore the next."""
+    """Cancel *abandoned_call* if its driver can (asyncio can, threads cannot), at most once.
+
+    A call that ignores one cancellation would ignore the next.
+    """
     cancel, abandoned_call.cancel = abandoned_call.cancel, None
     if cancel is not None:
         cancel()

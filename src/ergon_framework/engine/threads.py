@@ -1,4 +1,8 @@
-"""The thread driver: handler calls run on real threads."""
+"""The thread driver: it runs scripts, and the handler calls that they request, on real threads.
+
+A script is a generator that decides and yields effects (a call, a wait); the driver performs them. The base class
+Scheduler decides when a script continues.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from ergon_framework.engine.scheduler import Mailbox, Scheduler, Slot
 
 
 class ThreadDriver(Scheduler):
-    """Runs scripts on threads: *concurrency* worker threads for counted scripts, and helper threads.
+    """Runs scripts on threads: *concurrency* worker threads for counted scripts (lifecycles), and helper threads.
 
     A helper thread runs scripts outside the concurrency limit (fetching, settling), and continues a script whose own
     thread is still occupied by a call after its timeout. Threads are abandoned, never killed.
@@ -24,7 +28,7 @@ class ThreadDriver(Scheduler):
         super().__init__(waiting.time_source)
         self._context = copy_context()
         self._workers = DaemonExecutor(concurrency, name=f"{name}-worker", waiting=waiting)
-        self._helpers = DaemonExecutor(name=f"{name}-aide", waiting=waiting)
+        self._helpers = DaemonExecutor(name=f"{name}-helper", waiting=waiting)
         self._timer_wakeup = waiting.create_wakeup()
         self._end_wakeup = waiting.create_wakeup()
         self._result: tuple[Any, BaseException | None] | None = None
@@ -66,7 +70,7 @@ class ThreadDriver(Scheduler):
     def stop(self) -> None:
         self.interrupt_root()
 
-    def signal(self, mailbox: Mailbox, item: Any) -> None:
+    def put_from_any_thread(self, mailbox: Mailbox, item: Any) -> None:
         mailbox.put(item, urgent=True)
 
     def resume(self, slot: Slot, answer: Any) -> None:
@@ -100,7 +104,7 @@ class ThreadDriver(Scheduler):
     def _run_timer(self) -> None:
         while not self._closed:
             due = self.deadline_timer.fire_due(self)
-            self._timer_wakeup.wait(None if due == NEVER else max(0.0, due - self.clock()))
+            self._timer_wakeup.wait(None if due == NEVER else max(0.0, due - self.monotonic()))
 
     def _reschedule_timer(self, until: float) -> None:  # noqa: ARG002 - the timer thread computes the next deadline itself
         self._timer_wakeup.set()

@@ -39,8 +39,8 @@ class ExecutorTelemetry:
                 return copy_context() if inherited is None else context_with(copy_context(), inherited)
             attributes: dict[str, Any] = {
                 Attribute.TRANSACTION_ID: request.job_id,
-                Attribute.HANDLER: request.function_name,
-                Attribute.QUEUE: context.queue_name,
+                Attribute.EXECUTOR_HANDLER: request.function_name,
+                Attribute.EXECUTOR_QUEUE: context.queue_name,
                 Attribute.ATTEMPT: context.attempt - 1,
             }
             self._span = self._tracing.start_transaction(Span.EXECUTOR, None, context.carrier, attributes)
@@ -94,8 +94,8 @@ _METRIC_BY_EVENT = {
 class PoolMetrics(LoopMetrics):
     """The metrics of one pool for the metrics registry; thread-safe."""
 
-    def __init__(self, name: str, *, bound: LabelLimiter, figures: Callable[[], PoolStats]) -> None:
-        super().__init__(name, steps=(), success_steps=("", ""), bound=bound)
+    def __init__(self, name: str, *, label_limiter: LabelLimiter, figures: Callable[[], PoolStats]) -> None:
+        super().__init__(name, steps=(), success_steps=("", ""), label_limiter=label_limiter)
         self._get_stats = figures
 
     def counters(self) -> Numbers:

@@ -144,13 +144,13 @@ class ArtifactCopier:
         failures: dict[ArtifactId, CopyFailed] = {}
         while todo or self._running:
             while todo and not failures and len(self._running) < self._policy.copies:
-                copy = _RunningCopy(todo.popleft(), self._scheduler.clock())
+                copy = _RunningCopy(todo.popleft(), self._scheduler.monotonic())
                 self._running[(yield from spawn(self._copy_artifact(copy), notify=mailbox, counted=False))] = copy
             while todo and failures:
                 failures[ArtifactId.from_reference(todo.popleft())] = next(iter(failures.values()))
             if not self._running:
                 break
-            events = yield from wait(mailbox, until=self._scheduler.clock() + self._policy.timeout / 4)
+            events = yield from wait(mailbox, until=self._scheduler.monotonic() + self._policy.timeout / 4)
             if isinstance(events, Interrupted):
                 failures.update(self._fail_remaining(todo))
                 yield from self._abandon(list(self._running))
@@ -175,7 +175,7 @@ class ArtifactCopier:
         return failures
 
     def _is_stalled(self, copy: _RunningCopy) -> bool:
-        now, progress = self._scheduler.clock(), copy.progress
+        now, progress = self._scheduler.monotonic(), copy.progress
         if progress.bytes != copy.progress_bytes:
             copy.progress_bytes, copy.progress_at = progress.bytes, now
         return not progress.abandoned and now - copy.progress_at >= self._policy.timeout
@@ -194,7 +194,7 @@ class ArtifactCopier:
             "received",
             self._calls.uploaded_bytes,
             (reference.bucket, reference.key, copy.expected),
-            self._scheduler.clock() + self._policy.timeout,
+            self._scheduler.monotonic() + self._policy.timeout,
         )
         answer = yield from self._await_call(request)
         if not isinstance(answer, Ok):
@@ -223,7 +223,7 @@ class ArtifactCopier:
         answer = yield from call(request)
         if isinstance(answer, Interrupted | Expired) and answer.call is not None:
             # Ask the abandoned call to exit, where that is possible; the script does not wait for it.
-            yield from await_exit(answer.call, self._scheduler.clock())
+            yield from await_exit(answer.call, self._scheduler.monotonic())
         return answer
 
 

@@ -176,8 +176,8 @@ _UNITS: Final = {"facts": "facts", "bytes": "bytes of facts and artifacts", "dis
 
 
 class _CapacityMetrics(LoopMetrics):
-    def __init__(self, name: str, *, bound: LabelLimiter, monitor: CapacityMonitor) -> None:
-        super().__init__(name, steps=(), success_steps=("", ""), bound=bound)
+    def __init__(self, name: str, *, label_limiter: LabelLimiter, monitor: CapacityMonitor) -> None:
+        super().__init__(name, steps=(), success_steps=("", ""), label_limiter=label_limiter)
         self._monitor = monitor
 
     def gauges(self) -> Numbers:

@@ -67,7 +67,7 @@ class ConcurrentCalls:
     def __init__(self, *, policy: ReplicationPolicy, scheduler: Scheduler) -> None:
         self._policy = policy
         self._scheduler = scheduler
-        self._clock = scheduler.clock
+        self._clock = scheduler.monotonic
         self._mailbox = scheduler.create_mailbox()
         self._states = {kind: CallState() for kind in CallKind}
         self._running: dict[CallKind, Slot] = {}

@@ -22,8 +22,8 @@ log: Final = logging.getLogger(f"{LIBRARY}.facts")
 class BufferMetrics(LoopMetrics):
     """The counters of one buffer, or of one call of the service, updated from all threads."""
 
-    def __init__(self, buffer: str, *, bound: LabelLimiter) -> None:
-        super().__init__(buffer, steps=(), success_steps=("", ""), bound=bound)
+    def __init__(self, buffer: str, *, label_limiter: LabelLimiter) -> None:
+        super().__init__(buffer, steps=(), success_steps=("", ""), label_limiter=label_limiter)
         self._lock = threading.Lock()
 
     def replace_lock(self) -> None:

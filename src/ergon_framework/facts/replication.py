@@ -128,7 +128,7 @@ class Replication(ConcurrentCalls):
         # One pending notification is enough: a store with ten thousand appends per second calls as often.
         if not self._has_pending_wake:
             self._has_pending_wake = True
-            self._scheduler.signal(self._mailbox, _WakeUp())
+            self._scheduler.put_from_any_thread(self._mailbox, _WakeUp())
 
     def state(self) -> ReplicaState:
         """Return the current state; callable from any thread."""

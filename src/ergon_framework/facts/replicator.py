@@ -35,8 +35,8 @@ log: Final = logging.getLogger(f"{LIBRARY}.facts")
 class ReplicaMetrics(LoopMetrics):
     """The metrics of one replicator, for the metrics registry; readable from any thread."""
 
-    def __init__(self, name: str, *, bound: LabelLimiter, replication: Replication) -> None:
-        super().__init__(name, steps=(), success_steps=("", ""), bound=bound)
+    def __init__(self, name: str, *, label_limiter: LabelLimiter, replication: Replication) -> None:
+        super().__init__(name, steps=(), success_steps=("", ""), label_limiter=label_limiter)
         self._replication = replication
 
     def counters(self) -> Numbers:
@@ -63,7 +63,7 @@ class ReplicaMetrics(LoopMetrics):
 
     @property
     def _zones(self) -> tuple[str, ...]:
-        return self._bound(names.REPLICATION_LAG, tuple(self._replication.state().pair))
+        return self._label_limiter(names.REPLICATION_LAG, tuple(self._replication.state().pair))
 
 
 @contextmanager

@@ -1,4 +1,9 @@
-"""Metrics and logs of jobs in addition to those of every consumer: attempts, cron, and failed writes."""
+"""Metrics and log records of jobs in addition to those of every consumer: attempts, cron, and failed writes.
+
+A job is a stored call of a handler. An orchestrator is the task that sends the jobs of one kind, that is of one
+language, to its executors, which are processes; and submits the jobs of cron entries at their scheduled times. All
+orchestrators of one task name in a process share one JobMetrics.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +28,9 @@ class AttemptOutcome(StrEnum):
     RETRIED = "retried"
     FAILED = "failed"
     KILLED = "killed"
-    #: It does not count: nothing was sent, or it was interrupted because of another job.
+    #: It does not count: nothing was sent to an executor, or another job made its executor exit.
     RELEASED = "released"
-    #: The claim was gone, so nothing was written.
+    #: Another worker had taken over the job, so the store rejected the outcome.
     STALE = "stale"
 
 
@@ -33,17 +38,18 @@ class CronTickResult(StrEnum):
     """The result of a scheduled time of a cron entry."""
 
     FIRED = "fired"
-    #: Its job existed before.
+    #: Its job was already submitted, for example by another process.
     REPEATED = "repeated"
 
 
 class JobMetrics(LoopMetrics):
-    """The metrics of the orchestrators of one kind in this process; each orchestrator has its own event loop."""
+    """The metrics of the orchestrators of one task name in this process."""
 
-    def __init__(self, task: str, *, bound: LabelLimiter) -> None:
-        super().__init__(task, steps=(), success_steps=("", ""), bound=bound)
+    def __init__(self, task: str, *, label_limiter: LabelLimiter) -> None:
+        # A job has no steps; those of its delivery are in the metrics of the consume loop.
+        super().__init__(task, steps=(), success_steps=("", ""), label_limiter=label_limiter)
 
-    def record_end(self, outcome: AttemptOutcome) -> None:
+    def record_attempt(self, outcome: AttemptOutcome) -> None:
         self.add(names.JOBS, outcome.value)
 
     def record_tick(self, result: CronTickResult, amount: int) -> None:
@@ -76,14 +82,18 @@ def log_killed(task: str, job_id: str) -> None:
 
 def log_write_failed(task: str, error: Exception) -> None:
     """Log that the database is unavailable for jobs or rejects a write; the call is retried."""
-    fields: dict[str, Any] = {Field.TASK: task, Field.ERROR_TYPE: type(error).__name__}
+    fields: dict[str, Any] = {
+        Field.TASK: task,
+        Field.ERROR: describe_error(error),
+        Field.ERROR_TYPE: type(error).__name__,
+    }
     logs.log_event(logging.WARNING, Event.JOB_STORE_UNAVAILABLE, fields, to=log)
 
 
-def log_unknown_executor(task: str, job_id: str, message: str) -> None:
-    """Log that a job has become a dead letter because no orchestrator serves its executor."""
+def record_unknown_executor(task: str, job_id: str, message: str) -> None:
+    """Count and log a job that has become a dead letter because no orchestrator serves its executor."""
     fields: dict[str, Any] = {Field.TASK: task, Field.TRANSACTION_ID: job_id, Field.ERROR: message}
-    job_metrics(task).record_end(AttemptOutcome.FAILED)
+    job_metrics(task).record_attempt(AttemptOutcome.FAILED)
     logs.log_event(logging.WARNING, Event.EXECUTOR_UNKNOWN, fields, to=log)
 
 
@@ -98,7 +108,7 @@ def log_registration_failed(task: str, error: Exception) -> None:
 
 
 def log_misfire(task: str, name: str, *, submitted: int) -> None:
-    """Log that scheduled times of a cron entry exceeded its grace; its misfire policy was applied."""
+    """Log that scheduled times of a cron entry exceeded its grace; its misfire policy *submitted* that many jobs."""
     logs.log_event(
         logging.WARNING, Event.CRON_MISSED, {Field.TASK: task, Field.CRON: name, Field.ROWS: submitted}, to=log
     )

@@ -176,7 +176,7 @@ class _Registrar:
             await queue.settle_async(settlings)
         failed = [job_id for job_id, (decision, _) in decisions.items() if decision == "failed"]
         for job_id in failed:
-            metrics.log_unknown_executor(queue.name, job_id, message)
+            metrics.record_unknown_executor(queue.name, job_id, message)
         return bool(failed)
 
     def _warn(self, error: Exception) -> None:

@@ -450,7 +450,7 @@ class JobWorker(AsyncConsumerMixin, AsyncTask):
             raise _AckOnly
         if decision in {StartDecision.FAILED, StartDecision.EXHAUSTED}:
             cause = started.cause or FailureCause(Category.SYSTEM, "failed", "the job has failed", final=True)
-            self._metrics.record_end(AttemptOutcome.FAILED)
+            self._metrics.record_attempt(AttemptOutcome.FAILED)
             raise JobFailed(cause, started.attempt_number)
         if decision is StartDecision.NOT_DUE:
             raise defer("the job is not due yet", started.delay, code="early")
@@ -473,25 +473,25 @@ class JobWorker(AsyncConsumerMixin, AsyncTask):
         if state is None:
             raise self._stale_claim_error(claim)
         if state is JobState.SUCCEEDED:
-            self._metrics.record_end(AttemptOutcome.SUCCEEDED)
+            self._metrics.record_attempt(AttemptOutcome.SUCCEEDED)
             return
         if state is JobState.PENDING:
             if isinstance(conclusion, Retry):
-                self._metrics.record_end(AttemptOutcome.RETRIED)
+                self._metrics.record_attempt(AttemptOutcome.RETRIED)
                 raise retry_later(conclusion.cause, conclusion.delay, attempts=attempts_made)
-            self._metrics.record_end(AttemptOutcome.RELEASED)
+            self._metrics.record_attempt(AttemptOutcome.RELEASED)
             release = conclusion if isinstance(conclusion, ReleaseAttempt) else ReleaseAttempt()
             raise defer(release.message, release.delay, code=release.code)
         if state is JobState.FAILED and isinstance(conclusion, Fail):
-            self._metrics.record_end(AttemptOutcome.FAILED)
+            self._metrics.record_attempt(AttemptOutcome.FAILED)
             raise JobFailed(conclusion.cause, attempts_made)
-        self._metrics.record_end(AttemptOutcome.KILLED)
+        self._metrics.record_attempt(AttemptOutcome.KILLED)
         raise _AckOnly
 
     async def _release_attempt(self, job_store: BatchedJobStore, claim: JobClaim) -> None:
         """Release the attempt; fenced by the claim, so it changes nothing if no attempt has begun."""
         if await self._finish_before_exit(job_store.finish(AttemptEnd(claim, ReleaseAttempt()))) is not None:
-            self._metrics.record_end(AttemptOutcome.RELEASED)
+            self._metrics.record_attempt(AttemptOutcome.RELEASED)
 
     async def _finish_before_exit(self, finishing: Awaitable[JobState | None]) -> JobState | None:
         with suppress(Exception):
@@ -501,7 +501,7 @@ class JobWorker(AsyncConsumerMixin, AsyncTask):
 
     def _stale_claim_error(self, claim: JobClaim) -> TransactionException:
         metrics.log_stale_claim(self.name, claim.job_id)
-        self._metrics.record_end(AttemptOutcome.STALE)
+        self._metrics.record_attempt(AttemptOutcome.STALE)
         # If the claim is gone this changes nothing; if it is not, the message must not stay with an idle worker.
         return defer("the claim is gone; another worker has the job", 0.0, code="stale")
 

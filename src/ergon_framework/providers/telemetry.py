@@ -179,8 +179,8 @@ _MAX_BLOCKED_KEYS: Final = 1_000
 class ProviderMetrics(LoopMetrics):
     """The metrics of one provider, from all threads: plain numbers that get attributes only when they are read."""
 
-    def __init__(self, provider_name: str, *, bound: LabelLimiter) -> None:
-        super().__init__(provider_name, steps=(), success_steps=("", ""), bound=bound)
+    def __init__(self, provider_name: str, *, label_limiter: LabelLimiter) -> None:
+        super().__init__(provider_name, steps=(), success_steps=("", ""), label_limiter=label_limiter)
         self._lock = threading.Lock()
         #: By capability, outcome and reason: the number of attempts, and their total milliseconds.
         self._attempts: dict[tuple[str, str, str], list[float]] = {}

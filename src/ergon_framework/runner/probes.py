@@ -111,17 +111,19 @@ class Watchdog:
 
     def _report_block(self, beat: Event) -> None:
         self._block = block = self._find_block()
-        self._counts.add(names.BLOCKED, block.step or "")
+        self._counts.add(names.EVENT_LOOP_BLOCKED, block.step or "")
         fields = {Field.TASK: block.task, Field.STEP: block.step}
         seconds = round(time.monotonic() - self._since, 3)
         details = {Field.FUNCTIONS: list(block.functions), Field.SECONDS: seconds}
-        logs.log_event(logging.ERROR, LogEvent.LOOP_BLOCKED, fields | details)
+        logs.log_event(logging.ERROR, LogEvent.EVENT_LOOP_BLOCKED, fields | details)
         while not beat.wait(self._check_interval) and not self._stopped.is_set():
             self._block = self._find_block()
         self._block = None
         if beat.is_set():
             logs.log_event(
-                logging.INFO, LogEvent.LOOP_FREE, fields | {Field.SECONDS: round(time.monotonic() - self._since, 3)}
+                logging.INFO,
+                LogEvent.EVENT_LOOP_FREE,
+                fields | {Field.SECONDS: round(time.monotonic() - self._since, 3)},
             )
 
     def _find_block(self) -> EventLoopBlock:

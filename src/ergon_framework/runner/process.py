@@ -404,8 +404,8 @@ class Process:
 class _ProcessGauge(LoopMetrics):
     """The metric that a process is running."""
 
-    def __init__(self, task: str, *, bound: LabelLimiter) -> None:
-        super().__init__(task, steps=(), success_steps=("", ""), bound=bound)
+    def __init__(self, task: str, *, label_limiter: LabelLimiter) -> None:
+        super().__init__(task, steps=(), success_steps=("", ""), label_limiter=label_limiter)
 
     def gauges(self) -> Numbers:
         return {(names.PROCESSES.name, ()): 1}

@@ -1,7 +1,9 @@
 """Settings of ``ergon.toml`` and the environment, as one frozen tree that rejects unknown keys.
 
-The environment takes precedence over the file. The source of each value is kept until it is validated, so that an
-error names the line of the source that needs a correction.
+A class is one section of the file; it inherits from ``Policy``, the base of all frozen models that reject unknown keys.
+The environment takes precedence over the file: ``ERGON_RUN__PROCESSES`` sets ``processes`` of the section ``run``.
+``settings_sources`` reads both, rejects secrets in the file, and records the source of each value until it is
+validated, so that an error names the source that needs a correction.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pydantic import Field, Strict, ValidationError, field_validator
 from ergon_framework import redaction
 from ergon_framework.connectors.encryption import KEYS_VARIABLE
 from ergon_framework.connectors.registry import url_scheme
-from ergon_framework.engine import retry as waiting
+from ergon_framework.engine.retry import backoff_delay
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.policy import Count, Policy, Seconds
 from ergon_framework.providers.http.settings import ApiSettings
@@ -55,9 +57,9 @@ class RestartSettings(Policy):
         default=5, description="Consecutive quick exits of one process, each before it fetched work, that end the run."
     )
 
-    def delay(self, deaths: int) -> float:
-        """Return the seconds to wait after *deaths* quick exits in a row, the first being 0."""
-        return waiting.backoff_delay(deaths, backoff=self.backoff, multiplier=self.multiplier, cap=self.cap)
+    def delay(self, exits: int) -> float:
+        """Return the seconds to wait after *exits* quick exits in a row, the first being 0."""
+        return backoff_delay(exits, backoff=self.backoff, multiplier=self.multiplier, cap=self.cap)
 
 
 class ProbeSettings(Policy):
@@ -80,10 +82,10 @@ class ProbeSettings(Policy):
 
 
 class MetricsSettings(Policy):
-    """Metrics in addition to those of the loop."""
+    """Metrics of the queue, in addition to those that the consume loop of a task reports itself."""
 
     depth: Annotated[float, Field(gt=0)] | None = Field(
-        default=15.0, description="Seconds between two measurements of the queue depth; null disables them."
+        default=15.0, description="Interval in seconds between two measurements of the queue depth; null disables them."
     )
 
 
@@ -91,7 +93,7 @@ class JournalSettings(Policy):
     """The database journal of the outcome of each transaction."""
 
     enabled: bool = Field(default=False, description="Record the outcome of each transaction for ergon why.")
-    days: Annotated[float, Field(gt=0, le=3650)] = Field(default=14.0, description="Retention of a row in days.")
+    days: Annotated[float, Field(gt=0, le=3650)] = Field(default=14.0, description="Days after which a row is deleted.")
     max_buffered: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
         default=10_000, description="Maximum number of rows that a process buffers while the database does not answer."
     )
@@ -102,14 +104,15 @@ class RunSettings(Policy):
 
     processes: Annotated[int, Field(ge=1, le=MAX_PROCESSES)] = Field(default=1, description="Number of processes.")
     drain_timeout: Seconds | None = Field(
-        default=None, description="Seconds for running work to end; null uses the task's policy."
+        default=None, description="Seconds to wait for running work at shutdown; null uses the task's policy."
     )
     pausable: bool = Field(
-        default=True, description="Apply ergon pause if a database is configured: one more connection per process."
+        default=True,
+        description="Apply ergon pause if a database is configured; needs one extra connection per process.",
     )
     restart: RestartSettings = Field(default=RestartSettings(), description="How exited processes are replaced.")
-    probes: ProbeSettings = Field(default=ProbeSettings(), description="How it reports that it is live and ready.")
-    metrics: MetricsSettings = Field(default=MetricsSettings(), description="Metrics in addition to those of the loop.")
+    probes: ProbeSettings = Field(default=ProbeSettings(), description="How a run reports that it is live and ready.")
+    metrics: MetricsSettings = Field(default=MetricsSettings(), description="Metrics of the queue.")
     journal: JournalSettings = Field(default=JournalSettings(), description="The database journal of outcomes.")
 
 
@@ -162,15 +165,15 @@ class TelemetrySettings(Policy):
 
 
 class PostgresSettings(Policy):
-    """The database."""
+    """The PostgreSQL database of queues without an address of their own, and of all stored state."""
 
     dsn: str | None = Field(
-        default=None, repr=False, description="Its address; with a password, in the environment only."
+        default=None, repr=False, description="Address of the database; with a password, in the environment only."
     )
 
 
 class ProviderSettings(Policy):
-    """Providers."""
+    """The stored state of providers: external services that tasks call."""
 
     task_table: Annotated[str, Field(min_length=1)] | None = Field(
         default=None, description="Table of task executions that attempts refer to; ergon db upgrade sets it up."
@@ -192,7 +195,9 @@ class BrokerSettings(Policy):
     """The default server of queues without an address."""
 
     url: str | None = Field(
-        default=None, repr=False, description="Its address, for queues without one; in the environment only."
+        default=None,
+        repr=False,
+        description="Address of the server for queues without one; with a password, in the environment only.",
     )
 
 
@@ -200,10 +205,10 @@ class QueueSettings(Policy):
     """The location of one queue."""
 
     url: str | None = Field(
-        default=None, repr=False, description="The address of its broker; with a password, in the environment only."
+        default=None, repr=False, description="Address of the broker; with a password, in the environment only."
     )
     options: Mapping[str, Any] = Field(
-        default_factory=dict, repr=False, description="Further options of its connector."
+        default_factory=dict, repr=False, description="Further options of the connector."
     )
 
     @field_validator("url")
@@ -218,13 +223,13 @@ class Settings(Policy):
     """Everything that can be configured from outside the program."""
 
     run: RunSettings = Field(default=RunSettings(), description="How ergon run runs.")
-    tasks: Mapping[str, TaskSettings] = Field(default_factory=dict, description="By the name of the task.")
-    queues: Mapping[str, QueueSettings] = Field(default_factory=dict, description="By the name of the queue.")
+    tasks: Mapping[str, TaskSettings] = Field(default_factory=dict, description="Settings of each task, by name.")
+    queues: Mapping[str, QueueSettings] = Field(default_factory=dict, description="Location of each queue, by name.")
     logging: LoggingSettings = Field(default=LoggingSettings(), description="How the command logs.")
     telemetry: TelemetrySettings = Field(default=TelemetrySettings(), description="What is recorded of a task.")
-    postgres: PostgresSettings = Field(default=PostgresSettings(), description="The database.")
+    postgres: PostgresSettings = Field(default=PostgresSettings(), description="The PostgreSQL database.")
     encryption: EncryptionSettings = Field(default=EncryptionSettings(), description="Encryption at rest.")
-    providers: ProviderSettings = Field(default=ProviderSettings(), description="Providers.")
+    providers: ProviderSettings = Field(default=ProviderSettings(), description="The stored state of providers.")
     rabbitmq: BrokerSettings = Field(default=BrokerSettings(), description="The RabbitMQ server.")
     nats: BrokerSettings = Field(default=BrokerSettings(), description="The NATS server.")
     redis: BrokerSettings = Field(default=BrokerSettings(), description="The Redis server.")
@@ -240,7 +245,7 @@ class Settings(Policy):
         try:
             policy = type(own).load(merged) if changes else own
         except ConfigurationError as error:
-            raise ConfigurationError(f"the settings of the task {task!r}: {error}") from error
+            raise ConfigurationError(f"the settings of task {task!r} are invalid: {error}") from error
         if self.run.drain_timeout is None:
             return policy
         loop = policy.loop.model_copy(update={"drain_timeout": self.run.drain_timeout})
@@ -284,7 +289,7 @@ def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = 
             f"{file.origin}: encryption is configured by the environment only, because it has keys: remove the section "
             f"from the file and set {KEYS_VARIABLE}"
         )
-    tree = file.subtree(
+    tree = file.merge(
         settings_sources.from_environment(os.environ if environ is None else environ, Settings, KEY_MODELS)
     )
     faults = settings_sources.unknown_key_errors(tree, Settings, KEY_MODELS)
@@ -325,12 +330,15 @@ class _TaskSteps(ConsumerSteps):
 
 
 class _TaskPolicy(ConsumerPolicy):
-    """The keys of consumers and producers; the policy of the task rejects those of the other kind."""
+    """The keys that ``[tasks.NAME.policy]`` may have, of a consumer or a producer.
+
+    Only unknown keys are found with it; the task's own policy rejects the keys of the other kind.
+    """
 
     steps: _TaskSteps = _TaskSteps()
 
 
-#: The model of a key whose own type does not define it.
+#: The model whose keys a mapping may have, by the settings class and the key of the mapping.
 KEY_MODELS: Mapping[tuple[type[Policy], str], type[Policy]] = {
     (TaskSettings, "policy"): _TaskPolicy,
 }

@@ -30,7 +30,7 @@ MAX_KEY_DEPTH = 12
 _MAX_NAMED_KEYS = 5
 
 Keys: TypeAlias = tuple[str, ...]
-#: The model of a key whose own type does not define it, by the parent model and the key.
+#: The model whose keys a mapping may have, by the settings class and the key of the mapping.
 KeyModels: TypeAlias = Mapping[tuple[type[Policy], str], type[Policy]]
 
 _PASSWORD_KEYWORD = re.compile(r"(?:^|[\s?&;])(?:password|passwd|pwd|sslpassword)\s*=", re.IGNORECASE)
@@ -50,7 +50,7 @@ class SettingsTree:
     #: Environment variables by the keys that they set.
     variables: Mapping[Keys, str] = field(default_factory=dict)
 
-    def subtree(self, override: SettingsTree) -> SettingsTree:
+    def merge(self, override: SettingsTree) -> SettingsTree:
         """Return both trees merged; *override* takes precedence for a key in both."""
         return SettingsTree(
             merge_settings(self.tree, override.tree), self.origin, {**self.variables, **override.variables}

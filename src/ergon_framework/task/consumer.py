@@ -124,10 +124,10 @@ class _ConnectorListener:
         self._loop = loop
 
     def wake(self) -> None:
-        self._loop.wake(self._driver.signal)
+        self._loop.wake(self._driver.put_from_any_thread)
 
     def on_lost(self, receipts: Sequence[Any]) -> None:
-        self._loop.mark_lost(receipts, self._driver.signal)
+        self._loop.mark_lost(receipts, self._driver.put_from_any_thread)
 
 
 class ConsumerMixin(_Consumer, ABC):

@@ -74,7 +74,9 @@ class LoopMetrics:
     first did and there was no second.
     """
 
-    def __init__(self, task: str, *, steps: Iterable[str], success_steps: tuple[str, str], bound: LabelLimiter) -> None:
+    def __init__(
+        self, task: str, *, steps: Iterable[str], success_steps: tuple[str, str], label_limiter: LabelLimiter
+    ) -> None:
         self.task = task
         self.plain = 0
         self.single = 0
@@ -86,12 +88,12 @@ class LoopMetrics:
         self.waited = HistogramValues()
         self.paused: str | None = None
         self._success_steps = success_steps
-        self._bound = bound
+        self._label_limiter = label_limiter
         self._numbers: Numbers = {}
 
     def add(self, metric: Metric, *values: str, amount: float = 1) -> None:
         """Add *amount* for the attributes after the task; an empty value means that the attribute is absent."""
-        _add(self._numbers, (metric.name, self._bound(metric, values)), amount)
+        _add(self._numbers, (metric.name, self._label_limiter(metric, values)), amount)
 
     def observe_age(self, seconds: float) -> None:
         self.age = seconds
@@ -121,7 +123,7 @@ class LoopMetrics:
             for state, count in zip(_SLOT_STATES, self.usage(), strict=True):
                 numbers[names.SLOTS.name, (state,)] = count
         if self.paused is not None:
-            numbers[names.PAUSED.name, self._bound(names.PAUSED, (self.paused,))] = 1
+            numbers[names.PAUSED.name, self._label_limiter(names.PAUSED, (self.paused,))] = 1
         return numbers
 
     def take_oldest_age(self) -> float | None:
@@ -183,7 +185,7 @@ class Registry:
 
     def __init__(self, limit: int = MAX_LABEL_VALUES) -> None:
         self._lock = threading.Lock()
-        self._bound = LabelLimiter(limit)
+        self._label_limiter = LabelLimiter(limit)
         # In the order of their start: with too many labels, the first ones keep theirs.
         self._live: dict[LoopMetrics, None] = {}
         #: The counters of ended loops, by task.
@@ -194,12 +196,15 @@ class Registry:
     def new_loop_metrics(self, task: str, *, steps: Iterable[str], success_steps: tuple[str, str]) -> LoopMetrics:
         """Create the metrics of a new loop of *task*; they are collected once they are opened."""
         return LoopMetrics(
-            self._bound.limit_value(("", 0), task), steps=steps, success_steps=success_steps, bound=self._bound
+            self._label_limiter.limit_value(("", 0), task),
+            steps=steps,
+            success_steps=success_steps,
+            label_limiter=self._label_limiter,
         )
 
     def register(self, metrics_class: Callable[..., C], name: str) -> C:
         """Create and open metrics of another class, with *name* in place of a task; they are never closed here."""
-        loop_metrics = metrics_class(self._bound.limit_value(("", 0), name), bound=self._bound)
+        loop_metrics = metrics_class(self._label_limiter.limit_value(("", 0), name), label_limiter=self._label_limiter)
         self.open(loop_metrics)
         return loop_metrics
 
@@ -217,7 +222,7 @@ class Registry:
     def set_queue_depth(self, task: str, depth: Mapping[str, int] | None, oldest: float | None = None) -> None:
         """Set the depth of the queue of *task* by state, and the age of its oldest waiting message; None: unknown."""
         with self._lock:
-            task = self._bound.limit_value(("", 0), task)
+            task = self._label_limiter.limit_value(("", 0), task)
             if depth is None:
                 self._depths.pop(task, None)
                 return

@@ -26,7 +26,7 @@ class MultiprocessMetrics:
     def __init__(self, read_own: Callable[[], Numbers] = snapshot, *, limit: int = MAX_LABEL_VALUES) -> None:
         self._read_own = read_own
         self._lock = threading.Lock()
-        self._bound = LabelLimiter(limit)
+        self._label_limiter = LabelLimiter(limit)
         self._reports: dict[int, Numbers] = {}
         #: The parts of incomplete reports.
         self._parts: dict[int, Numbers] = {}
@@ -66,7 +66,7 @@ class MultiprocessMetrics:
         limited: Numbers = {}
         for key, value in numbers.items():
             metric = METRICS_BY_NAME[key[0]]
-            merge_numbers(limited, {(metric.name, self._bound(metric, key[1])): value})
+            merge_numbers(limited, {(metric.name, self._label_limiter(metric, key[1])): value})
         return limited
 
 

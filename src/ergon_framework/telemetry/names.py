@@ -1,6 +1,11 @@
 """The stable names for dashboards, alerts and queries: spans, attributes, metrics and log events.
 
-Like the names in policies, they are only added to and never renamed. docs/telemetry.md lists them.
+They are only added to and never renamed, like the keys of policies; a constant of this module may be renamed, its value
+may not. docs/telemetry.md lists and explains them.
+
+A task consumes or produces transactions in a loop. A transaction passes through steps (process, success, exception),
+and each step has attempts. A provider is an external service, an executor a process that runs jobs, and a fact a
+statement that one zone, a site with its own store, sends to another.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ LIBRARY: Final = "ergon_framework"
 
 
 class Span:
-    """Names of spans."""
+    """Names of spans; the span of a step has one child for each of its attempts."""
 
     CONSUME_TRANSACTIONS: Final = "consume_transactions"
     FETCH_TRANSACTIONS: Final = "fetch_transactions"
@@ -35,7 +40,7 @@ class Span:
     HANDLE_PRODUCE_EXCEPTION_ATTEMPT: Final = "handle_produce_exception.attempt"
     PROVIDER_CALL: Final = "provider_call"
     PROVIDER_CALL_ATTEMPT: Final = "provider_call.attempt"
-    #: The name in the executor document, which other runtimes use too.
+    #: A job in an executor; the executor protocol sets this name for the runtimes of all languages.
     EXECUTOR: Final = "rrq.executor"
 
 
@@ -78,8 +83,8 @@ class Attribute:
     BATCH_REQUESTED: Final = "ergon.batch.requested"
     BATCH_FETCHED: Final = "ergon.batch.fetched"
     STOP_REASON: Final = "ergon.stop_reason"
-    RESULT: Final = "ergon.settle.result"
-    STATE: Final = "ergon.slot.state"
+    SETTLE_RESULT: Final = "ergon.settle.result"
+    SLOT_STATE: Final = "ergon.slot.state"
     QUEUE_STATE: Final = "ergon.queue.state"
     PROVIDER: Final = "ergon.provider.name"
     CAPABILITY: Final = "ergon.provider.capability"
@@ -87,10 +92,12 @@ class Attribute:
     HTTP_STATUS: Final = "ergon.provider.http_status"
     REPLAYED: Final = "ergon.provider.replayed"
     BREAKER_STATE: Final = "ergon.provider.breaker.state"
-    HANDLER: Final = "ergon.executor.handler"
-    QUEUE: Final = "ergon.executor.queue"
-    EXECUTOR: Final = "ergon.executor.kind"
-    BUFFER: Final = "ergon.fact.buffer"
+    EXECUTOR_HANDLER: Final = "ergon.executor.handler"
+    EXECUTOR_QUEUE: Final = "ergon.executor.queue"
+    #: The name of an executor pool; all executors of a pool are of one kind.
+    EXECUTOR_KIND: Final = "ergon.executor.kind"
+    #: One of the four stores of facts of a zone: ISB, IFB, ESB or EFB (ingress or egress, store or forward).
+    FACT_BUFFER: Final = "ergon.fact.buffer"
     ZONE: Final = "ergon.fact.zone"
     REPLICA: Final = "ergon.fact.replica"
     FROM_ZONE: Final = "ergon.fact.from_zone"
@@ -151,11 +158,15 @@ REJECTED_DELIVERIES: Final = Metric(
     "ergon.deliveries.rejected",
     "counter",
     "{delivery}",
-    "Deliveries settled without calling the handler: undecodable, expired, duplicate or delivered too often.",
+    "Deliveries settled without calling the handler, by reason; done is a duplicate.",
     (Attribute.TASK, Attribute.REASON),
 )
 SETTLED: Final = Metric(
-    "ergon.settled", "counter", "{delivery}", "Settled deliveries, by result.", (Attribute.TASK, Attribute.RESULT)
+    "ergon.settled",
+    "counter",
+    "{delivery}",
+    "Settled deliveries, by result.",
+    (Attribute.TASK, Attribute.SETTLE_RESULT),
 )
 OVERSIZED_FETCHES: Final = Metric(
     "ergon.fetch.oversized", "counter", "{fetch}", "Fetches that returned more messages than requested."
@@ -177,8 +188,11 @@ SLOTS: Final = Metric(
     "gauge",
     "{slot}",
     "Slots with a running transaction or an abandoned handler call, and deliveries waiting for a slot.",
-    (Attribute.TASK, Attribute.STATE),
+    (Attribute.TASK, Attribute.SLOT_STATE),
 )
+# A fetched transaction has an age: the seconds since it was created. The age of the oldest one of each fetch is a
+# gauge (``age``) and a histogram (``wait``). The lag is the same for what still waits in the queue, as the broker
+# reports it without a fetch.
 QUEUE_AGE: Final = Metric(
     "ergon.queue.age", "gauge", "s", "Age of the oldest transaction in the last fetch.", across="max"
 )
@@ -203,17 +217,18 @@ QUEUE_WAIT_SECONDS: Final = Metric(
     "ergon.queue.wait.sum",
     "counter",
     "s",
-    "Total queue wait in seconds of the oldest transaction of each of these fetches.",
+    "Total age in seconds of the oldest transaction of each fetch that ergon.queue.wait.count counts.",
 )
 QUEUE_WAIT_BUCKETS: Final = Metric(
     "ergon.queue.wait.bucket",
     "counter",
     "{fetch}",
-    "Fetches whose oldest transaction had waited at most le seconds.",
+    "Fetches whose oldest transaction was at most le seconds old.",
     (Attribute.TASK, Attribute.LE),
 )
+# A gate is a function of the task that can pause its loop.
 PAUSED: Final = Metric("ergon.paused", "gauge", "{loop}", "Loops paused by a gate.", (Attribute.TASK, Attribute.REASON))
-BLOCKED: Final = Metric(
+EVENT_LOOP_BLOCKED: Final = Metric(
     "ergon.loop.blocked", "counter", "{time}", "Times the event loop was blocked for longer than the limit.", _STEP
 )
 PROCESSES: Final = Metric("ergon.processes", "gauge", "{process}", "Processes of `ergon run` for the task.")
@@ -268,6 +283,7 @@ PROVIDER_ROWS_DROPPED: Final = Metric(
     (*_PROVIDER, Attribute.REASON),
 )
 
+# Attempts, although the name says jobs: names are stable.
 JOBS: Final = Metric(
     "ergon.jobs",
     "counter",
@@ -282,7 +298,7 @@ CRON_TICKS: Final = Metric(
     "Scheduled times of cron entries: fired, or repeated and not fired again.",
     (Attribute.TASK, Attribute.OUTCOME),
 )
-_EXECUTOR: Final = (Attribute.EXECUTOR,)
+_EXECUTOR: Final = (Attribute.EXECUTOR_KIND,)
 EXECUTORS: Final = Metric(
     "ergon.executors", "gauge", "{process}", "Running executors, including starting ones.", _EXECUTOR
 )
@@ -294,7 +310,11 @@ EXECUTOR_ACQUISITIONS: Final = Metric(
     "ergon.executor.acquisitions", "counter", "{job}", "Jobs that acquired an executor.", _EXECUTOR
 )
 EXECUTOR_ACQUISITION_SECONDS: Final = Metric(
-    "ergon.executor.acquisitions.duration", "counter", "s", "Total seconds that these jobs waited for it.", _EXECUTOR
+    "ergon.executor.acquisitions.duration",
+    "counter",
+    "s",
+    "Total seconds that jobs waited until they acquired an executor.",
+    _EXECUTOR,
 )
 EXECUTORS_STARTED: Final = Metric("ergon.executors.started", "counter", "{process}", "Executors started.", _EXECUTOR)
 EXECUTORS_FAILED: Final = Metric(
@@ -326,7 +346,7 @@ EXECUTOR_UNEXPECTED_LINES: Final = Metric(
     "counter",
     "{line}",
     "Executor output lines that are not the outcome of a running job.",
-    (Attribute.EXECUTOR, Attribute.REASON),
+    (Attribute.EXECUTOR_KIND, Attribute.REASON),
 )
 
 FACTS: Final = Metric(
@@ -334,21 +354,21 @@ FACTS: Final = Metric(
     "counter",
     "{fact}",
     "Facts sent to a store, by outcome: stored, repeated, conflict, rejected or full.",
-    (Attribute.BUFFER, Attribute.OUTCOME),
+    (Attribute.FACT_BUFFER, Attribute.OUTCOME),
 )
 ARTIFACTS: Final = Metric(
     "ergon.artifacts",
     "counter",
     "{artifact}",
     "Artifacts sent to a store, by outcome: stored, repeated, conflict, rejected, full or interrupted.",
-    (Attribute.BUFFER, Attribute.OUTCOME),
+    (Attribute.FACT_BUFFER, Attribute.OUTCOME),
 )
 ARTIFACTS_LOST: Final = Metric(
     "ergon.artifacts.lost",
     "counter",
     "{artifact}",
     "Reads of a missing or damaged artifact that a fact references, by zone of the fact.",
-    (Attribute.BUFFER, Attribute.ZONE),
+    (Attribute.FACT_BUFFER, Attribute.ZONE),
 )
 
 _REPLICATION: Final = (Attribute.REPLICA, Attribute.FROM_ZONE, Attribute.TO_ZONE)
@@ -400,7 +420,7 @@ CAPACITY_USED_RATIO: Final = Metric(
     "gauge",
     "1",
     "Used fraction of a storage limit, from 0 to 1.",
-    (Attribute.BUFFER, Attribute.CAPACITY),
+    (Attribute.FACT_BUFFER, Attribute.CAPACITY),
     across="max",
 )
 CAPACITY_NEAR_LIMIT: Final = Metric(
@@ -408,7 +428,7 @@ CAPACITY_NEAR_LIMIT: Final = Metric(
     "gauge",
     "{limit}",
     "1 while usage is near a storage limit, 0 otherwise.",
-    (Attribute.BUFFER, Attribute.CAPACITY),
+    (Attribute.FACT_BUFFER, Attribute.CAPACITY),
     across="max",
 )
 FACT_CALLS: Final = Metric(
@@ -445,7 +465,7 @@ METRICS: Final = (
     QUEUE_WAIT_SECONDS,
     QUEUE_WAIT_BUCKETS,
     PAUSED,
-    BLOCKED,
+    EVENT_LOOP_BLOCKED,
     PROCESSES,
     PROCESSES_DIED,
     PROVIDER_CALLS,
@@ -497,8 +517,9 @@ class Event:
     LOOP_PAUSED: Final = "loop paused"
     LOOP_RESUMED: Final = "loop resumed"
     LOOP_ENDED: Final = "loop ended"
-    LOOP_BLOCKED: Final = "event loop blocked"
-    LOOP_FREE: Final = "event loop free"
+    EVENT_LOOP_BLOCKED: Final = "event loop blocked"
+    EVENT_LOOP_FREE: Final = "event loop free"
+    #: A module of the application hides an installed one of the same name.
     MODULE_SHADOWED: Final = "module shadowed"
     WORKER_STARTED: Final = "worker started"
     PROCESS_STARTED: Final = "process started"
@@ -518,6 +539,7 @@ class Event:
     HEALTH_FAILED: Final = "provider health failed"
     PROVIDER_ATTEMPT: Final = "provider attempt"
     PROVIDER_TASK_ENDED: Final = "provider task ended"
+    #: The ledger is the table of Celery tasks: their delivery counts, and how each ended.
     LEDGER_FAILED: Final = "ledger failed"
     DEAD_LETTERS_WAITING: Final = "dead letters waiting"
     LINE_REJECTED: Final = "executor line rejected"
@@ -587,6 +609,7 @@ class Field:
     EXIT_CODE: Final = "exit_code"
     QUEUE: Final = "queue"
     ADDRESS: Final = "address"
+    #: The campaign of a provider call, if the caller has named one: a group of calls.
     CAMPAIGN_ID: Final = "campaign_id"
     PROVIDER_NAME: Final = "provider_name"
     CAPABILITY: Final = "capability"

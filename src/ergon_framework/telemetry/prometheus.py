@@ -34,7 +34,7 @@ _ZERO_SERIES: Final[tuple[tuple[Metric, Metric, int, tuple[tuple[str, ...], ...]
     (names.TRANSACTIONS, names.PROCESSES, 1, _OUTCOME_VALUES),
     *(
         (metric, names.PROCESSES, 1, (("process",),))
-        for metric in (names.RETRIES, names.RETRY_BACKOFF_SECONDS, names.BLOCKED)
+        for metric in (names.RETRIES, names.RETRY_BACKOFF_SECONDS, names.EVENT_LOOP_BLOCKED)
     ),
     *(
         (metric, names.PROCESSES, 1, ((),))

@@ -267,7 +267,7 @@ class TaskHarness:
     def _run_sync(self, seed: int) -> Report:
         simulation = _KillableSimulation(self._recorder, seed, start=self._now)
         self._recorder.clock, self._recorder.add_duration, self._recorder.kill = (
-            simulation.clock,
+            simulation.monotonic,
             simulation.busy_for,
             _do_nothing,
         )
@@ -276,7 +276,7 @@ class TaskHarness:
             with self._open_sync():
                 return simulation.consume(task, self._build_policy(), on_outcome=self._result.outcomes.append)
         finally:
-            self._freeze_clock(simulation.clock())
+            self._freeze_clock(simulation.monotonic())
 
     def _run_async(self, seed: int) -> Report:
         loop = VirtualLoop(seed, start=self._now)

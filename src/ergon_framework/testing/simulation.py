@@ -58,7 +58,7 @@ class Simulation(Scheduler):
 
     Actions that are ready at the same time run in an order drawn from *seed*. Plain functions run in no virtual time;
     they report their duration with ``busy_for``. Coroutines await ``sleep``, and are cancelled as in asyncio.
-    Connectors must use this ``clock`` and must not block: nothing else runs meanwhile.
+    Connectors must use its ``monotonic`` and must not block: nothing else runs meanwhile.
     """
 
     def __init__(self, seed: int = 0, *, start: float = 0.0) -> None:
@@ -150,7 +150,7 @@ class Simulation(Scheduler):
     def stop(self) -> None:
         self.interrupt_root()
 
-    def signal(self, mailbox: Mailbox, item: Any) -> None:
+    def put_from_any_thread(self, mailbox: Mailbox, item: Any) -> None:
         mailbox.put(item, urgent=True)
 
     def resume(self, slot: Slot, answer: Any) -> None:
@@ -302,10 +302,10 @@ class _ConnectorListener:
         self._consumption = consumption
 
     def wake(self) -> None:
-        self._consumption.wake(self._simulation.signal)
+        self._consumption.wake(self._simulation.put_from_any_thread)
 
     def on_lost(self, receipts: Sequence[Any]) -> None:
-        self._simulation.signal(self._consumption.mailbox, ClaimsLost(tuple(receipts)))
+        self._simulation.put_from_any_thread(self._consumption.mailbox, ClaimsLost(tuple(receipts)))
 
 
 def _connector_calls(connector: Connector | AsyncConnector, policy: ConsumerPolicy) -> ConnectorCalls:

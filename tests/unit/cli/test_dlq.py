@@ -349,8 +349,8 @@ def test_a_replay_without_matches_succeeds(shop):
     result = shop.run("replay", "--dead-letter-reason", "other", "--canary", "3")
     assert (result.exit_code, result.stdout.split()) == (0, ["orders", "replayed", "0"])
     assert (
-        "orders has no dead letter that matches all filters; to list its dead letters, run: ergon dlq list"
-        in result.stderr
+        "orders has no dead letter that matches all filters; to list its dead letters, run: "
+        "ergon dlq list dlqapp:orders" in result.stderr
     )
 
 
@@ -523,7 +523,7 @@ def test_a_canary_with_too_many_failures_stops_the_rest(app_folder, max_failed, 
     assert summary["canary"] == {"succeeded": 1, "failed": 2, "waiting": 0}
     if code is DlqExit.CANARY:
         assert "stopped by the canary: 3 of 6 replayed, 3 not tried" in result.stderr
-        assert "fix the cause" in result.stderr
+        assert "List the new dead letters with: ergon dlq list dlqapp:orders; fix the cause" in result.stderr
 
 
 def test_a_canary_that_does_not_end_in_time_stops_the_rest_and_the_error_suggests_a_worker(app_folder):
@@ -532,7 +532,7 @@ def test_a_canary_that_does_not_end_in_time_stops_the_rest_and_the_error_suggest
     result = shop.run("replay", "--all", "--canary", "1", "--canary-wait", "0s")
     assert result.exit_code == DlqExit.CANARY
     assert "canary     0 succeeded, 0 failed, 1 waiting" in result.stdout
-    assert "1 canary letters still run after 0 s; is a worker running?" in result.stderr
+    assert "1 canary transactions have not ended after 0 s; is a worker running?" in result.stderr
     assert shop.dead == ["t-1", "t-2"]
 
 
@@ -541,6 +541,8 @@ def test_a_canary_that_could_not_even_be_moved_has_failed(app_folder):
     add_dead_letters(shop.connector, *make_transactions(3))
     result = shop.run("replay", "--all", "--canary", "1")
     assert (result.exit_code, len(shop.dead)) == (DlqExit.CANARY, 3)
+    assert "1 dead letters could not be replayed: fix the reported errors" in result.stderr
+    assert "new dead letters" not in result.stderr
 
 
 def test_an_earlier_second_dead_letter_is_no_failure_of_the_canary(app_folder):
@@ -630,7 +632,7 @@ def test_a_discard_without_a_terminal_or_yes_is_rejected(shop):
 
 @pytest.mark.parametrize("answer, remaining", [("y\n", 0), ("n\n", 3)])
 def test_on_a_terminal_a_discard_asks_for_confirmation(shop, monkeypatch, answer, remaining):
-    monkeypatch.setattr("ergon_framework.cli.dlq_move.is_interactive", lambda: True)
+    monkeypatch.setattr("ergon_framework.cli.dlq_commands.is_interactive", lambda: True)
     result = shop.run("discard", "--all", input=answer)
     assert "Discard 3 dead letters of orders permanently?" in result.output
     assert result.exit_code == (DlqExit.USAGE if remaining else DlqExit.OK)

@@ -618,7 +618,7 @@ def test_a_deadline_expires_a_call_automatically() -> None:
         answers: list[Any] = []
 
         def script() -> Script[None]:
-            effect = Call("x", asyncio.Event().wait, (), driver.clock() + 0.001)
+            effect = Call("x", asyncio.Event().wait, (), driver.monotonic() + 0.001)
             answers.append((yield effect))
             answers.append((yield AwaitExit(effect, NEVER)))
 
@@ -636,7 +636,7 @@ def test_on_its_own_thread_the_driver_acts_immediately() -> None:
     async def test(harness: AsyncioHarness) -> None:
         driver = harness.driver
         box = driver.create_mailbox()
-        driver.signal(box, "x")
+        driver.put_from_any_thread(box, "x")
         assert (len(box), box.register_waiter(harness.create_slot(), 9)) == (1, False), "a signal is urgent"
         driver.stop()
         assert driver._early_interrupts
@@ -650,7 +650,7 @@ def test_from_another_thread_the_driver_acts_on_its_event_loop() -> None:
     async def test(harness: AsyncioHarness) -> None:
         driver = harness.driver
         box = driver.create_mailbox()
-        thread = threading.Thread(target=lambda: (driver.signal(box, "x"), driver.stop()))
+        thread = threading.Thread(target=lambda: (driver.put_from_any_thread(box, "x"), driver.stop()))
         thread.start()
         thread.join(1)
         assert (len(box), driver._early_interrupts) == (0, 0)

@@ -90,11 +90,11 @@ def test_a_late_value_of_an_expired_call_goes_to_its_callback(variant: str) -> N
 
     def script(driver: Scheduler) -> Script[Any]:
         fn = block_until_released if variant == "threads" else ignore_cancellation
-        answer = yield from call(Call("x", fn, (), driver.clock() + 0.02, None, None, late.append))
+        answer = yield from call(Call("x", fn, (), driver.monotonic() + 0.02, None, None, late.append))
         assert isinstance(answer, Expired)
-        in_time = yield from await_exit(answer.call, driver.clock())
+        in_time = yield from await_exit(answer.call, driver.monotonic())
         release.set()
-        at_last = yield from await_exit(answer.call, driver.clock() + 5)
+        at_last = yield from await_exit(answer.call, driver.monotonic() + 5)
         again = yield from await_exit(answer.call, NEVER)
         return in_time, at_last, again, driver.late_results
 
@@ -105,15 +105,15 @@ def test_a_late_value_of_an_expired_call_goes_to_its_callback(variant: str) -> N
 def test_a_mailbox_wakes_at_its_count_for_an_urgent_item_or_at_its_deadline(variant: str) -> None:
     def script(driver: Scheduler) -> Script[Any]:
         box = driver.create_mailbox()
-        threading.Timer(0.01, driver.signal, (box, "urgent")).start()
+        threading.Timer(0.01, driver.put_from_any_thread, (box, "urgent")).start()
         urgent = yield from wait(box, count=9)
-        nothing = yield from wait(box, until=driver.clock() + 0.01)
+        nothing = yield from wait(box, until=driver.monotonic() + 0.01)
         box.put("a")
         box.put("b")
         two = yield from wait(box, count=2)
         box.put("c")
-        partial = yield from wait(box, count=5, until=driver.clock() + 0.01)
-        at_once = yield from wait(box, until=driver.clock())
+        partial = yield from wait(box, count=5, until=driver.monotonic() + 0.01)
+        at_once = yield from wait(box, until=driver.monotonic())
         return urgent, nothing, two, partial, at_once
 
     assert drive(variant, script) == (["urgent"], [], ["a", "b"], ["c"], [])
@@ -121,7 +121,7 @@ def test_a_mailbox_wakes_at_its_count_for_an_urgent_item_or_at_its_deadline(vari
 
 def test_an_interrupt_ends_the_pending_effect_or_the_next(variant: str) -> None:
     def sleeper(driver: Scheduler) -> Script[Any]:
-        return (yield from sleep(driver.clock() + 60))
+        return (yield from sleep(driver.monotonic() + 60))
 
     def waiter(driver: Scheduler) -> Script[Any]:
         return (yield from wait(driver.create_mailbox()))
@@ -168,7 +168,7 @@ def test_an_interrupted_call_occupies_its_slot_until_it_exits(variant: str) -> N
         box = driver.create_mailbox()
         slot = yield from spawn(child(driver), notify=box, counted=True)
         while not entered.is_set():
-            yield from sleep(driver.clock() + 0.005)
+            yield from sleep(driver.monotonic() + 0.005)
         yield from interrupt(slot)
         (done,) = yield from wait(box)
         release.set()
@@ -181,7 +181,7 @@ def test_an_interrupted_call_occupies_its_slot_until_it_exits(variant: str) -> N
 
 def test_a_stop_before_the_script_starts_is_not_lost(variant: str) -> None:
     def script(driver: Scheduler) -> Script[Any]:
-        return (yield from sleep(driver.clock() + 60))
+        return (yield from sleep(driver.monotonic() + 60))
 
     if variant == "threads":
         threads = ThreadDriver(1)
@@ -227,7 +227,7 @@ def test_an_error_in_a_script_ends_the_run(variant: str) -> None:
 
     def script(driver: Scheduler) -> Script[Any]:
         yield from spawn(fail(), notify=driver.create_mailbox(), counted=True)
-        yield from sleep(driver.clock() + 60)
+        yield from sleep(driver.monotonic() + 60)
 
     with pytest.raises(LookupError, match="defect"):
         drive(variant, script)
@@ -242,7 +242,7 @@ def test_the_first_of_two_script_errors_is_raised(variant: str) -> None:
         box = driver.create_mailbox()
         driver._finish(None, LookupError("first"))
         yield from spawn(fail("second"), notify=box, counted=True)
-        yield from sleep(driver.clock() + 60)
+        yield from sleep(driver.monotonic() + 60)
 
     with pytest.raises(LookupError, match="first"):
         drive(variant, script)
@@ -270,7 +270,7 @@ def test_a_cancelled_idle_worker_is_replaced(continues: bool) -> None:
             yield from spawn(call_handler(), notify=box, counted=True)
         yield from wait(box, count=3)
         cancel_the_others()
-        yield from sleep(driver.clock() + 0.01)
+        yield from sleep(driver.monotonic() + 0.01)
         if not continues:
             return "ended"
         for _ in range(3):
@@ -294,7 +294,7 @@ def test_stop_signal_and_start_after_the_end_are_ignored(variant: str) -> None:
     driver = drivers[0]
     assert driver.closed
     driver.stop()
-    driver.signal(driver.create_mailbox(), "x")
+    driver.put_from_any_thread(driver.create_mailbox(), "x")
     driver.start(script(driver), notify=driver.create_mailbox())
 
 
@@ -346,9 +346,9 @@ def test_a_busy_asyncio_driver_lets_other_tasks_run() -> None:
                 await asyncio.sleep(0)
 
         def script() -> Script[None]:
-            until = driver.clock() + 0.1
+            until = driver.monotonic() + 0.1
             box = driver.create_mailbox()
-            while driver.clock() < until:
+            while driver.monotonic() < until:
                 yield from spawn(run_quick_call(), notify=box, counted=True)
                 yield from wait(box)
 
@@ -389,8 +389,8 @@ def test_cancelling_the_caller_stops_the_script_and_is_raised() -> None:
     seen: list[Any] = []
 
     def script(driver: Scheduler) -> Script[None]:
-        seen.append((yield from sleep(driver.clock() + 60)))
-        seen.append((yield from sleep(driver.clock() + 60)))
+        seen.append((yield from sleep(driver.monotonic() + 60)))
+        seen.append((yield from sleep(driver.monotonic() + 60)))
 
     async def main() -> None:
         async def run() -> None:
@@ -421,7 +421,7 @@ def test_closing_the_event_loop_cancels_abandoned_calls() -> None:
             raise
 
     def script(driver: Scheduler) -> Script[Any]:
-        return (yield from call(Call("x", hang, (), driver.clock() + 0.01)))
+        return (yield from call(Call("x", hang, (), driver.monotonic() + 0.01)))
 
     assert isinstance(drive("asyncio", script), Expired)
     assert closed == ["cancelled"], "the end of the event loop cancelled what was left"
@@ -445,7 +445,7 @@ def test_a_dropped_coroutine_is_closed_in_its_own_context() -> None:
         driver = AsyncioDriver()
 
         def script() -> Script[Any]:
-            return (yield from call(Call("x", hang, (), driver.clock() + 0.01)))
+            return (yield from call(Call("x", hang, (), driver.monotonic() + 0.01)))
 
         answer = await driver.run(script())
         for task in asyncio.all_tasks() - {asyncio.current_task()}:

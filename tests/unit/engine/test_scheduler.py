@@ -50,7 +50,7 @@ class RecordingScheduler(Scheduler):
     def stop(self) -> None:
         self.interrupt_root()
 
-    def signal(self, mailbox: Mailbox, item: Any) -> None:
+    def put_from_any_thread(self, mailbox: Mailbox, item: Any) -> None:
         mailbox.put(item, urgent=True)
 
     def resume(self, slot: Slot, answer: Any) -> None:
@@ -125,7 +125,7 @@ def test_a_new_scheduler_is_empty(scheduler: RecordingScheduler) -> None:
         0,
         False,
     )
-    assert (scheduler.deadline_timer.wakes_at, scheduler.time_source.monotonic(), scheduler.clock()) == (
+    assert (scheduler.deadline_timer.wakes_at, scheduler.time_source.monotonic(), scheduler.monotonic()) == (
         NEVER,
         10.0,
         10.0,

@@ -392,7 +392,7 @@ def get_thread_names(fake_clock: FakeThreadClock) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "counted, bodies, name", [(True, 0, "worker"), (True, 1, "aide"), (False, 0, "aide"), (False, 1, "aide")]
+    "counted, bodies, name", [(True, 0, "worker"), (True, 1, "helper"), (False, 0, "helper"), (False, 1, "helper")]
 )
 def test_a_counted_script_runs_on_a_worker_unless_a_call_occupies_it(
     fake_clock: FakeThreadClock, harness: ThreadsHarness, counted: bool, bodies: int, name: str
@@ -477,7 +477,7 @@ def test_the_timer_never_waits_for_a_negative_time(
         readings.append(fake_clock.now)
         return fake_clock.now if len(readings) == 1 else fake_clock.now + elapsed
 
-    driver.clock = clock
+    driver.monotonic = clock
     run_with_timeout(driver._run_timer)
     assert harness.timer_wakeup.waits == [seconds]
 
@@ -581,7 +581,7 @@ def test_a_run_fails_if_no_thread_can_be_started(fake_clock: FakeThreadClock, ha
 def test_a_signal_is_urgent_and_a_stop_interrupts_the_root(harness: ThreadsHarness) -> None:
     driver = harness.driver
     box = driver.create_mailbox()
-    driver.signal(box, "x")
+    driver.put_from_any_thread(box, "x")
     slot = driver.start(harness.make_script())
     assert box.register_waiter(slot, 9) is False
     driver.stop()

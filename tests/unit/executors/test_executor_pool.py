@@ -776,9 +776,9 @@ def test_a_slow_pool_does_not_delay_another_pool():
 def read_metrics(name):
     """Every metric of the pool *name*, as a collector sees it."""
     registry, values = get_registry(), {}
-    for metric in (each for each in METRICS if Attribute.EXECUTOR in each.attributes):
+    for metric in (each for each in METRICS if Attribute.EXECUTOR_KIND in each.attributes):
         for labels, value in registry.read(metric):
-            if labels.pop(Attribute.EXECUTOR) == name:
+            if labels.pop(Attribute.EXECUTOR_KIND) == name:
                 values[metric.name.removeprefix("ergon."), *labels.values()] = value
     return values
 

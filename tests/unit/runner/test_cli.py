@@ -77,7 +77,7 @@ def test_help_shows_an_example_and_version_the_version(run_cli):
 def test_on_a_terminal_the_summary_is_a_table_without_markup_in_errors(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(summary, "Console", lambda: Console(force_terminal=True, width=80))
-    report = Report(stop_reason=StopReason.STOP, abandoned=2, refused={"expired": 3})
+    report = Report(stop_reason=StopReason.STOP, still_running=2, rejected={"expired": 3})
     summary.show("charge", RunResult(report))
     output = capsys.readouterr().out
     assert all(text in output for text in ("charge", "stopped by a signal", "still running", "rejected, expired"))

@@ -149,7 +149,7 @@ def test_with_abandoned_work_the_exit_does_not_wait(monkeypatch, capsys):
     exit_codes = []
     monkeypatch.setattr(os, "_exit", exit_codes.append)
     monkeypatch.setattr(shutdown.logging, "shutdown", lambda: None)
-    exit_process(RunResult(Report(abandoned=1), deadline=time.monotonic() + 10))
+    exit_process(RunResult(Report(still_running=1), deadline=time.monotonic() + 10))
     assert exit_codes == [RunExit.LEFT_BEHIND]
 
 

@@ -199,7 +199,7 @@ def test_a_folder_instead_of_the_file_is_an_error(folder):
 
 def test_the_error_for_an_invalid_policy_names_its_task(folder):
     write_settings(folder, "[tasks.charge.policy.loop]\nlimit = -1")
-    with pytest.raises(ConfigurationError, match=r"the settings of the task 'charge': .*loop.limit"):
+    with pytest.raises(ConfigurationError, match=r"the settings of task 'charge' are invalid: .*loop.limit"):
         load_settings(environ={}).policy("charge", ConsumerPolicy())
 
 

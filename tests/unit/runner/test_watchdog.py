@@ -22,7 +22,9 @@ def deep(event):
 
 def count_blocks(task):
     return {
-        labels.get("ergon.step"): n for labels, n in get_registry().read(names.BLOCKED) if labels["ergon.task"] == task
+        labels.get("ergon.step"): n
+        for labels, n in get_registry().read(names.EVENT_LOOP_BLOCKED)
+        if labels["ergon.task"] == task
     }
 
 

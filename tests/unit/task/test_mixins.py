@@ -1,4 +1,4 @@
-"""The entry points of the engine: what each passes to a handler and returns, and how it connects the parts of a loop."""
+"""The entry points of the engine: what each passes to a handler and returns, and what each connects."""
 
 from __future__ import annotations
 
@@ -537,7 +537,7 @@ class RecordingLoop:
     def __init__(self) -> None:
         self.events: list[Any] = []
 
-    def signal(self, mailbox: Any, item: Any) -> None: ...
+    def put_from_any_thread(self, mailbox: Any, item: Any) -> None: ...
 
     def wake(self, signal: Any) -> None:
         self.events.append(signal)
@@ -552,7 +552,7 @@ def test_connector_notifications_reach_the_loop_through_the_driver() -> None:
     listener = _ConnectorListener(driver, loop)
     listener.wake()
     listener.on_lost(["a"])
-    assert loop.events == [driver.signal, (["a"], driver.signal)]
+    assert loop.events == [driver.put_from_any_thread, (["a"], driver.put_from_any_thread)]
 
 
 @pytest.mark.parametrize("kind", [LifespanConsumer, AsyncLifespanConsumer])

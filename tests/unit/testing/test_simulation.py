@@ -23,7 +23,7 @@ from ergon_framework.worker.report import OutcomeKind, StopReason
 class SyncTask(ConsumerMixin, ProducerMixin):
     def __init__(self, simulation, seconds=1.0):
         self.simulation, self.seconds = simulation, seconds
-        self.connector = MemoryConnector("orders", clock=simulation.clock)
+        self.connector = MemoryConnector("orders", clock=simulation.monotonic)
 
     def process_transaction(self, transaction):
         self.simulation.busy_for(self.seconds)
@@ -36,14 +36,14 @@ class SyncTask(ConsumerMixin, ProducerMixin):
 class AsyncTask(AsyncConsumerMixin, AsyncProducerMixin):
     def __init__(self, simulation, seconds=1.0):
         self.simulation, self.seconds = simulation, seconds
-        self.connector = MemoryConnector("orders", clock=simulation.clock)
+        self.connector = MemoryConnector("orders", clock=simulation.monotonic)
         self.cancelled = []
 
     async def process_transaction(self, transaction):
         try:
             await self.simulation.sleep(self.seconds)
         except asyncio.CancelledError:
-            self.cancelled.append(self.simulation.clock())
+            self.cancelled.append(self.simulation.monotonic())
             raise
 
     async def produce_transaction(self, transaction):
@@ -69,7 +69,7 @@ def test_a_queue_is_consumed_in_virtual_time(variant):
     task.connector.dispatch(make_transactions(4))
     report = simulation.consume(task, make_policy(3600.0, concurrency={"value": 2}))
     assert (report.stop_reason, report.counts[OutcomeKind.SUCCEEDED]) == (StopReason.EMPTY, 4)
-    assert 1200.0 <= simulation.clock() < 1201.0
+    assert 1200.0 <= simulation.monotonic() < 1201.0
     assert task.connector.depth().ready == 0
 
 
@@ -81,7 +81,7 @@ def test_a_list_is_produced(variant):
         task, make_transactions(3), ProducerPolicy.load({"loop": {"concurrency": {"value": 3}}})
     )
     assert [outcome.kind for outcome in report.outcomes] == [OutcomeKind.SUCCEEDED] * 3
-    assert simulation.clock() == 1.0
+    assert simulation.monotonic() == 1.0
     assert task.connector.depth().ready == 3
 
 
@@ -105,7 +105,7 @@ def test_a_task_can_be_stopped_at_a_moment(variant):
     task.connector.dispatch(make_transactions(2))
     simulation.call_at(3.0, task.stop)
     report = simulation.consume(task, make_policy(concurrency={"value": 1}, drain_timeout=20.0))
-    assert (report.stop_reason, report.started, simulation.clock()) == (StopReason.STOP, 1, 10.0)
+    assert (report.stop_reason, report.started, simulation.monotonic()) == (StopReason.STOP, 1, 10.0)
 
 
 def test_a_sync_handler_call_that_hangs_is_abandoned_and_fenced():
@@ -113,9 +113,9 @@ def test_a_sync_handler_call_that_hangs_is_abandoned_and_fenced():
     task = SyncTask(simulation, 100.0)
     task.connector.dispatch(make_transactions(1))
     report = simulation.consume(task, make_policy(2.0))
-    assert (report.counts[OutcomeKind.FAILED], report.still_running, simulation.clock() < 10) == (1, 1, True)
+    assert (report.counts[OutcomeKind.FAILED], report.still_running, simulation.monotonic() < 10) == (1, 1, True)
     simulation.run_until_idle()
-    assert (simulation.clock(), simulation.trace[-1].event) == (100.0, "late")
+    assert (simulation.monotonic(), simulation.trace[-1].event) == (100.0, "late")
 
 
 def test_a_coroutine_is_cancelled_at_its_deadline():
@@ -244,7 +244,7 @@ class HangingConnector(MemoryConnector):
 def test_a_broker_that_hangs_does_not_delay_the_end_of_a_loop(loop):
     simulation = Simulation()
     task = SyncTask(simulation, 0.0)
-    task.connector = HangingConnector("orders", clock=simulation.clock)
+    task.connector = HangingConnector("orders", clock=simulation.monotonic)
     task.connector.simulation = simulation
     task.connector.dispatch(make_transactions(3))
     steps = {"settle": {"batch_size": 1, "linger": 0.0}}
@@ -253,5 +253,5 @@ def test_a_broker_that_hangs_does_not_delay_the_end_of_a_loop(loop):
         simulation.call_at(1.0, task.stop)
     outcomes = []
     simulation.consume(task, ConsumerPolicy.load(settings), on_outcome=outcomes.append)
-    assert simulation.clock() == 2.0
+    assert simulation.monotonic() == 2.0
     assert [outcome.kind for outcome in outcomes] == [OutcomeKind.RELEASED] * 3

@@ -31,7 +31,7 @@ def test_a_slot_is_occupied_until_its_last_call_has_exited() -> None:
     assert slot_table.free == 1
     assert slot_table.handle_event(SlotFreed(b)) == "b"
     assert slot_table.free == 2
-    assert slot_table.handle_event(SlotFreed(b)) is None, "an aide's body held no slot"
+    assert slot_table.handle_event(SlotFreed(b)) is None, "a helper's call held no slot"
 
 
 @pytest.mark.spec("CON-29")

@@ -48,7 +48,7 @@ class SlowConsumer(ConsumerMixin):
     """Every body of it runs into its timeout, and leaves just before its grace is over."""
 
     def __init__(self, simulation, policy):
-        self.connector = MemoryConnector("slow", clock=simulation.clock)
+        self.connector = MemoryConnector("slow", clock=simulation.monotonic)
         self._simulation = simulation
         self._steps = policy.steps
 
@@ -91,7 +91,7 @@ def measure_stretches(kind, policy):
         if start_times:
             durations.append(settle_times[-1] - start_times[0])
         else:
-            simulation.run(sleep(simulation.clock() + 200.0))
+            simulation.run(sleep(simulation.monotonic() + 200.0))
     return durations
 
 
@@ -123,7 +123,7 @@ def test_a_transaction_is_never_called_more_often_than_computed():
     task.connector.dispatch([Transaction("one", source="slow")])
     while task.connector.depth().ready + task.connector.depth().delayed:
         simulation.consume(task, policy)
-        simulation.run(sleep(simulation.clock() + 50.0))
+        simulation.run(sleep(simulation.monotonic() + 50.0))
     assert sum(moment.event == "begins" and moment.step == "process" for moment in simulation.trace) == worst.calls == 4
 
 

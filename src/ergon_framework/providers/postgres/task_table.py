@@ -1,10 +1,12 @@
-"""The table that ``task_execution_id`` refers to: the framework's own, or one that the host names.
+"""The table that ``task_execution_id`` refers to: the framework's own, or one that the embedding application names.
 
-Only the foreign key in the database defines which table it is, so all processes agree.
+The attempts of provider calls are rows of ``provider_execution_metrics``; each may refer to the execution of the task
+that made the call. Only the foreign key in the database defines the table of executions, so all processes agree.
 """
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,7 +20,7 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.providers.postgres.connection import connection
 
 OWN_TABLE: Final = "ergon.task_executions"
-#: Seconds to wait for one answer of the server: a table with many attempts is rewritten.
+#: Statement timeout: changing the type of the column rewrites the whole table of attempts.
 _TIMEOUT_SECONDS: Final = 600.0
 
 _SELECT_CURRENT: Final = "select task_table::text, id_type from ergon.provider_task_table()"
@@ -27,6 +29,7 @@ select c.oid::regclass::text, format_type(a.atttypid, null) from pg_class c
 join pg_attribute a on a.attrelid = c.oid and a.attname = 'id' and not a.attisdropped
 where c.oid = to_regclass(%s)
 """
+#: Ordered, so that concurrent transactions lock the same ids in the same order and cannot deadlock.
 _INSERT_OWN_ROWS: Final = """
 insert into ergon.task_executions (id) select name from unnest(%s::text[]) as names (name) order by name
 on conflict do nothing
@@ -36,14 +39,19 @@ select conname from pg_constraint where contype = 'f' and conrelid = 'ergon.prov
 """
 
 
+#: An integer as PostgreSQL prints it, of at most as many digits as a bigint has.
+_CANONICAL_INTEGER: Final = re.compile(r"0|-?[1-9][0-9]{0,18}").fullmatch
+
+
 def _is_uuid(text: str) -> bool:
     with suppress(ValueError):
         return str(uuid.UUID(text)) == text.lower()
     return False
 
 
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 18  # noqa: PLR2004 - fits into 64 bits
+def _is_bigint(text: str) -> bool:
+    # The length first: converting a very long text to a number would take long.
+    return _CANONICAL_INTEGER(text) is not None and -(2**63) <= int(text) < 2**63
 
 
 #: The supported id types, and the check whether a text is such an id.
@@ -51,7 +59,7 @@ _ID_CHECKS: Final[dict[str, Callable[[str], bool]]] = {
     "text": lambda _: True,
     "character varying": lambda _: True,
     "uuid": _is_uuid,
-    "bigint": _is_number,
+    "bigint": _is_bigint,
 }
 
 
@@ -67,9 +75,9 @@ class TaskTable:
         return self.name == OWN_TABLE
 
     def ensure_rows(self, conn: Connection[Any], ids: Iterable[str]) -> set[str]:
-        """Return those of *ids* that attempts may refer to; rows of the own table are created, those of a host are not.
+        """Return those of *ids* that attempts may refer to; missing rows of the framework's own table are created.
 
-        An id that the host's table does not have is omitted from the attempt.
+        The table of an embedding application is only read: an attempt with an id that it does not have refers to none.
         """
         valid_ids = sorted(execution_id for execution_id in set(ids) if _ID_CHECKS[self.id_type](execution_id))
         if not valid_ids:
@@ -112,16 +120,16 @@ def use_task_table(dsn: str, name: str) -> bool:
         if read_task_table(conn) == task_table:
             return False
         try:
-            _refer_to(conn, task_table)
+            _replace_foreign_key(conn, task_table)
         except (psycopg.errors.InvalidForeignKey, psycopg.errors.InsufficientPrivilege) as error:
             raise ConfigurationError(
                 f"providers.task_table {name!r} cannot be referred to: {error.diag.message_primary}; its id must be a "
-                "primary key, and the role needs the right REFERENCES"
+                "primary key, and the role needs the REFERENCES privilege"
             ) from None
     return True
 
 
-def _refer_to(conn: Connection[Any], table: TaskTable) -> None:
+def _replace_foreign_key(conn: Connection[Any], table: TaskTable) -> None:
     with conn.transaction():
         conn.execute("lock table ergon.provider_execution_metrics in access exclusive mode")
         for (constraint,) in conn.execute(_SELECT_FOREIGN_KEYS).fetchall():

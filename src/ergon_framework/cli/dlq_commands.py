@@ -1,8 +1,9 @@
-"""Work of ``ergon dlq``: list, show, replay or discard dead letters, and report the result.
+"""Implements ``ergon dlq``: list, show, replay or discard dead letters, and report the result.
 
-A move selects all its letters first, and then moves them in batches, so that a stop leaves no batch half moved. With a
-canary it replays a few letters first, and waits until their transactions have ended. The progress of a long move
-appears on stderr: a bar on a terminal, periodic lines elsewhere.
+A move, that is a replay or a discard, selects all its dead letters first, and then moves them in batches. A signal
+takes effect between two batches; an error may leave its batch moved in part. With a canary it replays a few letters
+first, and waits until their transactions have ended. The progress of a long move appears on stderr: a bar on a
+terminal, periodic lines elsewhere.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class StopReason(StrEnum):
 
 
 class SelectedLetter(NamedTuple):
-    """The fields of a selected dead letter that moving it requires."""
+    """The fields of a selected dead letter that moving it requires; the output calls a handle an entry."""
 
     handle: str
     id: str
@@ -63,7 +64,7 @@ class SelectedLetter(NamedTuple):
 
 @dataclass(slots=True)
 class CanaryResult:
-    """The outcome of the canary; ``waiting`` counts transactions that had not ended when the wait expired."""
+    """The outcome of the canary; ``waiting`` counts transactions that had not ended when the time limit expired."""
 
     succeeded: int = 0
     failed: int = 0
@@ -115,7 +116,7 @@ class RateLimit:
         if self._rate is None:
             return 0.0
         now = self._clock()
-        # Time spent in the broker is not caught up: the rate must protect the systems after the queue.
+        # An unused rate is not carried over, because a burst would overload the downstream systems.
         due = max(self._due, now)
         self._due = due + count / self._rate
         return due - now
@@ -250,7 +251,7 @@ class Canary:
         queued_ids = self._connector.find_queued(ids)
         if queued_ids is not None:
             return set(queued_ids)
-        # Reading the depth of an unopened log connector would take its partitions over.
+        # A log connector belongs to a consumer group: reading its depth would take partitions from running consumers.
         depth = self._connector.depth() if self._connector.capabilities.mode == "queue" else None
         return set() if depth is not None and not depth.ready + depth.delayed + depth.in_flight else None
 
@@ -294,7 +295,7 @@ def _make_line_printer(label: str, total: int, *, clock: Callable[[], float]) ->
 
 #: Maximum number of dead letters shown for one id.
 MAX_LETTERS_PER_ID = 100
-#: Smallest difference between two times, with a margin for rounding.
+#: Added to a time that is printed for --until, because printing rounds it to microseconds.
 TIME_TOLERANCE_SECONDS = 2e-6
 #: Maximum length of an id or failure message in the output.
 MAX_SHOWN_CHARS = 500
@@ -376,10 +377,10 @@ def move_dead(target: str, request: MoveRequest) -> DlqExit:
         )
         _print_stderr(f"{problem}; pass a filter such as --dead-letter-reason, or --all")
         return DlqExit.USAGE
-    return with_connector(target, lambda connector: _move(connector, request))
+    return with_connector(target, lambda connector: _move(connector, request, target=target))
 
 
-def _move(connector: Connector, request: MoveRequest) -> DlqExit:
+def _move(connector: Connector, request: MoveRequest, *, target: str) -> DlqExit:
     with _handle_signals(request.stop):
         letters = select_letters(connector, request.query, limit=request.limit, stop=request.stop)
         move_progress = MoveProgress(len(letters))
@@ -391,6 +392,7 @@ def _move(connector: Connector, request: MoveRequest) -> DlqExit:
             selection = request.query.model_dump(mode="json", exclude_none=True)
             ids = {letter.handle: letter.id for letter in letters}
             with (
+                # The audit entries of the batches name this operator and these transactions.
                 act_as(request.actor, reason=request.reason, selection=selection, ids=ids),
                 progress(
                     f"{request.verb}ing" if request.verb == "discard" else "replaying", len(letters)
@@ -398,7 +400,7 @@ def _move(connector: Connector, request: MoveRequest) -> DlqExit:
             ):
                 _move_all(connector, request, letters=letters, move_progress=move_progress, on_batch_end=on_batch_end)
     exit_code = _to_exit_code(move_progress)
-    _report(connector, request, letters=letters, move_progress=move_progress, exit_code=exit_code)
+    _report(connector, request, target=target, letters=letters, move_progress=move_progress, exit_code=exit_code)
     return exit_code
 
 
@@ -487,6 +489,7 @@ def _report(
     connector: Connector,
     request: MoveRequest,
     *,
+    target: str,
     letters: Sequence[SelectedLetter],
     move_progress: MoveProgress,
     exit_code: DlqExit,
@@ -500,10 +503,12 @@ def _report(
     else:
         print_rows(connector.name, list(_build_rows(request, letters=letters, move_progress=move_progress)))
     if move_progress.stop_reason is not None:
-        _print_stderr(_describe_stop(request, letters=letters, move_progress=move_progress))
+        _print_stderr(_describe_stop(request, target=target, letters=letters, move_progress=move_progress))
     elif not letters and not request.as_json:
         fits = "" if request.select_all else " that matches all filters"
-        _print_stderr(f"{connector.name} has no dead letter{fits}; to list its dead letters, run: ergon dlq list")
+        _print_stderr(
+            f"{connector.name} has no dead letter{fits}; to list its dead letters, run: ergon dlq list {target}"
+        )
 
 
 def _build_summary(
@@ -568,13 +573,15 @@ def _build_rows(
     )
 
 
-def _describe_stop(request: MoveRequest, *, letters: Sequence[SelectedLetter], move_progress: MoveProgress) -> str:
+def _describe_stop(
+    request: MoveRequest, *, target: str, letters: Sequence[SelectedLetter], move_progress: MoveProgress
+) -> str:
     done_count = move_progress.counts[request.success_result]
     progress_text = (
         f"{done_count} of {move_progress.selected} {request.success_result}, {move_progress.remaining} not tried"
     )
     if move_progress.stop_reason is StopReason.CANARY:
-        return f"stopped by the canary: {progress_text}. {_describe_canary(request, move_progress)}"
+        return f"stopped by the canary: {progress_text}. {_describe_canary(request, move_progress, target=target)}"
     retry_hint = "run the same command again to continue"
     if request.verb == "replay" and done_count and request.query.until is None:
         # Use the letters' own clock plus a tolerance, so that a second run selects the newest of them again.
@@ -588,14 +595,16 @@ def _describe_stop(request: MoveRequest, *, letters: Sequence[SelectedLetter], m
     return f"stopped by a signal: {progress_text}; {retry_hint}"
 
 
-def _describe_canary(request: MoveRequest, move_progress: MoveProgress) -> str:
-    canary_result = move_progress.canary_result
-    if canary_result is not None and canary_result.waiting and canary_result.failed <= request.max_failed:
+def _describe_canary(request: MoveRequest, move_progress: MoveProgress, *, target: str) -> str:
+    result, not_replayed = move_progress.canary_result or CanaryResult(), move_progress.counts[DeadLetterResult.FAILED]
+    if result.waiting and result.failed + not_replayed <= request.max_failed:
         return (
-            f"{canary_result.waiting} canary letters still run after {request.canary_wait:g} s; is a worker running? "
-            "Check the queue, or increase --canary-wait"
+            f"{result.waiting} canary transactions have not ended after {request.canary_wait:g} s; is a worker "
+            "running? Check the queue, or increase --canary-wait"
         )
-    return "List the new dead letters with ergon dlq list, fix the cause, then run the command again"
+    if not result.failed:
+        return f"{not_replayed} dead letters could not be replayed: fix the reported errors, then run the command again"
+    return f"List the new dead letters with: ergon dlq list {target}; fix the cause, then run the command again"
 
 
 # -- helpers ----------------------------------------------------------------------------------------
@@ -632,7 +641,7 @@ def open_connector(target: str) -> Iterator[Connector]:
 
 @contextmanager
 def _handle_signals(stop: StopFlag) -> Iterator[None]:
-    """Stop after the current part on the first signal; a second signal has Python's default effect."""
+    """Stop after the current batch on the first signal; a second signal has Python's default effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

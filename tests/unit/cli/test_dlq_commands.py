@@ -10,8 +10,8 @@ import pytest
 import typer
 from rich.console import Console
 
-from ergon_framework.cli import dlq_move, options
-from ergon_framework.cli.dlq_move import (
+from ergon_framework.cli import dlq_commands, options
+from ergon_framework.cli.dlq_commands import (
     MAX_NAMED_FAILURES,
     MoveProgress,
     RateLimit,
@@ -162,12 +162,12 @@ def test_a_long_text_is_cut_and_a_short_one_is_not():
 
 def test_without_a_terminal_a_progress_line_is_printed_at_intervals(capsys):
     clock = ManualClock()
-    with dlq_move.progress("replaying", 30, clock=clock) as report:
+    with dlq_commands.progress("replaying", 30, clock=clock) as report:
         progress = MoveProgress(30)
         for batch in (make_letters(10), make_letters(20)):
             progress.add(batch, make_replayed_results([letter.handle for letter in batch]))
             report(progress)
-            clock.advance(dlq_move.LINE_INTERVAL_SECONDS)
+            clock.advance(dlq_commands.LINE_INTERVAL_SECONDS)
             report(progress)
             report(progress)
     assert capsys.readouterr().err == "ergon: replaying 10 of 30\nergon: replaying 30 of 30\n"
@@ -175,9 +175,9 @@ def test_without_a_terminal_a_progress_line_is_printed_at_intervals(capsys):
 
 def test_on_a_terminal_there_is_a_progress_bar(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(dlq_move, "Console", lambda stderr: Console(force_terminal=True, width=80, stderr=stderr))
+    monkeypatch.setattr(dlq_commands, "Console", lambda stderr: Console(force_terminal=True, width=80, stderr=stderr))
     progress = MoveProgress(3)
-    with dlq_move.progress("replaying", 3) as report:
+    with dlq_commands.progress("replaying", 3) as report:
         progress.add(make_letters(3), make_replayed_results(["0", "1", "2"]))
         report(progress)
     output = capsys.readouterr().err
