@@ -99,7 +99,7 @@ class ImpatientMemoryUnderTest(MemoryUnderTest):
     """A connector under test with shorter timeouts than a real server needs."""
 
     arrival = 3.0
-    patience = 5.0
+    call_timeout = 5.0
 
     def client(self, queue, *, lease):
         exists = queue in self._queues

@@ -66,7 +66,7 @@ EXPECTED_FAILURES = {
 def find_failures(command, *, answer_timeout):
     # Checks wait much and work little, and each has a separate process.
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda each: run_check(each, command, patience=answer_timeout), CHECKS))
+        results = list(pool.map(lambda each: run_check(each, command, timeout=answer_timeout), CHECKS))
     return {
         check_result.check: check_result.reason
         for check_result in results

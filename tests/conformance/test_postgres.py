@@ -41,7 +41,7 @@ class CallerTransaction:
 class PostgresUnderTest(ConnectorUnderTest):
     receives = True
     durable = True
-    patience = 30.0
+    call_timeout = 30.0
 
     def __init__(self, server, dsn):
         self.server = server

@@ -40,7 +40,7 @@ def check_executor(
 ) -> ExecutorExit:
     """Run the conformance suite against the executor that *command* starts; return the exit code."""
     try:
-        results = run_suite(command, patience=timeout, only=only, on_check_end=None if as_json else _print_result)
+        results = run_suite(command, timeout=timeout, only=only, on_check_end=None if as_json else _print_result)
     except (ConfigurationError, ValueError) as error:
         typer.echo(f"ergon: {error_message(error)}", err=True)
         return ExecutorExit.USAGE

@@ -519,7 +519,6 @@ class Event:
     LOOP_ENDED: Final = "loop ended"
     EVENT_LOOP_BLOCKED: Final = "event loop blocked"
     EVENT_LOOP_FREE: Final = "event loop free"
-    #: A module of the application hides an installed one of the same name.
     MODULE_SHADOWED: Final = "module shadowed"
     WORKER_STARTED: Final = "worker started"
     PROCESS_STARTED: Final = "process started"

@@ -568,7 +568,7 @@ def test_the_clock_is_that_of_the_event_loop() -> None:
 
 def test_without_a_time_source_the_driver_uses_the_clock_of_the_event_loop() -> None:
     async def main() -> None:
-        assert AsyncioDriver().clock is time.monotonic
+        assert AsyncioDriver().monotonic is time.monotonic
 
     run_with_timeout(main)
 

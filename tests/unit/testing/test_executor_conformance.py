@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from ergon_framework.cli.app import app
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.testing.conformance.check import CheckFailed
+from ergon_framework.testing.conformance.executor.process import ExecutorUnderTest
 from ergon_framework.testing.conformance.executor.suite import CHECKS, HANDLERS, report, run_suite
 
 ROOT = Path(__file__).parents[3]
@@ -38,13 +40,31 @@ def test_the_reference_passes_and_a_broken_executor_fails_the_check_it_breaks():
 
 def test_no_response_and_an_early_exit_are_failures_with_the_final_output():
     (silent,) = run_suite(
-        [sys.executable, "-S", "-c", "import time; time.sleep(60)"], only=CHECK_NAMES[1:], patience=0.3
+        [sys.executable, "-S", "-c", "import time; time.sleep(60)"], only=CHECK_NAMES[1:], timeout=0.3
     )
     assert "timed out after 0.3 s" in silent.reason
     (exited,) = run_suite(
-        [sys.executable, "-S", "-c", "raise SystemExit('no such handlers')"], only=CHECK_NAMES[1:], patience=10
+        [sys.executable, "-S", "-c", "raise SystemExit('no such handlers')"], only=CHECK_NAMES[1:], timeout=10
     )
-    assert exited.reason.endswith("the process ended; last output on stderr: no such handlers")
+    assert exited.reason.endswith("its stdout was closed; last output on stderr: no such handlers")
+
+
+def test_a_failure_names_the_time_that_the_check_waited():
+    command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    with ExecutorUnderTest(command, timeout=60) as executor:
+        request = executor.make_request("conformance.echo", 1)
+        executor.enqueue(request)
+        with pytest.raises(CheckFailed, match=r"timed out after 0\.1 s"):
+            executor.wait_for_outcome(request, within=0.1)
+
+
+def test_a_process_that_only_closes_its_stdout_is_not_reported_as_ended():
+    command = [sys.executable, "-S", "-c", "import os, time; os.close(1); time.sleep(60)"]
+    with (
+        ExecutorUnderTest(command, timeout=60) as executor,
+        pytest.raises(CheckFailed, match="its stdout was closed$"),
+    ):
+        executor.ask("conformance.echo", 1)
 
 
 def test_an_executor_that_cannot_start_and_an_unknown_check_are_errors():

@@ -45,7 +45,7 @@ class BoundaryUnderTest(ABC):
     """A store under test; only ``client`` is required. The suite skips checks of optional features that are missing."""
 
     #: Seconds within which every call must return.
-    patience: float = 20.0
+    call_timeout: float = 20.0
     #: The expected value of ``capabilities.durable`` for the store's setup.
     durable: Any = UNKNOWN_DURABILITY
 
@@ -92,16 +92,16 @@ FAR_FUTURE_MS: Final = 2**52
 
 
 class BoundaryCheckClient:
-    """A store with one coroutine per call; no call may take longer than *patience*."""
+    """A store with one coroutine per call; no call may take longer than *call_timeout*."""
 
-    def __init__(self, store: Boundary | AsyncBoundary, variant: Variant, *, patience: float) -> None:
+    def __init__(self, store: Boundary | AsyncBoundary, variant: Variant, *, call_timeout: float) -> None:
         expected_type = Boundary if variant == "sync" else AsyncBoundary
         if not isinstance(store, expected_type):
             raise ConfigurationError(f"{type(store).__name__} has no {variant} variant; leave that variant out")
         self.store = store
         self._untyped_store: Any = store
         self._is_sync = variant == "sync"
-        self._patience = patience
+        self._call_timeout = call_timeout
 
     @property
     def capabilities(self) -> BoundaryCapabilities:
@@ -194,7 +194,7 @@ class BoundaryCheckClient:
 
     async def read_chunks(self, bucket: str, key: str, **options: Any) -> list[bytes]:
         """Read an artifact and return its chunks."""
-        async with asyncio.timeout(self._patience):
+        async with asyncio.timeout(self._call_timeout):
             if self._is_sync:
                 return await run_in_thread(lambda: list(self._untyped_store.get_object(bucket, key, **options)))
             stream: AsyncIterator[bytes] = self._untyped_store.get_object_async(bucket, key, **options)
@@ -205,13 +205,13 @@ class BoundaryCheckClient:
 
     async def _call(self, name: str, *args: Any, **options: Any) -> Any:
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._call_timeout):
                 if self._is_sync:
                     return await run_in_thread(partial(getattr(self._untyped_store, name), *args, **options))
                 return await getattr(self._untyped_store, f"{name}_async")(*args, **options)
         except TimeoutError as error:
             raise CheckFailed(
-                f"{name} did not return within {self._patience:g} s, or raised a bare TimeoutError"
+                f"{name} did not return within {self._call_timeout:g} s, or raised a bare TimeoutError"
             ) from error
 
 
@@ -232,7 +232,7 @@ class BoundaryCheckContext:
     ) -> BoundaryCheckClient:
         """Create a new client of one of the stores."""
         store = self.system.client(self.store(suffix), side=side, max_facts=max_facts)
-        return BoundaryCheckClient(store, self.variant, patience=self.system.patience)
+        return BoundaryCheckClient(store, self.variant, call_timeout=self.system.call_timeout)
 
 
 def make_envelope(message_id: str = "m-1", *, pair: ZonePair = PAIR, **fields: Any) -> Envelope:

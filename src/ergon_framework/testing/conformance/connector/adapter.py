@@ -61,7 +61,7 @@ class ConnectorUnderTest(ABC):
     #: Whether ``receive`` is supported.
     receives: bool = False
     #: Seconds within which every call must return, also while the connection is lost.
-    patience: float = 20.0
+    call_timeout: float = 20.0
     #: Seconds within which an expected delivery must arrive.
     arrival: float = 15.0
     #: Lease in seconds for checks with outages: a short outage should not end it.

@@ -50,7 +50,7 @@ async def a_claim_reports_its_lease_time(context: CheckContext) -> None:
     expect(until is not None, "lease is a number, but lease_until is None")
     seconds_left = (until or 0.0) - started_at
     expect(
-        0 < seconds_left <= (lease or 0.0) + context.system.patience,
+        0 < seconds_left <= (lease or 0.0) + context.system.call_timeout,
         f"a claim of {lease:g} s ends in {seconds_left:.1f} s of the monotonic clock",
     )
     await client.ack(delivery)

@@ -73,7 +73,7 @@ async def _check_waiting_fetch(fault: str, context: CheckContext) -> None:
     await asyncio.sleep(0.2)
     try:
         async with context.outage(fault):
-            done, _ = await asyncio.wait([waiting], timeout=context.system.patience + FETCH_WAIT_SECONDS)
+            done, _ = await asyncio.wait([waiting], timeout=context.system.call_timeout + FETCH_WAIT_SECONDS)
             expect(done, "a waiting fetch does not notice that the connection is lost")
             await _expect_connection_lost(lambda: waiting, "a fetch that was waiting")
     finally:
@@ -206,7 +206,7 @@ async def _check_loop_continues(fault: str, context: CheckContext) -> None:
         await context.wait_until(
             lambda: {each.id for each in sent} <= {*loop.list_ids("succeeded"), *_list_unconfirmed(loop)},
             "all succeed after the connection is restored",
-            within=context.system.arrival + 3 * context.system.patience,
+            within=context.system.arrival + 3 * context.system.call_timeout,
         )
 
 

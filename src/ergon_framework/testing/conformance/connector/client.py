@@ -84,15 +84,15 @@ class RecordingListener:
 
 
 class Client:
-    """A connector with one coroutine per call; no call may take longer than *patience*."""
+    """A connector with one coroutine per call; no call may take longer than *call_timeout*."""
 
     def __init__(
-        self, connector: Connector | AsyncConnector, variant: Variant, *, patience: float, arrival: float
+        self, connector: Connector | AsyncConnector, variant: Variant, *, call_timeout: float, arrival: float
     ) -> None:
         self.connector = connector
         self._bridged_connector: Any = as_sync(connector) if variant == "sync" else as_async(connector)
         self._is_sync = variant == "sync"
-        self._patience = patience
+        self._call_timeout = call_timeout
         self._arrival = arrival
 
     @property
@@ -189,7 +189,7 @@ class Client:
         await self.settle_successfully(Ack(), *deliveries)
 
     async def _call(self, name: str, *args: Any, extra_timeout: float = 0.0, **options: Any) -> Any:
-        limit = self._patience + extra_timeout
+        limit = self._call_timeout + extra_timeout
         try:
             async with asyncio.timeout(limit):
                 if self._is_sync:
@@ -219,7 +219,7 @@ class CheckContext:
     async def client(self) -> Client:
         """Create and open a client. On a log the latest client has the records, so create producers first."""
         connector = self.system.client(self.queue, lease=self.lease)
-        client = Client(connector, self.variant, patience=self.system.patience, arrival=self.system.arrival)
+        client = Client(connector, self.variant, call_timeout=self.system.call_timeout, arrival=self.system.arrival)
         self._clients.append(client)
         await client.open()
         return client

@@ -1,4 +1,8 @@
-"""ExecutorUnderTest: an executor's process during one check, and the decorator of executor checks."""
+"""ExecutorUnderTest: an executor's process during one check, and the decorator of executor checks.
+
+An executor is a process in any language that runs jobs: it reads one request per line of JSON from stdin and writes
+one outcome per line to stdout. A check of the conformance suite tests one rule of this protocol.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +40,10 @@ MAX_QUOTED_BYTES: Final = 300
 
 
 class ExecutorUnderTest:
-    """The process and its output so far. *patience* limits all waiting."""
+    """The process and its output so far. *timeout* limits each wait, in seconds, unless a call passes its own."""
 
-    def __init__(self, command: Sequence[str], *, patience: float) -> None:
-        self.patience = patience
+    def __init__(self, command: Sequence[str], *, timeout: float) -> None:
+        self.timeout = timeout
         self.unexpected_lines: list[InvalidMessage] = []
         self._outcomes: list[ExecutionOutcome] = []
         self._job_count = 0
@@ -98,20 +102,21 @@ class ExecutorUnderTest:
         }
         return fields | changes
 
-    def send(self, *requests: dict[str, Any] | bytes) -> None:
-        """Queue *requests* for sending when the pipe has space; bytes are sent unchanged."""
+    def enqueue(self, *requests: dict[str, Any] | bytes) -> None:
+        """Queue *requests*, which the next wait sends; bytes are sent unchanged."""
         for each in requests:
             self._unsent += each if isinstance(each, bytes) else json_lines.format_line(each)
 
     def wait_for_outcome(self, request: dict[str, Any], *, within: float | None = None) -> ExecutionOutcome:
-        """Return the first outcome for *request*, which was sent."""
-        job_id, deadline = request["job_id"], time.monotonic() + (self.patience if within is None else within)
+        """Send what is queued, and return the first outcome for *request*; raise CheckFailed if there is none."""
+        job_id, timeout = request["job_id"], self.timeout if within is None else within
+        deadline = time.monotonic() + timeout
         while True:
             for outcome in self._outcomes:
                 if outcome.job_id == job_id:
                     return outcome
             if self._has_ended or time.monotonic() >= deadline:
-                state = "the process ended" if self._has_ended else f"timed out after {self.patience:g} s"
+                state = "its stdout was closed" if self._has_ended else f"timed out after {timeout:g} s"
                 raise CheckFailed(
                     f"no answer to {request['function_name']!r} of job {job_id!r}: {state}{self._quote_stderr()}"
                 )
@@ -120,10 +125,10 @@ class ExecutorUnderTest:
     def ask(self, function_name: str, *args: Any, **changes: Any) -> ExecutionOutcome:
         """Send a request and wait for its outcome."""
         request = self.make_request(function_name, *args, **changes)
-        self.send(request)
+        self.enqueue(request)
         return self.wait_for_outcome(request)
 
-    def check_echo(self, value: Any = "sound", **changes: Any) -> None:
+    def check_echo(self, value: Any = "ping", **changes: Any) -> None:
         """Check that the executor echoes *value*; unexpected lines are ignored, because other checks cover them."""
         outcome = self.ask("conformance.echo", value, **changes)
         expect(
@@ -136,23 +141,23 @@ class ExecutorUnderTest:
 
     def close(self) -> None:
         """Close the executor's stdin after everything is sent."""
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + self.timeout
         while self._unsent and not self._has_ended and time.monotonic() < deadline:
             self._pump(deadline)
         with contextlib.suppress(OSError):
             self._stdin.close()
 
-    def remaining_output(self, *, within: float | None = None) -> list[ExecutionOutcome]:
-        """Return all outcomes, once stdout has ended or the time is over."""
-        deadline = time.monotonic() + (self.patience if within is None else within)
+    def collect_outcomes(self, *, within: float | None = None) -> list[ExecutionOutcome]:
+        """Send what is queued, and return all outcomes once stdout was closed or the time is over."""
+        deadline = time.monotonic() + (self.timeout if within is None else within)
         while not self._has_ended and time.monotonic() < deadline:
             self._pump(deadline)
         return list(self._outcomes)
 
     def exit_code(self, *, within: float | None = None) -> int | None:
         """Return the exit code, or None if the process still runs when the time is over."""
-        deadline = time.monotonic() + (self.patience if within is None else within)
-        self.remaining_output(within=within)
+        deadline = time.monotonic() + (self.timeout if within is None else within)
+        self.collect_outcomes(within=within)
         try:
             # Stdout may be closed long before the process is gone: an interpreter needs time to exit.
             return self._process.wait(max(0.01, deadline - time.monotonic()))
@@ -218,7 +223,7 @@ ExecutorCheckFunction: TypeAlias = Callable[[ExecutorUnderTest], None]
 
 @dataclass(frozen=True, slots=True)
 class ExecutorCheck:
-    """One rule: its name, its requirement ids, and the function that checks it."""
+    """One rule: its name, the ids of its requirements in docs/spec/exe.md, and the function that checks it."""
 
     name: str
     ids: tuple[str, ...]
@@ -226,5 +231,5 @@ class ExecutorCheck:
 
 
 def executor_check(*ids: str) -> Callable[[ExecutorCheckFunction], ExecutorCheck]:
-    """Make an executor check from a function; its name becomes the name of the rule."""
+    """Make a check of the requirements *ids* from a function; its name becomes the name of the rule."""
     return lambda run: ExecutorCheck(run.__name__, ids, run)

@@ -47,7 +47,7 @@ def an_unknown_handler_is_answered_with_handler_not_found(executor: ExecutorUnde
 def a_bad_request_that_names_its_job_is_answered_with_bad_request(executor: ExecutorUnderTest) -> None:
     for changes in ({"args": "none"}, {"kwargs": [1]}, {"function_name": 7}, {"context": None}):
         request: dict[str, Any] = executor.make_request("conformance.echo") | changes
-        executor.send(request)
+        executor.enqueue(request)
         _expect_error(executor.wait_for_outcome(request), ErrorType.BAD_REQUEST)
     executor.check_echo()
 
@@ -60,13 +60,13 @@ def _expect_error(outcome: ExecutionOutcome, error_type: ErrorType) -> None:
 @executor_check("EXE-02")
 def a_line_that_is_not_a_request_is_not_answered(executor: ExecutorUnderTest) -> None:
     requests = [executor.make_request("conformance.echo", number) for number in range(2)]
-    executor.send(requests[0])
+    executor.enqueue(requests[0])
     executor.wait_for_outcome(requests[0])
     lines_before = len(executor.unexpected_lines)
-    executor.send(*(line + b"\n" for line in INVALID_REQUESTS), requests[1])
+    executor.enqueue(*(line + b"\n" for line in INVALID_REQUESTS), requests[1])
     executor.wait_for_outcome(requests[1])
     executor.close()
-    answered_ids = {outcome.job_id for outcome in executor.remaining_output()} - {
+    answered_ids = {outcome.job_id for outcome in executor.collect_outcomes()} - {
         request["job_id"] for request in requests
     }
     expect(not answered_ids and len(executor.unexpected_lines) == lines_before, "a line that names no job was answered")
@@ -76,7 +76,7 @@ def a_line_that_is_not_a_request_is_not_answered(executor: ExecutorUnderTest) ->
 def it_says_nothing_by_itself(executor: ExecutorUnderTest) -> None:
     executor.check_echo()
     executor.close()
-    executor.remaining_output()
+    executor.collect_outcomes()
     _expect_clean_stdout(executor, 0)
 
 
@@ -98,7 +98,7 @@ def _expect_print_off_stdout(executor: ExecutorUnderTest, handler: str) -> None:
         forgery = {"job_id": request["job_id"], "status": "success", "result": "forged"}
         # The printed text may look like an outcome of the same job.
         request["args"] = [json.dumps(forgery) if is_forged else "printed by a handler"]
-        executor.send(request)
+        executor.enqueue(request)
         outcome = executor.wait_for_outcome(request)
         expect(outcome.result != "forged", "printed text was taken for the outcome")
         expect(outcome.status == "success", f"{handler} ended with {outcome.status}: {outcome.error_message}")
@@ -142,7 +142,7 @@ def requests_are_answered_one_after_the_other(executor: ExecutorUnderTest) -> No
 @executor_check("EXE-01", "EXE-10")
 def two_requests_may_come_before_the_first_answer(executor: ExecutorUnderTest) -> None:
     requests = [executor.make_request("conformance.echo", name) for name in ("first", "second")]
-    executor.send(*requests)
+    executor.enqueue(*requests)
     for request in requests:
         outcome = executor.wait_for_outcome(request)
         expect(json_equal(outcome.result, request["args"][0]), f"job {outcome.job_id} has the result of another")
@@ -153,10 +153,10 @@ def each_request_is_answered_once(executor: ExecutorUnderTest) -> None:
     requests = [executor.make_request("conformance.echo", number) for number in range(5)]
     requests.append(executor.make_request("conformance.fail", "once"))
     for request in requests:
-        executor.send(request)
+        executor.enqueue(request)
         executor.wait_for_outcome(request)
     executor.close()
-    answered_ids = [outcome.job_id for outcome in executor.remaining_output()]
+    answered_ids = [outcome.job_id for outcome in executor.collect_outcomes()]
     expect(
         sorted(answered_ids) == sorted(request["job_id"] for request in requests),
         f"{len(requests)} requests, and {len(answered_ids)} answers",
@@ -175,7 +175,7 @@ def text_in_any_script_arrives_unchanged(executor: ExecutorUnderTest) -> None:
     executor.check_echo({UNICODE: UNICODE})
     # Also without escapes: the framework's own writer escapes characters that end lines elsewhere.
     request = executor.make_request("conformance.echo", UNICODE)
-    executor.send(json.dumps(request, ensure_ascii=False).encode() + b"\n")
+    executor.enqueue(json.dumps(request, ensure_ascii=False).encode() + b"\n")
     expect(json_equal(executor.wait_for_outcome(request).result, UNICODE), "unescaped text was returned changed")
 
 
@@ -268,14 +268,14 @@ def a_closed_stdin_ends_it(executor: ExecutorUnderTest) -> None:
     executor.check_echo()
     executor.close()
     code = executor.exit_code()
-    expect(code is not None, f"it still runs {executor.patience:g} s after its stdin was closed")
+    expect(code is not None, f"it still runs {executor.timeout:g} s after its stdin was closed")
     expect(code == 0, f"it ended with exit code {code}")
 
 
 @executor_check("EXE-17")
 def what_came_before_the_end_is_answered(executor: ExecutorUnderTest) -> None:
     requests = [executor.make_request("conformance.echo", number) for number in range(3)]
-    executor.send(*requests)
+    executor.enqueue(*requests)
     executor.close()
     for request in requests:
         executor.wait_for_outcome(request)
@@ -285,11 +285,11 @@ def what_came_before_the_end_is_answered(executor: ExecutorUnderTest) -> None:
 def half_a_line_is_not_answered(executor: ExecutorUnderTest) -> None:
     request = executor.make_request("conformance.echo", "half")
     # Everything but the line feed: without it the executor cannot know whether the line is complete.
-    executor.send(json_lines.format_line(request)[:-1])
+    executor.enqueue(json_lines.format_line(request)[:-1])
     executor.close()
-    executor.remaining_output(within=min(executor.patience, 2.0))
+    executor.collect_outcomes(within=min(executor.timeout, 2.0))
     expect(
-        all(outcome.job_id != request["job_id"] for outcome in executor.remaining_output(within=0)),
+        all(outcome.job_id != request["job_id"] for outcome in executor.collect_outcomes(within=0)),
         "half a line was answered",
     )
 
@@ -299,14 +299,14 @@ def a_crash_leaves_no_half_answer(executor: ExecutorUnderTest) -> None:
     executor.check_echo("x" * 200_000)
     lines_before = len(executor.unexpected_lines)
     request = executor.make_request("conformance.crash")
-    executor.send(request)
+    executor.enqueue(request)
     expect(executor.exit_code() is not None, "conformance.crash did not end the process")
     expect(
         not executor.has_partial_line and len(executor.unexpected_lines) == lines_before,
         "the crash left something on stdout",
     )
     expect(
-        all(outcome.job_id != request["job_id"] for outcome in executor.remaining_output()),
+        all(outcome.job_id != request["job_id"] for outcome in executor.collect_outcomes()),
         "the job that crashed was answered",
     )
 
@@ -323,15 +323,15 @@ def a_signal_ends_it_when_busy(executor: ExecutorUnderTest) -> None:
     executor.check_echo()
     lines_before = len(executor.unexpected_lines)
     request = executor.make_request("conformance.sleep", 600)
-    executor.send(request)
-    executor.remaining_output(within=REQUEST_START_SECONDS)
+    executor.enqueue(request)
+    executor.collect_outcomes(within=REQUEST_START_SECONDS)
     executor.send_signal(signal.SIGTERM)
     _expect_exit(executor)
     expect(
         not executor.has_partial_line and len(executor.unexpected_lines) == lines_before,
         "the signal left half a line on stdout",
     )
-    outcomes = [outcome for outcome in executor.remaining_output() if outcome.job_id == request["job_id"]]
+    outcomes = [outcome for outcome in executor.collect_outcomes() if outcome.job_id == request["job_id"]]
     expect(all(outcome.status != "success" for outcome in outcomes), "a job that was ended by a signal is a success")
 
 
@@ -375,7 +375,7 @@ class ExecutorCheckResult:
 def run_suite(
     command: Sequence[str],
     *,
-    patience: float = ANSWER_TIMEOUT_SECONDS,
+    timeout: float = ANSWER_TIMEOUT_SECONDS,
     only: Collection[str] | None = None,
     on_check_end: Callable[[ExecutorCheckResult], None] | None = None,
 ) -> list[ExecutorCheckResult]:
@@ -386,19 +386,19 @@ def run_suite(
     results = []
     for each in CHECKS:
         if only is None or each.name in only:
-            results.append(run_check(each, command, patience=patience))
+            results.append(run_check(each, command, timeout=timeout))
             if on_check_end is not None:
                 on_check_end(results[-1])
     return results
 
 
 def run_check(
-    check: ExecutorCheck, command: Sequence[str], *, patience: float = ANSWER_TIMEOUT_SECONDS
+    check: ExecutorCheck, command: Sequence[str], *, timeout: float = ANSWER_TIMEOUT_SECONDS
 ) -> ExecutorCheckResult:
     """Run one check."""
     started_at = time.monotonic()
     try:
-        with ExecutorUnderTest(command, patience=patience) as executor:
+        with ExecutorUnderTest(command, timeout=timeout) as executor:
             check.run(executor)
     except CheckFailed as failed:
         return ExecutorCheckResult(
