@@ -1,4 +1,4 @@
-"""Codec: encodes a transaction as bytes and headers, and decodes it.
+"""Codec: encodes a transaction as bytes (its payload) and headers (all other fields), and decodes it.
 
 The wire names are in one table, ``WIRE``; ``docs/spec/wire.md`` is its readable form, and a test compares the two.
 """
@@ -23,9 +23,9 @@ from ergon_framework.connectors.base import ConnectorError, MissingKeyError, Und
 from ergon_framework.failure import Attempt, Deferral
 from ergon_framework.transaction import MAX_HISTORY, Transaction
 
-#: Largest body that is read or written unless the codec is configured otherwise.
+#: Maximum bytes of a body that is read or written unless the codec is configured otherwise.
 MAX_BYTES: Final = 1024 * 1024
-#: Deepest nesting of arrays and objects in a body.
+#: Maximum nesting depth of arrays and objects in a body.
 MAX_DEPTH: Final = 64
 
 

@@ -1,4 +1,8 @@
-"""Dead letters, the same on every broker: the record of each, the query that selects them, the result of a move."""
+"""Dead letters, the same on every broker: the record of each, the query that selects them, the result of a move.
+
+A dead letter is a transaction that failed and is kept for an operator. A handle identifies it in its queue; a move
+replays it (the transaction returns to the queue) or discards it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from ergon_framework.errors import Category, ConfigurationError
 from ergon_framework.failure import EDITED_CODE, MAX_MESSAGE_CHARS, Attempt, Deferral, Failure, trim_history
 from ergon_framework.transaction import MAX_HISTORY, Transaction
 
-#: The largest number that can be a handle: the largest integer of the stores.
+#: The largest number that can be a handle: the largest bigint of a database.
 MAX_HANDLE = 2**63 - 1
 
 

@@ -37,7 +37,7 @@ REQUIRE_VARIABLE: Final = "ERGON_ENCRYPTION__REQUIRE"
 KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 12
 TAG_BYTES: Final = 16
-#: The key of ``detail`` under which a failure record with hidden texts keeps its encrypted original.
+#: The key in ``detail`` of a failure record, whose texts are hidden, for its encrypted original.
 DETAIL_KEY: Final = "ergon.encrypted"
 #: Headers that are authenticated with a body: changing them or moving the body elsewhere requires the key.
 _AUTHENTICATED_HEADERS: Final = (

@@ -1,4 +1,8 @@
-"""ForeignCodec: decodes messages of third-party producers, and derives a stable id from their content."""
+"""ForeignCodec: decodes messages of third-party producers, and derives a stable id from their content.
+
+The framework's own messages have their id in a header. Here a rule, such as a JSON pointer or a header name, names
+where each field of a message is.
+"""
 
 from __future__ import annotations
 

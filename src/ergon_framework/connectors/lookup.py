@@ -20,7 +20,7 @@ from ergon_framework.history import (
     sort_events,
 )
 
-#: The largest number of dead letters of one id that are reported.
+#: Maximum number of dead letters of one id that a history reports.
 MAX_DEAD_LETTERS = 100
 _REPORTED_FIELDS = ("type", "tenant", "correlation", "causation", "key")
 

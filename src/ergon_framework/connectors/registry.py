@@ -1,4 +1,7 @@
-"""Registry of URL schemes: the connector of a broker's address, built-in or from an installed package."""
+"""Registry of URL schemes: the connector of a broker's address, built-in or from an installed package.
+
+The scheme of an address, such as ``amqp`` in ``amqp://localhost``, selects the connector.
+"""
 
 from __future__ import annotations
 

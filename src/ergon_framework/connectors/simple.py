@@ -1,4 +1,7 @@
-"""SimpleConnector: a working connector with one method to implement, for a source that is only read."""
+"""SimpleConnector: a working connector with one method to implement, for a read-only source.
+
+Such a source (a list, an API, a file) knows no claims: redeliveries wait in the memory of this process.
+"""
 
 from __future__ import annotations
 

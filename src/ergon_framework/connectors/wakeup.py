@@ -1,4 +1,7 @@
-"""Wake up the threads and tasks of this process that wait for a transaction."""
+"""Wake up the threads and tasks of this process that wait for a transaction.
+
+A fetch claims what is ready, and otherwise waits until a notification of the broker, or until something becomes due.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tasks: the base classes of user tasks. A task has a connector, services by name, a policy and a lifespan."""
+"""Tasks: the base classes of user tasks.
+
+A task has a connector (its queue), services (objects such as clients, by name), a policy (retries, timeouts,
+concurrency) and a lifespan (a context manager that opens the services for the time of a loop). Mixins add the handlers.
+"""
 
 from __future__ import annotations
 

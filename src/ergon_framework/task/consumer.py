@@ -1,4 +1,8 @@
-"""The sync and async entry points of the consumer engine, and their common part."""
+"""The sync and async entry points of the consumer engine, and their common part.
+
+An entry point creates the script of the consume loop, which decides, and the driver that runs it: on threads for sync
+handlers, on asyncio for async ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context helpers for user code, and the choice of an entry point's policy and gates.
+"""Context helpers for user code, and the choice of an entry point's policy and gates (functions that pause a loop).
 
 The engine's own calls propagate the context already; the helpers are for user code that starts its own threads or
 tasks, or needs a separate time limit inside a handler.

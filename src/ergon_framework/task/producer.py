@@ -1,4 +1,8 @@
-"""The sync and async entry points of the producer engine, and their common part."""
+"""The sync and async entry points of the producer engine, and their common part.
+
+An entry point creates the script of a produce call, which decides, and the driver that runs it: on threads for sync
+handlers, on asyncio for async ones.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Admission: deliveries between their fetch and their start.
 
-They wait in the backlog for a slot or for their key, or are settled before they start.
+They wait in the backlog for a slot, in which one transaction runs at a time, or until no other transaction with their
+key runs. Some are settled instead of started: duplicates, expired, undecodable or too often delivered ones.
 """
 
 from __future__ import annotations

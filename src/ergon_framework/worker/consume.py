@@ -1,6 +1,8 @@
 """The consume loop: fetch as much as there is capacity for, start it immediately, and shut down cleanly.
 
-The slot table records what occupies the slots of a loop, and since when the loop is stalled.
+The loop is a script: a generator that yields effects, such as starting the lifecycle of a transaction or waiting for
+events in its mailbox, for a driver to perform. The slot table records what occupies the slots of a loop, one
+transaction each. The loop is stalled while abandoned calls, which timed out and did not exit, occupy all of them.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class SlotTable(Generic[T]):
         #: Ended lifecycles with an abandoned call that still runs.
         self.abandoned: dict[Slot, T] = {}
         self._stalled_since: float | None = None
-        #: It was stalled for too long: the supervisor of the process must restart it.
+        #: It was stalled for too long and starts nothing more: a supervisor must restart the process.
         self._is_stalled = False
 
     @property
@@ -103,7 +105,7 @@ def process_events_until(condition: Callable[[], bool], mailbox: Mailbox, handle
 #: Event: new messages may have arrived.
 WAKE_EVENT: Final = object()
 
-#: Seconds that settlements may still take after the drain.
+#: Seconds that settlements may still take after the drain, the wait for running work at shutdown.
 FLUSH_TIMEOUT_SECONDS = 0.5
 
 
@@ -181,7 +183,7 @@ class ConsumeLoop:
         self._helpers: set[Slot] = set()
         self._was_woken = False
         self._is_wake_pending = False
-        #: The running transaction is on its last permitted delivery.
+        #: The running transaction is on its last permitted delivery and runs alone: a crash then has no other cause.
         self._runs_alone = False
         self._fetch_error: FetchException | None = None
         self._fetcher: Fetcher | None = None

@@ -1,4 +1,8 @@
-"""The observer interfaces of a loop and of a transaction: they receive events and never decide."""
+"""The observer interfaces of a loop and of a transaction: they receive events and never decide.
+
+Telemetry implements them; a loop without telemetry has no observer. A lifecycle is the processing of one transaction,
+in steps (process, then success or exception) with attempts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The exceptions that user code raises, and those that the loops raise."""
+"""The exceptions that user code raises, and those that the loops raise.
+
+An exception of user code classifies a failure: BUSINESS (the work is impossible), SYSTEM (technical) or TIMEOUT, and
+whether and when a retry may help. An exception of a loop has the report of what the loop did until then.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fetching: the call to a connector that may be slow, fail, hang or lose its connection."""
+"""Fetching: the call to a connector that may be slow, fail, hang or lose its connection.
+
+It is a script, a generator whose effects a driver performs. It retries under the policy of the step fetch.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The lifecycle of a transaction: PROCESS, then SUCCESS; or EXCEPTION, exactly once.
+"""The lifecycle of a transaction: the step process, then success; or exception, exactly once.
 
-A delivery is handled here from its start until its settlement is queued. The failures of a TaskGroup, an exception
-group, get one verdict.
+Each step calls a handler of the task, with retries. The lifecycle is a script: a generator that yields effects, such as
+calls, for a driver to perform. A delivery is handled here from its start until its settlement is queued.
+
+The failures of a TaskGroup, an exception group, get one verdict: one category and one decision about retries.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from ergon_framework.worker.policies import SettlePolicy
 
 
-#: Number of members whose texts are kept, and the characters that they share: a failure record keeps 500 of a message.
+#: Number of errors of a group whose texts are kept, and the characters that they share: a failure record keeps 500.
 MAX_MEMBERS: Final = 5
 MAX_MEMBERS_CHARS: Final = 400
 _MAX_NAME_CHARS: Final = 80

@@ -1,4 +1,8 @@
-"""The policies of the engine: all its numbers, as frozen trees that reject unknown keys."""
+"""The policies of the engine: all its numbers, as frozen trees that reject unknown keys.
+
+A policy configures one loop of a task. Its steps (fetch, process, success, exception, settle, produce) have their own
+retries and timeouts; docs/reference/policies.md lists every key with its default.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from ergon_framework.engine import retry as waiting
 from ergon_framework.policy import Count, Policy, Seconds
 
 TimeLimit: TypeAlias = Annotated[float, Field(gt=0)] | None
-#: How a failed transaction is settled.
+#: What happens to a failed transaction in its broker: it becomes a dead letter, or is removed.
 FailureSettlement: TypeAlias = Literal["dead_letter", "ack"]
 
 

@@ -1,4 +1,8 @@
-"""The produce call: runs every transaction of a list through its lifecycle, one batch after the other."""
+"""The produce call: runs every transaction of a list through its lifecycle, one batch after the other.
+
+The lifecycle of a produced transaction is produce, then success or exception. The call is a script: a generator that
+yields effects for a driver to perform.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The running loops of a task: registration, stopping and state, and how long an ending loop waits for its work."""
+"""The running loops of a task: registration, stopping and state.
+
+Also computes the drain: how long a loop that ends waits for its running work.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class DrainRules(Protocol):
 
 
 def drain_end(loop: DrainRules, end: StopReason, *, now: float, deadline: float) -> float:
-    """Return the end of the drain that begins at *now* because of *end*.
+    """Return the end of the drain that begins at *now*; *end* is the reason why the loop ends.
 
     *deadline* is the end of the loop's timeout, which bounds the drain of a stop too.
     """

@@ -1,6 +1,7 @@
-"""Settling: a script of its own that settles outcomes in groups, independent of their transactions.
+"""Settling: what happens to a delivery in its broker after its outcome (ack, redelivery, dead letter or release).
 
-If the broker supports it, another script renews the lease of every claim from fetch to settlement.
+A script, a generator that a driver runs next to the lifecycles, sends the settlements of many transactions in one call
+to the connector. If claims expire unless they are renewed, another script renews all of them from fetch to settlement.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ _ACK: Final = Ack()
 _SUCCEEDED: Final = OutcomeKind.SUCCEEDED
 _SETTLED: Final = SettleResult.SETTLED
 _FAILED: Final = SettleResult.FAILED
-#: The names of results in a report; None is a claim that was kept.
+#: The names of results in a report; None: the loop ended and kept the claim, so the broker redelivers it later.
 _RESULT_NAMES: Final = {None: "kept"} | {result: result.value for result in SettleResult}
 _RELEASE: Final = Release()
 
@@ -186,7 +187,7 @@ def _collect_details(error: ErgonError | None, fields: Mapping[str, Any]) -> dic
     }
 
 
-#: Fields that the code that made the effect knows better than the task that requested it.
+#: Fields of a failure record that an error may set, because it knows them better than the task.
 _OVERRIDABLE_FIELDS: Final = frozenset({"idempotency_key"})
 
 

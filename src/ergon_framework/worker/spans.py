@@ -1,7 +1,8 @@
 """The spans of a loop: its root spans, and those of each lifecycle with its steps, attempts and results.
 
-A loop has one root span for the whole call, or one per batch if it streams. Span names, and the attributes that all
-spans of one kind share, are built once per loop, so that a transaction only adds its own attributes.
+A lifecycle is the processing of one transaction: its steps are process, then success or exception, and each step has
+attempts. A loop has one root span for the whole call, or one per batch if it streams. Span names, and the attributes
+that all spans of one kind share, are built once per loop, so that a transaction only adds its own attributes.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class BatchSpans:
         self._lock = threading.Lock()
         self._current: BatchSpan | None = None
         self._open: set[BatchSpan] = set()
-        #: By the identity of the object: one id may be delivered twice, and the second is deferred immediately.
+        #: By the identity of the object: one id may be delivered twice; the second delivery is deferred immediately.
         self._by_transaction: dict[int, BatchSpan] = {}
 
     def begin(self, size: int) -> None:

@@ -1,4 +1,8 @@
-"""Telemetry of a loop: spans, metrics and log events, from the events that the loop reports."""
+"""Telemetry of a loop: spans, metrics and log events.
+
+A consume loop or a produce call reports what happens (a fetch, a step, an outcome) to an observer, which never decides
+anything. The observer of this module makes telemetry of it; a task with telemetry options chooses what is recorded.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The worst case of a policy: how long a claim may be held, and how often a handler may be called.
 
-Every number is an upper bound that the engine keeps, not a forecast. A ``retry_after`` of an error is not part of the
-policy and is not counted.
+A claim is the exclusive right to process a delivery, until it is settled. Every number is an upper bound that the
+engine keeps, not a forecast. A ``retry_after`` of an error is not part of the policy and is not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ergon_framework.connectors.base import Capabilities
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.worker.policies import ConsumerPolicy, RetryPolicy
 
-#: Maximum number of growing delays that are summed one by one.
+#: Maximum number of growing backoff delays that are summed one by one; further ones are bounded by the last.
 _MAX_STEPS: Final = 10_000
 
 

@@ -62,7 +62,7 @@ def test_a_process_that_only_closes_its_stdout_is_not_reported_as_ended():
     command = [sys.executable, "-S", "-c", "import os, time; os.close(1); time.sleep(60)"]
     with (
         ExecutorUnderTest(command, timeout=60) as executor,
-        pytest.raises(CheckFailed, match="its stdout was closed$"),
+        pytest.raises(CheckFailed, match=r"its stdout was closed$"),
     ):
         executor.ask("conformance.echo", 1)
 
