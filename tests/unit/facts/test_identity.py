@@ -137,7 +137,7 @@ def test_a_value_without_a_canonical_form_is_rejected(value, message):
         ("{", "invalid JSON"),
         ("", "invalid JSON"),
         ("1 2", "invalid JSON"),
-        pytest.param("[" * 200_000, "deeper|no JSON", id="200,000 levels"),
+        pytest.param("[" * 200_000, "levels deep|not JSON", id="200,000 levels"),
         (b"{}", "not bytes"),
     ],
 )
