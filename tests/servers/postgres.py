@@ -19,6 +19,7 @@ import psycopg
 from psycopg import sql
 
 from tests.servers.packets import PacketDrop
+from tests.servers.releases import find_folders, find_root, in_release
 
 _STOP_SIGNALS = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
 _SERVER_TIMEOUT_SECONDS = 60.0
@@ -30,8 +31,12 @@ class PostgresServerError(RuntimeError):
 
 def find_binaries() -> Path:
     """Return the folder of PostgreSQL's server programs, of the newest installed version."""
-    folders = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
+    folders = [path.parent for path in find_folders("/usr/lib/postgresql/*/bin/initdb")]
     folders.sort(key=lambda path: [int(part) for part in path.parent.name.split(".") if part.isdigit()], reverse=True)
+    if find_root() is not None:
+        if folders:
+            return folders[0]
+        raise PostgresServerError(f"the release in {find_root()} has no PostgreSQL server")
     if config := shutil.which("pg_config"):
         answer = subprocess.run([config, "--bindir"], capture_output=True, text=True, check=False)
         folders.append(Path(answer.stdout.strip()))
@@ -157,7 +162,7 @@ class PrivatePostgres:
             command += ["-c", f"{name}={value}"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, **self.get_user_options()
+                self.in_release(command), stdout=log, stderr=log, start_new_session=True, **self._get_process_options()
             )
         self._wait_until_answering()
 
@@ -213,9 +218,7 @@ class PrivatePostgres:
                 os.chown(path, account.pw_uid, account.pw_gid)
         command = [str(self.binaries / "pg_basebackup"), "-D", str(standby._data), "-R", "-X", "stream", "-c", "fast"]
         command += ["-d", f"host=127.0.0.1 port={self.port} user=postgres application_name={name}"]
-        completed = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd="/", **self.get_user_options()
-        )
+        completed = self._run(command)
         if completed.returncode != 0:
             raise PostgresServerError(f"pg_basebackup failed: {completed.stderr.strip()[-2000:]}")
         standby.start()
@@ -254,6 +257,25 @@ class PrivatePostgres:
         account = self._get_account()
         return {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
 
+    def in_release(self, command: list[str]) -> list[str]:
+        """Return *command* for the selected release, as a user whom PostgreSQL accepts."""
+        user = self.get_user_options()
+        return in_release(command, user=(user["user"], user["group"]) if user else None)
+
+    def _get_process_options(self) -> dict[str, Any]:
+        # Only root can change the root folder, so there the command itself changes the user.
+        return {} if find_root() is not None else self.get_user_options()
+
+    def _run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.in_release(command),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd="/",
+            **self._get_process_options(),
+        )
+
     def _get_account(self) -> pwd.struct_passwd:
         try:
             return pwd.getpwnam("postgres")
@@ -271,9 +293,7 @@ class PrivatePostgres:
                 os.chown(folder, account.pw_uid, account.pw_gid)
         command = [str(self.binaries / "initdb"), "-D", str(self._data), "-U", "postgres", "-A", "trust"]
         command += ["-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions"]
-        completed = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd="/", **self.get_user_options()
-        )
+        completed = self._run(command)
         if completed.returncode != 0:
             raise PostgresServerError(
                 f"initdb failed in {self._data}: {completed.stderr.strip()[-2000:]} (the user postgres must be able to "

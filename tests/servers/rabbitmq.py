@@ -12,6 +12,7 @@ from pathlib import Path
 
 import amqp
 
+from tests.servers import releases
 from tests.servers.packets import PacketDrop
 from tests.servers.postgres import free_port
 
@@ -34,7 +35,9 @@ class RabbitMQServerError(RuntimeError):
 
 def find_binaries() -> Path:
     """Return the folder of RabbitMQ's own scripts; those on the PATH often require a certain user and folder."""
-    folders = sorted(Path("/usr/lib/rabbitmq/lib").glob("rabbitmq_server-*/sbin"), reverse=True)
+    folders = sorted(releases.find_folders("/usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin"), reverse=True)
+    if releases.find_root() is not None and folders:
+        return folders[0]
     if on_path := shutil.which("rabbitmq-server", path=f"{os.environ.get('PATH', '')}:/usr/sbin"):
         folders.append(Path(on_path).resolve().parent)
     for folder in folders:
@@ -114,7 +117,7 @@ class PrivateRabbitMQ:
         self._start_epmd()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [self._find_erlang_program("erl"), *_ERLANG_OPTIONS],
+                releases.in_release([self._find_erlang_program("erl"), *_ERLANG_OPTIONS]),
                 stdout=log,
                 stderr=log,
                 env=self._env,
@@ -151,7 +154,8 @@ class PrivateRabbitMQ:
 
     def run_rabbitmqctl(self, *arguments: str) -> str:
         """Return the output of ``rabbitmqctl``; it takes a second or two."""
-        command = [str(self._scripts / "rabbitmqctl"), "-q", "-n", self._env["RABBITMQ_NODENAME"], *arguments]
+        program = [str(self._scripts / "rabbitmqctl"), "-q", "-n", self._env["RABBITMQ_NODENAME"]]
+        command = releases.in_release([*program, *arguments])
         completed = subprocess.run(
             command, capture_output=True, text=True, check=False, env=self._env, timeout=_SERVER_TIMEOUT_SECONDS
         )
@@ -168,7 +172,9 @@ class PrivateRabbitMQ:
         if self._epmd is not None and self._epmd.poll() is None:
             return
         self._epmd = subprocess.Popen(
-            [self._find_erlang_program("epmd"), "-port", self._env["ERL_EPMD_PORT"], "-address", "127.0.0.1"],
+            releases.in_release(
+                [self._find_erlang_program("epmd"), "-port", self._env["ERL_EPMD_PORT"], "-address", "127.0.0.1"]
+            ),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -182,7 +188,8 @@ class PrivateRabbitMQ:
     @staticmethod
     def _find_erlang_program(name: str) -> str:
         """Return the path of one of Erlang's own programs."""
-        program = shutil.which(name) or next(map(str, Path("/usr/lib/erlang").glob(f"erts-*/bin/{name}")), None)
+        folders = releases.find_folders(f"/usr/lib/erlang/erts-*/bin/{name}")
+        program = releases.find_program(name) or next(map(str, folders), None)
         if program is None:
             raise RabbitMQServerError(f"Erlang's {name} is missing; it comes with the server's package")
         return program

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import redis
 
+from tests.servers import releases
 from tests.servers.packets import PacketDrop
 from tests.servers.postgres import free_port
 
@@ -25,7 +25,7 @@ class RedisServerError(RuntimeError):
 
 
 def find_program(name: str = "redis-server") -> str:
-    program = shutil.which(name)
+    program = releases.find_program(name)
     if program is None:
         raise RedisServerError(f"these tests need {name} on the PATH; install it (Debian: apt install redis-server)")
     return program
@@ -63,6 +63,7 @@ class PrivateRedis:
         options = [part for name, value in self.settings.items() for part in (f"--{name}", value)]
         command = [find_program(), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder), *options]
         with (self.folder / "server.log").open("ab") as log:
+            command = releases.in_release(command)
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def start(self) -> None:
@@ -138,7 +139,7 @@ class PrivateCluster:
             node.start()
         addresses = [f"127.0.0.1:{node.port}" for node in self.nodes]
         completed = subprocess.run(
-            [find_program("redis-cli"), "--cluster", "create", *addresses, "--cluster-yes"],
+            releases.in_release([find_program("redis-cli"), "--cluster", "create", *addresses, "--cluster-yes"]),
             capture_output=True,
             text=True,
             check=False,
