@@ -110,9 +110,11 @@ class Transaction(_Draft):
     """One unit of business work; frozen, and fast to create because each message creates one.
 
     ``id`` is stable across redeliveries; ``source`` names the namespace in which ids are unique. ``key`` orders: two
-    transactions with one key never run at once. ``attempts`` counts the process attempts of earlier deliveries,
-    ``history`` holds the last ten of them, ``deferral`` counts the deferrals for an unavailable service, ``trace`` is
-    the trace carrier. Times are seconds since the epoch.
+    transactions with one key never run at once. ``correlation`` is the id that all transactions of one business process
+    share, ``causation`` the id of the transaction whose handler created this one. ``attempts`` counts the attempts of
+    the process step in earlier deliveries, ``history`` holds the last ten of them, ``deferral`` is the state of
+    deferrals for an unavailable service (their number and the time of the first), ``trace`` is the trace carrier (the
+    W3C headers). Times are seconds since the epoch.
     """
 
     __slots__ = ()
@@ -138,6 +140,7 @@ class Transaction(_Draft):
     ) -> Self:
         if not id:
             raise ValueError("transaction id is empty; pass an id that stays the same across redeliveries")
+        # Not type(id): the parameter *type* hides the function.
         if id.__class__ is not str or (key is not None and key.__class__ is not str):
             raise TypeError(f"id and key must be str, not {id.__class__.__name__} and {key.__class__.__name__}")
         if expires_at.__class__ not in _TIMESTAMP_TYPES or created_at.__class__ not in _TIMESTAMP_TYPES:
@@ -166,8 +169,9 @@ class Transaction(_Draft):
         """Create a transaction that is to be dispatched.
 
         Inside a handler, its id is derived from the transaction being handled, so that a second run of the handler
-        creates the same one, and tenant and correlation are inherited. The name of the effect is ``source/type``
-        unless *name* is given. Elsewhere the id is random.
+        creates the same one, and tenant and correlation are inherited. The id depends on the name of the effect, which
+        is ``source/type`` unless *name* is given; ConfigurationError if an attempt uses one name twice. Elsewhere the
+        id is random.
         """
         current_scope = scope.current()
         fields.setdefault("created_at", time.time())
@@ -211,6 +215,7 @@ class Transaction(_Draft):
         payload = _copy_payload(self.payload)
         if payload is self.payload:
             return self
+        # Each field is copied here because replace() takes several times as long; a new field must be added here too.
         draft = _Draft()
         draft.id = self.id
         draft.payload = payload

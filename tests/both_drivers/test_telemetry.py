@@ -450,7 +450,7 @@ def test_context_and_spans_do_not_leak_between_transactions(variant, telemetry, 
     def body(transaction):
         found_contexts.append((marker.get(), baggage.get_all()))
         marker.set(transaction.id)
-        context.api.attach(baggage.set_baggage("left", transaction.id))
+        context.otel_context.attach(baggage.set_baggage("left", transaction.id))
 
     if side is consume:
         consume(variant, telemetry, make_orders(5), process=body)
@@ -474,11 +474,11 @@ def test_baggage_comes_from_the_carrier_only(variant, telemetry):
         baggage_by_id[transaction.id] = dict(baggage.get_all())
 
     bare = Transaction("bare", source="orders", trace={"traceparent": CARRIER["traceparent"]})
-    token = context.api.attach(baggage.set_baggage("caller", "me"))
+    token = context.otel_context.attach(baggage.set_baggage("caller", "me"))
     try:
         consume(variant, telemetry, [*make_orders(1, trace=CARRIER), bare], process=process)
     finally:
-        context.api.detach(token)
+        context.otel_context.detach(token)
     assert baggage_by_id == {"order-0": {"customer": "7"}, "bare": {}}
 
 

@@ -20,7 +20,7 @@ from ergon_framework.facts.service import errors
 from ergon_framework.facts.service.calls import SERVICE
 from ergon_framework.facts.service.limits import RESERVED_FILES
 from ergon_framework.facts.service.server import Limits
-from ergon_framework.facts.service.wire import write_facts
+from ergon_framework.facts.service.wire import fill_facts
 from tests.integration.facts_zones import OUTBOUND, ServiceZones, make_fact
 from tests.servers.certificates import compute_fingerprint
 
@@ -72,7 +72,7 @@ def make_large_request(number, *, from_zone="Plant A"):
     """Return an AppendFacts of about 3 MB that takes about a second to convert to canonical form."""
     keys = json.dumps({f"{(index * 7919) % 100_003:x}": 0 for index in range(75_000)}, separators=(",", ":"))
     request = wire.AppendFactsRequest()
-    write_facts([make_fact(f"{number}-{index}") for index in range(4)], request.facts)
+    fill_facts([make_fact(f"{number}-{index}") for index in range(4)], request.facts)
     request.facts.from_zones[:] = [from_zone]
     request.facts.objects_json[:] = [keys] * 4
     return request.SerializeToString()
@@ -117,7 +117,7 @@ def test_a_large_request_without_rights_gets_the_reason(zones):
 def test_the_zones_of_a_request_are_compared_before_its_facts_are_read(zones):
     zones.serve(zones.store)
     request = wire.AppendFactsRequest()
-    write_facts([make_fact(1)], request.facts)
+    fill_facts([make_fact(1)], request.facts)
     request.facts.from_zones[:] = ["Plant B"]
     # Mismatched columns are rejected when the facts are read.
     request.facts.objects_json[:] = []

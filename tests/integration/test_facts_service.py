@@ -25,7 +25,7 @@ from ergon_framework.facts.service import boundary_pb2 as wire
 from ergon_framework.facts.service import errors
 from ergon_framework.facts.service.calls import SERVICE
 from ergon_framework.facts.service.server import Limits
-from ergon_framework.facts.service.wire import write_facts
+from ergon_framework.facts.service.wire import fill_facts
 from tests.integration.facts_zones import CLIENT_TYPES, OUTBOUND, ServiceZones, make_fact, to_stored
 from tests.servers.postgres import free_port
 
@@ -113,7 +113,7 @@ def test_an_oversized_request_is_not_read(zones):
 
 def test_a_malformed_fact_does_not_affect_other_facts(zones):
     request = wire.AppendFactsRequest()
-    write_facts([make_fact(1), make_fact(2), make_fact(3)], request.facts)
+    fill_facts([make_fact(1), make_fact(2), make_fact(3)], request.facts)
     request.facts.message_ids[0] = "a b"
     request.facts.objects_json[2] = "{"
     call = zones.open_channel(zones.plant_files).unary_unary(SERVICE + "AppendFacts")

@@ -74,7 +74,25 @@ def test_attempts_refer_to_the_table_that_the_host_names(database, kind):
 def test_a_table_that_cannot_be_referenced_is_rejected(database):
     result = run_upgrade(database, "public.nothing")
     assert result.returncode == 2
-    assert "providers.task_table 'public.nothing' is invalid" in result.stderr
+    # The upgrade itself has succeeded, and the error says so.
+    assert "the database is up to date, at revision" in result.stderr
+    assert "but setting providers.task_table failed: providers.task_table 'public.nothing' is invalid" in result.stderr
+
+
+@pytest.mark.spec("DX-30", "PRV-29")
+def test_an_upgrade_of_a_newer_database_reports_that_it_changed_the_referenced_table(database):
+    ((revision,),) = query(database, "select version_num from ergon.revision")
+    query(database, "create table public.later_executions (id text primary key)")
+    query(database, "update ergon.revision set version_num = '9999'")
+    try:
+        first, second = (run_upgrade(database, "public.later_executions") for _ in range(2))
+        run_upgrade(database, "ergon.task_executions")
+    finally:
+        query(database, f"update ergon.revision set version_num = '{revision}'")
+        query(database, "drop table public.later_executions")
+    newer = "the database is at revision 9999, created by a later release; the schema was not changed"
+    assert first.stdout == f"{newer}; provider attempts now refer to the table public.later_executions\n"
+    assert second.stdout == f"{newer}\n"
 
 
 @pytest.mark.spec("DX-30")

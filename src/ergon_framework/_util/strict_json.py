@@ -1,4 +1,7 @@
-"""The rules of JSON that all readers share: finite numbers, no constants, and each key once in an object."""
+"""Hooks for ``json.loads`` that reject numbers beyond a float, NaN and Infinity, and repeated keys in an object.
+
+Pass them as ``parse_float``, ``parse_constant`` and ``object_pairs_hook``; all JSON readers of the package do.
+"""
 
 from __future__ import annotations
 
@@ -40,5 +43,5 @@ def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def find_repeated_key(keys: Iterable[str]) -> str:
-    """Return the key that occurs most often in *keys*."""
+    """Return a repeated key of *keys*: the most frequent one."""
     return Counter(keys).most_common(1)[0][0]

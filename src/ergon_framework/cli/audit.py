@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json as jsons
+import json as json_lib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,13 +78,13 @@ def list_rows(filters: dict[str, Any], *, config: Path | None, as_json: bool) ->
         rows = importlib.import_module("ergon_framework.connectors.postgres.audit").list_rows(dsn, **filters)
     except ErgonError as error:
         if as_json:
-            typer.echo(jsons.dumps({"error": error_message(error), "exit_code": int(AuditExit.FAILED)}))
+            typer.echo(json_lib.dumps({"error": error_message(error), "exit_code": int(AuditExit.FAILED)}))
         else:
             typer.echo(f"ergon: {explain_error(error)}", err=True)
         return AuditExit.FAILED
     if as_json:
         for row in rows:
-            typer.echo(jsons.dumps(asdict(row)))
+            typer.echo(json_lib.dumps(asdict(row)))
     elif rows:
         _print_table(rows)
     else:

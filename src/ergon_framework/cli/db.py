@@ -1,8 +1,12 @@
-"""``ergon db``: upgrade the database to the schema of this release, check its revision, or print the statements."""
+"""``ergon db``: upgrade the database to the schema of this release, check its revision, or print the statements.
+
+A revision is one step of the schema's history. A release works with every revision from its required one on, so
+"compatible" and "up to date" differ.
+"""
 
 from __future__ import annotations
 
-import json as jsons
+import json as json_lib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -39,10 +43,10 @@ def upgrade(*, config: Config = None, json: Json = False) -> None:
 
     The address is read from ERGON_POSTGRES__DSN or from postgres.dsn of ergon.toml. A second run changes nothing; a
     concurrent run waits for the first. Workers of the previous release continue meanwhile. If providers.task_table
-    is set, provider attempts refer to that table afterwards.
+    is set, the recorded attempts of provider calls get a foreign key to that table, in a second database transaction.
 
-    Exit codes: 0 up to date, 2 invalid option or configuration, database unavailable, or request rejected; the database
-    is unchanged.
+    Exit codes: 0 up to date, 2 invalid option or configuration, database unavailable, or request rejected; the schema
+    is unchanged, unless the message says that only the foreign key failed.
 
     Example: ERGON_POSTGRES__DSN=postgresql://owner@db.example/shop ergon db upgrade
     """
@@ -56,7 +60,7 @@ def check(*, config: Config = None, json: Json = False) -> None:
     Exit codes: 0 up to date, 1 upgrade needed, 2 invalid option or configuration, database unavailable, or request
     rejected.
 
-    Example: ergon db check || ergon db upgrade
+    Example: ergon db check --json
     """
     raise typer.Exit(_run_command(_check, config=config, as_json=json))
 
@@ -85,20 +89,33 @@ def sql(
 
 
 def _upgrade(dsn: str, *, config: Path | None) -> tuple[DbExit, str, dict[str, Any]]:
-    state = _import_migrate().upgrade(dsn)
-    if task_table := load_settings(config).providers.task_table:
+    task_table = load_settings(config).providers.task_table
+    before = _import_migrate().upgrade(dsn)
+    message = _describe_upgrade(before)
+    if task_table:
         from ergon_framework.providers.postgres.task_table import use_task_table  # noqa: PLC0415 - as in _import_migrate
 
-        use_task_table(dsn, task_table)
-    payload = {"found": state.revision, "applied": list(state.missing), "newer": state.is_newer}
-    if state.is_newer:
-        return DbExit.OK, f"{_describe_newer_revision(state.revision)}; nothing was changed", payload
-    if not state.missing:
-        return DbExit.OK, f"the database is up to date, at revision {state.revision}", payload
-    newest = state.missing[-1]
-    if state.revision is None:
-        return DbExit.OK, f"database schema created (revision {newest})", payload
-    return DbExit.OK, f"database schema upgraded from revision {state.revision} to {newest}", payload
+        try:
+            is_changed = use_task_table(dsn, task_table)
+        except ErgonError as error:
+            # The upgrade is committed, and the operator must know that.
+            text = f"{message}; but setting providers.task_table failed: {explain_error(error)}"
+            raise ErgonError(text) from error
+        if is_changed:
+            message += f"; provider attempts now refer to the table {task_table}"
+    return DbExit.OK, message, {"found": before.revision, "applied": list(before.missing), "newer": before.is_newer}
+
+
+def _describe_upgrade(before: Any) -> str:
+    """Describe an upgrade that has succeeded; *before* is the schema's state before it."""
+    if before.is_newer:
+        return f"{_describe_newer_revision(before.revision)}; the schema was not changed"
+    if not before.missing:
+        return f"the database is up to date, at revision {before.revision}"
+    newest = before.missing[-1]
+    if before.revision is None:
+        return f"database schema created (revision {newest})"
+    return f"database schema upgraded from revision {before.revision} to {newest}"
 
 
 def _check(dsn: str) -> tuple[DbExit, str, dict[str, Any]]:
@@ -162,4 +179,4 @@ def _report_error(error: ErgonError, *, as_json: bool) -> DbExit:
 
 
 def _print_json(payload: Mapping[str, Any], code: DbExit) -> None:
-    typer.echo(jsons.dumps({**payload, "exit_code": int(code)}))
+    typer.echo(json_lib.dumps({**payload, "exit_code": int(code)}))

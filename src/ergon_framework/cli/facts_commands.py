@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import json as jsons
+import json as json_lib
 import signal
 import sys
 import threading
@@ -208,7 +208,7 @@ def append(service: ServiceOptions, fact_options: FactOptions, *, as_json: bool)
         fact = Fact(subject=fact_options.subject, predicate=fact_options.predicate, object_json=object_json)
         confirmation = client.append_fact(envelope, fact)
         if as_json:
-            typer.echo(jsons.dumps(confirmation_data(confirmation)))
+            typer.echo(json_lib.dumps(confirmation_data(confirmation)))
         else:
             duplicate_text = ", already confirmed earlier" if confirmation.duplicate else ""
             typer.echo(f"confirmed in the {confirmation.buffer} at offset {confirmation.offset}{duplicate_text}")
@@ -223,7 +223,7 @@ def get(service: ServiceOptions, from_zone: str, message_id: str, *, as_json: bo
     def work(client: Any) -> FactsExit:
         confirmation = client.get_fact(from_zone, message_id)
         if as_json:
-            typer.echo(jsons.dumps(None if confirmation is None else confirmation_data(confirmation)))
+            typer.echo(json_lib.dumps(None if confirmation is None else confirmation_data(confirmation)))
         elif confirmation is not None:
             typer.echo(f"confirmed in the {confirmation.buffer} at offset {confirmation.offset}, {confirmation.digest}")
         else:
@@ -360,7 +360,7 @@ def put(service: ServiceOptions, name: ObjectName, file: Path, *, as_json: bool)
             blob = Blob(lambda: _iter_unsent_chunks(file, start, update_progress))
             stored = client.put_object(bucket, key, blob, expected=expected, begin=start, zone=zone)
         if as_json:
-            typer.echo(jsons.dumps({"bucket": bucket, "key": key, "digest": stored.digest, "size": stored.size}))
+            typer.echo(json_lib.dumps({"bucket": bucket, "key": key, "digest": stored.digest, "size": stored.size}))
         else:
             typer.echo(f"stored {stored.digest}, {stored.size:,} bytes")
         return FactsExit.OK
@@ -464,7 +464,7 @@ def retire(
                 return FactsExit.REJECTED
         is_retired = client.retire_reader(reader, pair, by=actor)
         if as_json:
-            typer.echo(jsons.dumps({"reader": reader, "retired": is_retired}))
+            typer.echo(json_lib.dumps({"reader": reader, "retired": is_retired}))
         elif is_retired:
             typer.echo(f"{reader} is retired")
         else:
@@ -492,7 +492,7 @@ def run_with_client(work: Callable[[Any], FactsExit], service: ServiceOptions, *
 
 def _report_error(error: ErgonError, code: FactsExit, *, as_json: bool) -> FactsExit:
     if as_json:
-        typer.echo(jsons.dumps({"error": error_message(error), "code": error.code, "exit_code": int(code)}))
+        typer.echo(json_lib.dumps({"error": error_message(error), "code": error.code, "exit_code": int(code)}))
     else:
         _print_stderr(error_message(error))
     return code

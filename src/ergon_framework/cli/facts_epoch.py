@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json as jsons
+import json as json_lib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -64,7 +64,7 @@ def list_(
                     "by": each.by,
                     "present": each.present,
                 }
-                typer.echo(jsons.dumps(payload))
+                typer.echo(json_lib.dumps(payload))
             else:
                 actor_text = f", by {each.by}" if each.by else ""
                 typer.echo(f"{'*' if each.present else ' '} {each.epoch}  {began_at}  {each.why}{actor_text}")
@@ -106,7 +106,7 @@ def new(
             return _report_unchanged()
         new_epoch = store.new_epoch(by=resolve_actor_name(actor), why=reason)
         typer.echo(
-            jsons.dumps({"epoch": new_epoch, "was": current_epoch})
+            json_lib.dumps({"epoch": new_epoch, "was": current_epoch})
             if json
             else f"the store is now in epoch {new_epoch}"
         )
@@ -155,7 +155,8 @@ def adopt(
             return _report_unchanged()
         store.adopt_epoch(pair, Cursor(name, offset), by=resolve_actor_name(actor))
         payload = {"epoch": name, "was": None if end is None else end.epoch, "offset": offset}
-        typer.echo(jsons.dumps(payload) if json else f"facts from {from_zone} continue in epoch {name} after {offset}")
+        message = f"facts from {from_zone} continue in epoch {name} after {offset}"
+        typer.echo(json_lib.dumps(payload) if json else message)
         return FactsExit.OK
 
     raise typer.Exit(_run_with_store(work, side=side, accept_loss=accept_loss, config=config, as_json=json))
@@ -192,7 +193,7 @@ def accept(
         dead_letters = store.consumer_store().forget_epoch(ZonePair(from_zone, to_zone), reader)
         payload = {"reader": reader, "epoch": store.epoch, "dead_letters": dead_letters}
         message = f"{reader} may continue in epoch {store.epoch}; deferred facts dead-lettered: {dead_letters}"
-        typer.echo(jsons.dumps(payload) if json else message)
+        typer.echo(json_lib.dumps(payload) if json else message)
         return FactsExit.OK
 
     raise typer.Exit(_run_with_store(work, side=side, accept_loss=accept_loss, config=config, as_json=json))
@@ -223,7 +224,7 @@ def _run_with_store(
 
 def _report_error(error: ErgonError, code: FactsExit, *, as_json: bool) -> FactsExit:
     if as_json:
-        typer.echo(jsons.dumps({"error": error_message(error), "code": error.code, "exit_code": int(code)}))
+        typer.echo(json_lib.dumps({"error": error_message(error), "code": error.code, "exit_code": int(code)}))
     else:
         typer.echo(f"ergon: {error_message(error)}", err=True)
     return code

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as jsons
+import json as json_lib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -87,7 +87,7 @@ def run_now(name: Name, *, config: Config = None, json: Json = False) -> None:
     def work(client: Any) -> JobExit:
         submitted = client.run_schedule(name)
         typer.echo(
-            jsons.dumps({"id": submitted.id, "created": submitted.created, "state": submitted.state})
+            json_lib.dumps({"id": submitted.id, "created": submitted.created, "state": submitted.state})
             if json
             else submitted.id
         )

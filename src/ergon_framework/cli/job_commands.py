@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import json as jsons
+import json as json_lib
 import shlex
 import sys
 import time
@@ -188,7 +188,7 @@ def submit(options: SubmitOptions, *, config: Path | None, as_json: bool) -> Job
         submitted_job = client.submit(options.function, *args, kwargs=kwargs, at=options.due_at, **options.job_options)
         if as_json:
             typer.echo(
-                jsons.dumps({"id": submitted_job.id, "created": submitted_job.created, "state": submitted_job.state})
+                json_lib.dumps({"id": submitted_job.id, "created": submitted_job.created, "state": submitted_job.state})
             )
         else:
             typer.echo(submitted_job.id)
@@ -367,7 +367,7 @@ def run_with_client(
     except ErgonError as error:
         code = JobExit.UNSUCCESSFUL if error.code in _JOB_ERROR_CODES else JobExit.FAILED
         if as_json:
-            typer.echo(jsons.dumps({"error": error_message(error), "exit_code": int(code)}))
+            typer.echo(json_lib.dumps({"error": error_message(error), "exit_code": int(code)}))
         else:
             _print_stderr(explain_error(error))
         return code
@@ -375,7 +375,7 @@ def run_with_client(
 
 def _parse_json(source: str, label: str) -> Any:
     try:
-        return jsons.loads(source)
+        return json_lib.loads(source)
     except ValueError:
         raise ConfigurationError(
             f"{label} is not valid JSON: {source[:50]!r}; strings need their own quotes, as '\"so\"'"

@@ -6,7 +6,7 @@ The output has bars and colours on a terminal, and plain columns elsewhere.
 from __future__ import annotations
 
 import importlib
-import json as jsons
+import json as json_lib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
@@ -304,7 +304,7 @@ def _run_command(work: Callable[[str], ProviderExit], *, config: Path | None, as
         return work(database_dsn(config))
     except ErgonError as error:
         if as_json:
-            typer.echo(jsons.dumps({"error": error_message(error), "exit_code": int(ProviderExit.FAILED)}))
+            typer.echo(json_lib.dumps({"error": error_message(error), "exit_code": int(ProviderExit.FAILED)}))
         else:
             typer.echo(f"ergon: {explain_error(error)}", err=True)
         return ProviderExit.FAILED
@@ -318,7 +318,7 @@ def _import_module(name: str) -> Any:
 
 def _print_result(result: Any, show: Callable[[Any], None], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(jsons.dumps(_to_json_data(result)))
+        typer.echo(json_lib.dumps(_to_json_data(result)))
     else:
         show(result)
 

@@ -27,7 +27,7 @@ class FetchLimits:
         #: None until a consumer has set a number.
         self.max_deliveries: int | None = None
 
-    def raise_deliveries(self, max_deliveries: int) -> None:
+    def raise_max_deliveries(self, max_deliveries: int) -> None:
         """Load bodies up to delivery number *max_deliveries*, or more if another consumer has set more."""
         self.max_deliveries = max(max_deliveries, self.max_deliveries or 0)
 

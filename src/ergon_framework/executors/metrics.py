@@ -13,7 +13,7 @@ from typing import Any
 
 from ergon_framework.executors.protocol import ExecutionOutcome, ExecutionRequest, Status
 from ergon_framework.telemetry import logs, names
-from ergon_framework.telemetry.context import context_with, extract_context
+from ergon_framework.telemetry.context import copy_with_otel_context, extract_context
 from ergon_framework.telemetry.metrics import LabelLimiter, LoopMetrics, Numbers
 from ergon_framework.telemetry.names import Attribute, Span
 from ergon_framework.telemetry.options import DEFAULT_OPTIONS
@@ -36,7 +36,7 @@ class ExecutorTelemetry:
                 # An executor sees few environment variables, so it often records nothing while other processes do.
                 # Messages that its handlers send still belong to the trace.
                 inherited = extract_context(context.carrier)
-                return copy_context() if inherited is None else context_with(copy_context(), inherited)
+                return copy_context() if inherited is None else copy_with_otel_context(copy_context(), inherited)
             attributes: dict[str, Any] = {
                 Attribute.TRANSACTION_ID: request.job_id,
                 Attribute.EXECUTOR_HANDLER: request.function_name,

@@ -1,11 +1,14 @@
 """SQL statements that start and finish attempts, and those that query and control jobs.
 
-The first two have numbered parameters, and take and return JSON: they run for every job, and the driver's conversions
-would take longer than all the rest. The others use psycopg's named placeholders.
+A job is a row of ``ergon.job`` and a message in a queue. The row is authoritative; the message only triggers
+processing. A worker that fetches claims messages: a row of ``ergon.claim`` with the worker, a token (a number that is
+never used again) and ``ids``, the messages that are still claimed. An attempt begins under the claim on its message and
+is counted before anything is sent to the executor; only the same claim (worker and token) can write how it ended, so an
+orchestrator that lost its claim changes nothing. The message is settled afterwards: if that fails, the message is
+redelivered, and the row decides what happens to it.
 
-The row of a job is the truth; its message only triggers processing. An attempt begins under the claim on its message
-and is counted before anything is sent; only the same claim can write how it ended. The message is settled afterwards:
-if that fails, the message is redelivered, and the row decides what happens to it.
+START_ATTEMPTS, FINISH_ATTEMPTS and FAIL_UNSERVED have numbered parameters, and take and return JSON: they run for many
+jobs, and the driver's conversions would take longer than all the rest. The others use psycopg's named placeholders.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Final
 
 from ergon_framework.jobs.model import QUEUE_PREFIX
 
-#: The messages of *$1* that are still claimed by these claims.
+#: ``mine`` has the messages of the JSON array $1 (job id, message, worker, token) that these claims still cover.
 _CLAIMED_MESSAGES: Final = """
 with given as materialized (
     select * from json_to_recordset($1::json) as g(id text, message bigint, worker bigint, token bigint)
@@ -29,13 +32,20 @@ mine as materialized (
 )
 """
 
+#: Decides for each claimed message, according to the row of its job, and begins the attempts. Parameters: $1 claims as
+#: above; $2 default of max_attempts and $3 of timeout; $4 error code and $5 message of a job without attempts left; $6
+#: message of a killed job.
+#: ``case`` computes the decision: over (the job is final: ack), failed (dead-letter the message), replayed (the dead
+#: letter of a failed job is in the queue again: its attempts restart), begun (by this claim: the answer of an earlier
+#: call was lost), killed, early (not due), exhausted (no attempt left) or run; unknown is a message without a job. See
+#: ``jobs.store.StartDecision``.
 #: The worker's row is locked as by a claim: a statement that removes the worker waits, or has run before, and then
-#: nothing is found here. ``StartDecision`` lists the results for each message.
+#: nothing is found here.
 START_ATTEMPTS: Final = f"""
 {_CLAIMED_MESSAGES},
 found as materialized (
     select j.id, j.state, j.attempts, j.due_at, j.kill_requested, j.worker as by_worker, j.token as by_token,
-        j.message as for_message, coalesce(j.max_attempts, $2::integer) as most,
+        j.message as for_message, coalesce(j.max_attempts, $2::integer) as max_attempts,
         coalesce(j.timeout, $3::float8) as timeout, j.category, j.error_code, j.error_message,
         m.message, m.worker, m.token
     from mine m join ergon.job j on j.id = m.id order by j.id for no key update of j
@@ -52,7 +62,7 @@ judged as materialized (
         ) then 'over'
         when f.kill_requested then 'killed'
         when f.state = 'pending' and f.due_at > now() then 'early'
-        when f.attempts >= f.most then 'exhausted'
+        when f.attempts >= f.max_attempts then 'exhausted'
         else 'run'
     end as decision
     from found f
@@ -78,21 +88,24 @@ changed as (
     returning j.id, j.attempts, j.category, j.error_code, j.error_message
 )
 select json_agg(json_build_array(
-    m.id, coalesce(d.decision, 'unknown'), coalesce(c.attempts, d.attempts), d.most, d.timeout,
+    m.id, coalesce(d.decision, 'unknown'), coalesce(c.attempts, d.attempts), d.max_attempts, d.timeout,
     greatest(0, extract(epoch from d.due_at - now()))::float8, coalesce(c.category, d.category),
     coalesce(c.error_code, d.error_code), coalesce(c.error_message, d.error_message)
 ))::text
 from mine m left join judged d on d.id = m.id left join changed c on c.id = m.id
 """
 
-#: Fenced by the claim that the attempt began with. A caller that finds it finished by the same claim has called before
-#: and lost the answer. An outcome is applied also after a kill request, but then there is no retry. Returns one row for
-#: each job of this claim.
+#: Writes how attempts ended. Parameters: $1 a JSON array of ends, with the columns of ``given``; $2 the message of a
+#: killed job. The state of an end is pending for a retry after *delay* seconds; *attempts_to_uncount* is 1 for an
+#: attempt that does not count, because nothing was sent or it was interrupted for another job. Only the claim that
+#: began the attempt can write. A job that this claim has finished before is reported with its state, because the caller
+#: lost the answer. An outcome is applied also after a kill request, but then there is no retry. Returns the state by
+#: job id, for each job of these claims.
 FINISH_ATTEMPTS: Final = """
 with given as materialized (
     select * from json_to_recordset($1::json) as g(
-        id text, worker bigint, token bigint, state text, delay float8, uncounted integer, result text, category text,
-        code text, type text, words text, traceback text
+        id text, worker bigint, token bigint, state text, delay float8, attempts_to_uncount integer, result text,
+        category text, code text, type text, error_message text, traceback text
     )
 ),
 mine as materialized (
@@ -104,19 +117,19 @@ mine as materialized (
 done as (
     update ergon.job j set
         state = m.becomes,
-        attempts = j.attempts - m.uncounted,
+        attempts = j.attempts - m.attempts_to_uncount,
         due_at = case m.becomes when 'pending' then now() + m.delay * interval '1 second' else j.due_at end,
         ended_at = case m.becomes when 'pending' then null else now() end,
         expires_at = case m.becomes when 'pending' then null else now() + j.retention * interval '1 second' end,
         result = case m.becomes when 'succeeded' then m.result end,
-        category = case when m.uncounted = 0 then m.category when m.becomes = 'killed' then 'BUSINESS'
+        category = case when m.attempts_to_uncount = 0 then m.category when m.becomes = 'killed' then 'BUSINESS'
             else j.category end,
-        error_code = case when m.uncounted = 0 then m.code when m.becomes = 'killed' then 'killed'
+        error_code = case when m.attempts_to_uncount = 0 then m.code when m.becomes = 'killed' then 'killed'
             else j.error_code end,
-        error_type = case when m.uncounted = 0 then m.type when m.becomes <> 'killed' then j.error_type end,
-        error_message = case when m.uncounted = 0 then m.words when m.becomes = 'killed' then $2::text
-            else j.error_message end,
-        error_traceback = case when m.uncounted = 0 then m.traceback
+        error_type = case when m.attempts_to_uncount = 0 then m.type when m.becomes <> 'killed' then j.error_type end,
+        error_message = case when m.attempts_to_uncount = 0 then m.error_message
+            when m.becomes = 'killed' then $2::text else j.error_message end,
+        error_traceback = case when m.attempts_to_uncount = 0 then m.traceback
             when m.becomes <> 'killed' then j.error_traceback end
     from mine m where j.id = m.id and m.was = 'running'
     returning j.id, j.state
@@ -124,10 +137,11 @@ done as (
 select json_object_agg(m.id, coalesce(d.state, m.was))::text from mine m left join done d on d.id = m.id
 """
 
-#: Running jobs with a kill request: there is rarely one, so all of them are read.
+#: Running jobs with a kill request, of all orchestrators: there is rarely one.
 JOBS_TO_KILL: Final = "select id from ergon.job where kill_requested and state = 'running'"
 
-#: Deletes in small batches. A failed job whose dead letter exists can be replayed, so it is kept.
+#: Deletes at most *most* expired jobs. A failed job whose dead letter exists can be replayed, so it is kept, and
+#: checked again after its retention, or after an hour if that is shorter.
 DELETE_EXPIRED: Final = """
 with old as materialized (
     select j.id, j.state = 'failed' and exists (
@@ -147,7 +161,8 @@ select count(*) from old
 
 # -- executors that no orchestrator serves ----------------------------------------------------------
 
-#: Orchestrators of one kind write the same row: a row that was just written is skipped.
+#: Records that an orchestrator serves *kinds* now. ``since`` is the start of the present service: it restarts after
+#: more than *absent* seconds without one. Orchestrators of one kind write the same row, so one just written is skipped.
 REGISTER: Final = """
 insert into ergon.executor as e (kind, since, served_at)
 select g.kind, now(), now() from unnest(%(kinds)s::text[]) as g(kind) order by g.kind
@@ -157,15 +172,15 @@ on conflict (kind) do update set
 where e.served_at < now() - interval '5 seconds'
 """
 
-#: An executor *e* is known for this long after an orchestrator served it last: longer than any outage, and than the
+#: An executor *e* is known for 400 days after an orchestrator served it last: longer than an outage, and than the
 #: interval of a job that runs once a year.
 _IS_SERVED: Final = "e.served_at > now() - interval '400 days'"
 
-#: Of a queue *q*: its executor is registered; or its jobs run or have succeeded, because an orchestrator of an older
-#: release, which does not register, serves it.
+#: The executor of a queue *q* is registered.
 _IS_REGISTERED: Final = (
     f"exists (select 1 from ergon.executor e where q.name = '{QUEUE_PREFIX}' || e.kind and {_IS_SERVED})"
 )
+#: Jobs of a queue *q* run or have succeeded: an orchestrator of an older release, which does not register, serves it.
 _HAS_ACTIVE_JOBS: Final = (
     "exists (select 1 from ergon.job s where s.queue = q.id and s.state in ('running', 'succeeded'))"
 )
@@ -179,7 +194,9 @@ where starts_with(q.name, '{QUEUE_PREFIX}') and not {_IS_REGISTERED} and {_HAS_A
 order by 1
 """
 
-#: Queues without an orchestrator that have a message to dead-letter, or to remove because its job has ended.
+#: Queues without an orchestrator that have a message to dead-letter, or to remove because its job has ended. A job may
+#: wait for an orchestrator for *grace* seconds after it is due. Nothing is returned unless some orchestrator has been
+#: running for *grace* seconds; it counts as running until *absent* seconds after its last registration.
 UNSERVED: Final = f"""
 select q.name from ergon.queue q
 where starts_with(q.name, '{QUEUE_PREFIX}') and {_IS_UNKNOWN} and exists (
@@ -200,7 +217,10 @@ and exists (
 order by q.name
 """
 
-#: The statement that fails the job checks again whether an orchestrator serves the executor.
+#: Fails the jobs of claimed messages whose executor no orchestrator serves. Parameters: $1 claims as above; $2 seconds
+#: that a job may wait after it is due; $3 error code; $4 error message. The queue is checked again, because an
+#: orchestrator may have started. A job that has already failed is written again: an orchestrator stopped between the
+#: failure and the dead letter, and the decision ``failed`` makes this caller write the dead letter.
 FAIL_UNSERVED: Final = f"""
 {_CLAIMED_MESSAGES},
 failed as (
@@ -223,7 +243,7 @@ from mine m left join ergon.job j on j.id = m.id left join failed f on f.id = m.
 
 # -- queries and control ----------------------------------------------------------------------------
 
-#: A cancelled job keeps its row until its due time: its message exists as long, and must find the row.
+#: The row is kept until the due time of the job: its delayed message is delivered then, and must find the row.
 CANCEL: Final = """
 update ergon.job set state = 'cancelled', ended_at = now(),
     expires_at = greatest(now(), due_at) + retention * interval '1 second'

@@ -169,16 +169,16 @@ _end_job_id: Final = attrgetter("claim.job_id")
 def _end_to_row(end: AttemptEnd) -> dict[str, Any]:
     """Return the values to write; an omitted column becomes null."""
     (job_id, receipt), conclusion = end
-    row: dict[str, Any] = {"id": job_id, "worker": receipt.worker, "token": receipt.token, "uncounted": 0}
+    row: dict[str, Any] = {"id": job_id, "worker": receipt.worker, "token": receipt.token, "attempts_to_uncount": 0}
     if isinstance(conclusion, Complete):
         return row | {"state": "succeeded", "result": _ENCODER.encode(conclusion.result)}
     if isinstance(conclusion, ReleaseAttempt):
-        return row | {"state": "pending", "delay": conclusion.delay, "uncounted": 1}
+        return row | {"state": "pending", "delay": conclusion.delay, "attempts_to_uncount": 1}
     if isinstance(conclusion, KillAttempt):
-        return row | {"state": "killed", "category": "BUSINESS", "code": KILLED, "words": conclusion.message}
+        return row | {"state": "killed", "category": "BUSINESS", "code": KILLED, "error_message": conclusion.message}
     cause = conclusion.cause
     row |= {"category": cause.category.value, "code": _to_storable(cause.code), "type": _to_storable(cause.error_type)}
-    row |= {"words": _to_storable(cause.message), "traceback": _to_storable(cause.traceback)}
+    row |= {"error_message": _to_storable(cause.message), "traceback": _to_storable(cause.traceback)}
     if isinstance(conclusion, Retry):
         return row | {"state": "pending", "delay": conclusion.delay}
     return row | {"state": "failed"}

@@ -18,7 +18,7 @@ from ergon_framework.providers.models import AttemptRecord, ProviderExecutionRes
 from ergon_framework.telemetry import logs, names
 from ergon_framework.telemetry.metrics import LabelLimiter, LoopMetrics, Numbers, get_registry
 from ergon_framework.telemetry.names import LIBRARY, Attribute, Event, Field, Metric, Span
-from ergon_framework.telemetry.spans import ClientSpan, current_tracer
+from ergon_framework.telemetry.spans import CallSpans, current_tracer
 
 log: Final = logging.getLogger(f"{LIBRARY}.providers")
 
@@ -47,9 +47,7 @@ class ProviderTelemetry:
         self._request = request
         self._cooldown = cooldown
         tracer = current_tracer()
-        self._spans = (
-            None if tracer is None else ClientSpan(tracer, Span.PROVIDER_CALL, _build_span_attributes(request))
-        )
+        self._spans = None if tracer is None else CallSpans(tracer, Span.PROVIDER_CALL, _build_span_attributes(request))
 
     def on_attempt_start(self, number: int) -> Context | None:
         spans = self._spans

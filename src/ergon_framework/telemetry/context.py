@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextvars import Context as Variables
+from contextvars import Context as ContextVars
 from typing import Final
 
-from opentelemetry import context as api
+from opentelemetry import context as otel_context
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.trace import (
@@ -68,10 +68,10 @@ def with_current_trace(transaction: Transaction) -> Transaction:
     return transaction.replace(trace=carrier) if carrier else transaction
 
 
-def context_with(variables: Variables, context: Context) -> Variables:
+def copy_with_otel_context(variables: ContextVars, context: Context) -> ContextVars:
     """Return a copy of *variables* in which *context* is the current one."""
     copy = variables.copy()
-    copy.run(api.attach, context)
+    copy.run(otel_context.attach, context)
     return copy
 
 

@@ -1,16 +1,18 @@
-"""Spans of outgoing calls and of loops; no telemetry error can fail a call or end a loop.
+"""Spans of outgoing calls and of loops; no error of telemetry can fail a call or end a loop.
 
-An outgoing call has one span, and one child for each attempt.
+An outgoing call has one span, and one child for each attempt. Starting and ending a span run samplers, processors and
+exporters, which are third-party code and may raise: their errors are logged. Setting attributes, a status or an event
+only changes the span object; the SDK logs invalid values there and does not raise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextvars import Context as Variables
+from contextvars import Context as ContextVars
 from contextvars import copy_context
 from typing import Any, Final
 
-from opentelemetry import context as api
+from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import (
@@ -26,12 +28,12 @@ from opentelemetry.trace import (
 )
 
 from ergon_framework.telemetry import logs
-from ergon_framework.telemetry.context import context_with, extract_context, span_ids
+from ergon_framework.telemetry.context import copy_with_otel_context, extract_context, span_ids
 from ergon_framework.telemetry.names import LIBRARY, ExceptionEvent
 from ergon_framework.telemetry.options import TelemetryOptions
 
 
-class ClientSpan:
+class CallSpans:
     """The spans of one call."""
 
     __slots__ = ("_attempt_span", "_call_span", "_tracer")
@@ -41,12 +43,12 @@ class ClientSpan:
         self._attempt_span: Span | None = None
         self._call_span = self._start_span(name, None, attributes)
 
-    def start_attempt(self, name: str, attributes: Mapping[str, Any]) -> Variables | None:
+    def start_attempt(self, name: str, attributes: Mapping[str, Any]) -> ContextVars | None:
         """Begin an attempt; return the context variables in which its body is to run."""
         if self._call_span is None:
             return None
         self._attempt_span = span = self._start_span(name, self._call_span, attributes)
-        return None if span is None else context_with(copy_context(), set_span_in_context(span))
+        return None if span is None else copy_with_otel_context(copy_context(), set_span_in_context(span))
 
     def end_attempt(self, attributes: Mapping[str, Any], failure: str | None) -> None:
         """End the attempt; *failure* is the name of the error."""
@@ -115,9 +117,9 @@ class SpanNode:
         tracing = self._tracing
         return SpanNode(tracing, tracing.start_span(name, self.context, attributes=attributes), self.context)
 
-    def new_context(self) -> Variables:
+    def new_context(self) -> ContextVars:
         """Return the context variables of a handler call in this span; a new copy, because a call may change it."""
-        return context_with(self._tracing.variables, self.context)
+        return copy_with_otel_context(self._tracing.variables, self.context)
 
     @property
     def links(self) -> Sequence[Link]:
@@ -155,7 +157,7 @@ class Tracing:
         self._tracer = tracer
         self._kind = SpanKind.CONSUMER if consumer else SpanKind.PRODUCER
         self.variables = copy_context()
-        self._outer_context = api.get_current()
+        self._outer_context = otel_context.get_current()
 
     def start_root(self, name: str, attributes: Mapping[str, Any]) -> SpanNode:
         return SpanNode(self, self.start_span(name, self._outer_context, attributes=attributes), self._outer_context)

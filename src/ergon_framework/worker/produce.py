@@ -1,7 +1,10 @@
 """The produce call: runs every transaction of a list through its lifecycle, one batch after the other.
 
-The lifecycle of a produced transaction is produce, then success or exception. The call is a script: a generator that
-yields effects for a driver to perform.
+The lifecycle of a produced transaction is the produce step, then the success or the exception step. The call is a
+script: a generator that yields effects (start, wait, interrupt) for a driver, which performs them with threads or
+asyncio. Each running lifecycle occupies a slot. An abandoned call has timed out but still runs, and keeps its slot
+until it exits; the result that it returns then is late, and discarded. A call is stalled when abandoned calls have
+occupied all slots for the drain timeout.
 """
 
 from __future__ import annotations
@@ -30,11 +33,10 @@ _CONTENT_FIELDS: Final = ("payload", "type", "schema_version", "key", "tenant")
 
 
 class ProduceRun:
-    """One produce call for one list."""
+    """One produce call for one list, and its state for the probes (see ``worker.running.RunningLoop``)."""
 
-    #: A produce call fetches nothing, so it has no reason for not fetching.
+    #: Always None and 0: a produce call fetches nothing, so it never stops fetching and has no claims.
     not_fetching_reason: str | None = None
-    #: A produce call fetches nothing.
     in_flight = 0
 
     def __init__(
@@ -48,6 +50,7 @@ class ProduceRun:
         start: LifecycleStarter = run_lifecycle,
         observer: LoopObserver | None = None,
     ) -> None:
+        """Prepare a call; *late_results* returns how many abandoned calls have returned so far."""
         self._late_results = late_results
         self._start_lifecycle = start
         self._spec = spec
@@ -73,6 +76,7 @@ class ProduceRun:
         return self._slot_table.live
 
     def _count_slots(self) -> tuple[int, int, int]:
+        """Return the running, abandoned and waiting transactions; a produce call has no backlog of waiting ones."""
         return len(self._slot_table.running), len(self._slot_table.abandoned), 0
 
     def run(self) -> Script[ProduceReport]:
@@ -113,6 +117,7 @@ class ProduceRun:
     def _start(self, transaction: Transaction) -> Script[None]:
         self._started += 1
         script = self._start_lifecycle(self._spec, transaction, self._observer.on_transaction_start(transaction, None))
+        # counted: the slot is one of the loop's concurrency.
         slot = yield from spawn(script, notify=self.mailbox, counted=True)
         self._slot_table.running[slot] = transaction
 
@@ -133,10 +138,13 @@ class ProduceRun:
                 self._outcomes[_get_identity(self._slot_table.running[event.slot])] = outcome
                 self._observer.on_transaction_end(outcome)
             self._slot_table.handle_event(event)
-        yield from ()
+        yield from ()  # makes this a generator, as interrupt_all() requires
 
     def _drain(self, end: StopReason) -> Script[StopReason]:
-        """Let running work end within its time, then stop it."""
+        """Let running work end within its time, then stop it; after LIMIT within the time of the whole call.
+
+        No stall deadline is needed: a stalled call has only abandoned calls, and the drain waits for running ones.
+        """
         until = NEVER if end is StopReason.LIMIT else self._compute_drain_end(end)
         stop_requested = end is StopReason.STOP
         while self._slot_table.running and self._monotonic() < until:

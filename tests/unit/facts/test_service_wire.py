@@ -163,7 +163,7 @@ def make_largest_fact(character="\U0001f600"):
 def test_no_message_exceeds_its_weight(facts):
     max_bytes = sum(batches.max_encoded_size(*each) for each in facts)
     request = wire.AppendFactsRequest()
-    batches.write_facts(facts, request.facts)
+    batches.fill_facts(facts, request.facts)
     assert len(messages.encode(request)) <= max_bytes
     epochs = ["\U0001f600" * 128 + str(n) for n in range(len(facts))]
     stored_facts = [

@@ -12,7 +12,7 @@ from opentelemetry.trace import get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ergon_framework.telemetry.context import (
-    context_with,
+    copy_with_otel_context,
     current_ids,
     extract_context,
     inject_carrier,
@@ -74,14 +74,14 @@ def test_without_a_trace_no_carrier_is_added():
 
 def test_a_sent_transaction_has_the_current_trace():
     span = TracerProvider().get_tracer("t").start_span("here")
-    variables = context_with(contextvars.copy_context(), set_span_in_context(span, Context()))
+    variables = copy_with_otel_context(contextvars.copy_context(), set_span_in_context(span, Context()))
     sent = variables.run(with_current_trace, Transaction("a"))
     assert get_current_span(extract_context(sent.trace)).get_span_context().span_id == span.get_span_context().span_id
 
 
 def test_a_transaction_with_a_trace_keeps_it():
     span = TracerProvider().get_tracer("t").start_span("here")
-    variables = context_with(contextvars.copy_context(), set_span_in_context(span, Context()))
+    variables = copy_with_otel_context(contextvars.copy_context(), set_span_in_context(span, Context()))
     transaction = Transaction("a", trace={"traceparent": TRACEPARENT})
     assert variables.run(with_current_trace, transaction) is transaction
 
@@ -89,5 +89,5 @@ def test_a_transaction_with_a_trace_keeps_it():
 def test_a_new_context_does_not_change_the_original():
     span = TracerProvider().get_tracer("t").start_span("here")
     base = contextvars.copy_context()
-    assert context_with(base, set_span_in_context(span, Context())).run(current_ids) is not None
+    assert copy_with_otel_context(base, set_span_in_context(span, Context())).run(current_ids) is not None
     assert base.run(current_ids) is None

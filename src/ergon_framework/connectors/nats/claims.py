@@ -1,9 +1,10 @@
 """Claims on messages, the state of deferred or released messages, and the heartbeat of the event loop.
 
-A claim is valid until the worker's own clock ends it. The server's lease begins when it sends a message, and a message
-may stay in the socket for as long as the event loop is blocked. LoopHeartbeat therefore keeps the latest time at which
-the loop certainly polled its sockets. A message that is read now was sent after the tick before the last one: the last
-tick may have run in the same loop iteration that read the message.
+A claim is a worker's right to settle one delivery. It is valid until the worker's own clock ends it. The server's lease
+begins when it sends a message, and a message may stay in the socket for as long as the event loop is blocked.
+LoopHeartbeat therefore keeps the latest time at which the loop certainly polled its sockets. A message that is read now
+was sent after the tick before the last one: the last tick may have run in the same loop iteration that read the
+message.
 
 The state of a message is stored outside the message: a redelivery brings the headers that were published, so attempts,
 history and deferrals cannot travel in them. The server counts every delivery, so uncounted deliveries have to be
@@ -37,11 +38,12 @@ class NatsClaim:
 
     __slots__ = (
         "ack_subject",
-        "delivered",
-        "deliveries",
+        "counted_deliveries",
+        "keep_state",
         "message",
         "owner",
         "readable",
+        "server_delivery_count",
         "state",
         "state_seq",
         "until",
@@ -54,13 +56,19 @@ class NatsClaim:
         self.message = message
         #: The subject for acks.
         self.ack_subject = message.reply
-        #: The delivery count of the server.
-        self.delivered = self.deliveries = api.read_delivered(message.reply)
+        #: The delivery count of the server, which includes released and deferred deliveries.
+        self.server_delivery_count = api.read_delivered(message.reply)
+        #: The deliveries that count against the limit; lower than the server's once the state is loaded.
+        self.counted_deliveries = self.server_delivery_count
         #: When the lease ends, in seconds of the monotonic clock.
         self.until = until
+        #: The loaded state of the message, and its sequence number; None and 0 if there is none or it is not loaded.
         self.state: MessageState | None = None
         self.state_seq = 0
+        #: Whether the body can be decoded.
         self.readable = True
+        #: Whether a deferral keeps the stored attempts, history and deferral; otherwise it stores those it is given.
+        self.keep_state = False
 
     @property
     def body(self) -> bytes:
@@ -92,9 +100,9 @@ DUE: Final = "Ergon-Due"
 class MessageState:
     """The state of one message, stored under the message's key until it is settled."""
 
-    #: Deliveries that ended in a crash, as known at delivery number *delivered*.
+    #: Deliveries that ended in a crash, as known when the server's delivery count was *server_delivery_count*.
     crashed_deliveries: int
-    delivered: int
+    server_delivery_count: int
     #: Seconds since the epoch; 0 for immediately.
     due: float = 0.0
     #: None if the message's own headers are still valid.
@@ -104,16 +112,17 @@ class MessageState:
     #: The encrypted error texts of both; None if they are not encrypted.
     errors: str | None = None
 
-    def count_deliveries(self, delivered: int) -> int:
-        """Return how many deliveries count, including the current one, for the server's count *delivered*.
+    def count_deliveries(self, server_delivery_count: int) -> int:
+        """Return how many deliveries count, including the current one, for the server's present count.
 
         A server that was killed may have lost its count, and starts from the beginning.
 
-        >>> state = MessageState(crashed_deliveries=1, delivered=5)
+        >>> state = MessageState(crashed_deliveries=1, server_delivery_count=5)
         >>> state.count_deliveries(6), state.count_deliveries(1)
         (2, 2)
         """
-        since = delivered - self.delivered if delivered > self.delivered else delivered
+        earlier = self.server_delivery_count
+        since = server_delivery_count - earlier if server_delivery_count > earlier else server_delivery_count
         return self.crashed_deliveries + since
 
     def with_progress(self, defer: Defer, delivery: Delivery, codec: Codec) -> MessageState:
@@ -139,7 +148,11 @@ class MessageState:
         return transaction.replace(attempts=self.attempts, history=history, deferral=deferral)
 
     def to_bytes(self) -> bytes:
-        fields: dict[str, Any] = {"paid": self.crashed_deliveries, "delivered": self.delivered, "due": self.due}
+        fields: dict[str, Any] = {
+            "paid": self.crashed_deliveries,
+            "delivered": self.server_delivery_count,
+            "due": self.due,
+        }
         if self.attempts is not None:
             fields["attempts"] = self.attempts
             fields["history"] = [attempt.model_dump(mode="json") for attempt in self.history[-MAX_HISTORY:]]
@@ -155,7 +168,7 @@ def parse_message_state(body: bytes) -> MessageState:
     fields = json.loads(body)
     return MessageState(
         crashed_deliveries=int(fields["paid"]),
-        delivered=int(fields["delivered"]),
+        server_delivery_count=int(fields["delivered"]),
         due=float(fields.get("due", 0.0)),
         attempts=None if fields.get("attempts") is None else int(fields["attempts"]),
         history=tuple(Attempt.model_validate(attempt) for attempt in fields.get("history", ())),

@@ -373,6 +373,8 @@ class ServerClient:
         self, key: tuple[Any, ...], addresses: Sequence[str], *, timeout: float, options: Mapping[str, Any]
     ) -> None:
         self.key = key
+        #: The process that created it: a forked child must not use it.
+        self.pid = os.getpid()
         #: Kept alive, so that no other loop can get the same id.
         self.loop = asyncio.get_running_loop()
         self.users = 0

@@ -1,4 +1,9 @@
-"""NatsQueue: a queue in JetStream. The client is asynchronous; threads use it through the bridge."""
+"""NatsQueue: a queue in JetStream, the message store of a NATS server.
+
+A fetch claims messages: a claim is a worker's right to settle one delivery until its lease ends (``nats.claims``). The
+state of a deferred or released message (counted deliveries, attempts, history) is stored in a stream of its own.
+The client is asynchronous; threads use it through the sync-to-async bridge (``connectors.bridge``).
+"""
 
 from __future__ import annotations
 
@@ -54,7 +59,8 @@ _log = logging.getLogger(__name__)
 URL_VARIABLE: Final = "ERGON_NATS__URL"
 #: Seconds that an unrequested delivery may wait in this process before it is released.
 _UNREQUESTED_GRACE_SECONDS: Final = 1.0
-#: After a redelivered message, several are requested together again once this many new ones have come.
+#: After a redelivery, fetch one message at a time until this many new ones arrived: a poison message, which ends the
+#: process, must not count a delivery for others.
 _CAUTIOUS_FETCHES: Final = 50
 #: Tolerated difference between clocks, in seconds, before a delivery counts as too early.
 _CLOCK_TOLERANCE_SECONDS: Final = 1.0
@@ -103,7 +109,7 @@ class NatsQueue(AsyncConnector):
         max_fetch_bytes: int = MAX_FETCH_BYTES,
     ) -> None:
         if not 0 < len(name) <= 200:  # noqa: PLR2004 - the same limit on every broker
-            raise ConfigurationError(f"the name of a queue has 1 to 200 characters, not {len(name)}")
+            raise ConfigurationError(f"queue name {name!r:.40} must have 1 to 200 characters, not {len(name)}")
         for option, seconds in (("lease", lease), ("timeout", timeout), ("patience", patience)):
             if not 0 < seconds < math.inf:
                 raise ConfigurationError(f"{option} must be a finite number of seconds > 0, not {seconds!r}")
@@ -115,7 +121,7 @@ class NatsQueue(AsyncConnector):
         self._codec = select_codec(codec)
         self._timeout = timeout
         self._limits = FetchLimits(max_fetch_bytes)
-        #: New messages that must still come before several are requested together again.
+        #: New messages that must still arrive, one per fetch, before a fetch requests several again.
         self._cautious_fetches = 0
         self._monitor = monitor
         self._options = dict(options or {})
@@ -170,6 +176,7 @@ class NatsQueue(AsyncConnector):
             release_uncounted=True,
             delays=True,
             dead_letters=True,
+            # JetStream accepts the ack of an expired claim, so the worker's clock must reject it.
             fenced_by="clock",
             atomic_replay=False,
             durable=None if self._durability is None else self._durability.durable,
@@ -194,8 +201,9 @@ class NatsQueue(AsyncConnector):
 
     def _get_client(self) -> ServerClient:
         loop = asyncio.get_running_loop()
-        if self._client is None or self._client.loop is not loop or self._client.key[-1] != os.getpid():
-            # Another loop, or a forked child: the old client's state must not be used.
+        if self._client is None or self._client.loop is not loop or self._client.pid != os.getpid():
+            # Another loop, or a forked child: the old client must not be used, and its buffered claims are redelivered.
+            # Held claims stay valid until their leases end, because any connection can send their acks.
             self._session, self._open_lock = None, asyncio.Lock()
             self._heartbeat.stop()
             self._buffer.clear()
@@ -330,7 +338,10 @@ class NatsQueue(AsyncConnector):
         task.add_done_callback(self._background.discard)
 
     async def _release(self, claims: Sequence[NatsClaim], connection: Connection | None = None) -> None:
-        """Release unrequested claims; their deliveries are not counted."""
+        """Release unrequested claims; their deliveries are not counted.
+
+        A release writes the whole state of the message, so its earlier state is loaded first.
+        """
         if not claims:
             return
         try:
@@ -349,7 +360,7 @@ class NatsQueue(AsyncConnector):
     # -- fetch ----------------------------------------------------------------------------------------
 
     def limit_deliveries(self, max_deliveries: int) -> None:
-        self._limits.raise_deliveries(max_deliveries)
+        self._limits.raise_max_deliveries(max_deliveries)
 
     async def fetch_transactions_async(
         self, batch_size: int, *, wait: float = 0.0, **_extra: Any
@@ -379,7 +390,9 @@ class NatsQueue(AsyncConnector):
             if claim.until > now:
                 claims.append(claim)
         known_keys = session.known_keys
-        redelivered = [claim for claim in claims if claim.delivered > 1 or (known_keys and claim.key in known_keys)]
+        redelivered = [
+            claim for claim in claims if claim.server_delivery_count > 1 or (known_keys and claim.key in known_keys)
+        ]
         try:
             if redelivered:
                 await self._load_states(session.connection, redelivered)
@@ -387,10 +400,12 @@ class NatsQueue(AsyncConnector):
         except BaseException:
             buffer.extendleft(reversed(claims))
             raise
+        # A claim that was deferred again has no owner any more.
         selected, remaining = self._select([claim for claim in claims if claim.owner is self])
         buffer.extendleft(reversed(remaining))
-        if selected and selected[0].deliveries > 1 and buffer:
-            # Decoding the next message may end this process, which must not count a delivery for the other claims.
+        if selected and selected[0].counted_deliveries > 1 and buffer:
+            # The selected message was delivered before, and decoding it may end this process: that must not count a
+            # delivery for the other claims.
             unselected = list(buffer)
             buffer.clear()
             try:
@@ -402,23 +417,23 @@ class NatsQueue(AsyncConnector):
 
     def _select(self, claims: Sequence[NatsClaim]) -> tuple[Sequence[NatsClaim], Sequence[NatsClaim]]:
         """Return the claims to hand out now, and the others: a redelivered message is handed out alone."""
-        redelivered = [claim for claim in claims if claim.deliveries > 1]
+        redelivered = [claim for claim in claims if claim.counted_deliveries > 1]
         self._cautious_fetches = (
             _CAUTIOUS_FETCHES if redelivered else max(0, self._cautious_fetches - len(claims)) if claims else 0
         )
         if not redelivered:
             return claims, ()
-        new = [claim for claim in claims if claim.deliveries <= 1]
+        new = [claim for claim in claims if claim.counted_deliveries <= 1]
         return (new, redelivered) if new else (redelivered[:1], redelivered[1:])
 
     def _to_delivery(self, claim: NatsClaim) -> Delivery:
         message, error = claim.message, None
         headers = message.headers
         self._held.add(claim)
-        if self._limits.exceeds(claim.deliveries):
+        if self._limits.exceeds(claim.counted_deliveries):
             # It will be dead-lettered, and decoding it may be what ended the earlier processes.
             transaction, _ = describe_unread(len(message.data), headers, source=self._name, limit=None)
-            return Delivery(transaction, claim, claim.deliveries, claim.until)
+            return Delivery(transaction, claim, claim.counted_deliveries, claim.until)
         try:
             transaction = self._codec.decode(message.data, headers, source=self._name)
         except Exception:  # noqa: BLE001 - decode() below classifies the error
@@ -426,10 +441,10 @@ class NatsQueue(AsyncConnector):
         claim.readable = not isinstance(error, UndecodableError)
         if claim.state is not None and claim.readable:
             transaction = claim.state.apply_to(transaction, error, self._codec)
-        return Delivery(transaction, claim, claim.deliveries, claim.until, error)
+        return Delivery(transaction, claim, claim.counted_deliveries, claim.until, error)
 
     async def _load_states(self, connection: Connection, claims: Sequence[NatsClaim]) -> None:
-        """Load the message states of *claims*."""
+        """Load the message states of *claims*, and correct their delivery counts."""
         subject = self._names.state_subject
         unloaded = [claim for claim in claims if claim.state is None]
         requests = [
@@ -447,12 +462,12 @@ class NatsQueue(AsyncConnector):
             try:
                 claim.state = parse_message_state(stored.body)
             except (ValueError, KeyError, TypeError):
-                # Invalid, written by other code: the message matters more than its state.
+                # Invalid, written by other code: the message is delivered without its state instead of never.
                 logs.log_event(
                     logging.WARNING, "message state unreadable", {"queue": self._name, "sequence": stored.seq}, to=_log
                 )
                 continue
-            claim.deliveries = claim.state.count_deliveries(claim.delivered)
+            claim.counted_deliveries = claim.state.count_deliveries(claim.server_delivery_count)
 
     async def _defer_again(self, connection: Connection, claims: Sequence[NatsClaim]) -> None:
         """Defer again for the rest of the delay: a server that was killed loses delays and delivers too early."""
@@ -461,7 +476,7 @@ class NatsQueue(AsyncConnector):
         for claim in claims:
             state = claim.state
             if state is not None and state.due > now + _CLOCK_TOLERANCE_SECONDS:
-                claim.readable = False  # its state stays unchanged
+                claim.keep_state = True
                 early.append((Delivery(Transaction("early"), claim), Defer(state.due - now)))
         if early:
             await self._settler.settle(early, connection)
@@ -515,10 +530,10 @@ class NatsQueue(AsyncConnector):
         await states.aclose()  # type: ignore[attr-defined] # generators have it
         return count
 
-    async def _read_oldest_age(self, connection: Connection, delivered: int) -> float | None:
+    async def _read_oldest_age(self, connection: Connection, last_delivered_seq: int) -> float | None:
         try:
             response = await api.call(
-                connection, f"STREAM.MSG.GET.{self._names.work}", seq=delivered + 1, next_by_subj=">"
+                connection, f"STREAM.MSG.GET.{self._names.work}", seq=last_delivered_seq + 1, next_by_subj=">"
             )
         except api.ApiError as error:
             if error.number != api.NO_MESSAGE:

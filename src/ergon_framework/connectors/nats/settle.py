@@ -1,5 +1,8 @@
 """Settle a group of claims in as few round trips as possible.
 
+A claim is a worker's right to settle one delivery (``nats.claims``). To settle is to ack, release, defer or dead-letter
+the message. An ack is a message to the subject that JetStream gave with the delivery.
+
 Acks of one consumer go to one subject over one connection, and the server handles them in order: the response to the
 last ack of a group confirms all of them.
 """
@@ -183,8 +186,8 @@ class NatsSettler:
     def _plan_redelivery(self, index: int, delivery: Delivery, claim: NatsClaim, defer: Defer | None) -> _SettlePlan:
         previous, delay = claim.state, 0.0 if defer is None else defer.delay
         due = time.time() + delay if delay > 0 else 0.0
-        state = MessageState(claim.deliveries - 1, claim.delivered, due)
-        if defer is not None and claim.readable:
+        state = MessageState(claim.counted_deliveries - 1, claim.server_delivery_count, due)
+        if defer is not None and claim.readable and not claim.keep_state:
             state = state.with_progress(defer, delivery, self._codec)
         elif previous is not None:
             state = replace(

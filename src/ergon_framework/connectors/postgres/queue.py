@@ -93,7 +93,7 @@ class PostgresQueue(Connector, AsyncConnector):
         max_fetch_bytes: int = MAX_FETCH_BYTES,
     ) -> None:
         if not 0 < len(name) <= 200:  # noqa: PLR2004 - as the table says
-            raise ConfigurationError(f"a queue name must have 1 to 200 characters, not {len(name)}")
+            raise ConfigurationError(f"queue name {name!r:.40} must have 1 to 200 characters, not {len(name)}")
         if not 0 < lease < math.inf:
             raise ConfigurationError(f"a lease must be a finite number of seconds > 0, not {lease!r}")
         self._name = name
@@ -284,7 +284,7 @@ class PostgresQueue(Connector, AsyncConnector):
     # -- fetch ------------------------------------------------------------------------------------------
 
     def limit_deliveries(self, max_deliveries: int) -> None:
-        self._limits.raise_deliveries(max_deliveries)
+        self._limits.raise_max_deliveries(max_deliveries)
 
     def fetch_transactions(self, batch_size: int, *, wait: float = 0.0, **_extra: Any) -> Sequence[Delivery]:
         """Return ready transactions: redelivered ones first, then by priority and age."""

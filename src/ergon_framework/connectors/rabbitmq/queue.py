@@ -164,7 +164,9 @@ class RabbitMQQueue(Connector, AsyncConnector):
         max_fetch_bytes: int = MAX_FETCH_BYTES,
     ) -> None:
         if not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
-            raise ConfigurationError(f"a queue name must have 1 to {_MAX_NAME_BYTES} bytes, not {len(name.encode())}")
+            raise ConfigurationError(
+                f"queue name {name!r:.40} must have 1 to {_MAX_NAME_BYTES} bytes, not {len(name.encode())}"
+            )
         if name.startswith("amq."):
             raise ConfigurationError(f"the name {name!r} begins with 'amq.', which is reserved for the server")
         for option, seconds in (("timeout", timeout), ("consumer_timeout", consumer_timeout)):
@@ -313,7 +315,7 @@ class RabbitMQQueue(Connector, AsyncConnector):
         return self._arrivals.listen(listener)
 
     def limit_deliveries(self, max_deliveries: int) -> None:
-        self._limits.raise_deliveries(max_deliveries)
+        self._limits.raise_max_deliveries(max_deliveries)
 
     def _omits_body(self, properties: pika.BasicProperties, size: int) -> bool:
         """Return whether a body of *size* bytes is not loaded."""

@@ -51,7 +51,9 @@ def queue_keys(name: str, stream: str | None = None) -> QueueKeys:
     'ergon:{shop:orders}:orders:dead'
     """
     if not 0 < len(name) <= _MAX_NAME_CHARS:
-        raise ConfigurationError(f"a queue name must have 1 to {_MAX_NAME_CHARS} characters, not {len(name)}")
+        raise ConfigurationError(
+            f"queue name {name!r:.40} must have 1 to {_MAX_NAME_CHARS} characters, not {len(name)}"
+        )
     if stream is None and ("{" in name or "}" in name):
         raise ConfigurationError(f"a queue name in Redis must have no braces, which mark a cluster's slot: {name!r}")
     stream = f"ergon:{{{name}}}" if stream is None else stream

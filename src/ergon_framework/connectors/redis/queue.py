@@ -327,7 +327,7 @@ class RedisQueue(Connector, AsyncConnector):
     # -- fetch ------------------------------------------------------------------------------------------
 
     def limit_deliveries(self, max_deliveries: int) -> None:
-        self._limits.raise_deliveries(max_deliveries)
+        self._limits.raise_max_deliveries(max_deliveries)
 
     def fetch_transactions(self, batch_size: int, *, wait: float = 0.0, **_extra: Any) -> Sequence[Delivery]:
         """Return ready transactions: redelivered ones first, then by age."""

@@ -1,4 +1,10 @@
-"""RpcCall: the request of each call of the contract and the parser of its answer, for the sync and async clients."""
+"""RpcCall: one call of the Boundary gRPC service as a request and a parser of its answer, for both clients.
+
+The sync and the async client send the same ``RpcCall``. Each function below has the name and the parameters of the
+boundary's method (``facts.boundary``); the RPC names in ``boundary.proto`` are fixed and partly differ. A log is the
+sequence of facts from one zone to another (a pair), and a cursor is a position in it: the epoch and the offset of a
+fact.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ SERVICE: Final = "/ergon.facts.v1.Boundary/"
 
 @dataclass(frozen=True, slots=True)
 class RpcCall(Generic[T]):
-    """One call: its method, its request, and the parser of its answer."""
+    """One call: the name of its RPC, its request, and the type and parser of its answer."""
 
     method: str
     request: Message
@@ -33,7 +39,10 @@ class RpcCall(Generic[T]):
         try:
             return self.parse(self.answer.FromString(data))
         except (DecodeError, ValueError) as error:
-            raise ServiceError(f"the answer to {self.method} is invalid: {error}; retry") from error
+            raise ServiceError(
+                f"the answer to {self.method} is invalid: {error}; check that the server is an Ergon service of a "
+                "compatible release"
+            ) from error
 
 
 def describe() -> RpcCall[tuple[str, BoundaryCapabilities]]:
@@ -61,7 +70,7 @@ def append_facts(facts: Sequence[NewFact]) -> Iterator[RpcCall[Sequence[AppendRe
 
 def _append_batch(facts: Sequence[NewFact]) -> RpcCall[Sequence[AppendResult]]:
     request = pb.AppendFactsRequest()
-    wire.write_facts(facts, request.facts)
+    wire.fill_facts(facts, request.facts)
     message_ids = [envelope.message_id for envelope, _ in facts]
     return RpcCall(
         "AppendFacts", request, pb.AppendFactsAnswer, lambda answer: wire.read_append_answer(answer, message_ids)
@@ -94,15 +103,18 @@ def confirm_receipt(reader: str, pair: ZonePair, cursor: Cursor) -> RpcCall[None
 
 
 def get_cursor(reader: str, pair: ZonePair) -> RpcCall[Cursor | None]:
+    """Request the position of the last fact whose receipt *reader* has confirmed."""
     request = pb.CursorOfRequest(reader=reader, pair=wire.write_pair(pair))
     return RpcCall("CursorOf", request, pb.CursorAnswer, _parse_cursor)
 
 
 def last_offset(pair: ZonePair) -> RpcCall[Cursor | None]:
+    """Request the position of the last fact of *pair*; None if its log has never had one."""
     return RpcCall("EndOf", pb.EndOfRequest(pair=wire.write_pair(pair)), pb.CursorAnswer, _parse_cursor)
 
 
 def cursor_at_time(pair: ZonePair, unix_ms: int) -> RpcCall[Cursor | None]:
+    """Request the position of the last retained fact that was stored before *unix_ms*."""
     request = pb.CursorAtRequest(pair=wire.write_pair(pair), unix_ms=unix_ms)
     return RpcCall("CursorAt", request, pb.CursorAnswer, _parse_cursor)
 
@@ -117,6 +129,7 @@ def retire_reader(reader: str, pair: ZonePair, by: str) -> RpcCall[bool]:
 
 
 def list_logs() -> RpcCall[Sequence[LogState]]:
+    """Request the state of every log that the caller may see, with its readers."""
     return RpcCall(
         "Survey",
         pb.SurveyRequest(),
@@ -126,6 +139,7 @@ def list_logs() -> RpcCall[Sequence[LogState]]:
 
 
 def uploaded_bytes(bucket: str, key: str, expected: StoredArtifact, zone: str = "") -> RpcCall[int]:
+    """Request how many bytes the store has of an interrupted upload of *expected*; uploads of one name may differ."""
     request = pb.ReceivedRequest(bucket=bucket, key=key, expected=wire.write_artifact(expected), zone=zone)
     return RpcCall("Received", request, pb.ReceivedAnswer, lambda answer: int(answer.size))
 

@@ -225,8 +225,8 @@ def max_encoded_size(envelope: Envelope, fact: Fact) -> int:
 # -- batches: facts ---------------------------------------------------------------------------------
 
 
-def write_facts(facts: Sequence[NewFact], message: pb.Facts) -> None:
-    """Write facts into *message*, a field of another message: copying it there would take as long again."""
+def fill_facts(facts: Sequence[NewFact], message: pb.Facts) -> None:
+    """Fill *message*, which is a field of another message, with facts: copying it there would take as long again."""
     envelopes = [envelope for envelope, _ in facts]
     message.message_ids.extend([envelope.message_id for envelope in envelopes])
     message.from_zones.extend(_compress_column([envelope.from_zone for envelope in envelopes]))
@@ -372,7 +372,7 @@ def _read_other(message: pb.AppendFactsAnswer, index: int, message_id: str) -> A
 def write_fetch_answer(facts: Sequence[StoredFact]) -> pb.FetchFactsAnswer:
     """Write facts with the offset, epoch, digest and time that their store has assigned."""
     answer = pb.FetchFactsAnswer()
-    write_facts([(stored.envelope, stored.fact) for stored in facts], answer.facts)
+    fill_facts([(stored.envelope, stored.fact) for stored in facts], answer.facts)
     answer.digests.extend([stored.digest for stored in facts])
     answer.offsets.extend([stored.offset for stored in facts])
     answer.stored_at_unix_ms.extend([stored.stored_at_unix_ms for stored in facts])

@@ -48,7 +48,7 @@ from ergon_framework.providers.models import AttemptRecord, ProviderRequest, cur
 from ergon_framework.providers.postgres.attempt_writer import close_writers
 from ergon_framework.providers.telemetry import attempt_listener
 from ergon_framework.telemetry import logs
-from ergon_framework.telemetry.context import context_with, current_ids, extract_context
+from ergon_framework.telemetry.context import copy_with_otel_context, current_ids, extract_context
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 from ergon_framework.telemetry.options import get_options
 from ergon_framework.telemetry.tracebacks import ExcInfo, format_traceback, to_exc_info
@@ -163,7 +163,7 @@ class CeleryDelivery:
         # Instrumentation of Celery has already continued the trace.
         parent = extract_context(invocation.trace) if current_ids() is None else None
         if parent is not None:
-            context = context_with(context, parent)
+            context = copy_with_otel_context(context, parent)
         return context.run(self._run_in_scope, body)
 
     def _run_in_scope(self, body: Callable[[], Any]) -> Any:

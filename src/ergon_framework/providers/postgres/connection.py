@@ -1,4 +1,8 @@
-"""Database connections on which no wait exceeds a timeout."""
+"""Database connections on which no wait for an answer of the server exceeds a timeout.
+
+The timeout applies to each wait after connecting. Connecting has the timeout of the address, or that of
+``connect_options``.
+"""
 
 from __future__ import annotations
 
@@ -42,5 +46,6 @@ def connection(dsn: str, *, answer_timeout: float) -> Iterator[TimeoutConnection
         with connect(dsn, answer_timeout=answer_timeout) as conn:
             yield conn
     except psycopg.Error as error:
-        # Without the cause, which quotes the statement. The server may accept later what it rejects here.
+        # Without the cause, which quotes the statement. is_broken classifies the error as temporary: a server that
+        # starts, stops or lacks resources rejects statements that it accepts later.
         raise translate_error(error, is_broken=True) from None

@@ -91,12 +91,12 @@ def format_failure(error: Exception) -> str:
 
 
 def check(
-    *ids: str, needs: tuple[Precondition, ...] = (), lease: float = LONG_LEASE_SECONDS
+    *rule_ids: str, needs: tuple[Precondition, ...] = (), lease: float = LONG_LEASE_SECONDS
 ) -> Callable[[CheckFunction], Check]:
     """Make a check from a coroutine function; its name becomes the name of the rule."""
 
     def decorate(run: CheckFunction) -> Check:
-        return Check(run.__name__, ids, needs, run, lease)
+        return Check(run.__name__, rule_ids, needs, run, lease)
 
     return decorate
 

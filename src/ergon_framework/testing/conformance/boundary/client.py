@@ -51,9 +51,9 @@ class BoundaryUnderTest(ABC):
 
     @abstractmethod
     def client(
-        self, store: str, *, side: BoundarySide = BoundarySide.INNER, max_facts: int | None = None
+        self, store_name: str, *, side: BoundarySide = BoundarySide.INNER, max_facts: int | None = None
     ) -> Boundary | AsyncBoundary:
-        """Create a new client of *store*, as another process would.
+        """Create a new client of the store *store_name*, as another process would.
 
         The store is empty when its name is used for the first time; *max_facts* is the number of facts that it retains.
         """
@@ -64,15 +64,15 @@ class BoundaryUnderTest(ABC):
     #: Whether an interrupted upload can be resumed instead of starting from scratch.
     resumes: bool = False
 
-    def backup(self, store: str) -> Callable[[], None] | None:  # noqa: ARG002 - optional
+    def backup(self, store_name: str) -> Callable[[], None] | None:  # noqa: ARG002 - optional
         """Make a backup and return a function that restores it; None if this is not supported."""
         return None
 
-    def lose(self, store: str, bucket: str, key: str) -> bool:  # noqa: ARG002 - as above
+    def lose(self, store_name: str, bucket: str, key: str) -> bool:  # noqa: ARG002 - as above
         """Remove the bytes of an artifact without using the store; False if this is not supported."""
         return False
 
-    def damage(self, store: str, bucket: str, key: str) -> bool:  # noqa: ARG002 - as above
+    def damage(self, store_name: str, bucket: str, key: str) -> bool:  # noqa: ARG002 - as above
         """Change some bytes of an artifact without using the store; False if this is not supported."""
         return False
 

@@ -11,7 +11,7 @@ from contextvars import copy_context
 
 from ergon_framework.connectors.base import DeadLetter, Delivery, Release, UndecodableError
 from ergon_framework.errors import ErgonError
-from ergon_framework.telemetry.context import context_with, extract_context
+from ergon_framework.telemetry.context import copy_with_otel_context, extract_context
 from ergon_framework.testing.conformance.check import (
     CheckFailed,
     check,
@@ -74,7 +74,7 @@ async def source_and_trace_are_stamped(context: CheckContext) -> None:
     client = await context.client()
     trace_id = f"{0xABC:032x}"
     trace_context = extract_context({"traceparent": f"00-{trace_id}-{0xDEF:016x}-01"})
-    task_context = copy_context() if trace_context is None else context_with(copy_context(), trace_context)
+    task_context = copy_context() if trace_context is None else copy_with_otel_context(copy_context(), trace_context)
     sending = client.dispatch(context.transaction("plain"), context.transaction("own", source="elsewhere"))
     await asyncio.create_task(sending, context=task_context)
     transactions = {each.transaction.id: each.transaction for each in await client.claim(2)}

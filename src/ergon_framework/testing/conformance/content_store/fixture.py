@@ -1,4 +1,8 @@
-"""The adapter to a content store under test, the context of a check, and helper functions for checks."""
+"""The adapter to a content store under test, the context of a check, and helper functions for checks.
+
+A content store keeps the bytes of artifacts, and finds them by their SHA-256 digest. A check tests rules of the
+specification, which have ids such as FAC-04.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +26,15 @@ from ergon_framework.testing.conformance.connector.client import run_in_thread
 class ContentStoreUnderTest(ABC):
     """A content store under test; only ``open`` is required. The suite skips checks of missing features."""
 
-    #: The expected value of ``durable`` for the store's setup.
+    #: The expected value of ``durable`` for the store's setup; with UNKNOWN_DURABILITY any value passes.
     durable: Any = UNKNOWN_DURABILITY
-    #: Size of a content that the store splits, if it has such a limit; otherwise of one that fills several chunks.
+    #: Number of bytes of a test artifact that is large enough for the store to split it, if it splits any, and to be
+    #: read in several chunks.
     large: int = 1_000_017
 
     @abstractmethod
-    def open(self, store: str, *, max_bytes: int | None = None) -> ContentStore:
-        """Open *store*, as another process would; it is empty when its name is used for the first time.
+    def open(self, store_name: str, *, max_bytes: int | None = None) -> ContentStore:
+        """Open the store *store_name*, as another process would; it is empty when its name is used first.
 
         *max_bytes* is the number of bytes that it may hold.
         """
@@ -37,8 +42,8 @@ class ContentStoreUnderTest(ABC):
     #: Whether ``open`` supports *max_bytes*.
     bounded: bool = False
 
-    def truncate(self, store: str, digest: str) -> bool:  # noqa: ARG002 - optional
-        """Remove the end of a content without using the store; False if this is not supported."""
+    def truncate(self, store_name: str, digest: str) -> bool:  # noqa: ARG002 - optional
+        """Remove the last bytes of the stored artifact *digest*, past the store's own code; False if not supported."""
         return False
 
     def close(self) -> None:  # noqa: B027 - optional
@@ -50,11 +55,11 @@ class ContentCheckContext:
 
     def __init__(self, system: ContentStoreUnderTest) -> None:
         self.system = system
-        self.store = f"conformance{uuid.uuid4().hex[:12]}"
+        self.store_name = f"conformance{uuid.uuid4().hex[:12]}"
 
     def open(self, *, max_bytes: int | None = None) -> ContentStore:
         """Open the store again."""
-        return self.system.open(self.store, max_bytes=max_bytes)
+        return self.system.open(self.store_name, max_bytes=max_bytes)
 
 
 E = TypeVar("E", bound=Exception)
@@ -68,8 +73,8 @@ class UploadInterrupted(ErgonError):
     """The connection was lost during an upload."""
 
 
-def blocking_check(*ids: str) -> Callable[[BlockingCheck], Check]:
-    """Make a check from a blocking function; it runs on a thread, so that a hanging one blocks nothing else."""
+def blocking_check(*rule_ids: str) -> Callable[[BlockingCheck], Check]:
+    """Make a check from a blocking function, on a thread, so that a hanging one blocks nothing else."""
 
     def decorate(run: BlockingCheck) -> Check:
         @wraps(run)
@@ -77,7 +82,7 @@ def blocking_check(*ids: str) -> Callable[[BlockingCheck], Check]:
             await run_in_thread(partial(run, context))
 
         function: CheckFunction = run_blocking
-        return check(*ids)(function)
+        return check(*rule_ids)(function)
 
     return decorate
 

@@ -129,7 +129,7 @@ def a_truncated_content_is_replaced(context: ContentCheckContext) -> None:
     contents = context.open()
     content = sample_bytes(context.system.large)
     stored = store_content(contents, content)
-    if not context.system.truncate(context.store, stored.digest):
+    if not context.system.truncate(context.store_name, stored.digest):
         raise NotApplicable("the system under test cannot truncate a content")
     expect(contents.size_of(stored.digest) != stored.size, "a truncated content is reported as complete")
     store_content(contents, content)
