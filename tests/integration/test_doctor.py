@@ -402,7 +402,7 @@ def test_an_unreachable_server_is_a_finding(monkeypatch, variable, address, name
     assert str(port) in shown
 
 
-def test_a_hanging_server_is_reported_in_time_and_delays_no_other_check(strict_server, monkeypatch):
+def test_a_hanging_server_is_reported_within_the_timeout_and_delays_no_other_check(strict_server, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         monkeypatch.setenv("ERGON_POSTGRES__DSN", create_migrated_database(strict_server))

@@ -438,7 +438,7 @@ def test_an_unreadable_address_is_reported_immediately_and_not_repeated():
     assert "open-sesame" not in str(caught.value)
 
 
-def test_no_call_fails_when_no_thread_can_be_started(dsn, make_writer, monkeypatch, caplog):
+def test_calls_succeed_when_the_writer_thread_cannot_start(dsn, make_writer, monkeypatch, caplog):
     writer = make_writer(dsn, every=0.05)
 
     def raise_error(*_):

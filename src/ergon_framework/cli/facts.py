@@ -79,7 +79,7 @@ Since = Annotated[
     ),
 ]
 Confirm = Annotated[
-    bool, typer.Option("--confirm", help="Move the cursor after the printed facts; otherwise they are read again.")
+    bool, typer.Option("--confirm", help="Advance the cursor past the printed facts; otherwise they are read again.")
 ]
 
 
@@ -100,7 +100,9 @@ def serve(
     ] = None,
     accept_loss: Annotated[
         bool,
-        typer.Option("--accept-loss", help="Serve from memory, or a database that may lose commits at a power loss."),
+        typer.Option(
+            "--accept-loss", help="Allow storage that may lose facts: memory, or a database that is not durable."
+        ),
     ] = False,
     max_facts: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum number of retained facts.")] = None,
     max_bytes: Annotated[
@@ -242,7 +244,7 @@ def append(
 ) -> None:
     """Append a fact and print its offset; appending it again returns the same offset.
 
-    Exit codes: 0 confirmed, 1 rejected, for example because the id already stores a different fact, 2 invalid option or
+    Exit codes: 0 confirmed, 1 rejected, for example because a different fact has the id, 2 invalid option or
     configuration, 3 service unavailable, outcome unknown: run the command again.
 
     Example: ergon facts append order:17 paid '{"total": 12.5}' --from "Plant A" --to HQ --id order-17-paid

@@ -29,10 +29,14 @@ FromZone = Annotated[str, typer.Option("--from", metavar="ZONE", help="Zone that
 ToZone = Annotated[str, typer.Option("--to", metavar="ZONE", help="Zone that the facts are for.")]
 SideOption = Annotated[
     BoundarySide,
-    typer.Option("--side", help="Side of the boundary: inner keeps the buffers ESB and IFB, outer ISB and EFB."),
+    typer.Option(
+        "--side",
+        help="Side of the boundary: inner keeps the egress store buffer (ESB) and the ingress forward buffer (IFB), "
+        "outer the ingress store buffer (ISB) and the egress forward buffer (EFB).",
+    ),
 ]
 AcceptLoss = Annotated[
-    bool, typer.Option("--accept-loss", help="Accept a database that may lose commits at a power loss.")
+    bool, typer.Option("--accept-loss", help="Allow a database that may lose commits after a power loss.")
 ]
 
 

@@ -136,7 +136,12 @@ Kind = Annotated[str | None, typer.Option(metavar="KIND", help="Only this execut
 
 @job.command()
 def submit(
-    function: Annotated[str, typer.Argument(metavar="FUNCTION", help="Function to call: HANDLER or KIND#HANDLER.")],
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="FUNCTION", help="Function to call, for example charge or python#charge (KIND#FUNCTION)."
+        ),
+    ],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGUMENT", help="Positional arguments, each as JSON.")
     ] = None,
@@ -218,7 +223,7 @@ def wait(
 
 @job.command()
 def cancel(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Cancel a job that waits for an executor, its start time, or its next attempt.
+    """Cancel a pending job: it waits for an executor, its start time, or its next attempt.
 
     Exit codes: 0 cancelled, 1 started, ended or not found, 2 database unavailable, request rejected, or invalid option
     or configuration.
@@ -230,7 +235,7 @@ def cancel(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config
 
 @job.command()
 def kill(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Cancel a waiting job, or kill the executor that runs it; the job is not retried.
+    """Cancel a pending job, or kill the executor that runs a running job; the job is not retried.
 
     The orchestrator kills the executor within about a second; ergon job wait shows the end of the job.
 
@@ -253,9 +258,11 @@ def list_(
         ),
     ] = None,
     kind: Kind = None,
-    function: Annotated[str | None, typer.Option(metavar="HANDLER", help="Only this function, without KIND#.")] = None,
+    function: Annotated[str | None, typer.Option(metavar="FUNCTION", help="Only this function, without KIND#.")] = None,
     tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant.")] = None,
-    before: Annotated[int | None, typer.Option(metavar="N", help="Only jobs with a number below N.")] = None,
+    before: Annotated[
+        int | None, typer.Option(metavar="N", help="Only jobs before the one with number N, as shown by this command.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Maximum number of jobs to show.")] = 50,
     config: Config = None,
     json: JsonLines = False,

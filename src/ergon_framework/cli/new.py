@@ -78,7 +78,9 @@ def create_project(name: str, broker: Broker) -> NewExit:
 def check_name(name: str) -> None:
     """Reject a name that is invalid for a package, a database, an image or a pod."""
     if len(name) > MAX_NAME_CHARS:
-        raise ConfigurationError(f"a name of {len(name)} characters is too long; use at most {MAX_NAME_CHARS}")
+        raise ConfigurationError(
+            f"project name {name!r:.40} has {len(name)} characters; the maximum is {MAX_NAME_CHARS}"
+        )
     if not _NAME_PATTERN.fullmatch(name):
         suggestion = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
         hint = f", for example {suggestion!r}" if _NAME_PATTERN.fullmatch(suggestion) else ""

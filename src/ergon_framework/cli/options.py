@@ -88,7 +88,9 @@ FILTER_OPTIONS: dict[str, Any] = {
     "key": Annotated[str | None, _make_option("Only this ordering key.", metavar="KEY")],
     "tenant": Annotated[str | None, _make_option("Only this tenant.", metavar="TENANT")],
     "correlation": Annotated[str | None, _make_option("Only this correlation id.", metavar="ID")],
-    "task": Annotated[str | None, _make_option("Only dead letters of the task with this name.", metavar="NAME")],
+    "task": Annotated[
+        str | None, _make_option("Only dead letters of the task with this name, without its module.", metavar="NAME")
+    ],
     "error_type": Annotated[
         str | None, _make_option("Only this error class, for example TimeoutError.", metavar="CLASS")
     ],

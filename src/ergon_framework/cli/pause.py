@@ -254,7 +254,8 @@ def resume_(
 ) -> None:
     """Resume a paused task or queue on all workers.
 
-    Exit codes: 0 resumed, 1 not paused, or database unavailable, 2 invalid option or configuration.
+    Exit codes: 0 resumed, 1 the name is not paused, or the database is unavailable (see the message), 2 invalid option
+    or configuration.
 
     Example: ergon resume charge
     """

@@ -169,7 +169,7 @@ class PolicyExit(ExitCode):
     """Exit codes of ``ergon policy`` and their meanings."""
 
     OK = 0, "shown"
-    REJECTED = 1, "the broker would redeliver a delivery before the policy's lifecycle has ended"
+    REJECTED = 1, "the broker's lease or deadline is shorter than the worst case that the policy allows"
     USAGE = 2, "the command line, the policy, the configuration or the task is invalid"
 
 
@@ -360,8 +360,8 @@ def explain(
     Retries of providers in the task's module multiply the task's own retries. Nothing is fetched and no server is
     queried.
 
-    Exit codes: 0 shown, 1 the broker would redeliver a delivery before the policy's lifecycle has ended, 2 invalid
-    task, option, policy or configuration.
+    Exit codes: 0 shown, 1 the broker would redeliver a message that is still being processed, because its lease or
+    deadline is shorter than the worst case, 2 invalid task, option, policy or configuration.
 
     Example: ergon policy explain app:charge
     """
@@ -373,6 +373,8 @@ def schema(
     kind: Annotated[PolicyKind, typer.Argument(metavar="KIND", help="Kind of policy.")] = PolicyKind.CONSUMER,
 ) -> None:
     """Print the JSON Schema of a policy, for an editor or a validation step.
+
+    Exit codes: 0 printed, 2 unknown kind.
 
     Example: ergon policy schema consumer > consumer-policy.schema.json
     """

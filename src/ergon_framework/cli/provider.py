@@ -350,7 +350,9 @@ provider.add_typer(quota, name="quota")
 provider.add_typer(breaker, name="breaker")
 
 Name = Annotated[str, typer.Argument(metavar="PROVIDER", help="Name of the provider.")]
-Capability = Annotated[str, typer.Argument(metavar="CAPABILITY", help="Capability of the provider.")]
+Capability = Annotated[
+    str, typer.Argument(metavar="CAPABILITY", help="Operation of the provider that is called, for example charging.")
+]
 Tenant = Annotated[
     str | None,
     typer.Option(
@@ -438,7 +440,7 @@ def extend(
 
 @quota.command()
 def lost(*, tenant: Tenant = None, limit: Limit = 100, config: Config = None, json: Json = False) -> None:
-    """List quota reservations whose owners were killed, newest first; they count as used.
+    """List quota that crashed processes had reserved, newest first; it counts as used until its window ends.
 
     Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
 
@@ -562,7 +564,9 @@ def retention(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Create the partitions of the next days and delete old data, as writers do if their role permits.
+    """Create the partitions of the next days and delete old data.
+
+    Processes that record attempts do this automatically, if their database role has the permission.
 
     Exit codes: 0 done, 1 some work remains for the next run because another process ran retention or used a table,
     2 database unavailable, request rejected, or invalid option or configuration.

@@ -399,8 +399,8 @@ def _format_time(time: datetime | date) -> str:
 def _encode_field(field: str) -> bytes:
     if not isinstance(field, str):
         raise InvalidFactError(
-            f"the fields of an id must be text, and {field!r:.40} is a {type(field).__name__}: convert it, "
-            "always in the same way, for instance with str()"
+            f"id field must be str, not {type(field).__name__}: {field!r:.40}; convert it, always in the same way, "
+            "for example with str()"
         )
     try:
         return field.encode()

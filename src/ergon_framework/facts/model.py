@@ -57,7 +57,7 @@ _REFERENCE_KEYS: Final = frozenset(("bucket", "key", "digest", "size"))
 
 
 class Buffer(StrEnum):
-    """The four buffers of a boundary between an inner zone and an outer one.
+    """The four buffers of a boundary between an inner zone and an outer one: ingress or egress, store or forward.
 
     Facts from the outer zone are stored in the ISB and forwarded to the IFB, where the inner zone reads them; facts
     from the inner zone are stored in the ESB and forwarded to the EFB. A confirmation always refers to a store buffer,

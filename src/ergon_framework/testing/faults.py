@@ -107,8 +107,9 @@ def check_plan(plan: Plan, watched: Mapping[str, Any]) -> None:
         for number, fault in planned.items():
             if number < 0 or not isinstance(fault, Fault):
                 raise ConfigurationError(
-                    f"invalid plan for {place!r}: {number!r}: {fault!r}; calls count from 0; faults are raises(), "
-                    "loses_response(), takes_longer(), hangs(), returns(), worker_dies_before() and worker_dies_after()"
+                    f"invalid fault plan for {place!r}: call {number!r} has {fault!r}; calls count from 0; faults are "
+                    "raises(), loses_response(), takes_longer(), hangs(), returns(), worker_dies_before() and "
+                    "worker_dies_after()"
                 )
 
 

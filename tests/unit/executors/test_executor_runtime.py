@@ -256,7 +256,7 @@ def test_an_invalid_request_without_a_job_id_is_logged_and_not_answered(data, ca
     assert record.bytes == (data.size if isinstance(data, OverlongLine) else len(data))
 
 
-def test_a_flood_of_refused_lines_is_logged_as_a_count(caplog):
+def test_many_rejected_lines_produce_few_log_events_with_their_count(caplog):
     runtime = make_runtime(add)
     for _ in range(2_500):
         assert runtime.reply(b"") is None

@@ -90,7 +90,7 @@ def test_a_lost_connection_fails_the_whole_batch():
     assert ([str(each) for each in answers], batches[0], after) == (["gone"] * 3, [1, 2, 3], -4)
 
 
-def test_a_cancelled_caller_is_not_started():
+def test_a_call_cancelled_while_waiting_is_not_started():
     async def main():
         calls = RecordingCall()
         coalescer = AsyncCoalescer(calls)

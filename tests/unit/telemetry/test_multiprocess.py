@@ -29,7 +29,7 @@ def totals():
 
 
 @pytest.mark.spec("RUN-04")
-def test_counters_of_several_processes_are_added_with_those_of_the_own_process():
+def test_counters_of_all_processes_are_summed():
     totals = MultiprocessMetrics(read_own=lambda: {DONE: 1})
     send_report(totals, 1, {DONE: 10})
     send_report(totals, 2, {DONE: 100})

@@ -66,7 +66,7 @@ class ObservedFetchHarness:
         return self.effect.until - self.now if isinstance(self.effect, Sleep) else None
 
 
-def test_every_attempt_is_a_call_in_the_context_of_its_observer() -> None:
+def test_each_fetch_attempt_runs_in_its_observers_context() -> None:
     harness = ObservedFetchHarness()
     call = harness.effect
     assert isinstance(call, Call)

@@ -33,7 +33,7 @@ def test_a_pause_needs_a_positive_finite_duration(seconds: float) -> None:
 
 
 @pytest.mark.spec("CON-47")
-def test_a_gate_that_returns_another_type_or_exits_pauses_the_loop() -> None:
+def test_a_gate_with_an_invalid_return_type_or_system_exit_pauses_the_loop() -> None:
     def raise_system_exit() -> Pause | None:
         raise SystemExit(3)
 

@@ -144,7 +144,9 @@ class HealthService:
                             await context.write(_STATUS(status=status).SerializeToString())
                         last = status
                     if self._is_stopping:
-                        raise ConnectionLostError("the service is stopping; watch another one, or retry later")
+                        raise ConnectionLostError(
+                            "the service is shutting down; connect to another instance, or retry later"
+                        )
                     with suppress(TimeoutError):
                         await asyncio.wait_for(changed.wait(), CERTIFICATE_RECHECK_SECONDS)
                     self._recheck(identity)

@@ -56,7 +56,9 @@ class TlsFiles:
             try:
                 contents.append(path.read_bytes())
             except OSError as error:
-                raise ConfigurationError(f"the {kind} file cannot be read: {error}") from error
+                raise ConfigurationError(
+                    f"reading the {kind} file {path} failed: {error.strerror}; check its path and permissions"
+                ) from error
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             # An empty password avoids the prompt for an encrypted key: a service starts unattended.

@@ -378,7 +378,7 @@ def _expect_fact_named(error: ArtifactLost) -> None:
 async def a_lost_artifact_is_an_error_that_names_its_fact(context: BoundaryCheckContext) -> None:
     client = await _store_with_fact(context)
     if not context.system.lose(context.store(), "files", "a/b"):
-        raise NotApplicable("the system under test cannot lose an artifact")
+        raise NotApplicable("the adapter does not support losing an artifact")
     _expect_fact_named(await expect_raises(ArtifactLost, client.read("files", "a/b"), "reading a lost artifact"))
     await expect_raises(ArtifactUnknown, client.read("files", "never"), "reading what was never stored")
 
@@ -387,7 +387,7 @@ async def a_lost_artifact_is_an_error_that_names_its_fact(context: BoundaryCheck
 async def damage_is_found_when_it_is_read(context: BoundaryCheckContext) -> None:
     client = await _store_with_fact(context)
     if not context.system.damage(context.store(), "files", "a/b"):
-        raise NotApplicable("the system under test cannot damage an artifact")
+        raise NotApplicable("the adapter does not support damaging an artifact")
     _expect_fact_named(await expect_raises(ArtifactLost, client.read("files", "a/b"), "reading a damaged artifact"))
 
 
@@ -396,7 +396,7 @@ async def a_fact_about_a_lost_artifact_is_refused(context: BoundaryCheckContext)
     client = context.client()
     await client.put("files", "a/b", [b"abc"])
     if not context.system.lose(context.store(), "files", "a/b"):
-        raise NotApplicable("the system under test cannot lose an artifact")
+        raise NotApplicable("the adapter does not support losing an artifact")
     (result,) = await client.append_many((make_envelope(), make_artifact_fact(make_reference("a/b", b"abc"))))
     if not isinstance(result, FactError):
         raise CheckFailed("a fact about an artifact whose bytes are gone was stored")

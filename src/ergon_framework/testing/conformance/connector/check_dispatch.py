@@ -66,7 +66,8 @@ async def _expect_rejected(client: Client, *transactions: Transaction) -> None:
     except ErgonError as error:
         expect(error.final, f"{type(error).__name__} is not final, but a retry cannot succeed")
     else:
-        raise CheckFailed("a transaction that cannot be sent was confirmed")
+        ids = ", ".join(repr(each.id) for each in transactions)
+        raise CheckFailed(f"dispatch confirmed {ids}, of which one cannot be encoded or is too large; it must raise")
 
 
 @check("CNN-03")
