@@ -1,4 +1,7 @@
-"""Executors: processes that run handlers which must be killable or are written in another language."""
+"""Executors: processes that run handlers which must be killable or are written in another language.
+
+An orchestrator sends requests to executors over stdin, one JSON value per line, and reads outcomes from stdout.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,8 @@
 """Decisions about a job: the executor that it goes to, and what the orchestrator does about its outcome.
 
+An executor is a process that runs handlers, in any language. The orchestrator sends it a job as a request, and receives
+an outcome.
+
 A decision is data; the caller acts on it. An executor only reports: retries and dead letters are decided here and
 nowhere else.
 """

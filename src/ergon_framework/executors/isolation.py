@@ -1,5 +1,7 @@
 """Isolation: run the process step of any consumer in an executor, where it can be killed.
 
+An executor is a process that runs handlers; the process step is the one that calls the task's handler.
+
 The rest of the task is unchanged: connector, policy, success and exception handlers, lifespan.
 """
 

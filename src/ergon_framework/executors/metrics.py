@@ -1,5 +1,7 @@
 """Telemetry of executors: the span of each job, and the metrics of a pool.
 
+An executor is a process that runs the handlers of jobs; a pool has the executors of one kind.
+
 The span of a job belongs to the trace of its request. The metrics are numbers that the pool counts anyway; they are
 read when metrics are collected.
 """

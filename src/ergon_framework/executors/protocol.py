@@ -1,5 +1,8 @@
 """The two messages of executor protocol 1 as models: their fields, and how they are parsed and formatted.
 
+An orchestrator writes requests to the stdin of an executor, a process that runs handlers; the executor answers each
+with an outcome on stdout. Both are one JSON object per line.
+
 ``docs/spec/executor.md`` is the readable specification; the JSON Schemas next to it are generated from these models.
 """
 

@@ -1,4 +1,8 @@
-"""The handlers of a Python executor by name, and the validation of their arguments."""
+"""The handlers of a Python executor by name, and the validation of their arguments.
+
+An executor is a process that runs handlers for an orchestrator; a request names the handler and has its arguments as
+JSON.
+"""
 
 from __future__ import annotations
 

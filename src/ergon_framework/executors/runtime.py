@@ -1,5 +1,8 @@
 """A Python executor: it reads requests, runs handlers one at a time, and answers each request with one line.
 
+An orchestrator writes requests to the stdin of the executor, one JSON object per line, and reads the outcomes from its
+stdout.
+
 A handler can read the context of its job, in addition to its arguments and its scope.
 """
 

@@ -1,4 +1,8 @@
-"""Jobs: work that executors run, stored in PostgreSQL, with schedules."""
+"""Jobs: work that executors run, stored in PostgreSQL, with schedules.
+
+A job is a stored call of a handler. An executor is a process, in any language, that runs handlers; an orchestrator
+sends jobs to executors. Executors of one kind, usually of one language, share a queue.
+"""
 
 from typing import TYPE_CHECKING
 

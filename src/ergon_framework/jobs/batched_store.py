@@ -1,5 +1,8 @@
 """Start and finish the attempts of many jobs in batches: the database access of the orchestrators of one kind.
 
+An orchestrator claims the messages of jobs, begins an attempt of each and sends it to an executor; a job has one row,
+and each attempt is counted there before it is sent. One statement and one commit for many jobs is called coalescing.
+
 Callers that arrive while a statement runs join the next batch.
 """
 

@@ -1,5 +1,7 @@
 """Clients that submit, query and control jobs, sync and async.
 
+A job is a stored call of a handler, which an executor process runs later; its row in the database has its state.
+
 A client that waits for many jobs polls them in batches until all are final.
 """
 

@@ -1,5 +1,8 @@
 """The table of cron entries, and how due entries are fired; operations for either variant.
 
+To fire an entry is to submit a job for its scheduled time. An operation is a generator that yields queries and receives
+their rows; a thread or an event loop runs it.
+
 Firing is one database transaction for each entry: it locks the row, submits jobs and moves ``next_at``. If a process
 dies before the commit, nothing has changed; of two processes that race, one finds the row locked. The clock is the
 database's.

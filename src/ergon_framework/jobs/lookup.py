@@ -1,4 +1,7 @@
-"""Look up a job: the data of its row, without its arguments and its result."""
+"""Look up a job: the data of its row, without its arguments and its result.
+
+A job is a stored call of a handler. The number of jobs ahead of a due job is counted too, up to a limit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Jobs: the request to submit one, its parameters in the database, its stored state, and the errors of job requests."""
+"""Jobs: the request to submit one, its parameters in the database, its stored state, and the errors of job requests.
+
+A job is a stored call of a handler, which an executor of its kind runs. Its states are pending, running, and the final
+ones: succeeded, failed, cancelled and killed.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """The orchestrator: executors of several kinds, each with its own queue, pool and claim limit.
 
+An executor is a process that runs handlers, in any language; executors of one kind share a queue. A pool keeps the
+processes of one kind running. A claim limit is the number of jobs that an orchestrator has fetched and not yet settled,
+running or waiting for a free executor. A cron entry submits a job at its scheduled times.
+
 It also fires due cron entries while it runs its jobs.
 """
 

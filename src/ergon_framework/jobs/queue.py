@@ -1,4 +1,8 @@
-"""The queue of one kind of executors; its transactions include the claims on their messages."""
+"""The queue of one kind of executors; its transactions include the claims on their messages.
+
+A job has a row and a message. The message is claimed with a receipt, which has the worker instance and the token of the
+claim; the row of the job stores both, so that only the present claim can write the end of an attempt.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Registrations: the executors that orchestrators serve, and how jobs for all others end.
 
+An executor is a process that runs handlers; a kind names the executors that share a queue. An orchestrator sends them
+jobs.
+
 A client cannot know which executors exist, because orchestrators of other deployments may serve them. Each
 orchestrator registers its kinds in the database and renews them while it runs. A job for a kind that no
 orchestrator serves is dead-lettered once it has been due, and orchestrators have run, for GRACE_SECONDS.

@@ -1,5 +1,10 @@
 """The jobs in the database: submission, attempts, queries and control, as operations for either variant.
 
+A job is a row, which is authoritative, and a message in a queue, which triggers its processing. A claim is an
+orchestrator's right to process the message; every statement about an attempt names it, and a claim that was lost in the
+meantime changes nothing (fencing). An operation is a generator that yields queries and receives their rows; a thread or
+an event loop runs it.
+
 Attempts of many jobs are started and finished in one statement. A job is submitted together with its message, on the
 framework's connections or on the caller's.
 """
@@ -45,7 +50,7 @@ _ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
 class StartDecision(StrEnum):
-    """The decision about a claimed message, according to the row of its job."""
+    """The decision about a claimed message, according to the row of its job; the values are those of START_ATTEMPTS."""
 
     #: The attempt has begun and is counted: send it.
     RUN = "run"

@@ -3,8 +3,9 @@
 The job store counts attempts: an attempt is counted there before anything is sent, and its end is written there before
 the message is settled. If a process dies in between, the message is redelivered, and the row of the job decides.
 
-The process step therefore has one attempt for each delivery, and the pool limits the concurrency. The message of a
-failed job is dead-lettered, or acked if the policy says so; that of a deferred job is redelivered.
+To settle a message is to ack, release, defer or dead-letter it. The process step therefore has one attempt for each
+delivery, and the pool limits the concurrency. The message of a failed job is dead-lettered, or acked if the policy says
+so; that of a deferred job is redelivered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A queue in NATS JetStream."""
+"""A queue in NATS JetStream.
+
+JetStream is the part of a NATS server that stores messages in streams and delivers them to consumers.
+"""
 
 from typing import TYPE_CHECKING
 

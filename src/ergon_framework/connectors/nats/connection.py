@@ -1,5 +1,7 @@
 """Connections to a NATS server, with requests and responses, and the client that all queues of an event loop share.
 
+A batch is a group of requests that are sent together; their responses are awaited together.
+
 A lost connection is never reused: waiting callers are notified immediately, and the next call opens a new one. The
 client's own reconnecting would keep state whose outcome is unknown: requests that the server has dropped, and publishes
 that arrive long after their sender gave up.

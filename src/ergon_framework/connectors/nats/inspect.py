@@ -1,4 +1,7 @@
-"""Diagnostics of a server and of a queue in it, and the durability of its confirmations; all checks only read."""
+"""Diagnostics of a server and of a queue in it, and the durability of its confirmations; all checks only read.
+
+Durability says whether a confirmed message survives a power loss of the server.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Publish batches of transactions, each confirmed, with retries until a time limit."""
+"""Publish batches of transactions, each confirmed, with retries until a time limit.
+
+A confirmation is the server's response that a stream has stored the message. A message that is published again with the
+same ``Nats-Msg-Id`` within the server's deduplication window is stored once, so a retry is safe.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Pull requests over one long-lived inbox, to which the server sends the requested messages."""
+"""Pull requests over one long-lived inbox, to which the server sends the requested messages.
+
+A pull request asks the consumer of a stream for a number of messages; the server sends them to the reply subject of the
+request, the inbox, and ends the request with a status. Each message is a claim: the worker's right to settle that
+delivery until its lease ends.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The streams, subjects and consumer of a queue: their names and their configuration.
 
+A queue has three streams: the messages, the states of deferred or released messages, and the dead letters. A consumer
+is the server's record of which messages of a stream were delivered and acked; all workers share one.
+
 Streams and the consumer are created if they are missing, and checked if they exist.
 """
 

@@ -1,4 +1,8 @@
-"""A queue, an outbox and an inbox in PostgreSQL."""
+"""A queue, an outbox and an inbox in PostgreSQL.
+
+A queue delivers transactions to workers. An outbox dispatches them in the caller's own database transaction. An inbox
+records the ids of processed transactions, so that a repeated delivery is acked without calling the handler.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,7 @@
 """Audit rows in the database, written in the transaction of the action or on their own.
 
+An audit row records who did what to which queue, task, job or provider, and why: for example a replay or a pause.
+
 Rows are inserted and listed, and never changed.
 """
 

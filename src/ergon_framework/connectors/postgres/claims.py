@@ -1,5 +1,10 @@
 """Claims on the messages of one queue by this worker, and the receipts by which it settles them.
 
+A claim is a worker's exclusive right to process the messages of one fetch until its lease ends. It is one row, found by
+the number of the worker instance and a token, which is different for every claim. A receipt is one message of a claim.
+A rank is the negated priority: the lowest rank is claimed first. A key is an ordering key: of the messages with one key
+only the oldest is claimed, and the others are blocked until it is settled.
+
 Messages that were never claimed are looked up above a floor, the last claimed id: below it are only the dead rows
 of finished messages, which PostgreSQL cannot vacuum while an old snapshot is open. Messages that became visible late,
 with an id below the floor, are found by a sweep from the bottom. A sweep runs at least once a second while there is
@@ -57,7 +62,8 @@ class PostgresReceipt(NamedTuple):
 
 # -- claims -----------------------------------------------------------------------------------------
 
-#: Column indexes in a row of a claim.
+#: Column indexes in a row of CLAIM and CLAIM_KEYED. A suspect is a message whose earlier delivery ended with its
+#: worker: it may be what ended it. The claim is cut if it is shorter than requested because of its limit of bytes.
 KEY_COLUMN, RANK_COLUMN, DELIVERIES_COLUMN, HEADERS_COLUMN, BODY_COLUMN, SUSPECT_COLUMN, CUT_COLUMN = (
     1,
     2,

@@ -28,6 +28,7 @@ INTERVAL_SECONDS: Final = 60.0
 #: Seconds that the server has for one statement, and that this process waits for its answer.
 _STATEMENT_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 10.0
+#: The first key of the advisory lock; the second one is the table.
 _LOCK_CLASS: Final = 0x6572676F
 
 #: The planner settings repeat those of a direct session: behind a connection pooler a session has no own settings.

@@ -1,5 +1,7 @@
 """The client of one database, shared by all its queues in this process, and the worker lease.
 
+A lease is the time for which a worker keeps its claims (its rights to process messages) without renewing it.
+
 The client holds the connection pool, the worker lease, the notification listener and the clean-up thread.
 
 The worker lease says which worker instance this process is, and how long its claims last. All claims of a process

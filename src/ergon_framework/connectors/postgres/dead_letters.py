@@ -1,4 +1,8 @@
-"""The dead letters of a queue: list, replay, replace and discard them in the database."""
+"""The dead letters of a queue: list, replay, replace and discard them in the database.
+
+A dead letter is a message that no worker processes again by itself, with the record of its failure. A replay moves it
+back into its queue; a replacement does that with another payload.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The journal: the outcomes of transactions, written in batches by a thread of each process that keeps one.
 
+Each run of a transaction in a worker is one entry, which ``ergon why`` and the journal's readers show.
+
 People read it; no work depends on it. Entries that cannot be written are kept up to the capacity of the buffer, and
 then dropped, the oldest first.
 """

@@ -1,5 +1,9 @@
 """Look up a transaction in the queues of a database: where it is, what has happened to it, whether it is done.
 
+A message that was never returned to its queue is in the table ready, any other in content; a claim has the messages
+that a worker processes, redelivery the due times of those that wait, dead_letter the failed ones, inbox the ids of
+processed ones.
+
 All queries use one snapshot: a message that moves from one table to another meanwhile is seen once.
 """
 

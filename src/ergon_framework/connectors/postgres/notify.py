@@ -1,5 +1,8 @@
 """Notification listener: one listening connection for all queues of a database in this process.
 
+An idle worker waits for a notification that a message has become ready. A worker that waits is registered as a listener
+in the database, and dispatchers notify only queues with listeners.
+
 It saves polling, and nothing depends on it: behind a pooler or while the connection is lost, loops poll at the interval
 of their policy.
 """

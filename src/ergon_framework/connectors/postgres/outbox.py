@@ -1,5 +1,7 @@
 """Statements that dispatch transactions to a queue, on the framework's connections and on the caller's own.
 
+An outbox is a dispatch in the caller's own database transaction: the message exists if and only if that commits.
+
 The caller's connection may be one of psycopg, SQLAlchemy, asyncpg or Django. The module imports none of these
 libraries: a caller that passes a connection has already loaded its library.
 """

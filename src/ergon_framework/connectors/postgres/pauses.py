@@ -1,4 +1,8 @@
-"""Pauses of tasks and queues: stored in the database, and watched by a thread of each process."""
+"""Pauses of tasks and queues: stored in the database, and watched by a thread of each process.
+
+A paused task or queue fetches nothing and finishes its work in flight. The watcher of each process also reports whether
+it has paused, so that ``ergon pause --wait`` can wait for all workers.
+"""
 
 from __future__ import annotations
 

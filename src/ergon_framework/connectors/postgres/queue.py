@@ -1,4 +1,9 @@
-"""PostgresQueue: a queue in a PostgreSQL database, as a sync and an async connector."""
+"""PostgresQueue: a queue in a PostgreSQL database, as a sync and an async connector.
+
+A fetch claims messages for a lease: a claim is the exclusive right to process them, and ends unless the process renews
+its lease. A settlement (ack, release, deferral or dead letter) is valid only with the claim's receipt. The parts are in
+other modules: claims, settlements, dead letters, the outbox, the notification listener and the clean-up.
+"""
 
 from __future__ import annotations
 

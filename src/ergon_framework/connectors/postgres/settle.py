@@ -1,4 +1,9 @@
-"""Settle a group of claims, each fenced by its worker and token."""
+"""Settle a group of claims, each fenced by its worker and token.
+
+A settlement says what happens to a claimed message: it is acked, released, deferred or dead-lettered. A claim is the
+row of one fetch, found by the worker instance and a token; a worker that has lost its claim finds no row, so that its
+settlement changes nothing (fencing).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,11 @@
 """All SQL of the queue. Placeholders are psycopg's named ones.
 
+A claim is a worker's exclusive right to process messages. The tables: ready has the messages that were never returned,
+by rank (the negated priority); content has those that were; redelivery has the due time of each message in content that
+is in no claim, 'infinity' while an older message with the same ordering key blocks it; worker has one row per worker
+instance with the end of its lease; claim has the claimed ids; key_lock has the ordering keys of claimed messages; inbox
+has the ids of processed transactions; listener has the idle workers to notify.
+
 Three rules hold for all statements. A claim is one row, of a worker and a token, with the ids that it took: every
 statement that settles a message names that row and locks it, so that a stale worker changes nothing. A claim takes a
 key share lock on its worker's row: a statement that deletes that row knows that no claim is added meanwhile. And a
@@ -137,7 +143,7 @@ REAP_CLAIMS: Final = _REAP.format(
     whose="h.worker = %(worker)s and h.token = any(%(tokens)s)", moved=_render_moved("first_time", deliveries=1)
 )
 
-#: A claim whose answer never arrived is released as if it had not been made.
+#: Releases claims whose answer never arrived, as if they had not been made: the deliveries are not counted.
 RELEASE_UNCONFIRMED: Final = """
 with lost_claims as (
     delete from ergon.claim h where h.worker = %(worker)s and h.token = any(%(tokens)s)
@@ -161,7 +167,11 @@ on conflict (id) do nothing
 
 # -- claiming ---------------------------------------------------------------------------------------
 
-#: A function of the schema: its second query depends on the first, and both take one round trip this way.
+#: Claims up to *count* due redeliveries and messages of one *rank* (null for all) above the id *floor*. A body over
+#: *largest* bytes, or at a delivery number over *last_delivery*, is left out, and *budget* bounds the bytes of all.
+#: *inbox* asks whether each id was processed before. *suspects* allows messages whose earlier delivery ended with their
+#: worker, which they may have ended. A function of the schema: its second query depends on the first, and both take one
+#: round trip this way.
 CLAIM: Final = """
 select * from ergon.claim_messages(
     %(queue)s::integer, %(count)s::integer, %(worker)s::bigint, %(token)s::bigint, %(rank)s::smallint,
@@ -404,7 +414,7 @@ select id, worker, token from own
     moved=_render_moved("first_time"),
 )
 
-#: As after a lease that has ended: the delivery is counted.
+#: Returns messages as the end of a lease does: the delivery is counted, unlike that of a release.
 RETURN_CLAIMS: Final = """
 with {given}, {emptied}, {shrunk}, {key_locks}, {first_time}, {moved},
 again as (

@@ -1,4 +1,7 @@
-"""A queue in a Redis stream."""
+"""A queue in a Redis stream.
+
+A stream is a log of entries; a consumer group keeps the list of entries that its consumers (the workers) have claimed.
+"""
 
 from typing import TYPE_CHECKING
 

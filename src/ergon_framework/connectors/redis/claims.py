@@ -1,5 +1,9 @@
 """Claims on the messages of one queue by this worker, and the receipts by which it settles them.
 
+A claim is a worker's exclusive right to process a message until its lease ends. In Redis it is an entry in the pending
+list of the consumer group: the worker is a consumer, and the claim count of the entry identifies the claim. An
+unconfirmed claim is one whose answer never arrived, so the worker does not know that it has it.
+
 Expired claims are searched a few times per lease, with a cursor that is kept from fetch to fetch, so that each search
 is short however many messages are in flight.
 """

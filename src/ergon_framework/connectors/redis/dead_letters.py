@@ -1,4 +1,8 @@
-"""The dead letters of a queue, in their own stream: list, replay, replace and discard them."""
+"""The dead letters of a queue, in their own stream: list, replay, replace and discard them.
+
+A dead letter is a message that no worker processes again by itself, with the record of its failure. A replay moves it
+back into the queue; a replacement does that with another payload.
+"""
 
 from __future__ import annotations
 

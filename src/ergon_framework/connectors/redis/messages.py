@@ -1,5 +1,7 @@
 """The keys of a queue in Redis, and the entries of its stream as bodies and headers.
 
+An entry has an id and a list of field names and values. A body and each header of a message are one field.
+
 All keys of a queue are in one slot of a cluster, because a script can use only keys of one slot. Entries of third-party
 producers are decoded too.
 """

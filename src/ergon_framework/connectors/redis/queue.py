@@ -1,4 +1,9 @@
-"""RedisQueue: a queue in a Redis stream, as a sync and an async connector."""
+"""RedisQueue: a queue in a Redis stream, as a sync and an async connector.
+
+All workers of a queue are consumers of one group of its stream. A fetch claims entries, which is the exclusive right to
+process them for a lease; a settlement (ack, release, deferral or dead letter) is valid only while the claim exists.
+Every step of a claim or a settlement is a Lua script (``redis.scripts``), so that the server does all of it or nothing.
+"""
 
 from __future__ import annotations
 

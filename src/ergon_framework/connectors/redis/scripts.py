@@ -1,8 +1,10 @@
 """Lua scripts: every change that must be one step of the server.
 
-An entry of the group's pending list is a claim. Its count grows with every claim, by any consumer, and is never
-decreased, so that consumer and count together identify one claim. Uncounted deliveries are counted separately, in a
-hash. A released entry belongs to a consumer that does not exist, keeps its place in the stream, and is claimed first.
+A claim is a worker's exclusive right to process a message. An entry of the group's pending list is a claim. Its count
+grows with every claim, by any consumer, and is never decreased, so that consumer and count together identify one claim.
+Uncounted deliveries are counted separately, in a hash, *free*. A deferred message waits in the stream *later*, and the
+sorted set *due* has its due time (see ``redis.messages.QueueKeys``). A released entry belongs to a consumer that does
+not exist, keeps its place in the stream, and is claimed first.
 
 A message that moves from one stream to another is added to the second before it is deleted from the first: a message
 that the server rejects, for lack of memory for instance, stays where it was.

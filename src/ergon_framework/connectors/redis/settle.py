@@ -1,4 +1,9 @@
-"""Settle a group of claims in one step of the server, each fenced by its consumer and claim count."""
+"""Settle a group of claims in one step of the server, each fenced by its consumer and claim count.
+
+A settlement says what happens to a claimed message: it is acked, released, deferred or dead-lettered. A claim is
+identified by its consumer and by the claim count of the entry, which every claim increases: a settlement with an older
+count changes nothing (fencing).
+"""
 
 from __future__ import annotations
 

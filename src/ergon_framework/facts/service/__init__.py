@@ -1,4 +1,8 @@
-"""The facts service: a boundary served over gRPC with mutual TLS, and its clients."""
+"""The facts service: a boundary served over gRPC with mutual TLS, and its clients.
+
+A fact is a statement about a subject that one zone (a site or network) sends to another. A boundary stores the facts
+between zones, with their artifacts, which are files. Clients of the service have the same methods as a local boundary.
+"""
 
 from typing import TYPE_CHECKING
 

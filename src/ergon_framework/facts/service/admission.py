@@ -1,4 +1,7 @@
-"""CallAdmission: the calls, streams and bytes that each identity has in flight, and whether it may start more."""
+"""CallAdmission: the calls, streams and bytes that each identity has in flight, and whether it may start more.
+
+An identity is the set of zones and the operator that a caller's certificate proves (``facts.service.access``).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """ReconnectingChannel: the gRPC channel of a client, sync and async; replaced when the certificate is renewed.
 
+A channel is a connection of gRPC that reconnects by itself after a failure; a new certificate needs a new channel.
+
 ServiceAddress: the location, credentials and timeouts of a remote service.
 """
 

@@ -1,4 +1,8 @@
-"""BoundaryClient: the sync client of a remote boundary; several threads may call it concurrently."""
+"""BoundaryClient: the sync client of a remote boundary; several threads may call it concurrently.
+
+A boundary stores facts and artifacts of zones; a remote one is served by ``facts.service.server``. A call whose
+connection was lost has an unknown outcome: the caller repeats it with the same ids.
+"""
 
 from __future__ import annotations
 

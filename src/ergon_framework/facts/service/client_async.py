@@ -1,4 +1,8 @@
-"""AsyncBoundaryClient: the async client of a remote boundary, and its uploads and downloads over a channel."""
+"""AsyncBoundaryClient: the async client of a remote boundary, and its uploads and downloads over a channel.
+
+A boundary stores facts and artifacts of zones; a remote one is served by ``facts.service.server``. A call whose
+connection was lost has an unknown outcome: the caller repeats it with the same ids.
+"""
 
 from __future__ import annotations
 

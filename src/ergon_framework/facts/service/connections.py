@@ -1,5 +1,7 @@
 """Connections: the identity of each connection of a facts service, and which connections are closed.
 
+An identity is the set of zones and the operator that a caller's certificate proves (``facts.service.access``).
+
 gRPC accepts connections and completes handshakes without reporting either until a call arrives, so idle connections of
 callers without rights could use up the capacity for all others. The open connections are therefore listed from the
 sockets of this process, several times a second, and those beyond a limit are shut down; gRPC treats that as a

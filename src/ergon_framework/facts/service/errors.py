@@ -1,5 +1,7 @@
 """Errors of a facts service: conversion of fact errors to faults on the wire and back, and the end of failed calls.
 
+A verdict is an error's classification: its category, whether a retry can help, and after which time.
+
 A fault contains the class, message, verdict and attributes of an error. Callers get the reason of a failure, but no
 internal details of the service.
 """

@@ -1,5 +1,8 @@
 """BoundaryService: handles each call of the protocol: parses it, checks the caller's rights, calls the store.
 
+A store keeps facts, numbered by offsets within a pair of zones, and artifacts, which are files. A reader confirms the
+facts that it has processed, up to a cursor (epoch and offset).
+
 A fetch returns as many facts as fit into one answer, without loading many more.
 """
 

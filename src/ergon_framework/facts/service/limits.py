@@ -1,4 +1,7 @@
-"""Limits of a facts service: what one caller, one connection, one zone and all callers together may use."""
+"""Limits of a facts service: what one caller, one connection, one zone and all callers together may use.
+
+A caller is identified by its certificate; a zone is the site or network that a fact comes from or is for.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Uploads and downloads of artifacts: their state, whether they can resume after a break, and transfer on threads.
 
+An artifact is a file that facts reference. An upload of a name and an expected digest can resume: the store keeps its
+bytes.
+
 The state is the same for the transfer on threads and on asyncio.
 """
 

@@ -1,4 +1,7 @@
-"""ServiceListener: a thread that listens to a service and notifies all subscribers in this process."""
+"""ServiceListener: a thread that listens to a service and notifies all subscribers in this process.
+
+A subscriber is a reader that waits for new facts; the service sends a message when there may be some.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Conversion between the model of facts and protocol buffers, for single facts and for batches.
 
+A fact has an envelope (ids, zones and times) and a content (subject, predicate and object).
+
 Every message is rebuilt by the model, which checks it, so invalid data never passes. A batch is encoded in columns of
 values: a message per fact takes several times as long to write and to read.
 """

@@ -1,4 +1,9 @@
-"""The state of providers in PostgreSQL: quota, circuit breakers, idempotency keys and attempts."""
+"""The state of providers in PostgreSQL: quota, circuit breakers, idempotency keys and attempts.
+
+A provider is a third-party API. A quota is the number of calls that a tenant may make in a window of time. A circuit
+breaker stops calls to a failing provider. An idempotency key stores the result of a call, so that a repetition returns
+it. An attempt is one try of a call.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,7 @@
 """The provider state for operators: actions, each with an actor and a reason, listings, and why calls are blocked.
 
+The provider state is the quota, circuit breakers and idempotency keys that all processes share.
+
 Listings show the rows of any tenant. The availability for one tenant shows its own rows; of rows that all tenants
 share it shows only whether and until when they block calls.
 """

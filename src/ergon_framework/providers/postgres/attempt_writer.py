@@ -1,5 +1,8 @@
 """The writer that stores the attempts of this process in the database, in a background thread.
 
+An attempt is one try of a call of a provider; its row is for monitoring, and no decision depends on it. Rates are the
+success rate and latency of the last hour, by tenant, provider and capability (the scope).
+
 Callers add attempts to a bounded queue and never wait. The loop of the thread writes them in batches, computes rates,
 applies retention and logs its problems.
 """

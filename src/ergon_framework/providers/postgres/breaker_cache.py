@@ -1,5 +1,8 @@
 """The cache of the breaker states that this process read last, and the thread that updates it.
 
+A circuit breaker stops calls to a failing provider. It is closed (calls pass), open (calls are rejected) or half-open
+(a few calls, the probes, test the provider); its generation increases with every transition.
+
 The cache never blocks, and may be slightly outdated. The thread receives notifications of transitions, and polls every
 0.9 seconds in addition: behind a pooler there are no notifications, and a lost connection is not noticed. It also runs
 maintenance at intervals.

@@ -1,4 +1,8 @@
-"""Names in the keys of the provider state: validation, and how a scope is stored."""
+"""Names in the keys of the provider state: validation, and how a scope is stored.
+
+A scope is a tenant, a provider and a capability, which is an operation of the provider; a scope may be shared by all
+tenants.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Lookup of the provider calls of one business process, and of the reasons that blocked them.
 
+An attempt is one try of a call of a provider; the correlation is the id of the business process that it belongs to.
+
 Attempts are found by their correlation, which has an index; everything else by the data of the attempts. A call
 without a stored attempt is therefore not found.
 """

@@ -1,5 +1,10 @@
 """The database operations before and after an attempt, and the parsing of their answers; for both variants.
 
+Before an attempt the database admits it: the circuit breaker is not open, each quota window has a call left, which is
+reserved, and the idempotency key has no result yet. Afterwards the outcome is stored. A quota window is a minute, hour,
+day or month. An operation is a generator that yields queries and receives their rows; a thread or an event loop runs
+it.
+
 Results that are stored for idempotency keys are serialized here.
 """
 

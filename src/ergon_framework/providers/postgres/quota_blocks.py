@@ -1,4 +1,8 @@
-"""Quota blocks: calls that a process reserves in advance and makes without a round trip."""
+"""Quota blocks: calls that a process reserves in advance and makes without a round trip.
+
+A reservation counts its calls as used; the unused calls of a block are returned when the block ends. If the process
+crashes, they stay counted until their window (minute, hour, day or month) ends.
+"""
 
 from __future__ import annotations
 

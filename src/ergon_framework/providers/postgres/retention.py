@@ -1,5 +1,8 @@
 """Maintenance of the provider state, and retention of recorded attempts and of their roll-ups.
 
+The provider state is the quota, circuit breakers and idempotency keys that all processes share. A roll-up is the sum of
+the attempts of one minute. A reservation that its process did not end in time is lost: its calls count as used.
+
 Any process runs the maintenance at intervals for all, in small steps. Retention creates partitions in advance, drops
 them when they expire, and deletes expired rows.
 """

@@ -1,4 +1,8 @@
-"""Minute roll-ups, from which health is read: added up incrementally in the database, or recomputed from its rows."""
+"""Minute roll-ups, from which health is read: added up incrementally in the database, or recomputed from its rows.
+
+A roll-up is the sum of the attempts (tries of provider calls) of one minute and scope: a tenant, a provider and a
+capability.
+"""
 
 from __future__ import annotations
 

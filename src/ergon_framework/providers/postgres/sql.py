@@ -1,4 +1,11 @@
-"""The SQL statements of the provider state. An operation is a function of the schema, so that it is one round trip."""
+"""The SQL statements of the provider state. An operation is a function of the schema, so that it is one round trip.
+
+A scope is a tenant, a provider and a capability (an operation of the provider). A reservation counts calls as used in
+each quota window; *unspent* are those of its calls that were not made, and are given back. A key is an idempotency key,
+owned by the attempt that is in flight; its fingerprint is a digest of the payload. The generation of a circuit breaker
+increases with every transition, so that the outcome of an older call does not change it; a probe is a call that tests a
+half-open breaker.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,11 @@ from typing import Final
 #: The notification channel for transitions of breakers.
 CHANNEL: Final = "ergon_breaker"
 
-#: ADMIT is for calls with a key, ADMIT_PLAIN for calls without one, because each parameter costs time.
+#: Admits an attempt, or returns why not. ADMIT is for calls with a key, ADMIT_PLAIN for calls without one, because each
+#: parameter takes time. $1 tenant; $2 provider; $3 capability; $4 limits of the minute, hour, day and month; $5
+#: settings of the breaker; $6 name of the process; $7 lease of the reservation in seconds; $8 whether the breaker is
+#: expected to be open; $9 tenant of the key; $10 key; $11 its fingerprint; $12 its owner; $13 whether this is the first
+#: attempt; $14 whether the outcome of an earlier attempt is unknown.
 ADMIT: Final = """
 select ergon.provider_admit(
     $1, $2, $3, $4::bigint[], $5::float8[], $6, $7::float8, $8::boolean, $9, $10, $11, $12, $13::boolean, $14::boolean
@@ -19,7 +30,9 @@ select ergon.provider_admit(
 )
 """
 
-#: The common end of a successful call: its key and its reservation belong to it alone, so it waits for no lock.
+#: The common end of a successful call: its key and its reservation belong to it alone, so it waits for no lock. $1
+#: tenant of the key; $2 provider; $3 key; $4 its owner; $5 result; $6 HTTP status; $7 seconds to keep the result; $8
+#: reservation.
 COMPLETE_SUCCESS: Final = """
 with k as (
     update ergon.provider_keys k set state = 'done', value = $5::json, http_status = $6::integer,
@@ -30,12 +43,16 @@ r as (delete from ergon.provider_reservations r where r.id = $8::bigint)
 select 1
 """
 
+#: The end of an attempt that does not change the breaker. $1 provider; $2 longest wait for a lock in seconds; $3
+#: reservation; $4 unspent calls; $5 tenant of the key; $6 key; $7 its owner; $8 whether the call succeeded; $9 whether
+#: its outcome is unknown; $10 seconds to keep the key; $11 result; $12 HTTP status.
 FINISH: Final = """
 select ergon.provider_finish(
     $1, $2::float8, $3::bigint, $4::bigint, $5, $6, $7, $8::boolean, $9::boolean, $10::float8, $11::json, $12::integer
 )
 """
 
+#: The end of an attempt that may change the breaker.
 COMPLETE: Final = """
 select ergon.provider_breaker_json(a.breaker), a.new_state, extract(epoch from a.at)::float8
 from ergon.provider_conclude(
@@ -46,6 +63,7 @@ from ergon.provider_conclude(
 ) a
 """
 
+#: Reserves a block of *calls* for *seconds*, and returns the unspent calls of the *previous* one.
 LEASE: Final = """
 select ergon.provider_breaker_json(a.breaker), a.granted, extract(epoch from a.at)::float8,
     extract(epoch from a.until)::float8, a.kind, a.limit_count, a.reservation

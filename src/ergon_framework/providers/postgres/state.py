@@ -1,4 +1,9 @@
-"""The provider state in PostgreSQL: quota, breakers and keys that all processes share."""
+"""The provider state in PostgreSQL: quota, breakers and keys that all processes share.
+
+A provider is a third-party API. A quota limits the calls of a tenant in a window, a circuit breaker stops calls to a
+failing provider, and an idempotency key stores the result of a call for its repetitions. Breaker states are cached, and
+quota may be reserved in blocks, so that many calls need no round trip.
+"""
 
 from __future__ import annotations
 

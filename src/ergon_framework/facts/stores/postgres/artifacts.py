@@ -1,5 +1,8 @@
 """Artifact names in PostgreSQL, and the bytes of artifacts in a separate content store.
 
+An artifact is a file that facts reference by zone, bucket and key (its name). A content is the bytes of an artifact,
+stored once for all names with the same digest.
+
 A content that is stored but has no name yet must not be removed. A call that names a content holds a lock of the
 database from before the content is committed until its name is committed. The lock ends with the database session,
 so a crashed process does not keep it.

@@ -1,5 +1,11 @@
 """PostgresFactConsumerStore: the durable state of fact consumers, kept outside the log, in PostgreSQL.
 
+The reader of a log of facts has a cursor, the last fact that it confirmed. Its consumer state is what the cursor cannot
+express: deferred facts, counted deliveries, dead letters, and facts settled after the cursor. The owner is the process
+that reads; each takeover by another one raises the generation, and a write with an older generation changes nothing
+(fencing). An epoch names the history of a store: after a restored backup, offsets may mean other facts, and a new epoch
+begins.
+
 The state of one reader is written as operations, once for the sync and the async variant. The envelope of a transaction
 or dead letter is stored as a separate text, because a fact may have longer values and other names than a header can
 hold, and it must be possible to store it all the same.

@@ -1,5 +1,7 @@
 """Lookup of facts by id or business process, and the lag of the readers of every pair of zones.
 
+The lag of a reader is the number of facts after the one that it confirmed last.
+
 Facts are found by their id. They have no index by correlation, whose cost every append would bear: the latest facts
 of each pair of zones are scanned, and older ones are not found.
 """

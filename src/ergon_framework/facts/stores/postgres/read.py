@@ -1,4 +1,10 @@
-"""Operations of readers: fetch facts, confirm them, and manage cursors and epochs."""
+"""Operations of readers: fetch facts, confirm them, and manage cursors and epochs.
+
+A fact belongs to a log, the sequence of facts from one zone to another, and has an offset there. A reader's cursor is
+the epoch and the offset of the last fact that it confirmed. An epoch names the history of a store: it changes when a
+backup is restored, because offsets may mean other facts then. To adopt an epoch is to continue a log of forwarded facts
+in another epoch of its origin.
+"""
 
 from __future__ import annotations
 

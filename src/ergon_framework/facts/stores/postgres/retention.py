@@ -1,5 +1,8 @@
 """Retention: drop facts that are old and confirmed, then what only they needed.
 
+A fact belongs to a log, the sequence of facts from one zone to another, and has an offset there. An artifact is a file
+that facts reference.
+
 Dropping facts sets one number in the row of the log. Their rows are deleted with the partition of their week. In weeks
 that still hold retained facts, in the present week and in the default partition, rows are deleted in short
 database transactions.

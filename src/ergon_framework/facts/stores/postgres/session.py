@@ -1,5 +1,8 @@
 """DatabaseSession: one database as this process knows it: its connections, durability, identity and epoch.
 
+An epoch names the history of a store. Offsets are unique within an epoch only: a restored backup assigns some of them
+again, so it begins a new epoch, which readers must accept.
+
 The first call after a restore detects the restored backup. The row of the store records the cluster, database, timeline
 and database transaction that it was written for, and a difference begins a new epoch. A data folder that was copied
 back unchanged differs in none of these; a process that has seen a higher offset than the store has now detects it.

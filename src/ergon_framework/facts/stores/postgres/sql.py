@@ -166,7 +166,8 @@ COUNT_DEAD_LETTERS: Final = "select count(*) from ergon.dead_letter where queue 
 
 # -- another epoch ----------------------------------------------------------------------------------------
 
-#: Offsets mean other facts from now on; the state of the old ones would apply to the new ones.
+#: For a reader that accepts a new epoch. Offsets mean other facts from now on; the state of the old ones would apply to
+#: the new ones.
 DELETE_STATE: Final = "delete from ergon.fact_consumer_state where consumer = %(consumer)s"
 RESET_CONSUMER: Final = """
 update ergon.fact_consumer set generation = generation + 1, epoch = null, claim_sequence = 0, in_flight = '{}'
@@ -197,17 +198,26 @@ from ergon.fact_epochs e left join ergon.fact_store s on s.epoch = e.id order by
 
 BEGIN_EPOCH: Final = "select ergon.begin_fact_epoch(%(was)s, %(side)s, %(why)s, %(by)s)"
 
-#: Numbered placeholders, because all arguments and the result are text.
+#: Appends or forwards any batch. Numbered placeholders, because all arguments and the result are text: $1 token of the
+#: store, which shows that the caller knows its identity; $2 pairs of zones and $3 facts, as JSON; $4 whether facts are
+#: forwarded; $5 time in ms; $6 maximum number of facts and $7 of bytes; $8 whether commits must be durable; $9 whether
+#: ids repeat in the batch.
 APPEND: Final = "select ergon.append_facts($1, $2, $3, $4, $5, $6, $7, $8, $9)"
 
-#: For a regular batch, by columns; returns null if the batch is irregular, and nothing was done.
+#: For a regular batch, by columns; returns null if the batch is irregular, and nothing was done. $1 token; $2 pairs; $3
+#: whether facts are forwarded; $4 time in ms; $5 maximum number of facts and $6 of bytes; $7 whether commits must be
+#: durable; then one text per column: $8 ids, $9 digests, $10 production times, $11 correlations, $12 causations, $13
+#: labels, $14 subjects, $15 predicates, $16 objects, $17 running sums of bytes, $18 storage times of forwarded facts.
 APPEND_PLAIN: Final = """
 select ergon.append_plain_facts($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)
 """
 
-#: For the common case: one fact without an artifact, with a new id, of a pair that has facts, without bounds.
-#: In every other case it does nothing and returns null, and the function decides. Two concurrent appends of the same
-#: id both get here, and the insert of the second one fails.
+#: For the common case: one fact without an artifact, with a new id, of a pair that has facts, without bounds. In every
+#: other case it does nothing and returns null, and the function decides. Two concurrent appends of the same id both get
+#: here, and the insert of the second one fails. $1 token; $2 from zone; $3 to zone; $4 highest offset that this process
+#: knows: a lower one in the database means a restored backup; $5 epoch; $6 message id; $7 digest in hexadecimal; $8
+#: time in ms; $9 production time in ms; $10 subject; $11 predicate; $12 object; $13 bytes of the fact; $14 whether
+#: commits must be durable; $15 correlation; $16 causation; $17 labels.
 APPEND_ONE: Final = """
 with l as materialized (
     select f.id, f.epoch, f.last + 1 as new_offset, f.total + $13::bigint as total

@@ -1,4 +1,8 @@
-"""PostgresBoundary: facts in PostgreSQL, sync and async; artifact bytes are in a separate content store."""
+"""PostgresBoundary: facts in PostgreSQL, sync and async; artifact bytes are in a separate content store.
+
+A fact is durable when append returns its confirmation: its offset in the log of a pair of zones. A reader fetches facts
+after its cursor and confirms them. An epoch names the history of the store, and changes when a backup is restored.
+"""
 
 from __future__ import annotations
 
