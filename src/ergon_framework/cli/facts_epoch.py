@@ -31,8 +31,7 @@ SideOption = Annotated[
     BoundarySide,
     typer.Option(
         "--side",
-        help="Side of the boundary: inner keeps the egress store buffer (ESB) and the ingress forward buffer (IFB), "
-        "outer the ingress store buffer (ISB) and the egress forward buffer (EFB).",
+        help="Side: inner has egress store and ingress forward buffer (ESB, IFB), outer the others (ISB, EFB).",
     ),
 ]
 AcceptLoss = Annotated[

@@ -530,7 +530,7 @@ class ExecutorPool:
         except ConnectionLostError as error:
             return self._log_failed_start(startup.start_rejected(self._command.words, str(error)))
         self._running.add(process)
-        process.exited.add_done_callback(lambda gone: self._on_exit(process, gone.result()))
+        process.exited.add_done_callback(lambda exited: self._on_exit(process, exited.result()))
         self.counts["started"] += 1
         # A request that waited for an interpreter to start would lose that time of its timeout.
         self._probe_count += 1

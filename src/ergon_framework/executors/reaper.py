@@ -92,7 +92,7 @@ class ProcessReaper:
         return f"{self._name}.{next(self._mark_numbers)}"
 
     def add(self, group: int) -> None:
-        """Register *group* to be killed when this process is gone; in effect when this method returns."""
+        """Register *group* to be killed when this process has ended; in effect when this method returns."""
         with self._lock:
             self._groups.add(group)
             self._send(f"+{group}\n")

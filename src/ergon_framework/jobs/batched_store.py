@@ -96,7 +96,7 @@ _RETRY_POLICY: Final = RetryPolicy(backoff=0.05, multiplier=2.0, cap=2.0)
 _MAX_REJECTED_RETRIES: Final = 5
 #: Minimum seconds between two warnings.
 _WARN_INTERVAL_SECONDS: Final = 5.0
-#: Seconds that an outcome waits to be written in a batch, under load: statements are expensive.
+#: Seconds that an outcome waits to be written in a batch, under load: fewer statements carry more outcomes.
 _LINGER_SECONDS: Final = 0.005
 #: Number of expired jobs that are deleted in one statement.
 _DELETE_BATCH_SIZE: Final = 500

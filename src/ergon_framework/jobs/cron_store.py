@@ -4,7 +4,7 @@ To fire an entry is to submit a job for its scheduled time. An operation is a ge
 their rows; a thread or an event loop runs it.
 
 Firing is one database transaction for each entry: it locks the row, submits jobs and moves ``next_at``. If a process
-dies before the commit, nothing has changed; of two processes that race, one finds the row locked. The clock is the
+is killed before the commit, nothing has changed; of two processes that race, one finds the row locked. The clock is the
 database's.
 """
 

@@ -71,7 +71,7 @@ def job_metrics(task: str) -> JobMetrics:
 
 
 def log_stale_claim(task: str, job_id: str) -> None:
-    """Log that the claim on a job is gone and another worker has the job."""
+    """Log that the claim on a job is lost and another worker has the job."""
     logs.log_event(logging.WARNING, Event.JOB_STALE, {Field.TASK: task, Field.TRANSACTION_ID: job_id}, to=log)
 
 

@@ -1,8 +1,8 @@
 """The orchestrator: executors of several kinds, each with its own queue, pool and claim limit.
 
 An executor is a process that runs handlers, in any language; executors of one kind share a queue. A pool keeps the
-processes of one kind running. A claim limit is the number of jobs that an orchestrator has fetched and not yet settled,
-running or waiting for a free executor. A cron entry submits a job at its scheduled times.
+processes of one kind running. A claim is the right to process a fetched job until its lease ends; its limit lets some
+jobs wait for a free executor next to those that run. A cron entry submits a job at its scheduled times.
 
 It also fires due cron entries while it runs its jobs.
 """

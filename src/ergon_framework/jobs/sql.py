@@ -17,16 +17,16 @@ from typing import Final
 
 from ergon_framework.jobs.model import QUEUE_PREFIX
 
-#: ``mine`` has the messages of the JSON array $1 (job id, message, worker, token) that these claims still cover.
+#: ``claimed`` has the messages of the JSON array $1 (job id, message, worker, token) that these claims still cover.
 _CLAIMED_MESSAGES: Final = """
-with given as materialized (
+with claims as materialized (
     select * from json_to_recordset($1::json) as g(id text, message bigint, worker bigint, token bigint)
 ),
 alive as materialized (
-    select w.id from ergon.worker w where w.id in (select g.worker from given g) for key share
+    select w.id from ergon.worker w where w.id in (select g.worker from claims g) for key share
 ),
-mine as materialized (
-    select g.* from given g join alive a on a.id = g.worker
+claimed as materialized (
+    select g.* from claims g join alive a on a.id = g.worker
     join ergon.claim h on h.worker = g.worker and h.token = g.token
     where g.message = any(h.ids)
 )
@@ -43,14 +43,14 @@ mine as materialized (
 #: nothing is found here.
 START_ATTEMPTS: Final = f"""
 {_CLAIMED_MESSAGES},
-found as materialized (
+jobs as materialized (
     select j.id, j.state, j.attempts, j.due_at, j.kill_requested, j.worker as by_worker, j.token as by_token,
         j.message as for_message, coalesce(j.max_attempts, $2::integer) as max_attempts,
         coalesce(j.timeout, $3::float8) as timeout, j.category, j.error_code, j.error_message,
         m.message, m.worker, m.token
-    from mine m join ergon.job j on j.id = m.id order by j.id for no key update of j
+    from claimed m join ergon.job j on j.id = m.id order by j.id for no key update of j
 ),
-judged as materialized (
+decided as materialized (
     select f.*, case
         when f.state in ('succeeded', 'cancelled', 'killed') then 'over'
         when f.state = 'failed' and f.for_message = f.message then 'failed'
@@ -65,7 +65,7 @@ judged as materialized (
         when f.attempts >= f.max_attempts then 'exhausted'
         else 'run'
     end as decision
-    from found f
+    from jobs f
 ),
 changed as (
     update ergon.job j set
@@ -83,7 +83,7 @@ changed as (
         error_message = case d.decision when 'exhausted' then $5::text when 'killed' then $6::text
             when 'run' then j.error_message end,
         error_traceback = case d.decision when 'run' then j.error_traceback end
-    from judged d
+    from decided d
     where j.id = d.id and d.decision in ('run', 'replayed', 'exhausted', 'killed')
     returning j.id, j.attempts, j.category, j.error_code, j.error_message
 )
@@ -92,26 +92,26 @@ select json_agg(json_build_array(
     greatest(0, extract(epoch from d.due_at - now()))::float8, coalesce(c.category, d.category),
     coalesce(c.error_code, d.error_code), coalesce(c.error_message, d.error_message)
 ))::text
-from mine m left join judged d on d.id = m.id left join changed c on c.id = m.id
+from claimed m left join decided d on d.id = m.id left join changed c on c.id = m.id
 """
 
-#: Writes how attempts ended. Parameters: $1 a JSON array of ends, with the columns of ``given``; $2 the message of a
+#: Writes how attempts ended. Parameters: $1 a JSON array of ends, with the columns of ``ends``; $2 the message of a
 #: killed job. The state of an end is pending for a retry after *delay* seconds; *attempts_to_uncount* is 1 for an
 #: attempt that does not count, because nothing was sent or it was interrupted for another job. Only the claim that
 #: began the attempt can write. A job that this claim has finished before is reported with its state, because the caller
 #: lost the answer. An outcome is applied also after a kill request, but then there is no retry. Returns the state by
 #: job id, for each job of these claims.
 FINISH_ATTEMPTS: Final = """
-with given as materialized (
+with ends as materialized (
     select * from json_to_recordset($1::json) as g(
         id text, worker bigint, token bigint, state text, delay float8, attempts_to_uncount integer, result text,
         category text, code text, type text, error_message text, traceback text
     )
 ),
-mine as materialized (
+own_jobs as materialized (
     select g.*, j.state as was,
         case when j.kill_requested and g.state = 'pending' then 'killed' else g.state end as becomes
-    from given g join ergon.job j on j.id = g.id
+    from ends g join ergon.job j on j.id = g.id
     where j.worker = g.worker and j.token = g.token order by j.id for no key update of j
 ),
 done as (
@@ -131,10 +131,10 @@ done as (
             when m.becomes = 'killed' then $2::text else j.error_message end,
         error_traceback = case when m.attempts_to_uncount = 0 then m.traceback
             when m.becomes <> 'killed' then j.error_traceback end
-    from mine m where j.id = m.id and m.was = 'running'
+    from own_jobs m where j.id = m.id and m.was = 'running'
     returning j.id, j.state
 )
-select json_object_agg(m.id, coalesce(d.state, m.was))::text from mine m left join done d on d.id = m.id
+select json_object_agg(m.id, coalesce(d.state, m.was))::text from own_jobs m left join done d on d.id = m.id
 """
 
 #: Running jobs with a kill request, of all orchestrators: there is rarely one.
@@ -153,7 +153,7 @@ kept as (
     update ergon.job j set expires_at = now() + greatest(j.retention, 3600) * interval '1 second'
     from old o where o.needed and j.id = o.id
 ),
-gone as (
+deleted as (
     delete from ergon.job j using old o where not o.needed and j.id = o.id
 )
 select count(*) from old
@@ -228,7 +228,7 @@ failed as (
         state = 'failed', worker = m.worker, token = m.token, message = m.message, ended_at = now(),
         expires_at = now() + j.retention * interval '1 second', category = 'SYSTEM', error_code = $3::text,
         error_type = null, error_message = $4::text, error_traceback = null
-    from mine m, ergon.queue q
+    from claimed m, ergon.queue q
     where j.id = m.id and q.id = j.queue and {_IS_UNKNOWN} and (
         j.state = 'failed' or j.state = 'pending' and j.due_at < now() - $2::float8 * interval '1 second'
     )
@@ -238,7 +238,7 @@ select json_agg(json_build_array(
     m.id, case when f.id is not null then 'failed' when j.state in ('succeeded', 'cancelled', 'killed') then 'over'
         else 'waiting' end, coalesce(f.attempts, 0)
 ))::text
-from mine m left join ergon.job j on j.id = m.id left join failed f on f.id = m.id
+from claimed m left join ergon.job j on j.id = m.id left join failed f on f.id = m.id
 """
 
 # -- queries and control ----------------------------------------------------------------------------

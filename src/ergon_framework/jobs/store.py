@@ -39,7 +39,7 @@ from ergon_framework.jobs.model import (
     queue_name,
 )
 
-#: The error code of a job whose orchestrators died until it had no attempt left.
+#: The error code of a job whose orchestrators were killed until it had no attempt left.
 EXHAUSTED_CODE: Final = "orchestrator_died"
 _EXHAUSTED_MESSAGE: Final = (
     "every attempt was started and none ended: the orchestrator was killed, or the job killed it"
@@ -64,13 +64,13 @@ class StartDecision(StrEnum):
     FAILED = "failed"
     #: Its attempts were begun and never ended, so it has failed now: dead-letter the message.
     EXHAUSTED = "exhausted"
-    #: A kill was requested and its orchestrator died: it is killed now.
+    #: A kill was requested and its orchestrator was killed before it did so: the job is killed now.
     KILLED = "killed"
     #: The job is not due yet.
     NOT_DUE = "early"
     #: There is no such job.
     UNKNOWN = "unknown"
-    #: The claim is gone: another worker has the message or will claim it.
+    #: The claim is lost: another worker has the message or will claim it.
     STALE = "stale"
 
 

@@ -1,7 +1,7 @@
 """The worker of one kind's queue; it sends jobs to executors and writes their outcomes to the database.
 
 The job store counts attempts: an attempt is counted there before anything is sent, and its end is written there before
-the message is settled. If a process dies in between, the message is redelivered, and the row of the job decides.
+the message is settled. If a process is killed in between, the message is redelivered, and the row of the job decides.
 
 To settle a message is to ack, release, defer or dead-letter it. The process step therefore has one attempt for each
 delivery, and the pool limits the concurrency. The message of a failed job is dead-lettered, or acked if the policy says
@@ -503,8 +503,8 @@ class JobWorker(AsyncConsumerMixin, AsyncTask):
     def _stale_claim_error(self, claim: JobClaim) -> TransactionException:
         metrics.log_stale_claim(self.name, claim.job_id)
         self._metrics.record_attempt(AttemptOutcome.STALE)
-        # If the claim is gone this changes nothing; if it is not, the message must not stay with an idle worker.
-        return defer("the claim is gone; another worker has the job", 0.0, code="stale")
+        # If the claim is lost, this changes nothing; otherwise the message must not stay with an idle worker.
+        return defer("the claim is lost; another worker has the job", 0.0, code="stale")
 
     # -- the dead letter --------------------------------------------------------------------------
 

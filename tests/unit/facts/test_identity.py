@@ -251,9 +251,9 @@ def test_one_moment_is_one_id_in_every_time_zone():
     "make, message",
     [
         (business_id, "at least one field"),
-        (lambda: business_id("a", 7), "7 is a int"),
+        (lambda: business_id("a", 7), "must be str, not int: 7"),
         (lambda: business_id("\ud800"), "surrogate"),
-        (lambda: uuid5_id("plant", None), "None is a NoneType"),
+        (lambda: uuid5_id("plant", None), "must be str, not NoneType: None"),
         (lambda: event_id("a", "b", "c", datetime(2026, 3, 6)), "no time zone"),  # noqa: DTZ001 - that is the point
         (lambda: event_id("a", "b", "c", 1741248600000), "a datetime or a date, not int"),
     ],

@@ -64,7 +64,7 @@ def make_project(broker, name="shop"):
         ("ergon_framework", "would hide an existing package"),
         ("pydantic", "would hide an existing package"),
         ("redis", "would hide an existing package"),
-        ("s" * (MAX_NAME_CHARS + 1), f"at most {MAX_NAME_CHARS}"),
+        ("s" * (MAX_NAME_CHARS + 1), f"the maximum is {MAX_NAME_CHARS}"),
     ],
 )
 def test_an_invalid_name_is_rejected_and_nothing_is_written(name, message, tmp_path):

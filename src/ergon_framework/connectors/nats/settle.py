@@ -116,13 +116,13 @@ class NatsSettler:
                 sendable.append(plan)
         if sendable:
             dead_lettered = {plan.claim for plan in sendable if plan.is_dead_letter}
-            gone = await self._send_acks(
+            already_deleted = await self._send_acks(
                 connection, [(plan.claim, plan.ack_payload) for plan in sendable], dead_lettered
             )
             self._drop_claims([plan.claim for plan in sendable])
             now = time.monotonic()
             for plan in sendable:
-                results[plan.index] = _to_result(plan, gone, late=plan.claim.until <= now)
+                results[plan.index] = _to_result(plan, already_deleted, late=plan.claim.until <= now)
         await self._clean_up(connection, plans, results)
         return results
 
@@ -256,10 +256,10 @@ class NatsSettler:
         The messages of *dead_lettered* are deleted individually, because a dead letter counts only if this worker
         ended the message.
         """
-        gone: set[NatsClaim] = set()
+        already_deleted: set[NatsClaim] = set()
         acked = [claim for claim, payload in acks if payload is _ACK]
         if acked and (connection.loses_deletes if self._erase is None else self._erase):
-            gone = await self._delete_messages(connection, acked)
+            already_deleted = await self._delete_messages(connection, acked)
         elif acked:
             last = {acked[-1], *dead_lettered}
             answered = await self._publish_acks(connection, [each for each in acks if each[0] not in last])
@@ -267,13 +267,13 @@ class NatsSettler:
             # persist. A deletion that succeeds after the other acks were answered shows that they were persisted.
             # A killed server has lost its latest deliveries and does not answer their acks: deleting their messages
             # settles them, and they would be redelivered otherwise.
-            gone = await self._delete_messages(
+            already_deleted = await self._delete_messages(
                 connection, [claim for claim in acked if claim in last or not answered], no_erase=True
             )
             acks = [(claim, _ACK) for claim in acked if claim in last]
         if not await self._publish_acks(connection, acks) and not acked:
             raise ConnectionLostError("JetStream did not answer a settlement")
-        return gone
+        return already_deleted
 
     async def _publish_acks(self, connection: Connection, acks: Sequence[tuple[NatsClaim, bytes]]) -> bool:
         """Send ack payloads; return whether the server answered the last one (it is reachable if this returns)."""
@@ -294,15 +294,15 @@ class NatsSettler:
         """
         endpoint = f"STREAM.MSG.DELETE.{self._names.work}"
         requests = [api.request(endpoint, seq=claim.seq, no_erase=no_erase) for claim in claims]
-        gone: set[NatsClaim] = set()
+        already_deleted: set[NatsClaim] = set()
         for claim, answer in zip(claims, await connection.request_many(requests), strict=True):
             try:
                 api.parse_response(answer)
             except api.ApiError as error:
                 if not error.is_not_found:
                     raise ConnectionLostError(f"JetStream could not delete a settled message: {error}") from error
-                gone.add(claim)
-        return gone
+                already_deleted.add(claim)
+        return already_deleted
 
     def _drop_claims(self, claims: Sequence[NatsClaim]) -> None:
         for claim in claims:
@@ -367,7 +367,7 @@ class NatsSettler:
         return [claims.get(delivery.receipt) or None if _has_claim(delivery) else None for delivery in deliveries]
 
 
-def _to_result(plan: _SettlePlan, gone: AbstractSet[NatsClaim], *, late: bool) -> SettleResult:
+def _to_result(plan: _SettlePlan, already_deleted: AbstractSet[NatsClaim], *, late: bool) -> SettleResult:
     """Return the result for a claim whose ack the server has received.
 
     Received before the lease ended, no other worker can have claimed the message in between. After that an ack still
@@ -376,7 +376,7 @@ def _to_result(plan: _SettlePlan, gone: AbstractSet[NatsClaim], *, late: bool) -
     """
     if not late:
         return _SETTLED
-    if plan.ack_payload is not _ACK or (plan.is_dead_letter and plan.claim in gone):
+    if plan.ack_payload is not _ACK or (plan.is_dead_letter and plan.claim in already_deleted):
         return _LOST
     return _SETTLED
 

@@ -19,7 +19,7 @@ from ergon_framework.errors import ConfigurationError
 
 #: The consumer that all workers of a queue share.
 CONSUMER: Final = "ergon"
-#: Longest readable part of a name: the server also uses stream names as directory names.
+#: Maximum characters of the readable part of a name: the server also uses stream names as directory names.
 _MAX_NAME_CHARS: Final = 150
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9_-]")
 

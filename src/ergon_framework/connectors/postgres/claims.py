@@ -79,11 +79,12 @@ _MAX_INTEGER = 2**31 - 1
 #: Seconds between two sweeps while there is work, and the pause after a sweep as a multiple of its duration.
 SWEEP_INTERVAL_SECONDS = 1.0
 SWEEP_PAUSE_FACTOR = 20.0
-#: How long an unconfirmed claim is released again every second; afterwards, the interval of further releases.
+#: Seconds for which an unconfirmed claim, one whose answer never arrived, is released again every second; afterwards,
+#: the interval of further releases.
 UNCONFIRMED_RELEASE_SECONDS = 60.0
 #: Unconfirmed claims that are remembered; the oldest are dropped first.
 MAX_UNCONFIRMED_CLAIMS = 1_000
-#: How long a worker registers as a listener, and how long before the end it registers again.
+#: Seconds for which a worker registers as a listener, and before their end at which it registers again.
 LISTENER_SECONDS, LISTENER_RENEW_SECONDS = 30.0, 10.0
 
 
@@ -229,7 +230,7 @@ class ClaimManager:
                 return rows
             # A suspect is claimed alone, never together with rows that are already claimed.
             parameters["suspects"] = not rows
-        # An empty result must be true at any cost: it ends a loop that does not stream.
+        # An empty result must be true, because it ends a loop that does not stream.
         if not rows or now >= self._last_sweep + self._sweep_pause:
             claimed = yield from self._sweep_rows(parameters)
             rows = rows if claimed is None else rows + claimed

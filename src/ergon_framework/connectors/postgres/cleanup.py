@@ -42,8 +42,8 @@ with old as materialized (
     select ctid from ergon.{table} where {where}at < now() - make_interval(secs => %(seconds)s)
     order by {order}at limit %(most)s
 ),
-gone as (delete from ergon.{table} where ctid = any(array(select ctid from old)) returning 1)
-select count(*) from gone
+deleted as (delete from ergon.{table} where ctid = any(array(select ctid from old)) returning 1)
+select count(*) from deleted
 """
 _QUEUE_FILTER: Final = {"where": "queue = %(queue)s and ", "order": "queue, "}
 DELETE_MARKS: Final = _DELETE.format(table="inbox", **_QUEUE_FILTER)

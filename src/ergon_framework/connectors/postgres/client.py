@@ -6,7 +6,7 @@ The client holds the connection pool, the worker lease, the notification listene
 
 The worker lease says which worker instance this process is, and how long its claims last. All claims of a process
 belong to one row that is renewed as a whole. If the row was deleted, because its lease ended and another worker
-noticed, all earlier claims are gone and a new instance is registered; a receipt with the old number settles nothing.
+noticed, all earlier claims are lost and a new instance is registered; a receipt with the old number settles nothing.
 """
 
 from __future__ import annotations

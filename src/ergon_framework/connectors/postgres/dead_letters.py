@@ -1,7 +1,7 @@
 """The dead letters of a queue: list, replay, replace and discard them in the database.
 
-A dead letter is a message that no worker processes again by itself, with the record of its failure. A replay moves it
-back into its queue; a replacement does that with another payload.
+A dead letter is a message that no worker processes again automatically, with the record of its failure. A replay moves
+it back into its queue; a replacement does that with another payload.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def assess_durability(settings: Mapping[str, str]) -> PostgresDurability:
 
 #: The oldest server release that the tests run with.
 _MIN_VERSION: Final = (15,)
-#: How many tables with missing rights a diagnostic names.
+#: Maximum number of tables with missing rights that a diagnostic names.
 _MAX_NAMED_TABLES: Final = 3
 
 _SELECT_SERVER: Final = """
@@ -218,7 +218,7 @@ def _build_grants(role: str) -> str:
 
 # -- queue depths -----------------------------------------------------------------------------------
 
-#: More queues than a person can read; each queue costs one query.
+#: Maximum number of queues that are listed; each needs one query.
 MAX_QUEUES: Final = 200
 
 _SELECT_QUEUES: Final = "select id, name from ergon.queue order by name limit %(most)s"

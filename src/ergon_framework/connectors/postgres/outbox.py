@@ -259,7 +259,7 @@ def build_dispatch(
     Raise UnencodableError if a transaction cannot be encoded.
     """
     if len(transactions) == 1:
-        # By far the most frequent case; arrays of one element cost as much as arrays of ten.
+        # By far the most frequent case; arrays of one element take as long as arrays of ten.
         (transaction,) = transactions
         body, envelope = codec.encode(transaction)
         parameters = {

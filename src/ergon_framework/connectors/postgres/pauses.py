@@ -36,7 +36,7 @@ POLL_INTERVAL_SECONDS: Final = 0.9
 _POLL_TIMEOUT_SECONDS: Final = 5.0
 #: Seconds before it reconnects: first, at most, and where the schema has no table of pauses.
 _MIN_RECONNECT_SECONDS, _MAX_RECONNECT_SECONDS, _NO_TABLE_RETRY_SECONDS = 0.1, 2.0, 30.0
-#: Seconds between two reports of a watcher without changes, and after which a watcher without reports counts as gone.
+#: Seconds between two reports of a watcher without changes, and after which a watcher without reports is ignored.
 _REPORT_INTERVAL_SECONDS: Final = 5.0
 WATCHER_EXPIRY_SECONDS: Final = 20.0
 
@@ -60,7 +60,7 @@ _DELETE_WATCHERS: Final = (
 )
 _SELECT_WATCHERS: Final = """
 select task, queue, host, pid, pause, in_flight from ergon.pause_watcher
-where at > now() - make_interval(secs => %(gone)s) order by task, host, pid
+where at > now() - make_interval(secs => %(expiry)s) order by task, host, pid
 """
 
 
@@ -115,7 +115,7 @@ def resume(name: str, *, actor: str = "", reason: str = "") -> Operation[bool]:
 def list_pauses() -> Operation[tuple[list[PauseRecord], list[WorkerLoopState]]]:
     """Return all pauses, and the loops that have reported recently."""
     pauses = yield Query(_SELECT_PAUSES)
-    watchers = yield Query(_SELECT_WATCHERS, {"gone": WATCHER_EXPIRY_SECONDS})
+    watchers = yield Query(_SELECT_WATCHERS, {"expiry": WATCHER_EXPIRY_SECONDS})
     return [PauseRecord(*row) for row in pauses], [WorkerLoopState(*row) for row in watchers]
 
 

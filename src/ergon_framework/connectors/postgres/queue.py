@@ -55,7 +55,7 @@ R = TypeVar("R")
 DSN_VARIABLE: Final = "ERGON_POSTGRES__DSN"
 #: The longest interval between two polls of a waiting fetch, with or without the notification listener.
 _POLL_INTERVAL_SECONDS: Final = 0.25
-#: Number of priorities above 0, and below it: each that is in use costs a claim one more query.
+#: Highest priority, and negated the lowest: a claim makes one query for each priority in use.
 _MAX_PRIORITY: Final = 100
 #: Seconds that a fetch waits for messages blocked by a key that is in flight in this process.
 _BLOCKED_WAIT_SECONDS: Final = 5.0

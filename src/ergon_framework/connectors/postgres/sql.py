@@ -10,7 +10,7 @@ Three rules hold for all statements. A claim is one row, of a worker and a token
 statement that settles a message names that row and locks it, so that a stale worker changes nothing. A claim takes a
 key share lock on its worker's row: a statement that deletes that row knows that no claim is added meanwhile. And a
 message that succeeds is never rewritten: it is inserted into ready and deleted there when it is done. A message that
-comes back is moved into content, by the same statement that takes it out of its claim. So a message is in one of the
+is returned is moved into content, by the same statement that takes it out of its claim. So a message is in one of the
 two, a read of both in one statement finds it once, and a row of ready is either in a claim or was never in one.
 """
 

@@ -41,7 +41,7 @@ class RedisReceipt(NamedTuple):
 #: The consumer group through which all workers of a queue share its stream.
 GROUP: Final = "ergon"
 _FIRST_ID: Final = b"0-0"
-#: Longest interval between two searches for expired claims; for short leases a quarter of the lease.
+#: Maximum seconds between two searches for expired claims; for short leases a quarter of the lease.
 _MAX_REAP_INTERVAL_SECONDS: Final = 5.0
 #: Seconds for which a fetch takes only new messages, as long as there are more of them than it asks for.
 _NEW_ONLY_SECONDS: Final = 0.25
@@ -50,7 +50,7 @@ _MAX_BATCH: Final = 1_000
 #: Seconds between two searches for claims whose answer never came, and how many pending entries are read.
 _UNCONFIRMED_SEARCH_SECONDS: Final = 1.0
 _MAX_PENDING_READ: Final = 10_000
-#: More deliveries than any message has, for a limit that is not set.
+#: The delivery limit if none is set; no message reaches it.
 _NO_DELIVERY_LIMIT: Final = 2**31
 
 

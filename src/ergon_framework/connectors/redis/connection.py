@@ -104,7 +104,7 @@ def reject_evicting_server(settings: Mapping[str, str]) -> None:
 
 # -- errors -----------------------------------------------------------------------------------------
 
-#: Longest part of the server's message that is passed on.
+#: Maximum characters of the server's message in an error.
 _MAX_MESSAGE_CHARS: Final = 200
 MEMORY_FULL: Final = "the server's memory is full and it rejects writes; consume queued messages or raise maxmemory"
 _REJECTED_CODES: Final = ("NOAUTH", "WRONGPASS", "NOPERM")
@@ -175,7 +175,7 @@ class Script:
 
 # -- connection pool --------------------------------------------------------------------------------
 
-#: Most connections, sync and async ones each; further callers wait.
+#: Maximum number of sync connections, and of async ones; further callers wait.
 _MAX_CONNECTIONS: Final = 16
 #: Timeout of a connection attempt and of a command, unless the address gives another one.
 DEFAULT_TIMEOUT_SECONDS: Final = 5.0

@@ -1,7 +1,7 @@
 """The dead letters of a queue, in their own stream: list, replay, replace and discard them.
 
-A dead letter is a message that no worker processes again by itself, with the record of its failure. A replay moves it
-back into the queue; a replacement does that with another payload.
+A dead letter is a message that no worker processes again automatically, with the record of its failure. A replay moves
+it back into the queue; a replacement does that with another payload.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ergon_framework.transaction import Transaction
 
 #: Prefix of the fields that describe the dead letter and not the message.
 _FIELD_PREFIX: Final = "ergon-dead-"
-#: Longest stored reason.
+#: Maximum characters of a stored reason.
 _MAX_REASON_CHARS: Final = 1000
 _match_handle = re.compile(r"[0-9]{1,20}-[0-9]{1,20}").fullmatch
 _MAX_BATCH: Final = 500

@@ -25,6 +25,7 @@ from ergon_framework.connectors.redis.scripts import PACKED_FIELD
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.transaction import Transaction
 
+#: Maximum characters of a queue name, the same on every broker.
 _MAX_NAME_CHARS = 200
 
 
@@ -81,7 +82,7 @@ DELIVERIES_HEADER: Final = "ergon-deliveries"
 #: Headers that a deferred transaction brings back, and that a replay removes.
 CHANGING_HEADERS: Final = (*PROGRESS_HEADERS, DELIVERIES_HEADER)
 _PACKED_FIELD: Final = PACKED_FIELD.encode()
-#: More bytes than any message has, and the largest integer that Lua counts exactly.
+#: The size limit if none is set: the largest integer that Lua represents exactly, which no message reaches.
 _NO_SIZE_LIMIT: Final = 2**53
 #: Headers of nearly every message, so that their names need not be decoded each time.
 _HEADER_NAMES: Final = {row.header.encode(): row.header for row in WIRE} | {

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from ergon_framework.connectors.redis.connection import Connection, pack_command
 
-#: Longest time for which one command blocks.
+#: Maximum seconds for which one command blocks.
 _MAX_BLOCK_SECONDS: Final = 5.0
 #: Seconds before it reconnects, first and at most, and before its thread ends without listeners.
 _MIN_RECONNECT_SECONDS, _MAX_RECONNECT_SECONDS, _LINGER_SECONDS = 0.1, 5.0, 5.0

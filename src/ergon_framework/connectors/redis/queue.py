@@ -67,7 +67,7 @@ R = TypeVar("R")
 URL_VARIABLE: Final = "ERGON_REDIS__URL"
 #: The longest interval between two polls of a waiting fetch, with or without the notification listener.
 _POLL_INTERVAL_SECONDS: Final = 0.25
-#: Most messages that are dispatched in one step.
+#: Maximum number of messages that are dispatched in one step.
 _MAX_DISPATCH_BATCH: Final = 1_000
 #: Redirections that a call follows before it fails because the cluster is moving the queue.
 _MAX_REDIRECTIONS: Final = 5

@@ -18,9 +18,9 @@ from ergon_framework.connectors.redis.connection import Script
 
 #: The consumer that owns released entries.
 RETURNED_CONSUMER: Final = "ergon:returned"
-#: Most due messages that one step moves.
+#: Maximum number of due messages that one fetch makes ready.
 MAX_DUE_PER_FETCH: Final = 200
-#: Most fields and values of a message that one command accepts in Lua, with room for some extra ones.
+#: Maximum number of fields and values of a message; Lua passes only about 8,000 arguments to one command.
 MAX_FIELDS: Final = 7_000
 #: The field that holds all others of a message with more of them, each text prefixed by its length.
 PACKED_FIELD: Final = "ergon-packed"
@@ -95,7 +95,7 @@ local function rings(bell)
 end
 """
 
-#: Most bytes of the other fields that are returned of a message without its body.
+#: Maximum bytes of the other fields that are returned of a message without its body.
 _MAX_SHOWN_BYTES: Final = 512 * 1024
 
 #: Sizes of entries. Of an entry that is too large to be loaded the body is left out, and as many of its other fields
@@ -305,7 +305,7 @@ local function gone(id)
     return 's'
 end
 
--- One read of all pending entries costs as much as three single ones; entries that it misses are read singly.
+-- One read of all pending entries takes as long as three single ones; entries that it misses are read singly.
 local mine = {}
 if acks > 3 then
     for _, pending in ipairs(redis.call('XPENDING', stream, group, '-', '+', acks + 10, me)) do

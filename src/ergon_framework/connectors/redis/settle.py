@@ -34,7 +34,7 @@ from ergon_framework.failure import Failure
 #: The index of a settlement in its group, and the receipt that it settles.
 _IndexedReceipt: TypeAlias = tuple[int, RedisReceipt]
 
-#: Most settlements of one step: the server is blocked meanwhile.
+#: Maximum number of settlements in one step: the server is blocked meanwhile.
 _MAX_STEP_SETTLEMENTS: Final = 500
 _MEMORY_FULL: Final = "m"
 _RESULT_BY_LETTER: Final = {
@@ -45,6 +45,7 @@ _RESULT_BY_LETTER: Final = {
 }
 _CHANGING_HEADERS_JSON: Final = json.dumps(CHANGING_HEADERS)
 _NO_VALUES: Final = ("", "", "")
+#: The number of remembered settlements with unknown outcome above which expired ones are dropped.
 _MAX_UNCONFIRMED: Final = 10_000
 
 

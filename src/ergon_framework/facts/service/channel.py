@@ -1,6 +1,6 @@
 """ReconnectingChannel: the gRPC channel of a client, sync and async; replaced when the certificate is renewed.
 
-A channel is a connection of gRPC that reconnects by itself after a failure; a new certificate needs a new channel.
+A channel is a connection of gRPC that reconnects automatically after a failure; a new certificate needs a new channel.
 
 ServiceAddress: the location, credentials and timeouts of a remote service.
 """
@@ -57,7 +57,7 @@ class ServiceAddress:
             ("grpc.max_reconnect_backoff_ms", 2_000),
             # Two clients of one program may have certificates of two zones, so they must not share a connection.
             ("grpc.use_local_subchannel_pool", 1),
-            # The caller retries, because only the caller knows the cost of a retry.
+            # The caller retries, because only the caller knows whether a retry is worthwhile.
             ("grpc.enable_retries", 0),
         ]
 

@@ -123,7 +123,7 @@ class Maintenance:
 
 # -- retention --------------------------------------------------------------------------------------
 
-#: How long the id of a batch is stored. No writer retries a batch that is older than a quarter of it.
+#: The time for which the id of a batch is stored. No writer retries a batch that is older than a quarter of it.
 BATCH_ID_RETENTION: Final = timedelta(hours=2)
 #: The id of the advisory lock that lets one process run retention at a time.
 _RETENTION_LOCK_ID: Final = 0x6572676F6F

@@ -141,7 +141,7 @@ on conflict (tenant_id, provider_name, capability, minute) do update set
 """
 
 # Element by element, which is several times as fast as unnesting the arrays of sixty minutes; as integers, whose sums
-# are cheap: no scope makes two thousand million calls in a minute.
+# are fast: no scope makes two thousand million calls in a minute.
 _SUMS: Final = ", ".join(f"sum(buckets[{place}]::integer)" for place in range(1, len(BUCKET_BOUNDS_MS) + 2))
 
 #: From a relation `keys` (tenant_id, provider_name, capability): the hour of each scope that had attempts, with the

@@ -15,10 +15,11 @@ from typing import Final
 CHANNEL: Final = "ergon_breaker"
 
 #: Admits an attempt, or returns why not. ADMIT is for calls with a key, ADMIT_PLAIN for calls without one, because each
-#: parameter takes time. $1 tenant; $2 provider; $3 capability; $4 limits of the minute, hour, day and month; $5
-#: settings of the breaker; $6 name of the process; $7 lease of the reservation in seconds; $8 whether the breaker is
-#: expected to be open; $9 tenant of the key; $10 key; $11 its fingerprint; $12 its owner; $13 whether this is the first
-#: attempt; $14 whether the outcome of an earlier attempt is unknown.
+#: parameter takes time. $1 tenant; $2 provider; $3 capability; $4 limits of the minute, hour, day and month; $5 seconds
+#: to keep the key, cooldown of the breaker, maximum number of probes and their lease; $6 name of the process; $7 lease
+#: of the reservation in seconds; $8 whether the breaker is expected to be open; $9 tenant of the key; $10 key; $11 its
+#: fingerprint; $12 its owner; $13 whether this is the first attempt; $14 whether the outcome of an earlier attempt is
+#: unknown.
 ADMIT: Final = """
 select ergon.provider_admit(
     $1, $2, $3, $4::bigint[], $5::float8[], $6, $7::float8, $8::boolean, $9, $10, $11, $12, $13::boolean, $14::boolean
@@ -130,7 +131,7 @@ deleted as (delete from ergon.provider_reservations r using old where r.id = old
 select count(*) from deleted
 """
 
-#: A key whose owner died is kept as long as one with an unknown outcome, for its payload.
+#: A key whose owner crashed is kept as long as one with an unknown outcome, for its payload.
 DELETE_KEYS: Final = """
 with old as (
     select tenant_id, provider_name, key from ergon.provider_keys

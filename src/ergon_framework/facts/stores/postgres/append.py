@@ -1,8 +1,8 @@
 """FactAppender: appends or forwards a batch of facts with one statement and one commit.
 
 A fact belongs to a log, the sequence of facts from one zone to another, and has an offset there. To forward is to store
-facts of another zone with the offsets that they have there. A batch is regular if it can be appended by one of the fast
-statements: no artifacts, and ids that are new.
+facts of another zone with the offsets that they have there. A batch is regular if it has no artifact and no
+repeated id: a faster statement appends it.
 
 The conversions of facts to statement arguments, and of the database's answers to results, do no I/O. A regular batch is
 encoded as one text per column: the server splits these texts faster than it parses JSON, and they are faster to write.

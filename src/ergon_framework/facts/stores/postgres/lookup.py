@@ -2,7 +2,7 @@
 
 The lag of a reader is the number of facts after the one that it confirmed last.
 
-Facts are found by their id. They have no index by correlation, whose cost every append would bear: the latest facts
+Facts are found by their id. They have no index by correlation, which would slow down every append: the latest facts
 of each pair of zones are scanned, and older ones are not found.
 """
 

@@ -171,9 +171,9 @@ def _delete_dropped_rows(before: int, now: int) -> Operation[None]:
 def _delete_partition_rows(table: str, condition: str) -> Operation[None]:
     """Delete the rows of dropped facts in one partition; a ctid is unique only within one partition."""
     statement = (
-        f"with gone as (delete from ergon.{table} f where {condition} and f.ctid = any (array("  # noqa: S608 - constants
+        f"with deleted as (delete from ergon.{table} f where {condition} and f.ctid = any (array("  # noqa: S608 - constants
         f"select f.ctid from ergon.fact_log l join ergon.{table} f on f.log = l.id and f.fact_offset <= l.dropped "
-        f"where {condition} limit %(part)s)) returning 1) select count(*) from gone"
+        f"where {condition} limit %(part)s)) returning 1) select count(*) from deleted"
     )
     deleted = _MAX_BATCH_ROWS
     while deleted == _MAX_BATCH_ROWS:

@@ -63,7 +63,7 @@ class FactListener:
         """Call *callback* on new facts until the returned function is called."""
         with self._lock:
             self._callbacks = (*self._callbacks, callback)
-            # The thread is gone after a fork, or after a callback has raised.
+            # The thread does not exist after a fork, or after a callback has raised.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._listen, name="ergon-facts-bell", daemon=True)
                 self._thread.start()
@@ -167,7 +167,7 @@ def check_database(
 
 #: The latest revision that the statements of this package need.
 _REQUIRED_REVISION: Final = "0004"
-#: How often a call is retried when the store changes its identity meanwhile.
+#: Maximum number of attempts of a call when the store changes its identity meanwhile.
 MAX_ATTEMPTS: Final = 5
 
 

@@ -284,7 +284,7 @@ class PostgresBoundary(Boundary, AsyncBoundary):
         return self._get_process_state().listener.subscribe(wake)
 
     def consumer_store(self) -> PostgresFactConsumerStore:
-        """Return the consumer store in the same database; a handled fact then costs no more than its confirmation."""
+        """Return the consumer store in the same database; a handled fact then needs only its confirmation."""
         return PostgresFactConsumerStore.for_boundary(self._run, self._run_async)
 
     def new_epoch(self, *, by: str, why: str = "") -> str:
