@@ -1,5 +1,8 @@
 """A pool of executors of one kind: it keeps them running, sends them jobs and kills them at a hard timeout.
 
+An executor is a process, in any language, that runs handlers for an orchestrator. A hard timeout ends the process of a
+job: a handler cannot be stopped in another way.
+
 One timer serves the deadlines of all jobs. Nearly every job ends long before its deadline, so a timer for each job
 would be created, sorted and discarded for nothing. The one timer is set again only for a deadline before all others.
 """

@@ -1,4 +1,8 @@
-"""One executor process: its pipes, its jobs in flight, and its end."""
+"""One executor process: its pipes, its jobs in flight, and its end.
+
+An executor is a process, in any language, that runs handlers for an orchestrator: it reads one request per line from
+stdin, and writes one outcome per line to stdout.
+"""
 
 from __future__ import annotations
 

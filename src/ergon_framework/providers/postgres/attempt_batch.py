@@ -1,5 +1,8 @@
 """Batches of attempts: each is written in one database transaction, at most once.
 
+An attempt is one try of a provider call. The id of a batch is inserted in the same database transaction: a batch whose
+commit had an unknown outcome is written again, and the second transaction finds the id and adds nothing.
+
 All attempts are counted; at high rates only a sample of them is stored as rows.
 """
 

@@ -1,4 +1,10 @@
-"""Define the SQL of the PostgreSQL fact store, except that of retention. Placeholders are psycopg's.
+"""The SQL of the PostgreSQL fact store, except that of retention. Placeholders are psycopg's.
+
+A log is the sequence of facts from one zone to another; its row has the last offset and the last dropped one. An epoch
+names the history of a store, and changes when a backup is restored. A consumer is a reader with stored state (deferred
+facts, delivery counts, claims in flight); its owner is the process that reads for it, and each takeover by another
+process raises its generation. A content is the bytes of all artifacts with one digest. The token identifies the store
+as this process verified it: it changes when the server restarts or an epoch begins.
 
 Only ergon.append_facts assigns offsets. A reader reads the row of the log first, and then facts after the dropped
 offset in that row: rows of dropped facts may still exist.
