@@ -330,7 +330,7 @@ def test_an_unreachable_service_is_reported(server, pair_options):
 
 def test_a_missing_certificate_is_reported(server, pair_options, tmp_path):
     args = ("get", "m", "--from", "Plant A", "--tls-cert", tmp_path / "none")
-    assert "cannot be read" in server.run(server.plant, *args, code=FactsExit.FAILED).stderr
+    assert "reading the certificate file" in server.run(server.plant, *args, code=FactsExit.FAILED).stderr
 
 
 # -- serve ----------------------------------------------------------------------------------------------
