@@ -14,6 +14,7 @@ from tests.servers.nats import PrivateNats
 from tests.servers.postgres import PrivatePostgres
 from tests.servers.rabbitmq import DEFAULT_URL, PrivateRabbitMQ, is_answering
 from tests.servers.redis import PrivateRedis
+from tests.servers.releases import find_root
 from tests.servers.seaweed import CREDENTIALS, PrivateSeaweed
 
 
@@ -82,7 +83,7 @@ def new_folder() -> Iterator[Callable[[str], Path]]:
 @pytest.fixture(scope="session")
 def rabbitmq() -> Iterator[str]:
     """The address of a RabbitMQ for tests that do not disturb others: the machine's own, or else a private one."""
-    if is_answering(DEFAULT_URL):
+    if find_root() is None and is_answering(DEFAULT_URL):
         yield DEFAULT_URL
         return
     folder = Path(tempfile.mkdtemp(prefix="ergon-rabbitmq-"))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.servers.packets import PacketDrop
 from tests.servers.postgres import free_port
+from tests.servers.releases import find_program, find_root, in_release
 
 _SERVER_TIMEOUT_SECONDS = 30.0
 
@@ -31,6 +32,10 @@ def find_bundled_server() -> Path:
 
 def find_distribution_server() -> Path:
     """Return the distribution's server, which is some years older."""
+    if (root := find_root()) is not None:
+        if (found := find_program("nats-server")) is not None:
+            return Path(found)
+        raise NatsServerError(f"the release in {root} has no NATS server")
     own_folder = str(Path(sys.executable).parent)
     path = os.pathsep.join(folder for folder in os.environ.get("PATH", "").split(os.pathsep) if folder != own_folder)
     program = shutil.which("nats-server", path=os.pathsep.join([path, "/usr/sbin", "/usr/local/sbin"]))
@@ -86,10 +91,11 @@ jetstream {{
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "server.conf").write_text(self._settings, encoding="utf-8")
+        command = [str(self.program), "-c", str(self.folder / "server.conf")]
+        if self.program != find_bundled_server():
+            command = in_release(command)
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [str(self.program), "-c", str(self.folder / "server.conf")], stdout=log, stderr=log, cwd=self.folder
-            )
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder)
         deadline = time.monotonic() + _SERVER_TIMEOUT_SECONDS
         while not self._is_answering():
             if self._process.poll() is not None or time.monotonic() > deadline:

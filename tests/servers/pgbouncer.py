@@ -8,7 +8,6 @@ a fault of the test: ``DEATHS`` records the exit, and the test is rerun.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import threading
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import psycopg
 
 from tests.servers.postgres import PostgresServerError, PrivatePostgres, free_port
+from tests.servers.releases import find_program
 
 _CONFIGURATION = """
 [databases]
@@ -41,7 +41,7 @@ class PrivatePgBouncer:
     """A pooler in *folder*, in front of *server*; few server connections, so that sessions really are shared."""
 
     def __init__(self, folder: Path | str, server: PrivatePostgres) -> None:
-        program = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
+        program = find_program("pgbouncer")
         if program is None:
             raise PostgresServerError("these tests need pgbouncer and found none; install it (apt install pgbouncer)")
         self._program = program
@@ -82,9 +82,9 @@ class PrivatePgBouncer:
         self._process = self._restart_thread = None
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        command = [self._program, str(self._folder / "pgbouncer.ini")]
+        command = self._server.in_release([self._program, str(self._folder / "pgbouncer.ini")])
         return subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **self._server.get_user_options()
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **self._server.get_process_options()
         )
 
     def _restart_on_exit(self, process: subprocess.Popen[bytes]) -> None:

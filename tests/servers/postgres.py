@@ -162,7 +162,7 @@ class PrivatePostgres:
             command += ["-c", f"{name}={value}"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self.in_release(command), stdout=log, stderr=log, start_new_session=True, **self._get_process_options()
+                self.in_release(command), stdout=log, stderr=log, start_new_session=True, **self.get_process_options()
             )
         self._wait_until_answering()
 
@@ -262,7 +262,8 @@ class PrivatePostgres:
         user = self.get_user_options()
         return in_release(command, user=(user["user"], user["group"]) if user else None)
 
-    def _get_process_options(self) -> dict[str, Any]:
+    def get_process_options(self) -> dict[str, Any]:
+        """Return the options of the process that runs ``in_release``."""
         # Only root can change the root folder, so there the command itself changes the user.
         return {} if find_root() is not None else self.get_user_options()
 
@@ -273,7 +274,7 @@ class PrivatePostgres:
             text=True,
             check=False,
             cwd="/",
-            **self._get_process_options(),
+            **self.get_process_options(),
         )
 
     def _get_account(self) -> pwd.struct_passwd:

@@ -36,8 +36,10 @@ class RabbitMQServerError(RuntimeError):
 def find_binaries() -> Path:
     """Return the folder of RabbitMQ's own scripts; those on the PATH often require a certain user and folder."""
     folders = sorted(releases.find_folders("/usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin"), reverse=True)
-    if releases.find_root() is not None and folders:
-        return folders[0]
+    if (root := releases.find_root()) is not None:
+        if folders:
+            return folders[0]
+        raise RabbitMQServerError(f"the release in {root} has no RabbitMQ server")
     if on_path := shutil.which("rabbitmq-server", path=f"{os.environ.get('PATH', '')}:/usr/sbin"):
         folders.append(Path(on_path).resolve().parent)
     for folder in folders:
