@@ -212,7 +212,7 @@ def test_the_commands_say_what_a_job_of_an_unknown_executor_waits_for(dsn):
     assert UNKNOWN_EXECUTOR_MESSAGE in submitted.stderr
     assert UNKNOWN_EXECUTOR_MESSAGE in " ".join(run_ergon("job", "show", job_id).stdout.split())
     why = " ".join(run_ergon("why", job_id).stdout.split())
-    assert f"it waits for an orchestrator: {UNKNOWN_EXECUTOR_MESSAGE}; it becomes a dead letter at " in why
+    assert f"status: waiting for an orchestrator: {UNKNOWN_EXECUTOR_MESSAGE}; it becomes a dead letter at " in why
     assert f"start an orchestrator that serves 'typo', or run: ergon job cancel {job_id}" in why
     assert run_ergon("job", "submit", "echo", "1").stderr == ""
     age_registrations(dsn, since=60, served=2)
