@@ -1,7 +1,8 @@
 """Audit rows of actions on brokers that are not a database: the intent before the action, the outcome after it.
 
-The rows go to the database that the configuration names. Without a database, and while it does not accept them, the
-log is the record: an event ``audit`` at level WARNING.
+An audit row records which operator did what to which queue, for example replayed dead letters. The rows go to the
+database that the configuration names. Without a database, and while it does not accept them, the log is the record: an
+event ``audit`` at level WARNING.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def audit_action(entry: AuditEntry | None) -> Iterator[ChangeCount]:
         return
     intent = _AuditIntent(entry)
     try:
-        with suppress_entries():
+        with suppress_entries():  # the calls inside are parts of this action and write no rows of their own
             yield changes
     except BaseException as error:
         intent.end(error=type(error).__name__)
@@ -144,7 +145,7 @@ def _wrap_async(method: Callable[..., Any], action: str) -> Callable[..., Any]:
             with suppress_entries():
                 results = await method(self, handles, *args)
         except BaseException as error:
-            # Not awaited: a cancelled task must not wait any longer.
+            # Written without await, although that blocks the loop: another cancellation must not lose the row.
             intent.end(error=type(error).__name__)
             raise
         await asyncio.to_thread(intent.end, count=_count_moved(results))

@@ -3,6 +3,10 @@
 A connector implements the sync variant, the async variant or both. The sync variant has the plain names, the async
 variant the same names with ``_async``; ``bridge`` supplies the missing one. Every method may raise
 ``ConnectionLostError`` when the connection is lost; no method may return an empty result instead.
+
+A fetch claims transactions: a claim is a worker's exclusive right to process a delivered transaction until it settles
+it or loses the claim. A claim with a time limit is a lease; a worker that has lost its claim is stale. A dead letter is
+a transaction that failed and is kept for an operator.
 """
 
 from __future__ import annotations
@@ -154,18 +158,20 @@ SettlementRequest: TypeAlias = tuple[Delivery, Settlement]
 class Capabilities:
     """The capabilities of a connector's broker; the conformance suite and the table in the docs are built from it."""
 
+    #: "queue": the broker settles messages one by one; "log": a consumer reads a log from its committed position on.
     mode: Literal["queue", "log"]
     #: Claims can be extended while the work continues.
     renewable: bool
     #: Seconds after which an unrenewed claim ends; None if it ends with the connection.
     lease: float | None
-    #: A release, deferral or Defer decrements the delivery count.
+    #: A delivery that ends with Release or Defer is not counted in the delivery count.
     release_uncounted: bool
     #: The broker, not this process, holds delayed transactions.
     delays: bool
     #: Dead letters are kept here and can be listed, replayed and discarded.
     dead_letters: bool
-    #: How the settlement of a stale worker is rejected.
+    #: How the settlement of a stale worker is rejected: by the claim's token, because its channel was closed, by the
+    #: generation of its log partition, or only by the worker's own clock.
     fenced_by: Literal["token", "channel", "generation", "clock"]
     #: Acknowledged work survives a power loss; None means unknown, and unknown is not durable.
     durable: bool | None
@@ -213,7 +219,7 @@ Unlisten: TypeAlias = Callable[[], None]
 
 
 class _ConnectorBase(ABC):
-    #: The other variant, once the bridge has created it.
+    #: The bridge that supplies the missing variant, once it was needed.
     bridged: Any = None
     #: Whether the connector itself writes the audit rows of replays and discards.
     writes_audit: bool = False
@@ -236,7 +242,7 @@ class _ConnectorBase(ABC):
 
     @property
     def write_refusal(self) -> str | None:
-        """The reason why the readable server rejects new messages; None if the latest calls show none."""
+        """Why the server rejects new messages although workers can fetch, such as full memory; None if it does not."""
         return None
 
     @property
@@ -320,17 +326,18 @@ class Connector(_ConnectorBase):
         self,
         query: DeadLetterQuery,  # noqa: ARG002 - for connectors that keep dead letters
         *,
-        after: str | None = None,  # noqa: ARG002 - as above
-        limit: int = 100,  # noqa: ARG002 - as above
+        after: str | None = None,  # noqa: ARG002 - for connectors that keep dead letters
+        limit: int = 100,  # noqa: ARG002 - for connectors that keep dead letters
     ) -> Sequence[DeadLetterRecord]:
         """Return at most *limit* of the dead letters that match *query*, the oldest first.
 
-        With *after*, only those after that handle, whether or not a dead letter with it still exists. This method and
-        the next two also work on a log that was not opened: opening takes over its partitions.
+        With *after*, only those after that handle, whether or not a dead letter with it still exists. This method,
+        ``replay_dead`` and ``discard_dead`` also work on a log that was not opened, because opening takes over
+        partitions from running workers.
         """
         raise self._no_dead_letters_error()
 
-    def replay_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:  # noqa: ARG002 - as above
+    def replay_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:  # noqa: ARG002 - as in list_dead
         """Put dead letters back into their queue: the same id and correlation, with attempts and history reset.
 
         Returns one result each, in order; one failure does not affect the others. Each move is one atomic operation of
@@ -340,11 +347,11 @@ class Connector(_ConnectorBase):
         """
         raise self._no_dead_letters_error()
 
-    def discard_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:  # noqa: ARG002 - as above
+    def discard_dead(self, handles: Sequence[str]) -> Sequence[ReplayResult]:  # noqa: ARG002 - as in list_dead
         """Delete dead letters; return one result each, in order."""
         raise self._no_dead_letters_error()
 
-    def replace_dead(self, handle: str, transaction: Transaction) -> ReplayResult:  # noqa: ARG002 - as above
+    def replace_dead(self, handle: str, transaction: Transaction) -> ReplayResult:  # noqa: ARG002 - as in list_dead
         """Dispatch *transaction* in place of the dead letter with *handle*, and remove the dead letter.
 
         If several callers replace, replay or discard one dead letter at the same time, one of them moves it; the others

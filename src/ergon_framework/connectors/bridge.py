@@ -203,6 +203,7 @@ class AsyncBridge(AsyncConnector):
         *,
         on_late: Callable[[_CallResult[_T]], None] | None = None,
     ) -> _T:
+        """Run *call* on one of *threads*; *on_late* gets the result of a call whose caller was cancelled meanwhile."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_CallResult[_T]] = loop.create_future()
         context = copy_context()

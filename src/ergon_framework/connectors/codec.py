@@ -511,7 +511,7 @@ def decode(codec: Codec, body: bytes, headers: Mapping[str, str], *, source: str
         try:
             return DecodeResult(Transaction(payload=body, **{"source": source, **read_headers(headers)}), problem)
         except UndecodableError as error:
-            # No key makes it readable, and without an envelope no broker could keep the start of its wait for one.
+            # Waiting for the key is pointless: the envelope, which would record since when it waits, is invalid too.
             problem = error
     header_id = headers.get("ergon-id")
     return DecodeResult(

@@ -127,10 +127,10 @@ class DeadLetterRecord(BaseModel):
         return Transaction(payload=self.payload if self.raw is None else self.raw, **fields)
 
     def with_payload(self, payload: Any, *, by: str, at: float, summary: str) -> Transaction:
-        """Return the transaction for a retry with another payload; *summary* says what *by* has changed.
+        """Return the transaction for a retry with another payload; *summary* says what the operator *by* has changed.
 
-        The message stores the summary. Earlier corrections stay in its history; attempts do not, as with
-        every replay.
+        The summary becomes an entry of the transaction's history. Earlier corrections stay there; attempts are
+        removed, as by every replay.
         """
         history = self.envelope.history if self.failure is None else self.failure.history
         correction = Attempt(

@@ -1,8 +1,11 @@
 """Encryption of payloads and of the texts of failures at rest.
 
-Keys come from the environment only. A message names its key in a header, so that older keys decrypt what they have
-encrypted while the first key encrypts everything new. Ids, types, keys, tenants and times stay readable, because
-brokers and operators find messages by them. They are authenticated together with the body.
+Keys come from the environment or from the program, never from a configuration file. A message names its key in a
+header, so that older keys decrypt what they have encrypted while the first key encrypts everything new. Ids, types,
+ordering keys, tenants and times stay readable, because brokers and operators find messages by them. All of these except
+the times are authenticated together with the body.
+
+To hide a text is to store a placeholder and the encrypted text in its place; to reveal it is the reverse.
 """
 
 from __future__ import annotations
@@ -100,7 +103,10 @@ class Keys:
         return cls(keys)
 
     def encrypt(self, content: bytes, context: Sequence[str], *, kind: str) -> bytes:
-        """Return *content* under the current key, bound to *context*; the random nonce is its prefix."""
+        """Return *content* under the current key, with its random nonce as a prefix.
+
+        It can be decrypted only with the same *context* and *kind*, so that it cannot be moved to another message.
+        """
         nonce = os.urandom(NONCE_BYTES)
         encrypted: bytes = self._keys[self.current].encrypt(nonce, content, _bind(kind, self.current, context))
         return nonce + encrypted
@@ -149,12 +155,12 @@ def format_placeholder(key_id: str) -> str:
 
 
 def hide_text(keys: Keys | None, text: str | None, owner_id: str) -> str | None:
-    """Return *text* as it is stored in a column, encrypted and bound to the id *owner_id*."""
+    """Return *text* as a database column stores it: encrypted, and readable only with the transaction id *owner_id*."""
     return text if keys is None or not text else f"{_COLUMN_PREFIX}{keys.encrypt_text(text, (owner_id,))}"
 
 
 def reveal_text(keys: Keys | None, text: str | None, owner_id: str) -> str | None:
-    """Return the text of a column; without its key, the placeholder."""
+    """Return the text of a database column; the placeholder if its key is missing or it was changed."""
     if text is None or not text.startswith(_COLUMN_PREFIX):
         return text
     encrypted = text.removeprefix(_COLUMN_PREFIX)
@@ -249,7 +255,7 @@ class EncryptingCodec:
         return self._reveal(self.inner.decode(plain, inner_headers, source=source), headers)
 
     def encode_envelope(self, transaction: Transaction) -> dict[str, str]:
-        """Return the headers of *transaction* without those of its body, which is unchanged."""
+        """Return the headers of *transaction* for a redelivery with its stored body, whose key header stays valid."""
         hidden_transaction, errors = self._hide(transaction)
         headers = write_headers(hidden_transaction)
         return headers if errors is None else {**headers, ENCRYPTED_ERRORS: errors}
@@ -287,7 +293,10 @@ def write_envelope(codec: Codec, delivery: Delivery, defer: Defer) -> dict[str, 
 def hide_errors(
     keys: Keys | None, transaction: Transaction, history: tuple[Attempt, ...], deferral: Deferral | None
 ) -> tuple[tuple[Attempt, ...], Deferral | None, str | None]:
-    """Return both without their texts, and the encrypted texts; None if there are none or nothing is encrypted."""
+    """Return *history* and *deferral* without error texts, and the encrypted texts.
+
+    The last value is None if there are no texts or *keys* is None; nothing is hidden then.
+    """
     texts = [past.error for past in history]
     deferral_error = None if deferral is None else deferral.error
     if keys is None or not (any(texts) or deferral_error):
@@ -307,7 +316,10 @@ def reveal_errors(
     deferral: Deferral | None,
     errors: str | None,
 ) -> tuple[tuple[Attempt, ...], Deferral | None]:
-    """Return both with their texts; they stay hidden without the key, or if the texts belong to another history."""
+    """Return *history* and *deferral* with the texts that *errors* encrypts.
+
+    The texts stay hidden without their key, or if they belong to another history.
+    """
     if errors is None or keys is None:
         return history, deferral
     text = keys.decrypt_text(errors, (transaction.source, transaction.id), kind=_ERRORS)

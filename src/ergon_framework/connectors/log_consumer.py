@@ -1,7 +1,9 @@
 """State of one consumer group of a log: its partitions, and the store for the state that a log cannot keep.
 
-A log stores one position per partition. LogConsumerStore keeps the delivery counts, the deferred records and the dead
-letters outside the log. Partition is one consumer's state of one partition, from its watermark on.
+A log stores one position per partition, the watermark: all records below it are settled. LogConsumerStore keeps the
+delivery counts, the deferred records and the dead letters outside the log. Partition is the state of one partition from
+its watermark on, in the consumer that owns it. Each change of the owner begins a new generation, which ends the claims
+(the rights to settle a delivered record) of the previous one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class LogPosition(NamedTuple):
 
 
 class DeferredRecord(NamedTuple):
-    """A transaction that is redelivered at *due*, instead of the record at *position*."""
+    """A transaction that is redelivered at *due*, in seconds of the caller's clock, instead of that at *position*."""
 
     due: float
     position: LogPosition
@@ -128,7 +130,7 @@ class Commit(NamedTuple):
 
 
 class LogReceipt(NamedTuple):
-    """The claim on one record, valid for one generation of its partition and one delivery of the record."""
+    """The claim on one record, valid in one generation of its partition; *turn* is different for every delivery."""
 
     partition: int
     offset: int
@@ -151,11 +153,14 @@ class Partition:
         self._returned: list[int] = []
         self._deferred = list(deferred)
         heapify(self._deferred)
-        # A deferred record counts as settled, also if a crash came between the two steps.
+        # A deferred record counts as settled, also if a crash came between storing it and committing the watermark.
         self._deferred_offsets = {deferred.position.offset for deferred in self._deferred}
 
     def take(self, now: float, records: Sequence[tuple[Transaction, float]]) -> tuple[int, Transaction] | None:
-        """Claim the next record and return its offset: deferred and due first, then returned, then new records."""
+        """Claim the next record, return its offset and transaction: due ones first, then returned, then new ones.
+
+        *records* is the whole partition, indexed by offset; a record is a transaction and the time of its append.
+        """
         if self._deferred and self._deferred[0].due <= now:
             deferred = heappop(self._deferred)
             self._claim(deferred.position.offset, deferred)
@@ -188,7 +193,7 @@ class Partition:
         """Move the position past records that are settled or deferred."""
         while self.position < end and (self.position in self._settled or self.position in self._deferred_offsets):
             if self.position in self._deferred_offsets:
-                # A consumer that has claimed the deferred copy keeps its claim.
+                # Not mark_settled(): the deferred transaction may be claimed, and that claim remains valid.
                 self._advance(self.position)
             self.position += 1
 
@@ -213,7 +218,7 @@ class Partition:
         heappush(self._deferred, deferred)
 
     def return_record(self, offset: int) -> None:
-        """Return the record to its position."""
+        """Undo the claim on the record, so that it can be claimed again."""
         deferred = self.held.pop(offset)
         if deferred is None:
             heappush(self._returned, offset)

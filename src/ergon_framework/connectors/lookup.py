@@ -1,4 +1,7 @@
-"""Lookup: what a connector knows about one transaction, as a history."""
+"""Lookup: what a connector knows about one transaction, as a history, for ``ergon why`` and similar reports.
+
+A history has the events of a transaction, for example its failed attempts, and where it is now.
+"""
 
 from __future__ import annotations
 

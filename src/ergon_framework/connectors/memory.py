@@ -1,4 +1,7 @@
-"""MemoryConnector: a queue in this process, with all features of a broker's queue except durability."""
+"""MemoryConnector: a queue in this process, with all features of a broker's queue except durability.
+
+A fetch claims messages: the receiver has the exclusive right to settle a message until its lease, a time limit, ends.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,11 @@ from ergon_framework.transaction import Transaction
 
 
 class _MemoryMessage:
-    """A message in the queue: with a codec its body and headers, without a codec the transaction itself."""
+    """A message in the queue: with a codec its body and headers, without a codec the transaction itself.
+
+    *order* is its position in the queue, *since* the time at which it became ready; it is not *readable* if the codec
+    could not decode it.
+    """
 
     __slots__ = ("content", "deliveries", "lease_until", "order", "readable", "since")
 
@@ -95,8 +102,8 @@ class MemoryConnector(Connector, AsyncConnector):
         self._arrivals = WakeupHub()
         self._order = 0
         self._token = 0
-        # Messages that were never claimed, in order, and messages that returned to their old position. Claims are
-        # taken from the front, so every returned message is older than any of the former.
+        # Messages that were never claimed, in order, and messages that returned to their old position. Messages are
+        # claimed from the front, so every returned message is older than all unclaimed ones.
         self._unclaimed: deque[_MemoryMessage] = deque()
         self._returned: list[tuple[int, _MemoryMessage]] = []
         self._delayed: list[tuple[float, int, _MemoryMessage]] = []

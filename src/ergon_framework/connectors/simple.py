@@ -1,6 +1,7 @@
 """SimpleConnector: a working connector with one method to implement, for a read-only source.
 
-Such a source (a list, an API, a file) knows no claims: redeliveries wait in the memory of this process.
+Such a source (a list, an API, a file) does not know which transactions are being processed: this process keeps track of
+them, and redeliveries wait in its memory.
 """
 
 from __future__ import annotations

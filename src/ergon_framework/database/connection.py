@@ -177,6 +177,7 @@ class AsyncDeadlineConnection(AsyncConnection[TupleRow]):
 
     @property
     def is_under_way(self) -> bool:
+        """Whether a statement is running whose answer was not fully read."""
         return self.pgconn.transaction_status == TransactionStatus.ACTIVE
 
     async def wait(self, gen: Any, *args: Any, **options: Any) -> Any:

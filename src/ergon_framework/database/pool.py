@@ -124,7 +124,7 @@ def public_address(dsn: str | None) -> str | None:
 
 
 class ConnectionPool:
-    """Sync and async connections, at most *max_size* of each kind; further callers wait.
+    """At most *max_size* sync connections, and as many async ones for each event loop; further callers wait.
 
     An error with which the server rejects a statement is raised as *error_type*.
     """
@@ -271,7 +271,7 @@ class ConnectionPool:
     def _reset_after_fork(self) -> None:
         if self._owner == os.getpid():
             return
-        # These are the parent's: closing them would end its sessions. Kept, so that they are not garbage-collected.
+        # Closing the parent's connections would end its sessions. Kept, so that they are not garbage-collected.
         self._inherited = (self._idle, self._per_loop)
         self._owner, self._idle, self._per_loop = os.getpid(), [], {}
         self._create_permits()

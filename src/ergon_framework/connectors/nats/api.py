@@ -1,4 +1,7 @@
-"""The part of the JetStream API that a queue needs, as JSON requests."""
+"""The part of the JetStream API that a queue needs, as JSON requests.
+
+JetStream is the message store of a NATS server. It stores messages in streams, numbered by sequence.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ NOT_DELETED: Final = 10057
 _ALREADY_DELETED: Final = ("EOF", "no message found", "deleted message")
 #: The server is reachable but cannot serve now: it starts, elects a leader, or is short of resources.
 _UNAVAILABLE_STATUSES: Final = frozenset({503})
-#: The same under other codes: account, memory and disk limits, and a full stream.
+#: Error codes for exceeded limits, which a retry may find free again: account, memory, disk and stream limits.
 _RESOURCE_ERRORS: Final = frozenset({10002, 10023, 10028, 10047, 10077})
 _NANOSECONDS_PER_SECOND: Final = 1_000_000_000
 #: Messages per pull request while a stream is scanned.
@@ -74,7 +77,7 @@ def request(endpoint: str, **fields: Any) -> Request:
 
 
 def parse_response(answer: RawMessage | None) -> dict[str, Any]:
-    """Parse a response or raise its error; a missing response means that the connection is lost."""
+    """Parse a response or raise its error; a missing response counts as a lost connection."""
     if answer is None:
         raise ConnectionLostError("JetStream did not answer: it may be starting or electing a leader")
     return raise_for_error(answer.data or b"{}")
@@ -123,7 +126,7 @@ def read_delivered(reply: str) -> int:
     2
     """
     parts = reply.split(".")
-    return int(parts[4 if len(parts) == 9 else 6])  # noqa: PLR2004 - as above
+    return int(parts[4 if len(parts) == 9 else 6])  # noqa: PLR2004 - as in read_reply
 
 
 def parse_stored_message(response: Mapping[str, Any]) -> StoredMessage:
@@ -155,7 +158,10 @@ def parse_timestamp(text: str) -> float:
 async def scan(
     connection: Connection, stream: str, *, after: int = 0, bodies: bool = True
 ) -> AsyncIterator[StoredMessage]:
-    """Yield the messages of *stream* after number *after*, the oldest first, through a temporary consumer."""
+    """Yield the messages of *stream* after number *after*, the oldest first, through a temporary consumer.
+
+    Without *bodies* the server sends only subjects and headers, which suffice to count messages by state.
+    """
     config = {
         "ack_policy": "none",
         "deliver_policy": "by_start_sequence",
@@ -190,6 +196,7 @@ async def _fetch_page(connection: Connection, stream: str, consumer: str, count:
             messages.append(
                 StoredMessage(seq, message.subject, message.headers, message.data, stored_at / _NANOSECONDS_PER_SECOND)
             )
+        # A message without a reply subject is a status: the server ends the request.
         if not message.reply or len(messages) >= count:
             batch.end()
 

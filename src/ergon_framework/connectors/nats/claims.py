@@ -109,7 +109,7 @@ class MessageState:
     attempts: int | None = None
     history: tuple[Attempt, ...] = ()
     deferral: Deferral | None = None
-    #: The encrypted error texts of both; None if they are not encrypted.
+    #: The encrypted error texts of history and deferral; None if they are not encrypted.
     errors: str | None = None
 
     def count_deliveries(self, server_delivery_count: int) -> int:
@@ -148,6 +148,7 @@ class MessageState:
         return transaction.replace(attempts=self.attempts, history=history, deferral=deferral)
 
     def to_bytes(self) -> bytes:
+        # The names are part of the stored format, and stay as they are.
         fields: dict[str, Any] = {
             "paid": self.crashed_deliveries,
             "delivered": self.server_delivery_count,

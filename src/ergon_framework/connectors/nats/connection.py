@@ -1,6 +1,7 @@
 """Connections to a NATS server, with requests and responses, and the client that all queues of an event loop share.
 
-A batch is a group of requests that are sent together; their responses are awaited together.
+A batch is a group of requests that are sent together; their responses are awaited together. The server sends each
+response to the request's reply subject, a unique subject below the connection's inbox.
 
 A lost connection is never reused: waiting callers are notified immediately, and the next call opens a new one. The
 client's own reconnecting would keep state whose outcome is unknown: requests that the server has dropped, and publishes
@@ -116,7 +117,7 @@ class Connection:
 
     @property
     def version(self) -> tuple[int, int]:
-        """The release of the server."""
+        """The release of the server: major and minor number."""
         return self._version
 
     @property
@@ -249,7 +250,10 @@ class Connection:
         return str(self.client.new_inbox())
 
     async def subscribe(self, subject: str, callback: MessageCallback) -> Subscription:
-        """Call *callback* with each message, without a limit: a dropped message would be a lost claim."""
+        """Call *callback* with each message, without a limit on their number.
+
+        The client would drop messages over a limit, and the server would not redeliver them until their leases end.
+        """
         try:
             return await self.client.subscribe_callback(subject, callback)
         except (errors.Error, OSError, RuntimeError, AttributeError) as error:

@@ -75,6 +75,7 @@ def dead_letter_request(
     headers = {
         **strip_server_headers(claim.headers),
         _RECORD_HEADER: json.dumps(fields),
+        # The server stores it only if its subject, which is unique to the message, has no message yet.
         _EXPECTED_SEQUENCE_HEADER: "0",
     }
     return Request(f"{names.dead_subject}.{claim.key}", claim.body, headers)
@@ -132,7 +133,11 @@ def _drop_failure(record: dict[str, Any]) -> None:
 
 
 def strip_server_headers(headers: dict[str, str]) -> dict[str, str]:
-    """Return a message's headers without the server's, which would take effect again, and without unsendable ones."""
+    """Return those headers of a message that can be published with it again.
+
+    Headers for the server would take effect again, and the record of a dead letter belongs to the dead letter. Names
+    that the client does not accept cannot be sent.
+    """
     return {
         name: text
         for name, text in headers.items()
@@ -240,7 +245,7 @@ async def replace_dead(
 ) -> ReplayResult:
     """Publish *transaction*, then delete the dead letter with *handle*; a concurrent second call publishes nothing."""
     batch = _MoveBatch([handle])
-    for _, fields in await batch.request_all(
+    for _, fields in await batch.request_all(  # at most one, because the batch has one handle
         connection, lambda seq: api.request(f"STREAM.MSG.GET.{names.dead}", seq=seq)
     ):
         body, headers = codec.encode(transaction)

@@ -1,8 +1,9 @@
 """The NATS client with a fast path for received messages and acks, and its parser of the server's frames.
 
 The client library queues each message and wakes a task for it, parses headers character by character, and uses four
-coroutines to send an ack. For messages to the connector's own inboxes, and for acks, that took a third of a worker's
-time. The fast path uses a few private names of the library, and a test checks that they still exist.
+coroutines to send an ack. For messages to the connector's own inboxes (the subjects on which it receives messages and
+responses), and for acks, that took a third of a worker's time. The fast path uses a few private names of the library,
+and a test checks that they still exist.
 
 The library's own parser matches a pattern for each kind of frame against all data, and moves its buffer twice per
 message. FastParser cuts complete messages that have a callback out of the data, many at a time. Everything else,
@@ -26,7 +27,9 @@ from ergon_framework.telemetry import logs
 _log = logging.getLogger(__name__)
 
 _LINE_END: Final = b"\r\n"
-#: The number of fields in a frame with a reply subject: one more than without.
+#: The number of fields in a frame with a reply subject, one more than without. The frames are
+#: ``MSG subject subscription [reply] size`` and ``HMSG subject subscription [reply] header-size size``, where the last
+#: size includes the headers.
 _FIELDS_WITH_REPLY: Final = {b"HMSG": 6, b"MSG": 5}
 
 
@@ -81,7 +84,7 @@ def invoke_callback(callback: MessageCallback, message: RawMessage) -> None:
     """Call *callback* with *message* and log its error, which would otherwise end the client's reading permanently."""
     try:
         callback(message)
-    except Exception as error:  # noqa: BLE001 - see above
+    except Exception as error:  # noqa: BLE001 - logged, so that the client keeps reading
         logs.log_event(logging.ERROR, "nats message failed", {"error": type(error).__name__}, to=_log)
 
 
@@ -195,7 +198,7 @@ class FastClient(Client):
         if not self.is_connected or transport is None:
             raise ConnectionError("the client is not connected")
         if self._pending:
-            # It may contain a subscription that receives the responses to this call.
+            # The pending data may contain the subscription that receives the responses to this call.
             transport.writelines(self._pending)
             self._pending = []
         transport.write(data)

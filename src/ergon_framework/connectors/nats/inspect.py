@@ -77,7 +77,8 @@ async def diagnose(
 ) -> list[Diagnostic]:
     """Return diagnostics of the server and of the queue called *name*.
 
-    *monitored* is the JetStream part of /varz. *limit* is the bytes that one fetch of the queue may load.
+    *layout* is the configuration that the queue's streams must have. *monitored* is the JetStream part of /varz, the
+    server's monitoring page; None if it was not read. *limit* is the bytes that one fetch of the queue may load.
     """
     major, minor = connection.version
     findings = [

@@ -1,4 +1,4 @@
-"""Publish batches of transactions, each confirmed, with retries until a time limit.
+"""Publish transactions in chunks, each message confirmed, with retries until a time limit.
 
 A confirmation is the server's response that a stream has stored the message. A message that is published again with the
 same ``Nats-Msg-Id`` within the server's deduplication window is stored once, so a retry is safe.
@@ -31,7 +31,7 @@ MAX_HEADER_BYTES: Final = 65_536
 
 
 class Dispatcher:
-    """Publishes to one queue."""
+    """Publishes to one queue; connecting, and each chunk, is retried for *patience* seconds."""
 
     def __init__(
         self, names: StreamNames, codec: Codec, *, get_connection: Callable[[], Awaitable[Connection]], patience: float
@@ -40,8 +40,8 @@ class Dispatcher:
         self._codec = codec
         self._get_connection = get_connection
         self._patience = patience
-        # Within its deduplication window the server drops a known id, so two dispatches must not share one,
-        # and a retry of the same dispatch must.
+        # Within its deduplication window the server drops a message whose id it knows. Two dispatches of a transaction
+        # must both be stored, so their message ids differ; a retry of one dispatch keeps its message id.
         self._sender = uuid.uuid4().hex[:16]
         self._ordinals = itertools.count(1)
 
@@ -74,6 +74,7 @@ class Dispatcher:
             await asyncio.sleep(_RETRY_PAUSE_SECONDS)
 
     async def _publish(self, transactions: Sequence[Transaction], requests: Sequence[Request]) -> list[Confirmation]:
+        """Publish one chunk, and repeat what is not confirmed; raise ConnectionLostError at the time limit."""
         confirmed: list[Confirmation | None] = [None] * len(requests)
         problem = ""
         end = time.monotonic() + self._patience

@@ -55,8 +55,10 @@ class _PullRequest:
 class PullRequests:
     """The pull requests of one queue over one connection.
 
-    All messages go into *buffer*, whichever request brought them: a fetch that gave up leaves its request at the
-    server, and the next fetch finds its messages.
+    All messages go into *buffer* as claims of *owner*, whichever request brought them: a fetch that gave up leaves its
+    request at the server, and the next fetch finds its messages. *heartbeat* knows a recent time at which the event
+    loop certainly polled its sockets. *wake* wakes the loops that wait for messages, its listeners; *has_listeners*
+    says whether there are any.
     """
 
     def __init__(
@@ -221,6 +223,10 @@ class PullRequests:
             await self.ensure_outstanding()
 
     def _to_claim(self, message: RawMessage, requested_at: float) -> NatsClaim:
+        """Return the claim on *message*, whose lease is counted from the latest time before the server sent it.
+
+        The server sent it after the request, and after the last time at which the loop had read all earlier messages.
+        """
         before = self._heartbeat.before
         return NatsClaim(self._owner, message, (max(requested_at, before)) + self._lease)
 

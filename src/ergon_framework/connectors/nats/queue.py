@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 #: The environment variable with the server's address, used if the program passes none.
 URL_VARIABLE: Final = "ERGON_NATS__URL"
-#: Seconds that an unrequested delivery may wait in this process before it is released.
+#: Seconds that a received message, which no fetch is waiting for, may stay in this process before it is released.
 _UNREQUESTED_GRACE_SECONDS: Final = 1.0
 #: After a redelivery, fetch one message at a time until this many new ones arrived: a poison message, which ends the
 #: process, must not count a delivery for others.
@@ -84,11 +84,12 @@ class NatsQueue(AsyncConnector):
 
     The address is *url*, or the environment's ``ERGON_NATS__URL``; several are separated by commas. Claims last for
     *lease* seconds, which is the consumer's ``ack_wait`` and so the same for all workers. *subjects* are additional
-    subjects of other producers. A call may take *timeout* seconds for each response of the server; a dispatch retries
-    for *patience* seconds. *monitor* is the server's monitoring address, which shows its durability. *options* are
-    passed to the client: credentials and TLS for example. With *erase* acked messages are also erased; None does so
-    where a killed server would restore them (before 2.10). One fetch brings *max_fetch_bytes* at most, and always at
-    least one message.
+    subjects of other producers. *replicas* is the number of servers that store each new stream. Dead letters are kept
+    for *dead_days*, without limit if None. A call may take *timeout* seconds for each response of the server; a
+    dispatch retries for *patience* seconds. *monitor* is the server's monitoring address, which shows its durability.
+    *options* are passed to the client: credentials and TLS for example. With *erase* acked messages are also erased;
+    None does so where a killed server would restore them (before 2.10). One fetch brings *max_fetch_bytes* at most, and
+    always at least one message.
     """
 
     def __init__(
@@ -314,7 +315,7 @@ class NatsQueue(AsyncConnector):
     # -- the heartbeat --------------------------------------------------------------------------------
 
     def _on_tick(self) -> bool:
-        """Drop expired claims and release unrequested ones; return whether anything is left to watch."""
+        """Drop expired claims and release those that no fetch is waiting for; return whether to continue ticking."""
         now = time.monotonic()
         expired = [claim for claim in self._held if claim.until <= now]
         for claim in expired:
@@ -338,7 +339,7 @@ class NatsQueue(AsyncConnector):
         task.add_done_callback(self._background.discard)
 
     async def _release(self, claims: Sequence[NatsClaim], connection: Connection | None = None) -> None:
-        """Release unrequested claims; their deliveries are not counted.
+        """Release buffered claims that were not handed out; their deliveries are not counted.
 
         A release writes the whole state of the message, so its earlier state is loaded first.
         """
@@ -383,6 +384,7 @@ class NatsQueue(AsyncConnector):
         return deliveries
 
     async def _take_buffered(self, session: _Session, count: int) -> list[Delivery]:
+        """Hand out at most *count* claims of the buffer; expired ones are dropped, too early ones deferred again."""
         buffer, now = self._buffer, time.monotonic()
         claims: list[NatsClaim] = []
         while buffer and len(claims) < count:

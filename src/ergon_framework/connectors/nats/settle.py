@@ -33,6 +33,7 @@ from ergon_framework.connectors.nats.streams import StreamNames
 from ergon_framework.errors import ConnectionLostError
 
 _SETTLED, _LOST, _FAILED = SettleResult.SETTLED, SettleResult.LOST, SettleResult.FAILED
+#: Ack payloads of JetStream: the message is done, is to be redelivered, or is in progress, which renews the lease.
 _ACK: Final = b"+ACK"
 _NAK: Final = b"-NAK"
 _RENEW: Final = b"+WPI"
@@ -46,14 +47,15 @@ class _SettlePlan:
     def __init__(self, index: int, claim: NatsClaim, ack_payload: bytes) -> None:
         self.index = index
         self.claim = claim
-        #: The ack payload for the consumer.
+        #: What is sent to the ack subject of the claim.
         self.ack_payload = ack_payload
-        #: The request that has to be stored before the ack.
+        #: Publishes what has to be stored before that: a message state or a dead letter; None for an ack.
         self.store_request: Request | None = None
+        #: The message state that is stored; None for an ack or a dead letter.
         self.state: MessageState | None = None
-        #: The sequence number under which it was stored.
+        #: The sequence number of the stored state or dead letter; 0 until it is stored.
         self.seq = 0
-        #: The sequence number of an earlier copy by another worker.
+        #: The sequence number of a dead letter of this message that another worker stored earlier; 0 if there is none.
         self.earlier_seq = 0
 
     @property
@@ -63,7 +65,11 @@ class _SettlePlan:
 
 
 class NatsSettler:
-    """Settles the claims of one queue."""
+    """Settles the claims of one queue.
+
+    *held* are the claims that were fetched and not settled, by the queue *owner*. With *erase*, acked messages are also
+    erased; None does so for servers that may restore them after a crash.
+    """
 
     def __init__(
         self,
@@ -127,7 +133,10 @@ class NatsSettler:
         return results
 
     def _match_all_acks(self, requests: Sequence[SettlementRequest]) -> list[NatsClaim] | None:
-        """Return the claims if all are valid and distinct and all settlements are acks, the common case; else None."""
+        """Return the claims in the common case, otherwise None.
+
+        That is: all settlements are acks, all claims are valid and distinct, and none has a stored state to delete.
+        """
         now, owner, claims = time.monotonic(), self._owner, list[NatsClaim]()
         for delivery, settlement in requests:
             claim = delivery.receipt
@@ -220,7 +229,7 @@ class NatsSettler:
             except api.ApiError as error:
                 earlier_seq = dead_letters.existing_dead_letter(error)
                 if plan.state is None and earlier_seq and not plan.earlier_seq:
-                    # Its writer may delete its copy, if it lives and finds its claim lost: store a separate copy.
+                    # The worker that stored it deletes it again if it has lost its claim: store a separate copy.
                     plan.earlier_seq, plan.store_request = earlier_seq, dead_letters.without_dedup(plan.store_request)
                     retries.append(plan)
                 else:
@@ -312,7 +321,7 @@ class NatsSettler:
     async def _clean_up(
         self, connection: Connection, plans: Sequence[_SettlePlan], results: Sequence[SettleResult]
     ) -> None:
-        """Delete states of settled messages and earlier dead letters of them; and this worker's own if it lost."""
+        """Delete what is obsolete: states and earlier dead letters of settled messages, dead letters of lost claims."""
         names, requests = self._names, []
         for plan in plans:
             result = results[plan.index]
@@ -361,7 +370,7 @@ class NatsSettler:
                     claim.until = max(claim.until, now + lease)
                     claims[claim] = claim.until
                 else:
-                    # The server may have received it too late, and renewed the claim of another worker.
+                    # The server may have received the renewal too late, and renewed the claim of another worker.
                     self._drop_claims([claim])
                     claims[claim] = 0.0
         return [claims.get(delivery.receipt) or None if _has_claim(delivery) else None for delivery in deliveries]
@@ -370,9 +379,9 @@ class NatsSettler:
 def _to_result(plan: _SettlePlan, already_deleted: AbstractSet[NatsClaim], *, late: bool) -> SettleResult:
     """Return the result for a claim whose ack the server has received.
 
-    Received before the lease ended, no other worker can have claimed the message in between. After that an ack still
-    ended the message. Withdrawing a dead letter would lose the message, so that happens only if another worker was
-    first.
+    If the server received it before the lease ended, no other worker can have claimed the message in between. An ack
+    that was late has still ended the message. A dead letter counts as lost, and is then deleted, only if another worker
+    ended the message first; otherwise the message would be lost with it.
     """
     if not late:
         return _SETTLED

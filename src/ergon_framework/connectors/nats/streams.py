@@ -72,9 +72,11 @@ class StreamConfig(NamedTuple):
     """The required configuration of a queue's streams and consumer."""
 
     names: StreamNames
+    #: Seconds after which the server redelivers a message that was neither acked nor renewed.
     lease: float
     subjects: Sequence[str]
     replicas: int
+    #: Days for which dead letters are kept; None for no limit.
     dead_days: float | None
 
     def _stream_config(self, name: str, subjects: Sequence[str], **extra: Any) -> dict[str, Any]:
@@ -116,7 +118,7 @@ class StreamConfig(NamedTuple):
             "replay_policy": "instant",
             # Workers count and dead-letter: a message that the server stopped delivering would be lost from sight.
             "max_deliver": -1,
-            # It would be one limit for all workers, and deferred messages would use it up.
+            # A limit would be shared by all workers, and deferred messages would use it up.
             "max_ack_pending": -1,
             "max_waiting": _MAX_WAITING_PULLS,
         }

@@ -1,8 +1,8 @@
 """Audit rows in the database, written in the transaction of the action or on their own.
 
 An audit row records who did what to which queue, task, job or provider, and why: for example a replay or a pause.
-
-Rows are inserted and listed, and never changed.
+Rows are inserted and listed, and never changed. An action on another broker has two rows: the intent before it, and the
+outcome, which names the intent, after it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ order by a.at desc limit %(limit)s
 
 @dataclass(frozen=True, slots=True)
 class AuditRow:
-    """A recorded action; *at* is in seconds since the epoch. Without an outcome, its result is unknown."""
+    """A recorded action; *at* is in seconds since the epoch, *origin* is the host and process of the operator.
+
+    Without an outcome, its result is unknown.
+    """
 
     at: float
     actor: str
@@ -74,7 +77,7 @@ _FIELDS: Final = tuple(each.name for each in fields(AuditRow))
 
 
 def write_entry(entry: AuditEntry | None) -> Operation[None]:
-    """Insert *entry* in the open database transaction; log it where the schema has no table for it."""
+    """Insert *entry*, unless it is None, in the open database transaction; log it where the schema has no table."""
     if entry is not None and (yield from _insert_entry(entry, intent=None)) is None:
         log_entry(entry, problem="its schema has no table for it; run: ergon db upgrade")
 
@@ -137,4 +140,5 @@ def _insert_entry(entry: AuditEntry, *, intent: int | None) -> Operation[int | N
 
 
 def _sanitize(text: str) -> str:
+    """Replace what a text column cannot hold: NULs and lone surrogates."""
     return text.replace("\0", "\ufffd").encode(errors="replace").decode()

@@ -115,7 +115,8 @@ class ClaimManager:
         self._clock = clock
         #: The unsettled message ids of each claim.
         self.held: dict[tuple[int, int], set[int]] = {}
-        #: Claims whose rows remain: concurrent partial settlements, none of which knew that it was the last.
+        #: Empty claims whose rows still exist, because they were settled in parts at the same time and no settlement
+        #: knew that it was the last. The next settlement deletes their rows.
         self.left_over: set[tuple[int, int]] = set()
         #: Receipts in flight that have a key.
         self._keyed_receipts: set[PostgresReceipt] = set()
@@ -130,7 +131,10 @@ class ClaimManager:
         self._is_closed = False
 
     def close(self) -> None:
-        """Let claims return with their lease, those of a running fetch too; other queues renew the worker's lease."""
+        """Let the claims end with the current lease, also those of a running fetch.
+
+        Other queues of this process continue to renew the lease, so these claims are marked as abandoned.
+        """
         self._is_closed = True
         self._worker_lease.abandon(list(self.held))
 
@@ -249,11 +253,13 @@ class ClaimManager:
         last_suspect = None
         while True:
             rows = yield Query(sql.CLAIM, parameters)
+            # A negative id says that the worker has expired.
             if rows and rows[0][0] < 0:
                 return None
             self._raise_floors(
                 rows, complete=len(rows) < parameters["count"] and not any(row[CUT_COLUMN] for row in rows)
             )
+            # Messages with a key are found here without a delivery count, and claimed by a statement of their own.
             keyed_rows = [row for row in rows if row[DELIVERIES_COLUMN] is None]
             if not keyed_rows:
                 return rows
@@ -262,7 +268,8 @@ class ClaimManager:
                 return sorted(
                     [row for row in rows if row[DELIVERIES_COLUMN] is not None] + heads, key=lambda row: row[0]
                 )
-            # A suspect that is not first of its key: others may follow it. The same one again: another worker has it.
+            # The suspect was not claimed: an older message of its key blocks it, or another worker is claiming it.
+            # Search again for messages after it, and without suspects once the same one is found twice.
             parameters = {**parameters, "suspects": keyed_rows[0][0] != last_suspect}
             last_suspect = keyed_rows[0][0]
 

@@ -1,7 +1,8 @@
 """Clean-up: a dedicated thread deletes rows that are older than their retention, apart from every fetch.
 
-Each statement deletes one batch in its own transaction and reads only what it deletes, by an index on the time.
-An advisory lock lets one process of a fleet work on a table at a time. A failed round is logged and retried.
+The rows are dead letters, journal entries, and inbox marks: the ids of processed transactions. Each statement deletes
+one batch in its own transaction and reads only what it deletes, by an index on the time. An advisory lock lets one
+process at a time work on a table. A failed round is logged and retried.
 """
 
 from __future__ import annotations

@@ -61,7 +61,10 @@ class WorkerLease:
             self._abandoned |= dict.fromkeys(claims, self.until)
 
     def return_abandoned(self) -> Operation[bool]:
-        """Return abandoned claims whose lease is over; called at each renewal. Return whether there were any."""
+        """Return the messages of abandoned claims whose lease is over to their queues; return whether there were any.
+
+        Called with each fetch and each renewal.
+        """
         if not self._abandoned:
             return False
         now = time.monotonic()
@@ -171,7 +174,10 @@ class DatabaseClient:
         logs.log_event(level, "postgres durability", fields, to=_log)
 
     def reap_expired_workers(self) -> Operation[bool]:
-        """Return the claims of expired workers, at most every few seconds; return whether there were any."""
+        """Return the messages of expired workers to their queues, at most every few seconds.
+
+        Return whether a worker had expired. Leases that the server's clock made too long are shortened as well.
+        """
         now = time.monotonic()
         if now < self._last_reap + min(self.worker_lease.lease / 4, 5.0):
             return False

@@ -179,7 +179,7 @@ def replace_dead(queue: int, handle: str, parameters: Mapping[str, Any]) -> Oper
 
 
 def find_ids(queue: int, handles: Sequence[str]) -> Operation[list[str]]:
-    """Return the ids of the transactions whose dead letters have these handles."""
+    """Return the ids of the transactions whose dead letters have these handles, for the audit row of a move."""
     row_ids = [row_id for handle in handles if (row_id := _parse_id(handle)) is not None]
     rows = yield Query(_SELECT_IDS, {"queue": queue, "ids": row_ids, "most": MAX_TARGETS})
     return [row[0] for row in rows]

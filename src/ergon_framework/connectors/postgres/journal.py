@@ -60,7 +60,7 @@ from ergon.journal j where j.transaction_id = %(id)s order by 4 desc limit %(mos
 
 
 class JournalEntry(NamedTuple):
-    """The outcome of one pass of a transaction; *at* is in seconds since the epoch."""
+    """The outcome of one run of a transaction in a worker; *at* is in seconds since the epoch."""
 
     at: float
     transaction_id: str
@@ -80,7 +80,7 @@ class JournalEntry(NamedTuple):
 def insert_entries(entries: Sequence[JournalEntry], *, task: str, queue: str, worker: str) -> Operation[None]:
     """Insert *entries*."""
     rows = json.dumps([entry._asdict() for entry in entries], allow_nan=False)
-    # NUL fits neither jsonb nor text; escaped backslashes go first, or one before it would change its meaning.
+    # Neither jsonb nor text can hold a NUL. Escaped backslashes are rewritten first: u0000 after one is plain text.
     clean = rows.replace("\\\\", "\\u005c").replace("\\u0000", "\\ufffd")
     yield Query(_INSERT_ENTRIES, {"rows": clean, "task": task, "queue": queue, "worker": worker})
 
@@ -197,7 +197,7 @@ class Journal:
         try:
             self._pool.run(insert_entries(batch.entries, **self._labels), timeout_seconds=_TIMEOUT_SECONDS)
         except JournalWriteError:
-            # One entry of the batch is rejected on every attempt; the others are written one by one.
+            # The server rejects at least one entry. They are written one by one, so that the others succeed.
             if len(batch.entries) > 1:
                 self._single_writes = len(batch.entries)
                 return

@@ -36,7 +36,8 @@ from ergon_framework.history import (
 _ENABLE_SEQSCAN: Final = "select set_config('enable_seqscan', 'on', true)"
 _QUEUE_CONDITION: Final = "q.name = coalesce(%(queue)s::text, q.name)"
 
-#: A message is in ready or in content; in returned if it waits there, in a claim if a worker has it.
+#: A message is in ready or in content. One in content also has a row in redelivery while it waits; one that a worker
+#: processes is in a claim.
 SELECT_WAITING: Final = f"""
 with found as materialized (
     select r.queue, r.id, r.created_at, 0 as deliveries, -r.rank as priority, r.key, r.headers from ergon.ready r
@@ -86,6 +87,7 @@ class _WaitingRow(NamedTuple):
     headers: Any
     #: None if the message was never returned, or is in flight.
     due_at: float | None
+    #: Whether an older message with the same key has to be settled first.
     is_blocked: bool | None
     is_delayed: bool | None
     worker: int | None

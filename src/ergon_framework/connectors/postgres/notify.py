@@ -3,8 +3,8 @@
 An idle worker waits for a notification that a message has become ready. A worker that waits is registered as a listener
 in the database, and dispatchers notify only queues with listeners.
 
-It saves polling, and nothing depends on it: behind a pooler or while the connection is lost, loops poll at the interval
-of their policy.
+It saves polling, and nothing depends on it: behind a connection pooler, which passes on no notifications, or while the
+connection is lost, loops poll at the interval of their policy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ergon_framework.database.connection import DeadlineConnection
 from ergon_framework.database.listen import NotificationWaiter
 from ergon_framework.database.pool import ConnectionPool
 
-#: Seconds before it reconnects: first and at most; the second is also its longest wait for anything.
+#: The first and the longest pause in seconds before a reconnect; the second is also the longest wait for notifications.
 _MIN_RECONNECT_SECONDS, _MAX_RECONNECT_SECONDS = 0.2, 5.0
 #: Seconds for which a new listener is registered; a worker whose fetch finds nothing renews the registration.
 _REGISTRATION_SECONDS: Final = 30.0

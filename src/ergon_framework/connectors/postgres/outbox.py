@@ -254,7 +254,7 @@ class DispatchStatement(NamedTuple):
 def build_dispatch(
     queue: str, number: int | None, transactions: Sequence[Transaction], *, codec: Codec, priorities: Sequence[int]
 ) -> DispatchStatement:
-    """Build the statement that inserts *transactions* into *queue*, by its number if that is known.
+    """Build the statement that inserts *transactions* into *queue*; *number* is its id in the database, if known.
 
     Raise UnencodableError if a transaction cannot be encoded.
     """

@@ -29,6 +29,7 @@ from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
+#: The channel that a trigger of the table of pauses notifies.
 CHANNEL: Final = "ergon_pause"
 #: Seconds between two polls.
 POLL_INTERVAL_SECONDS: Final = 0.9
@@ -226,7 +227,7 @@ class PauseWatcher:
         connection.deadline = time.monotonic() + _POLL_TIMEOUT_SECONDS
         row = connection.execute(_SELECT_PAUSE, {"names": self._names}).fetchone()
         previous, self._pause = self._pause, None if row is None else (str(row[0]), str(row[1]), str(row[2]))
-        # A wake-up between the gate and the fetch of a loop has no effect, so it is repeated.
+        # The loop misses a wake-up between its check of the pause and its fetch, so the wake-up is repeated.
         if previous != self._pause or (self._pause is not None and not self.is_applied):
             self._on_change()
         if self._is_unavailable:

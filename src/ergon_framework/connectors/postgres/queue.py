@@ -228,7 +228,7 @@ class PostgresQueue(Connector, AsyncConnector):
         self.interrupt()
         client, is_last = self._detach()
         if client is not None:
-            with suppress(Exception):  # as above
+            with suppress(Exception):  # as in close
                 await client.pool.run_async(self._release_worker(client, is_last=is_last))
         if client is not None and is_last:
             await client.pool.close_async()
@@ -391,6 +391,7 @@ class PostgresQueue(Connector, AsyncConnector):
 
     @contextmanager
     def _queue_unsent_on_error(self, requests: Sequence[SettlementRequest]) -> Iterator[None]:
+        """Queue *requests* for the next fetch if settling them fails: a caller that gives up does not repeat them."""
         self._get_client()
         try:
             yield

@@ -91,7 +91,10 @@ class PostgresSettler:
         return bool(self._unsent)
 
     def _mark_failed(self, requests: Iterable[SettlementRequest]) -> None:
-        """Let these claims return with the lease unless they are settled; other renewals would keep them."""
+        """Let these claims end with the current lease unless they are settled before.
+
+        The process renews one lease for all its claims, which would keep these for as long as it runs.
+        """
         for delivery, _ in requests:
             if isinstance(delivery.receipt, PostgresReceipt):
                 self._failed.setdefault(delivery.receipt, self._worker_lease.until)
@@ -101,7 +104,7 @@ class PostgresSettler:
         self._failed |= {receipt: until for receipt in receipts if receipt in self._failed}
 
     def return_failed(self, queue: int) -> Operation[bool]:
-        """Return claims whose settlement has failed and whose lease is over; return whether there were any."""
+        """Put messages back whose settlement has failed and whose lease is over; return whether there were any."""
         now, worker = time.monotonic(), self._worker_lease.worker
         due = [receipt for receipt, end in list(self._failed.items()) if end <= now]
         own_receipts = [receipt for receipt in due if receipt.worker == worker]
@@ -189,7 +192,8 @@ class PostgresSettler:
     def _find_settled_before(self, receipts: set[PostgresReceipt], executed: set[_Claim]) -> Operation[set[_Claim]]:
         """Return the claims that are missing because an earlier settlement of this worker was not confirmed.
 
-        A living instance loses no claim. The server decides whether it lives: this process may have been suspended.
+        A living worker instance loses no claim, so a claim that is missing was settled. The server decides whether the
+        instance lives, because this process may have been suspended.
         """
         uncertain = {receipt for receipt in receipts & self._uncertain if _to_claim(receipt) not in executed}
         if not uncertain:

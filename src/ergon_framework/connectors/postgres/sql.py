@@ -82,7 +82,7 @@ _IS_AHEAD: Final = "alive_until > clock_timestamp() + lease + interval '1 second
 
 HAS_EXPIRED_OR_AHEAD_WORKER: Final = f"select 1 from ergon.worker where alive_until < now() or {_IS_AHEAD} limit 1"
 
-#: A living worker has a whole lease left to renew it; the claims of a dead one return after that lease.
+#: Shortens such a lease to its full length from now: a living worker has time to renew it, a dead one expires after it.
 BOUND_LEASES: Final = f"""
 update ergon.worker set alive_until = clock_timestamp() + lease where id in (
     select id from ergon.worker where {_IS_AHEAD} for update skip locked
@@ -95,7 +95,7 @@ delete from ergon.worker where id in (
 ) returning id
 """
 
-#: Messages that are returned for the first time, in *back*, are moved into content.
+#: Messages that are returned to their queue for the first time, the rows of *back*, are moved into content.
 _INSERT_MOVED: Final = """
 moved as (
     insert into ergon.content (id, created_at, queue, deliveries, priority, transaction_id, key, headers, body)
@@ -108,6 +108,7 @@ def _render_moved(back: str, deliveries: int = 0, headers: str = "headers") -> s
     return _INSERT_MOVED.format(back=back, deliveries=deliveries, headers=headers)
 
 
+#: Deletes the claims that *whose* selects, and returns their messages to their queues; each delivery is counted.
 _REAP: Final = """
 with lost_claims as (delete from ergon.claim h where {whose} returning h.ids, h.ranks, h.queue),
 named as materialized (
@@ -130,7 +131,8 @@ redeliveries as (
 )
 select (select count(*) from first_time) + (select count(*) from again)
 """
-#: A separate statement after the one above: it has to see every claim that was made before.
+#: The claims of deleted workers. A separate statement after DELETE_EXPIRED_WORKERS, because it has to see every claim
+#: that was made before the deletion.
 REAP_WORKERS: Final = _REAP.format(whose="h.worker = any(%(workers)s)", moved=_render_moved("first_time", deliveries=1))
 #: Claims of a worker that does not exist, as after a restored backup.
 REAP_STRAYS: Final = _REAP.format(

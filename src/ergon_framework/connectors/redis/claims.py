@@ -76,11 +76,11 @@ class ClaimManager:
         self._lock = threading.Lock()
         #: The receipts of messages in flight, by entry id.
         self.held: dict[bytes, RedisReceipt] = {}
-        #: The time of the last full fetch that returned as many messages as it was asked for.
+        #: The time of the last fetch of all kinds of messages, if no fetch since has returned fewer than it asked for.
         self._last_full_fetch = float("-inf")
         self._cursor = b""
         self._last_reap = float("-inf")
-        #: Whether the server rejected a write at the latest full fetch or settlement, for lack of memory.
+        #: Whether the server rejected a write for lack of memory, at the latest fetch of all kinds or settlement.
         self.memory_full = False
         self._running_fetches = 0
         #: Number of fetches begun so far.
@@ -107,7 +107,11 @@ class ClaimManager:
     def claim(
         self, count: int, *, wants_wakeup: bool
     ) -> Operation[tuple[list[Delivery], list[RedisReceipt], EmptyFetchState | None]]:
-        """Claim at most *count* messages; return them, own claims that were lost, and the state if there were none."""
+        """Claim at most *count* messages; return them and the own claims that were found to be lost.
+
+        The third value is the state from which to wait for a message; None if there were messages or *wants_wakeup* is
+        false.
+        """
         limit = min(count, _MAX_BATCH)
         deliveries = (
             (yield from self._fetch_new(limit)) if self._clock() < self._last_full_fetch + _NEW_ONLY_SECONDS else []
@@ -183,6 +187,11 @@ class ClaimManager:
         return self._cursor
 
     def _to_delivery(self, entry: Sequence[Any], until: float) -> Delivery:
+        """Return the delivery of an entry that a script has claimed.
+
+        The entry has its id, its fields, the number of its claims, how many of these do not count as deliveries, and
+        the size of a body that was not loaded, otherwise -1.
+        """
         entry_id, fields, count, free, size = entry
         body, headers = self._messages.split(fields)
         transaction, error = (
@@ -201,10 +210,10 @@ class ClaimManager:
             self.held.pop(receipt.id, None)
 
     def find_unknown(self) -> Operation[list[SettlementRequest]]:
-        """Return the release of claims that this consumer has without knowing it: the fetch's answer never came.
+        """Return requests that release the claims which this consumer has without knowing it.
 
-        Searched at an interval until the lease would have ended: a request may reach the server after
-        the caller gave up.
+        The answers to the fetches that made them never came. They are searched at an interval until the lease would
+        have ended, because a request may reach the server after the caller gave up.
         """
         now = self._clock()
         with self._lock:

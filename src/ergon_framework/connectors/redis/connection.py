@@ -36,7 +36,7 @@ from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError
 from ergon_framework.telemetry import logs
 
-#: The settings that are read.
+#: The server settings that decide whether confirmed writes are durable, and whether queues may be evicted.
 DURABILITY_SETTINGS: Final = ("appendonly", "appendfsync", "maxmemory", "maxmemory-policy")
 
 
@@ -175,7 +175,7 @@ class Script:
 
 # -- connection pool --------------------------------------------------------------------------------
 
-#: Maximum number of sync connections, and of async ones; further callers wait.
+#: Maximum number of sync connections, and of async ones for each event loop; further callers wait.
 _MAX_CONNECTIONS: Final = 16
 #: Timeout of a connection attempt and of a command, unless the address gives another one.
 DEFAULT_TIMEOUT_SECONDS: Final = 5.0
@@ -257,7 +257,7 @@ class ConnectionPool:
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._closed = False
-        # A queue, because a semaphore is written in Python.
+        # A queue serves as a semaphore, because that of the standard library is written in Python and slower.
         self._permits: SimpleQueue[None] = SimpleQueue()
         for _ in range(_MAX_CONNECTIONS):
             self._permits.put(None)
@@ -267,7 +267,7 @@ class ConnectionPool:
     def after_fork(self) -> None:
         """Reset the pool in a forked child."""
         if self._owner != os.getpid():
-            # These are the parent's: closing them would end its sessions. Kept, so that they are not garbage-collected.
+            # Closing the parent's connections would end its sessions. Kept, so that they are not garbage-collected.
             self._inherited = (self._idle, self._loop_connections)
             self._reset()
 
@@ -501,6 +501,7 @@ def _read_answers(connection: Connection, answer_count: int) -> Sequence[Any]:
 
 @asynccontextmanager
 async def _time_limit(seconds: float) -> AsyncIterator[None]:
+    """Limit the time of the block; raise the client's TimeoutError, which the callers translate, and not Python's."""
     try:
         async with asyncio.timeout(seconds) as limit:
             yield
@@ -571,12 +572,12 @@ class ServerClient:
             return pool
 
     def follow_redirect(self, node: ClusterNode | None) -> ClusterNode | None:
-        """Return the node to ask when *node* does not answer: another node may know where its queues moved."""
+        """Return the node to ask next because *node* does not answer: another one may know where its queues moved."""
         nodes = list(self._pools)
         return nodes[(nodes.index(node) + 1) % len(nodes)] if node in nodes else None
 
     def check_durability(self, node: ClusterNode | None) -> Operation[RedisDurability]:
-        """Read the durability of the server's answers, once per server."""
+        """Read once per server how durable confirmed writes are; raise ConfigurationError if it may evict a queue."""
         durability = self._durabilities.get(node)
         if durability is None:
             settings: dict[str, str] = {}

@@ -26,7 +26,9 @@ _FIELD_PREFIX: Final = "ergon-dead-"
 #: Maximum characters of a stored reason.
 _MAX_REASON_CHARS: Final = 1000
 _match_handle = re.compile(r"[0-9]{1,20}-[0-9]{1,20}").fullmatch
+#: Entries that one script call handles: the server does nothing else meanwhile.
 _MAX_BATCH: Final = 500
+#: By the letter that the scripts of replay and replacement return.
 _OUTCOME_BY_LETTER: Final = {"g": DeadLetterResult.GONE, "f": DeadLetterResult.FAILED, "s": DeadLetterResult.REPLAYED}
 
 

@@ -2,8 +2,9 @@
 
 An entry has an id and a list of field names and values. A body and each header of a message are one field.
 
-All keys of a queue are in one slot of a cluster, because a script can use only keys of one slot. Entries of third-party
-producers are decoded too.
+All keys of a queue are in one slot of a cluster, because a script can use only keys of one slot: the text in the first
+braces of a key decides its slot. Entries of third-party producers are decoded too. A message with more fields than a
+script can pass to one command is packed into a single field.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class QueueKeys(NamedTuple):
     """The keys of one queue.
 
     Messages that are ready or in flight are in *stream*; deferred ones are in *later*, with their due
-    times in *due*; *free* counts the uncounted deliveries of each entry; *dead* has the dead letters;
-    *bell* notifies waiting workers of messages that are returned without being added.
+    times in *due*; *free* has the number of deliveries of each entry that do not count against the delivery
+    limit; *dead* has the dead letters; *bell* notifies waiting workers of releases and earlier due times,
+    which add no entry to *stream*.
     """
 
     stream: str

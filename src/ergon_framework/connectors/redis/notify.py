@@ -31,7 +31,10 @@ class EmptyFetchState(NamedTuple):
 
 
 class NotificationListener:
-    """Calls *notify* once when there may be a message after the state that was passed to ``watch_from``."""
+    """Calls *notify* once when there may be a message after the state that was passed to ``watch_from``.
+
+    *streams* are the keys of the queue's stream, and of the stream to which notifications of other changes are added.
+    """
 
     def __init__(self, connect: Callable[[], Connection], streams: tuple[str, str], notify: Callable[[], None]) -> None:
         self._connect = connect
@@ -93,7 +96,7 @@ class NotificationListener:
                 delay = min(delay * 2, _MAX_RECONNECT_SECONDS)
             if has_entry:
                 with self._condition:
-                    # A newer state has to be watched.
+                    # A newer state, set meanwhile, still has to be watched.
                     if self._state is state:
                         self._state = None
                 self._notify()

@@ -115,6 +115,7 @@ class RedisQueue(Connector, AsyncConnector):
         self._arrivals = WakeupHub()
         self._client: ServerClient | None = None
         self._inherited: ServerClient | None = None
+        #: The cluster node that has the queue, as far as known; None for the server that the address names.
         self._node: ClusterNode | None = None
         self._durability: RedisDurability | None = None
         self._listener_count = 0
@@ -278,7 +279,7 @@ class RedisQueue(Connector, AsyncConnector):
 
     async def close_async(self) -> None:
         self.interrupt()
-        with suppress(Exception):  # as above
+        with suppress(Exception):  # as in close
             if self._client is not None and self._owner_pid == os.getpid():
                 await self._run_async(self._remove_consumer)
         client, is_last = self._detach()

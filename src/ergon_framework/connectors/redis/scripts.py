@@ -25,6 +25,7 @@ MAX_FIELDS: Final = 7_000
 #: The field that holds all others of a message with more of them, each text prefixed by its length.
 PACKED_FIELD: Final = "ergon-packed"
 
+#: Functions that several scripts use.
 _HELPERS: Final = f"""
 local RETURNED, MOST, PACKED = '{RETURNED_CONSUMER}', {MAX_FIELDS}, '{PACKED_FIELD}'
 
@@ -189,9 +190,10 @@ end
 #: number of uncounted ones, and the size of a body that is left out or -1.
 READ: Final = Script(_HELPERS + _TAKE + "take_new()\nreturn taken\n")
 
-#: Keys: stream, free, later, due, bell. Arguments: as above, lease in ms, cursor or '', whether it wants a wake-up.
-#: Returns the cursor, the claimed entries as above, and 1 if the memory limit is reached; if there are no entries, also
-#: the last delivered id, the id of the last notification, and the ms until a message becomes due.
+#: Keys: stream, free, later, due, bell. Arguments: those of READ, lease in ms, cursor of the search for expired claims
+#: or '', 1 if the consumer waits for a notification. Returns the cursor, the claimed entries as READ does, and 1 if the
+#: memory limit is reached; if it waits and there are no entries, also the last delivered id, the id of the last
+#: notification, and the ms until a message becomes due or -1.
 FETCH: Final = Script(
     _HELPERS
     + _TAKE
@@ -278,6 +280,7 @@ return listed
 """
 )
 
+#: Whether a claim still exists: the entry is pending for this consumer with this count of claims.
 _HELD: Final = """
 local function held(stream, group, me, id, count)
     local pending = redis.call('XPENDING', stream, group, id, id, 1)[1]

@@ -180,8 +180,8 @@ def _encode_settlement(delivery: Delivery, settlement: Any, codec: Codec) -> tup
 
 def _encode_changes(delivery: Delivery, later: Defer, codec: Codec) -> tuple[str, str]:
     """Return the fields to remove, and those to add; an undecodable message keeps its own."""
-    uncounted = delivery.receipt.deliveries - 1
-    changed = {DELIVERIES_HEADER: str(uncounted)} if uncounted else {}
+    counted = delivery.receipt.deliveries - 1
+    changed = {DELIVERIES_HEADER: str(counted)} if counted else {}
     if not delivery.receipt.readable:
         return json.dumps([DELIVERIES_HEADER]), _to_flat_json(changed)
     headers = write_envelope(codec, delivery, later)

@@ -1,4 +1,8 @@
-"""The queue: messages, workers, claims, dead letters and the inbox; pauses, the journal and the audit log."""
+"""The queue: messages, workers, claims, dead letters and the inbox; pauses, the journal and the audit log.
+
+A claim is a worker's exclusive right to process messages until its lease ends. A message may have a key: the messages
+with the same key are processed one at a time, in order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Providers: quota, health, breakers, keys, attempts, dead letters and overrides of operators."""
+"""Providers: quota, health, breakers, keys, attempts, dead letters and overrides of operators.
+
+A provider is a third-party API, and an attempt one try of a call of it. A breaker stops calls to a failing provider. A
+key is an idempotency key: it names a call, so that repeating the call does not carry it out twice.
+"""
 
 from __future__ import annotations
 
@@ -975,7 +979,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop them with their rows."""
+    """Drop the functions, the view, and the tables with their rows."""
     for function in FUNCTION_NAMES:
         op.execute(f"drop function ergon.{function}")
     op.execute("drop view ergon.provider_quota_windows")

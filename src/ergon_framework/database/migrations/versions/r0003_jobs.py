@@ -1,4 +1,7 @@
-"""Jobs: the row of each job, the function that submits one with its message, schedules, and served executors."""
+"""Jobs: the row of each job, the function that submits one with its message, schedules, and served executors.
+
+A job is a stored call of a function that an executor, a separate process, runs; an orchestrator sends it the call.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +185,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop them with their rows; messages stay in their queues."""
+    """Drop the function, and the tables with their rows; messages stay in their queues."""
     op.execute("drop function ergon.submit_job")
     for table in ("executor", "cron", "job"):
         op.execute(f"drop table ergon.{table}")

@@ -1,4 +1,9 @@
-"""Facts: the tables of a boundary store, the functions that assign offsets, retention, and the state of consumers."""
+"""Facts: the tables of a boundary store, the functions that assign offsets, retention, and the state of consumers.
+
+A boundary store keeps the facts that zones, sites with their own stores, send to each other. The facts from one zone to
+another are a log, numbered by offsets; an epoch is the incarnation of the store that assigned them. Facts of other
+zones are forwarded to this store with the offsets that they have there.
+"""
 
 from __future__ import annotations
 
@@ -233,9 +238,10 @@ begin
 end $$;
 """
 
-#: Appends facts in one transaction: all in one statement if the batch is regular, otherwise one by one, each with its
-#: own answer: the offset of a new fact, or a word with details. *known_token* is the token of the store that the caller
-#: knows, *seen* the highest known offset of each pair: a store that is behind it is an older one.
+#: Appends facts in one transaction: all in one statement if the batch is regular (no artifact, no known id, nothing to
+#: reject), otherwise one by one, each with its own answer: the offset of a new fact, or a word with details.
+#: *known_token* is the token of the store that the caller knows; for another store the answer is 'stale'. *seen* is the
+#: highest known offset of each pair: a store that is behind it is an older one, and the answer is 'behind'.
 #:
 #: Pairs come in the order of their names, so that appends do not deadlock. The settings make every query use its
 #: indexes whatever the statistics say, also in the sessions of a pooler.
@@ -475,8 +481,8 @@ end $$;
 """
 
 #: Does the work of ergon.append_facts for a regular batch in half the time: each column is one text that is split into
-#: an array, instead of JSON. Returns the last offset of each pair before these facts, 'behind' or 'stale' as above, or
-#: null for an irregular batch, which is not appended.
+#: an array, instead of JSON. Returns the last offset of each pair before these facts, 'behind' or 'stale' like that
+#: function, or null for an irregular batch, which is not appended.
 #:
 #: Pairs come in the order of their names, each with its zones, its highest known offset, its number of facts and, for
 #: forwarded facts, the first offset and the epoch. Columns have the facts in that order. *sums* are the bytes of a
@@ -657,7 +663,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop them with their rows; dead letters of consumers stay in their table."""
+    """Drop the functions, and the tables with their rows; dead letters of consumers stay in their table."""
     for function in FUNCTION_NAMES:
         op.execute(f"drop function ergon.{function}")
     for table in TABLE_NAMES:
