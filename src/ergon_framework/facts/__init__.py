@@ -1,4 +1,4 @@
-"""Facts and artifacts: what one zone states and another zone reads, each once and in order."""
+"""Facts and artifacts: what one zone, a site with its own store, states and another zone reads, once and in order."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,12 @@
 """Facts: the common way to append facts, inside a handler and elsewhere, and the script behind every append.
 
-The script serves threads and asyncio, and does no I/O itself. The artifact is stored first; the fact that names it is
-appended only when the store has the artifact. After an error the same call is made again, with the same id and payload.
-The store knows the id, so no fact is appended twice. A blob holds the bytes of an artifact, which can be read again
-when storing them has failed.
+A fact is a statement that one zone, a site with its own store, sends to another; an artifact is a file that a fact
+names. A zone's boundary is the interface to its store.
+
+The script is a generator that yields the calls to make: it serves threads and asyncio, and does no I/O itself. The
+artifact is stored first; the fact that names it is appended only when the store has the artifact. After an error the
+same call is made again, with the same id and payload. The store knows the id, so no fact is appended twice. A blob
+holds the bytes of an artifact, which can be read again when storing them has failed.
 """
 
 from __future__ import annotations
@@ -354,7 +357,7 @@ class Facts(_Facts):
         correlation_id: str | None = None,
         produced_at: datetime | None = None,
     ) -> FactConfirmation:
-        """Append one fact; return when the store buffer has it. Delivery to readers is not confirmed.
+        """Append one fact; return when it is durable in this zone's store. Delivery to readers is not confirmed.
 
         Inside a handler the id is derived from the transaction, so that a second run appends the same fact. A second
         fact with the same subject and predicate in one handler needs its own *name*. An *artifact* is stored first,

@@ -1,5 +1,9 @@
 """ArtifactCopier: the script that copies artifacts between stores, several concurrently. It does no I/O itself.
 
+An artifact is a file that a fact refers to. A script is a generator that yields what is to be done: calls, waits, and
+further scripts. Each of those runs in a slot, and its result arrives in the mailbox of the script that spawned it. An
+abandoned copy is one that is no longer waited for; its call may continue to run.
+
 Stored artifacts are not copied again, and partial uploads are resumed. A large artifact may take hours: a copy is
 abandoned when it has made no progress for the policy's timeout, not when it is slow.
 """
@@ -83,7 +87,7 @@ class ArtifactId(NamedTuple):
 
 
 class CopyFailed(NamedTuple):
-    """The reason why an artifact was not copied."""
+    """The reason why an artifact was not copied; *at_source* if the source store failed and not the destination."""
 
     error: BaseException
     at_source: bool

@@ -1,5 +1,10 @@
 """The contract of a boundary store, which keeps the facts and artifacts of a zone, and its guarantees.
 
+A zone is a site with its own store. The facts that one zone sends to another, a zone pair, are numbered with offsets. A
+reader is a named consumer of a zone pair; its cursor is the offset up to which it has confirmed, in an epoch, the
+incarnation of the store that assigned the offsets. A store holds two buffers: the store buffer for the facts of its own
+zones, and the forward buffer for facts that were copied from the store of the other side.
+
 A store implements the sync variant, the async variant or both. Sync methods have plain names, async methods the same
 names with ``_async``. Every method may raise ``ConnectionLostError`` when the connection is lost; the outcome is then
 unknown, and the same call may be made again.
@@ -54,7 +59,7 @@ class BoundaryCapabilities:
 
     @property
     def is_strict(self) -> bool:
-        """Whether the store may be called strict; unknown durability does not count."""
+        """Whether the store is strict: confirmed data certainly survives a power loss."""
         return self.durable is True
 
 

@@ -201,7 +201,7 @@ def _build_checked(columns: FactColumns) -> list[NewFact]:
 
 def _build_envelopes(columns: FactColumns) -> list[Envelope]:
     get_labels = columns.labels.get
-    # It checks the labels: few facts have any.
+    # Checks only the labels, which few facts have.
     make = Envelope._from_checked  # noqa: SLF001 - as above
     return [
         make(

@@ -1,5 +1,9 @@
 """ConcurrentCalls: calls next to one script, at most one of each kind, each with a timeout. It does no I/O itself.
 
+A replicator copies facts from a source store to this zone's store, and makes these calls to both. Its script is a
+generator that yields what is to be done; each call runs in a slot of its own, and the mailbox of the script receives
+the result. An abandoned call has timed out or was interrupted; it keeps its slot until it exits.
+
 Subclasses decide which calls to make and what follows from the results.
 """
 
@@ -53,6 +57,7 @@ class CallState:
 
     @property
     def is_blocked(self) -> bool:
+        """Whether the call is not retried because an operator has to resolve its problem."""
         return self.problem is not None and self.problem.status.needs_operator
 
     def reset(self) -> None:

@@ -1,4 +1,9 @@
-"""Connectors for facts: a consumer reads them as a log, and a producer dispatches transactions as facts."""
+"""Connectors for facts: a consumer reads them as a log, and a producer dispatches transactions as facts.
+
+A fact is a statement that one zone, a site with its own store (the boundary), sends to another. The boundary keeps one
+cursor for each reader, a named consumer. All other consumer state is in a separate store, called *side* here: delivery
+counts, deferred records, dead letters, and the owner, the one connector that currently reads as this reader.
+"""
 
 from __future__ import annotations
 
@@ -141,8 +146,9 @@ class _FactConnector:
 class FactConnector(_FactConnector, Connector):
     """The facts from one zone to another, for threads.
 
-    *reader* names the cursor in the boundary. Opening another connector with the same reader and *side* takes the log
-    over. Dispatching an id again adds nothing; with another payload it raises FactConflict.
+    *reader* names the cursor in the boundary. *side* is the consumer state store, by default that of the boundary, or
+    one in memory if it has none. Opening another connector with the same reader and *side* takes the log over: this one
+    loses its claims. Dispatching an id again adds nothing; with another payload it raises FactConflict.
     """
 
     boundary: Boundary

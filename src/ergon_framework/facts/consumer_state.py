@@ -1,5 +1,11 @@
 """FactConsumerStore: consumer state of facts that a boundary does not keep itself.
 
+Consumer state is the delivery counts, deferred records and dead letters of a reader, which is a named consumer of the
+facts from one zone to another (a zone pair). One connector at a time owns a reader: it has a generation, the number of
+its takeover, and claims, the offsets of the facts that it has delivered and not settled. An epoch is the incarnation of
+the boundary's store that assigned the offsets; it changes when a backup is restored. A replay is the redelivery of a
+dead letter.
+
 Each call concerns one reader of one zone pair. Scripts make the calls, so that threads and asyncio can use a store in
 a database.
 """

@@ -1,8 +1,11 @@
-"""Read the facts of one zone pair as a log, as scripts for threads and for asyncio.
+"""Read the facts that one zone (a site with its own store) sends to another as a log; scripts for threads and asyncio.
 
-The boundary keeps one cursor for each reader. Delivery counts, deferred records and dead letters are kept in a
-``FactConsumerStore``. A fact that is settled out of order is redelivered only after a crash. ``LoadedFacts`` are the
-facts that a consumer has loaded and not yet settled, as transactions.
+A script is a generator that yields the calls to make. The boundary, the interface to a zone's store, keeps one cursor
+for each reader, a named consumer. Delivery counts, deferred records and dead letters are kept in a consumer state store
+(``FactConsumerStore``), which also decides who owns the reader: the instance that took the log over last. An earlier
+owner has lost its claims, the delivered facts that it has not settled. A fact that is settled out of order is
+redelivered only after a crash. ``LoadedFacts`` are the facts that a consumer has loaded and not yet settled, as
+transactions. An epoch is the incarnation of the store that assigned the offsets.
 """
 
 from __future__ import annotations
@@ -480,9 +483,9 @@ class FactLog:
         return [SettleResult.LOST if ownership.is_lost else SettleResult.FAILED] * len(changes)
 
     def _settle_by_receipt(self, ownership: _Ownership, changes: Sequence[Change]) -> Script[list[SettleResult]]:
-        """Settle successful facts by the receipt alone: they leave nothing in the consumer store.
+        """Settle successful facts by confirming the cursor alone: they leave nothing in the consumer store.
 
-        The answer to the receipt shows a former owner that it lost the log.
+        The answer to the confirmation shows a former owner that it has lost the log.
         """
         self._apply(ownership, changes)
         if ownership.partition.watermark - 1 > ownership.confirmed:

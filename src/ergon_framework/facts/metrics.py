@@ -1,4 +1,7 @@
-"""Metrics and logs of facts and artifacts: outcomes by buffer, never a payload."""
+"""Metrics and logs of facts and artifacts: outcomes by buffer, never a payload.
+
+A buffer is one of the logs of facts between two zones; a store holds one for its own facts and one for copied facts.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,10 @@
 All types are frozen, checked when they are created, and limited in size: every instance can be stored by every store
 and encoded for every protocol.
 
-Labels are metadata that is stored with a fact but is not part of its identity, such as its trace context.
+A zone is a site with its own store; a boundary is the interface to that store, through which zones exchange facts. A
+reader is a named consumer of the facts from one zone to another, and an epoch the incarnation of a store that assigned
+the facts' offsets. Labels are metadata that is stored with a fact but is not part of its identity, such as its trace
+context.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Define the state of a replica: how far the facts of another zone are copied, and the current problem.
+"""The state of a replica: how far the facts of another zone are copied, and the current problem.
+
+A replicator copies the facts of a source, the store of another zone, into the store of this zone, the replica. An epoch
+is the incarnation of a store that assigned the facts' offsets; it changes when a backup is restored.
 
 The checks compare the answers of two stores with the facts that were queried; they make no calls themselves.
 """
@@ -208,7 +211,7 @@ class ReplicaState:
 def check_fetch(pair: ZonePair, after: Cursor, epoch: str, facts: Sequence[StoredFact]) -> FactError | None:
     """Return the error in a source's answer to a fetch after that cursor; None if the answer is valid.
 
-    *epoch* is that of the facts that are here, empty if there are none.
+    *epoch* is that of the source's facts which this zone's store has, empty if it has none.
     """
     if not is_contiguous(facts, after.offset):
         return InconsistentStoreError(
@@ -249,7 +252,10 @@ def check_same_source(facts: Sequence[StoredFact], end: Cursor, remembered: Stor
 
 
 def check_confirmation(stored: StoredFact, confirmation: FactConfirmation | None) -> FactError | None:
-    """Return the same error, judged by the destination's confirmation for the id that the source returned."""
+    """Return the error if the source is not the one read before; *stored* is the fact that it returned.
+
+    *confirmation* is what this zone's store has under the id of that fact.
+    """
     message_id = stored.envelope.message_id
     if confirmation is None:
         return source_changed_error(f"it has {message_id!r} at offset {stored.offset}, which this zone does not have")

@@ -1,5 +1,9 @@
 """Replication: the script that copies the facts of another zone, for threads and for asyncio. It does no I/O itself.
 
+The source is the store of the other zone, the destination that of this zone. A zone pair is the sending and the
+receiving zone; its facts are numbered by offsets within an epoch, the incarnation of the store that assigned them. A
+script is a generator that yields what is to be done. A survey measures how far the destination is behind.
+
 The confirmations of the destination are authoritative; the cursor at the source only says what may be removed there.
 Facts after the destination's end are fetched first, then the artifacts they refer to are copied, then the facts are
 forwarded, and only what the destination has confirmed without a gap is confirmed at the source. Every call may be
@@ -91,10 +95,12 @@ class Replication(ConcurrentCalls):
         self._fetch_cursor = Cursor("", 0)
         #: The last fetch continued after this cursor.
         self._last_fetch_after = self._fetch_cursor
-        #: The source must prove that it is the one read before, by the last fact that this zone has.
+        #: Whether the source still has to show that it is the one read before: it must return the last fact that this
+        #: zone has, again.
         self._is_unverified = True
         self._last_fact: StoredFact | None = None
-        #: The fact it has returned as proof, when the destination must be asked because it is not in memory.
+        #: The fact that the source returned to show it, until the destination has confirmed that it has the same one.
+        #: None if the last fact is in memory, because the two are then compared directly.
         self._proof: StoredFact | None = None
         #: A response of the source may mean that it was replaced; it is being checked a second time.
         self._is_rechecking = False
@@ -325,6 +331,7 @@ class Replication(ConcurrentCalls):
         if self._is_unverified and after.offset:
             if CallKind.FORWARD in self._running:
                 return  # verification needs the destination's last fact, which is still unknown
+            # Fetch the last fact that this zone has again, to verify the source.
             fetch_after = Cursor(after.epoch, after.offset - 1)
         self._was_notified, self._last_fetch_after = False, fetch_after
         fetch = partial(self._calls.fetch_facts, after=fetch_after)

@@ -1,6 +1,7 @@
 """Replicator: copies the facts of another zone into this one, over the network, for as long as it runs.
 
-It runs in the receiving zone and pulls, so a zone never gives another zone write access. All decisions are in
+A zone is a site with its own store, the boundary. The replicator runs in the receiving zone and pulls, so a zone never
+gives another zone write access. All decisions are in
 ``facts/replication.py``. Metrics and logs report its lag, what it has copied, and each change of its state.
 """
 

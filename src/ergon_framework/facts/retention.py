@@ -1,8 +1,8 @@
 """Retention: periodic removal of old data that every reader has confirmed.
 
-It removes no fact that a registered reader has not confirmed and no artifact that a retained fact refers to: the store
-enforces that rule, and retention only calls it. All services of one store may run retention; a run after another
-service's run is short.
+A reader is a named consumer of facts; an artifact is a file that a fact refers to. Retention removes no fact that a
+registered reader has not confirmed and no artifact that a retained fact refers to: the store enforces that rule, and
+retention only calls it. All services of one store may run retention; a run after another service's run is short.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ergon_framework.telemetry.names import LIBRARY, Event, Field
 
 log: Final = logging.getLogger(f"{LIBRARY}.facts")
 
-#: Seconds that a running pass has at shutdown. The next pass removes what this one has not.
+#: Seconds that a retention run in progress has at shutdown. The next run removes what this one has not.
 SHUTDOWN_TIMEOUT_SECONDS: Final = 5.0
 
 

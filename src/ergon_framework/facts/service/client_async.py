@@ -103,7 +103,7 @@ async def _read_answer(call: Any) -> bytes | None:
     except grpc.RpcError as error:
         rpc_error: Any = error
         if rpc_error.code() is grpc.StatusCode.INTERNAL and not errors.error_from_status(rpc_error):
-            # After a failed write gRPC reports this code for every status; the service's own errors carry a fault.
+            # After a failed write gRPC reports this code for every status; errors of the service itself are attached.
             raise _broken_off_error() from error
         raise errors.to_client_error(rpc_error, "PutObject") from error
     return None if data is grpc.aio.EOF else data

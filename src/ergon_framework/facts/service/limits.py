@@ -54,7 +54,7 @@ log: Final = logging.getLogger(f"{LIBRARY}.facts.service")
 MEBIBYTE: Final = 1024 * 1024
 #: Open files that the process needs besides connections of callers: its store, artifacts, logs, probes.
 RESERVED_FILES: Final = 768
-#: Maximum bytes of metadata, sent and received; a fault must fit.
+#: Maximum bytes of metadata, sent and received; the error that a failed call returns must fit.
 MAX_METADATA_BYTES: Final = 16 * 1024
 #: Bits of the compression algorithms that a connection accepts: none, or all that gRPC has.
 _NO_COMPRESSION: Final = 0b001

@@ -1,6 +1,8 @@
 """Parse and validate the requests of callers; invalid requests raise InvalidFactError.
 
-The module knows no connection and no store, so that a fuzzer can call it directly.
+A zone pair is the zone that sends facts and the zone that receives them; a reader is a named consumer of such facts,
+and a cursor the position up to which it has read. The module knows no connection and no store, so that a fuzzer can
+call it directly.
 """
 
 from __future__ import annotations

@@ -50,7 +50,10 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class RemoteUpload:
-    """An artifact to upload; *blob* yields it from *begin* on."""
+    """An artifact to upload; *blob* yields it from *begin* on.
+
+    *expected* is its digest and size, None if unknown; *zone* owns the artifact, empty for the zones of the store.
+    """
 
     bucket: str
     key: str

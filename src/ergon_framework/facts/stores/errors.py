@@ -1,4 +1,9 @@
-"""Error constructors that all stores share, so that equal errors have equal messages."""
+"""Error constructors that all stores share, so that equal errors have equal messages.
+
+A store has two buffers: facts of its own zones are appended to the one, facts of other zones are forwarded to the
+other. Within a pair of zones, facts are numbered by offsets; an epoch is the incarnation of the store that assigned
+them.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +182,10 @@ def no_capacity_error(name: ObjectName, size: int | None, used: int, limit: int)
 def artifact_lost_error(
     name: ObjectName, problem: str, reference: tuple[str, str] | None
 ) -> ArtifactLost | ArtifactUnknown:
-    """Return the error for an unreadable artifact; *by* is the zone and id of a retained fact that references it."""
+    """Return the error for an unreadable artifact.
+
+    *reference* is the zone and id of a retained fact that references it; None if there is none.
+    """
     if reference is None:
         hint = "" if name.zone else "; for an artifact of another zone pass zone=…, the zone that its fact comes from"
         return ArtifactUnknown(f"artifact {name} {problem}, and no retained fact references it{hint}")

@@ -225,7 +225,11 @@ def _lock(lock_fd: int, name: str) -> None:
 
 
 class FileUpload(ContentUpload):
-    """An upload as a file that grows."""
+    """An upload as a file that grows.
+
+    *reserve* is called with the number of bytes before they are written; it raises BufferFull if there is no space.
+    *store_content* is called at the commit, and moves the file to the place of the given digest.
+    """
 
     def __init__(
         self,
@@ -347,7 +351,7 @@ class FileUpload(ContentUpload):
 
 
 def durable_bytes(uploads_fd: int, name: str, token: bytes) -> int:
-    """Return the number of bytes of an upload that are stored durably."""
+    """Return the number of bytes of an upload that are stored durably; *token* is that of its last owner."""
     try:
         part_fd = os.open(upload_path(name), os.O_RDONLY | FILE_FLAGS, dir_fd=uploads_fd)
     except FileNotFoundError:

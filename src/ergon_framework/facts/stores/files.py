@@ -1,4 +1,4 @@
-"""Content store in a folder: one file per content, named by its digest.
+"""Content store in a folder: one file per content (the bytes of an artifact), named by its digest.
 
 ``objects/ab/cd/HEX`` are the contents, ``uploads/`` holds uploads that are not committed. A content is written
 and synced in ``uploads/``, renamed in one step, and its folder is synced: a file that can be read under a digest

@@ -1,4 +1,9 @@
-"""MemoryBoundary: facts and artifacts in this process, for tests and as the reference for durable stores."""
+"""MemoryBoundary: facts and artifacts in this process, for tests and as the reference for durable stores.
+
+The facts that one zone sends to another, a pair, are a log, numbered by offsets. A store is on one side of the boundary
+between two zones: its own zones append facts to its store buffer, and facts of the other side are forwarded to its
+forward buffer. An epoch is the incarnation of the store that assigned the offsets; a restored backup begins a new one.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +82,7 @@ class _Log:
 
 
 class MemoryBoundary(Boundary, AsyncBoundary):
-    """A store that lives as long as this process and so is never strict; safe from any thread and event loop.
+    """A store that lives as long as this process and so is never durable; safe from any thread and event loop.
 
     *max_facts* and *max_bytes* bound what is retained: beyond them, an append raises BufferFull and nothing is lost.
     Ids are kept without limit, or for *identity_retention* seconds and at least as long as their facts.

@@ -60,7 +60,7 @@ class MemoryUpload:
 
 
 class Artifacts:
-    """All artifacts of one store; the owner calls it under a lock."""
+    """All artifacts of one store, which calls every method under its lock."""
 
     def __init__(self) -> None:
         #: By name: what was confirmed, and when it was stored.

@@ -122,7 +122,10 @@ def digest_hex(digest: str) -> str:
 
 
 def rows_as_json(items: Sequence[FactRow], seen: dict[ZonePair, int]) -> tuple[str, str]:
-    """Return the pairs of *items*, in the order in which they are locked, and the facts; both as JSON."""
+    """Return the pairs of *items*, in the order in which they are locked, and the facts; both as JSON.
+
+    *seen* has the highest known offset of each pair: a lower one in the database shows that a backup was restored.
+    """
     pairs = sorted({item.pair for item in items})
     pair_indexes = {pair: index for index, pair in enumerate(pairs, 1)}
     facts = [_to_column_values(pair_indexes[item.pair], item) for item in items]
@@ -360,6 +363,8 @@ def _join_if_any(values: Sequence[str | None]) -> _ColumnText:
 
 # -- append -----------------------------------------------------------------------------------------
 
+#: The identity of the store has changed since this process verified it; or it has assigned fewer offsets than this
+#: process has seen, because an older state was restored.
 _STALE_CODE: Final = "stale"
 _BEHIND_CODE: Final = "behind"
 #: Booleans as the statements take them.
@@ -434,6 +439,7 @@ class FactAppender:
     def _append_one(
         self, session: DatabaseSession, identity: StoreIdentity, item: FactRow
     ) -> Operation[_BatchAnswer | None]:
+        """Append one plain fact; return None if the statement did nothing, and the general one has to decide."""
         ((offset,),) = yield PreparedTextQuery(
             APPEND_ONE,
             (

@@ -198,6 +198,7 @@ class ConsumerStoreOperations:
         return bool((yield Query(statements.CHECK_OWNER, {"consumer": consumer_id, "generation": generation})))
 
     def release(self, generation: int, settled_above: Collection[int]) -> Operation[bool]:
+        """Store the offsets settled above the cursor for the next owner; no claim remains."""
         consumer_id, _ = yield from self._find_or_create_ids()
         yield BEGIN
         parameters = {
@@ -376,6 +377,7 @@ class ConsumerStoreOperations:
 
 
 def _is_write_free(change: Change) -> bool:
+    """Return whether the change only ends a claim: nothing about the single fact has to be stored."""
     return isinstance(change, ReleaseChange) or (isinstance(change, AckChange) and not change.was_deferred)
 
 

@@ -96,7 +96,7 @@ class _TracedFactRow(NamedTuple):
     epoch: str | None
     forwarded: bool | None
     dropped: int
-    #: These are None if the fact was dropped.
+    #: This and the following are None if retention has dropped the fact; only its id is left then.
     stored_at: int | None
     produced_at: int | None
     correlation: str | None

@@ -41,6 +41,7 @@ class _ReaderState(NamedTuple):
 
 
 def _read_state(session: DatabaseSession, pair: ZonePair, reader: str = "") -> Operation[_ReaderState]:
+    """Read the state of a log; first verify the store again if it may have become another one."""
     parameters = {"from": pair.from_zone, "to": pair.to_zone, "reader": reader}
     for _ in range(MAX_ATTEMPTS):
         identity = yield from session.ensure_open()

@@ -128,10 +128,11 @@ class _ProcessState:
 class PostgresBoundary(Boundary, AsyncBoundary):
     """A store in a database that ``ergon db upgrade`` has prepared; one database is one store.
 
-    The address is *dsn*, or the environment's ``ERGON_POSTGRES__DSN``. *contents* stores the bytes of artifacts;
-    without it artifacts are not supported. *max_facts* and *max_bytes* bound what is retained: beyond them, an append
-    raises BufferFull and nothing is lost. Ids are kept without limit, or for *identity_retention* seconds and at least
-    as long as their facts. A database that may lose committed data is rejected, unless *accept_loss*.
+    The address is *dsn*, or the environment's ``ERGON_POSTGRES__DSN``. *side* is the side of the boundary between two
+    zones that the store is on. *contents* stores the bytes of artifacts; without it artifacts are not supported.
+    *max_facts* and *max_bytes* bound what is retained: beyond them, an append raises BufferFull and nothing is lost.
+    Ids are kept without limit, or for *identity_retention* seconds and at least as long as their facts. A database that
+    may lose committed data is rejected, unless *accept_loss*.
     """
 
     def __init__(
