@@ -1,4 +1,10 @@
-"""Providers: the base classes through which threads and asyncio tasks call third parties."""
+"""Providers: the base classes through which threads and asyncio tasks call third parties.
+
+A call makes one or more attempts. Before each attempt the provider state admits it: a quota limits the calls per window
+of time, a circuit breaker stops calls to a failing provider, and an idempotency key prevents that a repeated call is
+carried out twice. A canonical error is one of ``providers.errors``, whatever the client library raised. A gate is a
+check before a worker fetches, which can pause the worker.
+"""
 
 from __future__ import annotations
 
@@ -251,7 +257,7 @@ class AsyncProviderBase(Provider[AsyncProviderState, AsyncInlineRunner]):
         payload: dict[str, Any],
         context: ProviderExecutionContext,
     ) -> ProviderExecutionResult:
-        """See ProviderBase."""
+        """Call the provider; see ``ProviderBase.execute``."""
         request = self._build_request(tenant_id, campaign_id, operation, payload=payload, context=context)
         state_store = self.state_store
         admit, complete = _select_operations(state_store)
@@ -281,7 +287,7 @@ class AsyncProviderBase(Provider[AsyncProviderState, AsyncInlineRunner]):
         tenant: str | None = None,
         campaign: str | None = None,
     ) -> dict[str, Any]:
-        """See ProviderBase."""
+        """Call the provider with defaults from the handler's scope; see ``ProviderBase.call``."""
         context = ProviderExecutionContext(idempotency_key=key, timeout=timeout, name=name)
         result = await self.execute(
             tenant_id=_resolve_tenant(tenant),
@@ -302,7 +308,7 @@ class AsyncProviderBase(Provider[AsyncProviderState, AsyncInlineRunner]):
         payload: dict[str, Any],
         context: ProviderExecutionContext,
     ) -> dict[str, Any] | ProviderReply:
-        """See ProviderBase."""
+        """Make one attempt; see ``ProviderBase._execute_impl``."""
 
 
 def _new_id() -> str:

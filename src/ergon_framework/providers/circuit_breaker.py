@@ -1,7 +1,11 @@
 """The circuit breaker: pure functions that decide from a small state which calls may go to a provider.
 
-Each function takes a state and returns the next one, or the same object if nothing changes, so that the owner of a
-shared row knows when there is nothing to write. Times are in seconds since the epoch, because the state is shared
+A closed breaker admits all calls. Consecutive faults, failures for which the provider is to blame, open it: it admits
+none until its cooldown ends. It is half-open then, and admits a few calls, the probes: if they succeed, it closes. Each
+transition begins a new generation.
+
+Each function takes a state and returns the next one, or the same object if nothing changes, so that a caller that
+stores the state knows when there is nothing to write. Times are in seconds since the epoch, because the state is shared
 between machines and outlives processes.
 """
 

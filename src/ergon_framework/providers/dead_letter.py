@@ -1,4 +1,4 @@
-"""The dead letter of a call that was given up: thirteen fields and the id of its task; pure."""
+"""The dead letter of a call that was given up: thirteen fields and the id of its task; no I/O."""
 
 from __future__ import annotations
 

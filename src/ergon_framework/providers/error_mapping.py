@@ -1,5 +1,8 @@
 """Mapping of third-party exceptions to canonical errors, by tables; none of the client libraries is imported.
 
+A canonical error is one of ``providers.errors``: its class is the reason of the failure, its attributes are the
+verdict, such as whether a retry can help.
+
 An exception is recognised by the top-level package and the name of its class, or of any base class, so that a
 subclass is mapped like its base. The wall time is passed in, because a Retry-After header may hold a date.
 """

@@ -1,4 +1,7 @@
-"""The canonical errors of provider calls: one class per reason code, each with its verdict."""
+"""The canonical errors of provider calls: one class per reason code, each with its verdict.
+
+A verdict is the classification of an error: its category, whether and when a retry can help, and its code.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
 """The script of ``execute``, for threads and for asyncio. It decides and performs no I/O.
 
+A script is a generator that yields what is to be done: calls and waits. The shared state is the quotas, circuit
+breakers and idempotency keys of all processes; an idempotency key is claimed by the call that owns it.
+
 Each attempt has these steps: admission by the shared state (key, quota, breaker), the call within the remaining
-budget, mapping to a canonical error, completion in the shared state, and the decision of the retry policy. The script
-reads the clock before each wait and each call. The error that it raises carries its verdict, so that callers do not
-retry a call that was given up here.
+budget, mapping to a canonical error (one of ``providers.errors``), completion in the shared state, and the decision of
+the retry policy. The script reads the clock before each wait and each call. The error that it raises carries its
+verdict, so that callers do not retry a call that was given up here.
 """
 
 from __future__ import annotations

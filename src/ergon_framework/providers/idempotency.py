@@ -1,7 +1,11 @@
 """The idempotency keys of calls: the owner of a key, its result, and the next owner; pure functions.
 
-Times are in seconds since the epoch. Each function takes an entry and returns the next one, or None
-if nothing is to be stored.
+An idempotency key names a call, so that repeating the call does not carry it out twice. The owner of a key is the call
+that has claimed it; it counts as dead when its lease, the time for which it may hold the key, has ended. A fingerprint
+identifies the payload.
+
+Times are in seconds since the epoch. Each function takes an entry and returns the next one, or None if nothing is to be
+stored.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ class StoredResult:
 
 @dataclass(frozen=True, slots=True)
 class KeyInFlightState:
-    """*owner* makes the call; at *until* it counts as dead. *outcome_unknown*: an earlier owner may have made it."""
+    """The call *owner* holds the key until *until*. *outcome_unknown*: an earlier owner may have made its call."""
 
     fingerprint: str
     owner: str

@@ -1,4 +1,8 @@
-"""The provider state in memory: for tests, for single-process programs, and as the reference for shared stores."""
+"""The provider state in memory: for tests, for single-process programs, and as the reference for shared stores.
+
+The provider state is the quotas and circuit breakers by scope (tenant, provider and capability), the idempotency keys
+with their results, and the last attempts, for health.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The state of every provider of this process that was created without ``state_store=``.
 
-With a configured database it is in PostgreSQL and shared by all processes; without one it is in the memory of this
-process, and a warning is logged.
+The state is the quotas, circuit breakers, idempotency keys and recorded attempts. With a configured database it is in
+PostgreSQL and shared by all processes; without one it is in the memory of this process, and a warning is logged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The quota of a window: a pure model of the shared row. Times are aware datetimes."""
+"""The quota of a window (a minute, hour, day or month): the rules for the row that all processes share; no I/O.
+
+Times are aware datetimes.
+"""
 
 from __future__ import annotations
 

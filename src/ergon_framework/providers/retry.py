@@ -1,4 +1,7 @@
-"""The retry policy of provider calls; clocks, sleep and random source can be injected."""
+"""The retry policy of provider calls; clocks, sleep and random source can be injected.
+
+A canonical error is one of ``providers.errors``, to which every exception of a call is mapped.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The shared provider state: quota, breakers and idempotency keys, with one round trip before and after each attempt.
 
-Each round trip is one coarse operation. A store makes no decisions: the rules are in ``quota``,
-``circuit_breaker`` and ``idempotency``.
+A quota limits the calls per window of time, a circuit breaker stops calls to a failing provider, and an idempotency key
+names a call, so that repeating the call does not carry it out twice. A store makes no decisions: the rules are in
+``quota``, ``circuit_breaker`` and ``idempotency``.
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ class AsyncProviderState(AttemptRecorder):
 
     @abstractmethod
     async def admit_async(self, request: AdmissionRequest) -> AdmissionResult:
-        """See ProviderState."""
+        """Admit an attempt; see ``ProviderState.admit``."""
 
     @abstractmethod
     async def complete_async(self, admitted: AdmittedAttempt, result: AttemptResult) -> BreakerState | None:
-        """See ProviderState."""
+        """Complete an attempt; see ``ProviderState.complete``."""

@@ -1,5 +1,8 @@
 """Publishing of stored dead letters to ``queue.deadletter``: at least once, in order, with publisher confirms.
 
+A dead letter is the record of a provider task that failed. The ledger, the store of the tasks' deliveries and results,
+keeps it until it is published.
+
 A Celery worker publishes them at intervals, in a child of its pool. Without a worker, ``publish_dead_letters(app)``
 publishes them once: from beat, a shell or a schedule of the host.
 """

@@ -1,7 +1,8 @@
 """One delivery of a task in the process that runs it: the delivery is counted, run within its budget, and ended once.
 
-The end is written to the ledger before Celery reports it. If the ledger is unavailable, nothing is reported and the
-message is requeued: a later delivery settles the outcome.
+The ledger is the store of the deliveries and the end of each task, shared by all workers. The end is written to the
+ledger before Celery reports it. If the ledger is unavailable, nothing is reported and the message is requeued: a later
+delivery settles the outcome.
 """
 
 from __future__ import annotations

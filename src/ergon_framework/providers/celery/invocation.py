@@ -1,4 +1,4 @@
-"""The invocation of a task: the data it was sent with, parsed within limits; pure.
+"""The invocation of a task: the data it was sent with, parsed within limits; no I/O.
 
 The content of a message is untrusted. A rejected value is replaced by its default, and the rejection is kept, so that
 a dead letter can be written in any case.

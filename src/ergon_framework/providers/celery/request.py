@@ -1,6 +1,7 @@
 """The request of a task in the parent of a pool: failures of a killed child are recorded here before they are reported.
 
-Celery itself reports first and calls on_failure afterwards. The parent forks, so this module keeps no connection; it
+They are recorded in the ledger, the store of the deliveries and the end of each task, which all workers share. Celery
+itself reports first and calls on_failure afterwards. The parent forks, so this module keeps no connection; it
 serves all children, so nothing here blocks for long.
 """
 

@@ -1,8 +1,8 @@
 """CeleryProviderTask: a Celery task whose body calls a provider, and which ends once even if its worker is lost.
 
-``execute`` retries. Celery retries only a task that meets an open circuit breaker, at the time at which the breaker
-may admit calls again. A task that fails permanently leaves one dead letter, which is stored in PostgreSQL before the
-failure is reported.
+The provider's ``execute`` retries. Celery retries only a task that meets an open circuit breaker, at the time at which
+the breaker may admit calls again. A task that fails permanently leaves one dead letter, which is stored in PostgreSQL
+before the failure is reported.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class TenantSummary:
     providers: tuple[ProviderSummary, ...]
 
 
-# Every scope with minutes is in provider_health_states, because they are written together; the minutes themselves are
-# read for the last hour only.
+# Every scope (tenant, provider, capability) with sums per minute is in provider_health_states, because both are written
+# together; of the sums, only those of the last hour are read.
 _SELECT_SUMMARY: Final = f"""
 with known as (
     select provider_name, capability from ergon.provider_health_states where tenant_id = %(tenant)s

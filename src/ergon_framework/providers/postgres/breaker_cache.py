@@ -1,7 +1,8 @@
 """The cache of the breaker states that this process read last, and the thread that updates it.
 
 A circuit breaker stops calls to a failing provider. It is closed (calls pass), open (calls are rejected) or half-open
-(a few calls, the probes, test the provider); its generation increases with every transition.
+(a few calls, the probes, test the provider); its generation increases with every transition. A scope is what one
+breaker is for: a tenant, or all tenants together, a provider and a capability.
 
 The cache never blocks, and may be slightly outdated. The thread receives notifications of transitions, and polls every
 0.9 seconds in addition: behind a pooler there are no notifications, and a lost connection is not noticed. It also runs
@@ -63,7 +64,7 @@ class BreakerCache:
         self._states: OrderedDict[ProviderScope, BreakerSnapshot] = OrderedDict()
         #: Requested scopes that have not been read yet.
         self._unread: set[ProviderScope] = set()
-        #: Called when a scope is added to them.
+        #: Called when a scope is added to the unread ones.
         self.on_scope_requested: Callable[[], None] = lambda: None
 
     def get(self, scope: ProviderScope) -> BreakerSnapshot | None:
@@ -122,7 +123,7 @@ _MIN_RECONNECT_SECONDS, _MAX_RECONNECT_SECONDS = 0.1, 2.0
 
 
 class BreakerListener:
-    """The thread that updates *breaker_cache*; *release_blocks* is the upkeep of its store after each poll."""
+    """The thread that updates *breaker_cache*; after each poll it runs *release_blocks*, which returns unused quota."""
 
     def __init__(
         self, pool: ConnectionPool, breaker_cache: BreakerCache, release_blocks: Callable[[], Operation[None]]

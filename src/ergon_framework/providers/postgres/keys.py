@@ -1,7 +1,7 @@
 """Names in the keys of the provider state: validation, and how a scope is stored.
 
-A scope is a tenant, a provider and a capability, which is an operation of the provider; a scope may be shared by all
-tenants.
+A scope is a tenant, a provider and a capability, which is a group of the provider's operations; a scope may be shared
+by all tenants.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The SQL statements of the provider state. An operation is a function of the schema, so that it is one round trip.
 
-A scope is a tenant, a provider and a capability (an operation of the provider). A reservation counts calls as used in
-each quota window; *unspent* are those of its calls that were not made, and are returned. A key is an idempotency key,
+A scope is a tenant, a provider and a capability (a group of its operations). A reservation counts calls as used in each
+quota window; *unspent* are those of its calls that were not made, and are returned. A key is an idempotency key,
 owned by the attempt that is in flight; its fingerprint is a digest of the payload. The generation of a circuit breaker
 increases with every transition, so that the outcome of an older call does not change it; a probe is a call that tests a
 half-open breaker.
