@@ -30,6 +30,7 @@ DSN_VARIABLE: Final = "ERGON_POSTGRES__DSN"
 _WRITER_MODULE: Final = "ergon_framework.connectors.postgres.audit"
 #: The audit action of each connector method.
 ACTION_BY_METHOD: Final = {"replay_dead": "dlq.replay", "discard_dead": "dlq.discard", "replace_dead": "dlq.edit"}
+#: The outcomes of dead letters that an action has changed.
 _MOVED_OUTCOMES: Final = ("replayed", "discarded")
 
 _database_dsn: list[str] = []

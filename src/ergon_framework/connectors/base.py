@@ -242,7 +242,7 @@ class _ConnectorBase(ABC):
 
     @property
     def write_refusal(self) -> str | None:
-        """Why the server rejects new messages although workers can fetch, such as full memory; None if it does not."""
+        """Why the server rejects new messages although workers can fetch, such as full memory; None if unknown."""
         return None
 
     @property
@@ -396,13 +396,13 @@ class AsyncConnector(_ConnectorBase):
     ) -> Sequence[DeadLetterRecord]:
         raise self._no_dead_letters_error()
 
-    async def replay_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:  # noqa: ARG002 - as above
+    async def replay_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:  # noqa: ARG002 - as the sync variant
         raise self._no_dead_letters_error()
 
-    async def discard_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:  # noqa: ARG002 - as above
+    async def discard_dead_async(self, handles: Sequence[str]) -> Sequence[ReplayResult]:  # noqa: ARG002 - as the sync variant
         raise self._no_dead_letters_error()
 
-    async def replace_dead_async(self, handle: str, transaction: Transaction) -> ReplayResult:  # noqa: ARG002 - as above
+    async def replace_dead_async(self, handle: str, transaction: Transaction) -> ReplayResult:  # noqa: ARG002 - as the sync variant
         raise self._no_replacement_error()
 
     async def open_async(self) -> None: ...

@@ -118,6 +118,7 @@ def _unknown_scheme_error(name: str, scheme: str) -> ConfigurationError:
 def _create(
     factory: Any, name: str, address: Mapping[str, str], options: Mapping[str, Any]
 ) -> Connector | AsyncConnector:
+    """Create the connector with *factory*; an error names the queue, without the password of its address."""
     _check_options(factory, name, reserved={*address}, options=options)
     try:
         connector = factory(name, **address, **options)

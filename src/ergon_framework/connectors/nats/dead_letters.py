@@ -187,6 +187,7 @@ async def list_dead(
 
 
 def _to_record(letter: api.StoredMessage, name: str, codec: Codec) -> DeadLetterRecord:
+    """Return the record of a dead letter, or of a message that other programs published to its stream."""
     headers = strip_server_headers(letter.headers)
     fields: dict[str, Any] = json.loads(letter.headers.get(_RECORD_HEADER, "{}"))
     transaction, error = decode(codec, letter.body, headers, source=name)

@@ -223,9 +223,9 @@ class PullRequests:
             await self.ensure_outstanding()
 
     def _to_claim(self, message: RawMessage, requested_at: float) -> NatsClaim:
-        """Return the claim on *message*, whose lease is counted from the latest time before the server sent it.
+        """Return the claim on *message*; its lease is counted from a time that is certainly before the server sent it.
 
-        The server sent it after the request, and after the last time at which the loop had read all earlier messages.
+        The server sent it after the request, and after the last time at which the event loop certainly polled.
         """
         before = self._heartbeat.before
         return NatsClaim(self._owner, message, (max(requested_at, before)) + self._lease)

@@ -240,6 +240,7 @@ class NatsQueue(AsyncConnector):
             return session
 
     async def _open(self, connection: Connection) -> _Session:
+        """Check or create the streams on a new connection, and subscribe to receive messages."""
         streams = await ensure_streams(connection, self._layout)
         self._server_max_bytes = connection.max_payload
         if self._durability is None:

@@ -148,6 +148,7 @@ class NatsSettler:
         return claims if len(set(claims)) == len(claims) else None
 
     def _plan_all(self, requests: Sequence[SettlementRequest], results: list[SettleResult]) -> list[_SettlePlan]:
+        """Return the plans. A request without one keeps its result FAILED, or gets LOST if its claim is not valid."""
         plans: list[_SettlePlan] = []
         now, seen = time.monotonic(), set[NatsClaim]()
         for index, (delivery, settlement) in enumerate(requests):
@@ -193,6 +194,7 @@ class NatsSettler:
             return None
 
     def _plan_redelivery(self, index: int, delivery: Delivery, claim: NatsClaim, defer: Defer | None) -> _SettlePlan:
+        """Plan a deferral, or a release if *defer* is None: the state to store, and the nak with its delay."""
         previous, delay = claim.state, 0.0 if defer is None else defer.delay
         due = time.time() + delay if delay > 0 else 0.0
         state = MessageState(claim.counted_deliveries - 1, claim.server_delivery_count, due)

@@ -167,6 +167,7 @@ class ClaimManager:
         return deliveries
 
     def _claim_messages(self, queue: int, count: int) -> Operation[list[Delivery]]:
+        """Claim for the current worker instance; if it has expired, register a new one and claim again."""
         worker = yield from self._worker_lease.ensure()
         yield from self._repeat_release()
         token = self._worker_lease.next_token()
@@ -250,6 +251,7 @@ class ClaimManager:
         return rows
 
     def _claim_rows(self, parameters: dict[str, Any]) -> Operation[Rows | None]:
+        """Claim once; return the rows of the claimed messages, or None if the worker instance has expired."""
         last_suspect = None
         while True:
             rows = yield Query(sql.CLAIM, parameters)

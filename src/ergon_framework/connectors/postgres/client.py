@@ -176,7 +176,8 @@ class DatabaseClient:
     def reap_expired_workers(self) -> Operation[bool]:
         """Return the messages of expired workers to their queues, at most every few seconds.
 
-        Return whether a worker had expired. Leases that the server's clock made too long are shortened as well.
+        Return whether a worker had expired. Leases that are too long since the server's clock was set back are
+        shortened as well.
         """
         now = time.monotonic()
         if now < self._last_reap + min(self.worker_lease.lease / 4, 5.0):

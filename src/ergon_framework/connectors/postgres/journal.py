@@ -73,7 +73,7 @@ class JournalEntry(NamedTuple):
     error: str | None
     attempts: int
     seconds: float
-    #: The attempts, as plain data.
+    #: The last failed attempts of this run, as plain data; None if there are none.
     tries: list[dict[str, Any]] | None
 
 
@@ -283,6 +283,7 @@ def _to_history(transaction_id: str, queue: str, rows: Sequence[_JournalRow]) ->
 
 
 def _to_events(row: _JournalRow) -> list[HistoryEvent]:
+    """Return the events of one run: its failed attempts, and its end."""
     entry = row.entry
     tries = [
         HistoryEvent(

@@ -103,6 +103,7 @@ class NotificationListener:
                         self._waiter = None
 
     def _keep_listening(self, waiter: NotificationWaiter) -> None:
+        """Listen while there are subscribers; behind a pooler, only report due messages."""
         delay = _MIN_RECONNECT_SECONDS
         while self._has_subscribers():
             try:

@@ -143,6 +143,7 @@ class PostgresSettler:
     def _settle_groups(
         self, queue: int, groups: dict[type[Settlement], list[_IndexedSettlement]], results: list[SettleResult]
     ) -> Operation[bool]:
+        """Settle *groups*, write into *results*, and return whether a message has become ready by it."""
         receipts = {delivery.receipt for indexed in groups.values() for _, delivery, _ in indexed}
         emptied = self._find_emptied_by(groups)
         try:

@@ -47,7 +47,7 @@ _MAX_REAP_INTERVAL_SECONDS: Final = 5.0
 _NEW_ONLY_SECONDS: Final = 0.25
 #: Largest batch of one fetch: one command can name that many entries.
 _MAX_BATCH: Final = 1_000
-#: Seconds between two searches for claims whose answer never came, and how many pending entries are read.
+#: Seconds between two searches for unconfirmed claims, and how many pending entries a search reads.
 _UNCONFIRMED_SEARCH_SECONDS: Final = 1.0
 _MAX_PENDING_READ: Final = 10_000
 #: The delivery limit if none is set; no message reaches it.

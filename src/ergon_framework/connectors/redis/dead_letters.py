@@ -91,6 +91,7 @@ def _to_upper_bound(query: DeadLetterQuery) -> str:
 
 
 def _to_record(entry: Sequence[Any], messages: Messages, name: str) -> DeadLetterRecord:
+    """Return the record of an entry: its id, its fields, and the size of a body that was not loaded or -1."""
     handle, fields, size = entry[0].decode(), entry[1], entry[2]
     dead_fields: dict[str, str] = {}
     message_fields: list[bytes] = []

@@ -113,6 +113,7 @@ class RedisSettler:
         requests: Sequence[SettlementRequest],
         results: list[SettleResult],
     ) -> None:
+        """Write the results of one step into *results*; *answer* has one letter for each of its receipts."""
         unconfirmed, held = self._unconfirmed, self._claims.held
         for (index, receipt), letter in zip(step, answer.decode(), strict=True):
             if letter == "s" and not unconfirmed and held.get(receipt.id) is receipt:  # the common case
