@@ -190,6 +190,7 @@ def publish(
 def _find_stored_fact(
     publication: Publication, calls: BoundaryCalls, caller: _RetryingCaller
 ) -> Script[FactConfirmation | None]:
+    """Return the confirmation of the fact if it is stored; raise FactConflict if its id has another payload."""
     envelope, fact = publication.envelope, publication.fact
     existing: FactConfirmation | None = yield from caller.call(
         "get_fact", calls.get_fact, (envelope.from_zone, envelope.message_id)
@@ -306,6 +307,7 @@ class _Facts:
         produced_at: datetime | None,
         clock: Clock,
     ) -> Publication:
+        """Return the publication; inside a handler, missing values come from its transaction."""
         outer = scope.current()
         if message_id is None:
             if outer is None:

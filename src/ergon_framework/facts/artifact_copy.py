@@ -1,8 +1,8 @@
 """ArtifactCopier: the script that copies artifacts between stores, several concurrently. It does no I/O itself.
 
 An artifact is a file that a fact refers to. A script is a generator that yields what is to be done: calls, waits, and
-further scripts. Each of those runs in a slot, and its result arrives in the mailbox of the script that spawned it. An
-abandoned copy is one that is no longer waited for; its call may continue to run.
+scripts to start. A started script runs in a slot of its own, and its result arrives in the mailbox of the script that
+started it. An abandoned copy is one that is no longer waited for; its call may continue to run.
 
 Stored artifacts are not copied again, and partial uploads are resumed. A large artifact may take hours: a copy is
 abandoned when it has made no progress for the policy's timeout, not when it is slow.
@@ -193,6 +193,7 @@ class ArtifactCopier:
                 yield from interrupt(slot)
 
     def _copy_artifact(self, copy: _RunningCopy) -> Script[CopyFailed | None]:
+        """Copy an artifact, from the bytes on that the destination has; return the failure, if any."""
         reference, name = copy.reference, ArtifactId.from_reference(copy.reference)
         request = Call(
             "received",

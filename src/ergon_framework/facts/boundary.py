@@ -306,7 +306,7 @@ class AsyncBoundary(_BoundaryBase):
     @abstractmethod
     async def retire_reader_async(self, reader: str, pair: ZonePair, *, by: str = "") -> bool: ...
 
-    async def adopt_epoch_async(self, pair: ZonePair, cursor: Cursor, *, by: str) -> None:  # noqa: ARG002 - as above
+    async def adopt_epoch_async(self, pair: ZonePair, cursor: Cursor, *, by: str) -> None:  # noqa: ARG002 - as in Boundary
         raise NotSupportedRemotely("this boundary cannot adopt an epoch: call adopt_epoch where the forward buffer is")
 
     @abstractmethod
@@ -324,13 +324,13 @@ class AsyncBoundary(_BoundaryBase):
         zone: str = "",
     ) -> StoredArtifact: ...
 
-    async def uploaded_bytes_async(self, bucket: str, key: str, expected: StoredArtifact, *, zone: str = "") -> int:  # noqa: ARG002 - as above
+    async def uploaded_bytes_async(self, bucket: str, key: str, expected: StoredArtifact, *, zone: str = "") -> int:  # noqa: ARG002 - as in Boundary
         return 0
 
     @abstractmethod
     def get_object_async(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> AsyncIterator[bytes]: ...
 
-    async def stat_object_async(self, bucket: str, key: str, *, zone: str = "") -> ObjectInfo | None:  # noqa: ARG002 - as above
+    async def stat_object_async(self, bucket: str, key: str, *, zone: str = "") -> ObjectInfo | None:  # noqa: ARG002 - as in Boundary
         return None
 
     async def artifact_bytes_async(self) -> int | None:

@@ -1,7 +1,8 @@
 """CapacityMonitor: how much free capacity a zone's store has, and an alert before it is full.
 
-A zone runs independently for as long as its disk has space. A full store rejects appends with BufferFull before data
-is lost; the monitor warns early enough to act.
+A zone, a site with its own store of facts, runs independently for as long as its disk has space. Retention removes only
+facts that all readers, the consumers, have confirmed. A full store rejects appends with BufferFull before data is lost;
+the monitor warns early enough to act.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def _build_checked(columns: FactColumns) -> list[NewFact]:
 def _build_envelopes(columns: FactColumns) -> list[Envelope]:
     get_labels = columns.labels.get
     # Checks only the labels, which few facts have.
-    make = Envelope._from_checked  # noqa: SLF001 - as above
+    make = Envelope._from_checked  # noqa: SLF001 - as in _build_checked
     return [
         make(
             message_id=message_id,

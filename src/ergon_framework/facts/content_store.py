@@ -1,7 +1,8 @@
 """ContentStore: stores the bytes of artifacts, each content once, addressed by its digest.
 
-Names, facts and access rights belong to the boundary store, which calls this from several threads concurrently. All
-calls block, because disks have no other interface; the async variant of a store runs them in dedicated threads.
+An artifact is a file that a fact refers to. Names, facts and access rights belong to the boundary store, the store of a
+site's facts, which calls this from several threads concurrently. All calls block, because disks have no other
+interface; the async variant of a boundary store runs them in dedicated threads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Errors of facts and artifacts: one class for each way a caller can respond."""
+"""Errors of facts and artifacts: one class for each way a caller can respond.
+
+A boundary is the interface to the store of a zone, a site that exchanges facts with others. A reader is a named
+consumer; its cursor is an offset in an epoch, the incarnation of the store that assigned the offsets. An artifact is a
+file that a fact refers to.
+"""
 
 from __future__ import annotations
 

@@ -434,6 +434,7 @@ class FactLog:
         return change
 
     def _to_change(self, ownership: _Ownership, delivery: Delivery, settlement: Settlement) -> Change | None:
+        """Return the change of the consumer state that *settlement* makes; None if it is of an unknown kind."""
         offset = delivery.receipt.offset
         was_deferred = ownership.partition.held[offset] is not None
         match settlement:

@@ -1,4 +1,8 @@
-"""Policies for facts: retries of appends, retention, and replication between zones."""
+"""Policies for facts: retries of appends, retention, and replication between zones.
+
+A zone is a site with its own store of facts. A reader is a named consumer of facts; retention keeps what it has not
+confirmed.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Producers of facts: the producer engine, whose produce step stores an artifact and appends a fact.
 
-The engine retries under ``produce.retry``; one attempt here is one call of each kind. The id of a fact is that of its
-transaction, so every attempt and every run appends the same fact.
+A fact is appended to the boundary, the interface to this site's store of facts; an artifact is a file that a fact
+refers to. The engine retries under ``produce.retry``; one attempt here is one call of each kind. The id of a fact is
+that of its transaction, so every attempt and every run appends the same fact.
 """
 
 from __future__ import annotations

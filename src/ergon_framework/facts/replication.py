@@ -251,6 +251,7 @@ class Replication(ConcurrentCalls):
     # -- results --------------------------------------------------------------------------------------
 
     def _handle_result(self, kind: CallKind, on_result: Callable[[Any], None], answer: CallResult) -> None:
+        """Pass the value of a call to *on_result*, or handle its failure."""
         if isinstance(answer, Ok):
             if kind.is_at_source and kind is not CallKind.COPY:
                 self._last_contact = self._scheduler.time_source.wall()
@@ -340,6 +341,7 @@ class Replication(ConcurrentCalls):
         yield from self._start_call(CallKind.FETCH, fetch, (self._name, self._pair, count), on_result)
 
     def _accept_facts(self, generation: int, after: Cursor, fetch_after: Cursor, facts: Sequence[StoredFact]) -> None:
+        """Check and queue the facts after *after*; *fetch_after* is one fact earlier to verify the source."""
         self._is_registered = True
         if generation != self._generation:
             return
@@ -439,6 +441,7 @@ class Replication(ConcurrentCalls):
     def _accept_copies(
         self, generation: int, batch: Sequence[StoredFact], failures: Mapping[ArtifactId, CopyFailed]
     ) -> None:
+        """Make the facts up to the first missing artifact ready to be forwarded; fetch the others again."""
         if generation != self._generation:
             return
         first_missing = next(

@@ -282,6 +282,7 @@ def _copy(
     *,
     zone: str,
 ) -> None:
+    """Copy an artifact from byte *begin* on; an error of reading replaces the destination's error that it causes."""
     expected = StoredArtifact(reference.digest, reference.size)
     location = reference.bucket, reference.key
     put = partial(destination.put_object, *location, expected=expected, begin=begin, zone=zone)
@@ -322,7 +323,7 @@ async def _copy_async(
             await put(chunks)
     except Exception:
         if progress.read_error is not None:
-            raise progress.read_error  # noqa: B904 - as above
+            raise progress.read_error  # noqa: B904 - as in _copy
         raise
     finally:
         progress.exited = True

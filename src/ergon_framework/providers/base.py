@@ -1,9 +1,9 @@
 """Providers: the base classes through which threads and asyncio tasks call third parties.
 
-A call makes one or more attempts. Before each attempt the provider state admits it: a quota limits the calls per window
-of time, a circuit breaker stops calls to a failing provider, and an idempotency key prevents that a repeated call is
-carried out twice. A canonical error is one of ``providers.errors``, whatever the client library raised. A gate is a
-check before a worker fetches, which can pause the worker.
+A call makes one or more attempts. Each attempt must be admitted by the provider state: a quota limits the calls per
+window of time, a circuit breaker stops calls to a failing provider, and an idempotency key names a call, so that
+repeating the call does not carry it out twice. A canonical error is one of ``providers.errors``, whatever the client
+library raised. A gate is a check before a worker fetches, which can pause the worker.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class Provider(ABC, Generic[B, C]):
         payload: dict[str, Any],
         context: ProviderExecutionContext,
     ) -> ProviderRequest:
+        """Return the request; values that the caller left out come from the handler's scope."""
         current_scope = scope.current()
         if context.task_execution_id is None and (execution_id := current_task_execution.get()) is not None:
             context = replace(context, task_execution_id=execution_id)

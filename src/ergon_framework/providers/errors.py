@@ -265,7 +265,7 @@ def _pack_cause(cause: BaseException | None) -> bytes | str | None:
 def _unpack_cause(packed: bytes | str | None) -> BaseException | None:
     if packed is None or isinstance(packed, str):
         return None if packed is None else ErgonError(packed)
-    cause = pickle.loads(packed)  # noqa: S301  # nosec - see above
+    cause = pickle.loads(packed)  # noqa: S301  # nosec - part of a pickle that the caller is already loading
     return cause if isinstance(cause, BaseException) else None
 
 
@@ -278,7 +278,7 @@ def _is_harmless(cause: BaseException) -> bool:
         return False
     # For these classes the pickle consists of the class, the arguments and, if there are any, the attributes.
     parts = cause.__reduce__()
-    return len(parts) == 2 and _has_safe_arguments(parts[1])  # noqa: PLR2004 - see above
+    return len(parts) == 2 and _has_safe_arguments(parts[1])  # noqa: PLR2004 - without attributes
 
 
 def _has_safe_arguments(args: Any) -> bool:

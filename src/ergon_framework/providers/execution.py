@@ -161,6 +161,7 @@ class _CallExecution:
     # -- the script -------------------------------------------------------------------------------
 
     def run(self) -> Script[Ok | Err]:
+        """Make attempts until one succeeds, or no further one may be made."""
         admitted: AdmittedAttempt | None = None
         while True:
             admission = yield from self._admit()
@@ -308,6 +309,7 @@ class _CallExecution:
         return self._call_deadline if limit is None else min(self._call_deadline, started_at + limit)
 
     def _create_provider_call(self, number: int, until: float) -> Call:
+        """Return the call of one attempt, which is told the time that is left."""
         dependencies, handler_scope = self._dependencies, self._dependencies.handler_scope
         seconds_left = max(0.0, min(self._get_seconds_left(), until - dependencies.clock.monotonic()))
         request = self._request

@@ -1,7 +1,7 @@
 """The health of the last hour's calls, from counts and histograms per minute.
 
-The attempts of a minute may be counted in any order and in any groups: the sums are the same, so
-a minute that was added up incrementally equals one that is recomputed from its rows.
+An attempt is one try of a provider call. The attempts of a minute may be counted in any order and in any groups: the
+sums are the same, so a minute that was added up incrementally equals one that is recomputed from its rows.
 """
 
 from __future__ import annotations

@@ -187,6 +187,7 @@ class MemoryProviderState(ProviderState, AsyncProviderState):
             self._quotas[quota_key] = self._quotas[quota_key].refund(window=window)
 
     def _end_key(self, request: AdmissionRequest, result: AttemptResult) -> None:
+        """Store the result of the key's call, or record that it failed."""
         if request.idempotency_key is None:
             return
         key, until = _to_key(request), result.now + request.policy.keep

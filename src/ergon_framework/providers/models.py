@@ -1,4 +1,7 @@
-"""The data of a provider call: its context, its result, and the record of each attempt; pure data."""
+"""The data of a provider call: its context, its result, and the record of each attempt.
+
+A provider is a third-party API; its capability is a group of its operations. An attempt is one try of a call.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ergon_framework.providers.health import AttemptOutcome
 
 #: The tenant of calls that name none.
 DEFAULT_TENANT = "default"
-#: The task execution to which the calls in this context belong, unless they name one.
+#: The id of the task execution to which the calls in this context belong, unless they name one; for monitoring.
 current_task_execution: Final[ContextVar[str | None]] = ContextVar("ergon_task_execution", default=None)
 
 

@@ -96,7 +96,7 @@ def _create() -> ProcessState:
 
 def _renew_lock() -> None:
     """Replace the lock in a forked child: another thread of the parent may have held it."""
-    global _lock  # noqa: PLW0603 - see above
+    global _lock  # noqa: PLW0603 - a lock held by a thread of the parent is never released
     _lock = threading.Lock()
 
 

@@ -1,4 +1,8 @@
-"""The telemetry of provider calls: spans, metrics and log events. None of it can fail a call or hold a payload."""
+"""The telemetry of provider calls: spans, metrics and log events. None of it can fail a call or hold a payload.
+
+A call makes one or more attempts. Calls are blocked while the provider's circuit breaker is open (it admits no calls,
+because the provider fails) or while the tenant's quota of calls is exhausted.
+"""
 
 from __future__ import annotations
 

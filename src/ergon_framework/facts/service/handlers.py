@@ -193,6 +193,7 @@ class BoundaryService:
         return pb.SurveyAnswer(logs=map(wire.write_log, visible_logs))
 
     async def _watch(self, who: Identity, data: bytes, context: Any) -> None:
+        """Send a message whenever facts may have arrived, until the caller loses its access or the service stops."""
         requests.parse(pb.WatchRequest, data)
         loop, wakeup = asyncio.get_running_loop(), asyncio.Event()
 
@@ -370,6 +371,7 @@ class BoundaryService:
         return handle
 
     async def _upload(self, incoming: AsyncIterator[bytes], context: Any) -> None:
+        """Handle an upload; of a rejected one the rest is read, so that the sender receives the reason."""
         parts = aiter(incoming)
         is_admitted = False
 

@@ -1,8 +1,9 @@
 """BoundaryServer: serves a store over mutual TLS, with health checks, limits and graceful shutdown.
 
-``HealthService`` is grpc.health.v1; its checks do not count towards the limits of calls. ``ThreadedBoundary`` adapts a
-store that has only the sync variant to the async contract of a service. A thread cannot be stopped: a call whose caller
-has disconnected runs to its end, and its result is discarded.
+A store keeps the facts and artifacts of its zones, which are sites; remote callers prove by a certificate which zones
+they act for. ``HealthService`` is grpc.health.v1; its checks do not count towards the limits of calls.
+``ThreadedBoundary`` adapts a store that has only the sync variant to the async contract of a service. A thread cannot
+be stopped: a call whose caller has disconnected runs to its end, and its result is discarded.
 """
 
 from __future__ import annotations

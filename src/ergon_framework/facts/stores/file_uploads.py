@@ -252,6 +252,7 @@ class FileUpload(ContentUpload):
             self._upload_lock, self._part_fd = self._open_part(name, begin)
 
     def _open_part(self, name: str, begin: int) -> tuple[UploadLock, int]:
+        """Become the owner of the upload, and keep its first *begin* bytes."""
         with UploadLock.acquire(self._uploads_fd, name) as acquired:
             assert acquired is not None  # noqa: S101 - create is true
             upload_lock, token = acquired

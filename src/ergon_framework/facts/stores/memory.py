@@ -222,6 +222,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         return log
 
     def _store(self, log: _Log, stored: StoredFact, buffer: Buffer) -> FactConfirmation:
+        """Append *stored* to *log*; *buffer* is the store buffer that its confirmation names."""
         envelope, reference = stored.envelope, stored.fact.artifact
         if reference is not None:
             # Artifacts of this store's own zones are not artifacts of a zone whose facts arrive here.

@@ -208,6 +208,7 @@ class CeleryDelivery:
         return value
 
     def _fail(self, error: Exception) -> NoReturn:
+        """End the task with a dead letter and raise *error*, unless the task is requeued or sent again."""
         provider_error = _map_error(error)
         # A key held by a dead process says nothing about this delivery: its lease expires automatically.
         if provider_error.code == IN_FLIGHT:

@@ -247,6 +247,7 @@ class TaskLedger:
             return self._run_once(operation)
 
     def _run_once(self, operation: Callable[[Connection[TupleRow]], R]) -> R:
+        """Run *operation*, and translate the driver's errors."""
         try:
             with self._connection() as conn:
                 return operation(conn)
@@ -267,6 +268,7 @@ class TaskLedger:
 
     @contextmanager
     def _connection(self) -> Iterator[Connection[TupleRow]]:
+        """Yield this thread's connection, opened if needed; with *close_after_use*, a connection for one use."""
         if self._close_after_use:
             with self._open_connection(autocommit=False) as short_connection:
                 short_connection.execute(_SET_STATEMENT_TIMEOUT)

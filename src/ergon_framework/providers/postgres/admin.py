@@ -1,6 +1,7 @@
 """The provider state for operators: actions, each with an actor and a reason, listings, and why calls are blocked.
 
-The provider state is the quota, circuit breakers and idempotency keys that all processes share.
+The provider state is the quota, circuit breakers and idempotency keys that all processes share. A scope, or account, is
+a tenant, or all tenants together, a provider and a capability, which is a group of the provider's operations.
 
 Listings show the rows of any tenant. The availability for one tenant shows its own rows; of rows that all tenants
 share it shows only whether and until when they block calls.
@@ -41,6 +42,7 @@ _MAX_REASON_CHARS: Final = 1000
 #: Maximum duration of an override in seconds: permanent limits belong in the policy.
 _MAX_OVERRIDE_SECONDS: Final = 31 * 86_400.0
 _MAX_ROWS: Final = 10_000
+#: Maximum number of extra calls of a quota extension; larger numbers are mistakes.
 _MAX_EXTRA_CALLS: Final = 10**12
 
 
@@ -359,6 +361,7 @@ def _to_health_state(row: Sequence[Any]) -> ProviderHealthState:
 
 # -- overview of open breakers ----------------------------------------------------------------------
 
+#: Maximum number of summaries that are returned.
 MAX_OPEN_BREAKERS: Final = 200
 
 _SELECT_OPEN_BREAKERS: Final = """

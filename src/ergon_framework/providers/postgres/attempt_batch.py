@@ -151,6 +151,7 @@ def last_seen(rollups: dict[RollupKey, MinuteRollup]) -> dict[ScopeKey, AccountL
 
 
 def _to_row(prepared: PreparedAttempt, executions: Collection[str]) -> tuple[Any, ...]:
+    """Return the columns of one stored attempt; it refers to no task execution that is not in *executions*."""
     row = prepared.row
     execution_id = None if row.task_execution_id is None else _fit_text(row.task_execution_id)
     return (

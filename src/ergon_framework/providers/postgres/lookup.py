@@ -1,6 +1,7 @@
 """Lookup of the provider calls of one business process, and of the reasons that blocked them.
 
-An attempt is one try of a call of a provider; the correlation is the id of the business process that it belongs to.
+An attempt is one try of a call of a provider; the correlation is the id of the business process that it belongs to. A
+scope is a tenant, a provider and a capability, which is a group of the provider's operations.
 
 Attempts are found by their correlation, which has an index; everything else by the data of the attempts. A call
 without a stored attempt is therefore not found.
@@ -186,6 +187,7 @@ def _get_time_span(attempts: Sequence[_StoredAttempt]) -> dict[str, Any]:
 
 
 def _read_context(attempts: Sequence[_StoredAttempt]) -> Operation[_CallContext]:
+    """Read the quotas, breakers, overrides and keys that the attempts met."""
     scopes = _to_columns(sorted({attempt.scope for attempt in attempts}))
     parameters = {**scopes, "all": ALL_TENANTS, "most": MAX_ATTEMPTS}
     attempt_columns = {

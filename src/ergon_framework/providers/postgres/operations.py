@@ -255,6 +255,7 @@ def complete_operation(
 def _finish_without_breaker(
     admitted: PostgresAdmitted, result: AttemptResult, *, ends_key: bool
 ) -> Operation[BreakerState | None]:
+    """End the key and the reservation of an attempt whose result cannot change the breaker."""
     request, stored_result = admitted.request, result.stored_result
     provider, keep = request.scope.provider_name, repr(request.policy.keep)
     reservation = None if admitted.reservation is None else str(admitted.reservation)
@@ -281,6 +282,7 @@ def _complete_with_breaker(
     ends_key: bool,
     fault: bool | None,
 ) -> Operation[BreakerState | None]:
+    """End key and reservation, report to the breaker, and return the state that it entered, if any."""
     request, permit, error, stored_result = admitted.request, admitted.permit, result.error, result.stored_result
     breaker = request.policy.breaker
     parameters = _build_scope_parameters(request) | {

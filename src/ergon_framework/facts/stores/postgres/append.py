@@ -217,7 +217,7 @@ class AnswerReader:
             else errors.fact_conflict_error(item.envelope, existing, item.digest)
         )
 
-    def _wrong_buffer_error(self, item: FactRow, forwarded: bool) -> AppendResult:  # noqa: FBT001 - as above
+    def _wrong_buffer_error(self, item: FactRow, forwarded: bool) -> AppendResult:  # noqa: FBT001 - as it is answered
         buffers = self._side.store_buffer, self._side.forward_buffer
         actual, expected = buffers[::-1] if forwarded else buffers
         return errors.wrong_buffer_error(item.pair, actual, expected)

@@ -239,6 +239,7 @@ class PostgresArtifacts:
         return stored
 
     def _commit(self, session: DatabaseSession, upload: PostgresUpload) -> Operation[tuple[StoredArtifact, bool]]:
+        """Commit the content, then its name; return the artifact, and whether the name is new."""
         yield from session.ensure_open()
         uploaded = upload.stored
         name_columns = upload.name._asdict()

@@ -167,6 +167,7 @@ class ConsumerStoreOperations:
     # -- ownership ------------------------------------------------------------------------------------
 
     def take_over(self, cursor: Cursor) -> Operation[Takeover]:
+        """Begin a new generation, and count a delivery for each claim of the previous owner."""
         # After a restore the id may belong to another reader, or to none.
         self._ids = None
         consumer_id, _ = yield from self._find_or_create_ids()
@@ -234,6 +235,7 @@ class ConsumerStoreOperations:
         return ClaimResult([self._delivery_counts.get(offset, 0) + 1 for offset in request.new], replayed, replays)
 
     def settle(self, request: SettleRequest) -> Operation[bool]:
+        """Write the settlements, all or none; return False if another generation owns the reader."""
         ids = yield from self._find_or_create_ids()
         parameters = {
             "consumer": ids.consumer,

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from ergon_framework.database.operation import Operation, Query, in_snapshot
 from ergon_framework.history import History, HistoryEvent, Location, Value, WorkKind, WorkState
 
+#: Maximum number of readers whose lag is returned.
 MAX_READERS: Final = 200
 
 _READER_LAGS: Final = """

@@ -140,6 +140,7 @@ def _drop_if_unused(week: int) -> Operation[bool]:
 _MAX_BATCH_ROWS: Final = 10_000
 #: Ids that one statement reads.
 _MAX_BATCH_IDS: Final = 1_000
+#: Larger than any time in milliseconds.
 _MAX_INTEGER: Final = 2**62
 
 

@@ -111,6 +111,7 @@ class FactListener:
                 self.receiving.clear()
 
     def _receive(self, connection: Connection[TupleRow]) -> None:
+        """Announce this process to appenders, and notify the subscribers while there are any."""
         announced_at = float("-inf")
         while self._has_subscribers():
             if time.monotonic() > announced_at + _RENEWAL_SECONDS:
