@@ -242,7 +242,7 @@ class _ConnectorBase(ABC):
 
     @property
     def write_refusal(self) -> str | None:
-        """Why the server rejects new messages although workers can fetch, such as full memory; None if unknown."""
+        """Why the server rejects new messages while workers can fetch, such as full memory; None if it accepts them."""
         return None
 
     @property

@@ -309,7 +309,7 @@ class _CallExecution:
         return self._call_deadline if limit is None else min(self._call_deadline, started_at + limit)
 
     def _create_provider_call(self, number: int, until: float) -> Call:
-        """Return the call of one attempt, which is told the time that is left."""
+        """Return the call of one attempt, whose context has the remaining time."""
         dependencies, handler_scope = self._dependencies, self._dependencies.handler_scope
         seconds_left = max(0.0, min(self._get_seconds_left(), until - dependencies.clock.monotonic()))
         request = self._request
