@@ -1,7 +1,8 @@
 """The asyncio driver: it runs scripts, and the handler calls that they request, on long-lived tasks.
 
-A script is a generator that decides and yields effects (a call, a wait); the driver performs them. The base class
-Scheduler decides when a script continues; a timer of the event loop is its deadline timer.
+A script is a generator that decides and yields effects (a call, a wait); the driver performs them. A slot is one script
+in progress, and a mailbox is a queue of events for one script. The base class Scheduler decides when a script
+continues; a timer of the event loop is its deadline timer.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class AsyncioDriver(Scheduler):
         self._slice_start = 0.0
 
     async def run(self, script: Script[R]) -> R:
-        """Run *script* to its end. Cancelling the caller stops it; CancelledError is raised when it has ended."""
+        """Run *script* to its end. Cancelling the caller stops the script, and is raised again when it has ended."""
         cancelled: asyncio.CancelledError | None = None
         self._caller = asyncio.current_task()
         self.start(script)
@@ -158,7 +159,10 @@ class AsyncioDriver(Scheduler):
                 call = None if next_answer is None else self._step_slot(slot, next_answer)
 
     def _classify_cancellation(self, answer: Err, task: asyncio.Task[None]) -> CallResult:
-        """Return *answer*, or Interrupted if the event loop cancels all tasks: its end is a stop, not a failure."""
+        """Return *answer*, or Interrupted if the event loop cancels all tasks: the call was stopped and has not failed.
+
+        ``asyncio.run`` cancels all tasks when it ends: the caller of ``run`` as well as the workers.
+        """
         is_cancelled = isinstance(answer.error, asyncio.CancelledError)
         if is_cancelled and task.cancelling() and self._caller is not None and self._caller.cancelling():
             return Interrupted()

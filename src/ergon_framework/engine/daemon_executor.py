@@ -1,6 +1,6 @@
 """DaemonExecutor: a thread pool whose threads never delay the end of the process.
 
-The pools of the standard library join their threads at exit, and a handler call may hang without limit.
+The pools of the standard library join their threads at exit, and a call of user code may hang without limit.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class DaemonExecutor(Executor):
     Threads wake each other: a caller that submits work wakes one idle thread, and that thread wakes the next, if
     there is more work, before it starts. Few threads then run many short jobs, while jobs that block still all
     start immediately.
+
+    *waiting* starts the threads and creates the queue on which they wait; tests pass one that runs in virtual time.
     """
 
     def __init__(

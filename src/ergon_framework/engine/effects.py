@@ -5,9 +5,11 @@ effects, such as a handler call or a wait, and a driver (threads, asyncio or sim
 the results back. Every effect that waits has a deadline (``until``, in seconds of the driver's clock; ``NEVER`` means
 none) and may be answered with ``Interrupted``. The driver only reports the result; the script decides what follows.
 
-A slot is one script in progress, and a mailbox is a queue of events for one script.
+A slot is one script in progress, its pending effect is the one that the script waits for, and a mailbox is a queue of
+events for one script. A call is abandoned when its script no longer waits for it and it still runs.
 
-The classes are plain and slotted rather than frozen: each transaction creates two of them.
+The classes are plain and slotted, not frozen dataclasses, because these take longer to create and each transaction
+creates two effects.
 """
 
 from __future__ import annotations
@@ -119,9 +121,10 @@ NEVER = float("inf")
 class Call:
     """Run ``fn(*args)`` once, until *until* at the latest. Answered with a CallResult.
 
-    The call is its own pending effect: the thread or task that takes it from the slot decides the result, and a call
-    that returns after that is discarded and counted as late. ``exited`` becomes true when an abandoned call has
-    returned. *on_late_result* receives the value that such a call returned.
+    The call is the pending effect of its slot. The first thread or task that removes it there (the call that has
+    returned, or the deadline timer) decides the result; a value that the call returns later is discarded, counted as
+    late and passed to *on_late_result*. ``exited`` becomes true when an abandoned call has returned. *step* is the name
+    of the call, *scope* is what its handler can read, and *context* holds its context variables.
     """
 
     __slots__ = ("args", "cancel", "context", "exited", "fn", "on_late_result", "scope", "step", "until")
@@ -155,7 +158,7 @@ class Call:
 class SelfTimedCall(Call):
     """A call that keeps its own time limit, so that it is never abandoned. Only an InlineRunner supports it.
 
-    It raises only ErgonError; any other exception from it interrupted the thread.
+    It raises only ErgonError; any other exception, such as KeyboardInterrupt, was raised in the thread from outside.
     """
 
     __slots__ = ()
@@ -171,7 +174,7 @@ class Sleep:
 
 
 class AwaitExit:
-    """Request *call* to exit, where possible, and wait for it. Answered with whether it has exited, or Interrupted."""
+    """Cancel *call*, where the driver can, and wait for its exit. Answered with Interrupted or whether it exited."""
 
     __slots__ = ("call", "until")
 
@@ -244,7 +247,7 @@ def sleep(until: float) -> Script[Interrupted | None]:
 
 
 def await_exit(abandoned_call: Call, until: float) -> Script[bool | Interrupted]:
-    """Request *abandoned_call* to exit, and wait for it until *until*."""
+    """Cancel *abandoned_call*, where the driver can, and wait for its exit until *until*."""
     answer: bool | Interrupted = yield AwaitExit(abandoned_call, until)
     return answer
 

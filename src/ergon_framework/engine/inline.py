@@ -1,11 +1,11 @@
 """Inline runners: they run one script in the thread or task of the caller.
 
-A script is a generator that decides and yields effects (a call, a wait) for others to perform. The drivers of the loops
-run many scripts and own their threads. An inline runner is for code that already runs
-somewhere and needs the result of one script. It supports three effects, Call, SelfTimedCall and Sleep, and makes no
-decision. A call without a deadline runs in place. A call with a deadline runs on a separate thread or task, in a
-copy of the current context: at the deadline it is abandoned, its scope is cancelled, and its result is discarded. A
-SelfTimedCall keeps its own deadline, so it runs in place too.
+A script is a generator that decides and yields effects (a call, a wait) for others to perform. The drivers of consume
+loops and produce calls run many scripts and own their threads. An inline runner is for code that already runs somewhere
+and needs the result of one script, such as the call of a provider or the append of a fact. It supports three effects,
+Call, SelfTimedCall and Sleep, and makes no decision. A call without a deadline runs in place. A call with a deadline
+runs on a separate thread or task, in a copy of the current context: at the deadline it is abandoned, its scope is
+cancelled, and its result is discarded. A SelfTimedCall keeps its own deadline, so it runs in place too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The attempts of one step of a transaction, under its retry policy, and the delays of every policy with a backoff.
 
-A step is one stage of a transaction (fetch, process, success, exception), and an attempt is one call of its handler.
-``run_step`` is a script: a generator that yields each call and each delay for a driver to perform. The delays are pure
-arithmetic: their random source is a parameter.
+A step is one stage of the lifecycle of a transaction (process, then success or exception), and an attempt is one call
+of its handler. A deferred transaction returns to its broker, which redelivers it after a delay. ``run_step`` is a
+script: a generator that yields each call and each delay for a driver to perform. The delays are pure arithmetic: their
+random source is a parameter.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class Step:
     """One step: the function to call, its retry policy, and the classification of its failures.
 
     If *defers* is true, the step ends as deferred instead of sleeping when a delay exceeds ``retry.max_inline_delay``.
-    An error that says that nothing was attempted defers too, and so does a temporary error, whatever the delay;
-    temporary errors do so for *max_deferral* seconds after the first one. *on_retry* is called with each failed
-    attempt that another attempt follows, before the delay.
+    An error with ``not_attempted`` (nothing was attempted) defers too, and so does one with ``temporary`` (a service is
+    unavailable), whatever the delay; temporary errors do so for *max_deferral* seconds after the first one. *on_retry*
+    is called with each failed attempt that another attempt follows, before the delay.
     """
 
     __slots__ = ("classify", "defers", "fn", "max_deferral", "name", "on_retry", "retry", "timeout_error")
@@ -182,6 +183,7 @@ def run_step(
 
 def _defer(step: Step, error: ErgonError, number: int, previous: Deferral | None, clock: Clock) -> Deferred | None:
     """Return a deferral that counts neither as an attempt nor in the history; None if *error* is a failed attempt."""
+    # Nothing was attempted, for example because a circuit breaker is open: this delay does not use up max_deferral.
     if _is_unattempted(error):
         delay = _compute_delay(step.retry, number, error, clock)
         return Deferred(error, number, delay, None if previous is None else previous.add_exempt(delay))

@@ -1,7 +1,7 @@
 """The scheduler that all drivers share: slots, pending effects, mailboxes, deadlines and abandoned calls.
 
 A script is a generator with the decisions of a loop or of a transaction's lifecycle; it does no I/O. It yields an
-effect, a request such as ``Call`` (run a handler) or ``Sleep``, and is sent the result. A driver performs the effects:
+effect, a request such as ``Call`` (run a function) or ``Sleep``, and is sent the result. A driver performs the effects:
 on threads, as asyncio tasks, or in simulated time. Each driver is a subclass of Scheduler, which decides when a script
 continues and with which result; the driver decides how (on which thread, in which task, at which simulated moment).
 
@@ -186,10 +186,12 @@ class Scheduler(ABC):
         self.monotonic = clock.monotonic
         self.lock = threading.Lock()
         self.deadline_timer = DeadlineTimer()
+        #: Slots whose script has not ended, or has left an abandoned call that still runs.
         self.live_slots: set[Slot] = set()
         self.late_results = 0
         self._closed = False
         self._root: Slot | None = None
+        #: The number of interrupts of the root script that came before it started.
         self._early_interrupts = 0
 
     def create_mailbox(self) -> Mailbox:

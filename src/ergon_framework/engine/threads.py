@@ -1,7 +1,8 @@
 """The thread driver: it runs scripts, and the handler calls that they request, on real threads.
 
-A script is a generator that decides and yields effects (a call, a wait); the driver performs them. The base class
-Scheduler decides when a script continues.
+A script is a generator that decides and yields effects (a call, a wait); the driver performs them. A slot is one script
+in progress, and a mailbox is a queue of events for one script. The base class Scheduler decides when a script
+continues.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from ergon_framework.engine.scheduler import Mailbox, Scheduler, Slot
 
 
 class ThreadDriver(Scheduler):
-    """Runs scripts on threads: *concurrency* worker threads for counted scripts (lifecycles), and helper threads.
+    """Runs scripts on threads: *concurrency* worker threads for counted scripts, and helper threads.
 
-    A helper thread runs scripts outside the concurrency limit (fetching, settling), and continues a script whose own
-    thread is still occupied by a call after its timeout. Threads are abandoned, never killed.
+    A counted script is the lifecycle of one transaction. A helper thread runs scripts outside the concurrency limit
+    (fetching, settling), and continues a script whose own thread is still occupied by a call after its timeout. Threads
+    are abandoned, never killed. *waiting* starts the threads and creates what they wait on; tests pass virtual time.
     """
 
     def __init__(self, concurrency: int, *, name: str = "ergon", waiting: ThreadClock | None = None) -> None:

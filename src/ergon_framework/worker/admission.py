@@ -1,7 +1,9 @@
 """Admission: deliveries between their fetch and their start.
 
-They wait in the backlog for a slot, in which one transaction runs at a time, or until no other transaction with their
-key runs. Some are settled instead of started: duplicates, expired, undecodable or too often delivered ones.
+A delivery is a transaction with its claim, the exclusive right to process it. Deliveries wait in the backlog for a
+slot, in which one transaction runs at a time, or until no other transaction with their key runs. Some are settled
+(acked, deferred or dead-lettered in the broker) instead of started: duplicates, expired, undecodable or too often
+delivered ones. A released delivery returns to the broker, which redelivers it without counting a delivery.
 """
 
 from __future__ import annotations
@@ -95,7 +97,8 @@ class DeliveryAdmission:
     def take_all_but_next(self) -> list[Delivery]:
         """Remove and return all waiting deliveries but the next one, and forget them."""
         head = self._ready.popleft()
-        # The first delivery of a key waits for a slot; removing one that waits for its key leaves the key taken.
+        # A key is taken by its delivery that runs or is ready. take_all() empties only the queue behind that delivery,
+        # so the keys of the ready deliveries that are removed here become free below.
         ready_keys = [delivery.transaction.key for delivery in self._ready if delivery.transaction.key is not None]
         waiting = self.take_all()
         for delivery in waiting:
@@ -106,7 +109,7 @@ class DeliveryAdmission:
         return waiting
 
     def take_all(self) -> list[Delivery]:
-        """Remove and return all waiting deliveries."""
+        """Remove and return all waiting deliveries; their ids and keys stay registered, for a loop that ends."""
         waiting = list(self)
         self._ready.clear()
         self._waiting_for_key = 0
@@ -117,7 +120,7 @@ class DeliveryAdmission:
 
 # -- the backlog ------------------------------------------------------------------------------------
 
-#: The reason for acking a delivery that the inbox has marked as processed.
+#: The reason for acking a delivery whose id is in the inbox, the connector's record of processed ids.
 DONE_REASON = "done"
 #: The reason of a delivery whose encryption key is missing here, and the longest delay of its redelivery.
 MISSING_KEY_REASON = "missing_key"
@@ -125,7 +128,7 @@ MISSING_KEY_DELAY_SECONDS = 30.0
 
 
 class Backlog:
-    """The deliveries that were fetched and have not started."""
+    """The deliveries of a loop that were fetched and have not started, and the decision about each new one."""
 
     def __init__(
         self,
@@ -148,7 +151,7 @@ class Backlog:
         self._may_have_last_delivery = False
         #: Removes and returns the next delivery to start.
         self.pop_next = self._admission.pop_next
-        #: Every claim, from fetch to settlement.
+        #: The delivery of every claim, from its fetch to its settlement, by receipt (the connector's handle of it).
         self.claims = settler.claims
 
     def __len__(self) -> int:
@@ -167,7 +170,7 @@ class Backlog:
 
     @property
     def has_last_delivery(self) -> bool:
-        """Whether a waiting delivery is on its last permitted delivery."""
+        """Whether a waiting delivery is on its last permitted delivery; the loop runs such a transaction alone."""
         if self._may_have_last_delivery:
             max_deliveries = self._policy.max_deliveries
             self._may_have_last_delivery = any(delivery.deliveries >= max_deliveries for delivery in self._admission)
@@ -217,7 +220,7 @@ class Backlog:
         """Release *delivery*; if its claim is lost, only record the outcome."""
         settlement = None if delivery.receipt in self._delivery_handler.lost_receipts else Release()
         outcome = None
-        # Another object that a connector returned in its place has no id to report.
+        # A faulty connector may have returned another object in place of a Transaction; it has no id to report.
         if isinstance(delivery.transaction, Transaction):
             outcome = Outcome(delivery.transaction, OutcomeKind.RELEASED, reason=reason)
         self._settler.enqueue(PendingSettlement(delivery, settlement, outcome))
@@ -257,7 +260,8 @@ class Backlog:
     def _defer_without_key(self, delivery: Delivery, error: MissingKeyError) -> bool:
         """Defer *delivery* without counting an attempt, until ``loop.max_deferral`` after its first deferral.
 
-        Another worker may have its key, or this one after a restart; no worker has the key of an invented id.
+        Another worker may have the encryption key, or this one after a restart. If a producer invented the id of the
+        key, no worker ever has it, so the deferrals end and the transaction is dead-lettered.
         """
         transaction, now = delivery.transaction, self._clock.wall()
         deferral = Deferral.from_previous(

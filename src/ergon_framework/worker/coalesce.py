@@ -1,8 +1,9 @@
-"""Coalescing: callers that send to one connector at the same time share a dispatch.
+"""Coalescing: callers that send to one connector at the same time share a dispatch, the call that sends transactions.
 
-The first caller of a group dispatches it: it waits for the previous dispatch, and all callers that arrive until then
-join its group. There is no delay for collecting, so a single transaction is sent immediately. A failure of a group
-says little about its members, so each of them is then sent alone; only a lost connection fails all of them.
+A relay uses it: its slots each send one transaction, and a broker confirms many at once much faster. The first caller
+of a group dispatches the group: it waits for the previous dispatch, and all callers that arrive until then join its
+group. There is no delay for collecting, so a single transaction is sent immediately. A failure of a group says little
+about its members, so each of them is then sent alone; only a lost connection fails all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ AsyncDispatch: TypeAlias = Callable[[Sequence[Transaction]], Awaitable[Sequence[
 
 
 class _DispatchGroup:
-    """Transactions that are dispatched together; *error* is why they are not confirmed."""
+    """Transactions that are dispatched together; ``error`` is why they are not confirmed, None once they are."""
 
     __slots__ = ("done", "error", "members")
 
@@ -45,7 +46,7 @@ class _DispatchGroup:
 
 
 def check_all_confirmed(confirmations: Sequence[Confirmation], sent: Sequence[Transaction]) -> None:
-    """Raise ConnectorError unless the connector confirmed all of *sent*: a dispatch that returns confirms all of it."""
+    """Raise ConnectorError unless there is one confirmation for each of *sent*, as every connector must return."""
     if len(confirmations) != len(sent):
         raise ConnectorError(f"dispatch confirmed {len(confirmations)} of {len(sent)} transactions")
 

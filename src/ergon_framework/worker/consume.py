@@ -1,8 +1,11 @@
 """The consume loop: fetch as much as there is capacity for, start it immediately, and shut down cleanly.
 
 The loop is a script: a generator that yields effects, such as starting the lifecycle of a transaction or waiting for
-events in its mailbox, for a driver to perform. The slot table records what occupies the slots of a loop, one
-transaction each. The loop is stalled while abandoned calls, which timed out and did not exit, occupy all of them.
+events in its mailbox, for a driver to perform. A delivery is a fetched transaction with its claim, the exclusive right
+to process it until it is settled (acked, deferred, released or dead-lettered in the broker). A claim may be a lease,
+which expires unless it is renewed. The backlog holds the deliveries that have not started. The slot table records what
+occupies the slots of a loop, one transaction each. The loop is stalled while abandoned calls, which timed out and did
+not exit, occupy all slots. When it stops, it drains: running work may end within a limited time, the rest is released.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class SlotTable(Generic[T]):
         #: Ended lifecycles with an abandoned call that still runs.
         self.abandoned: dict[Slot, T] = {}
         self._stalled_since: float | None = None
-        #: It was stalled for too long and starts nothing more: a supervisor must restart the process.
+        #: The loop was stalled for too long and starts nothing more: a supervisor must restart the process.
         self._is_stalled = False
 
     @property
@@ -58,7 +61,7 @@ class SlotTable(Generic[T]):
         if type(event) is ScriptEnded and event.freed and not self.abandoned:
             return self.running.pop(event.slot)  # the common case, which cannot be stalled
         if isinstance(event, SlotFreed):
-            # A helper script may also have abandoned a call; it held no slot.
+            # A helper script (fetch, settle, lease renewal) may also have abandoned a call; it is not in this table.
             freed = self.abandoned.pop(event.slot, None)
         elif event.freed:
             freed = self.running.pop(event.slot)
@@ -88,7 +91,7 @@ class SlotTable(Generic[T]):
         """Interrupt all running lifecycles, and handle their ends."""
         for slot in list(self.running):
             yield from interrupt(slot)
-        # None of them waits any more, so they end soon.
+        # An interrupted lifecycle makes no further call and waits for nothing, so it ends soon.
         yield from process_events_until(lambda: not self.running, mailbox, handle_events)
 
 
@@ -180,7 +183,9 @@ class ConsumeLoop:
             policy.loop.concurrency.value, stall_timeout=policy.loop.drain_timeout, clock=spec.clock.monotonic
         )
         self._deadline = NEVER
+        #: The slots of the scripts that settle and renew leases, until these end.
         self._helpers: set[Slot] = set()
+        #: Whether messages may have arrived since the last fetch, and whether an event that says so is in the mailbox.
         self._was_woken = False
         self._is_wake_pending = False
         #: The running transaction is on its last permitted delivery and runs alone: a crash then has no other cause.
@@ -421,7 +426,8 @@ class ConsumeLoop:
                 self._was_woken, self._is_wake_pending = True, False
             elif event_type is ClaimsLost:
                 yield from self._interrupt_lost(event.receipts)
-        # Until it is settled: a fetch that kills the process would cost it a delivery, and it has none left.
+        # A transaction on its last permitted delivery runs alone until it is settled: if the process were killed
+        # before, the transaction would be dead-lettered, although other work may have killed the process.
         self._runs_alone = self._runs_alone and (bool(self._slot_table.running) or self._has_pending_settlements())
 
     def mark_lost(self, receipts: Iterable[Any], signal: Callable[[Mailbox, Any], None]) -> None:
@@ -469,7 +475,7 @@ class ConsumeLoop:
         return self._runs_alone
 
     def _has_pending_settlements(self, minimum: int = 1) -> bool:
-        """Return whether *minimum* or more settlements are pending; if so, the loop is notified when that changes."""
+        """Return whether *minimum* or more settlements are pending; if so, the settler notifies the loop's mailbox."""
         if self._settler.pending < minimum:
             return False
         # The order matters: later settlements notify the mailbox, earlier ones show in the count.
@@ -479,9 +485,13 @@ class ConsumeLoop:
     # -- the end --------------------------------------------------------------------------------
 
     def _drain(self, end: StopReason) -> Script[tuple[StopReason, float]]:
-        """Let running work end and release the rest; return the stop reason and the end of the time allowed for it."""
+        """Let running work end and release the rest; return the stop reason, and when the drain has to end.
+
+        A loop that ends because the queue is empty, or because of its limit, first runs its backlog without a time
+        limit; a stop, a timeout or a stall during that time starts the limited drain.
+        """
         monotonic = self._clock.monotonic
-        #: The end of the drain; and the end of the wait for abandoned calls whose transactions are to be released.
+        #: The end of the drain; and the end of the wait for abandoned calls whose settlements wait for their exit.
         until = abandon_deadline = NEVER
         if end not in (StopReason.EMPTY, StopReason.LIMIT):
             until = self._release_waiting(end)
@@ -530,7 +540,7 @@ class ConsumeLoop:
         """Settle everything that is pending, then stop the lease renewal."""
         self._settler.close()
         monotonic = self._clock.monotonic
-        # A loop that ends without a stop has until its own timeout, as if it still drained.
+        # A loop whose drain had no time limit may settle until its own timeout, with the drain time of that timeout.
         until = (
             max(monotonic(), self._deadline + self._loop.timeout_drain if until == NEVER else until)
             + FLUSH_TIMEOUT_SECONDS

@@ -1,7 +1,9 @@
 """The observer interfaces of a loop and of a transaction: they receive events and never decide.
 
-Telemetry implements them; a loop without telemetry has no observer. A lifecycle is the processing of one transaction,
-in steps (process, then success or exception) with attempts.
+Telemetry implements them; a loop without telemetry has an observer that ignores all events. A lifecycle is the
+processing of one transaction, in steps (process, then success or exception) with attempts. A gate is a check before
+each fetch that can pause the loop. A delivery is a fetched transaction; to settle it is to ack, defer, release or
+dead-letter it in the broker, which the loop does for groups of them.
 """
 
 from __future__ import annotations
@@ -46,7 +48,11 @@ class LoopObserver:
     options: TelemetryOptions = DEFAULT_OPTIONS
 
     def on_loop_start(self, slots: Callable[[], tuple[int, int, int]]) -> None:
-        """Handle the start of the loop; *slots* returns the running, abandoned and waiting transactions at any time."""
+        """Handle the start of the loop.
+
+        *slots* may be called at any time until the loop ends. It returns the numbers of running transactions, of
+        transactions with an abandoned call (one that timed out and still runs), and of waiting ones.
+        """
 
     def on_batch(self, size: int) -> None:
         """Handle the start of a batch: up to *size* transactions are requested, or passed to a produce call."""
@@ -82,7 +88,7 @@ class LoopObserver:
         """Handle a delivery that was settled before its lifecycle."""
 
     def on_settled(self, results: list[SettleResult], seconds: float) -> None:
-        """Handle a settled group."""
+        """Handle a settled group: the result for each delivery, and the *seconds* that the call took."""
 
     def on_transaction_end(self, outcome: Outcome) -> None:
         """Handle the final outcome of a transaction."""

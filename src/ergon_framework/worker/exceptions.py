@@ -28,9 +28,14 @@ class TransactionException(ErgonError):
     The category may stand alone or first: ``TransactionException(Category.BUSINESS)`` and
     ``TransactionException(Category.BUSINESS, "no such order")``.
 
+    ``retry_after`` is the least number of seconds before another attempt. ``final`` means that no further attempt is
+    made, and ``not_attempted`` that nothing was attempted, so that no attempt is counted. ``temporary`` means that a
+    service is unavailable: the transaction is redelivered later without counting an attempt. ``code`` is a short
+    identifier for programs.
+
     ``still_running`` is true if the call that timed out had not exited when the exception handler got this error: it
-    may still act. ``attempts_made`` and ``error_type`` are set if an executor made the attempts: their number, and
-    the type of the error as the executor named it.
+    may still act. ``attempts_made`` and ``error_type`` are set if an executor, a process that runs handlers, made the
+    attempts: their number, and the type of the error as the executor named it.
     """
 
     still_running: bool = False
@@ -94,7 +99,10 @@ class FetchTimeoutException(FetchException):
 
 
 class LoopTimeout(ErgonError, TimeoutError):
-    """The loop's own timeout has passed; ``report`` has the outcome of every transaction."""
+    """The loop's own timeout has passed.
+
+    ``report`` has the number of transactions by outcome for a consume loop, and every outcome for a produce call.
+    """
 
     category = Category.TIMEOUT
     code = "loop_timeout"
@@ -105,7 +113,7 @@ class LoopTimeout(ErgonError, TimeoutError):
 
 
 class LoopStalled(ErgonError):
-    """Abandoned calls hold every slot; ``report`` lists them."""
+    """Calls that timed out and did not exit hold every slot; ``report.still_running`` is their number."""
 
     code = "loop_stalled"
 

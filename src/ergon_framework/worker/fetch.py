@@ -1,6 +1,7 @@
 """Fetching: the call to a connector that may be slow, fail, hang or lose its connection.
 
-It is a script, a generator whose effects a driver performs. It retries under the policy of the step fetch.
+A fetch claims deliveries: until they are settled or released, no other worker gets them. The fetcher is a script, a
+generator whose effects a driver performs. It retries under the policy of the step fetch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FetchResult: TypeAlias = list[Delivery] | StopReason | FetchException
 
 
 class Fetcher:
-    """Fetches under ``fetch.retry``; two fetches never overlap."""
+    """Fetches under the policy ``steps.fetch.retry``; two fetches never overlap."""
 
     def __init__(
         self,

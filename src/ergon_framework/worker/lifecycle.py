@@ -1,9 +1,12 @@
 """The lifecycle of a transaction: the step process, then success; or exception, exactly once.
 
 Each step calls a handler of the task, with retries. The lifecycle is a script: a generator that yields effects, such as
-calls, for a driver to perform. A delivery is handled here from its start until its settlement is queued.
+calls, for a driver to perform. A delivery is a transaction with its claim, the exclusive right to process it. It is
+handled here from its start until its settlement is queued: the instruction to the broker to ack, defer (redeliver after
+a delay), release (redeliver now) or dead-letter it. A delivery without a settlement keeps its claim, or has lost it.
 
-The failures of a TaskGroup, an exception group, get one verdict: one category and one decision about retries.
+The verdict of an error is its category (BUSINESS, SYSTEM or TIMEOUT) and what it says about retries. The failures of a
+TaskGroup, an exception group, get one verdict.
 """
 
 from __future__ import annotations
@@ -33,20 +36,21 @@ if TYPE_CHECKING:
     from ergon_framework.worker.policies import SettlePolicy
 
 
-#: Number of errors of a group whose texts are kept, and the characters that they share: a failure record keeps 500.
+#: Number of errors of a group whose texts are kept, and the characters that they share; a failure record keeps 500.
 MAX_MEMBERS: Final = 5
 MAX_MEMBERS_CHARS: Final = 400
+#: Maximum number of characters of the group's own message.
 _MAX_NAME_CHARS: Final = 80
 #: The verdict of an exception that carries none.
 _DEFAULT_VERDICT: Final = ErgonError()
 
 
 def classify_group(group: BaseExceptionGroup[BaseException]) -> TransactionException:
-    """Give *group* the verdict of its members, those of nested groups included; it becomes the cause.
+    """Return one error with the verdict of all members of *group*, nested ones included; *group* becomes its cause.
 
-    It is BUSINESS if all members are, otherwise SYSTEM. It is final if no member can succeed in another attempt, not
-    attempted if no member has attempted anything, and temporary if every member may be deferred. Its ``retry_after``
-    is the longest of its members.
+    The error is BUSINESS if all members are, otherwise SYSTEM. It is final if no member can succeed in another attempt,
+    not attempted if no member has attempted anything, and temporary if every member may be deferred. Its
+    ``retry_after`` is the longest of its members.
     """
     members = _flatten(group)
     verdicts = [
@@ -133,7 +137,10 @@ def classify(error: BaseException) -> TransactionException:
 
 
 def classify_handler(error: BaseException) -> TransactionException:
-    """Classify the error of a handler as SYSTEM: a handler has no business failures, so its errors are retried."""
+    """Classify the error of a success or exception handler as SYSTEM: the work is done or has failed already.
+
+    Such a handler has no business failures, so its errors are retried.
+    """
     classified = classify(error)
     if classified.category is Category.SYSTEM:
         return classified
@@ -195,7 +202,7 @@ def run_lifecycle(
         first=first,
     )
     _record_step_end(spec, outcome, step, result, started_at, observer)
-    # Successful attempts, and attempts that could not even try (not counted), are not among the failed ones.
+    # failed_attempts has no successful attempt, and none whose error says that nothing was attempted.
     outcome.attempts = earlier_attempts + len(outcome.failed_attempts)
     if type(result) is Ok:
         outcome.attempts += 1
@@ -215,7 +222,7 @@ def run_lifecycle(
         _set_deferred(outcome, result)
     elif type(result) is Interrupted:
         _set_released(outcome, result, earlier_attempts)
-    # The store counts the attempts that an executor made; they are not counted here.
+    # Attempts of a job in an executor are counted by the job store and not here: each is one call of process.
     attempts_made: Any = getattr(outcome.error, "attempts_made", None)
     if isinstance(attempts_made, int) and attempts_made >= 0:  # a subclass may use the name for something else
         outcome.attempts = attempts_made
@@ -266,7 +273,7 @@ def _run_handler_step(  # noqa: PLR0917 - keywords cost more, and this is done f
     return result
 
 
-def _record_step_end(  # noqa: PLR0917 - as above
+def _record_step_end(  # noqa: PLR0917 - keywords cost more, and this is done for every transaction
     spec: LifecycleSpec,
     outcome: Outcome,
     step: Step,
@@ -304,7 +311,7 @@ def _to_settlement(value: Any) -> Settlement | None:
 
 
 class DeliveryHandler:
-    """Handles the deliveries of one loop."""
+    """Runs the lifecycles of one loop's deliveries, and queues the settlement that follows from each outcome."""
 
     def __init__(
         self,
@@ -323,7 +330,7 @@ class DeliveryHandler:
         self._settler = settler
         self._name = name
         self._observer = observer
-        #: Receipts of lost claims whose deliveries are still here.
+        #: Receipts (the connector's handles) of lost claims whose deliveries wait or run in this loop.
         self.lost_receipts: set[Any] = set()
         #: By receipt: settlements that may redeliver a transaction whose call still runs; they wait for its exit.
         self.postponed: dict[Any, PendingSettlement] = {}
@@ -351,12 +358,12 @@ class DeliveryHandler:
         if abandoned_call is None or abandoned_call.exited or not requires_exited_call(settlement):
             self._settler.enqueue(item)
         elif is_released:
-            # It is requested to exit, but there is no time left to wait for it.
+            # The call is cancelled where the driver can do that, but there is no time left to wait for its exit.
             has_exited = yield from await_exit(abandoned_call, self._clock.monotonic())
             self._settler.enqueue(item if has_exited is True else PendingSettlement(delivery, None, outcome))
         else:
             self.postponed[delivery.receipt] = item
-            # Not through the loop, which may be in a long fetch at that moment.
+            # Settled when the call exits, and not by the loop, which may be in a long fetch at that moment.
             yield from on_exit(partial(self._settle_postponed, delivery.receipt, keep_claim=False))
 
     def _settle_postponed(self, receipt: Any, *, keep_claim: bool) -> None:

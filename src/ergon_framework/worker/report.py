@@ -105,7 +105,7 @@ class Outcome:
         self.failed_attempts: list[FailedAttempt] = []
         self.abandoned_call: Call | None = None
         self.reason = reason
-        #: Redacted tracebacks of the two errors; None until they are formatted.
+        #: Redacted tracebacks of ``error`` and ``handler_error``; None until they are formatted.
         self.tracebacks: tuple[str | None, str | None] | None = None
 
     @property
@@ -179,7 +179,10 @@ class Report:
 
 @dataclass(slots=True)
 class ProduceReport:
-    """The results of a produce call: one outcome per input transaction, in input order."""
+    """The results of a produce call: one outcome per input transaction, in input order.
+
+    ``still_running`` and ``late_results`` have the same meaning as in ``Report``.
+    """
 
     outcomes: list[Outcome]
     stop_reason: StopReason = StopReason.DONE

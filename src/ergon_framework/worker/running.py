@@ -1,6 +1,7 @@
-"""The running loops of a task: registration, stopping and state.
+"""The running loops of a task (consume loops and produce calls): registration, stopping and state.
 
-Also computes the drain: how long a loop that ends waits for its running work.
+The state is for probes, the health checks of a process. The module also computes the end of the drain, the time in
+which a loop that ends waits for its running work.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from ergon_framework.worker.report import StopReason
 
 
 class DrainRules(Protocol):
-    """The part of a loop's policy that ``drain_end`` reads."""
+    """The part of a loop's policy that ``drain_end`` reads, in seconds.
+
+    ``drain_timeout`` is the time for running work after a stop, ``timeout_drain`` that after the loop's own timeout.
+    """
 
     @property
     def drain_timeout(self) -> float: ...
@@ -32,7 +36,7 @@ def drain_end(loop: DrainRules, end: StopReason, *, now: float, deadline: float)
 
 
 class RunningLoop(Protocol):
-    """A running loop, as probes see it."""
+    """A running loop, as probes see it: whether it can start work, why it fetches nothing, and its transactions."""
 
     @property
     def live(self) -> bool: ...
@@ -111,13 +115,13 @@ class RunningLoops:
 
     @property
     def in_flight(self) -> int:
-        """The number of transactions that the loops have fetched and not yet settled."""
+        """The number of transactions that the loops have fetched and that have no outcome yet."""
         with self._lock:
             return sum(running.in_flight for running, _ in self._running.values())
 
 
 def share_running_loops(task: object, owner: object) -> None:
-    """Count the loops of *task* as those of *owner*, which it is a part of."""
+    """Count the loops of *task* as those of *owner*, so that a stop or a probe of *owner* covers them."""
     vars(task)["_ergon_loops"] = running_loops(owner)
 
 

@@ -1,7 +1,9 @@
 """Settling: what happens to a delivery in its broker after its outcome (ack, redelivery, dead letter or release).
 
-A script, a generator that a driver runs next to the lifecycles, sends the settlements of many transactions in one call
-to the connector. If claims expire unless they are renewed, another script renews all of them from fetch to settlement.
+A delivery is a fetched transaction; its claim is the exclusive right to process it, and its receipt is the connector's
+handle of the claim. A script, a generator that a driver runs next to the lifecycles, sends the settlements of many
+transactions in one call to the connector. If claims are leases, which expire unless they are renewed, another script
+renews all of them from fetch to settlement.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ def renew_leases(
     clock: Clock,
     on_lost: Callable[[list[Any]], None],
 ) -> Script[None]:
-    """Extend all claims three times per lease, until interrupted.
+    """Extend all *claims*, deliveries by receipt, three times per *lease* seconds, until interrupted.
 
-    A call that fails or hangs is repeated at the next interval: one such call does not end a claim.
+    *extend* returns the new end of each claim, None for a lost one; *on_lost* gets the receipts of lost claims. A call
+    that fails or hangs is repeated at the next interval: one such call does not end a claim.
     """
     interval = lease / 3
     due = clock.monotonic() + interval
@@ -73,6 +76,7 @@ def renew_leases(
 
 # -- settlement -------------------------------------------------------------------------------------
 
+#: Put into the settler's mailbox to make the settler end.
 CLOSE_EVENT: Final = object()
 _ACK: Final = Ack()
 #: Constants, because enum member access is slow and each settlement needs them.
@@ -216,7 +220,7 @@ class Settler:
         self._mailbox = mailbox
         self._report = report
         self._observer = observer
-        #: Every claim, from fetch to settlement.
+        #: The delivery of every claim, from its fetch to its settlement, by receipt.
         self.claims: dict[Any, Delivery] = {}
         self._on_outcome = on_outcome
         #: Every queued item that is not finished. A set, because any worker thread adds and another one removes.

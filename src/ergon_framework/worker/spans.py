@@ -122,7 +122,7 @@ def _build_step(task: str, step: str, retry: RetryPolicy, name: str, attempt: st
 
 
 def _format_settings(retry: RetryPolicy) -> str:
-    """Return the settings as one text, which traces have carried from the first release."""
+    """Return the settings as one text, for people; the numeric attributes have the same values."""
     timeout = "none" if retry.timeout is None else f"{retry.timeout:g}"
     rest = f"backoff={retry.backoff:g} multiplier={retry.multiplier:g} cap={retry.cap:g} jitter={retry.jitter:g}"
     return f"timeout={timeout} {rest}"
@@ -224,7 +224,7 @@ OnSpanEnded: TypeAlias = Callable[[Outcome, SpanNode], None]
 class UnsampledTransaction:
     """An unsampled transaction: its calls run in the context of its span, and nothing is recorded.
 
-    It holds no state of one transaction, so one instance serves all that are unsampled for the same reason.
+    It holds no state of one transaction, so one instance serves all transactions that share the span *node*.
     """
 
     __slots__ = ("_context", "_on_span_ended", "node")
@@ -360,7 +360,7 @@ class RecordedTransaction:
 
 
 def get_tracebacks(outcome: Outcome, options: TelemetryOptions) -> tuple[str | None, str | None]:
-    """Return the tracebacks of the error of *outcome* and of its handler, formatted once."""
+    """Return the tracebacks of the error of *outcome* and of the exception handler's own error, formatted once."""
     tracebacks = outcome.tracebacks
     if tracebacks is None:
         tracebacks = format_traceback(outcome.error, options), format_traceback(outcome.handler_error, options)

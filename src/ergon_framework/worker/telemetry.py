@@ -55,6 +55,7 @@ def count_outcome(metrics: LoopMetrics, outcome: Outcome) -> None:
     for step, seconds in step_durations.items():
         durations[step].add(seconds)
     if outcome.kind is OutcomeKind.SUCCEEDED and not outcome.failed_attempts:
+        # ``single``: the task has no success handler, so only one step ran; ``plain``: both steps ran.
         if len(step_durations) == 1:
             metrics.single += 1
         else:
@@ -88,7 +89,11 @@ def _list_delays(failed_attempts: list[FailedAttempt]) -> list[float]:
 
 
 def _was_attempted(step: str, outcome: Outcome) -> bool:
-    """Return whether the unrecorded attempt was made: an expired lifecycle does not start a step."""
+    """Return whether *step* made one more attempt than its recorded ones, which are those that failed.
+
+    It did not if the step ended with an error that no attempt has: the lifecycle expired before the attempt, or the
+    error says that nothing was attempted.
+    """
     error = outcome.error
     has_unrecorded_failure = error is not None and all(
         failed_attempt.error is not error for failed_attempt in outcome.failed_attempts
@@ -360,7 +365,10 @@ class TelemetryObserver(LoopObserver):
         logs.log_event(level, event, {Field.TASK: self._span_names.task, **fields}, raised=raised)
 
     def _to_exception(self, outcome: Outcome) -> tuple[ExcInfo, str] | None:
-        """Return the error of a failed transaction with its traceback; None for a BUSINESS failure, a decision."""
+        """Return the error of a failed transaction with its traceback.
+
+        None for a BUSINESS failure: user code raised it on purpose, so its traceback shows no defect.
+        """
         error, handler_error = outcome.error, outcome.handler_error
         if error is None or outcome.kind not in (OutcomeKind.FAILED, OutcomeKind.EXCEPTION_HANDLER_FAILED):
             return None
@@ -418,7 +426,7 @@ class TelemetryObserver(LoopObserver):
 
 
 class FetchTelemetry:
-    """One fetch: its attempts are always counted, and are spans if there is a recorded root."""
+    """One fetch: its attempts are always counted, and are spans if the root span of the loop is recorded."""
 
     def __init__(
         self,

@@ -21,12 +21,12 @@ _MAX_STEPS: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class RetryDelay:
-    """A delay after a failed attempt: as planned, its range with jitter, and the longest part slept inline."""
+    """A delay in seconds after a failed attempt: as planned, its range with jitter, and the longest inline sleep."""
 
     planned: float
     shortest: float
     longest: float
-    #: None if it is always too long to sleep inline: the broker delays the redelivery.
+    #: None if the delay is always too long to sleep inline, in the worker: the broker delays the redelivery.
     slept: float | None
 
 
@@ -58,7 +58,7 @@ class WorstCase:
     settle: StepWorstCase
     #: The limit of process and success together, with the grace period of the last call; infinite without a limit.
     lifecycle: float
-    #: The number of deliveries after which it becomes a dead letter.
+    #: The number of deliveries after which the transaction becomes a dead letter.
     deliveries: int
     #: The number of other lifecycles that a fetched transaction may have to wait for.
     lifecycles_ahead: int
