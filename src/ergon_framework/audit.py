@@ -1,7 +1,8 @@
 """Audit: the operator that acts, the reason, and the audit entry of the action.
 
-Every action of an operator (a replay, a discard, an edit, a pause, a kill) writes an audit entry. Code that acts for
-a person names the person with ``act_as``; without it, the actor is the user of the process.
+Every action of an operator (a replay, a discard, an edit, a pause, a kill) writes an audit entry: this module builds
+the entry, and the code that carries out the action writes it. Code that acts for a person names the person with
+``act_as``; without it, the actor is the user of the process.
 """
 
 from __future__ import annotations

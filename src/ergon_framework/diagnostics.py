@@ -1,4 +1,4 @@
-"""Diagnostics: the result of a check of a server, a queue or a setting, with its remedy."""
+"""Diagnostics: the result of a check of a server, a queue or a setting, with its remedy, for ``ergon doctor``."""
 
 from __future__ import annotations
 

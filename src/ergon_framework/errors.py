@@ -1,4 +1,7 @@
-"""The root of the framework's exceptions, and the verdict that each of them carries."""
+"""The root of the framework's exceptions, and the verdict that each of them carries: what a failure means for retries.
+
+Also the texts of errors for logs and records, without secrets and without the input of validation errors.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,11 @@ from ergon_framework.redaction import redact_text
 class Category(StrEnum):
     """The kind of failure, which tells whether another attempt can help."""
 
+    #: The work is impossible, so no attempt can help.
     BUSINESS = "BUSINESS"
+    #: A technical failure: another attempt may help.
     SYSTEM = "SYSTEM"
+    #: A deadline passed, so the outcome is unknown: another attempt may help.
     TIMEOUT = "TIMEOUT"
 
 
@@ -40,7 +46,7 @@ class ErgonError(Exception):
     not_attempted: bool = False
     temporary: bool = False
     code: str | None = None
-    #: Whether the messages of its causes are never shown: those of third-party errors may hold credentials.
+    #: Whether the messages of this error's causes are never shown: those of third-party errors may hold credentials.
     hides_causes: bool = False
     #: Further fields of a failure record, by the names of the record's own fields.
     details: Mapping[str, Any] = MappingProxyType({})
@@ -179,7 +185,8 @@ def _unpickle_cause(pickled: _PickledCause) -> BaseException | None:
         return None
     data, description = pickled
     try:
-        cause = None if data is None else pickle.loads(data)  # noqa: S301  # nosec - see above
+        # The caller is loading the pickle that contains these bytes, so they are as trusted as that pickle.
+        cause = None if data is None else pickle.loads(data)  # noqa: S301  # nosec
     except Exception:  # noqa: BLE001 - after any error only the description is used
         cause = None
     return cause if isinstance(cause, BaseException) else ErgonError(description)

@@ -1,4 +1,7 @@
-"""The failure record that consumers, jobs, providers and facts share."""
+"""The failure record that consumers, jobs, providers and facts share, and the history of attempts and deferrals.
+
+A deferral is a redelivery after a delay that counts no attempt, because a service was unavailable.
+"""
 
 from __future__ import annotations
 
@@ -92,14 +95,14 @@ class HandlerError(BaseModel):
 class Failure(BaseModel):
     """Why a piece of work failed: one shape for every part, so that one tool can read all records.
 
-    The provider document defines thirteen of the fields; the other parts add the rest. ``attempts`` counts from 1,
-    as in every table and on every wire. ``traceback`` shows where the error was raised: at most 20 frames and 8 KiB,
-    redacted, without the values of variables.
+    The specification of providers defines thirteen of the fields; the other parts add the rest. ``attempts`` counts
+    from 1, as in every table and on every wire. ``traceback`` shows where the error was raised: at most 20 frames and
+    8 KiB, redacted, without the values of variables.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    # The thirteen fields of the provider document.
+    # The thirteen fields of the specification of providers.
     tenant_id: str | None = None
     campaign_id: str | None = None
     task_name: str

@@ -1,4 +1,7 @@
-"""History: the recorded events and the location of one piece of work, without its payload."""
+"""History: the recorded events and the location of one piece of work, without its payload.
+
+``ergon why`` looks up an id in every store (queues, jobs, provider calls, facts); each answers with histories.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,7 @@ class WorkState(StrEnum):
     DEAD = "dead letter"
     #: Its id is in the inbox of processed ids.
     DONE = "done"
+    # The states of a job; an attempt that failed may be retried while the job is pending.
     PENDING = "pending"
     RUNNING = "running"
     RETRYING = "retrying"
@@ -89,8 +93,8 @@ class Location:
 class History:
     """One piece of work: its events, the oldest first, and its location.
 
-    *where* is its queue, its kind of executors, its provider or its zones. *attributes* hold its owner and the rules
-    it was handled by.
+    *where* is its queue, its kind of executors, its provider, or its zones (the sites between which a fact moves).
+    *attributes* hold its owner and the rules it was handled by.
     """
 
     kind: WorkKind

@@ -48,7 +48,7 @@ _SECRET_SEQUENCES: Final = tuple(
         "connection-string conn-str"
     )
 )
-#: Each of the names above contains one of these, and a percent-encoded name begins with one.
+#: Each of the names above contains one of these; "%" stands for names with percent-encoded characters.
 _SECRET_STEMS: Final = tuple(
     _split_list("pass pw secret token auth cred cookie sig dsn jwt otp cvv cvc key session sas conn sid %")
 )
@@ -423,6 +423,8 @@ _BARE_VALUE: Final = re.compile(
 )
 _ENCODED_VALUE: Final = re.compile(r"(?:[^\s&\"'<>,;%]|%(?!26|22))*+")
 _WHOLE_LINE_NAMES: Final = re.compile(r"(?:^|[-_.])(?:authorization|cookie)\Z", re.IGNORECASE)
+# In these three, group 2 is a name, and group 3 a value that is hidden if the name is that of a secret: an XML element,
+# a field of a multipart form, and an option of a command line.
 _TAG: Final = re.compile(r"(<(?:[\w.-]++:)?([\w.-]++)(?:\s[^<>]*+)?>(?:<!\[CDATA\[)?)([^<]++)(?=</)")
 _FIELD: Final = re.compile(r"(\bname=\\?\"([\w.-]++)\\?\"(?:\r?\n|\\r\\n|\\n){1,4})([^\s\\]++)")
 _FLAG: Final = re.compile(r"(?<![\w-])(--?([\w-]++)(?:[\"']?,)?[ \t]{1,4})(?!-)(\[hidden\]|\"[^\"]*+\"|'[^']*+'|\S++)")
@@ -444,6 +446,7 @@ def _hide_assigned_values(text: str) -> str:
 
 
 def _hide_third_group(match: re.Match[str]) -> str:
+    """Hide the value, group 3 of *match*, if group 2 is the name of a secret; group 1 is the text before the value."""
     return f"{match[1]}{HIDDEN}" if is_secret_name(match[2]) else match[0]
 
 
@@ -530,7 +533,9 @@ def _find_brackets_end(text: str, start: int) -> int:
 
 # -- in prose, and without a name -----------------------------------------------------------------
 
+#: The authentication schemes of HTTP, with the value after them.
 _SCHEMES: Final = re.compile(r"\b((?:bearer|basic)\s{1,4})([^\s,;'\"\[]\S*+)", re.IGNORECASE)
+#: A secret in a sentence, such as "password is hunter2" or "token 3f9c": name in group 2, verb in 3, value in 4.
 _PROSE_SECRET: Final = re.compile(
     r"(?<![\w-])(([\w-]*?(?:passwords?|passwd|passphrase|passcode|pwd|secret|token|(?:api|access|private)[ _-]key))"
     r"[\"']?\s(is\s|was\s|set\sto\s)?[\"']?)(?=\S{4})([^\s\"',;\[]++)",
@@ -569,6 +574,10 @@ def _hide_unusual_value(match: re.Match[str]) -> str:
 
 
 def _hide_prose_value(match: re.Match[str]) -> str:
+    """Hide the value of ``_PROSE_SECRET``, unless it is an ordinary word.
+
+    Without a verb, a value is hidden only after the name of a password, and only if it has letters and digits.
+    """
     name, verb, value = match[2], match[3], match[4]
     if _is_ordinary(value):
         return match[0]
@@ -587,6 +596,7 @@ def _is_ordinary(word: str) -> bool:
 
 
 def _is_mixed(word: str) -> bool:
+    """Return whether *word* has letters and digits, as generated passwords do."""
     return (
         len(word) >= _MIN_KNOWN_CHARS and any(each.isdigit() for each in word) and any(each.isalpha() for each in word)
     )

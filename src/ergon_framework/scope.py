@@ -1,4 +1,8 @@
-"""The execution scope: the attempt that code inside a handler is part of."""
+"""The execution scope: the attempt that code inside a handler is part of, with its deadline and its effect names.
+
+An attempt is one call of a handler for one step of a transaction. An effect is a side effect of the handler, such as a
+payment; its id is derived from the transaction and its name, so that a second run of the handler uses the same id.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transaction: one unit of business work, with its envelope."""
+"""Transaction: one unit of business work: a payload, and its envelope, the fields around the payload."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ class Transaction(_Draft):
         return f"Transaction(id={self.id!r}, type={self.type!r}, source={self.source!r}, attempts={self.attempts})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A read-only view cannot be pickled.
+        # The trace may be a read-only view, which cannot be pickled.
         fields = {name: getattr(self, name) for name in _Draft.__slots__} | {"trace": dict(self.trace)}
         return _rebuild, (type(self), fields)
 

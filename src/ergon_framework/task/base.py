@@ -1,7 +1,8 @@
 """Tasks: the base classes of user tasks.
 
 A task has a connector (its queue), services (objects such as clients, by name), a policy (retries, timeouts,
-concurrency) and a lifespan (a context manager that opens the services for the time of a loop). Mixins add the handlers.
+concurrency), gates (functions that can pause fetching) and a lifespan (a context manager that opens the services while
+the task runs). Mixins add the handlers.
 """
 
 from __future__ import annotations

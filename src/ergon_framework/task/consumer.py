@@ -1,7 +1,8 @@
 """The sync and async entry points of the consumer engine, and their common part.
 
-An entry point creates the script of the consume loop, which decides, and the driver that runs it: on threads for sync
-handlers, on asyncio for async ones.
+An entry point creates the script of the consume loop (a generator that decides), and the driver that runs it: on
+threads for sync handlers, on asyncio for async ones. The lifecycle of a transaction is the processing of one delivery:
+process, then the success or the exception handler. A lease is a claim that expires unless the loop renews it.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ class _Consumer:
 
     @property
     def live(self) -> bool:
-        """Whether every loop of this task can start work: false if abandoned calls hold the slots of one."""
+        """Whether every loop of this task can start work: false if calls that hang hold all slots of a loop."""
         return running_loops(self).live
 
     def _start_processing(
         self, spec: LifecycleSpec, transaction: Transaction, observer: TransactionObserver | None = None
     ) -> Script[Outcome]:
-        """Start the lifecycle of one transaction; the loop calls this in the slot of the transaction."""
+        """Return the script of one transaction's lifecycle; a method, so that a task can observe or wrap each start."""
         return run_lifecycle(spec, transaction, observer)
 
     def _consume_transactions(
@@ -121,7 +122,10 @@ class _Consumer:
 
 
 class _ConnectorListener:
-    """Receives notifications of the connector, on any thread, and forwards them to the loop."""
+    """Receives notifications of the connector, on any thread, and forwards them to the loop.
+
+    ``wake`` means that messages may have arrived, ``on_lost`` that the claims with these receipts are lost.
+    """
 
     def __init__(self, driver: Scheduler, loop: ConsumeLoop) -> None:
         self._driver = driver
@@ -144,7 +148,7 @@ class ConsumerMixin(_Consumer, ABC):
         """Do the work. A returned value means success; the category of an exception decides what follows."""
 
     def handle_transaction_success(self, transaction: Transaction, result: Any) -> Any:
-        """Handle a success; a returned settlement (Ack, Later, DeadLetter) is used for the delivery.
+        """Handle a success; a returned settlement (Ack, Defer, DeadLetter) is used for the delivery.
 
         Without one, a settlement that process returned is used.
         """

@@ -1,7 +1,8 @@
 """Context helpers for user code, and the choice of an entry point's policy and gates (functions that pause a loop).
 
-The engine's own calls propagate the context already; the helpers are for user code that starts its own threads or
-tasks, or needs a separate time limit inside a handler.
+The context is that of ``contextvars``; in a handler it includes the scope (deadline, attempt) and the current trace.
+The engine's own calls propagate it already; the helpers are for user code that starts its own threads or tasks, or
+needs a separate time limit inside a handler. An entry point is the method that starts a consume loop or produce call.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PolicyT = TypeVar("PolicyT", ConsumerPolicy, ProducerPolicy)
 def choose_policy(task: object, policy: object, kind: type[PolicyT]) -> PolicyT:
     """Return *policy*, else the task's own, else the default of *kind*.
 
-    A task that consumes and produces has one policy of its own; the other side runs under the default.
+    A task that consumes and produces has one policy of its own, for one of the two; the other runs under the default.
     Raises ConfigurationError if the policy is of another type.
     """
     chosen = getattr(task, "policy", None) if policy is None else policy

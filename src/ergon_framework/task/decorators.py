@@ -30,7 +30,7 @@ Lifespan: TypeAlias = Callable[
 
 
 class Dependency(Protocol):
-    """A dependency of a task, with a gate that pauses fetching while it is unavailable."""
+    """A dependency of a task, such as a provider, with a gate that pauses fetching while it is unavailable."""
 
     def gate(self) -> Pause | None: ...
 
@@ -89,7 +89,7 @@ class _FunctionTask:
 
     @property
     def service_names(self) -> frozenset[str]:
-        """The services that its functions take; other services that it is given are not used."""
+        """The services that the functions of this task take; other services that it is given are not used."""
         functions = (self._function, self._success, self._failure)
         return frozenset(name for function in functions if function is not None for name in function.services)
 
@@ -247,6 +247,7 @@ def _create_task(
     init_arguments: Mapping[str, Any],
 ) -> Any:
     validate_handler(fn)
+    # declare() comes before the constructor, which needs the name of the task for its error messages.
     task = task_class.__new__(task_class)
     task.declare(fn, **task_options)
     task.__init__(connector, **init_arguments)

@@ -1,4 +1,7 @@
-"""Calls of plain functions: the arguments for their parameters, from the transaction and the services."""
+"""Calls of decorated functions: the arguments for their parameters, from the transaction and the services.
+
+The services are the objects, such as clients, that were passed to the task by name.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,9 @@ class PayloadReader:
 class HandlerFunction:
     """A function whose parameters are filled from the transaction by position and from the services by name.
 
-    A parameter annotated ``Transaction``, or called ``transaction``, gets the transaction. The first other ones get the
-    payload and, in handlers, the result or the error. All further ones are services, by name.
+    A parameter annotated ``Transaction``, or called ``transaction``, gets the transaction. Of the others, the first
+    *positional* ones get the payload and, in a success or exception handler, the result or the error. All further ones
+    are services, by name.
     """
 
     def __init__(self, fn: Callable[..., Any], payload: PayloadReader, *, positional: int = 1) -> None:
@@ -64,7 +68,7 @@ class HandlerFunction:
 
     @property
     def services(self) -> frozenset[str]:
-        """The services that it takes, including those with a default."""
+        """The services that the function takes, including those with a default."""
         return frozenset(self._services)
 
     def list_missing(self, services: Mapping[str, Any]) -> list[str]:
@@ -93,6 +97,7 @@ class HandlerFunction:
             return transaction.payload
 
 
+#: Stands for the payload in the list of arguments: a payload is read only if the function has a parameter for it.
 _PAYLOAD_PLACEHOLDER = object()
 
 

@@ -1,7 +1,8 @@
 """The sync and async entry points of the producer engine, and their common part.
 
-An entry point creates the script of a produce call, which decides, and the driver that runs it: on threads for sync
-handlers, on asyncio for async ones.
+To produce a transaction is to send it through the task's connector, with retries and handlers as for a consumed one. An
+entry point creates the script of a produce call (a generator that decides), and the driver that runs it: on threads for
+sync handlers, on asyncio for async ones.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ class _Producer:
 
     @property
     def live(self) -> bool:
-        """Whether every call of this task can start work: false if abandoned calls hold the slots of one."""
+        """Whether every produce call of this task can start work: false if handlers that hang hold all slots of one."""
         return running_loops(self).live
 
     def _start_producing(
         self, spec: LifecycleSpec, transaction: Transaction, observer: TransactionObserver | None = None
     ) -> Script[Outcome]:
-        """Start the lifecycle of one transaction; the call does this in the slot of the transaction."""
+        """Return the script of one transaction's lifecycle; a method, so that a task can observe or wrap each start."""
         return run_lifecycle(spec, transaction, observer)
 
     def _produce_transactions(

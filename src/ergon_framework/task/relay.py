@@ -1,4 +1,8 @@
-"""Relay: a task that moves transactions from one connector to another, for example from an outbox to a broker."""
+"""Relay: a task that moves transactions from one connector to another, for example from an outbox to a broker.
+
+An outbox holds messages that were written in a database transaction of the application; the depth of a queue is the
+number of its messages by state.
+"""
 
 from __future__ import annotations
 
@@ -78,13 +82,14 @@ class _RelayBase:
     def _prepare(self, transaction: Transaction) -> Transaction:
         """Return *transaction* for the target, without its attempts and deferrals, which belong to the relay.
 
-        It is stamped here and not by the dispatch, which may run in another transaction's trace.
+        Its source and trace are set here and not by the dispatch, which is shared by several transactions and so may
+        run in the trace of another one.
         """
         stamped: Transaction = self.target.prepare(transaction.reset())
         return stamped
 
     def _choose_settlement(self, exc: TransactionException) -> Defer | None:
-        """Dead-letter a transaction after its own failure; redeliver it without limit after a failure of the target.
+        """Redeliver a transaction without limit after a failure of the target; None, after its own, dead-letters it.
 
         A misconfigured target raises final errors, but they are not failures of the waiting transactions.
         """
@@ -180,7 +185,7 @@ class AsyncRelay(_RelayBase, AsyncConsumerMixin, AsyncTask):
     async def process_transaction(self, transaction: Transaction) -> None:
         await self._coalescer.submit(self._prepare(transaction))
 
-    async def handle_transaction_exception(self, transaction: Transaction, exc: TransactionException) -> Defer | None:  # noqa: ARG002 - as in Relay
+    async def handle_transaction_exception(self, transaction: Transaction, exc: TransactionException) -> Defer | None:  # noqa: ARG002 - the same for all
         return self._choose_settlement(exc)
 
     async def consume_transactions(self, *args: Any, **options: Any) -> Any:
@@ -213,7 +218,7 @@ class AsyncRelay(_RelayBase, AsyncConsumerMixin, AsyncTask):
         while True:
             try:
                 self._publish_depth(await source.depth_async())
-            except Exception:  # noqa: BLE001 - as in Relay
+            except Exception:  # noqa: BLE001 - the depth is unknown then, and fetching reports the cause
                 self._publish_depth(None)
             await asyncio.sleep(self._depth_interval)
 
