@@ -30,7 +30,7 @@ class Descendant(NamedTuple):
 
 
 def list_children(root: int) -> list[Descendant]:
-    """Return the processes below *root* whose parents are alive; it runs in the event loop."""
+    """Return the processes below *root* whose parents are alive; must be fast, because it runs in the event loop."""
     read_children = _read_children if Path("/proc/thread-self/children").exists() else _index_parents().__getitem__
     descendants = [Descendant(pid, _read_stat(pid)[1]) for pid in read_children(root)]
     for each in descendants:

@@ -125,7 +125,8 @@ class _TaskIsolation:
         if self._pool is None:
             raise PoolClosed("the executors are not open: use run() or open()")
         remaining = None if current_scope is None else current_scope.remaining()
-        # The step's time runs meanwhile. A transaction that has lost this share is redelivered without an attempt.
+        # The timeout of the step runs while the call waits for an executor. After these shares of the remaining time,
+        # the transaction is redelivered without counting an attempt, because too little time is left for the handler.
         limits = (
             None
             if remaining is None

@@ -34,7 +34,7 @@ _BLANK: Final = re.compile(r"[ \t\n\r]*").match
 _NUMBER: Final = re.compile(r"(-?(?:0|[1-9][0-9]*))(\.[0-9]+)?([eE][-+]?[0-9]+)?").match
 _LITERALS: Final = {"n": ("null", None), "t": ("true", True), "f": ("false", False)}
 _CONSTANTS: Final = ("NaN", "Infinity", "-Infinity")
-#: Characters of an array that are parsed in one call, and the number of values after which that is tried.
+#: Characters of an array that are parsed in one call, and the number of single values after which that is tried.
 _CHUNK_CHARS: Final = 32_768
 _CHUNK_INTERVAL: Final = 256
 
@@ -127,7 +127,7 @@ class IncrementalJsonParser:
                 return items, position
 
     def _parse_chunk(self, position: int, depth: int) -> tuple[list[Any], int] | None:
-        """Return array values from *at* on and the position of the comma after them; None if no guessed comma fits.
+        """Return array values from *position* on, and the position of the comma after them; None if no guess fits.
 
         If the text up to a comma is a valid array once it is closed there, the comma separates values of the array:
         up to that position both parse the same.

@@ -74,13 +74,16 @@ class ExecutorTelemetry:
 class PoolStats:
     """The state and the counters of a pool at one moment."""
 
+    #: The numbers of executors that run, of their jobs, and of callers that wait for a free slot.
     running: int
     in_flight: int
     waiting: int
+    #: The number of slots that callers have got so far, and the seconds that they have waited for these in all.
     served: int
     wait_seconds: float
-    #: started, failed_starts, retired, killed and died.
+    #: Numbers of started, failed_starts, retired, killed and died executors.
     events: Mapping[str, int]
+    #: Numbers of stdout lines that are not the outcome of a job in flight, by kind.
     unexpected_lines: Mapping[str, int]
 
 

@@ -140,7 +140,8 @@ class _InFlightJob(NamedTuple):
 class ExecutorPool:
     """Runs jobs in executors of one kind; belongs to one event loop.
 
-    Each kind has its own pool, so that a slow kind delays no other.
+    Each kind has its own pool, so that a slow kind delays no other. A slot is the place of one job in an executor. A
+    keeper task starts one executor and replaces it when it has exited.
     """
 
     def __init__(
@@ -168,15 +169,16 @@ class ExecutorPool:
         self._waiters: deque[asyncio.Future[ExecutorProcess]] = deque()
         self._keeper_tasks: list[asyncio.Task[None]] = []
         self._is_closing = False
-        #: The last start, if it failed and no executor is running, and the time of the next one.
+        #: The last start that failed, None after a successful one; and the earliest time of the next start.
         self._last_failure: StartupFailure | None = None
         self._next_start = 0.0
         #: The number of executors that are starting.
         self._starting_count = 0
         #: Set when the first executor has answered or could not be started: the cause of further waiting is known.
         self._first_start_ended = asyncio.Event()
+        #: The number of readiness probes, the first requests to new executors.
         self._probe_count = 0
-        #: The last probe whose executor was logged as too slow for a waiting caller.
+        #: The number of the last probe whose executor was logged as too slow for a waiting caller.
         self._slow_probe = -1
         self._served_count = 0
         self._wait_seconds = 0.0
@@ -343,7 +345,7 @@ class ExecutorPool:
         try:
             return await reply
         except asyncio.CancelledError:
-            # No caller waits for it any more, but it runs: an executor with such a job gets no other.
+            # No caller waits for the outcome any more, but the job runs: its executor is killed and gets no other job.
             if self._terminate_timed_out(job):
                 # The cancelled caller may retry with a second attempt, which must not overlap this one.
                 await asyncio.shield(process.exited)
@@ -446,7 +448,7 @@ class ExecutorPool:
         self._used_slots[process] -= 1
         if self._is_usable(process) and self._needs_replacement(process):
             self.counts["retired"] += 1
-            # It finishes its jobs and gets no more.
+            # The executor finishes its jobs and gets no more.
             process.retire(grace=self.policy.grace + self.policy.start_timeout)
         elif was_full and self._is_usable(process):
             self._free_executors.append(process)
@@ -495,7 +497,7 @@ class ExecutorPool:
                 if process.is_ending or process.request_count > 1 or lifetime > self.policy.start_timeout:
                     failures = 0
                     continue
-                # It answered and exited before a job could be sent: the next one may do the same.
+                # The executor answered the probe and exited before a job was sent: the next one may do the same.
             else:
                 self.counts["failed_starts"] += 1
                 self._fail_waiters(process, self.policy.restart.delay(failures))
@@ -516,7 +518,11 @@ class ExecutorPool:
             waiter.set_exception(failed.error(retry_after=max(NO_EXECUTOR_RETRY_SECONDS, delay)))
 
     async def _start_executor(self) -> ExecutorProcess | StartupFailure | None:
-        """Start an executor and wait for its first answer; the failure otherwise, None if it is reported already."""
+        """Start an executor and wait for its first answer; return it, or the failure of the start.
+
+        None if there is no failure to report: the executor ends with the pool, or answered and then exited, which is
+        logged as the exit of a running one.
+        """
         assert self._reaper is not None  # noqa: S101 - keeper tasks run only while the pool is open
         starting = asyncio.ensure_future(ExecutorProcess.start(self._command, self._reaper, self._readers))
         try:

@@ -1,7 +1,8 @@
 """One executor process: its pipes, its jobs in flight, and its end.
 
 An executor is a process, in any language, that runs handlers for an orchestrator: it reads one request per line from
-stdin, and writes one outcome per line to stdout.
+stdin, and writes one outcome per line to stdout. The reaper is a separate process that kills the executors if their
+orchestrator is killed. The mark of an executor is an environment variable that all its descendants inherit.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ log: Final = logging.getLogger(f"{LIBRARY}.executors")
 
 #: Bytes of one read: the capacity of a pipe. More memory would be allocated from the system again for each line.
 READ_BYTES: Final = 65_536
-#: Maximum number of such reads from an executor that has exited.
+#: Maximum number of reads from the pipes of an executor that has exited; its children may still write to them.
 MAX_DRAIN_READS: Final = 1024
 #: Bytes above which a line is parsed in a thread: in the event loop it would block all others for too long.
 LONG_LINE_BYTES: Final = 131_072
@@ -92,11 +93,12 @@ class ExecutorProcess:
         self, process: subprocess.Popen[bytes], reaper: ProcessReaper, readers: ThreadPoolExecutor, mark: str
     ) -> None:
         self.pid = process.pid
-        #: The value that identifies it in the environment of each of its children.
+        #: The value that identifies this executor in the environment of each of its children.
         self._mark = mark
         #: Its descendants at the time of each termination signal.
         self._descendants: set[Descendant] = set()
         self.started_at = time.monotonic()
+        #: The number of answers to its requests, and of unexpected lines by kind.
         self.answer_count = 0
         self.counts: Counter[str] = Counter()
         #: Done when the process has exited and is reaped; the result describes how it ended.
@@ -117,6 +119,7 @@ class ExecutorProcess:
         self._stdin, self._stdout, self._stderr = (
             cast("IO[bytes]", pipe) for pipe in (process.stdin, process.stdout, process.stderr)
         )
+        #: By job id: the futures of jobs in flight, and the outcomes that the orchestrator decided (timeout or kill).
         self._replies: dict[str, asyncio.Future[ExecutionOutcome]] = {}
         self._decided_outcomes: dict[str, ExecutionOutcome] = {}
         self._trace_ids: dict[str, str] = {}
@@ -222,7 +225,7 @@ class ExecutorProcess:
         except BlockingIOError:
             return 0
         except OSError:
-            # It reads no more; its exit is reported separately.
+            # The executor reads no more; its exit is reported separately.
             self._unsent.clear()
             return len(data)
 
@@ -353,7 +356,7 @@ class ExecutorProcess:
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
         self._loop.remove_reader(self._stdout.fileno())
-        self._signal(signal.SIGKILL)  # processes that it has left in its group
+        self._signal(signal.SIGKILL)  # for processes that the executor has left in its group
         self._has_exited = True
         self._deliver_decided_outcomes()
         if not self._is_paused:

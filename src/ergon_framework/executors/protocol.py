@@ -40,14 +40,14 @@ MAX_ATTEMPT_NUMBER: Final = 2**31 - 1
 MAX_MESSAGE_CHARS: Final = 4096
 #: Maximum length of a traceback, in bytes of UTF-8.
 MAX_TRACEBACK_BYTES: Final = 16 * 1024
-#: Fields of a trace carrier that are passed on, with the maximum length of each; as for a transaction.
+#: Fields of a trace carrier that are passed on, with the maximum length of each in characters; as for a transaction.
 CARRIER_FIELD_LIMITS: Final = {"traceparent": 512, "tracestate": 4096, "baggage": 8192}
 
 
 class ErrorType(StrEnum):
     """Error types that the protocol defines; any other is the name of an error in a handler."""
 
-    #: The only error type in the source document: fatal.
+    #: The only fatal error type: the orchestrator does not retry the job.
     HANDLER_NOT_FOUND = "handler_not_found"
     UNSUPPORTED_VERSION = "unsupported_version"
     BAD_REQUEST = "bad_request"
@@ -262,7 +262,7 @@ def _too_long_message(line: OverlongLine) -> InvalidMessage:
 
 
 def _to_invalid_message(line: bytes, error: LineError | ValidationError, *, yielding: bool = False) -> InvalidMessage:
-    # Its frames hold all values of the line, which is about to be parsed again.
+    # The frames of the traceback hold all values of the line, which is about to be parsed again: free the memory first.
     error.__traceback__ = error.__context__ = None
     job_id = json_lines.extract_job_id(line, yielding=yielding)
     valid_job_id = job_id if job_id is not None and 1 <= len(job_id) <= MAX_NAME_CHARS else None

@@ -1,5 +1,8 @@
 """Reaper process: it outlives its orchestrator briefly and kills the orchestrator's executors.
 
+An orchestrator sends jobs to executors, processes in any language that run handlers. Each executor has its own process
+group, and a mark, an environment variable that its children inherit.
+
 An orchestrator that is killed by SIGKILL cannot clean up, and third-party executors do not end when their stdin is
 closed. The reaper waits for the end of its own stdin, which the system closes even for a killed process, and then
 kills every registered process group.
@@ -120,6 +123,7 @@ class ProcessReaper:
         self.threads.shutdown(wait=False)
 
     def _send(self, command: str) -> None:
+        """Send *command* to the reaper, or to a new one if the reaper has ended or does not answer."""
         for _ in range(2):
             with suppress(OSError):
                 self._exchange(self._process, command)

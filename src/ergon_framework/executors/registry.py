@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Retry(ErgonError):
     """Raised or returned by a handler to request another attempt, after *after* seconds if that is given.
 
-    It counts as an attempt like any other. The orchestrator decides on the number and the delay of retries.
+    An attempt that ends with it counts like any other. The orchestrator decides on the number and delay of retries.
     """
 
     code = "retry"

@@ -60,7 +60,7 @@ def current_job() -> ExecutionContext | None:
     return _current_context.get()
 
 
-#: Sets a context as the current one for the rest of the running context variables.
+#: Makes a job context the current one in the running ``contextvars.Context``.
 set_current_job: Final = _current_context.set
 
 

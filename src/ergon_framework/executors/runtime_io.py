@@ -108,8 +108,8 @@ _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 class SignalWatcher:
     """Calls *stop* at the first signal, and exits *grace* seconds later, at a second signal, or as an orphan.
 
-    A process whose parent has ended exits immediately: its outcome would have no reader, and another worker has its
-    job by then.
+    A process whose parent has ended (an orphan) exits immediately: its outcome would have no reader, and its job is
+    redelivered to another orchestrator.
     """
 
     def __init__(

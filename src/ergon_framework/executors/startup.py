@@ -1,4 +1,8 @@
-"""Startup failures: the description of an executor that was started and never answered, and the remedy."""
+"""Startup failures: the description of an executor that was started and never answered, and the remedy.
+
+An executor is a process that answers requests on stdin. Its first request is the readiness probe, which names a handler
+that no executor has: an executor that answers it is ready.
+"""
 
 from __future__ import annotations
 

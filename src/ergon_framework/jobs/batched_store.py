@@ -103,7 +103,7 @@ _DELETE_BATCH_SIZE: Final = 500
 
 
 class JobWriteError(ErgonError):
-    """The database rejects a write about a job; the message is redelivered and follows the job's row."""
+    """The database rejects a write about a job; the message is redelivered, and the row decides what happens then."""
 
     code = "job_unwritten"
     not_attempted = True
@@ -111,7 +111,11 @@ class JobWriteError(ErgonError):
 
 
 class BatchedJobStore:
-    """Starts and finishes attempts; belongs to one event loop."""
+    """Starts and finishes attempts; belongs to one event loop.
+
+    *is_busy* returns whether outcomes are to wait for others before they are written, because the orchestrator is under
+    load. *max_attempts* and *timeout* apply to jobs that do not set their own.
+    """
 
     def __init__(
         self,
@@ -134,13 +138,14 @@ class BatchedJobStore:
         self._warned_at = float("-inf")
 
     async def start(self, claim: JobClaim) -> StartedAttempt:
-        """Begin an attempt. A repeated call for the same claim returns the same and counts nothing."""
+        """Begin an attempt. A repeated call for the same claim returns the same attempt and counts nothing."""
         return await self._retry_until_written(self._start_coalescer, claim)
 
     async def finish(self, end: AttemptEnd) -> JobState | None:
-        """Write how an attempt ended; None if the claim was not the last. A repeated call writes nothing more.
+        """Write how an attempt ended; return the job's state, None if another claim has taken over the job.
 
-        The write is retried while the database is unavailable: a result must not be lost for that.
+        A repeated call writes nothing more.
+        The write is retried while the database is unavailable, so that an outage loses no result.
         """
         return await self._retry_until_written(self._finish_coalescer, end)
 

@@ -184,7 +184,10 @@ class JobClient(_JobClientBase):
         return self.show(job_id)
 
     def wait_many(self, job_ids: Iterable[str], *, timeout: float | None = None) -> builtins.list[Job]:
-        """Wait until all of these jobs are final and return them in the order of their ids; else as ``wait``."""
+        """Wait until all of these jobs are final and return them in the order of *job_ids*.
+
+        JobWaitTimeout after *timeout* seconds leaves the jobs unchanged.
+        """
         waiting = JobWaiter(job_ids, timeout=timeout)
         while waiting:
             pause = self._run(waiting.poll())
@@ -197,7 +200,7 @@ class JobClient(_JobClientBase):
         return self._run(list_executors())
 
     def cancel(self, job_id: str) -> bool:
-        """Cancel the job if it is waiting; return False if it has begun or is final."""
+        """Cancel the job if it is waiting; return whether it is cancelled now, False if it has begun or has ended."""
         return self._run(store.cancel(job_id))
 
     def kill(self, job_id: str) -> JobState:

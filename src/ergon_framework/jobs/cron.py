@@ -1,6 +1,7 @@
 """Cron entries: jobs that are submitted at scheduled times, as they are declared and as they are stored.
 
-A schedule is a cron expression in a time zone; it has no clock of its own.
+A schedule is a cron expression in a time zone; it has no clock of its own. To fire an entry is to submit the job of one
+of its scheduled times, which the code also calls ticks. A tick that was not fired within the grace is a misfire.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class CronSchedule:
     def between(self, since: datetime, until: datetime, *, limit: int) -> list[datetime]:
         """Return the last *limit* scheduled times from *since* to *until*, both included, oldest first.
 
-        *since* is one of them, whatever the expression means. The length of the interval does not matter.
+        *since* is always one of them: the caller has stored it as due. A long interval takes as long as a short one.
         """
-        # Backward iteration only finds the first time: around a clock change it may omit some.
+        # Backward iteration only finds the time to begin at: around a clock change it may omit some.
         begin, count = until, 0
         for tick in self._ticks(until + _SECOND, reverse=True):
             if tick < since:
@@ -66,7 +67,7 @@ class CronSchedule:
             begin = since
             ticks.append(since)
         else:
-            begin -= _SECOND
+            begin -= _SECOND  # iteration begins after its start
         for tick in self._ticks(begin):
             if tick > until:
                 break
@@ -155,7 +156,7 @@ class Cron:
             raise ConfigurationError(f"a misfire policy is {', '.join(Misfire)}, not {self.misfire!r}")
         if not 0 <= self.grace <= _MAX_GRACE_SECONDS:
             raise ConfigurationError(f"a grace is 0 to {_MAX_GRACE_SECONDS:g} seconds, not {self.grace!r}")
-        # Both are validated here, where they are declared, and not later in an orchestrator.
+        # Schedule and request are validated here, where they are declared, and not later in an orchestrator.
         _ = self.schedule, self.to_request()
 
     @property
@@ -186,7 +187,10 @@ def job_key(name: str, scheduled_at: datetime) -> str:
 
 
 def cron_columns(cron: Cron, *, default: str | None, executors: Collection[str] | None) -> dict[str, Any]:
-    """Return the table row of *cron*; raise an error if its job could not be written."""
+    """Return the table row of *cron*, with a digest that shows a changed declaration; raise an error if it is invalid.
+
+    *executors* are the kinds that exist, None if they are unknown; *default* is the kind of a function without one.
+    """
     prefix, separator, _ = cron.function.partition(EXECUTOR_SEPARATOR)
     kind = prefix if separator else default
     if executors is not None and kind not in executors:

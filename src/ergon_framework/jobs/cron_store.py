@@ -86,7 +86,7 @@ class FiredEntry:
     """The result of firing one due entry."""
 
     name: str
-    #: The number of submitted jobs, and of scheduled times whose job existed before.
+    #: The number of submitted jobs, and of scheduled times whose job existed before this call.
     submitted: int = 0
     repeated: int = 0
     #: The first of the scheduled times that exceeded the grace, if there are any.

@@ -1,6 +1,7 @@
 """Look up a job: the data of its row, without its arguments and its result.
 
-A job is a stored call of a handler. The number of jobs ahead of a due job is counted too, up to a limit.
+A job is a stored call of a handler, which executors of its kind run; ``ergon why`` shows the result of a lookup. The
+number of jobs ahead of a due job is counted too, up to a limit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def lookup_job(job_id: str) -> Operation[list[History]]:
     counts = yield Query(sql.JOBS_AHEAD, {"id": job_id, "most": _MAX_COUNTED_JOBS})
     running, due_before = counts[0] if counts else (None, None)
     jobs = [row_to_job(*row) for row in rows]
-    # Only a waiting job needs the executors, and a database at an earlier revision has no table of them.
+    # Only a waiting job needs the known executors, and a database at an earlier revision has no table of executors.
     known = (yield from list_executors()) if any(job.state is JobState.PENDING for job in jobs) else []
     return [_to_history(job, running=running, due_before=due_before, known=known) for job in jobs]
 

@@ -2,9 +2,10 @@
 
 An executor is a process that runs handlers, in any language; executors of one kind share a queue. A pool keeps the
 processes of one kind running. A claim is the right to process a fetched job until its lease ends; its limit lets some
-jobs wait for a free executor next to those that run. A cron entry submits a job at its scheduled times.
+jobs wait for a free executor next to those that run. The reaper is a process that kills all executors if the
+orchestrator is killed.
 
-It also fires due cron entries while it runs its jobs.
+A cron entry submits a job at its scheduled times; the orchestrator fires due entries while it runs its jobs.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ class CronScheduler:
                 raise
             except Exception as error:  # noqa: BLE001 - the boundary of an entry: the other entries are still fired
                 self._warn(error, *tried)
+                # No entry was locked before the error, so another iteration would fail in the same way.
                 if len(tried) == tried_before:
                     return has_fired
                 continue

@@ -1,7 +1,8 @@
 """The queue of one kind of executors; its transactions include the claims on their messages.
 
-A job has a row and a message. The message is claimed with a receipt, which has the worker instance and the token of the
-claim; the row of the job stores both, so that only the present claim can write the end of an attempt.
+An executor is a process that runs jobs. A job has a row and a message. The message is claimed with a receipt, which has
+the worker instance and the token of the claim; the row of the job stores both, so that only the present claim can write
+the end of an attempt. A claim has a lease: it expires unless it is renewed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class ClaimedJob(NamedTuple):
 
 
 class JobQueue(PostgresQueue):
-    """The queue of the executors *kind*; a JobClient submits their jobs."""
+    """The queue of the executors *kind*; a JobClient submits their jobs.
+
+    *get_capacity* returns how many jobs the executors can take; without it, a fetch claims as many as it is asked for.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class JobQueue(PostgresQueue):
         """Fetch at most as many jobs as there is capacity for; without any, wait a while for capacity first."""
         if self._get_capacity is None:
             return await super().fetch_transactions_async(batch_size, **extra)
-        # Jobs of the previous fetch start now, so that the capacity includes them.
+        # Jobs of the previous fetch start during this pause, so that the capacity counts them as running.
         await asyncio.sleep(0)
         if self._get_capacity().available < 1:
             with suppress(TimeoutError):

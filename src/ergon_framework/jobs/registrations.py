@@ -4,7 +4,7 @@ An executor is a process that runs handlers; a kind names the executors that sha
 jobs.
 
 A client cannot know which executors exist, because orchestrators of other deployments may serve them. Each
-orchestrator registers its kinds in the database and renews them while it runs. A job for a kind that no
+orchestrator registers its kinds in the database and renews the registration while it runs. A job for a kind that no
 orchestrator serves is dead-lettered once it has been due, and orchestrators have run, for GRACE_SECONDS.
 """
 
@@ -31,11 +31,12 @@ from ergon_framework.jobs.worker import JobFailed, dead_letter
 
 #: Seconds that a job waits, after it is due, for the first orchestrator of its executors.
 GRACE_SECONDS: Final = 600.0
-#: Seconds between two renewals, and after which an executor counts as not served at present.
+#: Seconds between two renewals of a registration, and after which an unrenewed kind counts as not served at present.
 RENEW_SECONDS: Final = 10.0
 ABSENT_SECONDS: Final = 60.0
 #: The code of the dead letter, as of any other job without a route.
 NO_ROUTE: Final = "no_route"
+#: Maximum number of messages that are settled in one batch.
 _MAX_BATCH: Final = 100
 #: Seconds that one statement may take, and between two warnings.
 _TIMEOUT_SECONDS: Final = 15.0
@@ -91,7 +92,10 @@ def _to_text(moment: datetime) -> str:
 
 
 def fail_unserved(deliveries: Sequence[Delivery], message: str) -> Operation[dict[str, tuple[str, int]]]:
-    """Fail the jobs of these messages that have been due for GRACE_SECONDS; return decision and attempts by job id."""
+    """Fail the jobs of these messages that have been due for GRACE_SECONDS; return decision and attempts by job id.
+
+    The decision is ``failed`` (dead-letter the message), ``over`` (the job has ended before) or ``waiting``.
+    """
     claims = [
         {"id": each.transaction.id, "message": each.receipt.id, "worker": each.receipt.worker}
         | {"token": each.receipt.token}
@@ -149,7 +153,7 @@ class _Registrar:
         """Dead-letter jobs once at the start, so that a run that ends at an empty queue does it as well."""
         try:
             await self._settle_unserved()
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - the orchestrator starts anyway: ``run`` tries again
             self._warn(error)
 
     async def _settle_unserved(self) -> None:

@@ -32,9 +32,9 @@ claimed as materialized (
 )
 """
 
-#: Decides for each claimed message, according to the row of its job, and begins the attempts. Parameters: $1 claims as
-#: above; $2 default of max_attempts and $3 of timeout; $4 error code and $5 message of a job without attempts left; $6
-#: message of a killed job.
+#: Decides for each claimed message, according to the row of its job, and begins the attempts. Parameters: $1 the claims
+#: of ``_CLAIMED_MESSAGES``; $2 default of max_attempts and $3 of timeout; $4 error code and $5 message of a job without
+#: attempts left; $6 message of a killed job.
 #: ``case`` computes the decision: over (the job is final: ack), failed (dead-letter the message), replayed (the dead
 #: letter of a failed job is in the queue again: its attempts restart), begun (by this claim: the answer of an earlier
 #: call was lost), killed, early (not due), exhausted (no attempt left) or run; unknown is a message without a job. See
@@ -217,10 +217,11 @@ and exists (
 order by q.name
 """
 
-#: Fails the jobs of claimed messages whose executor no orchestrator serves. Parameters: $1 claims as above; $2 seconds
-#: that a job may wait after it is due; $3 error code; $4 error message. The queue is checked again, because an
-#: orchestrator may have started. A job that has already failed is written again: an orchestrator stopped between the
-#: failure and the dead letter, and the decision ``failed`` makes this caller write the dead letter.
+#: Fails the jobs of claimed messages whose executor no orchestrator serves. Parameters: $1 the claims
+#: of ``_CLAIMED_MESSAGES``; $2 seconds that a job may wait after it is due; $3 error code; $4 error message. The queue
+#: is checked again, because an orchestrator may have started. A job that has already failed is written again: an
+#: orchestrator stopped between the failure and the dead letter, and the decision ``failed`` makes this caller write the
+#: dead letter.
 FAIL_UNSERVED: Final = f"""
 {_CLAIMED_MESSAGES},
 failed as (

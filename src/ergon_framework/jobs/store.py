@@ -267,7 +267,7 @@ def list_jobs(
 
 
 def cancel(job_id: str) -> Operation[bool]:
-    """Cancel the job if it waits, also for its due time or a retry; return False if it has begun or is final."""
+    """Cancel the job if it waits, also for its due time or a retry; return whether it is cancelled now."""
     yield BEGIN
     rows = yield Query(sql.CANCEL, {"id": job_id})
     if rows:

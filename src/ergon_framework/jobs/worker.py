@@ -1,7 +1,10 @@
 """The worker of one kind's queue; it sends jobs to executors and writes their outcomes to the database.
 
-The job store counts attempts: an attempt is counted there before anything is sent, and its end is written there before
-the message is settled. If a process is killed in between, the message is redelivered, and the row of the job decides.
+A job is a stored call of a handler: a row in the database, which is authoritative, and a message in a queue. An
+executor is a process that runs handlers; a pool keeps the executors of one kind running. A claim is the right to
+process a message. The job store counts attempts: an attempt is counted there before anything is sent, and its end is
+written there before the message is settled. If a process is killed in between, the message is redelivered, and the row
+decides.
 
 To settle a message is to ack, release, defer or dead-letter it. The process step therefore has one attempt for each
 delivery, and the pool limits the concurrency. The message of a failed job is dead-lettered, or acked if the policy says
