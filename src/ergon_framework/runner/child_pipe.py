@@ -1,7 +1,8 @@
-"""Two pipes between a parent and one of its processes.
+"""Two pipes between a parent, the supervisor of ``ergon run``, and one of its worker processes.
 
-The parent sends commands, and the end of that pipe when the parent has ended: the system closes it even for a killed
-process. The child sends reports. Both pipes carry lines: a command is one word, a report is JSON.
+The parent sends commands through one pipe. When the parent ends, the system closes that pipe, even if the parent was
+killed, so the child reads the end of the pipe. The child sends reports (its health, its metrics, its end) through the
+other pipe. Both pipes carry lines: a command is one word, a report is JSON.
 """
 
 from __future__ import annotations

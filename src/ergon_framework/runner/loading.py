@@ -1,4 +1,8 @@
-"""Load a task or a connector from ``MODULE:NAME``, and a policy from a file, with helpful errors."""
+"""Load a task or a connector from ``MODULE:NAME``, and a policy from a file, with helpful errors.
+
+Other objects that a command can name: a registry (the handlers of an executor process), a replicator (it copies facts
+from one site, called a zone, to another) and a boundary (the interface to the facts of one zone).
+"""
 
 from __future__ import annotations
 

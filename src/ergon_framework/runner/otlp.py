@@ -1,4 +1,7 @@
-"""Export traces and metrics over OTLP, enabled by OpenTelemetry's environment variables."""
+"""Export traces and metrics over OTLP, enabled by OpenTelemetry's environment variables.
+
+OpenTelemetry calls traces and metrics signals.
+"""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _find_step_codes(task: Any) -> dict[CodeType, str]:
     """Return the code objects of the task's own methods, which identify a step in a stack."""
     step_by_code = {}
     for method, step in _STEP_BY_METHOD.items():
-        # A producer with a file input runs inside another task.
+        # A producer with a file as its input runs inside a task that feeds it; the steps are the producer's.
         function = getattr(type(getattr(task, "producer", task)), method, None)
         code = None if function is None else getattr(inspect.unwrap(function), "__code__", None)
         if code is not None:
@@ -159,7 +159,7 @@ MAX_REASON_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class ProcessHealth:
-    """Live: it can still make progress, so a restart would not help. Ready: it accepts work, if there is any."""
+    """Live: the process can make progress; if not, it must be restarted. Ready: it accepts work, if there is any."""
 
     live: bool
     ready: bool
@@ -226,7 +226,7 @@ def serve_probes(settings: ProbeSettings, check: HealthCheck, read: ReadMetrics 
         if settings.file is not None:
             file = ProbeFile(Path(settings.file), settings.interval, check)
             file.start()
-            # Stopped first: a file that stays behind would be trusted.
+            # Stopped before the server: if the exit is cut short, an old file would be trusted, a server not.
             stack.callback(file.stop)
         yield port
 

@@ -4,7 +4,9 @@ The task runs on a separate thread. The main thread only waits, so that it recei
 and a task that never ends cannot keep the process.
 
 A streaming worker whose server is unavailable at its start retries the opening. A stop request that arrives before the
-loop has begun is not lost. A shutdown passes through four stages and never returns to an earlier one.
+loop has begun is not lost: it takes effect at a gate, a function that the loop calls before every fetch. A shutdown
+passes through up to four stages and never returns to an earlier one. A process may have a parent, the supervisor of
+several worker processes, which sends it commands.
 """
 
 from __future__ import annotations
@@ -241,7 +243,7 @@ class Process:
             return self._run_events()
 
     def handle_command(self, command: ParentCommand) -> None:
-        """Stop the process, or stop it immediately; thread-safe."""
+        """Handle a command of the parent: drain, or stop immediately; thread-safe."""
         self._events.put(command)
 
     def health(self) -> ProcessHealth:
@@ -363,7 +365,7 @@ class Process:
         try:
             return runner.run(self._consume_async())
         finally:
-            # Closing waits for every task; one that ignores its cancellation would block it.
+            # Closing waits for every asyncio task; one that ignores its cancellation would block the exit.
             if self._abandoned == 0:
                 runner.close()
 

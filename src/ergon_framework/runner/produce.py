@@ -1,7 +1,8 @@
 """Run a producer from JSON lines, as a task of ``ergon run``.
 
-A daemon thread reads the input, because a read may block without limit. The task produces
-one chunk after the other, so that an input of any length needs the memory of a few chunks.
+To produce a transaction is to send it through a connector. A daemon thread reads the input, because a read may block
+without limit. The task produces one chunk after the other, so that an input of any length needs the memory of a few
+chunks.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ STDIN: Final = "-"
 #: Transactions of one produce call, and bytes after which a call takes no further line.
 MAX_CHUNK: Final = 1_000
 MAX_CHUNK_BYTES: Final = 8 * 1024 * 1024
+#: Maximum length of one line of the input.
 MAX_LINE_BYTES: Final = 4 * 1024 * 1024
 #: Number of chunks that are read ahead of the one that is produced.
 READ_AHEAD: Final = 2
@@ -41,6 +43,7 @@ _ENVELOPE: Final = frozenset(
 )
 
 T = TypeVar("T")
+#: A generator that yields calls and gets their results; the sync and the async variant make the calls.
 _CallGenerator: TypeAlias = Generator[Callable[[], Any], Any, T]
 
 
@@ -161,7 +164,7 @@ class _InputReader:
 class _InputProducer:
     """The shared part of both variants: the next chunk, its policy, and the report."""
 
-    #: Read by the probes: the input producer itself is never stuck and holds no claims.
+    #: Read by the probes: the input producer itself is never stuck, and has no fetched messages.
     live = True
     not_fetching_reason: str | None = None
     in_flight = 0
@@ -352,7 +355,7 @@ class AsyncInputProducer(_InputProducer, AsyncTask):
                     return report
                 try:
                     advance = partial(calls.send, await call())
-                except Exception as error:  # noqa: BLE001 - as in the other variant
+                except Exception as error:  # noqa: BLE001 - the generator raises what it does not handle
                     advance = partial(calls.throw, error)
 
     async def _sleep(self, seconds: float) -> None:

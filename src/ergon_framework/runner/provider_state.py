@@ -1,4 +1,8 @@
-"""The state of the providers that a task uses, opened and closed with a process of ``ergon run``."""
+"""The state of the providers that a task uses, opened and closed with a process of ``ergon run``.
+
+A provider is a third-party API; its state (quotas, circuit breakers, idempotency keys) is shared by all processes if it
+is in a database.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Publish the depth of a task's queue while the task runs."""
+"""Publish the depth of a task's queue, the number of its messages by state, as a metric while the task runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _STOP_TIMEOUT_SECONDS: Final = 0.2
 
 
 def should_measure(task: Any, *, number: int | None) -> bool:
-    """Return whether process *number* measures: one process for a queue, each process for its part of a log."""
+    """Return whether process *number*, None for the only one, measures the depth.
+
+    One process does so for a queue, because all of them consume the same one. In the mode "log", every process does so:
+    each reads its own part of a log.
+    """
     if isinstance(task, Relay | AsyncRelay):
         return False  # a relay measures itself
     return number in {None, 1} or task.connector.capabilities.mode == "log"
@@ -71,6 +75,6 @@ async def _publish_repeatedly_async(task: Any, interval: float) -> None:
     while True:
         try:
             publish_queue_depth(task, await source.depth_async())
-        except Exception:  # noqa: BLE001 - as in the sync variant
+        except Exception:  # noqa: BLE001 - the depth is unknown then, and fetching reports the error
             publish_queue_depth(task, None)
         await asyncio.sleep(interval)

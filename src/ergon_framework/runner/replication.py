@@ -1,4 +1,8 @@
-"""Run the replicators of a zone in one process: receive signals, drain the replicators, and exit in time."""
+"""Run the replicators of a zone in one process: receive signals, drain the replicators, and exit in time.
+
+A zone is a site. A replicator copies the facts that another zone sends into the store of this one; the two zones form a
+pair. A replicator that copies or is caught up is following; any other status has a reason that the probes report.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Maximum number of failed attempts kept for one claim: as many as a message stores.
+#: Maximum number of failed attempts in one journal entry: as many as a message stores.
 MAX_RECORDED_ATTEMPTS: Final = 10
 #: Maximum seconds for the journal's last writes at the end of a process.
 WRITE_TIMEOUT_SECONDS: Final = 5.0
@@ -182,7 +182,7 @@ class PauseGate:
 
     def __call__(self) -> Pause | None:
         reason = self._watch.reason
-        # Called before every fetch, and so never during one: no new work arrives after this.
+        # Called before every fetch, and so never during one: no work arrives from now on, and operators are told so.
         self._watch.is_applied = reason is not None
         if reason is not None:
             return Pause(reason, _PAUSED_CHECK_SECONDS)

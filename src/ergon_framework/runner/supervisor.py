@@ -229,8 +229,8 @@ class Supervisor:
 
     def _replace(self, worker: WorkerProcess, exit_code: int, *, pid: int) -> None:
         restart, lifetime = self._settings.restart, time.monotonic() - worker.started_at
-        # The work of a process may have ended it. That exit has cost the work a delivery, so
-        # `loop.max_deliveries` limits this, and the run must last until then.
+        # A transaction may have killed the process. Each such exit uses up one of its deliveries, so it becomes a dead
+        # letter after `loop.max_deliveries` exits; the run must not end before, so such exits are not counted as quick.
         is_quick = lifetime < restart.stable_after and not worker.has_fetched
         worker.quick_exits = worker.quick_exits + 1 if is_quick else 0
         fields = {
@@ -323,7 +323,7 @@ class Supervisor:
 
     @property
     def _grace(self) -> float:
-        """The longest drain timeout of any process; a process without a report has nothing to drain."""
+        """The longest drain timeout of any process; one that has not reported its timeout has nothing to drain."""
         timeouts = [worker.drain_timeout for worker in self._workers if worker.drain_timeout is not None]
         fallback = self._settings.drain_timeout
         return max(timeouts, default=ConsumerPolicy().loop.drain_timeout if fallback is None else fallback)
@@ -358,7 +358,7 @@ class Supervisor:
 
     def _wait_for_exit(self, worker: WorkerProcess, process: subprocess.Popen[bytes], reader: Thread) -> None:
         exit_code = process.wait()
-        # Its last reports come first. A child process of it may hold the pipe open for longer.
+        # The last reports of the process come before its exit. One of its children may hold the pipe open for longer.
         reader.join(REPORT_TIMEOUT_SECONDS)
         self._events.put(_ProcessExited(worker, exit_code))
 

@@ -1,4 +1,7 @@
-"""The trace context: extracted from a transaction, current in its handlers, and injected into what they send."""
+"""The trace context: extracted from a transaction, current in its handlers, and injected into what they send.
+
+A carrier is the form of the context in a message: a mapping with the W3C headers traceparent, tracestate and baggage.
+"""
 
 from __future__ import annotations
 

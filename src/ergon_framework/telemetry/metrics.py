@@ -83,8 +83,10 @@ class LoopMetrics:
         self.durations = {step: HistogramValues() for step in steps}
         self.usage: SlotUsage | None = None
         self.late_results: Callable[[], int] | None = None
+        #: The age of the oldest transaction of the last fetch, and the largest such age since the last reading.
         self.age: float | None = None
         self.oldest: float | None = None
+        #: The ages of the oldest transaction of each fetch.
         self.waited = HistogramValues()
         self.paused: str | None = None
         self._success_steps = success_steps
@@ -203,7 +205,7 @@ class Registry:
         )
 
     def register(self, metrics_class: Callable[..., C], name: str) -> C:
-        """Create and open metrics of another class, with *name* in place of a task; they are never closed here."""
+        """Create and open metrics of another class, with *name* in place of a task; the caller may close them."""
         loop_metrics = metrics_class(self._label_limiter.limit_value(("", 0), name), label_limiter=self._label_limiter)
         self.open(loop_metrics)
         return loop_metrics
@@ -332,7 +334,7 @@ def snapshot() -> Numbers:
 
 
 def merge_numbers(target: Numbers, numbers: Numbers) -> None:
-    """Merge *numbers* into *into*, as each metric defines."""
+    """Merge *numbers* into *target*: the sum of both values, or the larger one, as each metric defines."""
     for key, value in numbers.items():
         metric = METRICS_BY_NAME[key[0]]
         target[key] = max(value, target.get(key, value)) if metric.across == "max" else target.get(key, 0) + value

@@ -44,7 +44,7 @@ class CallSpans:
         self._call_span = self._start_span(name, None, attributes)
 
     def start_attempt(self, name: str, attributes: Mapping[str, Any]) -> ContextVars | None:
-        """Begin an attempt; return the context variables in which its body is to run."""
+        """Begin an attempt; return the context variables in which the attempt is to run."""
         if self._call_span is None:
             return None
         self._attempt_span = span = self._start_span(name, self._call_span, attributes)
@@ -78,7 +78,7 @@ def _end_span(span: Span | None, attributes: Mapping[str, Any], failure: str | N
         if failure is not None:
             span.set_status(Status(StatusCode.ERROR, failure))
         span.end()
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:  # noqa: BLE001 - span processors are third-party code
         logs.log_telemetry_failure(error)
 
 
