@@ -1,4 +1,8 @@
-"""Chaos tests for a task: random faults by seed, in virtual time; every effect must happen exactly once per run."""
+"""Chaos tests for a task: random faults by seed, in virtual time; every effect must happen exactly once per run.
+
+A place is a kind of call that the harness can disturb, such as a fetch or a handler; a plan maps places and call
+numbers to faults. An effect is a side effect of a handler, recorded by the fakes of the test.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +128,10 @@ def assert_survives(
 
 
 def _draw_faults(rng: random.Random, baseline: HarnessResult, max_faults: int) -> list[_PlannedFault]:
-    """Draw some calls of a run without faults, and a few calls after them, each with a fault."""
+    """Draw calls of the run without faults (*baseline*) and give each a fault.
+
+    A drawn number may be up to one beyond the calls of the baseline: a fault causes further calls, such as retries.
+    """
     call_counts = Counter(call.place for call in baseline.calls if call.place not in _EXCLUDED_PLACES)
     places = sorted(call_counts)
     if not places:

@@ -1,4 +1,7 @@
-"""Check that a function makes the same id for the same event, whatever happens in between."""
+"""Check that a function makes the same id for the same event in another call, in another process, and at another time.
+
+A fact or transaction that is sent again after a failure must have the same id, or it counts as a second one.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import date as RealDate  # noqa: N812 - what is replaced below
-from datetime import datetime as RealDatetime  # noqa: N812 - as above
+from datetime import datetime as RealDatetime  # noqa: N812 - what is replaced below
 from typing import Any
 
 #: Seconds by which the clock is shifted.
@@ -21,6 +21,7 @@ clock_offset_seconds = 0.0
 
 
 def _shift_clock(real: Callable[[], Any], unit: float) -> Callable[[], Any]:
+    """Return *real* shifted by the current offset; *unit* is the number of its units in a second."""
     return lambda: real() + type(real())(clock_offset_seconds * unit)
 
 
@@ -91,10 +92,11 @@ def main() -> None:
     """Read the request from stdin, and write the result to stdout as JSON."""
     global clock_offset_seconds  # noqa: PLW0603 - it is the clock of this process
     output, sys.stdout = sys.stdout, sys.stderr  # output of the function must not mix with the result
-    request = pickle.load(sys.stdin.buffer)  # noqa: S301  # nosec - see above
+    # The process that started this one has written the request.
+    request = pickle.load(sys.stdin.buffer)  # noqa: S301  # nosec
     sys.path[:] = request["path"]
     patch_clock()
-    make, args, fields = pickle.loads(request["work"])  # noqa: S301  # nosec - see above
+    make, args, fields = pickle.loads(request["work"])  # noqa: S301  # nosec
     fresh = make(*args, **fields)
     clock_offset_seconds = request["moved"]
     later = make(*args, **fields)

@@ -1,6 +1,7 @@
 """A fake provider: a real server on this machine that misbehaves by a script, and providers that call it.
 
-It exercises the complete path without external calls: sockets, a real client, statuses, hangs.
+A provider is the framework's client of a third-party API, with retries, quota, circuit breaker and idempotency keys.
+The fake exercises the complete path without external calls: sockets, a real client, statuses, hangs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ CLOSE_TIMEOUT_SECONDS: Final = 5.0
 #: Maximum number of bytes read of a response.
 MAX_RESPONSE_BYTES: Final = 1_000_000
 _HOST: Final = "127.0.0.1"
+#: A socket option that makes a close reset the connection (RST) instead of ending it cleanly.
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
 
 
@@ -74,10 +76,11 @@ class ReceivedRequest:
 
 
 class FakeProviderServer:
-    """A local HTTP server that applies its script's n-th behaviour to the n-th request, and *then* afterwards.
+    """A local HTTP server that applies its script's n-th behaviour to the n-th request.
 
-    A response without a configured body is ``{"operation": ..., "received": ...}``. The server is a context manager;
-    ``close`` ends every hang and closes every socket.
+    Requests after the script get the behaviour *then*. A response without a configured body is
+    ``{"operation": ..., "received": ...}``. The server is a context manager; ``close`` ends every hang and closes every
+    socket.
     """
 
     def __init__(self, *script: Behaviour, then: Behaviour | None = None) -> None:

@@ -1,7 +1,8 @@
 """Planned faults for tests of tasks: a test plans in one line which call fails.
 
-The test harness raises the faults of a plan, which names places and calls. ``Faults`` patches a task or a connector
-directly, and raises a list of errors for each step.
+A place is a kind of call that can fail: a step of the framework such as ``fetch`` or ``process``, or a method of a
+service such as ``bank.charge``. The test harness raises the faults of a plan, which maps places and call numbers to
+faults. ``Faults`` patches a task or a connector directly, and raises a list of errors for each step.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ Plan: TypeAlias = Mapping[str, Mapping[int, Fault] | Fault]
 
 
 def check_plan(plan: Plan, watched: Mapping[str, Any]) -> None:
-    """Reject a plan with an unknown place or a negative call number; *watched* maps names to recorded objects."""
+    """Reject a plan with an unknown place or a negative call number; *watched* has the services and objects by name."""
     for place, planned in plan.items():
         _check_place(place, watched)
         if isinstance(planned, Fault):

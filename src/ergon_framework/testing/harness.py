@@ -1,4 +1,8 @@
-"""Test harness for one task: it runs against an in-memory queue, in virtual time, with planned faults."""
+"""Test harness for one task: it runs against an in-memory queue, in virtual time, with planned faults.
+
+A worker is one run of the task's consume loop; a planned fault may kill it, and the next one continues. A place is a
+kind of call that is recorded and can fail, such as ``process`` or ``bank.charge``.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +66,7 @@ class FinalState(StrEnum):
 
     ACKED = "acked"
     DEAD = "dead"
+    #: Still in the queue.
     LEFT = "left"
 
 
@@ -71,7 +76,7 @@ class HarnessResult:
 
     #: Reports of workers that ended on their own; a killed worker has no report.
     reports: list[Report] = field(default_factory=list)
-    #: In order of completion, one for each time that a transaction was handled to its end.
+    #: In order of completion, one for each delivery that was handled to its end.
     outcomes: list[Outcome] = field(default_factory=list)
     settled: list[RecordedSettlement] = field(default_factory=list)
     dead_letters: Sequence[DeadLetterRecord] = ()

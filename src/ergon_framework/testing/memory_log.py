@@ -1,4 +1,9 @@
-"""MemoryLog: a partitioned log in this process, read by a consumer group that commits a watermark."""
+"""MemoryLog: a partitioned log in this process, read by a consumer group that commits a watermark.
+
+The watermark of a partition is its first offset that is not settled. A claim is the right to process a fetched record;
+claims belong to a generation, which begins each time that a consumer takes over the partition. MemoryLog is for tests
+of the code that connectors of logs share.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +56,7 @@ class LogRecords:
         self.lock = threading.Lock()
         self.arrivals = WakeupHub()
         self.partitions: list[list[tuple[Transaction, float]]] = [[] for _ in range(partitions)]
+        #: By group and partition: the committed position, and the number of takeovers.
         self.commits: defaultdict[tuple[str, int], Commit] = defaultdict(Commit)
         self.generations: defaultdict[tuple[str, int], int] = defaultdict(int)
 
@@ -203,7 +209,10 @@ class MemoryLog(Connector, AsyncConnector):
     # -- fetch ------------------------------------------------------------------------------------
 
     def fetch_transactions(self, batch_size: int, *, wait: float = 0.0, **_extra: Any) -> Sequence[Delivery]:
-        """Return due, returned and new records, each partition in order; partitions take turns."""
+        """Return records: delayed ones that are due, released ones and new ones, in order within each partition.
+
+        Partitions take turns, so that a long one does not delay the others.
+        """
         deliveries = self._claim(batch_size)
         if deliveries or wait <= 0 or batch_size < 1:
             return deliveries

@@ -1,4 +1,8 @@
-"""Recorder of the test harness: it records every call and raises the planned faults."""
+"""Recorder of the test harness: it records every call and raises the planned faults.
+
+A place is a kind of call that can have a fault, such as ``fetch``, ``process`` or ``bank.charge``; a plan maps places
+and call numbers to faults.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +124,7 @@ class CallRecorder:
     ) -> Ok | Err:
         try:
             return Ok(await inner(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - passed on as data
             return Err(error)
 
     def _begin_call(
@@ -206,7 +210,7 @@ class FakeQueue(MemoryConnector):
         super().dispatch(transactions)
 
     def fetch_transactions(self, batch_size: int, **_extra: Any) -> Sequence[Delivery]:
-        # Without waiting: nothing else could run meanwhile.
+        # Without waiting for arrivals: nothing else could run meanwhile.
         deliveries: Sequence[Delivery] = self._recorder.call("fetch", self._claim, batch_size)
         return deliveries
 

@@ -1,4 +1,8 @@
-"""The simulated driver: no threads, no event loop, no real time; one seed always gives the same interleaving."""
+"""The simulated driver: no threads, no event loop, no real time; one seed always gives the same interleaving.
+
+A script is a generator with the decisions of a loop or of a transaction's lifecycle; a driver performs the calls and
+waits that it yields. A slot is one script in progress, and a mailbox is a queue of events for one script.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +91,7 @@ class Simulation(Scheduler):
     ) -> Report:
         """Run ``task.consume_transactions``, of either variant, in this simulation."""
         policy = choose_policy(task, policy, ConsumerPolicy)
-        consumption: ConsumeLoop = task._consume_transactions(  # noqa: SLF001 - name given by the source documents
+        consumption: ConsumeLoop = task._consume_transactions(  # noqa: SLF001 - the part that both variants share
             policy, self, _connector_calls(task.connector, policy), gates=gates, on_outcome=on_outcome
         )
         unlisten = task.connector.listen(_ConnectorListener(self, consumption))
@@ -103,7 +107,7 @@ class Simulation(Scheduler):
     ) -> ProduceReport:
         """Run ``task.produce_transactions``, of either variant, in this simulation."""
         policy = choose_policy(task, policy, ProducerPolicy)
-        production = task._produce_transactions(transactions, policy, self)  # noqa: SLF001 - as above
+        production = task._produce_transactions(transactions, policy, self)  # noqa: SLF001 - the part that both variants share
         with running_loops(task).track(production, self.stop):
             report: ProduceReport = self.run(production.run())
             return report
@@ -158,7 +162,7 @@ class Simulation(Scheduler):
             self._ready.append(partial(self._drive, slot, answer))
 
     def _reschedule_timer(self, until: float) -> None:
-        """Do nothing: every step looks for due actions first."""
+        """Do nothing: ``_run_next`` looks for the nearest deadline whenever no action is ready."""
 
     def _finish(self, value: Any, error: BaseException | None) -> None:
         self._result = value, error
@@ -259,7 +263,7 @@ class _RunningCall:
         self._simulation.call_later(seconds, partial(self._end, answer))
 
     def _resume(self, resume: Callable[[Any], Any], value: Any) -> None:
-        assert self._context is not None  # noqa: S101 - set by begin
+        assert self._context is not None  # noqa: S101 - set by start
         self._wakeup_number += 1
         try:
             awaited = self._context.run(resume, value)
@@ -269,7 +273,7 @@ class _RunningCall:
         except BaseException as error:  # noqa: BLE001 - a result is data; the script classifies it
             self._end(Err(error))
             return
-        assert self._coroutine is not None  # noqa: S101 - as above
+        assert self._coroutine is not None  # noqa: S101 - set by start
         if awaited is None or isinstance(awaited, _SimulatedSleep):
             seconds = 0.0 if awaited is None else awaited.seconds
             self._simulation.call_later(seconds, partial(self._wake, self._wakeup_number, self._coroutine.send, None))

@@ -184,6 +184,8 @@ class VirtualTime:
 
 
 class _VirtualInbox:
+    """A queue of work for the threads of a driver, whose waiting threads do not stop virtual time."""
+
     def __init__(self, time: VirtualTime) -> None:
         self._time = time
         self._items: deque[Any] = deque()
@@ -195,22 +197,24 @@ class _VirtualInbox:
             if self._waiters:
                 waiter = self._waiters.popleft()
                 waiter.item = item
-                time._wake(waiter)  # noqa: SLF001 - as above
+                time._wake(waiter)  # noqa: SLF001 - shared state
             else:
                 self._items.append(item)
 
     def get(self) -> Any:
         time = self._time
-        with time._lock:  # noqa: SLF001 - as above
+        with time._lock:  # noqa: SLF001 - shared state
             if self._items:
                 return self._items.popleft()
-            waiter = time._register_waiter(None)  # noqa: SLF001 - as above
+            waiter = time._register_waiter(None)  # noqa: SLF001 - shared state
             self._waiters.append(waiter)
-        time._advance()  # noqa: SLF001 - as above
+        time._advance()  # noqa: SLF001 - shared state
         return waiter.wait()
 
 
 class _VirtualWakeup:
+    """A flag on which one thread waits in virtual time."""
+
     def __init__(self, time: VirtualTime) -> None:
         self._time = time
         self._is_set = False
@@ -221,17 +225,17 @@ class _VirtualWakeup:
         with time._lock:  # noqa: SLF001 - wakeup and time share their state
             self._is_set = True
             if self._waiter is not None and not self._waiter.is_woken:
-                time._wake(self._waiter)  # noqa: SLF001 - as above
+                time._wake(self._waiter)  # noqa: SLF001 - shared state
 
     def wait(self, seconds: float | None) -> None:
         time = self._time
-        with time._lock:  # noqa: SLF001 - as above
+        with time._lock:  # noqa: SLF001 - shared state
             if self._is_set:
                 self._is_set = False
                 return
-            waiter = self._waiter = time._register_waiter(None if seconds is None else time._now + seconds)  # noqa: SLF001 - as above
-            time._wakeup_waiters.add(waiter)  # noqa: SLF001 - as above
-        time._advance()  # noqa: SLF001 - as above
+            waiter = self._waiter = time._register_waiter(None if seconds is None else time._now + seconds)  # noqa: SLF001 - shared state
+            time._wakeup_waiters.add(waiter)  # noqa: SLF001 - shared state
+        time._advance()  # noqa: SLF001 - shared state
         try:
             waiter.wait()
         finally:

@@ -1,4 +1,8 @@
-"""Check: one rule of a conformance suite, and CheckResult: its result."""
+"""Check: one rule of a conformance suite, and CheckResult: its result.
+
+A precondition of a check is a capability that the system under test must have, for example delayed redelivery. A claim
+is a client's exclusive right to a fetched message; a claim with a lease expires unless it is renewed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run one check with its result, and create the pytest tests of a suite."""
+"""Run one check of a conformance suite and return its result, and create the pytest tests of a suite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Checks of appends: confirmations, duplicates, conflicts, forwarding, and offsets."""
+"""Checks of appends: confirmations, duplicates, conflicts, forwarding, and offsets.
+
+A boundary store keeps the facts that one zone, a site, sends to another; the two zones form a pair. Facts of a pair
+have offsets from 1, within an epoch: the store gets a new one when it is restored from a backup, because it has lost
+facts then. A store is on the inner or the outer side between two zones: its store buffer (ESB or ISB) has the facts
+that its own zone appends, its forward buffer (IFB or EFB) copies of the other zone's facts, with their offsets. A
+reader is a named consumer; its cursor is the epoch and offset up to which it has confirmed. Ids such as FAC-01 name
+the requirements in docs/spec.
+"""
 
 from __future__ import annotations
 
@@ -425,6 +433,7 @@ async def a_reference_has_four_fields(context: BoundaryCheckContext) -> None:
 
 
 def make_object_fact(value: object) -> Any:
+    """Create a fact whose object is any JSON value, for example an incomplete reference to an artifact."""
     return type(make_fact()).create("work_order:WO-1", "has_file", value)
 
 

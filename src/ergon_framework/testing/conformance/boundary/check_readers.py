@@ -1,4 +1,10 @@
-"""Checks of readers: cursors, replay, retention, and lag."""
+"""Checks of readers: cursors, replay, retention, and lag.
+
+A boundary store keeps the facts that one zone, a site, sends to another (a pair of zones). A reader is a named consumer
+of a pair. Its receipt confirms all facts up to an offset and moves its cursor there; the facts after the cursor are its
+lag. Retention (``prune``) removes facts that all readers have confirmed, and artifacts (files) that no fact names any
+more. Ids such as FAC-16 name the requirements in docs/spec.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The adapter to a store under test, the client that calls it in both variants, and the context of a check."""
+"""The adapter to a boundary store under test, the client that calls the store, and the context of a check.
+
+A boundary store keeps the facts that one zone, a site, sends to another (a pair of zones), and the files that these
+facts name, called artifacts. It is on the inner or the outer side between the two zones. A reader is a named consumer
+of a pair with a cursor: the epoch of the store (new after each restored backup) and the last confirmed offset. The
+client has one coroutine per call for both variants of a store, sync and async.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +74,11 @@ class BoundaryUnderTest(ABC):
         """Make a backup and return a function that restores it; None if this is not supported."""
         return None
 
-    def lose(self, store_name: str, bucket: str, key: str) -> bool:  # noqa: ARG002 - as above
+    def lose(self, store_name: str, bucket: str, key: str) -> bool:  # noqa: ARG002 - optional
         """Remove the bytes of an artifact without using the store; False if this is not supported."""
         return False
 
-    def damage(self, store_name: str, bucket: str, key: str) -> bool:  # noqa: ARG002 - as above
+    def damage(self, store_name: str, bucket: str, key: str) -> bool:  # noqa: ARG002 - optional
         """Change some bytes of an artifact without using the store; False if this is not supported."""
         return False
 
@@ -170,7 +176,7 @@ class BoundaryCheckClient:
         return pruned
 
     async def append_through_facts(self, handler_scope: scope.Scope, **fields: Any) -> FactConfirmation:
-        """Append through Facts inside a handler."""
+        """Append through Facts, the API for handlers, in *handler_scope*: the id is derived from its transaction."""
         store: Any = self.store
         token = scope.current()
         scope.set_scope(handler_scope)

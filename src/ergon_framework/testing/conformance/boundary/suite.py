@@ -1,5 +1,6 @@
 """Conformance suite of boundary stores, for every store of facts and artifacts, sync and async.
 
+A boundary store keeps the facts that one zone, a site, sends to another, and the files (artifacts) that they name.
 In a program ``run_suite(system)`` returns the results; in a test file one line creates a test per check::
 
     test_my_store = pytest_suite(MyStoreUnderTest)

@@ -1,4 +1,9 @@
-"""ConnectorUnderTest: the adapter through which the conformance suite uses a connector and injects faults."""
+"""ConnectorUnderTest: the adapter through which the conformance suite uses a connector and injects faults.
+
+A claim is a client's exclusive right to a fetched message until it is settled (acked, deferred, released or
+dead-lettered); a claim with a lease expires unless it is renewed. An inbox is a connector's record of processed ids, an
+outbox dispatches messages within a database transaction of the caller.
+"""
 
 from __future__ import annotations
 

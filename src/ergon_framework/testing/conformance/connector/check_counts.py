@@ -1,4 +1,8 @@
-"""Checks of the envelope across deliveries, of delivery counts, and of the reported depth and durability."""
+"""Checks of the envelope across deliveries, of delivery counts, and of the reported depth and durability.
+
+The envelope is the fields of a message around its payload. A delivery is one fetch of the message; the broker counts
+deliveries, and an attempt is one call of the handler. Ids such as CNN-03 name the requirements in docs/spec.
+"""
 
 from __future__ import annotations
 
@@ -106,6 +110,7 @@ async def the_delivery_of_a_crash_stays_counted(context: CheckContext) -> None:
     await client.ack(delivery)
 
 
+#: Seconds that the messages wait before the depth reports the age of the oldest.
 MESSAGE_AGE_SECONDS = 0.2
 
 

@@ -1,7 +1,8 @@
 """Checks of dispatch and of third-party messages.
 
-A dispatch is confirmed, stamps the source and trace headers, and sends all of a batch or nothing. An unreadable
-message is delivered with its bytes.
+A dispatch sends transactions to a queue. It is confirmed, sets their source (the queue's name) and trace headers, and
+sends all of a batch or nothing. An unreadable message is delivered with its bytes. Ids such as CNN-02 name the
+requirements in docs/spec.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Check fetch and leases: results, waiting and notification; duration, renewal and stale claims."""
+"""Check fetch and leases: results, waiting and notification; duration, renewal and stale claims.
+
+A fetch claims messages: no other client gets them until they are settled, or until the lease of the claim ends without
+a renewal. A stale claim is one that another client has taken over. In queue mode clients compete for messages; in log
+mode one consumer at a time reads a log. Ids such as CNN-06 name the requirements in docs/spec.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +42,7 @@ from ergon_framework.testing.conformance.connector.client import CheckContext, C
 #: Seconds of a lease that must not end while the check verifies that its messages stay claimed, also under load.
 WATCHED_LEASE_SECONDS: Final = 4 * SHORT_LEASE_SECONDS
 LOST = SettleResult.LOST
+#: One settlement of each kind; each must be rejected for a stale claim.
 STALE_SETTLEMENTS: tuple[Settlement, ...] = (Ack(), Defer(0, attempts=5), Release(), DeadLetter("stale"))
 
 

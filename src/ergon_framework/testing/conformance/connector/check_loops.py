@@ -1,4 +1,9 @@
-"""Checks of real loops over the connector: every transaction ends exactly once, and a stop costs no delivery."""
+"""Checks of real consume loops over the connector: every transaction ends exactly once, and a stop costs no delivery.
+
+The broker counts deliveries; a loop dead-letters a transaction that was delivered more than ``max_deliveries`` times.
+An inbox is a connector's record of processed ids, an outbox dispatches within a database transaction of the caller.
+Ids such as CNN-04 name the requirements in docs/spec.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +31,8 @@ from ergon_framework.transaction import Transaction
 from ergon_framework.worker.exceptions import BusinessError, TransactionException
 
 TRANSACTION_COUNT = 40
+#: How transaction n ends, in turn: succeed, fail as BUSINESS, fail every time, be deferred once, fail once, be
+#: dead-lettered by the handler, be acked by the handler.
 ENDINGS = ("plain", "business", "broken", "later", "retry", "aside", "acked", "plain")
 
 

@@ -1,4 +1,9 @@
-"""Checks of outages: the server is stopped, killed or disconnected during all operations, and nothing is lost."""
+"""Checks of outages: the server is stopped, killed or disconnected during all operations, and nothing is lost.
+
+A claim is a client's right to a fetched message; to settle it is to ack, defer, release or dead-letter the message. A
+call that meets the outage has an unknown outcome: it may have taken effect. Ids such as CNN-07 name the requirements in
+docs/spec.
+"""
 
 from __future__ import annotations
 

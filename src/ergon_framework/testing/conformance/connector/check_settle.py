@@ -1,4 +1,9 @@
-"""Check settlements and dead letters: the effect of each in a batch; contents, listing, replay and discard."""
+"""Check settlements and dead letters: the effect of each in a batch; contents, listing, replay and discard.
+
+A settlement ends a claim, a client's right to a fetched message: Ack, Defer (redeliver after a delay), Release
+(redeliver now) or DeadLetter. Its result is settled, lost (the claim was not valid any more) or failed. Ids such as
+CNN-08 name the requirements in docs/spec.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The client of a connector under test, with the same calls in both variants, and the context of a check.
 
-A check runs on one system in one variant, with its own queue.
+A check runs on one system in one variant (sync or async), with its own queue. A claim is a client's right to a fetched
+message until it is settled (acked, deferred, released or dead-lettered); with a lease, the right expires unless it is
+renewed.
 """
 
 from __future__ import annotations
@@ -217,7 +219,10 @@ class CheckContext:
         return self._clients[0].capabilities
 
     async def client(self) -> Client:
-        """Create and open a client. On a log the latest client has the records, so create producers first."""
+        """Create and open a client.
+
+        On a log, the client that was opened last takes over the records from the others, so create producers first.
+        """
         connector = self.system.client(self.queue, lease=self.lease)
         client = Client(connector, self.variant, call_timeout=self.system.call_timeout, arrival=self.system.arrival)
         self._clients.append(client)

@@ -1,4 +1,4 @@
-"""Run a real consumer loop of the framework over a client, on threads or on asyncio."""
+"""Run a real consume loop of the framework over a client of the connector under test, on threads or on asyncio."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Conformance suite of content stores: contents and interrupted uploads.
 
+A content store keeps bytes under their SHA-256 digest. An upload adds chunks, and its commit makes them readable; an
+upload with a name can be resumed after an interruption. Ids such as FAC-21 name the requirements in docs/spec.
 In a program ``run_suite(system)`` returns the results; in a test file one line creates a test per check::
 
     test_my_store = pytest_suite(MyContentStoreUnderTest)

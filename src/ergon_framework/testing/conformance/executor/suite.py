@@ -1,7 +1,9 @@
 """Conformance suite of executors, for every executor in any language: requests, invalid input and exit.
 
-``run_suite(command)`` starts the executor again for each check and returns the results. It must have the
-handlers that ``HANDLERS`` lists.
+An executor is a process that reads one request per line of JSON from stdin, runs the handler that the request names,
+and writes one outcome per line to stdout. ``run_suite(command)`` starts the executor again for each check and returns
+the results. The executor must have the handlers that ``HANDLERS`` lists. Ids such as EXE-02 name the requirements in
+docs/spec.
 """
 
 from __future__ import annotations
@@ -259,7 +261,7 @@ def a_retry_says_when(executor: ExecutorUnderTest) -> None:
     executor.check_echo()
 
 
-#: Seconds after which the executor handles a request that was sent.
+#: Seconds after which the executor is assumed to run the handler of a request that was sent.
 REQUEST_START_SECONDS: Final = 0.3
 
 
@@ -410,7 +412,7 @@ def run_check(
 
 
 def report(command: Sequence[str], results: Sequence[ExecutorCheckResult]) -> dict[str, Any]:
-    """Return the results as plain data."""
+    """Return the results as plain data, for the JSON output of ``ergon executor check``."""
     failed = [each for each in results if each.result is CheckOutcome.FAILED]
     return {
         "command": list(command),
