@@ -1,4 +1,8 @@
-"""One worker process of several: the same run, which reports to its parent instead of printing a summary."""
+"""One worker process of several: the same run, which reports to its parent instead of printing a summary.
+
+The parent is the supervisor in ``ergon run --processes N``: it starts the processes, sends them commands through one
+pipe, and reads their reports (health, metrics, end) from another.
+"""
 
 from __future__ import annotations
 

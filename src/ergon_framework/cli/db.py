@@ -93,7 +93,7 @@ def _upgrade(dsn: str, *, config: Path | None) -> tuple[DbExit, str, dict[str, A
     before = _import_migrate().upgrade(dsn)
     message = _describe_upgrade(before)
     if task_table:
-        from ergon_framework.providers.postgres.task_table import use_task_table  # noqa: PLC0415 - as in _import_migrate
+        from ergon_framework.providers.postgres.task_table import use_task_table  # noqa: PLC0415 - imported on demand
 
         try:
             is_changed = use_task_table(dsn, task_table)
@@ -165,7 +165,7 @@ def _import_migrate() -> Any:
     # Imported on demand: only this command needs these libraries, and they are an optional extra.
     for library in ("psycopg", "sqlalchemy", "alembic"):
         require_extra("postgres", library)
-    from ergon_framework.database import migrate  # noqa: PLC0415 - as above
+    from ergon_framework.database import migrate  # noqa: PLC0415 - imported on demand
 
     return migrate
 

@@ -1,4 +1,7 @@
-"""Commands of ``ergon dlq`` and their options."""
+"""Commands of ``ergon dlq``, the dead-letter queue, and their options; ``dlq_commands`` and ``dlq_edit`` do the work.
+
+A canary of a replay is a number of dead letters that are replayed first: if too many of them fail, the rest stays.
+"""
 
 from __future__ import annotations
 

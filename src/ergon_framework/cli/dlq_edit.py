@@ -37,6 +37,7 @@ from ergon_framework.worker.exceptions import TransactionException
 
 #: Maximum length of a value in the description of a difference.
 _MAX_VALUE_CHARS: Final = 60
+#: Stands for a value that one of the two payloads does not have.
 _ABSENT: Final = object()
 _EDITOR_VARIABLES: Final = ("VISUAL", "EDITOR")
 
@@ -234,6 +235,7 @@ def _join_path(prefix: str, key: Any) -> str:
 class EditRequest:
     """A correction of one dead letter: the new payload, the operator, and the safety options."""
 
+    #: The transaction id, and the handle of the dead letter in its store if several have this id.
     id: str
     handle: str | None
     payload_edit: PayloadEdit

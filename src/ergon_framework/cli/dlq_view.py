@@ -1,4 +1,7 @@
-"""Exit codes and output of ``ergon dlq``, for people and programs; payloads only on request."""
+"""Exit codes and output of ``ergon dlq``, for people and programs; payloads only on request.
+
+The handle of a dead letter, its identity in its store, is shown as its entry.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ MAX_CELL_CHARS = 60
 #: Maximum length of a payload in the output; JSON has the whole payload.
 MAX_TEXT_CHARS = 10_000
 _CONTENT_FIELDS = {"payload", "raw", "headers"}
-#: Keys of a stored record that are printed under another name.
+#: Keys of a stored record that are printed under another name; a stored record has its handle as "place".
 _JSON_KEYS = {"place": "entry", "at": "failed_at"}
 
 

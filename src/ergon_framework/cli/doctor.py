@@ -1,6 +1,7 @@
 """``ergon doctor``: check all targets concurrently, each with a timeout, and print the diagnostics.
 
-The most severe diagnostics come first, each with its remedy.
+A target is a server, a queue, a task or this program; a diagnostic is the result of one check of it. The most severe
+diagnostics come first, each with its remedy.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class TargetReport:
 
 def run_doctor(names: Sequence[str], *, config: Path | None, timeout: float, as_json: bool) -> DoctorExit:
     """Print the diagnostics of the targets in the settings and in *names*."""
-    # The diagnostics contain what connectors log.
+    # Records of connectors are not logged, because the diagnostics contain the same errors.
     configure_logging("CRITICAL")
     try:
         reports = run_diagnostics(names, config=config, timeout=timeout)
@@ -226,7 +227,7 @@ def _build_reports(results: Iterator[tuple[Target, list[Diagnostic]]]) -> Iterat
         yield TargetReport(target.name, target.setting, redact_address(target.address), redacted)
 
 
-#: Diagnostics shown for a server that has no queue in the settings.
+#: Checks whose errors are shown for a server that has no queue in the settings, next to all diagnostics about it.
 _SERVER_CHECKS: Final = frozenset({"connection", "rejected", "library"})
 
 

@@ -1,4 +1,7 @@
-"""Targets of ``ergon doctor``: those in the settings, those on the command line, and this program itself."""
+"""Targets of ``ergon doctor``: those in the settings, those on the command line, and this program itself.
+
+A target may be a boundary, the interface to the facts of a zone (a site), or an executor, a process that runs handlers.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,7 @@ def targets_from_settings(settings: Settings, timeout: float) -> Iterator[Target
             yield Target(
                 broker,
                 _describe_setting(broker, "url"),
-                lambda wall, url=url: _diagnose_server(url, wall),  # type: ignore[misc] # as above
+                lambda wall, url=url: _diagnose_server(url, wall),  # type: ignore[misc] # bound per iteration
                 url,
                 server_only=True,
             )
@@ -127,7 +130,7 @@ def target_from_name(name: str, settings: Settings, timeout: float) -> Iterator[
         yield Target(
             f"executor {kind}",
             name,
-            lambda _, command=command: _diagnose_executor(command, timeout),  # type: ignore[misc] # as above
+            lambda _, command=command: _diagnose_executor(command, timeout),  # type: ignore[misc] # bound per iteration
         )
 
 

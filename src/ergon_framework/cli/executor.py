@@ -1,4 +1,8 @@
-"""``ergon executor``: answer requests on stdin and stdout, or run the conformance suite against an executor."""
+"""``ergon executor``: answer requests on stdin and stdout, or run the conformance suite against an executor.
+
+An executor is a process, in any language, that runs handlers for an orchestrator: it reads requests from stdin, one per
+line, and writes an outcome for each to stdout. A registry has the handlers of a Python executor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Commands of ``ergon facts`` and their options."""
+"""Commands of ``ergon facts`` and their options; ``facts_commands`` and ``facts_run`` do the work.
+
+A fact is a statement (subject, predicate, object) that one zone, a site, sends to another; the two zones form a pair. A
+boundary is the service through which a zone appends and reads facts and artifacts (files). Facts of a pair have
+offsets; a reader is a named consumer, and its cursor is the last offset that it has confirmed.
+"""
 
 from __future__ import annotations
 
@@ -264,7 +269,7 @@ def get(
     tls_key: Key,
     tls_ca: Authorities,
     server_name: ServerName = None,
-    timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
+    timeout: Timeout = "10s",  # type: ignore[assignment]  # typer parses the default too
     json: Json = False,
 ) -> None:
     """Show the confirmation of a stored fact: offset, epoch and digest, without its content.
@@ -294,7 +299,7 @@ def fetch(
     tls_key: Key,
     tls_ca: Authorities,
     server_name: ServerName = None,
-    timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
+    timeout: Timeout = "10s",  # type: ignore[assignment]  # typer parses the default too
     json: JsonLines = False,
 ) -> None:
     """Read facts after the reader's cursor, or again from an offset or a time.
@@ -326,7 +331,7 @@ def tail(
     tls_key: Key,
     tls_ca: Authorities,
     server_name: ServerName = None,
-    timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
+    timeout: Timeout = "10s",  # type: ignore[assignment]  # typer parses the default too
     json: JsonLines = False,
 ) -> None:
     """Print facts as they arrive until Ctrl-C; wait while the connection is lost.
@@ -354,7 +359,7 @@ def put(
     tls_key: Key,
     tls_ca: Authorities,
     server_name: ServerName = None,
-    timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
+    timeout: Timeout = "10s",  # type: ignore[assignment]  # typer parses the default too
     zone: OwnerZone = "",
     json: Json = False,
 ) -> None:
@@ -382,7 +387,7 @@ def cat(
     tls_key: Key,
     tls_ca: Authorities,
     server_name: ServerName = None,
-    timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
+    timeout: Timeout = "10s",  # type: ignore[assignment]  # typer parses the default too
     zone: OwnerZone = "",
 ) -> None:
     """Print an artifact, or write it to a file that appears only when it is complete and verified.
@@ -406,7 +411,7 @@ def lag(
     tls_key: Key,
     tls_ca: Authorities,
     server_name: ServerName = None,
-    timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
+    timeout: Timeout = "10s",  # type: ignore[assignment]  # typer parses the default too
     json: JsonLines = False,
 ) -> None:
     """Show the retained facts of each pair of zones and the unconfirmed facts of each reader.
@@ -434,7 +439,7 @@ def retire(
     tls_key: Key,
     tls_ca: Authorities,
     server_name: ServerName = None,
-    timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
+    timeout: Timeout = "10s",  # type: ignore[assignment]  # typer parses the default too
     json: Json = False,
 ) -> None:
     """Remove a reader so that it no longer delays retention; its unread facts may then be deleted.

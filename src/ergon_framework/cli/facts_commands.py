@@ -1,4 +1,9 @@
-"""Work of the ``ergon facts`` commands that call the service, and their output for people and programs."""
+"""Work of the ``ergon facts`` commands that call the service, and their output for people and programs.
+
+The service stores the facts that one zone, a site, sends to another (a pair of zones), and files, called artifacts.
+Facts of a pair have offsets, within an epoch of the store. A reader is a named consumer of a pair; its cursor is the
+last offset that it has confirmed, and facts after the cursor are its lag.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +161,7 @@ class FactsExit(ExitCode):
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """Address of the service and credentials of the caller, from the command line."""
+    """Address of the service, credentials of the caller, and the *timeout* of a call in seconds."""
 
     server: str
     certificate: Path
@@ -247,7 +252,7 @@ class _FactReader:
         self.seek_start()
 
     def seek_start(self) -> None:
-        """Find the start position."""
+        """Find the position to read after; None, the default, is the reader's cursor."""
         pair = self._options.pair
         if self._options.since is not None:
             self._position = self._client.cursor_at_time(pair, int(self._options.since.timestamp() * 1000))
@@ -382,6 +387,7 @@ def _digest_file(file: Path) -> StoredArtifact:
 
 
 def _iter_unsent_chunks(file: Path, start: int, update_progress: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield the bytes of *file* from byte *start* on: an interrupted upload has stored the bytes before."""
     skip = start
     sent = start
     for chunk in Blob.from_file(file):
@@ -501,13 +507,13 @@ def _report_error(error: ErgonError, code: FactsExit, *, as_json: bool) -> Facts
 def _open_client(service: ServiceOptions) -> Any:
     # Imported on demand: the libraries are an optional extra, and the error names the missing ones.
     extras.require_grpc()
-    files = importlib.import_module("ergon_framework.facts.service.tls")
-    address = importlib.import_module("ergon_framework.facts.service.channel")
+    tls = importlib.import_module("ergon_framework.facts.service.tls")
+    channel = importlib.import_module("ergon_framework.facts.service.channel")
     client = importlib.import_module("ergon_framework.facts.service.client")
     return client.BoundaryClient(
-        address.ServiceAddress(
+        channel.ServiceAddress(
             host=service.server,
-            files=files.TlsFiles(service.certificate, service.key, service.authorities),
+            files=tls.TlsFiles(service.certificate, service.key, service.authorities),
             name=service.server_name,
             deadline=service.timeout,
         )

@@ -1,4 +1,9 @@
-"""``ergon facts epoch``: operator commands for a store restored from a backup, run against its own database."""
+"""``ergon facts epoch``: operator commands for a store restored from a backup, run against its own database.
+
+A store keeps the facts that its zone, a site, sends to others, with offsets. Its epoch is a name that has to change
+with each restore: facts may be lost then, and an offset may get another fact. Readers and replicators (which copy the
+facts of another zone into the local store) stop at a new epoch until an operator accepts or adopts it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """``ergon facts serve`` and ``ergon facts replicate``: processes that run until a signal stops them.
 
-``serve`` opens the store, serves it, and stops cleanly. ``replicate`` loads the replicators, runs them, and prints the
-final state of each.
+``serve`` opens the store of facts of a zone (a site), serves it, and stops cleanly. A replicator copies the facts that
+another zone sends into the local store. ``replicate`` loads the replicators, runs them, and prints the final state of
+each.
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ def _format_state(state: ReplicaState) -> str:
 
 # -- serve ------------------------------------------------------------------------------------------
 
+#: The health of the process while the server accepts calls.
 SERVING_HEALTH = ProcessHealth(live=True, ready=True)
 #: Time after which a thread that parses a large request yields to other calls; Python's default is ten times as long.
 SWITCH_INTERVAL_SECONDS = 0.0005
@@ -214,7 +216,7 @@ def serve(options: ServeOptions) -> ServeExit:
 
 async def _serve(options: ServeOptions, probes: ProbeSettings) -> None:
     # Imported on demand: the libraries are an optional extra.
-    files = importlib.import_module("ergon_framework.facts.service.tls")
+    tls = importlib.import_module("ergon_framework.facts.service.tls")
     servers = importlib.import_module("ergon_framework.facts.service.server")
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -228,7 +230,7 @@ async def _serve(options: ServeOptions, probes: ProbeSettings) -> None:
         server = servers.BoundaryServer(
             store=store,
             zones=options.zones,
-            files=files.TlsFiles(options.certificate, options.key, options.authorities),
+            files=tls.TlsFiles(options.certificate, options.key, options.authorities),
             listen=options.listen,
             revoked=options.revoked,
             crl=options.crl,

@@ -1,4 +1,8 @@
-"""Work of the ``ergon job`` commands: query the database, and print the result for people and programs."""
+"""Work of the ``ergon job`` commands: query the database, and print the result for people and programs.
+
+A job is a stored call of a handler. Executors of its kind run it; an orchestrator is the process that sends them jobs.
+A cron entry submits a job at scheduled times.
+"""
 
 from __future__ import annotations
 

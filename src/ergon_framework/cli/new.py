@@ -35,6 +35,7 @@ _RESERVED_NAMES: Final = frozenset(
     }
 )
 
+#: The suffix of template files, and a placeholder in them, such as {{name}}.
 _SUFFIX: Final = ".tmpl"
 _PLACEHOLDER: Final = re.compile(r"\{\{(\w+)\}\}")
 #: Files renamed in the templates because tools that build and lint this package would read them.

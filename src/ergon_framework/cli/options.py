@@ -18,6 +18,7 @@ from ergon_framework.audit import current_user
 from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.errors import Category, ConfigurationError
 
+#: Ages such as 15m, seconds by unit, durations such as 0.5s, and rates such as 50/s.
 _AGE_PATTERN = re.compile(r"(\d{1,9})([smhd])")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION_PATTERN = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd])")
@@ -134,6 +135,7 @@ def _build_query(filters: dict[str, Any]) -> DeadLetterQuery:
         raise typer.BadParameter(str(error)) from None
 
 
+#: Bytes by the unit of a size: powers of 1000 (kB, MB) and of 1024 (kiB, MiB).
 _UNITS: Final[dict[str, int]] = {"": 1, "B": 1} | {
     f"{letter}{kind}": int(base**power)
     for power, letter in enumerate(("k", "M", "G", "T"), 1)

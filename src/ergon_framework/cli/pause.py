@@ -1,4 +1,8 @@
-"""``ergon pause``, ``resume`` and ``paused``: store an operator's pause, and show which workers have applied it."""
+"""``ergon pause``, ``resume`` and ``paused``: store an operator's pause, and show which workers have applied it.
+
+A pause is a row in the database with the name of a task or a queue. Each worker (a process of ``ergon run``) with the
+same database reads the rows, stops fetching, and records that it has applied the pause. The fleet is all these workers.
+"""
 
 from __future__ import annotations
 

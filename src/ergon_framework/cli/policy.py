@@ -1,6 +1,8 @@
 """``ergon policy``: compute and print the worst case that a task's policy allows, or print a policy's JSON Schema.
 
-The explanation of a policy is a table of its steps, and sentences with the totals.
+A policy sets the retries and timeouts of a task's steps (process, success, exception, settle). A claim is a worker's
+right to process a message; the broker redelivers the message if the claim ends before the work does. The explanation of
+a policy is a table of its steps, and sentences with the totals.
 """
 
 from __future__ import annotations
@@ -194,11 +196,13 @@ class PolicyExplanation:
     task: str
     queue: str
     worst: WorstCase
-    #: Seconds until the claim ends: *lease* unless it is renewed, *deadline* in any case.
+    #: Seconds until the claim ends: *lease* unless it is renewed, *deadline* in any case; None if there is no such end.
     lease: float | None
     deadline: float | None
+    #: The providers whose retries multiply those of the task.
     stacked: Sequence[ProviderRetries]
     warnings: Sequence[str]
+    #: Why the policy does not fit the broker's deadline; None if it does.
     refused: str | None
 
 

@@ -1,6 +1,8 @@
 """``ergon provider``: show provider health, quota and circuit breakers, and override quota and breakers.
 
-The output has bars and colours on a terminal, and plain columns elsewhere.
+A provider is a third-party API; its capability is the operation that is called. A scope (a tenant, or all tenants, with
+a provider and a capability) has a quota and a circuit breaker of its own. The output has bars and colours on a
+terminal, and plain columns elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``ergon run``: load the task, run it in one or several processes, and report the result."""
+"""``ergon run``: load the task, run it in one or several processes, and report the result.
+
+With several processes, this one is their supervisor: it runs no user code, and starts each of them as ``cli.child``.
+"""
 
 from __future__ import annotations
 

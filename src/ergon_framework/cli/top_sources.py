@@ -1,4 +1,7 @@
-"""Sources of ``ergon top``: the metrics of runs, and the tables of the database."""
+"""Sources of ``ergon top``: the metrics of runs, and the tables of the database.
+
+A run is one ``ergon run``, which serves its metrics next to its probes, the health checks of the process.
+"""
 
 from __future__ import annotations
 
@@ -106,8 +109,8 @@ class _DatabaseQueries:
             "readers": facts.reader_lags,
             "pauses": pauses.list_pauses,
         }
-        lines = importlib.import_module("ergon_framework.database.pool")
-        self._pool = lines.ConnectionPool(dsn, max_size=1, error_type=ConnectorError)
+        pool_module = importlib.import_module("ergon_framework.database.pool")
+        self._pool = pool_module.ConnectionPool(dsn, max_size=1, error_type=ConnectorError)
 
     def fill(self, sample: Sample) -> None:
         """Fill *sample* with the results of the queries."""

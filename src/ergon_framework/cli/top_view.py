@@ -21,7 +21,10 @@ from ergon_framework.telemetry.names import Metric
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """One task; rates are per second, *mean* is the mean processing time in seconds, waits included."""
+    """One task; *rates* (by outcome) and *retries* are per second.
+
+    *mean* is the mean processing time in seconds, waits between attempts included. *crashed* counts exits of processes.
+    """
 
     task: str
     processes: int
@@ -70,7 +73,7 @@ class ExecutorRow:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRow:
-    """The lag of a replicator, or of a reader of the database's facts."""
+    """The lag of a replicator (it copies the facts of another zone, a site), or of a reader of the database's facts."""
 
     replica: str
     from_zone: str

@@ -1,6 +1,8 @@
 """``ergon why``: query every source for a piece of work, combine the answers, and report the result.
 
-The sources are groups of database tables, and connectors through their contract.
+The sources are groups of database tables, and connectors through their contract. Each answers with histories: the
+events and the current state of one transaction, job, provider call or fact. A correlation is the id that all work of
+one business process shares.
 """
 
 from __future__ import annotations
@@ -128,17 +130,17 @@ def table_sources(dsn: str) -> Iterator[DatabaseSources]:
     try:
         yield DatabaseSources(
             (
-                TableSource("PostgreSQL queues", pool, lambda question: queues.lookup_transaction(question.id)),
-                TableSource("jobs", pool, lambda question: jobs.lookup_job(question.id)),
-                TableSource("journal", pool, lambda question: journal.lookup_journal(question.id)),
+                TableSource("PostgreSQL queues", pool, lambda query: queues.lookup_transaction(query.id)),
+                TableSource("jobs", pool, lambda query: jobs.lookup_job(query.id)),
+                TableSource("journal", pool, lambda query: journal.lookup_journal(query.id)),
             ),
             (
                 TableSource(
                     "provider calls",
                     pool,
-                    lambda question: calls.lookup_calls(question.ids, question.tenants),
+                    lambda query: calls.lookup_calls(query.ids, query.tenants),
                 ),
-                TableSource("facts", pool, lambda question: facts.lookup_facts(question.id, question.ids)),
+                TableSource("facts", pool, lambda query: facts.lookup_facts(query.id, query.ids)),
             ),
             lambda tenant, accounts: pool.run(
                 availability.provider_availability(tenant, accounts), timeout_seconds=_SOURCE_TIMEOUT_SECONDS

@@ -1,4 +1,9 @@
-"""Find the providers that block or failed a transaction, their availability, and the remedy."""
+"""Find the providers that block or failed a transaction, their availability, and the remedy, for ``ergon why``.
+
+A provider is a third-party API with quotas and circuit breakers: an exhausted quota, an open breaker or an operator can
+block its calls, for one tenant or for all. A gate pauses the fetching of a task while the breaker that all tenants of a
+provider share is open.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Output of ``ergon why``: a history, the current status, and the remedy.
 
-The history is a table on a terminal, and plain columns elsewhere.
+A history has the recorded events and the state of one transaction, job, provider call or fact. It is a table on a
+terminal, and plain columns elsewhere.
 """
 
 from __future__ import annotations
