@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 from ergon_framework import ConsumerPolicy, ProducerPolicy
-from ergon_framework.cli.app import app
+from ergon_framework.cli.app import app, split_help
 from ergon_framework.executors.pool import PoolPolicy
 from ergon_framework.policy import Policy
 from ergon_framework.providers.policy import ProviderPolicy
@@ -82,11 +82,12 @@ def _render_command(command: Any, context: Any) -> Iterator[str]:
             inner = command.get_command(context, name)
             yield from _render_command(inner, type(context)(inner, info_name=name, parent=context))
         return
-    text, _, example = command.help.partition("Example: ")
+    text = split_help(command.help)
     level = "##" if context.parent.parent is None else "###"
-    yield f"{level} {context.command_path}\n\n{text.strip()}\n"
-    if example:
-        yield f"Example: `{example.strip()}`\n"
+    yield f"{level} {context.command_path}\n\n{text.description}\n"
+    yield "Exit codes:\n\n" + "\n".join(f"- `{code}`: {meaning}" for code, meaning in text.exit_codes) + "\n"
+    if text.example:
+        yield f"Example: `{text.example}`\n"
     rows = [_format_row(*record) for parameter in command.params if (record := parameter.get_help_record(context))]
     yield "| | |\n| --- | --- |\n" + "\n".join(rows) + "\n"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
 from ergon_framework.cli.options import Config, ProbeFile, ProbePort
@@ -24,6 +25,48 @@ MODULES: Final = {"resume": "pause", "paused": "pause"}
 LAZY_COMMANDS: Final = (*SINGLE_COMMANDS, *COMMAND_GROUPS)
 #: Longer than any first sentence of a help text.
 _MAX_SUMMARY_CHARS: Final = 1_000
+#: Separates the exit codes in a help text.
+_CODE_SEPARATOR: Final = re.compile(r", (?=\d+ )")
+
+
+class HelpText(NamedTuple):
+    """The parts of a command's help text."""
+
+    description: str
+    #: Each exit code with its meaning.
+    exit_codes: list[tuple[str, str]]
+    example: str
+
+
+def split_help(text: str) -> HelpText:
+    r"""Split the help text of a command, which ends with the paragraphs ``Exit codes: …`` and ``Example: …``.
+
+    >>> split_help("List jobs.\n\nExit codes: 0 listed, 2 invalid option.\n\nExample: ergon job list")
+    HelpText(description='List jobs.', exit_codes=[('0', 'listed'), ('2', 'invalid option')], example='ergon job list')
+    """
+    rest, _, example = text.partition("\n\nExample: ")
+    description, _, codes = rest.partition("\n\nExit codes: ")
+    codes = " ".join(codes.split()).removesuffix(".")
+    exit_codes = [
+        (code, meaning) for code, _, meaning in (each.partition(" ") for each in _CODE_SEPARATOR.split(codes))
+    ]
+    return HelpText(description, exit_codes if codes else [], " ".join(example.split()))
+
+
+class Command(TyperCommand):
+    """A command whose help lists its exit codes one per line, and its example on one line, to be copied."""
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
+        parts = split_help(self.help or "")
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(parts.description)
+        if parts.exit_codes:
+            with formatter.section("Exit codes"):
+                formatter.write_dl(parts.exit_codes)
+        if parts.example:
+            with formatter.section("Example"):
+                formatter.write(f"  {parts.example}\n")
 
 
 class CommandGroup(TyperGroup):
@@ -45,22 +88,24 @@ class LazyCommandGroup(CommandGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in LAZY_COMMANDS and cmd_name not in self.commands:
             typer_app = getattr(import_module(f"ergon_framework.cli.{MODULES.get(cmd_name, cmd_name)}"), cmd_name)
-            _set_group_class(typer_app)
+            _set_classes(typer_app)
             self.add_command(get_group(typer_app) if cmd_name in COMMAND_GROUPS else get_command(typer_app), cmd_name)
         return super().get_command(ctx, cmd_name)
 
 
-def _set_group_class(typer_app: typer.Typer) -> None:
+def _set_classes(typer_app: typer.Typer) -> None:
     typer_app.info.cls = CommandGroup
+    for command in typer_app.registered_commands:
+        command.cls = Command
     for group in typer_app.registered_groups:
         if group.typer_instance is not None:
-            _set_group_class(group.typer_instance)
+            _set_classes(group.typer_instance)
 
 
 app = typer.Typer(
     name="ergon",
     cls=LazyCommandGroup,
-    help="Run business transactions between systems.",
+    help="Run and operate message consumers and producers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -82,10 +127,10 @@ def ergon(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Run business transactions between systems."""
+    """Run and operate message consumers and producers."""
 
 
-@app.command()
+@app.command(cls=Command)
 def run(
     task: Annotated[str, typer.Argument(metavar="MODULE:TASK", help="Task to run, for example app:charge.")],
     *,
@@ -94,9 +139,12 @@ def run(
         typer.Option(min=1, max=MAX_PROCESSES, metavar="N", show_default="1", help="Number of processes."),
     ] = None,
     streaming: Annotated[
-        bool, typer.Option("--streaming", show_default="policy", help="Continue when the queue is empty.")
+        bool,
+        typer.Option("--streaming", show_default="policy", help="Continue when the queue is empty; not with --once."),
     ] = False,
-    once: Annotated[bool, typer.Option("--once", show_default="policy", help="Stop when the queue is empty.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", show_default="policy", help="Stop when the queue is empty; not with --streaming.")
+    ] = False,
     limit: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Maximum number of transactions to start in each process.")
     ] = None,
@@ -107,19 +155,23 @@ def run(
     probe_port: ProbePort = None,
     probe_file: ProbeFile = None,
     source: Annotated[
-        str | None, typer.Option("--input", metavar="FILE", show_default="stdin", help="JSON lines for a producer.")
+        str | None,
+        typer.Option(
+            "--input", metavar="FILE", show_default="stdin", help="Input of a producer, one JSON value per line."
+        ),
     ] = None,
     log_level: LogLevelOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as one line of JSON at the end.")] = False,
 ) -> None:
     """Run a task until its queue or input is empty, its limit is reached, or a signal arrives.
 
-    After SIGTERM or Ctrl-C running work may finish within the policy's loop.drain_timeout; a second signal stops it
+    After SIGTERM or Ctrl-C, running work may finish within the policy's loop.drain_timeout; a second signal stops it
     immediately.
 
     Exit codes: 0 ended cleanly, 1 the run failed, 2 invalid task, option or configuration; nothing was fetched,
-    3 loop.timeout reached, 4 handlers still running or outcomes unsettled; the queue redelivers them, 5 worker
-    processes exited too often soon after their start, 70 still running after the grace period; the process was ended.
+    3 loop.timeout reached, 4 ended with handlers still running or outcomes not settled; the queue redelivers those,
+    5 worker processes exited too often soon after their start, 70 the run did not end in time; the process exited
+    anyway.
 
     Example: ergon run app:charge --streaming
     """

@@ -61,7 +61,7 @@ def list_(
 ) -> None:
     """List replays, discards, edits, pauses, resumes, kills, overrides and other actions, newest first.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
+    Exit codes: 0 listed, 2 database unavailable, request rejected by it, or invalid option or configuration.
 
     Example: ergon audit list --name orders --since 7d
     """

@@ -41,12 +41,12 @@ class DbExit(ExitCode):
 def upgrade(*, config: Config = None, json: Json = False) -> None:
     """Upgrade the database to the schema of this release, completely or not at all.
 
-    The address is read from ERGON_POSTGRES__DSN or from postgres.dsn of ergon.toml. A second run changes nothing; a
-    concurrent run waits for the first. Workers of the previous release continue meanwhile. If providers.task_table
+    The address is read from ERGON_POSTGRES__DSN or from postgres.dsn in ergon.toml. A second run changes nothing; a
+    concurrent run waits for the first. Workers of the previous release keep running meanwhile. If providers.task_table
     is set, the recorded attempts of provider calls get a foreign key to that table, in a second database transaction.
 
-    Exit codes: 0 up to date, 2 invalid option or configuration, database unavailable, or request rejected; the schema
-    is unchanged, unless the message says that only the foreign key failed.
+    Exit codes: 0 up to date, 2 invalid option or configuration, database unavailable, or request rejected by it; the
+    schema is unchanged, unless the message says that only the foreign key failed.
 
     Example: ERGON_POSTGRES__DSN=postgresql://owner@db.example/shop ergon db upgrade
     """
@@ -58,7 +58,7 @@ def check(*, config: Config = None, json: Json = False) -> None:
     """Show the schema revision of the database without changing it.
 
     Exit codes: 0 up to date, 1 upgrade needed, 2 invalid option or configuration, database unavailable, or request
-    rejected.
+    rejected by it.
 
     Example: ergon db check --json
     """
@@ -73,7 +73,7 @@ def sql(
         typer.Option(metavar="REVISION", show_default="empty database", help="Current revision of the database."),
     ] = None,
 ) -> None:
-    """Print the statements of an upgrade, for manual execution; no database is queried.
+    """Print the SQL statements of an upgrade, for manual execution; no database is queried.
 
     Exit codes: 0 printed, 2 unknown revision.
 

@@ -28,7 +28,7 @@ from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.errors import ConfigurationError, error_message
 
 dlq = typer.Typer(
-    help="List, show, replay, correct and discard dead letters.",
+    help="List, show, replay, edit and discard dead letters.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -66,7 +66,7 @@ def list_(
     payload: Payload = False,
     json: JsonLines = False,
 ) -> None:
-    """List dead letters, oldest first; with filters, those that match all filters.
+    """List dead letters, oldest first; if filters are given, only those that match all of them.
 
     Exit codes: 0 listed, 1 broker unavailable, 2 invalid option or configuration.
 
@@ -108,13 +108,16 @@ def replay(
             min=0,
             max=1000,
             metavar="N",
-            help="Number of dead letters to replay first; the rest follows if at most --max-failed of them fail.",
+            help="Dead letters to replay first; the rest follow if all end in time and at most --max-failed fail.",
         ),
     ] = 0,
     max_failed: Annotated[
         int, typer.Option(min=0, metavar="N", help="Maximum number of failed transactions of the canary.")
     ] = 0,
-    canary_wait: Annotated[float, duration_option("Timeout of the canary.", minimum=0, maximum=86_400)] = "60s",  # type: ignore[assignment]  # typer parses the default too
+    canary_wait: Annotated[
+        float,
+        duration_option("Maximum time to wait until the canary's transactions have ended.", minimum=0, maximum=86_400),
+    ] = "60s",  # type: ignore[assignment]  # typer parses the default too
     actor: Actor = "",
     reason: Reason = "",
     dry_run: DryRun = False,
@@ -122,8 +125,9 @@ def replay(
 ) -> None:
     """Replay dead letters into their queue with the same id and correlation and a reset attempt count.
 
-    The command selects the dead letters that exist at its start, oldest first, and ignores later ones. After Ctrl-C or
-    a crash each transaction is either in the dead-letter queue or in the queue: run the command again to continue.
+    Pass either --all or at least one filter. The command selects the dead letters that exist at its start, oldest
+    first, and ignores later ones. After Ctrl-C or a crash, each transaction is either in the dead-letter queue or in
+    the queue: run the command again to continue.
 
     Exit codes: 0 all replayed, 1 some failed, or broker unavailable, 2 invalid option or configuration, 3 stopped by
     the canary, 130 stopped by a signal.
@@ -165,10 +169,13 @@ def edit(
     allow_new_keys: Annotated[bool, typer.Option("--allow-new-keys", help="Allow --set to add missing keys.")] = False,
     entry: Annotated[
         str | None,
-        typer.Option(metavar="ENTRY", help="Entry, as in ergon dlq list, if several dead letters have this id."),
+        typer.Option(
+            metavar="ENTRY",
+            help="Entry to edit, as shown by ergon dlq list; required if several dead letters have this id.",
+        ),
     ] = None,
     task: Annotated[
-        str | None, typer.Option(metavar="MODULE:TASK", help="Reject a payload that does not match this task.")
+        str | None, typer.Option(metavar="MODULE:TASK", help="Validate the corrected payload against this task.")
     ] = None,
     actor: Actor = "",
     reason: Reason = "",
@@ -180,12 +187,14 @@ def edit(
 ) -> None:
     """Correct the payload of a dead letter and replay it with the same id and a reset attempt count.
 
-    The history of the transaction records the operator, the time and the changed values. Effects of the old values are
-    not undone: a provider call or a fact with a changed payload raises a conflict error that names the call or fact.
+    The history of the transaction records the operator, the time and the paths that changed; with --show-values also
+    the values. Side effects of earlier attempts are not undone: if the handler repeats a provider call or a fact with
+    changed values, a conflict error names that call or fact.
+
     After a crash the old dead letter may exist next to the corrected transaction; at least one of the two exists.
 
     Exit codes: 0 replayed, 1 not found, or broker unavailable, 2 invalid option or configuration, unchanged payload, or
-    payload rejected by the task; after 2 nothing was changed.
+    payload rejected by the task; nothing was changed.
 
     Example: ergon dlq edit app:charge order-3 --set customer.zip=10115
     """
@@ -225,6 +234,8 @@ def discard(
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
 ) -> None:
     """Delete dead letters permanently.
+
+    Pass either --all or at least one filter.
 
     Exit codes: 0 all discarded, 1 some failed, or broker unavailable, 2 invalid option or configuration, or
     confirmation declined, 130 stopped by a signal.

@@ -269,7 +269,7 @@ def doctor_(
         list[str] | None,
         typer.Argument(
             metavar="MODULE:NAME",
-            help="Also check a task with its queue, policy and executors, a connector, or a fact boundary.",
+            help="Task (with its queue, policy and executors), connector or fact boundary to check too.",
         ),
     ] = None,
     *,
@@ -279,9 +279,9 @@ def doctor_(
 ) -> None:
     """Check configuration, connections and brokers, and suggest fixes.
 
-    The checks cover everything that ergon.toml and the environment name: connections, versions, settings, topology,
-    clocks and permissions of the database, the queues, and the servers of RabbitMQ, NATS and Redis. Nothing is created,
-    moved or changed, and no credential is shown.
+    The checks cover the database, the queues and the servers of RabbitMQ, NATS and Redis that ergon.toml and the
+    environment name: their connections, versions, settings, topology, clocks and permissions. Nothing is created, moved
+    or changed, and no credential is shown.
 
     Exit codes: 0 no problems, 1 errors found, 2 invalid option, 3 warnings only.
 

@@ -126,11 +126,12 @@ def run(
 ) -> None:
     """Read requests from stdin, one per line, and write an outcome for each to stdout.
 
-    The executor exits after the last outcome when stdin is closed, immediately when the parent process has ended, and
-    after SIGTERM, which cancels the running handler. Output of handlers goes to stderr.
+    The executor exits after the last outcome when stdin is closed, and immediately when the parent process has ended.
+    SIGTERM asks the running handler to stop; after --grace the executor exits anyway. Output of handlers goes to
+    stderr.
 
-    Exit codes: 0 ended cleanly, 2 invalid option, configuration or registry, 70 ended before the running handler:
-    --grace expired, a second signal arrived, or the parent process ended.
+    Exit codes: 0 ended cleanly, 2 invalid option, configuration or registry, 70 exited while a handler was still
+    running: --grace expired, a second signal arrived, or the parent process ended.
 
     Example: ergon executor run --handlers app:registry
     """
@@ -150,8 +151,8 @@ def check(
 ) -> None:
     """Run the conformance suite against an executor in any language.
 
-    The suite starts the executor repeatedly. The executor must have the eight test handlers conformance.echo,
-    conformance.fail and so on, which the page "Executors in your language" of the documentation describes.
+    The suite starts the executor repeatedly. The executor must have the eight conformance.* handlers that the
+    documentation page "Executors in your language" describes.
 
     Exit codes: 0 passed, 1 at least one check failed, 2 invalid option, or executor not started.
 

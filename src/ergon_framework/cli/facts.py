@@ -65,7 +65,11 @@ ServerName = Annotated[
 ]
 Timeout = Annotated[float, duration_option("Timeout of one call.")]
 Reader = Annotated[
-    str, typer.Option(metavar="NAME", help="Reader; registered on first use, and then delays retention until retired.")
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Reader; the first use registers it, and unconfirmed facts are then kept until it is retired.",
+    ),
 ]
 Bucket = Annotated[str, typer.Argument(metavar="BUCKET", help="Bucket of the artifact.")]
 ArtifactKey = Annotated[str, typer.Argument(metavar="KEY", help="Key in the bucket.")]
@@ -84,7 +88,8 @@ Since = Annotated[
     ),
 ]
 Confirm = Annotated[
-    bool, typer.Option("--confirm", help="Advance the cursor past the printed facts; otherwise they are read again.")
+    bool,
+    typer.Option("--confirm", help="Advance the cursor past the printed facts; not with --from-offset or --since."),
 ]
 
 
@@ -112,7 +117,9 @@ def serve(
     max_facts: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum number of retained facts.")] = None,
     max_bytes: Annotated[
         int | None,
-        typer.Option(parser=parse_size, metavar="SIZE", help="Maximum size of facts and artifacts: 500MB, 2GiB."),
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="Maximum size of facts and artifacts, for example 500MB or 2GiB."
+        ),
     ] = None,
     max_readers: Annotated[
         int, typer.Option(min=1, metavar="N", help="Maximum number of readers per other zone.")
@@ -123,7 +130,7 @@ def serve(
     keep_uploads: Annotated[float, duration_option("Time for which an interrupted upload can be resumed.")] = "1h",  # type: ignore[assignment]  # typer parses the default too
     keep: Annotated[
         float | None,
-        duration_option("Delete older facts that all readers have confirmed.", show_default="keep all"),
+        duration_option("Delete facts older than this that all readers have confirmed.", show_default="keep all"),
     ] = None,
     retention_interval: Annotated[float, duration_option("Interval between deletions, with --keep.")] = "1h",  # type: ignore[assignment]  # typer parses the default too
     revoked: Annotated[
@@ -139,7 +146,7 @@ def serve(
     ] = None,
     max_caller_connections: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", show_default="400", help="Maximum number of connections per identity."),
+        typer.Option(min=1, metavar="N", show_default="400", help="Maximum number of connections per caller."),
     ] = None,
     max_address_connections: Annotated[
         int | None,
@@ -147,7 +154,7 @@ def serve(
             min=1,
             metavar="N",
             show_default="500",
-            help="Maximum number of unauthenticated connections per address.",
+            help="Maximum number of unauthenticated connections per IP address.",
         ),
     ] = None,
     handshake_timeout: Annotated[float | None, duration_option("Timeout of a handshake.", show_default="5s")] = None,
@@ -156,11 +163,11 @@ def serve(
     ] = None,
     max_caller_calls: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", show_default="200", help="Maximum number of concurrent calls per identity."),
+        typer.Option(min=1, metavar="N", show_default="200", help="Maximum number of concurrent calls per caller."),
     ] = None,
     max_caller_streams: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", show_default="100", help="Maximum number of concurrent streams per identity."),
+        typer.Option(min=1, metavar="N", show_default="100", help="Maximum number of concurrent streams per caller."),
     ] = None,
     max_caller_bytes: Annotated[
         int | None,
@@ -168,7 +175,7 @@ def serve(
             parser=parse_size,
             metavar="SIZE",
             show_default="64MiB",
-            help="Maximum size of the requests in flight per identity.",
+            help="Maximum size of the requests in flight per caller.",
         ),
     ] = None,
     compression: Annotated[bool, typer.Option("--compression", help="Accept compressed messages.")] = False,
@@ -180,11 +187,12 @@ def serve(
 
     The names in a caller's certificate define its permissions: ergon://zone/NAME and ergon://operator/NAME.
     Certificates, keys and the revocation list are reloaded when they change. The database address is read from
-    ERGON_POSTGRES__DSN or from postgres.dsn of ergon.toml. The first line of output is the listen address.
+    ERGON_POSTGRES__DSN or from postgres.dsn in ergon.toml. The first line of output is the listen address.
 
     A store with --max-facts or --max-bytes rejects data beyond the limit; stored data is kept. Incomplete uploads
-    count; an artifact that is too large is rejected before its first byte is sent. With --keep the store
-    deletes older facts after every registered reader has confirmed them, and artifacts that no fact references.
+    count towards the limit; an artifact that is too large is rejected before its first byte is sent. With --keep the
+    store deletes facts older than --keep after every registered reader has confirmed them, and artifacts that no fact
+    references.
 
     Exit codes: 0 stopped cleanly, 2 startup failed: invalid option or configuration, address in use, database
     unavailable, or store not durable.
@@ -237,7 +245,12 @@ def append(
     from_zone: FromZone,
     to_zone: ToZone,
     message_id: Annotated[
-        str, typer.Option("--id", metavar="ID", help="Message id, derived from the event; an id is appended once.")
+        str,
+        typer.Option(
+            "--id",
+            metavar="ID",
+            help="Message id, derived from the event so that a retry has the same id; each id is stored once.",
+        ),
     ],
     server: Server,
     tls_cert: Cert,
@@ -302,7 +315,7 @@ def fetch(
     timeout: Timeout = "10s",  # type: ignore[assignment]  # typer parses the default too
     json: JsonLines = False,
 ) -> None:
-    """Read facts after the reader's cursor, or again from an offset or a time.
+    """Read facts after the reader's cursor, or re-read them from an offset or a time.
 
     Reading registers the reader. A registered reader delays the deletion of facts until it confirms them (--confirm) or
     is retired (ergon facts retire).
@@ -334,7 +347,7 @@ def tail(
     timeout: Timeout = "10s",  # type: ignore[assignment]  # typer parses the default too
     json: JsonLines = False,
 ) -> None:
-    """Print facts as they arrive until Ctrl-C; wait while the connection is lost.
+    """Print facts as they arrive until Ctrl-C; reconnect if the connection is lost.
 
     Reading registers the reader. A registered reader delays the deletion of facts until it confirms them (--confirm) or
     is retired (ergon facts retire). Progress is shown on stderr while the reader catches up.
@@ -363,10 +376,10 @@ def put(
     zone: OwnerZone = "",
     json: Json = False,
 ) -> None:
-    """Store a file permanently as an artifact and print its digest and size; resume an interrupted upload.
+    """Store a file as an artifact and print its digest and size; resume an interrupted upload.
 
-    Exit codes: 0 stored, 1 rejected: the name already stores different content, or the file changed during the upload,
-    2 invalid option or configuration, 3 interrupted: run the command again.
+    Exit codes: 0 stored, 1 rejected: the name is already used for different content, or the file changed during the
+    upload, 2 invalid option or configuration, 3 interrupted: run the command again.
 
     Example: ergon facts put invoices 2026/17.pdf invoice.pdf
     """
@@ -392,7 +405,7 @@ def cat(
 ) -> None:
     """Print an artifact, or write it to a file that appears only when it is complete and verified.
 
-    An artifact that a fact of another zone references belongs to that zone: pass --zone.
+    For an artifact that a fact of another zone references, pass that zone with --zone.
 
     Exit codes: 0 complete and digest verified, 1 not found, lost or damaged, 2 invalid option or configuration,
     3 interrupted.
@@ -416,7 +429,7 @@ def lag(
 ) -> None:
     """Show the retained facts of each pair of zones and the unconfirmed facts of each reader.
 
-    A zone's certificate shows its own pairs, an operator's certificate shows all.
+    With a zone's certificate only the pairs of that zone are shown, with an operator's certificate all.
 
     Exit codes: 0 shown, 1 rejected, 2 invalid option or configuration, 3 service unavailable.
 
@@ -442,7 +455,7 @@ def retire(
     timeout: Timeout = "10s",  # type: ignore[assignment]  # typer parses the default too
     json: Json = False,
 ) -> None:
-    """Remove a reader so that it no longer delays retention; its unread facts may then be deleted.
+    """Remove a reader so that it no longer delays the deletion of facts; its unread facts may then be deleted.
 
     Requires an operator's certificate. The store records the time and the name in the certificate, followed by --actor
     in parentheses if it differs.

@@ -24,7 +24,11 @@ from ergon_framework.facts.model import BoundarySide, Cursor, ZonePair
 from ergon_framework.runner.settings import database_dsn
 
 epoch: Final = typer.Typer(
-    help="List, start, adopt and accept epochs of a store, in the store's own database; for operators.",
+    help="""List, start, adopt and accept epochs of a store, in the store's own database; for operators.
+
+An epoch names the history of a store. After a restored backup offsets may mean other facts, so a new epoch begins, and
+readers stop until an operator lets them continue. The origin store is the one that facts are copied from; the forward
+buffer of the other zone's store holds the copies.""",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -36,11 +40,11 @@ SideOption = Annotated[
     BoundarySide,
     typer.Option(
         "--side",
-        help="Side: inner has egress store and ingress forward buffer (ESB, IFB), outer the others (ISB, EFB).",
+        help="Side of the boundary; inner: store buffer ESB and forward buffer IFB, outer: ISB and EFB.",
     ),
 ]
 AcceptLoss = Annotated[
-    bool, typer.Option("--accept-loss", help="Allow a database that may lose commits after a power loss.")
+    bool, typer.Option("--accept-loss", help="Open the store even if its database may lose commits after a power loss.")
 ]
 
 
@@ -94,9 +98,9 @@ def new(
 ) -> None:
     """Start a new epoch after the store was restored from a disk snapshot.
 
-    The store detects other restores automatically, but not this one. Run the command before anything is appended. Every
-    reader of the store stops until an operator has compared the stores and has adopted (replicators) or accepted
-    (consumers) the epoch. Operator, time and reason are stored in ergon.fact_epochs.
+    The store detects other kinds of restore automatically, but may not detect a restored disk snapshot. Run the command
+    before anything is appended. Every reader of the store stops until an operator has compared the stores and has
+    adopted (replicators) or accepted (consumers) the epoch. Operator, time and reason are stored in ergon.fact_epochs.
 
     Exit codes: 0 started, 1 rejected, or confirmation declined, 2 invalid option or configuration, 3 database
     unavailable.
@@ -130,7 +134,12 @@ def adopt(
     from_zone: FromZone,
     to_zone: ToZone,
     offset: Annotated[
-        int, typer.Option(min=0, metavar="OFFSET", help="Last offset of the forward buffer, equal in both stores.")
+        int,
+        typer.Option(
+            min=0,
+            metavar="OFFSET",
+            help="Last offset of the forward buffer; both stores must have the same fact at this offset.",
+        ),
     ],
     actor: Actor = "",
     yes: Yes = False,
@@ -139,7 +148,7 @@ def adopt(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Let replication continue in a new epoch of the origin store, after comparing both stores.
+    """Let replication continue in a new epoch of the origin store, after both stores have been compared.
 
     Run it against the database with the forward buffer, which holds the copied facts of the other zone. An --offset
     that is not the last offset of this buffer is rejected. Restart the replicator afterwards: it compares the last
@@ -182,7 +191,7 @@ def accept(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Let a consumer continue in a new epoch of the store that it reads, after comparing the handled facts.
+    """Let a consumer continue in a new epoch of the store that it reads, after the handled facts have been compared.
 
     The reader's cursor does not move. Deferred facts of the reader become dead letters with the reason epoch_changed,
     because offsets may refer to other facts now; some handled facts may be delivered again. Start the consumer

@@ -59,11 +59,11 @@ def replicate(
 ) -> None:
     """Copy the facts of other zones into this zone until a signal arrives.
 
-    After SIGTERM or Ctrl-C running calls may finish; a second signal stops them immediately. Missing facts are copied
+    After SIGTERM or Ctrl-C, running calls may finish; a second signal stops them immediately. Missing facts are copied
     after the next start: the replicator keeps no state outside the stores.
 
-    Exit codes: 0 stopped cleanly, 1 a replicator failed, 2 invalid option, configuration or replicators, 70 calls still
-    running after the grace period; the process was ended.
+    Exit codes: 0 stopped cleanly, 1 a replicator failed, 2 invalid option, configuration or replicators, 70 calls did
+    not end in time; the process exited anyway.
 
     Example: ergon facts replicate app:replicators
     """

@@ -1,4 +1,4 @@
-"""Commands of ``ergon job`` and their options; ``ergon job cron`` has those for jobs submitted on a schedule."""
+"""Commands and options of ``ergon job``, and of ``ergon job cron`` for jobs submitted on a schedule."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ergon_framework.cli import job_commands as view
-from ergon_framework.cli import job_commands as work
+from ergon_framework.cli import job_commands
 from ergon_framework.cli.job_commands import JobExit, Operator, run_with_client
 from ergon_framework.cli.options import Actor, Config, Json, JsonLines, Reason, duration_option
 
@@ -32,59 +31,62 @@ def list_entries(
 ) -> None:
     """List cron entries by name, with their next and last scheduled times.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
+    Exit codes: 0 listed, 2 database unavailable, request rejected by it, or invalid option or configuration.
 
     Example: ergon job cron list
     """
 
-    def work(client: Any) -> JobExit:
+    def request(client: Any) -> JobExit:
         entries = client.schedules()
         if json:
             for entry in entries:
-                typer.echo(view.to_json_line(entry))
+                typer.echo(job_commands.to_json_line(entry))
         elif entries:
-            view.show_crons(entries)
+            job_commands.show_crons(entries)
         else:
             typer.echo("there are no cron entries")
         return JobExit.OK
 
-    raise typer.Exit(run_with_client(work, config=config, as_json=json))
+    raise typer.Exit(run_with_client(request, config=config, as_json=json))
 
 
 @cron.command()
 def pause(name: Name, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Stop submitting the jobs of a cron entry until ergon job cron resume.
+    """Stop submitting the jobs of a cron entry until it is resumed.
 
-    Exit codes: 0 paused, 1 not found, 2 database unavailable, request rejected, or invalid option or configuration.
+    Exit codes: 0 paused, 1 not found, 2 database unavailable, request rejected by it, or invalid option or
+    configuration.
 
     Example: ergon job cron pause nightly
     """
-    work = _build_action("pause_schedule", name, as_json=json)
-    raise typer.Exit(run_with_client(work, config=config, as_json=json, operator=Operator(actor, reason)))
+    request = _build_action("pause_schedule", name, as_json=json)
+    raise typer.Exit(run_with_client(request, config=config, as_json=json, operator=Operator(actor, reason)))
 
 
 @cron.command()
 def resume(name: Name, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
     """Resume a cron entry at its next scheduled time; times missed while paused are skipped.
 
-    Exit codes: 0 resumed, 1 not found, 2 database unavailable, request rejected, or invalid option or configuration.
+    Exit codes: 0 resumed, 1 not found, 2 database unavailable, request rejected by it, or invalid option or
+    configuration.
 
     Example: ergon job cron resume nightly
     """
-    work = _build_action("resume_schedule", name, as_json=json)
-    raise typer.Exit(run_with_client(work, config=config, as_json=json, operator=Operator(actor, reason)))
+    request = _build_action("resume_schedule", name, as_json=json)
+    raise typer.Exit(run_with_client(request, config=config, as_json=json, operator=Operator(actor, reason)))
 
 
 @cron.command("run-now")
 def run_now(name: Name, *, config: Config = None, json: Json = False) -> None:
     """Submit the job of a cron entry now, in addition to its schedule, and print the job's id.
 
-    Exit codes: 0 submitted, 1 not found, 2 database unavailable, request rejected, or invalid option or configuration.
+    Exit codes: 0 submitted, 1 not found, 2 database unavailable, request rejected by it, or invalid option or
+    configuration.
 
     Example: ergon job cron run-now nightly
     """
 
-    def work(client: Any) -> JobExit:
+    def request(client: Any) -> JobExit:
         submitted = client.run_schedule(name)
         typer.echo(
             json_lib.dumps({"id": submitted.id, "created": submitted.created, "state": submitted.state})
@@ -93,21 +95,23 @@ def run_now(name: Name, *, config: Config = None, json: Json = False) -> None:
         )
         return JobExit.OK
 
-    raise typer.Exit(run_with_client(work, config=config, as_json=json))
+    raise typer.Exit(run_with_client(request, config=config, as_json=json))
 
 
 def _build_action(method: str, name: str, *, as_json: bool) -> Callable[[Any], JobExit]:
-    def work(client: Any) -> JobExit:
+    """Return a request that calls *method* of the client for the cron entry *name*, and prints the entry."""
+
+    def request(client: Any) -> JobExit:
         getattr(client, method)(name)
         entries = [entry for entry in client.schedules() if entry.name == name]
         if as_json:
             for entry in entries:
-                typer.echo(view.to_json_line(entry))
+                typer.echo(job_commands.to_json_line(entry))
         else:
-            view.show_crons(entries)
+            job_commands.show_crons(entries)
         return JobExit.OK
 
-    return work
+    return request
 
 
 # -- jobs -------------------------------------------------------------------------------------------
@@ -148,18 +152,30 @@ def submit(
     *,
     kwargs: Annotated[str, typer.Option(metavar="OBJECT", help="Keyword arguments, as a JSON object.")] = "{}",
     key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="Unique key; the same job is submitted only once.")
+        str | None,
+        typer.Option(
+            metavar="KEY", help="Unique key; submitting the same job again with this key returns the existing job."
+        ),
     ] = None,
-    delay: Annotated[float | None, duration_option("Delay before the start, for example 90s, 15m or 2h.")] = None,
+    delay: Annotated[
+        float | None, duration_option("Delay before the start, for example 90s, 15m or 2h; not with --at.")
+    ] = None,
     at: Annotated[
         datetime | None,
-        typer.Option(parser=parse_time, metavar="TIME", help="Start time: an ISO time (UTC unless it has an offset)."),
+        typer.Option(
+            parser=parse_time,
+            metavar="TIME",
+            help="Start time: an ISO time (UTC unless it has an offset); not with --delay.",
+        ),
     ] = None,
     priority: Annotated[int, typer.Option(min=-100, max=100, metavar="N", help="Priority; higher runs first.")] = 0,
     max_attempts: Annotated[
-        int | None, typer.Option(min=1, metavar="N", show_default="policy", help="Maximum number of attempts.")
+        int | None,
+        typer.Option(min=1, metavar="N", show_default="orchestrator's policy", help="Maximum number of attempts."),
     ] = None,
-    timeout: Annotated[float | None, duration_option("Timeout of an attempt.", show_default="policy")] = None,
+    timeout: Annotated[
+        float | None, duration_option("Timeout of an attempt.", show_default="orchestrator's policy")
+    ] = None,
     tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Tenant of the job.")] = None,
     correlation: Annotated[str | None, typer.Option(metavar="ID", help="Correlation id of the job.")] = None,
     keep: Annotated[float, duration_option("Retention after the job's end.")] = "7d",  # type: ignore[assignment]  # typer parses the default too
@@ -169,10 +185,10 @@ def submit(
 ) -> None:
     """Submit a job and print its id.
 
-    The database address is read from ERGON_POSTGRES__DSN or from postgres.dsn of ergon.toml.
+    The database address is read from ERGON_POSTGRES__DSN or from postgres.dsn in ergon.toml.
 
-    Exit codes: 0 submitted or existing, 1 the key belongs to another job, 2 database unavailable, request rejected,
-    or invalid option or configuration.
+    Exit codes: 0 submitted or existing, 1 the key belongs to another job, 2 database unavailable, request rejected by
+    it, or invalid option or configuration.
 
     Example: ergon job submit python#charge '{"id": "o-1", "total": 5}' --key order-1 --delay 15m
     """
@@ -186,19 +202,22 @@ def submit(
         "correlation": correlation,
         "retention": keep,
     }
-    options = work.SubmitOptions(function, arguments or [], kwargs, job_options=job_options, due_at=at, default=kind)
-    raise typer.Exit(work.submit(options, config=config, as_json=json))
+    options = job_commands.SubmitOptions(
+        function, arguments or [], kwargs, job_options=job_options, due_at=at, default_kind=kind
+    )
+    raise typer.Exit(job_commands.submit(options, config=config, as_json=json))
 
 
 @job.command()
 def show(job_id: Id, *, config: Config = None, json: Json = False) -> None:
     """Show the state, the result and the errors of a job.
 
-    Exit codes: 0 shown, 1 not found, 2 database unavailable, request rejected, or invalid option or configuration.
+    Exit codes: 0 shown, 1 not found, 2 database unavailable, request rejected by it, or invalid option or
+    configuration.
 
     Example: ergon job show 4f0c2a
     """
-    raise typer.Exit(work.show(job_id, config=config, as_json=json))
+    raise typer.Exit(job_commands.show(job_id, config=config, as_json=json))
 
 
 @job.command()
@@ -213,38 +232,38 @@ def wait(
 ) -> None:
     """Wait until a job has ended, and show it.
 
-    Exit codes: 0 succeeded, 1 failed, cancelled, killed or not found, 2 database unavailable, request rejected, or
-    invalid option or configuration, 3 not ended within the timeout, 130 stopped by Ctrl-C; the job continues.
+    Exit codes: 0 succeeded, 1 failed, cancelled, killed or not found, 2 database unavailable, request rejected by it,
+    or invalid option or configuration, 3 not ended within the timeout, 130 stopped by Ctrl-C; the job continues.
 
     Example: ergon job wait 4f0c2a --timeout 5m
     """
-    raise typer.Exit(work.wait(job_id, timeout=timeout, config=config, as_json=json))
+    raise typer.Exit(job_commands.wait(job_id, timeout=timeout, config=config, as_json=json))
 
 
 @job.command()
 def cancel(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Cancel a pending job: it waits for an executor, its start time, or its next attempt.
+    """Cancel a pending job, that is one that waits for an executor, its start time or its next attempt.
 
-    Exit codes: 0 cancelled, 1 started, ended or not found, 2 database unavailable, request rejected, or invalid option
-    or configuration.
+    Exit codes: 0 cancelled, 1 started, ended or not found, 2 database unavailable, request rejected by it, or invalid
+    option or configuration.
 
     Example: ergon job cancel 4f0c2a
     """
-    raise typer.Exit(work.cancel(job_id, operator=work.Operator(actor, reason), config=config, as_json=json))
+    raise typer.Exit(job_commands.cancel(job_id, operator=Operator(actor, reason), config=config, as_json=json))
 
 
 @job.command()
 def kill(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Cancel a pending job, or kill the executor that runs a running job; the job is not retried.
+    """Cancel a pending job, or kill the executor of a running job; the job is not retried.
 
     The orchestrator kills the executor within about a second; ergon job wait shows the end of the job.
 
-    Exit codes: 0 cancelled or kill requested, 1 ended or not found, 2 database unavailable, request rejected, or
+    Exit codes: 0 cancelled or kill requested, 1 ended or not found, 2 database unavailable, request rejected by it, or
     invalid option or configuration.
 
     Example: ergon job kill 4f0c2a
     """
-    raise typer.Exit(work.kill(job_id, operator=work.Operator(actor, reason), config=config, as_json=json))
+    raise typer.Exit(job_commands.kill(job_id, operator=Operator(actor, reason), config=config, as_json=json))
 
 
 @job.command("list")
@@ -261,29 +280,30 @@ def list_(
     function: Annotated[str | None, typer.Option(metavar="FUNCTION", help="Only this function, without KIND#.")] = None,
     tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant.")] = None,
     before: Annotated[
-        int | None, typer.Option(metavar="N", help="Only jobs before the one with number N, as shown by this command.")
+        int | None,
+        typer.Option(metavar="N", help="Only jobs with a number below N (first column of this list), for paging."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Maximum number of jobs to show.")] = 50,
     config: Config = None,
     json: JsonLines = False,
 ) -> None:
-    """List jobs, newest first; with filters, those that match all filters.
+    """List jobs, newest first; if filters are given, only those that match all of them.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
+    Exit codes: 0 listed, 2 database unavailable, request rejected by it, or invalid option or configuration.
 
     Example: ergon job list --state failed --kind python
     """
     filters = {"states": state, "kind": kind, "function": function, "tenant": tenant, "before": before}
-    raise typer.Exit(work.list_jobs(filters, limit=limit, config=config, as_json=json))
+    raise typer.Exit(job_commands.list_jobs(filters, limit=limit, config=config, as_json=json))
 
 
 @job.command()
 def replay(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Run a failed job again with a reset attempt count; for many jobs use ergon dlq replay.
+    """Run a failed job again with a reset attempt count; for many jobs, use ergon dlq replay.
 
-    Exit codes: 0 replayed, 1 not failed, dead letter missing, or job not found, 2 database unavailable, request
-    rejected, or invalid option or configuration.
+    Exit codes: 0 replayed, 1 the job has not failed, its dead letter is missing, or it was not found, 2 database
+    unavailable, request rejected by it, or invalid option or configuration.
 
     Example: ergon job replay 4f0c2a
     """
-    raise typer.Exit(work.replay(job_id, operator=work.Operator(actor, reason), config=config, as_json=json))
+    raise typer.Exit(job_commands.replay(job_id, operator=Operator(actor, reason), config=config, as_json=json))

@@ -170,7 +170,8 @@ class SubmitOptions:
     kwargs: str
     job_options: dict[str, Any]
     due_at: datetime | None
-    default: str
+    #: The executor kind of a function that names none.
+    default_kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,7 @@ def submit(options: SubmitOptions, *, config: Path | None, as_json: bool) -> Job
                 _print_stderr(f"the job waits for an orchestrator: {wait_text}")
         return JobExit.OK
 
-    return run_with_client(work, config=config, as_json=as_json, default=options.default)
+    return run_with_client(work, config=config, as_json=as_json, default_kind=options.default_kind)
 
 
 def show(job_id: str, *, config: Path | None, as_json: bool) -> JobExit:
@@ -356,7 +357,7 @@ def run_with_client(
     *,
     config: Path | None,
     as_json: bool,
-    default: str | None = None,
+    default_kind: str | None = None,
     operator: Operator = Operator(),  # noqa: B008 - it is immutable
 ) -> JobExit:
     """Call *work* with a client as *operator*; print errors and return the exit code."""
@@ -365,7 +366,7 @@ def run_with_client(
         # Imported on demand: the libraries are an optional extra.
         require_psycopg()
         module = importlib.import_module("ergon_framework.jobs.client")
-        client_options = {} if default is None else {"default": default}
+        client_options = {} if default_kind is None else {"default": default_kind}
         with module.JobClient(dsn, **client_options) as client, act_as(operator.actor, reason=operator.reason):
             return work(client)
     except ErgonError as error:

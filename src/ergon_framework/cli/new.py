@@ -227,7 +227,7 @@ def new_(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the project and its package, for example shop.")],
     *,
     broker: Annotated[
-        Broker, typer.Option(help="Broker of the queue; one line of ergon.toml changes the broker later.")
+        Broker, typer.Option(help="Broker of the queue; to change it later, edit one line of ergon.toml.")
     ] = Broker.POSTGRES,
 ) -> None:
     """Create a ready-to-run project in the folder NAME.

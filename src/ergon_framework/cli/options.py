@@ -97,10 +97,11 @@ FILTER_OPTIONS: dict[str, Any] = {
     ],
     "category": Annotated[Category | None, _make_option("Only this error category.", case_sensitive=False)],
     "since": Annotated[
-        float | None, _make_option(f"Only dead letters since {TIME_FORMS}.", parser=parse_time, metavar="TIME")
+        float | None, _make_option(f"Only letters dead-lettered since {TIME_FORMS}.", parser=parse_time, metavar="TIME")
     ],
     "until": Annotated[
-        float | None, _make_option(f"Only dead letters before {TIME_FORMS}.", parser=parse_time, metavar="TIME")
+        float | None,
+        _make_option(f"Only letters dead-lettered before {TIME_FORMS}.", parser=parse_time, metavar="TIME"),
     ],
 }
 
@@ -175,7 +176,9 @@ ProbePort = Annotated[
         min=0, max=65535, metavar="PORT", help="Serve /live, /ready and /metrics on this port; 0 selects a free port."
     ),
 ]
-ProbeFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the health to this file periodically.")]
+ProbeFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the health status to this file periodically.")
+]
 
 
 def resolve_actor_name(actor: str) -> str:

@@ -289,13 +289,14 @@ def pause_(
     """Pause a task or queue on all workers.
 
     Every worker that ergon run started with the same database applies the pause within about two seconds: it stops
-    fetching, finishes its work in flight, and reports not ready. The pause also applies to workers started later, and
-    lasts until ergon resume.
+    fetching, finishes its work in flight, and reports that it is not ready. The pause also applies to workers started
+    later, and lasts until ergon resume.
 
-    A name that no running worker has is rejected, with suggestions, unless --force is given.
+    The pause applies to every task and queue of this name. A name that matches no running worker is rejected, with
+    suggestions, unless --force is given.
 
-    Exit codes: 0 paused, 1 database unavailable, 2 invalid option or configuration, 3 some workers still had work in
-    flight when --wait expired.
+    Exit codes: 0 paused, 1 database unavailable, 2 invalid option or configuration, or no running worker matches, 3
+    some workers still had work in flight when --wait expired.
 
     Example: ergon pause charge --reason "INC-7: duplicate charges" --wait 30s
     """

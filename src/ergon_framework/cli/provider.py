@@ -346,7 +346,7 @@ provider = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-quota = typer.Typer(help="Show and extend quota.", no_args_is_help=True, rich_markup_mode=None)
+quota = typer.Typer(help="Show and extend quotas.", no_args_is_help=True, rich_markup_mode=None)
 breaker = typer.Typer(help="Show and override breakers.", no_args_is_help=True, rich_markup_mode=None)
 provider.add_typer(quota, name="quota")
 provider.add_typer(breaker, name="breaker")
@@ -364,7 +364,7 @@ Tenant = Annotated[
 OneTenant = Annotated[str, typer.Option(metavar="TENANT", help="Tenant; '*' is the scope shared by all tenants.")]
 ProviderFilter = Annotated[str | None, typer.Option("--provider", metavar="NAME", help="Only this provider.")]
 Limit = Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Maximum number of rows to show.")]
-OverrideDuration = Annotated[float, duration_option("Duration of the override, for example 90s, 15m or 2h.", "--for")]
+OverrideDuration = Annotated[float, duration_option("Duration, for example 90s, 15m or 2h.", "--for")]
 
 
 @provider.command()
@@ -377,12 +377,12 @@ def health(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Show the availability of a tenant's providers: breaker, last hour, quota, last error.
+    """Show the availability of a tenant's providers: breaker, calls of the last hour, quota, last error.
 
-    The database address is read from ERGON_POSTGRES__DSN or from postgres.dsn of ergon.toml.
+    The database address is read from ERGON_POSTGRES__DSN or from postgres.dsn in ergon.toml.
 
-    Exit codes: 0 shown, 1 with --check: calls are blocked, 2 database unavailable, request rejected, or invalid option
-    or configuration.
+    Exit codes: 0 shown, 1 calls are blocked (only with --check), 2 database unavailable, request rejected by it, or
+    invalid option or configuration.
 
     Example: ergon provider health --tenant acme
     """
@@ -400,7 +400,7 @@ def list_quota(
 ) -> None:
     """List the current quota windows with their remaining calls.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
+    Exit codes: 0 listed, 2 database unavailable, request rejected by it, or invalid option or configuration.
 
     Example: ergon provider quota list --tenant acme
     """
@@ -420,9 +420,9 @@ def extend(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Allow more calls in each quota window of a provider for a limited time.
+    """Allow a tenant more calls to one capability in each quota window of a provider for a limited time.
 
-    Exit codes: 0 done, 2 database unavailable, request rejected, or invalid option or configuration; nothing was
+    Exit codes: 0 done, 2 database unavailable, request rejected by it, or invalid option or configuration; nothing was
     changed.
 
     Example: ergon provider quota extend payments charging --tenant acme --calls 500 --for 2h --reason "sale, INC-7"
@@ -444,7 +444,7 @@ def extend(
 def lost(*, tenant: Tenant = None, limit: Limit = 100, config: Config = None, json: Json = False) -> None:
     """List quota that crashed processes had reserved, newest first; it counts as used until its window ends.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
+    Exit codes: 0 listed, 2 database unavailable, request rejected by it, or invalid option or configuration.
 
     Example: ergon provider quota lost
     """
@@ -462,7 +462,7 @@ def list_breakers(
 ) -> None:
     """List breakers; a closed breaker without failures is not listed.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
+    Exit codes: 0 listed, 2 database unavailable, request rejected by it, or invalid option or configuration.
 
     Example: ergon provider breaker list --provider payments
     """
@@ -481,9 +481,9 @@ def force_open(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Block all calls to a provider for a limited time.
+    """Block the calls of a tenant to one capability of a provider for a limited time.
 
-    Exit codes: 0 done, 2 database unavailable, request rejected, or invalid option or configuration; nothing was
+    Exit codes: 0 done, 2 database unavailable, request rejected by it, or invalid option or configuration; nothing was
     changed.
 
     Example: ergon provider breaker force-open payments charging --tenant '*' --for 30m --reason "provider maintenance"
@@ -506,9 +506,9 @@ def disable(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Allow all calls to a provider for a limited time, regardless of its breaker.
+    """Allow the calls of a tenant to one capability of a provider for a limited time, regardless of its breaker.
 
-    Exit codes: 0 done, 2 database unavailable, request rejected, or invalid option or configuration; nothing was
+    Exit codes: 0 done, 2 database unavailable, request rejected by it, or invalid option or configuration; nothing was
     changed.
 
     Example: ergon provider breaker disable payments charging --tenant acme --for 10m --reason "recovery confirmed"
@@ -532,7 +532,7 @@ def lift(
 ) -> None:
     """Clear the override of a breaker, so that normal operation resumes.
 
-    Exit codes: 0 done, 2 database unavailable, request rejected, or invalid option or configuration; nothing was
+    Exit codes: 0 done, 2 database unavailable, request rejected by it, or invalid option or configuration; nothing was
     changed.
 
     Example: ergon provider breaker lift payments charging --tenant acme --reason "incident closed"
@@ -545,7 +545,7 @@ def lift(
 def overrides(*, tenant: Tenant = None, limit: Limit = 100, config: Config = None, json: Json = False) -> None:
     """List operator overrides, newest first.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected, or invalid option or configuration.
+    Exit codes: 0 listed, 2 database unavailable, request rejected by it, or invalid option or configuration.
 
     Example: ergon provider overrides --tenant acme
     """
@@ -566,12 +566,12 @@ def retention(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Create the partitions of the next days and delete old data.
+    """Create the partitions for the coming days and delete old data.
 
     Processes that record attempts do this automatically, if their database role has the permission.
 
     Exit codes: 0 done, 1 some work remains for the next run because another process ran retention or used a table,
-    2 database unavailable, request rejected, or invalid option or configuration.
+    2 database unavailable, request rejected by it, or invalid option or configuration.
 
     Example: ergon provider retention --attempt-days 90
     """

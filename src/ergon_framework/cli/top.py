@@ -137,7 +137,7 @@ def top_(
         typer.Option(
             metavar="URL",
             show_default="run.probes of the configuration, if a port is set",
-            help="Probe address of a run, for example http://localhost:9100; repeatable.",
+            help="Probe address of a worker, for example http://localhost:9100; repeatable.",
         ),
     ] = None,
     interval: Annotated[float, duration_option("Refresh interval.", minimum=0.2, maximum=60)] = "2s",  # type: ignore[assignment]  # typer parses the default too
@@ -147,9 +147,9 @@ def top_(
     config: Config = None,
     json: Annotated[bool, typer.Option("--json", help="Print one frame as one line of JSON.")] = False,
 ) -> None:
-    """Show the activity of the fleet: throughput, outcomes, retries, slots, queues, breakers, replication, processes.
+    """Show fleet activity: throughput, outcomes, retries, handler slots, queues, breakers, replication, processes.
 
-    Counters come from /metrics of the runs; queue depths, pauses and open breakers come from the database, if one is
+    Counters come from /metrics of the workers; queue depths, pauses and open breakers come from the database, if one is
     configured. Unavailable sources are listed. If stdout is not a terminal, one frame is printed.
 
     Exit codes: 0 shown, 1 no source responded, 2 invalid option or configuration.

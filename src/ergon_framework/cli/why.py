@@ -400,7 +400,7 @@ why = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_com
 
 @why.command("why")
 def why_(
-    id_: Annotated[str, typer.Argument(metavar="ID", help="Id of a transaction, a job, a fact or a correlation.")],
+    id_: Annotated[str, typer.Argument(metavar="ID", help="Id of a transaction, job or fact, or a correlation id.")],
     *,
     task: Annotated[
         list[str] | None,
@@ -414,7 +414,7 @@ def why_(
 ) -> None:
     """Show what happened to a piece of work, its current state, and what to do next.
 
-    The database is queried if its address is set by ERGON_POSTGRES__DSN or by postgres.dsn of ergon.toml. Payloads are
+    The database is queried if its address is set by ERGON_POSTGRES__DSN or by postgres.dsn in ergon.toml. Payloads are
     never shown.
 
     Exit codes: 0 found, 1 not found, 2 invalid option or configuration, or no source to query, 3 not found, but some

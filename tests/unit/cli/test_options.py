@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ergon_framework.cli.app import app
+from ergon_framework.cli.app import app, split_help
 from ergon_framework.cli.options import parse_duration
 
 REPLACED_OPTIONS = {
@@ -111,9 +111,21 @@ def test_a_help_text_is_an_imperative_line_with_its_default_in_brackets():
 
 
 @pytest.mark.spec("DX-45")
-def test_every_command_names_its_exit_codes():
-    commands = dict(iter_commands(typer.main.get_command(app)))
-    assert [path for path, each in commands.items() if "Exit codes: 0 " not in each.help] == []
+def test_the_help_of_every_command_lists_its_exit_codes_one_per_line():
+    for path, command in iter_commands(typer.main.get_command(app)):
+        codes = [code for code, _ in split_help(command.help).exit_codes]
+        assert codes[0] == "0", path
+        assert codes == sorted(set(codes), key=int), path
+        help_text = CliRunner().invoke(app, [*path, "--help"]).stdout
+        listed = help_text.partition("Exit codes:\n")[2].partition("\n\n")[0]
+        assert re.findall(r"^  (\d+) ", listed, re.MULTILINE) == codes, path
+
+
+@pytest.mark.spec("DX-45")
+def test_the_help_of_every_command_has_its_example_on_one_line():
+    for path, command in iter_commands(typer.main.get_command(app)):
+        help_text = CliRunner().invoke(app, [*path, "--help"]).stdout
+        assert f"Example:\n  {split_help(command.help).example}\n" in help_text, path
 
 
 @pytest.mark.spec("DX-45")
