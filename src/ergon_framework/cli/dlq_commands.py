@@ -1,8 +1,8 @@
-"""Implements ``ergon dlq``: list, show, replay or discard dead letters, and report the result.
+"""Implements ``ergon dlq``: list, show, replay or discard dead letters, and report the result; edit is in ``dlq_edit``.
 
 A move, that is a replay or a discard, selects all its dead letters first, and then moves them in batches. A signal
-takes effect between two batches; an error may leave its batch moved in part. With a canary it replays a few letters
-first, and waits until their transactions have ended. The progress of a long move appears on stderr: a bar on a
+takes effect between two batches; an error may leave its batch moved in part. A replay with a canary first replays a few
+letters, and waits until their transactions have ended. The progress of a long move appears on stderr: a bar on a
 terminal, periodic lines elsewhere.
 """
 
@@ -39,7 +39,7 @@ from ergon_framework.runner.settings import load_settings
 
 #: Records per page; each record includes its payload.
 PAGE_SIZE = 200
-#: Maximum number of failures that are named.
+#: Maximum number of failures that are listed with id and message.
 MAX_NAMED_FAILURES = 20
 #: Number of batches per second that a rate limit is divided into.
 _BATCHES_PER_SECOND = 5
@@ -54,7 +54,7 @@ class StopReason(StrEnum):
 
 
 class SelectedLetter(NamedTuple):
-    """The fields of a selected dead letter that moving it requires; the output calls a handle an entry."""
+    """What a move and its report need of a dead letter; the output calls the handle ``entry``."""
 
     handle: str
     id: str
@@ -214,16 +214,16 @@ class Canary:
         self,
         letters: Sequence[SelectedLetter],
         *,
-        wait: float,
+        timeout: float,
         stop: StopFlag,
         clock: Callable[[], float] = time.monotonic,
     ) -> CanaryResult:
-        """Return the outcome of the replayed *letters* within *wait* seconds.
+        """Return the outcome of the replayed *letters* within *timeout* seconds.
 
-        If the broker cannot report queued transactions, a transaction that has no new dead letter when the wait
-        expires counts as succeeded.
+        If the broker cannot report queued transactions, a transaction that has no new dead letter after the timeout
+        counts as succeeded.
         """
-        result, deadline = CanaryResult(), clock() + wait
+        result, deadline = CanaryResult(), clock() + timeout
         pending = Counter(letter.id for letter in letters)
         while pending:
             queued_ids = self._list_queued_ids(list(pending))
@@ -247,11 +247,15 @@ class Canary:
         return result
 
     def _list_queued_ids(self, ids: Sequence[str]) -> set[str] | None:
-        """Return the queued ids; called before the dead letters are listed, so that moved transactions are found."""
+        """Return those of *ids* that are still queued; None if the broker cannot tell.
+
+        Call this before listing dead letters: a transaction that is dead-lettered in between is then in at least one
+        of the two results.
+        """
         queued_ids = self._connector.find_queued(ids)
         if queued_ids is not None:
             return set(queued_ids)
-        # A log connector belongs to a consumer group: reading its depth would take partitions from running consumers.
+        # A connector in log mode reads a partitioned log: its depth would take partitions from running consumers.
         depth = self._connector.depth() if self._connector.capabilities.mode == "queue" else None
         return set() if depth is not None and not depth.ready + depth.delayed + depth.in_flight else None
 
@@ -316,6 +320,7 @@ class MoveRequest:
     #: The requesting operator and the reason.
     actor: str = ""
     reason: str = ""
+    #: Skip confirmation; only a discard asks for one.
     yes: bool = True
     canary: int = 0
     max_failed: int = 0
@@ -394,9 +399,7 @@ def _move(connector: Connector, request: MoveRequest, *, target: str) -> DlqExit
             with (
                 # The audit entries of the batches name this operator and these transactions.
                 act_as(request.actor, reason=request.reason, selection=selection, ids=ids),
-                progress(
-                    f"{request.verb}ing" if request.verb == "discard" else "replaying", len(letters)
-                ) as on_batch_end,
+                progress("discarding" if request.verb == "discard" else "replaying", len(letters)) as on_batch_end,
             ):
                 _move_all(connector, request, letters=letters, move_progress=move_progress, on_batch_end=on_batch_end)
     exit_code = _to_exit_code(move_progress)
@@ -452,7 +455,7 @@ def _run_canary(
         return
     # Watch only moved letters: another operator moved the missing ones, and failed ones are still dead letters.
     _print_stderr(f"waiting up to {request.canary_wait:g} s for the canary")
-    move_progress.canary_result = canary.wait(move_progress.moved, wait=request.canary_wait, stop=request.stop)
+    move_progress.canary_result = canary.wait(move_progress.moved, timeout=request.canary_wait, stop=request.stop)
     failed = move_progress.canary_result.failed + move_progress.counts[DeadLetterResult.FAILED]
     if request.stop.is_set:
         move_progress.stop_reason = StopReason.SIGNAL
@@ -613,7 +616,8 @@ def _describe_canary(request: MoveRequest, move_progress: MoveProgress, *, targe
 def with_connector(target: str, work: Callable[[Connector], DlqExit]) -> DlqExit:
     """Call *work* with the connector that *target* names; print the framework's errors with their explanation."""
     configure_logging("WARNING")
-    with suppress(ConfigurationError):  # reported below if the connector needs the database
+    # The rows of the audit go to this database; an invalid configuration is reported below if the connector needs it.
+    with suppress(ConfigurationError):
         use_database(load_settings().postgres.dsn)
     try:
         with open_connector(target) as connector:
@@ -628,9 +632,9 @@ def with_connector(target: str, work: Callable[[Connector], DlqExit]) -> DlqExit
 
 @contextmanager
 def open_connector(target: str) -> Iterator[Connector]:
-    """Yield the connector that *target* names, for queries only, not for consuming."""
+    """Yield the connector that *target* names, to inspect and move messages; nothing is consumed with it."""
     connector = as_sync(load_connector(target))
-    # Opening a log connector takes its partitions over from running consumers.
+    # Opening a connector in log mode takes partitions over from running consumers.
     if connector.capabilities.mode == "queue":
         connector.open()
     try:

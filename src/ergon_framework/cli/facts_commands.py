@@ -288,7 +288,7 @@ def fetch(service: ServiceOptions, options: FetchOptions, *, limit: int, as_json
     def work(client: Any) -> FactsExit:
         reader = _FactReader(client, options, as_json=as_json)
         read_count = 0
-        with progress.byte_progress("read", min(limit, reader.count_remaining()), unit="facts") as update_progress:
+        with progress.transfer_progress("read", min(limit, reader.count_remaining()), unit="facts") as update_progress:
             while read_count < limit and (facts := reader.print_next(limit - read_count)):
                 read_count += len(facts)
                 update_progress(read_count)
@@ -332,7 +332,7 @@ def tail(service: ServiceOptions, options: FetchOptions, *, as_json: bool) -> Fa
 def _catch_up(reader: _FactReader, stopped: threading.Event) -> None:
     remaining = reader.count_remaining()
     read_count = 0
-    with progress.byte_progress("caught up with", remaining, unit="facts") as update_progress:
+    with progress.transfer_progress("caught up with", remaining, unit="facts") as update_progress:
         while not stopped.is_set() and (facts := reader.print_next(_FETCH_BATCH)):
             read_count += len(facts)
             update_progress(read_count)
@@ -361,7 +361,7 @@ def put(service: ServiceOptions, name: ObjectName, file: Path, *, as_json: bool)
     def work(client: Any) -> FactsExit:
         expected, (zone, bucket, key) = _digest_file(file), name
         start = client.uploaded_bytes(bucket, key, expected, zone=zone)
-        with progress.byte_progress("sent", expected.size) as update_progress:
+        with progress.transfer_progress("sent", expected.size) as update_progress:
             blob = Blob(lambda: _iter_unsent_chunks(file, start, update_progress))
             stored = client.put_object(bucket, key, blob, expected=expected, begin=start, zone=zone)
         if as_json:
@@ -376,7 +376,7 @@ def put(service: ServiceOptions, name: ObjectName, file: Path, *, as_json: bool)
 def _digest_file(file: Path) -> StoredArtifact:
     digest, size = hashlib.sha256(), 0
     try:
-        with progress.byte_progress("read", file.stat().st_size) as update_progress:
+        with progress.transfer_progress("read", file.stat().st_size) as update_progress:
             for chunk in Blob.from_file(file):
                 digest.update(chunk)
                 size += len(chunk)
@@ -404,7 +404,7 @@ def cat(service: ServiceOptions, name: ObjectName, output: Path | None) -> Facts
 
     def work(client: Any) -> FactsExit:
         chunks = client.get_object(name.bucket, name.key, zone=name.zone)
-        with progress.byte_progress("received", None) as update_progress:
+        with progress.transfer_progress("received", None) as update_progress:
             if output is None:
                 _copy_chunks(chunks, sys.stdout.buffer, update_progress)
                 sys.stdout.buffer.flush()

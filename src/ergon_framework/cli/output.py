@@ -41,12 +41,13 @@ CATCHUP_JOIN_SECONDS = 5.0
 #: Lag in facts from which progress is shown; usually the lag is 0.
 MIN_CATCHUP_FACTS = 1_000
 
+#: Returns the current state of each replicated pair of zones.
 States = Callable[[], Sequence[ReplicaState]]
 
 
 @contextmanager
 def catchup_progress(states: States) -> Iterator[None]:
-    """Show the progress of each pair while its lag is large."""
+    """Show the progress of fact replication, for each pair of zones while its lag is large."""
     stopped = threading.Event()
     render = _draw_catchup_bars if sys.stderr.isatty() else _print_catchup_lines
     thread = threading.Thread(target=render, args=(states, stopped), name="ergon-catchup", daemon=True)
@@ -99,10 +100,10 @@ PROGRESS_LINE_SECONDS = 5.0
 
 
 @contextmanager
-def byte_progress(
+def transfer_progress(
     label: str, total: int | None, *, unit: str = "bytes", clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with the completed amount."""
+    """Yield a function to call with the completed amount, in *unit*."""
     if not sys.stderr.isatty():
         yield _make_line_printer(label, total, unit, clock=clock)
         return
@@ -130,7 +131,7 @@ def _make_line_printer(
 
 # -- logging ----------------------------------------------------------------------------------------
 
-#: Libraries that log every step of a connection, and as errors what the framework's errors and events already report.
+#: Libraries that log every connection step, and log as errors what the framework reports anyway.
 _NOISY_LIBRARIES = ("pika",)
 
 
@@ -172,6 +173,7 @@ def _split_record(record: logging.LogRecord, formatter: logging.Formatter) -> tu
     if not is_own(record):  # the framework's events are redacted where they are logged
         line["event"] = redact_text(line["event"])
         fields = {name: redact(name, value) for name, value in fields.items()}
+    # The first operand keeps the order; the last prevents a field from replacing time, level, logger or event.
     return line | fields | line, redact_text("\n".join(filter(None, [traceback, stack])))
 
 
@@ -182,6 +184,7 @@ def configure_logging(level: str, log_format: str = "text") -> None:
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else KeyValueFormatter())
+    # It drops no record: it adds the current transaction to records that handlers log.
     handler.addFilter(TransactionFilter())
     logging.basicConfig(level=level, handlers=[handler])
     for library in map(logging.getLogger, _NOISY_LIBRARIES):
@@ -193,10 +196,13 @@ def configure_logging(level: str, log_format: str = "text") -> None:
 
 
 def explain_error(error: ErgonError) -> str:
-    """Return the message of *error*; for an unavailable server it adds the command that names the setting."""
+    """Return the message of *error*; if a server is unavailable, add a hint to run ``ergon doctor``."""
     message = error_message(error)
-    return f"{message} -- to find its setting and the remedy, run: ergon doctor" if _is_unreachable(error) else message
+    return (
+        f"{message} -- to find its setting and the remedy, run: ergon doctor" if _needs_doctor_hint(error) else message
+    )
 
 
-def _is_unreachable(error: ErgonError) -> bool:
+def _needs_doctor_hint(error: ErgonError) -> bool:
+    # A message that already names a command of ergon needs no hint.
     return isinstance(error, ConnectionLostError) and "ergon " not in error_message(error)
