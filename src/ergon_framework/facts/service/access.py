@@ -1,5 +1,7 @@
 """Access to a boundary: the identity in a caller's certificate, revoked certificates, and the rights of an identity.
 
+A boundary is the service through which zones append and read facts and artifacts.
+
 An identity consists of the zones and the operator that the URIs in a certificate stand for.
 
 A revocation list names certificates, public keys or fingerprints; an authority publishes CRLs. The files are read again
@@ -128,6 +130,7 @@ def parse_certificate(pem: bytes) -> Identity:
         raise AccessDenied(f"the certificate names no zone; it needs a URI such as {ZONE_URI_PREFIX}Plant%20A")
     return Identity(
         zones=zones,
+        # All operators have the same rights, so of several names one is enough.
         operator=operators[0] if operators else None,
         since=certificate.not_valid_before_utc.timestamp(),
         until=certificate.not_valid_after_utc.timestamp(),
@@ -235,8 +238,8 @@ class CrlEntries:
 class RevocationList:
     """Decides by a list, CRLs, or both, whether a certificate is still admitted.
 
-    No caller is admitted while a file is unreadable. No caller of an issuer is admitted while its CRL is past its next
-    update, as with OpenSSL, because later revocations are unknown. Not thread-safe.
+    No caller is admitted while a file is unreadable. No caller with a certificate of an issuer is admitted after the
+    next update of that issuer's CRL was due, as with OpenSSL, because later revocations are unknown. Not thread-safe.
     """
 
     def __init__(
@@ -250,10 +253,16 @@ class RevocationList:
         if crl is not None and authorities is None:
             raise ConfigurationError(f"the CRL {crl} cannot be verified: specify the authorities file too")
         self._clock = clock
-        self._list = None if path is None else _ReloadingValue((path,), lambda: read_revocation_list(path))
+        self._list = (
+            None
+            if path is None
+            else _ReloadingValue(
+                (path,), lambda: read_revocation_list(path), description="list of revoked certificates"
+            )
+        )
         self._crl: _ReloadingValue[CrlEntries] | None = None
         if crl is not None and authorities is not None:
-            self._crl = _ReloadingValue((crl, authorities), lambda: read_crl(crl, authorities))
+            self._crl = _ReloadingValue((crl, authorities), lambda: read_crl(crl, authorities), description="CRL")
         self._reported_issuers: set[bytes] = set()
 
     def check(self, identity: Identity) -> None:
@@ -282,9 +291,10 @@ class RevocationList:
 
 
 class _ReloadingValue(Generic[T]):
-    """The result of *read* for *paths*, read again when one of them changes."""
+    """The result of *read* for *paths*, read again when one of them changes; errors name it by *description*."""
 
-    def __init__(self, paths: tuple[Path, ...], read: Callable[[], T]) -> None:
+    def __init__(self, paths: tuple[Path, ...], read: Callable[[], T], *, description: str) -> None:
+        self._description = description
         self._paths = paths
         self._read = read
         self._stamps = self._read_stamps()
@@ -301,7 +311,7 @@ class _ReloadingValue(Generic[T]):
                 logs.log_event(logging.ERROR, Event.CERTIFICATES_UNREADABLE, {Field.ERROR: str(error)}, to=log)
             self._stamps = now
         if self._value is None:
-            raise _unavailable_error("the list of revoked certificates cannot be read, so no caller is admitted")
+            raise _unavailable_error(f"the {self._description} cannot be read, so no caller is admitted")
         return self._value
 
     def _read_stamps(self) -> tuple[FileStamp, ...]:
@@ -369,6 +379,7 @@ def read_crl(path: Path, authorities: Path) -> CrlEntries:
         _check_scope(path, crl)
         certificates.update((issuer, entry.serial_number) for entry in crl)
         if crl.next_update_utc is not None:
+            # A file may have several CRLs of an issuer; the newest decides when they are outdated.
             next_updates[issuer] = max(crl.next_update_utc.timestamp(), next_updates.get(issuer, 0.0))
     return CrlEntries(frozenset(certificates), next_updates)
 
@@ -426,12 +437,12 @@ def _read_bytes(path: Path) -> bytes:
             )
         return path.read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"the list of revoked certificates {path} cannot be read: {error}") from error
+        raise ConfigurationError(f"the file {path} cannot be read: {error}; check its path and permissions") from error
 
 
 # -- access rights ----------------------------------------------------------------------------------
 
-#: Maximum readers of a zone in a store of other zones.
+#: Maximum number of readers that a zone may have in a store that is not its own.
 MAX_READERS = 100
 
 
@@ -473,7 +484,10 @@ class AccessPolicy:
             raise _other_zones_error(identity, pair)
 
     def check_read(self, identity: Identity, pair: ZonePair, reader: str) -> None:
-        """Raise AccessDenied unless *identity* may read *pair* as *reader*, and confirm in that name."""
+        """Raise AccessDenied unless *identity* may read *pair* as *reader*, and confirm in that name.
+
+        An operator may query confirmations and cursors, but not the content of facts.
+        """
         if not involves_zone(identity, pair):
             raise _other_zones_error(identity, pair)
         owner = zone_of_reader(reader, pair)
@@ -499,9 +513,10 @@ class AccessPolicy:
         )
 
     def check_put(self, identity: Identity, zone: str = "") -> str:
-        """Return the owner of what *identity* stores as *zone*: empty if the zones of the store share it.
+        """Return the owner to record for an artifact that *identity* stores as *zone*.
 
-        A store of one zone needs no owners. In a store of several zones, each zone has its own namespace.
+        In a store of several zones each zone has its own namespace. An empty owner stands for all zones of the store;
+        a store of one zone uses no other owner.
         """
         own_zones = identity.zones & self._own
         if not own_zones or (zone and zone not in own_zones):
@@ -516,7 +531,10 @@ class AccessPolicy:
         return identity.zones & self._own
 
     def list_owners(self, identity: Identity, zone: str = "") -> Sequence[str]:
-        """Return the owners whose artifacts are searched, in order, when *identity* requests one of *zone*."""
+        """Return the owners to search, in order, when *identity* requests an artifact of *zone*.
+
+        An empty owner stands for all zones of the store.
+        """
         if zone:
             return (zone, "") if zone in self._own else (zone,)
         if identity.zones & self._own:
@@ -525,7 +543,9 @@ class AccessPolicy:
         return ("", *sorted(self._own), *sorted(identity.zones))
 
     def check_get(self, identity: Identity, bucket: str, key: str, info: ObjectInfo | None) -> None:
-        """Raise ArtifactUnknown unless *identity* owns the artifact or a retained fact of the owner is for its zone.
+        """Raise ArtifactUnknown unless *identity* may read the artifact: as an owner, or as the receiver of a fact.
+
+        A receiver is a zone for which the store retains a fact of the owner that references the artifact.
 
         For any other caller the artifact does not exist, whether it is stored or not. Owners pass this check also for
         a missing artifact.
@@ -548,9 +568,9 @@ class AccessPolicy:
             )
         return identity.operator
 
-    def filter_visible(self, identity: Identity, logs: Iterable[LogState]) -> list[LogState]:
+    def filter_visible(self, identity: Identity, states: Iterable[LogState]) -> list[LogState]:
         """Return the logs that *identity* may see."""
-        return [log for log in logs if identity.operator is not None or involves_zone(identity, log.pair)]
+        return [state for state in states if identity.operator is not None or involves_zone(identity, state.pair)]
 
     @property
     def _owner_names(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 import grpc
 
@@ -24,7 +24,7 @@ RECONNECT_DELAYS_SECONDS: Final = (0.1, 5.0)
 
 
 class ServiceListener:
-    """Notifies on every message of the service and after each reconnect, since facts may have arrived meanwhile."""
+    """Notifies its subscribers on every message of the service; one follows each reconnect."""
 
     def __init__(self, address: ServiceAddress) -> None:
         self._address = address
@@ -53,7 +53,7 @@ class ServiceListener:
         return unlisten
 
     def close(self) -> None:
-        """Stop listening; no subscriber is notified afterwards."""
+        """Stop listening and remove all subscribers; a notification that is being delivered continues."""
         with self._lock:
             self._callbacks = ()
             thread, self._thread = self._thread, None
@@ -62,7 +62,7 @@ class ServiceListener:
 
     def _notify(self) -> None:
         for wake in self._callbacks:
-            # A callback of a closed event loop must not prevent the others.
+            # A callback that fails, for example because its event loop is closed, must not prevent the others.
             with suppress(Exception):
                 wake()
 
@@ -72,8 +72,7 @@ class _ListenerThread:
         self._channel = ReconnectingChannel(address)
         self._notify = notify
         self._stopped = threading.Event()
-        self._call: Any = None
-        threading.Thread(target=self._run, name="ergon-facts-bell", daemon=True).start()
+        threading.Thread(target=self._run, name="ergon-facts-listener", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -82,8 +81,10 @@ class _ListenerThread:
     def _run(self) -> None:
         delay = RECONNECT_DELAYS_SECONDS[0]
         while not self._stopped.is_set():
-            # The connection is lost or the service rejects the call; the subscribers' own calls report the cause.
+            # The connection is lost, the service rejects the call, or stop has closed the channel (ValueError). The
+            # subscribers' own calls report the cause.
             with suppress(grpc.RpcError, ConnectionLostError, ValueError), self._channel.open() as lease:
+                # Each call begins with one message, because facts may have arrived while nothing listened.
                 for _ in lease.get_stub("unary_stream", SERVICE + "Watch")(encode(pb.WatchRequest())):
                     if self._stopped.is_set():
                         return

@@ -65,7 +65,7 @@ class FactListener:
             self._callbacks = (*self._callbacks, callback)
             # The thread does not exist after a fork, or after a callback has raised.
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._listen, name="ergon-facts-bell", daemon=True)
+                self._thread = threading.Thread(target=self._listen, name="ergon-facts-listener", daemon=True)
                 self._thread.start()
 
         def unsubscribe() -> None:
