@@ -129,7 +129,10 @@ class ProcessReaper:
                 self._exchange(self._process, command)
                 return
             self._replace()
-        raise ConnectionLostError("the reaper process of the executors is unavailable; no executor can be started")
+        raise ConnectionLostError(
+            "the reaper process, which kills the executors of a killed orchestrator, is unavailable: no executor can "
+            "be started; check the load and the process limit of this host"
+        )
 
     def _replace(self) -> None:
         """Start a new reaper in place of one that has ended, and register all groups again."""

@@ -146,7 +146,8 @@ def from_environment(environ: Mapping[str, str], model: type[Policy], key_models
         if SEPARATOR not in name:
             if name in misspellings:
                 raise ConfigurationError(
-                    f"{name} sets nothing: separate two keys by two underscores: {misspellings[name]}"
+                    f"environment variable {name} is not a setting: two underscores separate two keys; "
+                    f"set {misspellings[name]}"
                 )
             continue
         keys = tuple(name.removeprefix(PREFIX).lower().split(SEPARATOR))

@@ -998,7 +998,7 @@ def test_a_pool_retries_while_its_reaper_cannot_be_reached(caplog):
             return pool._keeper_tasks[0].done()
 
     assert asyncio.run(main()) is False
-    assert "the reaper process of the executors is unavailable" in caplog.records[0].error
+    assert "is unavailable: no executor can be started" in caplog.records[0].error
     reaper.close()
 
 

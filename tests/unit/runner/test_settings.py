@@ -123,7 +123,7 @@ def test_an_unknown_key_of_the_file_is_named_with_the_nearest_known_one(folder, 
     "name, message",
     [
         ("ERGON_RUN__PROCESES", "ERGON_RUN__PROCESES: unknown key 'run.proceses'; did you mean 'run.processes'?"),
-        ("ERGON_RUN_PROCESSES", "separate two keys by two underscores: ERGON_RUN__PROCESSES"),
+        ("ERGON_RUN_PROCESSES", "two underscores separate two keys; set ERGON_RUN__PROCESSES"),
         ("ERGON_RUN__", "contains no key"),
         ("ERGON_" + "A__" * 12 + "B", "contains no key"),
     ],

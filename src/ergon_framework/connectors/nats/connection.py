@@ -150,14 +150,14 @@ class Connection:
             ) from error
         except (errors.Error, OSError, RuntimeError, AttributeError) as error:
             # The client drops its transport when it is closed during the call.
-            raise ConnectionLostError(f"connection to NATS failed: {type(error).__name__}") from error
+            raise ConnectionLostError(f"publishing to NATS failed: {type(error).__name__}") from error
 
     async def send_all(self, messages: Iterable[tuple[str, str, bytes]]) -> None:
         """Publish several messages: subject, reply subject, payload."""
         try:
             await self.client.publish_all(messages)
         except (errors.Error, OSError, RuntimeError, AttributeError) as error:
-            raise ConnectionLostError(f"connection to NATS failed: {type(error).__name__}") from error
+            raise ConnectionLostError(f"publishing to NATS failed: {type(error).__name__}") from error
 
     async def request(
         self,
@@ -257,7 +257,7 @@ class Connection:
         try:
             return await self.client.subscribe_callback(subject, callback)
         except (errors.Error, OSError, RuntimeError, AttributeError) as error:
-            raise ConnectionLostError(f"connection to NATS failed: {type(error).__name__}") from error
+            raise ConnectionLostError(f"subscribing to a NATS subject failed: {type(error).__name__}") from error
 
     # -- the end ------------------------------------------------------------------------------------
 

@@ -54,8 +54,8 @@ class CallerUsage:
         limit = self._limits.bytes_per_identity
         if self._bytes + size > limit:
             raise LimitExceeded(
-                f"requests of {self._name} with {self._bytes:,} bytes are being handled, and with {size:,} more they "
-                f"would exceed the limit of {limit:,} (bytes_per_identity); send fewer concurrently"
+                f"a request of {size:,} bytes exceeds the limit of {self._name}: {self._bytes:,} of {limit:,} bytes "
+                "are in flight (bytes_per_identity); send fewer requests concurrently"
             )
         self._bytes += size
         try:

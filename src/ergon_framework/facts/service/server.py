@@ -358,8 +358,8 @@ class BoundaryServer:
             service.connections.enforce_limits(self.port)
         except OSError as error:
             raise ConfigurationError(
-                f"service connections cannot be limited: {OPEN_FILES_PATH} cannot be read ({error.strerror}); "
-                "mount it, or /proc"
+                f"the connections of the service cannot be limited: {OPEN_FILES_PATH} cannot be read "
+                f"({error.strerror}); mount /proc, to which {OPEN_FILES_PATH} refers on Linux"
             ) from error
         await self._server.start()
         self._health_task = asyncio.create_task(self._check_health())

@@ -71,6 +71,8 @@ MIN_COUNTDOWN_SECONDS: Final = 1
 MAX_COUNTDOWN_SECONDS: Final = 300
 #: The outcome of a delivery that did not end the task.
 REQUEUED: Final = "requeued"
+#: Why a delivery is ignored.
+ALREADY_ENDED: Final = "another delivery of this task has already ended it, so this one is ignored"
 
 #: The delivery whose task body runs in this context.
 current_delivery: Final[ContextVar[CeleryDelivery | None]] = ContextVar("ergon_delivery", default=None)
@@ -139,7 +141,7 @@ class CeleryDelivery:
         if delivery.state is TaskState.DEAD:
             self._report_failure_again()
         if delivery.state is TaskState.SUCCEEDED or not self._stores_result:
-            raise Ignore("the task has ended")
+            raise Ignore(ALREADY_ENDED)
         try:
             stored_state = self._task.backend.get_task_meta(self._request.id, cache=False)["status"]
         except Exception as error:  # noqa: BLE001 - the result backend is third-party code
@@ -154,7 +156,7 @@ class CeleryDelivery:
             self._requeue(error)
         if stored_state != states.SUCCESS:
             self._requeue(None, is_counted=False)
-        raise Ignore("the task has ended")
+        raise Ignore(ALREADY_ENDED)
 
     # -- the body -----------------------------------------------------------------------------------
 
@@ -202,7 +204,7 @@ class CeleryDelivery:
         if existing_state is TaskState.DEAD:
             self._report_failure_again()
         if existing_state is TaskState.SUCCEEDED:
-            raise Ignore("the task has ended")
+            raise Ignore(ALREADY_ENDED)
         # Two deliveries that report the same result leave one; if the other worker was killed, this one reports it.
         self._log_end(logging.INFO, AttemptOutcome.SUCCESS, None)
         return value
@@ -224,7 +226,7 @@ class CeleryDelivery:
         except LEDGER_ERRORS as ledger_error:
             self._requeue(ledger_error)
         if state is TaskState.SUCCEEDED:
-            raise Ignore("the task has ended")
+            raise Ignore(ALREADY_ENDED)
         if state is TaskState.SUCCEEDING:
             # Another delivery has a result. Whether its worker reports it shows at the next delivery.
             self._requeue(None, is_counted=False)
@@ -262,7 +264,7 @@ class CeleryDelivery:
         except LEDGER_ERRORS as error:
             self._requeue(error)
         if dead_letter_info is None:
-            raise Ignore("the task has ended")
+            raise Ignore(ALREADY_ENDED)
         error_type = ERROR_BY_REASON[ReasonCode(dead_letter_info.reason_code)]
         _raise_clean(error_type(dead_letter_info.error_message))
 
