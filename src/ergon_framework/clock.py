@@ -1,6 +1,7 @@
 """Clocks, the random source and the blocking primitives of threads, as parameters of the code that uses them.
 
-Tests can therefore run real threads in virtual time: the thread driver blocks only in an Inbox or a Wakeup.
+Tests can therefore run real threads in virtual time: the driver that runs handlers on threads blocks only in an Inbox
+or a Wakeup.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-#: Block the calling thread for a number of seconds.
+#: Block the calling thread for a number of seconds; the default of parameters such as *sleep* of a retry.
 block: Final = time.sleep
 
 
@@ -55,14 +56,17 @@ class ThreadClock(Protocol):
     def create_wakeup(self) -> Wakeup: ...
 
     def start(self, thread: threading.Thread) -> None:
-        """Start *thread*; virtual time must know the number of threads."""
+        """Start *thread*; a virtual clock counts the running threads, because it advances when all of them wait."""
 
     def thread_ended(self) -> None:
         """Record that the calling thread is about to end."""
 
 
 class _Latch:
-    """A lock that is held until ``set``: takes a third of the time of an event, and is safe in signal handlers."""
+    """The Wakeup of ``RealTime``: a lock that ``set`` releases; a wait acquires it and so resets the flag.
+
+    It takes a third of the time of a threading.Event, and is safe in signal handlers.
+    """
 
     __slots__ = ("_lock",)
 
@@ -76,12 +80,12 @@ class _Latch:
             self._lock.release()
 
     def wait(self, seconds: float | None) -> None:
-        # A lock cannot wait longer than TIMEOUT_MAX; the timer then waits again.
+        # A lock cannot wait longer than TIMEOUT_MAX; the wait then ends early, and the caller waits again.
         self._lock.acquire(timeout=-1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX))
 
 
 class RealTime:
-    """Real clocks, queues and threads."""
+    """The ThreadClock of production: real clocks, queues and threads."""
 
     time_source = Clock()
 

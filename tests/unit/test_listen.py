@@ -27,7 +27,7 @@ def test_it_is_woken_while_it_waits():
         thread.join(LONG_SECONDS)
 
 
-def test_wakes_before_a_wait_end_only_the_next_wait():
+def test_several_wakeups_before_a_wait_end_only_that_wait():
     with NotificationWaiter() as waiter:
         waiter.wake()
         waiter.wake()

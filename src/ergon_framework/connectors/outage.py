@@ -1,4 +1,7 @@
-"""Outage log: one event when the server of a queue becomes unavailable, and one when it answers again."""
+"""Outage log: one event when the server of a queue becomes unavailable, and one when it answers again.
+
+``public_address`` returns the address of a server as logs may show it: without credentials.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from ergon_framework.telemetry.names import LIBRARY, Event, Field
 from ergon_framework.telemetry.redaction import mask_credentials
 
 log: Final = logging.getLogger(f"{LIBRARY}.connectors")
+#: Guards all outage logs of this process.
 _lock = threading.Lock()
 
 
@@ -29,24 +33,25 @@ class OutageLog:
     def __init__(self, queue: str, address: str | None) -> None:
         self._fields = {Field.QUEUE: queue, Field.ADDRESS: address}
         self._lost = False
-        self._changed = -inf
+        #: When the connection was last lost or restored, by the monotonic clock.
+        self._changed_at = -inf
 
     def note_failure(self, error: ConnectionLostError, *, began: float) -> None:
         """Record that a call that began at *began*, a time of the monotonic clock, has lost its connection."""
         with _lock:
-            if self._lost or began < self._changed:
+            if self._lost or began < self._changed_at:
                 return
-            self._lost, self._changed = True, time.monotonic()
+            self._lost, self._changed_at = True, time.monotonic()
         cause = {Field.ERROR: mask_credentials(describe_error(error)), Field.ERROR_TYPE: type(error).__name__}
         logs.log_event(logging.WARNING, Event.CONNECTION_LOST, self._fields | cause, to=log)
 
     def note_answer(self, *, began: float) -> None:
         """Record that the server has answered a call that began at *began*."""
         with _lock:
-            if not self._lost or began < self._changed:
+            if not self._lost or began < self._changed_at:
                 return
             now = time.monotonic()
-            seconds, self._lost, self._changed = now - self._changed, False, now
+            seconds, self._lost, self._changed_at = now - self._changed_at, False, now
         logs.log_event(
             logging.INFO, Event.CONNECTION_RESTORED, self._fields | {Field.SECONDS: round(seconds, 3)}, to=log
         )

@@ -1,4 +1,4 @@
-"""Jobs: work that executors run, stored in PostgreSQL, with schedules.
+"""Jobs: work that executors run, stored in PostgreSQL; jobs can also be submitted on a schedule.
 
 A job is a stored call of a handler. An executor is a process, in any language, that runs handlers; an orchestrator
 sends jobs to executors. Executors of one kind, usually of one language, share a queue.
@@ -22,6 +22,7 @@ else:
             "model": ("Job", "JobConflict", "JobError", "JobNotFound", "JobRequest", "JobState", "JobWaitTimeout"),
             "orchestrator": ("ExecutorGroup", "Orchestrator"),
         },
+        # The optional extra and the library that a module needs.
         extras={
             "client": ("postgres", "psycopg"),
             "orchestrator": ("postgres", "psycopg"),

@@ -231,7 +231,7 @@ def test_shutdown_cancels_waiting_futures_only_with_cancel_futures(fake_clock: F
     assert ran == ["submitted", "executed"]
 
 
-def test_a_thread_waits_between_its_jobs_and_reports_its_end(fake_clock: FakeThreadClock) -> None:
+def test_a_worker_thread_blocks_between_jobs_and_reports_when_it_exits(fake_clock: FakeThreadClock) -> None:
     executor, ran = DaemonExecutor(1, waiting=fake_clock), []
     fake_clock.inboxes[0].on_get = lambda: (ran.append(fake_clock.ended_count), executor.shutdown(wait=False))
     executor.submit_nowait(ran.append, "a")

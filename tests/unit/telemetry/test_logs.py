@@ -76,7 +76,7 @@ def test_the_message_has_the_event_and_every_field(format_event):
     )
 
 
-def test_a_script_without_any_configuration_prints_the_ids():
+def test_log_lines_have_the_transaction_id_without_logging_configuration():
     script = "import logging; from ergon_framework.telemetry import logs\n"
     script += (
         "logs.log_event(logging.WARNING, 'transaction failed', {'transaction_id': 'order-3', 'error': 'no money'})"

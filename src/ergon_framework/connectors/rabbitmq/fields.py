@@ -1,8 +1,12 @@
-"""Fields: read and write message headers that pika cannot decode or would change, and leave out bodies.
+"""Read and write message headers that pika cannot decode or would change, and leave out bodies that are too large.
 
 pika closes the connection at a timestamp beyond the year 9999, and reads a floating-point header as an integer. Other
-programs write both, so this module reads the frames that carry such properties. The size of a body is in the same
-frame: a body that the channel leaves out is dropped frame by frame as it arrives, and never held as a whole.
+programs write both, so this module decodes the properties of such messages itself.
+
+AMQP sends a message as a properties frame (in AMQP: the content header frame), which has the headers and the size of
+the body, and body frames. A queue cannot use a body over the limit of its codec, and loading it could exhaust the
+memory. A rule of the channel therefore decides by the properties frame whether the body is left out; its frames are
+dropped one by one as they arrive.
 """
 
 from __future__ import annotations
@@ -20,28 +24,30 @@ _FRAME: Final = struct.Struct(">BHL")
 _CONTENT: Final = struct.Struct(">HHQ")
 _FLOATS: Final = {b"f": struct.Struct(">f"), b"d": struct.Struct(">d")}
 _FRAME_END_BYTES: Final = 1
-_HEADER_FRAME: Final = 2
+_PROPERTIES_FRAME: Final = 2
 _FLAG_BYTES: Final = 2
 
 
-#: Whether the body of a message is left out, given its properties and the size of the body in bytes.
+#: Returns whether the body of a message is left out, for example because it is over a limit; its arguments are the
+#: properties of the message and the size of the body in bytes.
 BodyRule: TypeAlias = Callable[[BasicProperties, int], bool]
 
 
 class Timestamp(int):
-    """Seconds since the epoch of a timestamp that a datetime cannot hold."""
+    """A timestamp that a datetime cannot hold, in seconds since 1970."""
 
 
 class Properties(BasicProperties):  # type: ignore[misc]  # pika comes without types
     """Properties of a message, with headers of every type that a server accepts."""
 
-    #: Why the client cannot decode the headers; empty if it can.
+    #: Why pika cannot decode the message's properties; empty if it can. Such a message is dead-lettered as
+    #: undecodable; its dead letter shows the headers that this module can decode.
     problem: str = ""
     #: Bytes of a body that was left out; None if it was loaded.
     unread: int | None = None
 
     def encode(self) -> list[bytes]:
-        """Encode as the base class does, and headers as they were decoded here."""
+        """Encode as the base class does, and floating-point headers and late timestamps as they were decoded here."""
         if not self.headers:
             return list(super().encode())
         # The table comes after the content's type and encoding, and before all other properties.
@@ -132,13 +138,16 @@ def _decode_array(encoded: bytes, offset: int) -> tuple[list[Any], int]:
 
 
 class _FaithfulReading:
-    """Override how a connection reads frames: a private method of pika, whose version is capped and tested."""
+    """Override ``_read_frame``, a private method of pika that returns the next frame; its version is capped.
+
+    The mixin has no ``__init__``, so its state is created on first use.
+    """
 
     _frame_buffer: bytes
     _trim_frame_buffer: Callable[[int], None]
 
     def leave_out(self, channel: int, rule: BodyRule) -> None:
-        """Drop the bodies of messages on *channel* that *rule* selects; such a message arrives without its body."""
+        """Drop the bodies that *rule* selects on *channel*; such a message has an empty body and ``unread``."""
         vars(self).setdefault("_rules", {})[channel] = rule
 
     def _read_frame(self) -> tuple[int, Any]:
@@ -152,7 +161,7 @@ class _FaithfulReading:
             bytes_to_drop[decoded.channel_number] -= len(decoded.fragment)
             self._trim_frame_buffer(size)
             if not self._frame_buffer:
-                return 0, None
+                return 0, None  # for pika: no complete frame has arrived
 
     def _apply_rule(self, header: frame.Header, bytes_to_drop: dict[int, int]) -> frame.Header:
         """Return *header*, with no body to follow if the rule of its channel leaves the body out."""
@@ -169,22 +178,25 @@ class _FaithfulReading:
         try:
             size, decoded = frame.decode_frame(buffer)
         except Exception as error:
-            # The boundary to the client: a message that it cannot decode must not end the connection.
-            if buffer[0] != _HEADER_FRAME:
+            # Catch everything that pika raises: properties that it cannot decode must not end the connection.
+            if buffer[0] != _PROPERTIES_FRAME:
                 raise
-            return _read_header(buffer, f"{type(error).__name__}: {error}")
+            return _read_properties_frame(buffer, f"{type(error).__name__}: {error}")
         if type(decoded) is frame.Header and _is_ambiguous(decoded.properties.headers):
-            return _read_header(buffer, "")
+            return _read_properties_frame(buffer, "")
         return size, decoded
 
 
 def _is_ambiguous(headers: Mapping[Any, Any] | None) -> bool:
-    """Return whether a header may be a floating-point number, which pika reads as a long integer."""
+    """Return whether pika may have changed a floating-point header.
+
+    pika reads one as ``long``, as it does 64-bit integers; a nested table or list may contain one.
+    """
     return headers is not None and any(type(value) in (long, dict, list) for value in headers.values())
 
 
-def _read_header(buffer: bytes, problem: str) -> tuple[int, frame.Header]:
-    """Read the complete frame of properties at the start of *buffer*; return its size too."""
+def _read_properties_frame(buffer: bytes, problem: str) -> tuple[int, frame.Header]:
+    """Decode the complete properties frame at the start of *buffer*; return its size and the frame."""
     _, channel, size = _FRAME.unpack_from(buffer)
     end = _FRAME.size + size
     _, _, body_size = _CONTENT.unpack_from(buffer, _FRAME.size)
@@ -201,7 +213,7 @@ def _read_header(buffer: bytes, problem: str) -> tuple[int, frame.Header]:
     properties.decode(rest)
     try:
         properties.headers, _ = decode_table(encoded, begin)
-    except Exception as error:  # noqa: BLE001  # as above: an unknown type of field, or a broken table
+    except Exception as error:  # noqa: BLE001  # an unknown type of field, or a broken table
         properties.headers, properties.problem = {}, f"{type(error).__name__}: {error}"
     return end + _FRAME_END_BYTES, frame.Header(channel, body_size, properties)
 
@@ -211,4 +223,4 @@ class FaithfulAsyncioConnection(_FaithfulReading, AsyncioConnection):  # type: i
 
 
 class FaithfulSelectConnection(_FaithfulReading, SelectConnection):  # type: ignore[misc]  # pika comes without types
-    """The same for a blocking connection."""
+    """The same for threads: pika's BlockingConnection runs on a SelectConnection."""

@@ -1,6 +1,11 @@
 """Check artifacts: confirmations, immutability, interrupted uploads, and lost or damaged contents.
 
-Zones that share a store have their own artifact names and their own limit of readers.
+Zones that share a store have their own artifact names and their own limit of readers. The store under test belongs to
+``PAIR.from_zone``. ``PEER_ZONE`` is the other zone: ``put(zone=PEER_ZONE)`` stores an artifact of that zone, and
+``forward`` stores a fact of that zone as a replicator does.
+
+The arguments of ``check`` are the ids of requirements. The text of ``expect`` says what is wrong if its condition is
+false; the text of ``expect_raises`` says what was attempted.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from ergon_framework.facts.errors import (
     InvalidFactError,
     TooManyReaders,
 )
-from ergon_framework.facts.model import SENDER_PREFIX, BoundarySide, StoredArtifact, StoredFact, ZonePair, fact_digest
+from ergon_framework.facts.model import SENDER_PREFIX, StoredArtifact, StoredFact, ZonePair, fact_digest
 from ergon_framework.testing.conformance.boundary.client import (
     PAIR,
     BoundaryCheckClient,
@@ -37,7 +42,7 @@ from ergon_framework.testing.conformance.boundary.client import (
 from ergon_framework.testing.conformance.check import CheckFailed, NotApplicable, check, expect
 from ergon_framework.testing.conformance.content_store.fixture import compute_stored
 
-#: Facts of another zone, which a replicator forwards.
+#: The zones of facts that arrive from the other zone; a replicator forwards them to this store.
 ARRIVING_PAIR: Final = ZonePair(PAIR.to_zone, PAIR.from_zone)
 PEER_ZONE: Final = ARRIVING_PAIR.from_zone
 
@@ -60,7 +65,7 @@ async def two_zones_have_the_same_name_apart(context: BoundaryCheckContext) -> N
     client = context.client()
     await client.put("files", "a", [b"theirs"], zone=PEER_ZONE)
     stored = await client.put("files", "a", [b"our own"])
-    expect(stored == compute_stored(b"our own"), "a name of another zone cannot be used")
+    expect(stored == compute_stored(b"our own"), "a name that another zone uses cannot be used, or stores other bytes")
     expect(await client.read("files", "a") == b"our own", "an artifact of another zone is read under the store's name")
     await expect_raises(
         ArtifactConflict, client.put("files", "a", [b"more"], zone=PEER_ZONE), "other bytes of the other zone"
@@ -108,12 +113,15 @@ async def a_fact_of_this_zone_names_no_artifact_of_another(context: BoundaryChec
     expect_error(result, ArtifactRefused, "a fact that names an artifact of another zone")
     await client.put("files", "a", [b"theirs"])
     await client.append(make_envelope(), make_artifact_fact(make_reference("a", b"theirs")))
-    expect(await client.read("files", "a", zone=PAIR.from_zone) == b"theirs", "an own artifact has another owner")
+    expect(
+        await client.read("files", "a", zone=PAIR.from_zone) == b"theirs",
+        "the zone's own artifact is read from another owner",
+    )
 
 
 @check("SEC-10", "FAC-23")
 async def retention_tells_owners_apart(context: BoundaryCheckContext) -> None:
-    client = context.client(side=BoundarySide.INNER)
+    client = context.client()
     content = b"the same bytes"
     await client.put("files", "a", [content])
     await client.put("files", "a", [content], zone=PEER_ZONE)
@@ -127,7 +135,8 @@ async def retention_tells_owners_apart(context: BoundaryCheckContext) -> None:
 @check("SEC-11")
 async def a_zone_has_so_many_readers_and_no_more(context: BoundaryCheckContext) -> None:
     client = context.client()
-    # A pair with facts and one without: both belong to the zone, and so does the reader of what it has sent.
+    # All three readers count for PEER_ZONE: one of a pair with facts, one of a pair without facts, and one that reads
+    # back what PEER_ZONE has sent.
     await client.append(make_envelope(), make_fact())
     other_pair = ZonePair("Elsewhere", PAIR.to_zone)
     for pair, reader in ((PAIR, "one"), (other_pair, "two"), (ARRIVING_PAIR, f"{SENDER_PREFIX}three")):
@@ -139,6 +148,7 @@ async def a_zone_has_so_many_readers_and_no_more(context: BoundaryCheckContext) 
             "3" in str(error) and PAIR.to_zone in str(error), f"the error does not name the limit and the zone: {error}"
         )
     await client.fetch(reader="one", max_readers=3)
+    # This reader belongs to the other end of the pair, so it does not count for PEER_ZONE.
     await client.fetch(reader="theirs", pair=ARRIVING_PAIR, max_readers=3)
     expect(
         not any("four" in state.readers for state in (await client.list_logs()).values()),
@@ -238,7 +248,7 @@ async def other_bytes_under_the_same_name_are_a_conflict(context: BoundaryCheckC
         expect(error.final, "a conflict is classified as retryable")
     expect(await client.read("files", "a") == b"abc", "a stored artifact has changed")
     await client.put("other", "a", [b"abd"])
-    expect(await client.read("files", "a") == b"abc", "an artifact of one bucket is another's")
+    expect(await client.read("files", "a") == b"abc", "storing in one bucket has changed another bucket")
 
 
 @check("FAC-21")
@@ -365,7 +375,7 @@ async def _store_with_fact(context: BoundaryCheckContext) -> BoundaryCheckClient
     client = context.client()
     content = b"important" * 100
     await client.put("files", "a/b", [content])
-    await client.append(make_envelope(), make_artifact_fact(make_reference("a/b", content)))
+    await client.append(make_envelope("m-1"), make_artifact_fact(make_reference("a/b", content)))
     return client
 
 
@@ -378,7 +388,7 @@ def _expect_fact_named(error: ArtifactLost) -> None:
 async def a_lost_artifact_is_an_error_that_names_its_fact(context: BoundaryCheckContext) -> None:
     client = await _store_with_fact(context)
     if not context.system.lose(context.store(), "files", "a/b"):
-        raise NotApplicable("the adapter does not support losing an artifact")
+        raise NotApplicable("the system under test does not support losing an artifact")
     _expect_fact_named(await expect_raises(ArtifactLost, client.read("files", "a/b"), "reading a lost artifact"))
     await expect_raises(ArtifactUnknown, client.read("files", "never"), "reading what was never stored")
 
@@ -387,7 +397,7 @@ async def a_lost_artifact_is_an_error_that_names_its_fact(context: BoundaryCheck
 async def damage_is_found_when_it_is_read(context: BoundaryCheckContext) -> None:
     client = await _store_with_fact(context)
     if not context.system.damage(context.store(), "files", "a/b"):
-        raise NotApplicable("the adapter does not support damaging an artifact")
+        raise NotApplicable("the system under test does not support damaging an artifact")
     _expect_fact_named(await expect_raises(ArtifactLost, client.read("files", "a/b"), "reading a damaged artifact"))
 
 
@@ -396,7 +406,7 @@ async def a_fact_about_a_lost_artifact_is_refused(context: BoundaryCheckContext)
     client = context.client()
     await client.put("files", "a/b", [b"abc"])
     if not context.system.lose(context.store(), "files", "a/b"):
-        raise NotApplicable("the adapter does not support losing an artifact")
+        raise NotApplicable("the system under test does not support losing an artifact")
     (result,) = await client.append_many((make_envelope(), make_artifact_fact(make_reference("a/b", b"abc"))))
     if not isinstance(result, FactError):
         raise CheckFailed("a fact about an artifact whose bytes are gone was stored")
