@@ -223,7 +223,7 @@ ExecutorCheckFunction: TypeAlias = Callable[[ExecutorUnderTest], None]
 
 @dataclass(frozen=True, slots=True)
 class ExecutorCheck:
-    """One rule: its name, the ids of its requirements in docs/spec/exe.md, and the function that checks it."""
+    """One rule: its name, its requirement ids, and the function that checks it."""
 
     name: str
     ids: tuple[str, ...]
