@@ -312,7 +312,7 @@ def test_a_crl_revokes_the_certificates_that_its_issuer_lists(tmp_path, encoding
     assert not is_accepted(revoked, other_files)
     # A CRL of another authority is not believed, and without a CRL no caller is let in.
     path.write_bytes(other_authority.create_crl(encoding=encoding))
-    with pytest.raises(AccessDenied, match="cannot be read") as caught:
+    with pytest.raises(AccessDenied, match="the CRL cannot be read") as caught:
         revoked.check(read_identity(other_files))
     assert caught.value.not_attempted
 
@@ -353,6 +353,17 @@ def test_an_incomplete_crl_is_rejected(authority, tmp_path, extension, message):
     path.write_bytes(authority.create_crl(extensions=[extension]))
     with pytest.raises(ConfigurationError, match=f"{message}.*complete CRL"):
         RevocationList(crl=path, authorities=authority.path)
+
+
+@pytest.mark.spec("SEC-05")
+@pytest.mark.parametrize("missing", ["crl", "authorities"])
+def test_an_error_about_a_missing_crl_or_authorities_file_names_that_file(authority, tmp_path, missing):
+    paths = {"crl": tmp_path / "crl", "authorities": authority.path}
+    paths["crl"].write_bytes(authority.create_crl())
+    paths[missing] = tmp_path / "missing"
+    with pytest.raises(ConfigurationError, match=r"the file .*missing cannot be read") as caught:
+        RevocationList(**paths)
+    assert "revoked certificates" not in str(caught.value)
 
 
 @pytest.mark.spec("SEC-05")
