@@ -206,10 +206,17 @@ def redact_address(address: str) -> str:
 
 def learn_address(address: str) -> None:
     """Hide the password of *address* in all texts: a client that misparses an address quotes parts of it."""
+    _learn_pieces(_list_password_parts(address))
+
+
+def learn_password(password: str) -> None:
+    """Hide *password*, which is not part of an address, in all texts."""
+    _learn_pieces([password])
+
+
+def _learn_pieces(candidates: list[str]) -> None:
     global _known_passwords_pattern  # noqa: PLW0603 - one set of rules for each process
-    pieces = [
-        piece for piece in _list_password_parts(address) if len(piece) >= _MIN_KNOWN_CHARS and not _is_ordinary(piece)
-    ]
+    pieces = [piece for piece in candidates if len(piece) >= _MIN_KNOWN_CHARS and not _is_ordinary(piece)]
     if not _known_passwords.keys() >= set(pieces):
         _known_passwords.update(dict.fromkeys(pieces))
         while len(_known_passwords) > _MAX_KNOWN_PASSWORDS:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from ergon_framework.connectors.bridge import as_async, as_sync
     from ergon_framework.connectors.codec import Codec, JsonCodec, decode
+    from ergon_framework.connectors.credentials import Credentials, credentials_from_files
     from ergon_framework.connectors.dead_letters import (
         DeadLetterQuery,
         DeadLetterRecord,
@@ -42,6 +43,7 @@ else:
             ),
             "bridge": ("as_async", "as_sync"),
             "codec": ("Codec", "JsonCodec", "decode"),
+            "credentials": ("Credentials", "credentials_from_files"),
             "encryption": ("EncryptingCodec",),
             "dead_letters": ("DeadLetterQuery", "DeadLetterRecord", "DeadLetterResult", "ReplayResult", "paginate"),
             "foreign_codec": ("ForeignCodec", "from_header", "from_json_pointer"),
@@ -52,6 +54,7 @@ __all__ = [
     "Codec",
     "Confirmation",
     "ConnectorError",
+    "Credentials",
     "DeadLetterQuery",
     "DeadLetterRecord",
     "DeadLetterResult",
@@ -67,6 +70,7 @@ __all__ = [
     "UndecodableError",
     "as_async",
     "as_sync",
+    "credentials_from_files",
     "decode",
     "from_header",
     "from_json_pointer",
