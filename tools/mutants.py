@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     mutants = [mutant for path in paths for mutant in mutants_of(path)]
     for mutant in mutants:
         mutant.is_equivalent = to_key(mutant) in equivalents
-    memory = KillCache(options.record_outcome)
+    memory = KillCache(options.remember)
     earlier_kills = [Verdict(one, "killed", by) for one in mutants if (by := memory.find_kill(one)) is not None]
     mutants = [one for one in mutants if memory.find_kill(one) is None]
     tally = MutationProgress(len(mutants), memory)
