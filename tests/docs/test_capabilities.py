@@ -35,7 +35,7 @@ def read_table() -> dict[str, dict[str, str]]:
 
 def format_value(name: str, value: Any) -> str:
     if value is None:
-        return "not known before it is opened" if name == "durable" else "none"
+        return "not known before it is opened" if name in {"durable", "priority"} else "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -111,8 +111,8 @@ def test_an_uncounted_message_is_dead_lettered_by_the_server_and_listed(queue, r
     queue.dispatch(make_orders(1, correlation="basket"))
     for _ in range(3):
         method, _, _ = raw_channel.basic_get(queue.name)
-        raw_channel.basic_nack(method.delivery_tag, requeue=True)
-    wait_until(lambda: queue.list_dead(ALL_DEAD_LETTERS), "the server has not put it aside")
+        raw_channel.basic_reject(method.delivery_tag, requeue=True)  # counted by all versions, unlike a nack
+    wait_until(lambda: queue.list_dead(ALL_DEAD_LETTERS), "the server has not dead-lettered it")
     (record,) = queue.list_dead(ALL_DEAD_LETTERS)
     assert (record.id, record.reason, record.payload) == ("order-0", "delivery_limit", {"n": 0})
     assert [result.outcome for result in queue.replay_dead([record.handle])] == [DeadLetterResult.REPLAYED]
@@ -407,3 +407,34 @@ def test_a_delay_that_the_server_rejects_fails_and_the_claim_can_be_settled_othe
     assert queue.settle([(first, Release())]) == [SettleResult.SETTLED]
     (again,) = claim(queue)
     assert (again.transaction.id, again.deliveries) == ("order-0", 1)
+
+
+@pytest.mark.spec("CNN-01")
+def test_consumers_do_not_accumulate_in_the_client(queue):
+    """Pushing starts and stops many times during the life of a slow worker."""
+
+    async def stop_pushing(channels):
+        channels.consumer._stop_pushing()
+        await channels.consumer._wait_for_drain()
+        return len(channels.consumer._channel.raw.consumer_tags)
+
+    queue.dispatch(make_orders(30))
+    counts = []
+    for _ in range(15):
+        deliveries = claim(queue, 2)
+        counts.append(queue._run(stop_pushing))
+        queue.settle([(delivery, Ack()) for delivery in deliveries])
+    assert counts == [0] * 15
+
+
+@pytest.mark.spec("CNN-01")
+def test_priorities_are_those_of_the_server(rabbitmq, name, raw_channel):
+    queue = RabbitMQQueue(name, url=rabbitmq, priority=lambda transaction: transaction.payload["n"])
+    assert queue.capabilities.priority is None
+    queue.dispatch([Transaction(f"order-{n}", {"n": n}) for n in (0, 1, 27)])
+    assert queue.capabilities.priority is (raw_channel.connection._impl.server_properties["version"] >= "4")
+    priorities = [raw_channel.basic_get(name)[1].priority for _ in range(3)]
+    assert sorted(priority or 4 for priority in priorities) == [4, 5, 31]
+    with pytest.raises(ConfigurationError, match="a priority of RabbitMQ must be between -4 and 27, not 28"):
+        queue.dispatch([Transaction("order-28", {"n": 28})])
+    queue.close()

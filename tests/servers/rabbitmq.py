@@ -76,6 +76,8 @@ class PrivateRabbitMQ:
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self.port = free_port()
+        #: The port of TLS on every loopback address; 0 without TLS.
+        self.tls_port = 0
         self._scripts = find_binaries()
         self._process: subprocess.Popen[bytes] | None = None
         self._epmd: subprocess.Popen[bytes] | None = None
@@ -133,6 +135,16 @@ class PrivateRabbitMQ:
                 self.kill()
                 raise RabbitMQServerError(f"the server did not start: {log_tail}")
             time.sleep(0.05)
+
+    def enable_tls(self, certificate: Path, key: Path) -> None:
+        """Listen with TLS too, from the next start on."""
+        self.tls_port = self.tls_port or free_port()
+        options = f'[{{certfile,"{certificate}"}},{{keyfile,"{key}"}}]'
+        listener = f'{{ssl_listeners,[{{"0.0.0.0",{self.tls_port}}}]}},{{ssl_options,{options}}}'
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "advanced.config"
+        path.write_text(f"[{{rabbit,[{listener}]}}].", encoding="ascii")
+        self._env["RABBITMQ_ADVANCED_CONFIG_FILE"] = str(path)
 
     def stop(self) -> None:
         """Stop the server cleanly; its data stays."""

@@ -141,6 +141,8 @@ class Release(Settlement):
 class SettleResult(StrEnum):
     """The result of one settlement."""
 
+    #: The broker has the settlement. Where it does not confirm that it has stored it (``confirms_settlements`` is
+    #: false), a crash of the broker right afterwards may deliver the transaction again.
     SETTLED = "settled"
     #: The claim is lost: another worker has, or will have, the transaction.
     LOST = "lost"
@@ -175,13 +177,17 @@ class Capabilities:
     fenced_by: Literal["token", "channel", "generation", "clock"]
     #: Acknowledged work survives a power loss; None means unknown, and unknown is not durable.
     durable: bool | None
-    priority: bool = False
+    #: A transaction with a higher priority is delivered first; None if that is unknown before the queue is opened.
+    priority: bool | None = False
     ordered_by_key: bool = False
     #: An id is accepted once, forever: a second dispatch of it adds nothing.
     deduplicates_ids: bool = False
     max_payload: int | None = None
     #: Seconds after which the broker ends a claim of a live worker where claims cannot be renewed; else None.
     deadline: float | None = None
+    #: ``settle`` returns when the broker has confirmed that it stored the settlements. If false, it returns when the
+    #: broker has received them: a crash of the broker right afterwards may deliver settled transactions again.
+    confirms_settlements: bool = True
     #: A dead letter is replayed atomically; otherwise a crash during the replay may leave it in both places.
     atomic_replay: bool = True
 

@@ -13,18 +13,20 @@ import asyncio
 import logging
 import os
 import re
+import ssl
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, NamedTuple, TypeVar
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pika
 from pika.channel import Channel as RawChannel
 from pika.exceptions import AMQPError, ChannelClosedByBroker, ProbableAccessDeniedError, ProbableAuthenticationError
 
 from ergon_framework.connectors.base import ConnectorError
+from ergon_framework.connectors.credentials import CredentialsSource
 from ergon_framework.connectors.rabbitmq.fields import BodyRule, FaithfulAsyncioConnection
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.telemetry import logs
@@ -34,28 +36,67 @@ URL_VARIABLE: Final = "ERGON_RABBITMQ__URL"
 #: Heartbeat timeout in seconds, after which the server closes a connection and releases its claims; requested unless
 #: the address sets another. The server's default is a minute, which would delay a dead worker's claims.
 _HEARTBEAT_SECONDS: Final = 20
+#: Options of an address that name files for TLS: the authority of the server's certificate, and a certificate of the
+#: client with its key.
+_TLS_FILES: Final = ("cacertfile", "certfile", "keyfile")
+#: The first major version whose quorum queues have priorities.
+_PRIORITIES_SINCE: Final = 4
 
 
-def connection_parameters(url: str, *, timeout: float) -> pika.URLParameters:
-    """Return the connection parameters of *url*; errors do not quote it, because it may contain a password."""
+def connection_parameters(
+    url: str, *, timeout: float, credentials: CredentialsSource | None = None
+) -> list[pika.URLParameters]:
+    """Return the connection parameters of each host of *url*; errors do not quote it: it may contain a password.
+
+    User and password are those of *url*, or what *credentials* returns now.
+    """
     problem = ""
     try:
-        url_parameters = pika.URLParameters(url)
-        query = parse_qs(urlsplit(url).query)
+        parts = urlsplit(url)
+        userinfo, at, hosts = parts.netloc.rpartition("@")
+        userinfo += ":" if userinfo and ":" not in userinfo else ""  # the client cannot read a user without a password
+        query = parse_qs(parts.query)
+        files: dict[str, str] = {name: query.pop(name)[-1] for name in _TLS_FILES if name in query}
+        text = urlencode(query, doseq=True)
+        addresses = [parts._replace(netloc=f"{userinfo}{at}{host}", query=text).geturl() for host in hosts.split(",")]
+        parameters = [pika.URLParameters(address) for address in addresses]
     except (ValueError, TypeError) as error:
         problem = type(error).__name__
-    if problem or urlsplit(url).scheme not in ("amqp", "amqps"):
+    if problem or parts.scheme not in ("amqp", "amqps"):
         raise ConfigurationError(
             "the address of RabbitMQ is invalid; expected, e.g., amqp://user:password@host:5672/vhost, with options "
             f"as in ?heartbeat=20 ({problem or 'it does not begin with amqp:// or amqps://'})"
         )
-    if urlsplit(url).path == "//":  # Celery and others write the vhost "/" like this
-        url_parameters.virtual_host = "/"
-    if "heartbeat" not in query:
-        url_parameters.heartbeat = _HEARTBEAT_SECONDS
-    url_parameters.connection_attempts = 1
-    url_parameters.socket_timeout = url_parameters.stack_timeout = timeout
-    return url_parameters
+    login = None if credentials is None else credentials()
+    for each in parameters:
+        if parts.path == "//":  # Celery and others write the vhost "/" like this
+            each.virtual_host = "/"
+        if "heartbeat" not in query:
+            each.heartbeat = _HEARTBEAT_SECONDS
+        if each.ssl_options is not None:
+            each.ssl_options = _build_tls(each, files)
+        if login is not None:
+            each.credentials = pika.PlainCredentials(login.user or each.credentials.username, login.password)
+        each.connection_attempts = 1
+        each.socket_timeout = each.stack_timeout = timeout
+    return parameters
+
+
+def _build_tls(parameters: pika.URLParameters, files: Mapping[str, str]) -> pika.SSLOptions:
+    """Return TLS options that verify the certificate of the server and its host name."""
+    options: pika.SSLOptions = parameters.ssl_options
+    context = options.context
+    try:
+        if "cacertfile" in files:
+            context = ssl.create_default_context(cafile=files["cacertfile"])
+        if "certfile" in files:
+            context.load_cert_chain(files["certfile"], files.get("keyfile"))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigurationError(
+            f"the files of the address of RabbitMQ ({', '.join(f'{name}={path}' for name, path in files.items())}) "
+            f"cannot be used: {type(error).__name__}: {error}"
+        ) from error
+    return pika.SSLOptions(context, options.server_hostname or parameters.host)
 
 
 # -- durability -------------------------------------------------------------------------------------
@@ -86,6 +127,14 @@ def assess_durability(server: Mapping[str, Any]) -> RabbitMQDurability:
     )
 
 
+def has_priorities(server: Mapping[str, Any]) -> bool | None:
+    """Return whether quorum queues of the server with these properties have priorities; None if they are unknown."""
+    major = _to_text(server.get("version")).partition(".")[0]
+    if not major.isdigit():
+        return None
+    return _to_text(server.get("product")) == "RabbitMQ" and int(major) >= _PRIORITIES_SINCE
+
+
 def _to_text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
@@ -93,9 +142,10 @@ def _to_text(value: Any) -> str:
 # -- connections ------------------------------------------------------------------------------------
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 _log = logging.getLogger(__name__)
-_threads: dict[tuple[str, float, int], ConnectionThread] = {}
+_threads: dict[tuple[str, float, CredentialsSource | None, int], ConnectionThread] = {}
 _registry_lock = threading.Lock()
 #: The server's codes for a wrong name or password, and for a vhost that is missing or not allowed for the user.
 _ACCESS_REFUSED: Final = 403
@@ -183,8 +233,12 @@ class Channel:
 class Connection:
     """One connection, opened on demand and reopened when it was lost."""
 
-    def __init__(self, settings: pika.ConnectionParameters, timeout: float) -> None:
-        self._settings = settings
+    def __init__(self, build_parameters: Callable[[], Sequence[pika.ConnectionParameters]], timeout: float) -> None:
+        #: Returns the parameters of each host; called for every attempt, because credentials may have changed.
+        self._build_parameters = build_parameters
+        #: Attempts that have failed: each is followed by one with the next host.
+        self._failed_attempts = 0
+        self._has_connected = False
         self._timeout = timeout
         self._raw: FaithfulAsyncioConnection | None = None
         self._connecting = asyncio.Lock()
@@ -249,12 +303,29 @@ class Connection:
             return self._raw
 
     async def _connect(self) -> FaithfulAsyncioConnection:
+        """Connect to the first host that accepts, beginning with the one after the last failure."""
+        hosts = self._build_parameters()
+        for attempt in range(len(hosts)):
+            try:
+                raw = await self._connect_to(hosts[self._failed_attempts % len(hosts)])
+            except ConnectionLostError:
+                self._failed_attempts += 1
+                if attempt == len(hosts) - 1:
+                    raise
+            else:
+                self._has_connected = True
+                return raw
+        raise ConfigurationError("the address of RabbitMQ has no host")
+
+    async def _connect_to(self, parameters: pika.ConnectionParameters) -> FaithfulAsyncioConnection:
         opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         raw = FaithfulAsyncioConnection(
-            self._settings,
+            parameters,
             on_open_callback=lambda connection: None if opened.done() else opened.set_result(connection),
             on_open_error_callback=lambda _, error: (
-                None if opened.done() else opened.set_exception(_to_connect_error(error, self._settings))
+                None
+                if opened.done()
+                else opened.set_exception(_to_connect_error(error, parameters, has_connected=self._has_connected))
             ),
             on_close_callback=self._on_closed,
             custom_ioloop=asyncio.get_running_loop(),
@@ -267,7 +338,10 @@ class Connection:
         except TimeoutError as error:
             with suppress(AMQPError):
                 raw.close()
-            raise ConnectionLostError(f"connecting to RabbitMQ timed out after {self._timeout:g} s") from error
+            address = f"{parameters.host}:{parameters.port}"
+            raise ConnectionLostError(
+                f"connecting to RabbitMQ at {address} timed out after {self._timeout:g} s"
+            ) from error
         self.blocked = ""
         self.server = raw.server_properties or {}
         return raw
@@ -300,16 +374,20 @@ class ConnectionThread:
     not wait behind that.
     """
 
-    def __init__(self, url: str, timeout: float) -> None:
+    def __init__(self, url: str, timeout: float, credentials: CredentialsSource | None) -> None:
         self.owner_pid = os.getpid()
         self.users = 0
         self._is_stopping = False
         self.durability: RabbitMQDurability | None = None
-        settings = connection_parameters(url, timeout=timeout)
+
+        def build_parameters() -> list[pika.URLParameters]:
+            return connection_parameters(url, timeout=timeout, credentials=credentials)
+
+        build_parameters()  # an invalid address is an error here, and not in the first call
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="ergon-rabbitmq", daemon=True)
-        self.consume_connection = Connection(settings, timeout)
-        self.publish_connection = Connection(settings, timeout)
+        self.consume_connection = Connection(build_parameters, timeout)
+        self.publish_connection = Connection(build_parameters, timeout)
         self._thread.start()
 
     def _run_loop(self) -> None:
@@ -381,13 +459,15 @@ class ConnectionThread:
             )
 
 
-def acquire_connection_thread(url: str, timeout: float) -> ConnectionThread:
+def acquire_connection_thread(
+    url: str, timeout: float, credentials: CredentialsSource | None = None
+) -> ConnectionThread:
     """Return the connection thread of *url*, shared by all its queues; release with ``release_connection_thread``."""
     with _registry_lock:
-        key = url, timeout, os.getpid()
+        key = url, timeout, credentials, os.getpid()
         thread = _threads.get(key)
         if thread is None:
-            thread = _threads[key] = ConnectionThread(url, timeout)
+            thread = _threads[key] = ConnectionThread(url, timeout, credentials)
         thread.users += 1
         return thread
 
@@ -425,16 +505,37 @@ class _translate_errors:  # noqa: N801 - used as a function
             raise ConnectionLostError(f"cannot {self._action}: {_describe(error)}") from error
 
 
-def _to_connect_error(error: BaseException, settings: pika.ConnectionParameters) -> Exception:
-    """Return the reason of a failed connection: wrong credentials are permanent, other errors may be temporary."""
-    server = f"RabbitMQ at {settings.host}:{settings.port}"
+def _to_connect_error(
+    error: BaseException, parameters: pika.ConnectionParameters, *, has_connected: bool = False
+) -> Exception:
+    """Return the reason of a failed connection: what a program cannot cure by waiting is a ConfigurationError.
+
+    Credentials that worked before may be rotated at the moment, so their rejection is a lost connection.
+    """
+    server = f"RabbitMQ at {parameters.host}:{parameters.port}"
+    if (certificate_error := _find_cause(error, ssl.SSLCertVerificationError)) is not None:
+        return ConfigurationError(
+            f"the certificate of {server} is not trusted: {certificate_error.verify_message}; connect by a host name "
+            "in it, and name its authority with ?cacertfile=FILE in the address if it is not one of this system"
+        )
     if isinstance(error, ProbableAuthenticationError | ProbableAccessDeniedError) and _is_rejection(str(error)):
         match = _SERVER_TEXT.search(str(error))
         why = f": {match[1]}" if match else ""
+        if has_connected:
+            return ConnectionLostError(f"{server} rejected the user, whom it accepted before{why}")
         return ConfigurationError(
             f"{server} rejected the user{why}; check the name, the password and the vhost of the address"
         )
     return ConnectionLostError(f"{server} cannot be reached: {_describe(error)}")
+
+
+def _find_cause(error: BaseException | None, kind: type[E]) -> E | None:
+    """Return the error of *kind* that *error* is, wraps or was caused by."""
+    while error is not None:
+        if isinstance(error, kind):
+            return error
+        error = _unwrap(error) or error.__cause__
+    return None
 
 
 def _is_rejection(message: str) -> bool:

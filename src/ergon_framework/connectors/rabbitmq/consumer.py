@@ -21,10 +21,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
-from math import ceil
 from typing import Any, Final, Generic, TypeVar
 
-from pika.compat import long
 from pika.exceptions import AMQPError
 from pika.spec import Basic
 
@@ -83,10 +81,6 @@ _STALE_SECONDS: Final = 1.0
 _MAX_PULLED: Final = 8
 #: New messages in a row before pushing starts again after a redelivered message.
 _NEW_BEFORE_PUSH: Final = 50
-#: Acks after which the server may hold back others; its own default limit is 32.
-_ACKS_PER_PROBE: Final = 24
-#: The arguments of a consumer that receives nothing.
-_NO_CREDIT: Final = {"x-credit": {"credit": long(0), "drain": False}}
 #: One counter for all clients of this process, so that no two deliveries have the same receipt.
 _channel_numbers = count(1)
 
@@ -119,6 +113,8 @@ class Consumer:
         self._release = release
         self._open_lock = asyncio.Lock()
         self._pull_lock = asyncio.Lock()
+        #: One get at a time: the client has one callback for its answer.
+        self._get_lock = asyncio.Lock()
         self._channel: Channel | None = None
         #: Nothing is handed out any more; nothing is open any more.
         self._is_closing = False
@@ -148,12 +144,6 @@ class Consumer:
         self._arrival: asyncio.Future[None] | None = None
         #: The number of ready messages; the request is sent after everything that was written before.
         self.count_ready = AsyncCoalescer(self._request_count)
-        #: Returns when all acks that were written before are in the queue's own log.
-        self.sync_log = AsyncCoalescer(self._probe_log)
-        #: The tag of the consumer that receives nothing and probes the log, if it exists.
-        self._probe_tag = ""
-        #: Messages that were acked since the last log probe.
-        self._unprobed_acks = 0
         self._stale_timer: asyncio.TimerHandle | None = None
         #: The time since which the latest message was ready.
         self.newest_ready_since: float | None = None
@@ -205,9 +195,25 @@ class Consumer:
             if await ready and self.in_flight - len(self._pulled) < self._prefetch and not self.waiting:
                 await asyncio.wait((arrival,), timeout=_PUSH_TIMEOUT_SECONDS)
             remaining = end - time.monotonic()
-            if remaining <= 0 or self.waiting:
+            if remaining > 0 and not self.waiting:
+                await asyncio.wait((arrival,), timeout=remaining)
+            if not self.waiting and time.monotonic() >= end and not await self._get_when_idle():
                 return
-            await asyncio.wait((arrival,), timeout=remaining)
+
+    async def _get_when_idle(self) -> bool:
+        """Get a message although the server pushes; return False if the queue is really empty.
+
+        The count of ready messages does not tell: a server that is busy, or has just recovered, reports 0 instead of
+        its count. A get waits for the queue.
+        """
+        async with self._pull_lock:
+            if self._is_pulling or self.waiting:
+                return True
+            if await asyncio.shield(create_background_task(self._get(self._accept_while_pushing))):
+                return True
+        # Messages that were pushed before the queue was found empty arrive before this answer.
+        await self.count_ready()
+        return bool(self.waiting)
 
     def _get_arrival(self) -> asyncio.Future[None]:
         """Return a future that completes when a message arrives or the channel closes."""
@@ -229,20 +235,32 @@ class Consumer:
     def _on_message(self, number: int) -> Callable[[Any, Any, Any, bytes], None]:
         def on_message(_channel: Any, method: Any, properties: Any, body: bytes) -> None:
             if number == self.channel_number:
-                message = Message(RabbitMQReceipt(number, method.delivery_tag), body, properties)
-                self._on_push(message)
+                receipt = RabbitMQReceipt(number, method.delivery_tag)
+                self._on_push(Message(receipt, body, properties, redelivered=method.redelivered))
 
         return on_message
 
     def _on_push(self, message: Message) -> None:
         self._track(message)
-        if self._is_pulling:  # it was not requested
+        self._accept_while_pushing(message)
+
+    def _accept_while_pushing(self, message: Message) -> None:
+        """Offer *message*, or stop pushing because of it."""
+        if self._is_pulling or message.is_uncounted:
+            # It was not requested, or must be published again with its count.
             self._surplus.append(message)
             self._stop_pushing()
         elif message.deliveries > 1:
             self._suspect = message
             self._stop_pushing()
         elif self._held_bytes > self._max_bytes and len(self._unacked) > 1:
+            self._surplus.append(message)
+            self._stop_pushing()
+        else:
+            self._offer(message)
+
+    def _accept_while_pulling(self, message: Message) -> None:
+        if message.is_uncounted:
             self._surplus.append(message)
             self._stop_pushing()
         else:
@@ -305,17 +323,17 @@ class Consumer:
 
     async def _drain_pushed(self) -> None:
         end = time.monotonic() + _DRAIN_TIMEOUT_SECONDS
-        # The server counts a delivery for messages in transit when a consumer is cancelled, so the cancel is sent when
-        # the server has nothing to push, or must not push more.
+        # A message in transit to a cancelled consumer returns to the queue, which counts a delivery. So the cancel is
+        # sent when the server must not push more, or has nothing to push.
         while len(self._unacked) - len(self._pulled) < self._prefetch and time.monotonic() < end:
-            if not await self.count_ready():
+            # A count of 0 may be wrong, as in _get_when_idle.
+            if not await self.count_ready() and not await self._get(self._surplus.append):
+                await self.count_ready()
                 break
         tags, self._consumer_tags, self._prefetch = self._consumer_tags, [], 0
         if self._channel is not None and self._channel.is_open:
             for tag in tags:
-                # Not basic_cancel: the client would reject messages that are still in transit.
-                self._channel.raw._send_method(Basic.Cancel(tag, nowait=True))  # noqa: SLF001 - no public call does it
-            await self.count_ready()
+                await self._cancel_consumer(self._channel, tag)
         while self._surplus:
             surplus, self._surplus = self._surplus, []
             await self._release(surplus)
@@ -329,12 +347,8 @@ class Consumer:
             # The next message may kill this process, which must not count a delivery for the others.
             await self._wait_for_drain()
             while self._is_pulling and not self._is_closing and self._can_pull(limit):
-                channel = await self._ensure_channel()
-                async with self._connection.timeout("get a message"):
-                    try:
-                        has_message = await channel.request(self._build_get(channel))
-                    except ChannelClosedError as error:
-                        raise _to_connection_lost(error) from error
+                await self._ensure_channel()
+                has_message = await self._get(self._accept_while_pulling)
                 if not has_message:
                     # A redelivered message that is held here may be redelivered again soon.
                     holds_suspect = any(message.deliveries > 1 for message in self._unacked.values())
@@ -351,8 +365,19 @@ class Consumer:
             return False
         return sum(len(message.body) for message in waiting) < self._max_bytes
 
-    def _build_get(self, channel: Channel) -> Callable[[Callable[[Any], None]], None]:
-        """Return a request that fetches one message and reports whether there was one."""
+    async def _get(self, accept: Callable[[Message], None]) -> bool:
+        """Get one message and pass it to *accept*; return whether there was one."""
+        channel = self._require_channel()
+        async with self._get_lock, self._connection.timeout("get a message"):
+            try:
+                return bool(await channel.request(self._build_get(channel, accept)))
+            except ChannelClosedError as error:
+                raise _to_connection_lost(error) from error
+
+    def _build_get(
+        self, channel: Channel, accept: Callable[[Message], None]
+    ) -> Callable[[Callable[[Any], None]], None]:
+        """Return a request that gets one message and reports whether there was one."""
         number = self.channel_number
 
         def get(callback: Callable[[Any], None]) -> None:
@@ -360,9 +385,10 @@ class Consumer:
                 # Here and not where it is awaited: the following message may arrive first, and tags must stay in order.
                 if number == self.channel_number:
                     self._pulled.add(method.delivery_tag)
-                    message = Message(RabbitMQReceipt(number, method.delivery_tag), body, properties)
+                    receipt = RabbitMQReceipt(number, method.delivery_tag)
+                    message = Message(receipt, body, properties, redelivered=method.redelivered)
                     self._track(message)
-                    self._offer(message)
+                    accept(message)
                 callback(True)  # noqa: FBT003 - callbacks have positional parameters
 
             self._on_get_empty = lambda: callback(False)  # noqa: FBT003 - as above
@@ -390,7 +416,6 @@ class Consumer:
                     0,
                     [],
                 )
-                self._probe_tag, self._unprobed_acks = "", 0
                 channel.leave_out(self._body_rule)
                 channel.add_close_callback(lambda _: self._on_close(number))
                 channel.raw.add_on_cancel_callback(lambda _: self._on_cancel(channel))
@@ -494,15 +519,12 @@ class Consumer:
             if tag not in tags:
                 break
             last = tag
-            # A multiple ack is one log entry per message.
-            self._unprobed_acks += 1
         try:
             if last:
                 channel.raw.basic_ack(last, multiple=True)
             for tag in tags:
                 if tag > last:
                     channel.raw.basic_ack(tag)
-                    self._unprobed_acks += 1
                 self._untrack(tag)
         except AMQPError:
             return False
@@ -524,7 +546,6 @@ class Consumer:
         try:
             for message in messages:
                 channel.raw.basic_reject(message.receipt.tag, requeue=requeue)
-                self._unprobed_acks += 1
                 self._untrack(message.receipt.tag)
         except AMQPError:
             return False
@@ -534,6 +555,13 @@ class Consumer:
         self._held_bytes -= len(self._unacked.pop(tag).body)
         self._settling.discard(tag)
         self._pulled.discard(tag)
+
+    async def _cancel_consumer(self, channel: Channel, tag: str) -> None:
+        async with self._connection.timeout("cancel a consumer"):
+            try:
+                await channel.request(lambda callback: channel.raw.basic_cancel(tag, callback))
+            except ChannelClosedError as error:
+                raise _to_connection_lost(error) from error
 
     async def _request_count(self) -> int:
         channel = self._require_channel()
@@ -545,37 +573,6 @@ class Consumer:
             except ChannelClosedError as error:
                 raise _to_connection_lost(error) from error
         return int(answer.method.message_count)
-
-    async def _probe_log(self) -> None:
-        """Wait until earlier acks are in the queue's log: acks have no response, and a kill loses unlogged ones.
-
-        A count is answered before that. Adding or removing a consumer is a log entry after theirs, and is answered when
-        it is persisted. With many entries in flight the server holds back the rest, so each group of them needs one
-        more probe.
-        """
-        channel = self._require_channel()
-        acks, self._unprobed_acks = self._unprobed_acks, 0
-        async with self._connection.timeout("persist the acks"):
-            try:
-                for _ in range(1 + ceil(acks / _ACKS_PER_PROBE)):
-                    await channel.request(self._build_probe(channel))
-            except ChannelClosedError as error:
-                raise _to_connection_lost(error) from error
-
-    def _build_probe(self, channel: Channel) -> Callable[[Callable[[Any], None]], None]:
-        """Return a request that adds or removes the consumer that receives nothing."""
-
-        def probe(callback: Callable[[Any], None]) -> None:
-            if self._probe_tag:
-                tag, self._probe_tag = self._probe_tag, ""
-                channel.raw.basic_cancel(tag, callback)
-            else:
-                on_message = self._on_message(self.channel_number)
-                self._probe_tag = channel.raw.basic_consume(
-                    self._queue, on_message, arguments=_NO_CREDIT, callback=callback
-                )
-
-        return probe
 
     def _require_channel(self) -> Channel:
         channel = self._channel

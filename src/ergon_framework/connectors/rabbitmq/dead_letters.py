@@ -97,7 +97,7 @@ class DeadLetterQueue:
         queue: str,
         codec: Codec,
         *,
-        connect: Callable[[], pika.ConnectionParameters],
+        connect: Callable[[], Sequence[pika.ConnectionParameters]],
         bind_durably: Callable[[], None],
         timeout: float,
         dead_days: float | None,

@@ -1,4 +1,9 @@
-"""Diagnose a server and a queue in it; only reads."""
+"""Diagnose a server and a queue in it.
+
+Nothing permanent is changed: a temporary exclusive queue shows the permissions, and a queue that exists is declared
+again with the arguments that Ergon needs, which the server only compares. A finding with ``shared=False`` is about the
+queue, one without it about the server that several queues share.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +21,14 @@ from ergon_framework.errors import ConfigurationError, error_message
 _MIN_VERSION: Final = (3, 10)
 
 
-async def diagnose(connection: Connection, name: str, *, dead_days: float | None, deadline: float) -> list[Diagnostic]:
-    """Return diagnostics of the server and of the queue called *name*."""
+async def diagnose(
+    connection: Connection, name: str, *, dead_days: float | None, declare: bool, deadline: float
+) -> list[Diagnostic]:
+    """Return diagnostics of the server and of the queue called *name*.
+
+    *dead_days* and *declare* are the options of its ``RabbitMQQueue``, and *deadline* its ``consumer_timeout``.
+    """
+    # Opening a channel connects, which reads the properties of the server.
     channel = await connection.channel()
     channel.close()
     product, version = (_to_text(connection.server.get(key)) for key in ("product", "version"))
@@ -30,7 +41,7 @@ async def diagnose(connection: Connection, name: str, *, dead_days: float | None
     try:
         await _probe(connection, f"{name}.doctor")
     except (ConfigurationError, ConnectorError) as error:
-        observed, _, remedy = error_message(error).partition("; ")
+        observed, _, remedy = error_message(error).partition("; ")  # messages state the problem, then the remedy
         return [
             *findings,
             Diagnostic("permissions", Severity.ERROR, observed, remedy or "check the server's log", shared=False),
@@ -39,16 +50,19 @@ async def diagnose(connection: Connection, name: str, *, dead_days: float | None
         Diagnostic("permissions", Severity.OK, f"the user may declare the queues of {name!r}", shared=False)
     )
     findings += [
-        await _check_queue(connection, name, each, dead_days=dead_days)
+        await _check_queue(connection, name, each, dead_days=dead_days, declare=declare)
         for each in (topology.dead_letter_queue(name), name)
     ]
-    observed = f"a claim ends after {deadline:g} s, consumer_timeout= of this queue; the server does not report its own"
+    observed = (
+        f"a claim ends after {deadline:g} s, the consumer_timeout= of this queue; the server does not report its own "
+        "consumer_timeout, which must not be shorter"
+    )
     findings.append(Diagnostic("deadline", Severity.OK, observed, shared=False))
     return findings
 
 
 async def _probe(connection: Connection, name: str) -> None:
-    """Declare and delete an exclusive queue, whose name has the prefix of the queues that are needed."""
+    """Declare and delete an exclusive queue. Permissions are patterns of names, so its name begins like the others."""
     channel = await connection.channel()
     try:
         async with connection.timeout(f"declare the queue {name!r}"):
@@ -62,7 +76,9 @@ async def _probe(connection: Connection, name: str) -> None:
         channel.close()
 
 
-async def _check_queue(connection: Connection, name: str, queue: str, *, dead_days: float | None) -> Diagnostic:
+async def _check_queue(
+    connection: Connection, name: str, queue: str, *, dead_days: float | None, declare: bool
+) -> Diagnostic:
     """Return whether *queue* exists with the required arguments; a missing queue is not declared."""
     channel = await connection.channel()
     try:
@@ -78,7 +94,7 @@ async def _check_queue(connection: Connection, name: str, queue: str, *, dead_da
         )
     finally:
         channel.close()
-    declarer = TopologyDeclarer(name, connection, dead_days=dead_days)
+    declarer = TopologyDeclarer(name, connection, dead_days=dead_days, declare=declare)
     try:
         await declarer.ensure_queue(queue)
     except (ConfigurationError, ConnectorError) as error:

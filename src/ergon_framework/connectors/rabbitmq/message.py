@@ -19,14 +19,20 @@ DELIVERED_HEADER: Final = "ergon-delivered"
 #: The time since which it is, or will be, ready; in seconds since the epoch.
 READY_SINCE_HEADER: Final = "ergon-since"
 _COUNT_HEADER: Final = "x-delivery-count"
+#: How often a message was given to a consumer, including those that returned it uncounted; from RabbitMQ 4.3 on.
+_ACQUIRED_HEADER: Final = "x-acquired-count"
 #: Headers that the server adds. With its list of deaths it would silently drop a message that returns to a queue.
-_SERVER_HEADERS: Final = ("x-death", "x-first-death-", "x-last-death-", _COUNT_HEADER)
+_SERVER_HEADERS: Final = ("x-death", "x-first-death-", "x-last-death-", _COUNT_HEADER, _ACQUIRED_HEADER)
 #: The properties that are kept when a message is republished. Not its expiration, which would end every delay early,
 #: and not its user, which the server compares with the connection's.
 _KEPT_PROPERTIES: Final = (
     *("content_type", "content_encoding", "priority", "correlation_id", "reply_to"),
     *("message_id", "timestamp", "type", "app_id"),
 )
+#: The priority of a message without one, as servers from version 4.0 on define it for quorum queues.
+DEFAULT_PRIORITY: Final = 4
+#: The highest priority of quorum queues.
+MAX_PRIORITY: Final = 31
 #: The largest size of a short-string property, in bytes.
 _MAX_SHORT_STRING_BYTES: Final = 255
 
@@ -49,12 +55,15 @@ class OutgoingMessage(NamedTuple):
 class Message:
     """A delivery as it was received, until it is acked."""
 
-    __slots__ = ("body", "properties", "receipt", "seen")
+    __slots__ = ("body", "properties", "receipt", "redelivered", "seen")
 
-    def __init__(self, receipt: RabbitMQReceipt, body: bytes, properties: BasicProperties) -> None:
+    def __init__(
+        self, receipt: RabbitMQReceipt, body: bytes, properties: BasicProperties, *, redelivered: bool = False
+    ) -> None:
         self.receipt = receipt
         self.body = body
         self.properties = properties
+        self.redelivered = redelivered
         self.seen = time.time()
 
     @property
@@ -97,7 +106,12 @@ class Message:
     @property
     def deliveries(self) -> int:
         """The number of deliveries, including this one."""
-        return count_deliveries(self.properties)
+        return count_deliveries(self.properties) + self.is_uncounted
+
+    @property
+    def is_uncounted(self) -> bool:
+        """Whether it was delivered before and the server does not count: a classic queue reports only the fact."""
+        return self.redelivered and self.raw_headers.keys().isdisjoint((_COUNT_HEADER, _ACQUIRED_HEADER))
 
     @property
     def ready_since(self) -> float:
@@ -127,7 +141,9 @@ class Message:
         return OutgoingMessage(queue, self.body, Properties(headers=headers, delivery_mode=2, **kept_properties))
 
 
-def new_message(queue: str, body: bytes, headers: Mapping[str, str], *, ready_since: float) -> OutgoingMessage:
+def new_message(
+    queue: str, body: bytes, headers: Mapping[str, str], *, ready_since: float, priority: int = 0
+) -> OutgoingMessage:
     """Return a message with reset delivery count."""
     kept_headers = {
         message_id: value
@@ -136,7 +152,13 @@ def new_message(queue: str, body: bytes, headers: Mapping[str, str], *, ready_si
     }
     raw_headers = {**kept_headers, READY_SINCE_HEADER: f"{ready_since:.3f}"}
     message_id = headers.get("ergon-id", "")[:_MAX_SHORT_STRING_BYTES] or None
-    return OutgoingMessage(queue, body, BasicProperties(headers=raw_headers, delivery_mode=2, message_id=message_id))
+    properties = BasicProperties(
+        headers=raw_headers,
+        delivery_mode=2,
+        message_id=message_id,
+        priority=DEFAULT_PRIORITY + priority if priority else None,
+    )
+    return OutgoingMessage(queue, body, properties)
 
 
 def count_deliveries(properties: BasicProperties) -> int:

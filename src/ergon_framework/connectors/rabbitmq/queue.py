@@ -31,6 +31,7 @@ from ergon_framework.connectors.base import (
     Unlisten,
 )
 from ergon_framework.connectors.codec import MAX_BYTES, Codec, describe_unread
+from ergon_framework.connectors.credentials import CredentialsSource
 from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
@@ -41,13 +42,21 @@ from ergon_framework.connectors.rabbitmq.connection import (
     ConnectionThread,
     acquire_connection_thread,
     connection_parameters,
+    has_priorities,
     release_connection_thread,
 )
 from ergon_framework.connectors.rabbitmq.consumer import Consumer
 from ergon_framework.connectors.rabbitmq.dead_letters import DeadLetterQueue
 from ergon_framework.connectors.rabbitmq.fields import BodyRule
 from ergon_framework.connectors.rabbitmq.inspect import diagnose
-from ergon_framework.connectors.rabbitmq.message import Message, OutgoingMessage, count_deliveries, new_message
+from ergon_framework.connectors.rabbitmq.message import (
+    DEFAULT_PRIORITY,
+    MAX_PRIORITY,
+    Message,
+    OutgoingMessage,
+    count_deliveries,
+    new_message,
+)
 from ergon_framework.connectors.rabbitmq.publisher import DurablePublisher
 from ergon_framework.connectors.rabbitmq.settle import RabbitMQSettler
 from ergon_framework.connectors.rabbitmq.topology import TopologyDeclarer
@@ -68,6 +77,7 @@ class QueueChannels:
         *,
         codec: Codec,
         dead_days: float | None,
+        declare: bool,
         body_rule: BodyRule,
         max_bytes: int,
         on_arrival: Callable[[], None],
@@ -75,7 +85,7 @@ class QueueChannels:
     ) -> None:
         self._queue = queue
         self._connection_thread = thread
-        self._declarer = TopologyDeclarer(queue, thread.publish_connection, dead_days=dead_days)
+        self._declarer = TopologyDeclarer(queue, thread.publish_connection, dead_days=dead_days, declare=declare)
         self._publisher = DurablePublisher(queue, thread.publish_connection, self._declarer)
         self.consumer = Consumer(
             queue,
@@ -150,6 +160,10 @@ class RabbitMQQueue(Connector, AsyncConnector):
     longer than the server's ``consumer_timeout``, which the server does not report: pass its value as
     *consumer_timeout*. Dead letters are kept for *dead_days*, None for no limit. A server that does not answer for
     *timeout* seconds counts as lost. One fetch loads bodies of *max_fetch_bytes* at most, and always at least one.
+
+    *priority* returns the priority of a transaction, 0 by default; quorum queues have priorities from RabbitMQ 4.0 on.
+    With *declare* false, the queue must exist and may be of any type; it is neither created nor checked.
+    *credentials* is called for every new connection, and replaces user and password of the address.
     """
 
     def __init__(
@@ -162,6 +176,9 @@ class RabbitMQQueue(Connector, AsyncConnector):
         consumer_timeout: float = 1800.0,
         timeout: float = 10.0,
         max_fetch_bytes: int = MAX_FETCH_BYTES,
+        priority: Callable[[Transaction], int] | None = None,
+        declare: bool = True,
+        credentials: CredentialsSource | None = None,
     ) -> None:
         if not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
             raise ConfigurationError(
@@ -179,6 +196,9 @@ class RabbitMQQueue(Connector, AsyncConnector):
         self._consumer_timeout = consumer_timeout
         self._timeout = timeout
         self._limits = FetchLimits(max_fetch_bytes)
+        self._priority = priority
+        self._declare = declare
+        self._credentials = credentials
         self._lock = threading.Lock()
         self._arrivals = WakeupHub()
         self._connection_thread: ConnectionThread | None = None
@@ -208,8 +228,9 @@ class RabbitMQQueue(Connector, AsyncConnector):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities of the server; durability is known once the queue was opened."""
-        durability = None if self._connection_thread is None else self._connection_thread.durability
+        """The capabilities of the server; durability and priority are known once the queue was opened."""
+        thread = self._connection_thread
+        durability = None if thread is None or not self._declare else thread.durability
         return Capabilities(
             mode="queue",
             renewable=False,
@@ -219,14 +240,18 @@ class RabbitMQQueue(Connector, AsyncConnector):
             dead_letters=True,
             fenced_by="channel",
             durable=None if durability is None else durability.durable,
+            priority=None if thread is None else has_priorities(thread.publish_connection.server),
             max_payload=self._codec.max_bytes,
             deadline=self._consumer_timeout,
+            confirms_settlements=False,
             atomic_replay=False,
         )
 
     @property
     def durability(self) -> str | None:
         """A description of what a power loss could lose; None before the queue was opened."""
+        if not self._declare:
+            return f"durability is unknown: the queue {self._name!r} was not declared by this client"
         return (
             None
             if self._connection_thread is None or self._connection_thread.durability is None
@@ -242,8 +267,8 @@ class RabbitMQQueue(Connector, AsyncConnector):
         learn_address(url)
         return url
 
-    def _build_parameters(self) -> pika.ConnectionParameters:
-        return connection_parameters(self._require_url(), timeout=self._timeout)
+    def _build_parameters(self) -> Sequence[pika.ConnectionParameters]:
+        return connection_parameters(self._require_url(), timeout=self._timeout, credentials=self._credentials)
 
     def _ensure_channels(self) -> tuple[ConnectionThread, QueueChannels]:
         with self._lock:
@@ -251,12 +276,15 @@ class RabbitMQQueue(Connector, AsyncConnector):
                 # Kept, so that the parent's connections are not garbage-collected.
                 self._inherited, self._connection_thread, self._channels = self._connection_thread, None, None
             if self._connection_thread is None or self._channels is None:
-                self._connection_thread = acquire_connection_thread(self._require_url(), self._timeout)
+                self._connection_thread = acquire_connection_thread(
+                    self._require_url(), self._timeout, self._credentials
+                )
                 self._channels = QueueChannels(
                     self._name,
                     self._connection_thread,
                     codec=self._codec,
                     dead_days=self._dead_days,
+                    declare=self._declare,
                     body_rule=self._omits_body,
                     max_bytes=self._limits.max_bytes,
                     on_arrival=self._arrivals.notify,
@@ -320,6 +348,8 @@ class RabbitMQQueue(Connector, AsyncConnector):
     def _omits_body(self, properties: pika.BasicProperties, size: int) -> bool:
         """Return whether a body of *size* bytes is not loaded."""
         max_bytes = self._codec.max_bytes
+        if not self._declare:  # the server dead-letters a message without its body, which takes arguments of the queue
+            return False
         if max_bytes is not None and size > max_bytes:
             return True
         return size > MAX_BYTES and self._limits.exceeds(count_deliveries(properties))
@@ -377,8 +407,8 @@ class RabbitMQQueue(Connector, AsyncConnector):
     def _prepare_dispatch(
         self, transactions: Sequence[Transaction]
     ) -> Callable[[QueueChannels], Coroutine[Any, Any, Sequence[Confirmation]]]:
-        now, encode = time.time(), self._codec.encode
-        messages = [new_message(self._name, *encode(self.prepare(each)), ready_since=now) for each in transactions]
+        now = time.time()
+        messages = [self._to_message(self.prepare(each), now) for each in transactions]
 
         async def send(channels: QueueChannels) -> Sequence[Confirmation]:
             problems = await channels.publish(messages)
@@ -391,6 +421,13 @@ class RabbitMQQueue(Connector, AsyncConnector):
             return [Confirmation(each.id) for each in transactions]
 
         return send
+
+    def _to_message(self, transaction: Transaction, now: float) -> OutgoingMessage:
+        priority = 0 if self._priority is None else int(self._priority(transaction))
+        if not -DEFAULT_PRIORITY <= priority <= MAX_PRIORITY - DEFAULT_PRIORITY:
+            limits = f"between -{DEFAULT_PRIORITY} and {MAX_PRIORITY - DEFAULT_PRIORITY}"
+            raise ConfigurationError(f"a priority of RabbitMQ must be {limits}, not {priority}")
+        return new_message(self._name, *self._codec.encode(transaction), ready_since=now, priority=priority)
 
     # -- state ------------------------------------------------------------------------------------------
 
@@ -405,7 +442,13 @@ class RabbitMQQueue(Connector, AsyncConnector):
         """Diagnose the server and the queue; missing queues are not declared."""
         thread, _ = self._ensure_channels()
         return thread.run(
-            diagnose(thread.publish_connection, self._name, dead_days=self._dead_days, deadline=self._consumer_timeout)
+            diagnose(
+                thread.publish_connection,
+                self._name,
+                dead_days=self._dead_days,
+                declare=self._declare,
+                deadline=self._consumer_timeout,
+            )
         )
 
     # -- dead letters -----------------------------------------------------------------------------------

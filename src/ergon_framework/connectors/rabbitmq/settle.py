@@ -81,7 +81,7 @@ class RabbitMQSettler:
         finished += published
         if not finished:
             return results
-        await self._consumer.sync_log()
+        await self._consumer.count_ready()
         if not acked or self._consumer.channel_number != channel_number:
             raise ConnectionLostError("connection to RabbitMQ was lost while settling")
         for index, _ in finished:
@@ -99,7 +99,7 @@ class RabbitMQSettler:
         # The next message may end this process, and with it every ack that is not in the queue's log.
         if published_ids:
             with suppress(ErgonError):
-                await self._consumer.sync_log()
+                await self._consumer.count_ready()
         self._consumer.retain([message for message in held if id(message) not in published_ids])
 
     async def _publish(self, republished: list[tuple[int, Message, OutgoingMessage]]) -> list[tuple[int, Message]]:

@@ -156,8 +156,10 @@ _DeclareRequest: TypeAlias = Callable[[Any, Callable[[Any], None]], object]
 class TopologyDeclarer:
     """Declares the queues of one work queue; runs on the connection thread."""
 
-    def __init__(self, queue: str, connection: Connection, *, dead_days: float | None) -> None:
+    def __init__(self, queue: str, connection: Connection, *, dead_days: float | None, declare: bool = True) -> None:
         self._queue = queue
+        #: Whether the work queue itself is declared; if not, it must exist, with whatever arguments.
+        self._declare = declare
         self._connection = connection
         self._dead_days = dead_days
         self._declared: set[str] = set()
@@ -213,12 +215,28 @@ class TopologyDeclarer:
 
     async def count_ready(self, name: str) -> int:
         """Return the number of ready messages in the queue called *name*, declaring it on the way."""
+        if name == self._queue and not self._declare:
+            return await self._count_existing(name)
         answer = await self._request(
             name,
             lambda raw, callback: raw.queue_declare(
                 name, durable=True, arguments=self._build_arguments(name), callback=callback
             ),
         )
+        return int(answer.method.message_count)
+
+    async def _count_existing(self, name: str) -> int:
+        try:
+            answer = await self._send_request(
+                name, lambda raw, callback: raw.queue_declare(name, passive=True, callback=callback)
+            )
+        except ChannelClosedError as error:
+            if "NOT_FOUND" in str(error):
+                raise ConfigurationError(
+                    f"queue {name!r} does not exist, and declare=False does not create it; create it on the server, or "
+                    "remove declare=False"
+                ) from error
+            raise declare_error(name, str(error)) from error
         return int(answer.method.message_count)
 
     def _build_bind(self, name: str) -> _DeclareRequest:
