@@ -137,6 +137,35 @@ def test_a_delivery_that_waits_in_the_socket_of_a_busy_loop_uses_up_its_lease(na
     asyncio.run(run())
 
 
+@pytest.mark.spec("CNN-12", "CNN-06")
+def test_a_delivery_for_a_cancelled_fetch_uses_up_its_lease_while_the_loop_is_busy(nats_server):
+    lease = 0.6
+
+    async def run():
+        async with open_queue(nats_server, lease=lease) as queue:
+            fetch_task = asyncio.ensure_future(queue.fetch_transactions_async(1, wait=TIMEOUT_SECONDS))
+            await wait_for_consumer(nats_server, queue, "num_waiting", 1)
+            fetch_task.cancel()
+            await asyncio.wait([fetch_task])
+
+            async def send():
+                async with open_queue(nats_server, queue.name, lease=lease) as producer:
+                    await producer.dispatch_async(make_orders(1))
+                await wait_for_consumer(nats_server, queue, "num_ack_pending", 1)
+
+            producer_thread = threading.Thread(target=lambda: asyncio.run(send()))
+            producer_thread.start()
+            # The server has delivered the message for the cancelled fetch by then.
+            producer_thread.join()
+            sent_at = time.monotonic()
+            time.sleep(lease / 2)  # noqa: ASYNC251 - the blocked loop is what is tested
+            (delivery,) = await claim_deliveries(queue, 1)
+            assert delivery.deliveries > 1 or delivery.lease_until <= sent_at + lease
+            assert await queue.settle_async([(delivery, Ack())]) == [SETTLED]
+
+    asyncio.run(run())
+
+
 @pytest.mark.spec("CNN-06")
 def test_a_listener_is_notified_of_an_expired_claim(nats_server):
     class LostClaimListener:

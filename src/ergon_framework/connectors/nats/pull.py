@@ -3,6 +3,11 @@
 A pull request asks the consumer of a stream for a number of messages; the server sends them to the reply subject of the
 request, the inbox, and ends the request with a status. Each message is a claim: the worker's right to settle that
 delivery until its lease ends.
+
+The server's lease begins when it sends a message, which may wait in the socket while the event loop is blocked. A claim
+therefore counts its lease from the later of two times before which the server cannot have sent the message: when the
+oldest request that it may belong to was sent, and ``LoopHeartbeat.before``, a time up to which the event loop has read
+everything. A request whose fetch was cancelled stays at the server, so it counts as open until its expiry.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ _WAKEUP_PULL_SECONDS: Final = 30.0
 _MIN_EXPIRY_SECONDS: Final = 0.005
 #: Seconds after the expiry of a request in which the server may report it.
 _EXPIRY_GRACE_SECONDS: Final = 0.25
-#: No messages, and request timeout.
+#: The statuses for no messages, and for a request that has expired.
 _EMPTY_STATUSES: Final = frozenset({"404", "408"})
 #: The next message is larger than the remaining bytes of the request.
 _TOO_LARGE: Final = "409", "Message Size Exceeds MaxBytes"
@@ -41,12 +46,12 @@ _COMPLETE: Final = "409", "Batch Completed"
 
 
 class _PullRequest:
-    """One pull request, and the batch that waits for its messages."""
+    """One pull request for *count* messages; *waiter* ends the wait for them, and may be ended more than once."""
 
-    __slots__ = ("batch", "count", "description", "status")
+    __slots__ = ("count", "description", "status", "waiter")
 
-    def __init__(self, batch: RequestBatch, count: int) -> None:
-        self.batch = batch
+    def __init__(self, waiter: RequestBatch, count: int) -> None:
+        self.waiter = waiter
         self.count = count
         self.status = ""
         self.description = ""
@@ -56,9 +61,9 @@ class PullRequests:
     """The pull requests of one queue over one connection.
 
     All messages go into *buffer* as claims of *owner*, whichever request brought them: a fetch that gave up leaves its
-    request at the server, and the next fetch finds its messages. *heartbeat* knows a recent time at which the event
-    loop certainly polled its sockets. *wake* wakes the loops that wait for messages, its listeners; *has_listeners*
-    says whether there are any.
+    request at the server, and the next fetch finds its messages. Every request starts *heartbeat*; the queue, which
+    owns it, keeps it ticking while ``is_waiting``. *wake* wakes the loops that wait for messages, the queue's
+    listeners; *has_listeners* says whether there are any.
     """
 
     def __init__(
@@ -84,9 +89,14 @@ class PullRequests:
         self._heartbeat = heartbeat
         self._wake = wake
         self._has_listeners = has_listeners
+        #: The requests of running fetches.
         self._requests: dict[str, _PullRequest] = {}
+        #: The requests that the server may still answer, with the time until which it may, and how many messages it may
+        #: still send for all of them.
+        self._open_requests: dict[str, float] = {}
+        self._open_count = 0
         self._tokens = itertools.count(1)
-        #: When the oldest unanswered request was sent.
+        #: When the oldest open request was sent, or an older one.
         self._requested_at = 0.0
         self._wakeup_pending = False
         self._wakeup_sent_at = 0.0
@@ -104,12 +114,21 @@ class PullRequests:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a request is outstanding."""
-        return bool(self._requests) or self._wakeup_pending
+        """Whether the server may still send messages, for a fetch, for a fetch that gave up, or as a wakeup."""
+        return bool(self._requests) or self._wakeup_pending or self._has_open_requests()
 
     @property
     def is_fetching(self) -> bool:
+        """Whether a fetch waits for messages."""
         return bool(self._requests)
+
+    def _has_open_requests(self) -> bool:
+        # Everything that the server sent before this time has been read.
+        before = self._heartbeat.before
+        self._open_requests = {token: until for token, until in self._open_requests.items() if until >= before}
+        if not self._open_requests:
+            self._open_count = 0
+        return bool(self._open_requests)
 
     async def fetch(self, count: int, wait: float) -> None:
         """Request *count* messages and wait for them, for all that fit or exist, or until *wait* has passed."""
@@ -125,10 +144,14 @@ class PullRequests:
         if wait > 0:
             fields["expires"] = api.to_nanoseconds(max(wait, _MIN_EXPIRY_SECONDS))
         token = str(next(self._tokens))
+        # Counts as one awaited response: the messages go to the buffer, and _on_message ends the wait.
         request = _PullRequest(self._connection.new_batch(1), count)
-        if not self._requests:
-            self._requested_at = time.monotonic()
+        now = time.monotonic()
+        if not self._has_open_requests():
+            self._requested_at = now
         self._requests[token] = request
+        self._open_requests[token] = now + max(wait, 0.0) + self._connection.timeout
+        self._open_count += count
         self._heartbeat.start()
         try:
             await self._connection.send_all([(self._subject, f"{self._inbox}{token}", json.dumps(fields).encode())])
@@ -141,20 +164,22 @@ class PullRequests:
         return status
 
     async def _wait_for_answer(self, request: _PullRequest, wait: float) -> None:
-        """Wait in intervals, and check between them that the server is still there."""
+        """Wait in intervals: after each one ``wait_for_batch`` pings the server, and raises if it does not answer."""
         connection = self._connection
         end = time.monotonic() + (wait + _EXPIRY_GRACE_SECONDS if wait > 0 else connection.timeout)
         while not await connection.wait_for_batch(
-            request.batch, timeout=min(2 * connection.timeout, max(0.0, end - time.monotonic()))
+            request.waiter, timeout=min(2 * connection.timeout, max(0.0, end - time.monotonic()))
         ):
             if time.monotonic() < end:
                 continue
             if wait <= 0:
                 raise ConnectionLostError(f"JetStream has not answered a fetch for {connection.timeout:g} s")
-            # The server is there. It drops a request that expires while a message arrives, without a status (2.9).
+            # The server has answered the ping. Release 2.9 drops a request that expires while a message arrives,
+            # without a status.
             return
 
     def _rejection_error(self, request: _PullRequest) -> ConnectorError | ConnectionLostError:
+        # For example "Exceeded MaxRequestBatch", a limit in the configuration of the consumer.
         if request.status == "409" and "Exceeded" in request.description:
             return ConnectorError(
                 f"the consumer {CONSUMER!r} allows less than the fetch requests: {request.description}; raise its limit"
@@ -181,14 +206,14 @@ class PullRequests:
     def interrupt(self) -> None:
         """End every wait that has begun."""
         for request in list(self._requests.values()):
-            request.batch.end()
+            request.waiter.end()
 
     async def end(self) -> None:
         """Unsubscribe from the inboxes; messages that are still in transit end up in the buffer."""
         self._has_listeners = _always_false
         self.interrupt()
         for subscription in self._subscriptions:
-            with suppress(Exception):  # a lost connection has none, and a dead one does not answer
+            with suppress(Exception):  # a lost connection has no subscriptions, and a dead one does not answer
                 async with asyncio.timeout(self._connection.timeout):
                     await subscription.drain()  # type: ignore[no-untyped-call] # untyped in the client
         self._subscriptions = []
@@ -196,17 +221,24 @@ class PullRequests:
     # -- receiving ----------------------------------------------------------------------------------
 
     def _on_message(self, message: RawMessage) -> None:
+        # A message of the stream has a reply subject for its ack; a status has none.
         if message.reply:
             buffer = self._buffer
             buffer.append(self._to_claim(message, self._requested_at))
+            self._open_count -= 1
+            if self._open_count <= 0:
+                # All open requests have brought as many messages as they asked for.
+                self._open_requests, self._open_count = {}, 0
             for request in self._requests.values():
                 if len(buffer) >= request.count:
-                    request.batch.end()
+                    request.waiter.end()
             return
-        finished = self._requests.get(message.subject[len(self._inbox) :])
+        token = message.subject[len(self._inbox) :]
+        self._open_requests.pop(token, None)
+        finished = self._requests.get(token)
         if finished is not None:
             finished.status, finished.description = message.status
-            finished.batch.end()
+            finished.waiter.end()
 
     def _on_wakeup(self, message: RawMessage) -> None:
         self._wakeup_pending = False
@@ -223,12 +255,8 @@ class PullRequests:
             await self.ensure_outstanding()
 
     def _to_claim(self, message: RawMessage, requested_at: float) -> NatsClaim:
-        """Return the claim on *message*; its lease is counted from a time that is certainly before the server sent it.
-
-        The server sent it after the request, and after the last time at which the event loop certainly polled.
-        """
-        before = self._heartbeat.before
-        return NatsClaim(self._owner, message, (max(requested_at, before)) + self._lease)
+        """Return the claim on *message*; its lease is counted from a time at which the server had not sent it yet."""
+        return NatsClaim(self._owner, message, max(requested_at, self._heartbeat.before) + self._lease)
 
 
 def _always_false() -> bool:
