@@ -111,6 +111,21 @@ def test_an_upload_may_come_from_a_coroutine():
     assert asyncio.run(main()) == [b"abc"]
 
 
+def test_bytes_that_were_only_compared_are_not_stored_if_the_artifact_is_removed_meanwhile():
+    content = b"x" * 90
+    store = MemoryBoundary(max_bytes=100)
+    store.put_object("b", "k", [content])
+
+    def yield_then_prune():
+        yield content
+        store.prune(FAR_FUTURE_MS)
+
+    with pytest.raises(BufferFull, match="no space for the upload"):
+        store.put_object("b", "k", yield_then_prune())
+    assert store.stat_object("b", "k") is None
+    assert store.put_object("b", "k", [content]).size == len(content)
+
+
 def test_a_blob_yields_bytes():
     with pytest.raises(InvalidFactError, match="yields bytes, not str"):
         MemoryBoundary().put_object("b", "k", ["text"])

@@ -1,6 +1,11 @@
 """Keep artifacts and their contents in this process, for tests and as the reference for durable stores.
 
-Names never change; contents are stored by digest, with the facts that reference them.
+An artifact is a file that facts may reference, under a name. A name keeps its content forever; contents are stored once
+per digest. The facts that reference an artifact are recorded, so that unused artifacts can be removed.
+
+Two classes are independent of each other. ``Artifacts`` is the part of ``MemoryBoundary`` with names, references and
+contents. ``MemoryContentStore`` keeps contents only, for a store that has the names and references in a database; its
+uploads have ids, which ``Artifacts`` replaces by the name and the expected content.
 """
 
 from __future__ import annotations
@@ -40,7 +45,8 @@ class MemoryUpload:
         self._chunks = [content]
         self._hash = hashlib.sha256(content)
         self.size = len(content)
-        #: Without capacity, the bytes of an artifact that may be stored already are only hashed and compared.
+        #: Set to False by the store when it has no space and the name is stored already: further bytes are only hashed,
+        #: so that a repeated upload of the same bytes still succeeds. ``to_bytes`` is incomplete then.
         self.is_buffered = True
 
     def add(self, chunk: bytes) -> None:
@@ -75,13 +81,13 @@ class Artifacts:
         self.running_uploads: set[MemoryUpload] = set()
 
     def copy_stored(self) -> Artifacts:
-        """Return a copy of the stored artifacts, without the running uploads."""
+        """Return a copy without the running uploads, for a pickled or copied store."""
         clone = copy.copy(self)
         clone.running_uploads = set()
         return copy.deepcopy(clone)
 
     def begin(self, name: ObjectName, expected: StoredArtifact | None, begin: int) -> MemoryUpload:
-        """Begin an upload, or resume an interrupted one."""
+        """Begin an upload, or resume an interrupted one after its first *begin* bytes."""
         if begin == 0:
             if expected is not None:
                 self._interrupted.pop((name, expected), None)
@@ -105,7 +111,11 @@ class Artifacts:
         return 0 if partial is None else len(partial[0])
 
     def locate(self, name: ObjectName) -> ObjectName:
-        """Return the stored name; artifacts of the store's own zones are stored without an owning zone."""
+        """Return the name under which the artifact is stored: *name* itself, or the same name without a zone.
+
+        The zones of the store's own side share the names without a zone. A reference by a fact of the zone in *name*
+        shows that it is one of them, because only facts of these zones may reference such a name.
+        """
         shared_name = name._replace(zone="")
         if name not in self._names and any(zone == name.zone for zone, _ in self.referencing_facts(shared_name)):
             return shared_name
@@ -140,7 +150,10 @@ class Artifacts:
         self._contents[upload.stored.digest] = upload.to_bytes()
 
     def resolve_reference(self, reference: ArtifactReference, owners: Iterable[str]) -> ObjectName:
-        """Return the referenced artifact of the first of *owners* that has it; raise if it is missing or differs."""
+        """Return the referenced artifact of the first of *owners* that has it; raise if it is missing or differs.
+
+        *owners* are the fact's zone, and the empty text for the shared names if the fact is appended here.
+        """
         names = (ObjectName(zone, reference.bucket, reference.key) for zone in owners)
         name = next((name for name in names if name in self._names), None)
         stored = None if name is None else self._names[name][0]
@@ -219,9 +232,10 @@ class Artifacts:
 class _MemoryContentUpload(ContentUpload):
     """An upload in memory; the object itself identifies its owner."""
 
-    def __init__(self, store: MemoryContentStore, upload: str | None, content: bytes) -> None:
+    def __init__(self, store: MemoryContentStore, upload_id: str | None, content: bytes) -> None:
         self._store = store
-        self.upload = upload
+        #: None for an upload that cannot be resumed.
+        self.upload_id = upload_id
         self.is_committed = False
         self.content = bytearray(content)
         self.updated_at_unix_ms = store.now()
@@ -324,9 +338,9 @@ class MemoryContentStore(ContentStore):
 
     def check_owner(self, upload: _MemoryContentUpload) -> None:
         """Raise an error if another upload object owns the upload."""
-        if upload.upload is not None and self._uploads.get(upload.upload) is not upload:
-            raise upload_lost_error(upload.upload)
+        if upload.upload_id is not None and self._uploads.get(upload.upload_id) is not upload:
+            raise upload_lost_error(upload.upload_id)
 
     def delete_upload(self, upload: _MemoryContentUpload) -> None:
-        if upload.upload is not None:
-            del self._uploads[upload.upload]
+        if upload.upload_id is not None:
+            del self._uploads[upload.upload_id]
