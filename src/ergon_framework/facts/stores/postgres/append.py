@@ -1,8 +1,13 @@
 """FactAppender: appends or forwards a batch of facts with one statement and one commit.
 
 A fact belongs to a log, the sequence of facts from one zone to another, and has an offset there. To forward is to store
-facts of another zone with the offsets that they have there. A batch is regular if it has no artifact and no
-repeated id: a faster statement appends it.
+facts of another zone with the offsets that they have there. A batch is regular if it has no artifact and no repeated id,
+and if its forwarded facts are contiguous and of one epoch: a faster statement stores it.
+
+A boundary has an inner and an outer side with one store each. A store has two buffers, one for the facts that its own
+side appends and one for the facts that are forwarded from the other side. An epoch is the history in which the offsets
+were assigned; the identity of a store is its epoch with a token, which changes when the server restarts or an epoch
+begins, so that a statement for another store does nothing.
 
 The conversions of facts to statement arguments, and of the database's answers to results, do no I/O. A regular batch is
 encoded as one text per column: the server splits these texts faster than it parses JSON, and they are faster to write.
@@ -36,7 +41,7 @@ from ergon_framework.facts.model import (
 )
 from ergon_framework.facts.stores import errors
 from ergon_framework.facts.stores.postgres.session import MAX_ATTEMPTS, DatabaseSession, StoreIdentity
-from ergon_framework.facts.stores.postgres.sql import APPEND, APPEND_ONE, APPEND_PLAIN, GET_CONFIRMATION
+from ergon_framework.facts.stores.postgres.sql import APPEND, APPEND_ONE, APPEND_REGULAR, GET_CONFIRMATION
 
 #: An offset, or a list of a code and its details.
 Answer: TypeAlias = int | list[Any]
@@ -70,7 +75,7 @@ class FactRow(NamedTuple):
         return self.digest[len(_DIGEST_PREFIX) :]
 
     @property
-    def is_plain(self) -> bool:
+    def is_append_without_artifact(self) -> bool:
         """Whether the fact is appended, not forwarded, and has no artifact."""
         return self.origin is None and self.fact.artifact is None
 
@@ -99,7 +104,7 @@ def _row_to_forward(stored: StoredFact, absent: frozenset[str]) -> FactRow:
                 f"fact {stored.envelope.message_id!r} has an invalid {name} {getattr(stored, name)!r:.40}: no "
                 "store can have assigned it"
             )
-    digest_hex(stored.digest)
+    digest_hex(stored.digest)  # raises for a digest that no store can have computed
     return _build_row(stored.envelope, stored.fact, stored.digest, absent, origin=stored)
 
 
@@ -114,7 +119,7 @@ def _build_row(
 
 
 def digest_hex(digest: str) -> str:
-    """Return the hexadecimal digits of a digest."""
+    """Return the digits of a digest; raise for a wrong prefix or length. The digits themselves are not checked."""
     digits = digest.removeprefix(_DIGEST_PREFIX)
     if len(digits) != _DIGEST_HEX_CHARS or len(digest) != _DIGEST_HEX_CHARS + len(_DIGEST_PREFIX):
         raise InvalidFactError(f"invalid digest {digest!r:.40}: expected 'sha256:' and 64 hexadecimal digits")
@@ -201,8 +206,11 @@ class AnswerReader:
         readers: dict[str, Callable[..., AppendResult]] = {
             "known": self._read_known,
             "misplaced": self._wrong_buffer_error,
+            # The forwarded fact is of another epoch than the log.
             "changed": _epoch_changed_error,
+            # The forwarded fact does not follow the last one of the log.
             "ahead": _offset_gap_error,
+            # The referenced artifact is missing or differs.
             "refused": _artifact_refused_error,
             "facts": self._max_facts_error,
             "bytes": self._max_bytes_error,
@@ -255,6 +263,7 @@ def _artifact_refused_error(item: FactRow, digest: str | None, size: int | None)
     if reference is None:
         raise AssertionError("a fact without an artifact was rejected for its artifact")
     stored = None if digest is None or size is None else StoredArtifact(f"{_DIGEST_PREFIX}{digest}", size)
+    # With the expected digest the name exists, and the content store has lost the bytes.
     if stored is None or stored == (reference.digest, reference.size):
         return errors.artifact_missing_error(reference)
     return errors.artifact_differs_error(reference, stored)
@@ -313,6 +322,7 @@ def to_columns(items: Sequence[FactRow], seen: dict[ZonePair, int]) -> ColumnArg
         _join([fact.subject for fact in facts]),
         _join([fact.predicate for fact in facts]),
         _join([fact.object_json for fact in facts]),
+        # Running sums for each pair: the database stores with each fact the total bytes of its log up to it.
         _join(
             [
                 str(size)
@@ -363,9 +373,10 @@ def _join_if_any(values: Sequence[str | None]) -> _ColumnText:
 
 # -- append -----------------------------------------------------------------------------------------
 
-#: The identity of the store has changed since this process verified it; or it has assigned fewer offsets than this
-#: process has seen, because an older state was restored.
+#: The identity of the store has changed since this process verified it, so it is verified again before the next attempt.
 _STALE_CODE: Final = "stale"
+#: The store has assigned fewer offsets than this process has seen, because an older state was restored. The next attempt
+#: appends in a new epoch.
 _BEHIND_CODE: Final = "behind"
 #: Booleans as the statements take them.
 _BOOLEAN_TEXT: Final = {True: "true", False: "false"}
@@ -376,6 +387,11 @@ _BatchAnswer: TypeAlias = list[Any] | str
 
 def _parse_batch_answer(text: str) -> _BatchAnswer:
     return text if text in (_STALE_CODE, _BEHIND_CODE) else list(json.loads(text))
+
+
+def _require_durable_text(session: DatabaseSession) -> str:
+    """Return whether the statement must wait until its commit is durable, as statements take it."""
+    return _BOOLEAN_TEXT[not session.accept_loss]
 
 
 def _get_highest_offsets(session: DatabaseSession, items: Sequence[FactRow]) -> dict[ZonePair, int]:
@@ -397,8 +413,8 @@ class FactAppender:
         self._bounds = tuple(None if bound is None else str(bound) for bound in (max_facts, max_bytes))
         self._wall = wall
 
-    def commit(self, session: DatabaseSession, items: Sequence[FactRow]) -> Operation[list[AppendResult]]:
-        """Return the results for *items*, all appended or all forwarded, once what they confirm is durable."""
+    def append(self, session: DatabaseSession, items: Sequence[FactRow]) -> Operation[list[AppendResult]]:
+        """Append or forward all *items* in one commit; return their results once what they confirm is durable."""
         for _ in range(MAX_ATTEMPTS):
             identity = yield from session.ensure_open()
             try:
@@ -406,15 +422,18 @@ class FactAppender:
                     yield from self._append_general(session, identity, items)
                 )
             except (pg_errors.UniqueViolation, pg_errors.DeadlockDetected, pg_errors.CheckViolation):
-                # A concurrent call has sent one of these ids, or created the partition; nothing was done, so retry.
+                # A concurrent call has stored one of these ids (UniqueViolation), locked rows in another order, or
+                # created the week's partition (CheckViolation of the default one). Nothing was done, so retry.
                 continue
             if answer == _STALE_CODE:
                 yield from session.verify()
             elif isinstance(answer, str):
-                yield from session.has_rolled_back(identity)
+                yield from session.begin_epoch_after_restore(identity)
             else:
                 return self._to_results(session, identity, items, answer)
-        raise ConnectionLostError("store identity kept changing during the append; append again")
+        raise ConnectionLostError(
+            f"append did not succeed in {MAX_ATTEMPTS} attempts because of concurrent changes; append again"
+        )
 
     def _append_fast(
         self, session: DatabaseSession, identity: StoreIdentity, items: Sequence[FactRow]
@@ -423,15 +442,16 @@ class FactAppender:
 
         Behind a pooler the statement for a single fact would be planned again for each call.
         """
-        if len(items) == 1 and items[0].is_plain and self._bounds == (None, None) and session.pool.is_direct:
+        is_unbounded = self._bounds == (None, None)
+        if len(items) == 1 and items[0].is_append_without_artifact and is_unbounded and session.pool.is_direct:
             return (yield from self._append_one(session, identity, items[0]))
         batch = to_columns(items, _get_highest_offsets(session, items))
         if batch is None:
             return None
         forwarded = _BOOLEAN_TEXT[items[0].origin is not None]
-        options = self._now_ms_text(), *self._bounds, _BOOLEAN_TEXT[not session.accept_loss]
+        options = self._now_ms_text(), *self._bounds, _require_durable_text(session)
         ((text,),) = yield PreparedTextQuery(
-            APPEND_PLAIN, (identity.token, batch.pairs, forwarded, *options, *batch.texts)
+            APPEND_REGULAR, (identity.token, batch.pairs, forwarded, *options, *batch.texts)
         )
         last_offsets = None if text is None else _parse_batch_answer(text)
         return batch.to_offsets(last_offsets) if isinstance(last_offsets, list) else last_offsets
@@ -439,7 +459,7 @@ class FactAppender:
     def _append_one(
         self, session: DatabaseSession, identity: StoreIdentity, item: FactRow
     ) -> Operation[_BatchAnswer | None]:
-        """Append one plain fact; return None if the statement did nothing, and the general one has to decide."""
+        """Append one fact; return None if the statement did nothing, and the general one has to decide."""
         ((offset,),) = yield PreparedTextQuery(
             APPEND_ONE,
             (
@@ -455,7 +475,7 @@ class FactAppender:
                 item.fact.predicate,
                 item.fact.object_json,
                 str(item.bytes),
-                _BOOLEAN_TEXT[not session.accept_loss],
+                _require_durable_text(session),
                 item.envelope.correlation_id,
                 item.envelope.causation_id,
                 labels_as_json(item.envelope),
@@ -468,7 +488,7 @@ class FactAppender:
     ) -> Operation[_BatchAnswer]:
         pairs, facts = rows_as_json(items, _get_highest_offsets(session, items))
         has_duplicates = len({item.identity for item in items}) < len(items)
-        options = _BOOLEAN_TEXT[not session.accept_loss], _BOOLEAN_TEXT[has_duplicates]
+        options = _require_durable_text(session), _BOOLEAN_TEXT[has_duplicates]
         forwarded = _BOOLEAN_TEXT[items[0].origin is not None]
         ((text,),) = yield PreparedTextQuery(
             APPEND, (identity.token, pairs, facts, forwarded, self._now_ms_text(), *self._bounds, *options)

@@ -51,7 +51,7 @@ def _read_state(session: DatabaseSession, pair: ZonePair, reader: str = "") -> O
         if token != identity.token:
             yield from session.verify()
         elif (last or 0) < highest_seen:
-            yield from session.has_rolled_back(identity)
+            yield from session.begin_epoch_after_restore(identity)
         else:
             session.record_offset(pair, last or 0)
             return _ReaderState(log, epoch or identity.epoch, last or 0, dropped or 0, confirmed)

@@ -248,8 +248,8 @@ class DatabaseSession:
         if offset > self._highest_offsets.get(pair, 0):
             self._highest_offsets[pair] = offset
 
-    def has_rolled_back(self, identity: StoreIdentity) -> Operation[StoreIdentity]:
-        """Begin a new epoch, because the store is older than what this process has seen of it."""
+    def begin_epoch_after_restore(self, identity: StoreIdentity) -> Operation[StoreIdentity]:
+        """Begin a new epoch, because the store is older than what this process has seen of it; the caller then retries."""
         return (
             yield from self.begin_epoch(identity, why="an older state was restored: higher offsets had been assigned")
         )

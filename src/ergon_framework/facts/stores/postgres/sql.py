@@ -214,7 +214,7 @@ APPEND: Final = "select ergon.append_facts($1, $2, $3, $4, $5, $6, $7, $8, $9)"
 #: whether facts are forwarded; $4 time in ms; $5 maximum number of facts and $6 of bytes; $7 whether commits must be
 #: durable; then one text per column: $8 ids, $9 digests, $10 production times, $11 correlations, $12 causations, $13
 #: labels, $14 subjects, $15 predicates, $16 objects, $17 running sums of bytes, $18 storage times of forwarded facts.
-APPEND_PLAIN: Final = """
+APPEND_REGULAR: Final = """
 select ergon.append_plain_facts($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)
 """
 

@@ -107,11 +107,11 @@ class _ProcessState:
     def _commit(self, items: Sequence[FactRow]) -> Sequence[AppendResult]:
         return self._record_results(
             items,
-            self.session.pool.run(self._appender.commit(self.session, items), timeout_seconds=_CALL_TIMEOUT_SECONDS),
+            self.session.pool.run(self._appender.append(self.session, items), timeout_seconds=_CALL_TIMEOUT_SECONDS),
         )
 
     async def _commit_async(self, items: Sequence[FactRow]) -> Sequence[AppendResult]:
-        commit = self._appender.commit(self.session, items)
+        commit = self._appender.append(self.session, items)
         return self._record_results(
             items, await self.session.pool.run_async(commit, timeout_seconds=_CALL_TIMEOUT_SECONDS)
         )
