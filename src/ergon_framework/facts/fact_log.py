@@ -6,6 +6,15 @@ for each reader, a named consumer. Delivery counts, deferred records and dead le
 owner has lost its claims, the delivered facts that it has not settled. A fact that is settled out of order is
 redelivered only after a crash. ``LoadedFacts`` are the facts that a consumer has loaded and not yet settled, as
 transactions. An epoch is the incarnation of the store that assigned the offsets.
+
+``Partition`` tracks the claims of one owner. Its watermark is the first offset that is not settled, its generation the
+number of the takeover, which fences earlier owners, and ``held`` has the deferred record of each claimed offset, None
+if it came from the log. A replay is a dead letter that an operator sends back: the answer to a claim brings it to a
+running owner as a deferred record that is due. A store in the same database as the facts has ``confirm``, which moves
+the cursor only for the current owner; with any other store, the boundary moves it.
+
+A call returns None when the caller was interrupted, for example by a cancellation: the runner raises the interruption
+again when the script has ended, and discards the script's result.
 """
 
 from __future__ import annotations
@@ -57,7 +66,10 @@ DEFAULT_PREDICATE = "transaction"
 
 
 class LoadedFacts(Sequence[tuple[Transaction, float]]):
-    """Transactions by offset; the length is the last loaded offset plus one."""
+    """Transactions with the time of storing (seconds since the epoch) by offset, as ``Partition.take`` reads a log.
+
+    The length is the last loaded offset plus one; settled facts are missing.
+    """
 
     def __init__(self, begin: int) -> None:
         self._end = begin
@@ -100,7 +112,7 @@ class LoadedFacts(Sequence[tuple[Transaction, float]]):
 
 
 def to_fact(transaction: Transaction, pair: ZonePair, codec: Codec, *, now: float) -> tuple[Envelope, Fact]:
-    """Convert *transaction* to a fact: the payload becomes the object, the transaction's envelope the labels."""
+    """Convert *transaction* to a fact: the payload becomes the object, its encoded headers become the labels."""
     body, headers = codec.encode(transaction)
     created_at = now if transaction.created_at is None else transaction.created_at
     envelope = Envelope(
@@ -120,7 +132,7 @@ def to_transaction(stored: StoredFact, codec: Codec) -> Transaction:
     """Convert a fact to a transaction: a dispatched one to the original, any other to subject, predicate and object.
 
     Ids are unique within the zone that a fact comes from, so that zone becomes the source. Facts with the same subject
-    are handled in order.
+    are handled in order. A dispatched fact that cannot be decoded is converted like any other fact.
     """
     envelope, fact = stored.envelope, stored.fact
     if envelope.labels.get("ergon-id") == envelope.message_id:
@@ -167,9 +179,9 @@ class _Ownership:
     confirmed: int
     #: The number of the last known replay.
     replays: int
-    #: How often the consumer store was sent the claimed offsets.
+    #: Numbers the reports of all claims to the consumer store, which ignores one that arrives after a later one.
     sequence: int = 0
-    #: Offsets that are being settled.
+    #: Claims that are being settled: a second settlement of one is answered with LOST.
     settling: set[int] = field(default_factory=set)
     #: Whether any facts were read, so that their epoch is known.
     has_read: bool = False
@@ -212,7 +224,7 @@ class FactLog:
     def open(self, *, again: bool = True) -> Script[None]:
         """Take the log over at the reader's cursor; fail if the store is not the one that was read before.
 
-        With *again* off, a log that this instance owns by then is not taken over again.
+        Without *again*, do nothing if this instance owns the log already when its turn comes.
         """
         cursor = yield from self._get_cursor()
         while not self._begin_opening():
@@ -231,8 +243,8 @@ class FactLog:
                 self._is_closed = False
         finally:
             self._is_opening = False
-        # The previous owner may have confirmed more between the lookup above and its end.
-        answer = yield from call(Call("cursor_of", self._calls.get_cursor, (self._reader, self._pair)))
+        # The previous owner may have confirmed more between the lookup above and the takeover.
+        answer = yield from call(Call("get_cursor", self._calls.get_cursor, (self._reader, self._pair)))
         with self._lock:
             if isinstance(answer, Ok) and self._ownership is ownership and ownership.is_unused(answer.value):
                 self._ownership = _begin_ownership(answer.value, takeover)
@@ -244,7 +256,7 @@ class FactLog:
 
     def _get_cursor(self) -> Script[Cursor | None]:
         """Return the reader's cursor; None when the caller was interrupted."""
-        request = Call("cursor_of", self._calls.get_cursor, (self._reader, self._pair))
+        request = Call("get_cursor", self._calls.get_cursor, (self._reader, self._pair))
         answer = yield from call(request)
         if isinstance(answer, Ok) and answer.value is None:
             # Fetching nothing registers the reader: from now on the boundary keeps what the reader has not confirmed.
@@ -265,7 +277,7 @@ class FactLog:
             settled_above = {*unconfirmed, *ownership.partition.commit(orderly=True).settled_above}
         if not ownership.is_lost:
             answer = yield from call(
-                Call("leave", self._store.hand_over, (ownership.partition.generation, settled_above))
+                Call("hand_over", self._store.hand_over, (ownership.partition.generation, settled_above))
             )
             if isinstance(answer, Err) and not isinstance(answer.error, ConnectionLostError):
                 raise answer.error
@@ -289,7 +301,7 @@ class FactLog:
     def _check_ownership(self, ownership: _Ownership) -> Script[bool]:
         """Return whether this instance still owns the log, according to the consumer store."""
         if not ownership.is_lost:
-            answer = yield from call(Call("holds", self._store.is_owner, (ownership.partition.generation,)))
+            answer = yield from call(Call("is_owner", self._store.is_owner, (ownership.partition.generation,)))
             ownership.is_lost = not _unwrap(answer) and not isinstance(answer, Interrupted)
         return not ownership.is_lost
 
@@ -319,6 +331,7 @@ class FactLog:
                 return []
         batch, replayed = yield from self._count_deliveries(ownership, next_facts)
         if not batch and replayed:
+            # The replays that came with the answer are due now, so there is something to deliver.
             batch, _ = yield from self._count_deliveries(ownership, self._take_next(ownership, count))
         return batch
 
@@ -351,7 +364,7 @@ class FactLog:
     def _count_deliveries(
         self, ownership: _Ownership, next_facts: Sequence[_Next]
     ) -> Script[tuple[list[Delivery], bool]]:
-        """Count the deliveries of the claimed facts and return them, and whether a replay arrived meanwhile."""
+        """Count the deliveries of the claimed facts and return them, and whether the answer brought replays."""
         partition = ownership.partition
         with self._lock:
             ownership.sequence += 1
@@ -369,7 +382,8 @@ class FactLog:
             _unwrap(answer)
             return [], False
         with self._lock:
-            # Concurrent claims both receive the replays; those of an outdated request are sent again later.
+            # Concurrent claims may both receive the replays, which are applied once: only if no other answer has
+            # brought some since this request was built. The store repeats the rest.
             new_replays = result.replayed if request.replays == ownership.replays else ()
             for deferred in new_replays:
                 partition.defer(deferred)
@@ -456,7 +470,10 @@ class FactLog:
                 return None
 
     def _settle_in_store(self, ownership: _Ownership, changes: Sequence[Change]) -> Script[list[SettleResult]]:
-        """Settle in the consumer store first, because after a crash in between the state must be found there."""
+        """Settle in the consumer store, before the caller confirms the cursor.
+
+        After a crash between the two, the facts are redelivered with the state that is found there.
+        """
         if not changes:
             return []
         with self._lock:
@@ -479,7 +496,7 @@ class FactLog:
         with self._lock:
             ownership.settling -= settled_offsets
         if isinstance(answer, Err) and not isinstance(answer.error, Exception):
-            raise answer.error
+            raise answer.error  # for example SystemExit
         ownership.is_lost = ownership.is_lost or isinstance(answer, Ok)
         return [SettleResult.LOST if ownership.is_lost else SettleResult.FAILED] * len(changes)
 
@@ -492,7 +509,7 @@ class FactLog:
         if ownership.partition.watermark - 1 > ownership.confirmed:
             yield from self._confirm(ownership)
         elif changes:
-            answer = yield from call(Call("holds", self._store.is_owner, (ownership.partition.generation,)))
+            answer = yield from call(Call("is_owner", self._store.is_owner, (ownership.partition.generation,)))
             ownership.is_lost = ownership.is_lost or (isinstance(answer, Ok) and not answer.value)
         return [SettleResult.LOST if ownership.is_lost else SettleResult.SETTLED] * len(changes)
 
@@ -552,7 +569,7 @@ class FactLog:
     def depth(self) -> Script[Depth]:
         """Return the depth of the log; the age is that of the oldest fact ready for delivery."""
         ownership = yield from self._require_ownership()
-        end: Cursor | None = _unwrap((yield from call(Call("end_of", self._calls.last_offset, (self._pair,)))))
+        end: Cursor | None = _unwrap((yield from call(Call("last_offset", self._calls.last_offset, (self._pair,)))))
         if ownership is None:
             return Depth(0)  # the caller was interrupted and does not see this result
         if ownership.loaded_facts.last < (0 if end is None else end.offset):
@@ -585,7 +602,7 @@ class FactLog:
 
     def _replay_one(self, handle: str) -> Script[ReplayResult]:
         record: DeadLetterRecord | None = _unwrap(
-            (yield from call(Call("dead", self._store.get_dead_letter, (handle,))))
+            (yield from call(Call("get_dead_letter", self._store.get_dead_letter, (handle,))))
         )
         if record is None:
             return ReplayResult(handle, DeadLetterResult.GONE)

@@ -463,7 +463,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
             existing = self._artifacts.match(name, upload.stored)
             if existing is None:
                 self._check_capacity(facts=0, size=upload.size)
-                if not upload.is_buffered:
+                if not upload.is_buffered and self._max_bytes is not None:
                     # The artifact was removed during the upload, whose bytes were only compared with it.
                     raise errors.no_capacity_error(name, upload.size, self._count_used_bytes(), self._max_bytes)
                 stored = self._artifacts.store(name, upload, self._now())

@@ -1,8 +1,8 @@
 """FactAppender: appends or forwards a batch of facts with one statement and one commit.
 
 A fact belongs to a log, the sequence of facts from one zone to another, and has an offset there. To forward is to store
-facts of another zone with the offsets that they have there. A batch is regular if it has no artifact and no repeated id,
-and if its forwarded facts are contiguous and of one epoch: a faster statement stores it.
+facts of another zone with the offsets that they have there. A batch is regular if it has no artifact and no repeated
+id, and if its forwarded facts are contiguous and of one epoch: a faster statement stores it.
 
 A boundary has an inner and an outer side with one store each. A store has two buffers, one for the facts that its own
 side appends and one for the facts that are forwarded from the other side. An epoch is the history in which the offsets
@@ -373,10 +373,10 @@ def _join_if_any(values: Sequence[str | None]) -> _ColumnText:
 
 # -- append -----------------------------------------------------------------------------------------
 
-#: The identity of the store has changed since this process verified it, so it is verified again before the next attempt.
+#: The identity of the store has changed since this process verified it; it is verified before the next attempt.
 _STALE_CODE: Final = "stale"
-#: The store has assigned fewer offsets than this process has seen, because an older state was restored. The next attempt
-#: appends in a new epoch.
+#: The store has assigned fewer offsets than this process has seen, because an older state was restored; the next
+#: attempt appends in a new epoch.
 _BEHIND_CODE: Final = "behind"
 #: Booleans as the statements take them.
 _BOOLEAN_TEXT: Final = {True: "true", False: "false"}

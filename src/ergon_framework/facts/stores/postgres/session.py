@@ -249,7 +249,7 @@ class DatabaseSession:
             self._highest_offsets[pair] = offset
 
     def begin_epoch_after_restore(self, identity: StoreIdentity) -> Operation[StoreIdentity]:
-        """Begin a new epoch, because the store is older than what this process has seen of it; the caller then retries."""
+        """Begin a new epoch, because the store is older than what this process has seen of it; the caller retries."""
         return (
             yield from self.begin_epoch(identity, why="an older state was restored: higher offsets had been assigned")
         )
