@@ -271,7 +271,7 @@ def test_a_nats_server_with_default_settings_is_a_warning(nats_server, monkeypat
     name = f"doctor{uuid.uuid4().hex[:8]}"
     configure_queue(monkeypatch, nats_server.url, name, monitor=nats_server.monitor)
     findings = get_findings(run_doctor(code=DoctorExit.WARNINGS), f"queue {name}")
-    assert "sync_interval is not always" in findings["durability"]["observed"]
+    assert "sync_interval is not 'always'" in findings["durability"]["observed"]
     assert "sync_interval: always" in findings["durability"]["remedy"]
     assert "does not exist yet" in findings["topology"]["observed"]
 

@@ -146,7 +146,10 @@ def run(
         bool, typer.Option("--once", show_default="policy", help="Stop when the queue is empty; not with --streaming.")
     ] = False,
     limit: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Maximum number of transactions to start in each process.")
+        int | None,
+        typer.Option(
+            min=0, metavar="N", help="Maximum number of transactions to start in each process; 0 starts none."
+        ),
     ] = None,
     policy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Policy file in TOML or JSON; replaces the task's policy.")
@@ -170,7 +173,7 @@ def run(
 
     Exit codes: 0 ended cleanly, 1 the run failed, 2 invalid task, option or configuration; nothing was fetched,
     3 loop.timeout reached, 4 ended with handlers still running or outcomes not settled; the queue redelivers those,
-    5 worker processes exited too often soon after their start, 70 the run did not end in time; the process exited
+    5 worker processes kept exiting soon after their start, 70 the run did not end in time; the process exited
     anyway.
 
     Example: ergon run app:charge --streaming

@@ -53,7 +53,8 @@ def list_(
     ] = None,
     actor: Annotated[str | None, typer.Option(metavar="NAME", help="Only actions of this operator.")] = None,
     since: Annotated[
-        float | None, typer.Option(parser=parse_time, metavar="TIME", help=f"Only actions since {TIME_FORMS}.")
+        float | None,
+        typer.Option(parser=parse_time, metavar="TIME", help=f"Only actions at or after TIME: {TIME_FORMS}."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Maximum number of actions to show.")] = 50,
     config: Config = None,
@@ -61,7 +62,7 @@ def list_(
 ) -> None:
     """List replays, discards, edits, pauses, resumes, kills, overrides and other actions, newest first.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected by it, or invalid option or configuration.
+    Exit codes: 0 listed, 2 invalid option or configuration, or the database is unavailable or rejected the request.
 
     Example: ergon audit list --name orders --since 7d
     """

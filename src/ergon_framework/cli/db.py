@@ -45,8 +45,8 @@ def upgrade(*, config: Config = None, json: Json = False) -> None:
     concurrent run waits for the first. Workers of the previous release keep running meanwhile. If providers.task_table
     is set, the recorded attempts of provider calls get a foreign key to that table, in a second database transaction.
 
-    Exit codes: 0 up to date, 2 invalid option or configuration, database unavailable, or request rejected by it; the
-    schema is unchanged, unless the message says that only the foreign key failed.
+    Exit codes: 0 up to date, 2 invalid option or configuration, or the database is unavailable or rejected the request;
+    the schema is unchanged, unless the message says that only the foreign key failed.
 
     Example: ERGON_POSTGRES__DSN=postgresql://owner@db.example/shop ergon db upgrade
     """
@@ -57,8 +57,8 @@ def upgrade(*, config: Config = None, json: Json = False) -> None:
 def check(*, config: Config = None, json: Json = False) -> None:
     """Show the schema revision of the database without changing it.
 
-    Exit codes: 0 up to date, 1 upgrade needed, 2 invalid option or configuration, database unavailable, or request
-    rejected by it.
+    Exit codes: 0 up to date, 1 upgrade needed, 2 invalid option or configuration, or the database is unavailable or
+    rejected the request.
 
     Example: ergon db check --json
     """

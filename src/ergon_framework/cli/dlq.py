@@ -163,7 +163,9 @@ def edit(
     set_: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="PATH=VALUE", help="Value to set: items.0.price=12.5 or /items/0/price=12.5; repeatable."
+            "--set",
+            metavar="PATH=VALUE",
+            help="Value to set, as JSON or else as text: items.0.price=12.5 or /items/0/price=12.5; repeatable.",
         ),
     ] = None,
     allow_new_keys: Annotated[bool, typer.Option("--allow-new-keys", help="Allow --set to add missing keys.")] = False,
@@ -190,6 +192,8 @@ def edit(
     The history of the transaction records the operator, the time and the paths that changed; with --show-values also
     the values. Side effects of earlier attempts are not undone: if the handler repeats a provider call or a fact with
     changed values, a conflict error names that call or fact.
+
+    A VALUE that is JSON is set as such: zip=10115 sets a number and zip='"10115"' a text. Any other VALUE is a text.
 
     After a crash the old dead letter may exist next to the corrected transaction; at least one of the two exists.
 

@@ -106,7 +106,10 @@ def run_handlers(name: str, *, grace: float, log_level: str | None) -> int:
 # -- commands ---------------------------------------------------------------------------------------
 
 executor = typer.Typer(
-    help="Run handlers for an orchestrator, and check executors in any language.",
+    help="""Run handlers for an orchestrator, and check executors in any language.
+
+An orchestrator, started with ergon run MODULE:ORCHESTRATOR, starts executors by a command such as ergon executor run,
+and sends them jobs.""",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

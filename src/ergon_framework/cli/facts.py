@@ -34,7 +34,11 @@ from ergon_framework.facts.model import BoundarySide, ObjectName, ZonePair
 from ergon_framework.facts.policy import RetentionPolicy
 
 facts = typer.Typer(
-    help="Serve a fact boundary, and append, read and maintain facts and artifacts.",
+    help="""Serve a fact boundary, and append, read and maintain facts and artifacts.
+
+A zone is a site with its own store. A fact is an immutable record that one zone sends to another; an artifact is a file
+that a fact references. A boundary is the store that a zone offers to others; a reader is a named consumer of the facts
+from one zone to another, with a cursor up to which it has confirmed them.""",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -84,7 +88,7 @@ Since = Annotated[
     typer.Option(
         parser=lambda text: datetime.fromtimestamp(parse_time(text), UTC),
         metavar="TIME",
-        help=f"Read again since {TIME_FORMS}.",
+        help=f"Read again what was stored at or after TIME: {TIME_FORMS}.",
     ),
 ]
 Confirm = Annotated[
@@ -122,7 +126,7 @@ def serve(
         ),
     ] = None,
     max_readers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Maximum number of readers per other zone.")
+        int, typer.Option(min=1, metavar="N", help="Maximum number of readers of each other zone.")
     ] = 100,
     max_uploads: Annotated[
         int, typer.Option(min=1, metavar="N", help="Maximum number of concurrent uploads per zone.")
@@ -135,7 +139,7 @@ def serve(
     retention_interval: Annotated[float, duration_option("Interval between deletions, with --keep.")] = "1h",  # type: ignore[assignment]  # typer parses the default too
     revoked: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Certificates (PEM) and public-key=SHA256 entries to reject."),
+        typer.Option(metavar="FILE", help="File with revoked certificates (PEM) and lines public-key=SHA256."),
     ] = None,
     crl: Annotated[
         Path | None, typer.Option(metavar="FILE", help="CRLs of the authorities in --tls-ca, as PEM or DER.")
@@ -249,7 +253,7 @@ def append(
         typer.Option(
             "--id",
             metavar="ID",
-            help="Message id, derived from the event so that a retry has the same id; each id is stored once.",
+            help="Message id; derive it from the event, so that a retry has the same id. Each id is stored once.",
         ),
     ],
     server: Server,
@@ -405,7 +409,7 @@ def cat(
 ) -> None:
     """Print an artifact, or write it to a file that appears only when it is complete and verified.
 
-    For an artifact that a fact of another zone references, pass that zone with --zone.
+    An artifact that a fact of another zone references is owned by that zone: pass it with --zone.
 
     Exit codes: 0 complete and digest verified, 1 not found, lost or damaged, 2 invalid option or configuration,
     3 interrupted.
@@ -429,7 +433,7 @@ def lag(
 ) -> None:
     """Show the retained facts of each pair of zones and the unconfirmed facts of each reader.
 
-    With a zone's certificate only the pairs of that zone are shown, with an operator's certificate all.
+    With a zone's certificate, only the pairs of that zone are shown; with an operator's certificate, all pairs.
 
     Exit codes: 0 shown, 1 rejected, 2 invalid option or configuration, 3 service unavailable.
 

@@ -26,9 +26,9 @@ from ergon_framework.runner.settings import database_dsn
 epoch: Final = typer.Typer(
     help="""List, start, adopt and accept epochs of a store, in the store's own database; for operators.
 
-An epoch names the history of a store. After a restored backup offsets may mean other facts, so a new epoch begins, and
-readers stop until an operator lets them continue. The origin store is the one that facts are copied from; the forward
-buffer of the other zone's store holds the copies.""",
+An epoch names the history of a store. After a backup was restored, an offset may refer to another fact, so a new epoch
+begins, and readers stop until an operator lets them continue. The origin store is the one that facts are copied from;
+the forward buffer of the other zone's store holds the copies.""",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -40,7 +40,7 @@ SideOption = Annotated[
     BoundarySide,
     typer.Option(
         "--side",
-        help="Side of the boundary; inner: store buffer ESB and forward buffer IFB, outer: ISB and EFB.",
+        help="Side of the boundary that the store is on; the store of the other zone is on the other side.",
     ),
 ]
 AcceptLoss = Annotated[
@@ -99,8 +99,9 @@ def new(
     """Start a new epoch after the store was restored from a disk snapshot.
 
     The store detects other kinds of restore automatically, but may not detect a restored disk snapshot. Run the command
-    before anything is appended. Every reader of the store stops until an operator has compared the stores and has
-    adopted (replicators) or accepted (consumers) the epoch. Operator, time and reason are stored in ergon.fact_epochs.
+    before anything is appended to the restored store. Every reader of the store stops until an operator has compared
+    the stores and has adopted (replicators) or accepted (consumers) the epoch. Operator, time and reason are stored in
+    ergon.fact_epochs.
 
     Exit codes: 0 started, 1 rejected, or confirmation declined, 2 invalid option or configuration, 3 database
     unavailable.
@@ -191,11 +192,11 @@ def accept(
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Let a consumer continue in a new epoch of the store that it reads, after the handled facts have been compared.
+    """Let a consumer continue in a new epoch of the store that it reads.
 
-    The reader's cursor does not move. Deferred facts of the reader become dead letters with the reason epoch_changed,
-    because offsets may refer to other facts now; some handled facts may be delivered again. Start the consumer
-    afterwards.
+    First compare the facts that the consumer has handled with those in the store. The reader's cursor does not move.
+    Deferred facts of the reader become dead letters with the reason epoch_changed, because offsets may refer to other
+    facts now; some handled facts may be delivered again. Start the consumer afterwards.
 
     Exit codes: 0 accepted, 1 rejected, or confirmation declined, 2 invalid option or configuration, 3 database
     unavailable.

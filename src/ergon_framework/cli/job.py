@@ -31,7 +31,7 @@ def list_entries(
 ) -> None:
     """List cron entries by name, with their next and last scheduled times.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected by it, or invalid option or configuration.
+    Exit codes: 0 listed, 2 invalid option or configuration, or the database is unavailable or rejected the request.
 
     Example: ergon job cron list
     """
@@ -54,8 +54,8 @@ def list_entries(
 def pause(name: Name, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
     """Stop submitting the jobs of a cron entry until it is resumed.
 
-    Exit codes: 0 paused, 1 not found, 2 database unavailable, request rejected by it, or invalid option or
-    configuration.
+    Exit codes: 0 paused, 1 not found, 2 invalid option or configuration, or the database is unavailable or rejected the
+    request.
 
     Example: ergon job cron pause nightly
     """
@@ -67,8 +67,8 @@ def pause(name: Name, *, reason: Reason = "", actor: Actor = "", config: Config 
 def resume(name: Name, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
     """Resume a cron entry at its next scheduled time; times missed while paused are skipped.
 
-    Exit codes: 0 resumed, 1 not found, 2 database unavailable, request rejected by it, or invalid option or
-    configuration.
+    Exit codes: 0 resumed, 1 not found, 2 invalid option or configuration, or the database is unavailable or rejected
+    the request.
 
     Example: ergon job cron resume nightly
     """
@@ -80,8 +80,8 @@ def resume(name: Name, *, reason: Reason = "", actor: Actor = "", config: Config
 def run_now(name: Name, *, config: Config = None, json: Json = False) -> None:
     """Submit the job of a cron entry now, in addition to its schedule, and print the job's id.
 
-    Exit codes: 0 submitted, 1 not found, 2 database unavailable, request rejected by it, or invalid option or
-    configuration.
+    Exit codes: 0 submitted, 1 not found, 2 invalid option or configuration, or the database is unavailable or rejected
+    the request.
 
     Example: ergon job cron run-now nightly
     """
@@ -127,7 +127,10 @@ def parse_time(text: str) -> datetime:
 
 
 job = typer.Typer(
-    help="Submit, show, wait for, cancel, kill and replay jobs of executors; manage cron entries.",
+    help="""Submit, show, wait for, cancel, kill and replay jobs of executors; manage cron entries.
+
+A job is a stored call of a function. An orchestrator, started with ergon run MODULE:ORCHESTRATOR, runs it in an
+executor process.""",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -187,8 +190,8 @@ def submit(
 
     The database address is read from ERGON_POSTGRES__DSN or from postgres.dsn in ergon.toml.
 
-    Exit codes: 0 submitted or existing, 1 the key belongs to another job, 2 database unavailable, request rejected by
-    it, or invalid option or configuration.
+    Exit codes: 0 submitted, or the job already existed, 1 the key belongs to another job, 2 invalid option or
+    configuration, or the database is unavailable or rejected the request.
 
     Example: ergon job submit python#charge '{"id": "o-1", "total": 5}' --key order-1 --delay 15m
     """
@@ -212,8 +215,8 @@ def submit(
 def show(job_id: Id, *, config: Config = None, json: Json = False) -> None:
     """Show the state, the result and the errors of a job.
 
-    Exit codes: 0 shown, 1 not found, 2 database unavailable, request rejected by it, or invalid option or
-    configuration.
+    Exit codes: 0 shown, 1 not found, 2 invalid option or configuration, or the database is unavailable or rejected the
+    request.
 
     Example: ergon job show 4f0c2a
     """
@@ -232,8 +235,9 @@ def wait(
 ) -> None:
     """Wait until a job has ended, and show it.
 
-    Exit codes: 0 succeeded, 1 failed, cancelled, killed or not found, 2 database unavailable, request rejected by it,
-    or invalid option or configuration, 3 not ended within the timeout, 130 stopped by Ctrl-C; the job continues.
+    Exit codes: 0 succeeded, 1 failed, cancelled, killed or not found, 2 invalid option or configuration, or the
+    database is unavailable or rejected the request, 3 not ended within the timeout, 130 stopped by Ctrl-C; the job
+    continues.
 
     Example: ergon job wait 4f0c2a --timeout 5m
     """
@@ -242,10 +246,10 @@ def wait(
 
 @job.command()
 def cancel(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Cancel a pending job, that is one that waits for an executor, its start time or its next attempt.
+    """Cancel a pending job, that is, one that waits for an executor, its start time or its next attempt.
 
-    Exit codes: 0 cancelled, 1 started, ended or not found, 2 database unavailable, request rejected by it, or invalid
-    option or configuration.
+    Exit codes: 0 cancelled, 1 started, ended or not found, 2 invalid option or configuration, or the database is
+    unavailable or rejected the request.
 
     Example: ergon job cancel 4f0c2a
     """
@@ -258,8 +262,8 @@ def kill(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config =
 
     The orchestrator kills the executor within about a second; ergon job wait shows the end of the job.
 
-    Exit codes: 0 cancelled or kill requested, 1 ended or not found, 2 database unavailable, request rejected by it, or
-    invalid option or configuration.
+    Exit codes: 0 cancelled or kill requested, 1 ended or not found, 2 invalid option or configuration, or the database
+    is unavailable or rejected the request.
 
     Example: ergon job kill 4f0c2a
     """
@@ -289,7 +293,7 @@ def list_(
 ) -> None:
     """List jobs, newest first; if filters are given, only those that match all of them.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected by it, or invalid option or configuration.
+    Exit codes: 0 listed, 2 invalid option or configuration, or the database is unavailable or rejected the request.
 
     Example: ergon job list --state failed --kind python
     """
@@ -299,10 +303,10 @@ def list_(
 
 @job.command()
 def replay(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Run a failed job again with a reset attempt count; for many jobs, use ergon dlq replay.
+    """Run a failed job again with a reset attempt count; for many: ergon dlq replay MODULE:ORCHESTRATOR.
 
-    Exit codes: 0 replayed, 1 the job has not failed, its dead letter is missing, or it was not found, 2 database
-    unavailable, request rejected by it, or invalid option or configuration.
+    Exit codes: 0 replayed, 1 not found, not failed, or its dead letter is missing, 2 invalid option or configuration,
+    or the database is unavailable or rejected the request.
 
     Example: ergon job replay 4f0c2a
     """

@@ -49,9 +49,9 @@ def _parse_duration(text: str, *, minimum: float, maximum: float) -> float:
         raise typer.BadParameter(f"invalid duration {text[:50]!r}; write 0.5s, 90s, 15m, 2h or 7d")
     seconds = float(match[1]) * _UNIT_SECONDS[match[2]]
     if seconds < minimum:
-        raise typer.BadParameter(f"invalid duration {text!r}: the minimum is {minimum:g}s")
+        raise typer.BadParameter(f"invalid duration {text!r}: the minimum is {minimum:.15g}s")
     if seconds > maximum:
-        raise typer.BadParameter(f"invalid duration {text!r}: the maximum is {maximum:g}s")
+        raise typer.BadParameter(f"invalid duration {text!r}: the maximum is {maximum:.15g}s")
     return seconds
 
 
@@ -78,7 +78,7 @@ def _make_option(help_text: str, **option_settings: Any) -> Any:
 
 
 #: The forms that ``parse_time`` reads.
-TIME_FORMS: Final = "an ISO time (UTC unless it has an offset) or an age such as 90s, 15m, 2h or 7d"
+TIME_FORMS: Final = "an ISO time (UTC unless it has an offset) or an age: 2h is 2 hours ago"
 #: One option for each field of the query; `--reason` is the reason that an operator acts for, in every command.
 FILTER_OPTIONS: dict[str, Any] = {
     "id": Annotated[str | None, _make_option("Only this transaction id.", metavar="ID")],
@@ -97,11 +97,12 @@ FILTER_OPTIONS: dict[str, Any] = {
     ],
     "category": Annotated[Category | None, _make_option("Only this error category.", case_sensitive=False)],
     "since": Annotated[
-        float | None, _make_option(f"Only letters dead-lettered since {TIME_FORMS}.", parser=parse_time, metavar="TIME")
+        float | None,
+        _make_option(f"Only dead letters written at or after TIME: {TIME_FORMS}.", parser=parse_time, metavar="TIME"),
     ],
     "until": Annotated[
         float | None,
-        _make_option(f"Only letters dead-lettered before {TIME_FORMS}.", parser=parse_time, metavar="TIME"),
+        _make_option(f"Only dead letters written before TIME: {TIME_FORMS}.", parser=parse_time, metavar="TIME"),
     ],
 }
 

@@ -361,8 +361,8 @@ def explain(
 ) -> None:
     """Show the worst case that a task's policy allows: retry waits, claim duration, handler calls.
 
-    Retries of providers in the task's module multiply the task's own retries. Nothing is fetched and no server is
-    queried.
+    The result includes the retries of providers in the task's module, which multiply the task's own retries. Nothing
+    is fetched and no server is queried.
 
     Exit codes: 0 shown, 1 the broker would redeliver a message that is still being processed, because its lease or
     deadline is shorter than the worst case, 2 invalid task, option, policy or configuration.

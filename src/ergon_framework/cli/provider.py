@@ -353,7 +353,11 @@ provider.add_typer(breaker, name="breaker")
 
 Name = Annotated[str, typer.Argument(metavar="PROVIDER", help="Name of the provider.")]
 Capability = Annotated[
-    str, typer.Argument(metavar="CAPABILITY", help="Operation of the provider that is called, for example charging.")
+    str,
+    typer.Argument(
+        metavar="CAPABILITY",
+        help="Capability of the provider, for example charging; its operations share quota and breaker.",
+    ),
 ]
 Tenant = Annotated[
     str | None,
@@ -381,8 +385,8 @@ def health(
 
     The database address is read from ERGON_POSTGRES__DSN or from postgres.dsn in ergon.toml.
 
-    Exit codes: 0 shown, 1 calls are blocked (only with --check), 2 database unavailable, request rejected by it, or
-    invalid option or configuration.
+    Exit codes: 0 shown, 1 calls are blocked (only with --check), 2 invalid option or configuration, or the database is
+    unavailable or rejected the request.
 
     Example: ergon provider health --tenant acme
     """
@@ -400,7 +404,7 @@ def list_quota(
 ) -> None:
     """List the current quota windows with their remaining calls.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected by it, or invalid option or configuration.
+    Exit codes: 0 listed, 2 invalid option or configuration, or the database is unavailable or rejected the request.
 
     Example: ergon provider quota list --tenant acme
     """
@@ -422,8 +426,8 @@ def extend(
 ) -> None:
     """Allow a tenant more calls to one capability in each quota window of a provider for a limited time.
 
-    Exit codes: 0 done, 2 database unavailable, request rejected by it, or invalid option or configuration; nothing was
-    changed.
+    Exit codes: 0 done, 2 invalid option or configuration, or the database is unavailable or rejected the request;
+    nothing was changed.
 
     Example: ergon provider quota extend payments charging --tenant acme --calls 500 --for 2h --reason "sale, INC-7"
     """
@@ -444,7 +448,7 @@ def extend(
 def lost(*, tenant: Tenant = None, limit: Limit = 100, config: Config = None, json: Json = False) -> None:
     """List quota that crashed processes had reserved, newest first; it counts as used until its window ends.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected by it, or invalid option or configuration.
+    Exit codes: 0 listed, 2 invalid option or configuration, or the database is unavailable or rejected the request.
 
     Example: ergon provider quota lost
     """
@@ -462,7 +466,7 @@ def list_breakers(
 ) -> None:
     """List breakers; a closed breaker without failures is not listed.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected by it, or invalid option or configuration.
+    Exit codes: 0 listed, 2 invalid option or configuration, or the database is unavailable or rejected the request.
 
     Example: ergon provider breaker list --provider payments
     """
@@ -483,8 +487,8 @@ def force_open(
 ) -> None:
     """Block the calls of a tenant to one capability of a provider for a limited time.
 
-    Exit codes: 0 done, 2 database unavailable, request rejected by it, or invalid option or configuration; nothing was
-    changed.
+    Exit codes: 0 done, 2 invalid option or configuration, or the database is unavailable or rejected the request;
+    nothing was changed.
 
     Example: ergon provider breaker force-open payments charging --tenant '*' --for 30m --reason "provider maintenance"
     """
@@ -508,8 +512,8 @@ def disable(
 ) -> None:
     """Allow the calls of a tenant to one capability of a provider for a limited time, regardless of its breaker.
 
-    Exit codes: 0 done, 2 database unavailable, request rejected by it, or invalid option or configuration; nothing was
-    changed.
+    Exit codes: 0 done, 2 invalid option or configuration, or the database is unavailable or rejected the request;
+    nothing was changed.
 
     Example: ergon provider breaker disable payments charging --tenant acme --for 10m --reason "recovery confirmed"
     """
@@ -532,8 +536,8 @@ def lift(
 ) -> None:
     """Clear the override of a breaker, so that normal operation resumes.
 
-    Exit codes: 0 done, 2 database unavailable, request rejected by it, or invalid option or configuration; nothing was
-    changed.
+    Exit codes: 0 done, 2 invalid option or configuration, or the database is unavailable or rejected the request;
+    nothing was changed.
 
     Example: ergon provider breaker lift payments charging --tenant acme --reason "incident closed"
     """
@@ -545,7 +549,7 @@ def lift(
 def overrides(*, tenant: Tenant = None, limit: Limit = 100, config: Config = None, json: Json = False) -> None:
     """List operator overrides, newest first.
 
-    Exit codes: 0 listed, 2 database unavailable, request rejected by it, or invalid option or configuration.
+    Exit codes: 0 listed, 2 invalid option or configuration, or the database is unavailable or rejected the request.
 
     Example: ergon provider overrides --tenant acme
     """
@@ -558,20 +562,24 @@ def retention(
     ahead_days: Annotated[
         int, typer.Option(min=1, max=366, metavar="N", help="Days of partitions to create in advance.")
     ] = 3,
-    attempt_days: Annotated[int, typer.Option(min=1, max=36_500, metavar="N", help="Days to keep attempts.")] = 30,
-    minute_days: Annotated[int, typer.Option(min=1, max=36_500, metavar="N", help="Days to keep minute roll-ups.")] = 8,
+    attempt_days: Annotated[
+        int, typer.Option(min=1, max=36_500, metavar="N", help="Days to keep recorded calls.")
+    ] = 30,
+    minute_days: Annotated[
+        int, typer.Option(min=1, max=36_500, metavar="N", help="Days to keep totals per minute.")
+    ] = 8,
     quota_days: Annotated[
         int, typer.Option(min=1, max=36_500, metavar="N", help="Days to keep ended quota windows.")
     ] = 35,
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Create the partitions for the coming days and delete old data.
+    """Create partitions for the provider calls of the coming days, and delete old calls, totals and quota windows.
 
     Processes that record attempts do this automatically, if their database role has the permission.
 
     Exit codes: 0 done, 1 some work remains for the next run because another process ran retention or used a table,
-    2 database unavailable, request rejected by it, or invalid option or configuration.
+    2 invalid option or configuration, or the database is unavailable or rejected the request.
 
     Example: ergon provider retention --attempt-days 90
     """

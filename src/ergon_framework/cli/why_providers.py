@@ -22,10 +22,13 @@ from ergon_framework.providers.models import DEFAULT_TENANT
 
 #: Tolerance in seconds between the end of a block and the return of a transaction, for clock skew and latency.
 _TIME_TOLERANCE_SECONDS: Final = 5.0
+#: READY and DELAYED: the queue itself has reported the transaction. QUEUED: only that it is in the queue is known, from
+#: the journal or from a broker that reports no details.
 _WAITING_STATES: Final = frozenset({WorkState.DELAYED, WorkState.READY, WorkState.QUEUED})
 _FAILED_STATES: Final = frozenset({WorkState.DEAD, WorkState.FAILED})
 
-#: Returns the availability of the named providers of a tenant, or of all that block calls; None when it is unknown.
+#: Takes a tenant and scopes (provider and capability); returns their availability, for an empty sequence that of all
+#: providers that block calls. None if it is unknown.
 AvailabilityLookup = Callable[[str, Sequence[tuple[str, str]]], Sequence[ProviderAvailability] | None]
 
 
@@ -63,7 +66,7 @@ class InvolvedProvider:
 
 
 def task_providers(gates: Iterable[Any]) -> list[tuple[str, str]]:
-    """Return the providers that a task ``uses``, found by their gates."""
+    """Return the providers that a task ``uses``: each of their gates is a bound method of the provider."""
     owners = (getattr(gate, "__self__", None) for gate in gates)
     return [(owner.provider_name, owner.capability) for owner in owners if isinstance(owner, Provider)]
 
@@ -78,7 +81,8 @@ def find_involved_providers(
     if history.location.state in _FAILED_STATES:
         return _add_availability(_find_by_failure(history, tenant), lookup)
     if history.location.state is WorkState.QUEUED and any(_is_same_work(history, other) for other in others):
-        return []  # the queue itself reported more
+        # The queue's own history of this transaction has more details; the providers are reported with that one.
+        return []
     providers = _add_availability(_find_by_calls(history, others), lookup)
     if providers or _is_explained(history):
         return providers
@@ -119,13 +123,16 @@ def _find_by_failure(history: History, tenant: str) -> list[InvolvedProvider]:
 
 
 def _find_by_calls(history: History, others: Sequence[History]) -> list[InvolvedProvider]:
-    """Return the last call of each provider in the same process, unless it succeeded."""
-    process = history.attributes.get("correlation", history.id)
+    """Return the last call of each provider with the same correlation id, unless it succeeded.
+
+    *others* are in order of time. The history of a call has the correlation id of its transaction as its id.
+    """
+    correlation = history.attributes.get("correlation", history.id)
     own_tenant = history.attributes.get("tenant")
     last: dict[tuple[str, str], InvolvedProvider | None] = {}
     for call in others:
         attributes = call.attributes
-        if call.kind is not WorkKind.CALL or call.id != process or "provider" not in attributes or not call.events:
+        if call.kind is not WorkKind.CALL or call.id != correlation or "provider" not in attributes or not call.events:
             continue
         if own_tenant is not None and attributes["tenant"] != own_tenant:
             continue
@@ -153,6 +160,7 @@ def _find_by_use(
     if history.location.state is WorkState.READY:
         # A ready transaction was not fetched yet, so only a closed gate of the task can keep it in the queue.
         return [one for one in blocking if _find_shared_block(one) is not None]
+    # Without a block that ends at the return time, any of them may be the cause.
     return [one for one in blocking if _is_at_return_time(one.availability, history)] or blocking
 
 
@@ -197,8 +205,8 @@ def _add_availability(providers: Sequence[InvolvedProvider], lookup: Availabilit
 def describe_provider(one: InvolvedProvider) -> str:
     """Return a line about one provider: tenant, outcome of the call, blocks, and recent failures."""
     prefix = "perhaps " if one.evidence == "timing" else ""
-    account = f"{prefix}{one.provider} ({one.capability}) of tenant {one.tenant}"
-    parts = [f"{account}: {_describe_call(one)}{_describe_availability(one)}"]
+    subject = f"{prefix}{one.provider} ({one.capability}) of tenant {one.tenant}"
+    parts = [f"{subject}: {_describe_call(one)}{_describe_availability(one)}"]
     if one.availability is not None:
         parts += _describe_failures(one.availability)
     return "; ".join(parts)
@@ -252,10 +260,11 @@ def add_provider_remedy(history: History, providers: Sequence[InvolvedProvider],
     """Return *remedy* extended by what to do about the providers of *history*."""
     if not providers:
         return remedy
-    one = next((one for one in providers if one.block is not None), providers[0])
+    one = next((provider for provider in providers if provider.block is not None), providers[0])
     check_hint = f"check the provider: {_build_check_command(one)}"
     if history.location.state in _FAILED_STATES:
         return f"{check_hint}; {remedy}" if remedy else check_hint
+    # Only the gate of a provider that the task uses keeps a ready transaction in its queue.
     if one.block is None or (history.location.state is WorkState.READY and one.evidence != "uses"):
         return f"{remedy}; {check_hint}" if remedy else check_hint
     wait_text = (
