@@ -1,6 +1,7 @@
 """Clients that submit, query and control jobs, sync and async.
 
-A job is a stored call of a handler, which an executor process runs later; its row in the database has its state.
+A job is a stored call of a handler, which an executor process runs later; its row in the database has its state. An
+orchestrator starts executors of a kind and gives them jobs; ``KIND#HANDLER`` as a function names both.
 
 A client that waits for many jobs polls them in batches until all are final.
 """
@@ -11,7 +12,7 @@ import asyncio
 import builtins
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import Any, Final, Self, TypeVar
 
@@ -35,8 +36,7 @@ from ergon_framework.jobs.model import (
 from ergon_framework.jobs.registrations import ServedExecutor, list_executors
 from ergon_framework.jobs.store import SUBMIT, read_submission, submit, submit_many
 
-#: Maximum and minimum number of jobs in one poll. The first ids are polled first, because they are likely to end first;
-#: about twice as many as were final at the last poll, because polling a running job is useless.
+#: Maximum and minimum number of jobs in one poll.
 _MAX_POLLED_JOBS: Final = 500
 _MIN_POLLED_JOBS: Final = 50
 
@@ -59,8 +59,10 @@ class JobWaiter:
 
     def poll(self) -> Operation[float]:
         """Poll once; return the seconds until the next poll. Raise JobWaitTimeout if the time is over."""
+        # The first ids are polled first, because they are likely to end first.
         job_ids = list(islice(self._unfinished, self._poll_size))
         finished = yield from store.find_finished(job_ids)
+        # Polling a running job is useless, so the size follows the number of jobs that were final.
         self._poll_size = min(_MAX_POLLED_JOBS, max(_MIN_POLLED_JOBS, 2 * len(finished)))
         for job in finished:
             self._finished[job.id] = job
@@ -69,10 +71,10 @@ class JobWaiter:
             self._intervals = store.poll_intervals()
         if not self._unfinished or len(finished) == len(job_ids):
             return 0.0
-        return self._next_pause(self._intervals)
+        return self._limit_pause(next(self._intervals))
 
-    def _next_pause(self, intervals: Iterator[float]) -> float:
-        pause = next(intervals)
+    def _limit_pause(self, pause: float) -> float:
+        """Return *pause*, shortened to the remaining time; raise JobWaitTimeout if that is over."""
         remaining = pause if self._deadline is None else self._deadline - time.monotonic()
         if remaining <= 0:
             raise JobWaitTimeout(
@@ -90,6 +92,7 @@ class JobWaiter:
 # -- clients ----------------------------------------------------------------------------------------
 
 R = TypeVar("R")
+# The clients have a method named list, so that annotations after it write builtins.list.
 
 #: Timeout of one database operation in seconds.
 _TIMEOUT_SECONDS: Final = 30.0
@@ -138,8 +141,8 @@ class _JobClientBase:
 class JobClient(_JobClientBase):
     """Submits, queries and controls jobs, from threads.
 
-    The address is *dsn*, or ``ERGON_POSTGRES__DSN`` of the environment. A function without a prefix runs in the
-    *default* executors. A job for executors that no orchestrator serves is dead-lettered ten minutes after it is due;
+    The address is *dsn*, or ``ERGON_POSTGRES__DSN`` of the environment. A function without ``KIND#`` runs in executors
+    of the kind *default*. A job for executors that no orchestrator serves is dead-lettered ten minutes after it is due;
     with *executors*, a job for any other executor is dead-lettered immediately.
     """
 
@@ -180,7 +183,7 @@ class JobClient(_JobClientBase):
             state = self._run(store.get_state(job_id))
             if state.is_final:
                 break
-            time.sleep(_next_pause(job_id, state, pause=pause, deadline=deadline, timeout=timeout))
+            time.sleep(_limit_pause(pause, job_id, state, deadline=deadline, timeout=timeout))
         return self.show(job_id)
 
     def wait_many(self, job_ids: Iterable[str], *, timeout: float | None = None) -> builtins.list[Job]:
@@ -200,7 +203,7 @@ class JobClient(_JobClientBase):
         return self._run(list_executors())
 
     def cancel(self, job_id: str) -> bool:
-        """Cancel the job if it is waiting; return whether it is cancelled now, False if it has begun or has ended."""
+        """Cancel the job if it is waiting; return whether its state is cancelled now, also if it was so before."""
         return self._run(store.cancel(job_id))
 
     def kill(self, job_id: str) -> JobState:
@@ -228,7 +231,7 @@ class JobClient(_JobClientBase):
         self._run(cron_store.pause(name))
 
     def resume_schedule(self, name: str) -> None:
-        """Resume a cron entry with its next scheduled time; times that passed meanwhile are not misfires."""
+        """Resume a cron entry with its next scheduled time; times that passed meanwhile are skipped."""
         self._run(cron_store.resume(name))
 
     def run_schedule(self, name: str) -> Submitted:
@@ -275,7 +278,7 @@ class AsyncJobClient(_JobClientBase):
             state = await self._run(store.get_state(job_id))
             if state.is_final:
                 break
-            await asyncio.sleep(_next_pause(job_id, state, pause=pause, deadline=deadline, timeout=timeout))
+            await asyncio.sleep(_limit_pause(pause, job_id, state, deadline=deadline, timeout=timeout))
         return await self.show(job_id)
 
     async def wait_many(self, job_ids: Iterable[str], *, timeout: float | None = None) -> builtins.list[Job]:
@@ -323,8 +326,8 @@ class AsyncJobClient(_JobClientBase):
         return await self._connection_pool.run_async(operation, timeout_seconds=_TIMEOUT_SECONDS)
 
 
-def _next_pause(job_id: str, state: JobState, *, pause: float, deadline: float | None, timeout: float | None) -> float:
-    """Return the seconds until the next poll; raise JobWaitTimeout if the time is over."""
+def _limit_pause(pause: float, job_id: str, state: JobState, *, deadline: float | None, timeout: float | None) -> float:
+    """Return *pause*, shortened to the remaining time; raise JobWaitTimeout if that is over."""
     remaining = pause if deadline is None else deadline - time.monotonic()
     if remaining <= 0:
         raise JobWaitTimeout(f"the job {job_id!r} is still {state.value} after {timeout:g} s; it continues", state)

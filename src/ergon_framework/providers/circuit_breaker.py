@@ -22,7 +22,7 @@ from ergon_framework.clock import Clock
 from ergon_framework.policy import Count, Policy, Seconds
 from ergon_framework.providers.errors import ProviderCircuitOpenError, ProviderError, ReasonCode
 
-# -- availability of a provider for a tenant --------------------------------------------------------
+# -- availability of a provider for a tenant, from its breakers and its quotas ------------------------
 
 
 class BlockCause(StrEnum):
@@ -130,6 +130,7 @@ class BreakerSnapshot:
     """The complete state of a breaker; ``generation`` increases at each transition."""
 
     state: BreakerState = BreakerState.CLOSED
+    #: Faults only; other failures leave it unchanged or set it to 0.
     consecutive_failures: int = 0
     open_until: float | None = None
     generation: int = 0
@@ -182,7 +183,8 @@ BreakerDecision: TypeAlias = CallAdmitted | CallRefused
 def advance(state: BreakerSnapshot, now: float) -> BreakerSnapshot:
     """Apply the changes caused by time alone: the end of an override, of a cooldown, or of a probe's lease."""
     if state.override is not None:
-        # Time stops for the rest while an override is active, so that its end leaves the breaker unchanged.
+        # Nothing else advances while an override is active. Its end begins a new generation, so that calls which began
+        # under it do not count.
         if now < state.override.until:
             return state
         state = replace(state, override=None, generation=state.generation + 1)
@@ -251,7 +253,10 @@ def visible_state(state: BreakerSnapshot, now: float) -> BreakerState:
 
 
 def blocked_until(state: BreakerSnapshot) -> float | None:
-    """Return until when no call is admitted; None if one may be. It takes no probe slot."""
+    """Return until when no call is admitted; None if a call may be admitted.
+
+    Pass a state that ``advance`` has brought to the present. Unlike ``admit``, this takes no probe slot.
+    """
     if state.override is not None:
         return state.override.until if state.override.kind is OverrideKind.FORCE_OPEN else None
     return state.open_until if state.state is BreakerState.OPEN else None
@@ -271,7 +276,7 @@ def is_provider_fault(error: ProviderError | None) -> bool | None:
 
 
 def _admit_probe(state: BreakerSnapshot, policy: BreakerPolicy, now: float) -> BreakerDecision:
-    if state.probe_successes >= policy.half_open_max_calls:  # the policy now requires fewer than before
+    if state.probe_successes >= policy.half_open_max_calls:  # the policy was changed and now requires fewer
         state = _close(state)
         return CallAdmitted(state, Permit(state.generation))
     # Successful probes keep their slots: more probes than must succeed would prove nothing more.
@@ -420,7 +425,7 @@ class CircuitBreaker:
 
 
 def circuit_open_error(rejection: CallRefused, now: float) -> ProviderCircuitOpenError:
-    """Return the error of a refused call: no attempt is charged, and it may be retried at ``open_until``."""
+    """Return the error of a refused call: it does not count as an attempt, and may be retried at ``open_until``."""
     override = rejection.state.override
     reason = rejection.state.state if override is None else override.kind
     return ProviderCircuitOpenError(

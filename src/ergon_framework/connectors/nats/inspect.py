@@ -1,6 +1,7 @@
 """Diagnostics of a server and of a queue in it, and the durability of its confirmations; all checks only read.
 
-Durability says whether a confirmed message survives a power loss of the server.
+Durability says whether a confirmed message survives a power loss of the server. A diagnostic with ``shared=False`` is
+about one queue; the others are about the server, and are reported once for all queues there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from ergon_framework.errors import ConfigurationError, ConnectionLostError, erro
 
 #: The first release that can sync each write.
 _MIN_SYNC_VERSION: Final = (2, 10)
+#: The server's default.
+_DEFAULT_SYNC_INTERVAL_NS: Final = 120_000_000_000
 
 
 class NatsDurability(NamedTuple):
@@ -54,9 +57,9 @@ def assess_durability(*, version: tuple[int, int], storage: str, monitored: dict
         )
     if monitored.get("sync_always"):
         return NatsDurability(durable=True, message="after a power loss no confirmed message is lost")
-    seconds = int(monitored.get("sync_interval") or 120_000_000_000) / 1_000_000_000
+    seconds = int(monitored.get("sync_interval") or _DEFAULT_SYNC_INTERVAL_NS) / 1_000_000_000
     return NatsDurability(
-        durable=False, message=f"after a power loss the last {seconds:g} s may be lost: sync_interval is not always"
+        durable=False, message=f"after a power loss the last {seconds:g} s may be lost: sync_interval is not 'always'"
     )
 
 
@@ -96,6 +99,7 @@ async def diagnose(
     try:
         storage = await inspect_streams(connection, layout)
     except (ConfigurationError, ConnectorError) as error:
+        # The messages of these errors consist of a problem and a remedy.
         problem, _, remedy = error_message(error).partition("; ")
         findings.append(
             Diagnostic("topology", Severity.ERROR, problem, remedy or "inspect it with nats stream info", shared=False)
@@ -103,6 +107,7 @@ async def diagnose(
     else:
         status = "exists as configured" if storage is not None else "does not exist yet; it is created on first use"
         findings.append(Diagnostic("topology", Severity.OK, f"the stream of {name!r} {status}", shared=False))
+    # A stream that does not exist yet is created with file storage.
     durability = assess_durability(version=connection.version, storage=storage or "file", monitored=monitored)
     remedy = "set sync_interval: always in the server's jetstream block, and pass monitor= to the queue to check it"
     findings.append(check_durability(durability.message, durable=durability.durable, remedy=remedy))
@@ -126,7 +131,7 @@ async def _check_clock(connection: Connection, layout: StreamConfig, wall: WallC
     try:
         info = await api.call(connection, f"STREAM.INFO.{layout.names.work}")
     except api.ApiError:
-        return []
+        return []  # for example, the stream does not exist yet
     timestamp = info.get(_TIMESTAMP_FIELD)
     return (
         []

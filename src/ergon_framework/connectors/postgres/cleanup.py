@@ -2,7 +2,7 @@
 
 The rows are dead letters, journal entries, and inbox marks: the ids of processed transactions. Each statement deletes
 one batch in its own transaction and reads only what it deletes, by an index on the time. An advisory lock lets one
-process at a time work on a table. A failed round is logged and retried.
+process at a time delete the rows of one queue in a table. A failed round is logged and retried.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ _log = logging.getLogger(__name__)
 BATCH_ROWS: Final = 2_000
 #: Seconds between two rounds of one process.
 INTERVAL_SECONDS: Final = 60.0
-#: Seconds that the server has for one statement, and that this process waits for its answer.
+#: Seconds that the server has for one statement.
 _STATEMENT_SECONDS: Final = 5.0
+#: Seconds that this process waits for the answer.
 _ANSWER_SECONDS: Final = 10.0
-#: The first key of the advisory lock; the second one is the table.
+#: The first key of the advisory lock, "ergo" in ASCII; the second one is the name of the retention.
 _LOCK_CLASS: Final = 0x6572676F
 
-#: The planner settings repeat those of a direct session: behind a connection pooler a session has no own settings.
+#: Sequential and bitmap scans are off, so that the index on the time is used. A direct session has this setting
+#: already; behind a pooler the settings of a session are lost, so each transaction sets them.
 _LIMITS: Final = """
 select pg_try_advisory_xact_lock(%(class)s, hashtext(%(name)s)), set_config('statement_timeout', %(timeout)s, true),
     set_config('lock_timeout', '500ms', true), set_config('enable_seqscan', 'off', true),
     set_config('enable_bitmapscan', 'off', true)
 """
+#: *where* ends with "and " and *order* with ", ": the column after both is "at".
 _DELETE: Final = """
 with old as materialized (
     select ctid from ergon.{table} where {where}at < now() - make_interval(secs => %(seconds)s)
@@ -64,22 +67,22 @@ class RowRetention:
 
 
 def retain_marks(queue: int, seconds: float) -> RowRetention:
-    """Keep the inbox marks of *queue* for *seconds*."""
+    """Return the rule that keeps the inbox marks of *queue*, its number in ergon.queue, for *seconds*."""
     return RowRetention(f"inbox {queue}", DELETE_MARKS, seconds, {"queue": queue})
 
 
 def retain_dead_letters(queue: int, seconds: float) -> RowRetention:
-    """Keep the dead letters of *queue* for *seconds*."""
+    """Return the rule that keeps the dead letters of *queue* for *seconds*."""
     return RowRetention(f"dead_letter {queue}", DELETE_DEAD_LETTERS, seconds, {"queue": queue})
 
 
 def retain_journal(seconds: float) -> RowRetention:
-    """Keep journal rows for *seconds*."""
+    """Return the rule that keeps journal rows for *seconds*."""
     return RowRetention("journal", DELETE_JOURNAL, seconds)
 
 
 def delete_batch(retention: RowRetention) -> Operation[int]:
-    """Delete one batch; return the number of rows, 0 while another process works on the same table."""
+    """Delete one batch; return the number of rows, 0 while another process works on the same rows."""
     yield BEGIN
     limits = {"class": _LOCK_CLASS, "name": retention.name, "timeout": f"{_STATEMENT_SECONDS}s"}
     ((is_locked, *_),) = yield Query(_LIMITS, limits)
