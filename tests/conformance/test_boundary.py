@@ -302,9 +302,9 @@ def test_checks_of_missing_features_are_skipped_with_a_reason():
     assert skipped == {
         "a_restored_backup_is_noticed": "the system under test supports no backup",
         "a_full_buffer_refuses_before_anything_is_lost": "the system under test has no bounded stores",
-        "a_lost_artifact_is_an_error_that_names_its_fact": "the system under test does not support losing an artifact",
-        "damage_is_found_when_it_is_read": "the system under test does not support damaging an artifact",
-        "a_fact_about_a_lost_artifact_is_refused": "the system under test does not support losing an artifact",
+        "a_lost_artifact_is_an_error_that_names_its_fact": "the system under test offers no way to lose an artifact",
+        "damage_is_found_when_it_is_read": "the system under test offers no way to damage an artifact",
+        "a_fact_about_a_lost_artifact_is_refused": "the system under test offers no way to lose an artifact",
     }
     assert {check_result.result for check_result in results.values()} == {
         CheckOutcome.PASSED,

@@ -64,7 +64,7 @@ def test_every_call_works_on_whichever_node_has_the_queue(cluster):
 
 
 @pytest.mark.spec("CNN-01")
-def test_the_async_variant_and_its_notifications_follow_the_queue_too(cluster):
+def test_the_async_connector_and_its_notifications_use_the_node_that_has_the_queue(cluster):
     async def main(name):
         queue, sender = (RedisQueue(name, url=cluster.nodes[1].url) for _ in range(2))
         waiting = asyncio.ensure_future(queue.fetch_transactions_async(1, wait=10.0))

@@ -444,7 +444,7 @@ def check_artifact_name(bucket: str, key: str) -> None:
     _check_text("key", key, MAX_KEY_BYTES)
     if len(key.encode()) > MAX_KEY_BYTES:
         raise InvalidFactError(
-            f"the key of an artifact has at most {MAX_KEY_BYTES} bytes, and this one {len(key.encode())}"
+            f"the key of an artifact {key!r:.40} has {len(key.encode())} bytes; the maximum is {MAX_KEY_BYTES}"
         )
     if "\\" in key or any(part in ("", ".", "..") for part in key.split("/")):
         raise InvalidFactError(

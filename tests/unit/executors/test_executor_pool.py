@@ -1012,7 +1012,7 @@ def test_a_reaper_spares_removed_groups():
         sleeper.kill()
 
 
-def test_no_command_starts_for_an_orchestrator_that_is_killed_before_the_reaper_knows_it(tmp_path):
+def test_no_command_starts_if_the_orchestrator_is_killed_before_the_reaper_has_registered_it(tmp_path):
     # The gate: without its line the command is never executed.
     with subprocess.Popen([*_START_GATE, "touch", tmp_path / "ran"], stdin=subprocess.PIPE) as gate:
         gate.stdin.close()

@@ -300,7 +300,7 @@ def test_all_waiting_deliveries_are_released_with_the_reason() -> None:
     assert len(harness.backlog) == 0
 
 
-def test_only_lost_claims_of_known_deliveries_are_remembered() -> None:
+def test_lost_claims_are_remembered_only_for_deliveries_in_the_backlog_or_in_handling() -> None:
     harness = BacklogHarness().add(make_delivery("a"))
     harness.delivery_handler.lost_receipts.update({"a", "b", "c"})
     harness.backlog.prune_lost([make_delivery("b")])

@@ -150,7 +150,7 @@ def test_an_empty_list_is_done_immediately() -> None:
     assert (report.stop_reason, report.outcomes) == (StopReason.DONE, [])
 
 
-def test_the_list_is_copied_when_the_call_is_made() -> None:
+def test_changing_the_list_after_the_call_to_produce_changes_nothing() -> None:
     harness = ProduceHarness("a")
     harness.transactions.append(Transaction("b"))
     assert len(harness.end_slots(0).report.outcomes) == 1

@@ -388,7 +388,7 @@ def _expect_fact_named(error: ArtifactLost) -> None:
 async def a_lost_artifact_is_an_error_that_names_its_fact(context: BoundaryCheckContext) -> None:
     client = await _store_with_fact(context)
     if not context.system.lose(context.store(), "files", "a/b"):
-        raise NotApplicable("the system under test does not support losing an artifact")
+        raise NotApplicable("the system under test offers no way to lose an artifact")
     _expect_fact_named(await expect_raises(ArtifactLost, client.read("files", "a/b"), "reading a lost artifact"))
     await expect_raises(ArtifactUnknown, client.read("files", "never"), "reading what was never stored")
 
@@ -397,7 +397,7 @@ async def a_lost_artifact_is_an_error_that_names_its_fact(context: BoundaryCheck
 async def damage_is_found_when_it_is_read(context: BoundaryCheckContext) -> None:
     client = await _store_with_fact(context)
     if not context.system.damage(context.store(), "files", "a/b"):
-        raise NotApplicable("the system under test does not support damaging an artifact")
+        raise NotApplicable("the system under test offers no way to damage an artifact")
     _expect_fact_named(await expect_raises(ArtifactLost, client.read("files", "a/b"), "reading a damaged artifact"))
 
 
@@ -406,7 +406,7 @@ async def a_fact_about_a_lost_artifact_is_refused(context: BoundaryCheckContext)
     client = context.client()
     await client.put("files", "a/b", [b"abc"])
     if not context.system.lose(context.store(), "files", "a/b"):
-        raise NotApplicable("the system under test does not support losing an artifact")
+        raise NotApplicable("the system under test offers no way to lose an artifact")
     (result,) = await client.append_many((make_envelope(), make_artifact_fact(make_reference("a/b", b"abc"))))
     if not isinstance(result, FactError):
-        raise CheckFailed("a fact about an artifact whose bytes are gone was stored")
+        raise CheckFailed("the store accepted a fact whose artifact files/a/b has lost its bytes; it must reject the fact")
