@@ -409,4 +409,6 @@ async def a_fact_about_a_lost_artifact_is_refused(context: BoundaryCheckContext)
         raise NotApplicable("the system under test offers no way to lose an artifact")
     (result,) = await client.append_many((make_envelope(), make_artifact_fact(make_reference("a/b", b"abc"))))
     if not isinstance(result, FactError):
-        raise CheckFailed("the store accepted a fact whose artifact files/a/b has lost its bytes; it must reject the fact")
+        raise CheckFailed(
+            "the store accepted a fact whose artifact files/a/b has lost its bytes; it must reject the fact"
+        )
