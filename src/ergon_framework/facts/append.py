@@ -127,7 +127,7 @@ class Publication:
     predicate: str
     fact: Fact | None = None
     upload: Upload | None = None
-    #: Check first whether the fact is stored, because the outcome of an earlier attempt is unknown.
+    #: Whether to check first if the fact is stored; set by a caller that does not know the outcome of an earlier one.
     check_first: bool = False
 
     @classmethod
@@ -216,7 +216,7 @@ class _RetryingCaller:
         self._clock = clock
         self._outer = outer
         remaining = None if outer is None else outer.remaining()
-        #: In the time of this clock; the scope may use another one.
+        #: The end of the surrounding attempt, in the time of this clock; the scope may use another one.
         self._deadline = NEVER if remaining is None else clock.monotonic() + remaining
         self.interrupted = False
 
@@ -249,7 +249,8 @@ class _RetryingCaller:
         if not isinstance(error, Exception) or _is_permanent(error):
             raise error
         if self._retry.max_attempts == 1:
-            raise error  # the caller retries
+            # With max_retries=0 the engine that runs the handler retries, so it gets the error unchanged.
+            raise error
         delay = self._retry.delay(attempt, self._clock.random)
         if isinstance(error, ErgonError) and error.retry_after is not None:
             delay = max(delay, error.retry_after)

@@ -50,8 +50,9 @@ class CopyProgress:
 
     def __init__(self) -> None:
         self.bytes = 0
+        #: Set by ``ArtifactCopier``: the next chunk then raises, because a thread cannot be cancelled.
         self.abandoned = False
-        #: Whether the copying call has exited.
+        #: Set by the copying call when it exits.
         self.exited = False
         #: The error of reading: an error of the source, whatever error the destination raises because of it.
         self.read_error: Exception | None = None
@@ -150,6 +151,7 @@ class ArtifactCopier:
             while todo and not failures and len(self._running) < self._policy.copies:
                 copy = _RunningCopy(todo.popleft(), self._scheduler.monotonic())
                 self._running[(yield from spawn(self._copy_artifact(copy), notify=mailbox, counted=False))] = copy
+            # The facts are forwarded in order, up to the first failure: the rest would be copied for nothing now.
             while todo and failures:
                 failures[ArtifactId.from_reference(todo.popleft())] = next(iter(failures.values()))
             if not self._running:
@@ -196,7 +198,7 @@ class ArtifactCopier:
         """Copy an artifact, from the bytes on that the destination has; return the failure, if any."""
         reference, name = copy.reference, ArtifactId.from_reference(copy.reference)
         request = Call(
-            "received",
+            "uploaded_bytes",
             self._calls.uploaded_bytes,
             (reference.bucket, reference.key, copy.expected),
             self._scheduler.monotonic() + self._policy.timeout,
@@ -205,7 +207,7 @@ class ArtifactCopier:
         if not isinstance(answer, Ok):
             copy.progress.exited = True
             return CopyFailed(_to_error(answer, self._policy.timeout), at_source=False)
-        # An empty artifact has no missing bytes, whether it is stored or not.
+        # An empty artifact has no missing bytes, whether it is stored or not, so it is always put.
         begin = min(answer.value, reference.size)
         if name not in self._recheck_ids and begin == reference.size > 0:
             copy.progress.exited = True

@@ -87,6 +87,7 @@ def disk_usage(folder: str | Path) -> Measure:
     def measure() -> Iterator[Usage]:
         stats = os.statvfs(folder)
         # Blocks reserved for root are not available to other users.
+        # f_bfree counts them as free, f_bavail does not.
         usable = stats.f_blocks - stats.f_bfree + stats.f_bavail
         yield Usage("disk", (usable - stats.f_bavail) * stats.f_frsize, usable * stats.f_frsize)
 
@@ -178,6 +179,7 @@ _UNITS: Final = {"facts": "facts", "bytes": "bytes of facts and artifacts", "dis
 
 class _CapacityMetrics(LoopMetrics):
     def __init__(self, name: str, *, label_limiter: LabelLimiter, monitor: CapacityMonitor) -> None:
+        # The steps are those of a handler; a store has none.
         super().__init__(name, steps=(), success_steps=("", ""), label_limiter=label_limiter)
         self._monitor = monitor
 

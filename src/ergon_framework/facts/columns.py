@@ -107,7 +107,8 @@ def _parse_all(texts: Sequence[str]) -> ParsedObjects | None:
     except (ValueError, RecursionError):
         return None
     outputs = output[1:-1].split(_ENCODED_SEPARATOR)
-    # The parser keeps one of several duplicate keys, so quotes disappear; only the separators add quotes.
+    # The parser keeps one of several duplicate keys, so quotes disappear; only the separators, two quotes each, add
+    # some. A text that contains an encoded separator changes the number of outputs.
     if len(outputs) != len(values) or output.count('"') - 2 * (len(values) - 1) != joined.count('"'):
         return None
     if not (is_plain_json(output) and all(map(is_within_depth, outputs))):
@@ -201,7 +202,7 @@ def _build_checked(columns: FactColumns) -> list[NewFact]:
 
 def _build_envelopes(columns: FactColumns) -> list[Envelope]:
     get_labels = columns.labels.get
-    # Checks only the labels, which few facts have.
+    # Checks only the labels, which few facts have; _are_valid has checked the other columns.
     make = Envelope._from_checked  # noqa: SLF001 - as in _build_checked
     return [
         make(

@@ -4,7 +4,8 @@ A replicator copies facts from a source store to this zone's store, and makes th
 generator that yields what is to be done; each call runs in a slot of its own, and the mailbox of the script receives
 the result. An abandoned call has timed out or was interrupted; it keeps its slot until it exits.
 
-Subclasses decide which calls to make and what follows from the results.
+Subclasses decide which calls to make and what follows from the results. ``ReplicaProblem`` has the status of a failure,
+which says whether the call is retried or needs an operator.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ MAX_ABANDONED_CALLS: Final = 16
 class CallKind(StrEnum):
     """The kinds of calls to the two stores."""
 
-    LAST_OFFSET = "end_of"
+    LAST_OFFSET = "last_offset"
     FETCH = "fetch_facts"
     GET_FACT = "get_fact"
     COPY = "copy"
     FORWARD = "forward_facts"
     CONFIRM = "confirm_receipt"
-    LIST_LOGS = "survey"
+    LIST_LOGS = "list_logs"
 
     @property
     def is_at_source(self) -> bool:
@@ -52,7 +53,9 @@ class CallState:
 
     def __init__(self) -> None:
         self.attempts = 0
+        #: The call does not start before this time.
         self.retry_at = 0.0
+        #: None after a success, which a subclass reports with ``reset``.
         self.problem: ReplicaProblem | None = None
 
     @property
@@ -108,9 +111,11 @@ class ConcurrentCalls:
 
     def _accept_result(self, item: Any) -> tuple[CallKind, Callable[[Any], None], CallResult] | None:
         """Return the result of a call; None if the call was abandoned before and has exited now."""
+        # Otherwise a SlotFreed: the abandoned call of an ended script has exited.
         if not isinstance(item, ScriptEnded):
             self._abandoned_count -= 1
             return None
+        # A slot that is not free yet still has an abandoned call in it.
         self._abandoned_count += not item.freed
         kind, on_result, answer = item.value
         if self._running.get(kind) is item.slot:

@@ -90,6 +90,7 @@ class _FactConnector:
         """Return the calls of the consumer store, sync or async."""
 
     def _is_durable(self) -> bool:
+        # Unknown counts as durable: a consumer store in memory then warns about dead letters that it would lose.
         return self.boundary.capabilities.durable is not False
 
     @property
@@ -100,6 +101,7 @@ class _FactConnector:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             mode="log",
+            # A claim ends only when another connector takes the log over, so there is nothing to renew.
             renewable=False,
             lease=None,
             release_uncounted=True,
@@ -131,6 +133,7 @@ class _FactConnector:
         self.interrupt()
 
     def _limit_wait(self, remaining: float) -> float:
+        # A deferred fact becomes due without a notification.
         due = self._log.next_due()
         return (
             min(remaining, _POLL_INTERVAL_SECONDS)
@@ -139,6 +142,7 @@ class _FactConnector:
         )
 
     def _notify_releases(self, requests: Sequence[SettlementRequest]) -> None:
+        # A released fact can be claimed again at once; the boundary does not know of it, and so notifies no fetch.
         if any(isinstance(settlement, Release) for _, settlement in requests):
             self._wakeups.notify()
 

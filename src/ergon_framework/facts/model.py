@@ -52,10 +52,10 @@ MAX_JSON_INTEGER: Final = 2**53
 _find_invalid_character = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]").search
 _match_bucket = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch
 _match_digest = re.compile(r"sha256:[0-9a-f]{64}").fullmatch
-#: Prefix of the names of readers that read back what their own zone has sent; all other readers belong to the receiver.
+#: Prefix of the names of readers that read back what their own zone has sent; all others belong to the receiver.
 #: A caller that confirms as another zone's reader would let retention delete facts which that reader never received.
 SENDER_PREFIX: Final = "sender:"
-#: An object with all of these keys is a reference to an artifact.
+#: An object with all of these keys is a reference to an artifact, a file that a store keeps next to its facts.
 _REFERENCE_KEYS: Final = frozenset(("bucket", "key", "digest", "size"))
 
 
@@ -185,6 +185,7 @@ class Envelope:
 
     @property
     def pair(self) -> ZonePair:
+        """The sending and the receiving zone; the log of this pair assigns the fact's offset."""
         return _intern_pair(self.from_zone, self.to_zone)
 
     def __reduce__(self) -> tuple[Any, ...]:

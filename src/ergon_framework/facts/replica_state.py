@@ -63,7 +63,7 @@ class ReplicaStatus(StrEnum):
 
     @property
     def needs_operator(self) -> bool:
-        """Whether the replica is blocked until an operator acts."""
+        """Whether the replica is blocked until an operator acts and restarts it."""
         return self in _ACTIONS and self not in _RETRYING_STATUSES
 
 
@@ -237,9 +237,10 @@ def check_fetch(pair: ZonePair, after: Cursor, epoch: str, facts: Sequence[Store
 
 
 def check_same_source(facts: Sequence[StoredFact], end: Cursor, remembered: StoredFact | None) -> FactError | None:
-    """Return the error if the source is not the one read before; *facts* starts with its fact at this zone's *end*.
+    """Return the error if the source is not the one read before; None if it may be the same.
 
-    *remembered* is the last fact of the source known here. None if the source may be the same.
+    *facts* starts with the source's fact at *end*, where this zone's copy ends. *remembered* is the last fact that this
+    zone has, if the replicator has forwarded it since its start.
     """
     if not facts:
         return source_changed_error(f"it has no fact at offset {end.offset}, but this zone has")
@@ -252,7 +253,7 @@ def check_same_source(facts: Sequence[StoredFact], end: Cursor, remembered: Stor
 
 
 def check_confirmation(stored: StoredFact, confirmation: FactConfirmation | None) -> FactError | None:
-    """Return the error if the source is not the one read before; *stored* is the fact that it returned.
+    """Return the error if the source is not the one read before, else None; *stored* is the fact that it returned.
 
     *confirmation* is what this zone's store has under the id of that fact.
     """

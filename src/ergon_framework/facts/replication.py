@@ -3,6 +3,8 @@
 The source is the store of the other zone, the destination that of this zone. A zone pair is the sending and the
 receiving zone; its facts are numbered by offsets within an epoch, the incarnation of the store that assigned them. A
 script is a generator that yields what is to be done. A survey measures how far the destination is behind.
+``ConcurrentCalls`` runs at most one call of each kind; its ``_states`` have the failures of each kind: when it may be
+retried, and its problem. A problem that only an operator can resolve blocks the pair.
 
 The confirmations of the destination are authoritative; the cursor at the source only says what may be removed there.
 Facts after the destination's end are fetched first, then the artifacts they refer to are copied, then the facts are
@@ -96,13 +98,14 @@ class Replication(ConcurrentCalls):
         #: The last fetch continued after this cursor.
         self._last_fetch_after = self._fetch_cursor
         #: Whether the source still has to show that it is the one read before: it must return the last fact that this
-        #: zone has, again.
+        #: zone has, again. Set when the script starts over and after a failed fetch: the source may be another one then.
         self._is_unverified = True
+        #: The last fact that the destination has confirmed to this script.
         self._last_fact: StoredFact | None = None
         #: The fact that the source returned to show it, until the destination has confirmed that it has the same one.
         #: None if the last fact is in memory, because the two are then compared directly.
         self._proof: StoredFact | None = None
-        #: A response of the source may mean that it was replaced; it is being checked a second time.
+        #: Whether a problem of the source that would block the pair is being checked a second time.
         self._is_rechecking = False
         #: Counts how often fetched facts were discarded: responses of an earlier generation are ignored.
         self._generation = 0
@@ -111,16 +114,21 @@ class Replication(ConcurrentCalls):
         self._fetched_facts: deque[StoredFact] = deque()
         self._ready_facts: list[StoredFact] = []
         self._confirmed = 0
+        #: Whether a fetch has succeeded, which registers the reader: the source accepts its confirmations from then on.
         self._is_registered = False
+        #: No fetch starts before this time, after one that brought nothing; a notification sets it to 0.
         self._idle_until = 0.0
         self._next_survey_at = 0.0
+        #: Whether a notification has arrived since the last fetch began: its answer may be older.
         self._was_notified = False
+        #: Whether a notification is in the mailbox.
         self._has_pending_wake = False
         self._is_stopping = False
         self._is_caught_up = False
         #: The last survey of the source: its end, the facts waiting there, and the wall-clock time.
         self._last_survey: tuple[int, ReaderLag, float] | None = None
         self._last_contact: float = scheduler.time_source.wall()
+        #: Bytes forwarded since the last survey, which counts them as waiting.
         self._forwarded_bytes = 0
         self._status = ReplicaStatus.STARTING
         self._since = scheduler.time_source.wall()
@@ -337,6 +345,7 @@ class Replication(ConcurrentCalls):
         self._was_notified, self._last_fetch_after = False, fetch_after
         fetch = partial(self._calls.fetch_facts, after=fetch_after)
         on_result = partial(self._accept_facts, self._generation, after, fetch_after)
+        # One more for the fact that verifies the source.
         count = self._fetch_limit + after.offset - fetch_after.offset
         yield from self._start_call(CallKind.FETCH, fetch, (self._name, self._pair, count), on_result)
 
@@ -479,7 +488,7 @@ class Replication(ConcurrentCalls):
     def _accept_forwards(self, generation: int, batch: Sequence[StoredFact], results: Sequence[AppendResult]) -> None:
         """Continue after the last fact confirmed without a gap; the first unconfirmed one is handled, never skipped."""
         if generation != self._generation:
-            return  # the destination is being queried
+            return  # the script has started over, and queries the destination for its end
         accepted, rejection = 0, None
         if len(results) == len(batch):
             for stored, result in zip(batch, results, strict=True):
@@ -507,6 +516,7 @@ class Replication(ConcurrentCalls):
             rejection, at_source=False, message_id=stored.envelope.message_id, offset=stored.offset
         )
         if not problem.status.needs_operator:
+            # The destination may have facts that this script does not know of, or lack some: it is queried again.
             self._start_over()
         if accepted:
             self._states[CallKind.FORWARD].reset()

@@ -1,8 +1,8 @@
 """Replicator: copies the facts of another zone into this one, over the network, for as long as it runs.
 
 A zone is a site with its own store, the boundary. The replicator runs in the receiving zone and pulls, so a zone never
-gives another zone write access. All decisions are in
-``facts/replication.py``. Metrics and logs report its lag, what it has copied, and each change of its state.
+gives another zone write access. All decisions are in ``facts/replication.py``, whose script a driver runs on threads or
+asyncio. Metrics and logs report its lag, what it has copied, and each change of its state.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class ReplicaMetrics(LoopMetrics):
     """The metrics of one replicator, for the metrics registry; readable from any thread."""
 
     def __init__(self, name: str, *, label_limiter: LabelLimiter, replication: Replication) -> None:
+        # The steps are those of a handler; a replicator has none.
         super().__init__(name, steps=(), success_steps=("", ""), label_limiter=label_limiter)
         self._replication = replication
 
@@ -220,6 +221,7 @@ class Replicator(_Replicator):
 
     def run(self) -> None:
         """Copy until stopped."""
+        # One thread runs the script; its calls run on threads of their own.
         driver = self._driver(1)
         with self._replication(driver, self._calls) as replication:
             unlisten = self._source.listen(replication.wake)
@@ -282,7 +284,10 @@ def _copy(
     *,
     zone: str,
 ) -> None:
-    """Copy an artifact from byte *begin* on; an error of reading replaces the destination's error that it causes."""
+    """Copy an artifact from byte *begin* on; an error of reading replaces the destination's error that it causes.
+
+    ``ArtifactCopier``, which started the copy, reads *progress*: the bytes so far, and whether this call has exited.
+    """
     expected = StoredArtifact(reference.digest, reference.size)
     location = reference.bucket, reference.key
     put = partial(destination.put_object, *location, expected=expected, begin=begin, zone=zone)

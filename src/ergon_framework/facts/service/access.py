@@ -263,6 +263,7 @@ class RevocationList:
         self._crl: _ReloadingValue[CrlEntries] | None = None
         if crl is not None and authorities is not None:
             self._crl = _ReloadingValue((crl, authorities), lambda: read_crl(crl, authorities), description="CRL")
+        #: Issuers whose expired CRL was logged, so that it is logged once and not for each call.
         self._reported_issuers: set[bytes] = set()
 
     def check(self, identity: Identity) -> None:
@@ -298,6 +299,7 @@ class _ReloadingValue(Generic[T]):
         self._paths = paths
         self._read = read
         self._stamps = self._read_stamps()
+        #: None while a changed file is unreadable.
         self._value: T | None = read()
 
     def get(self) -> T:

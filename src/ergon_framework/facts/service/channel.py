@@ -63,7 +63,7 @@ class ServiceAddress:
 
 
 class _ChannelLease:
-    """A channel with a reference count; a replaced channel is closed when its last user has released it."""
+    """A channel with a reference count; a replaced (retired) one is closed when its last user has released it."""
 
     __slots__ = ("channel", "loop", "retired", "stubs", "user_count")
 
@@ -155,6 +155,7 @@ class AsyncReconnectingChannel:
         lease = self._lease
         lease.user_count += 1
         try:
+            # A channel of another event loop cannot be closed here; it ends with its loop.
             if replaced is not None and not replaced.user_count and replaced.loop is loop:
                 await replaced.channel.close()
             yield lease

@@ -62,6 +62,7 @@ class _Connection:
     identity: Identity | None = None
     #: The time at which it is closed; None if it stays open.
     close_at: float | None = None
+    #: Whether it was shut down; it is listed until gRPC has closed its descriptor.
     is_closed: bool = False
 
 
@@ -79,6 +80,7 @@ class Connections:
         self._rejections = rejections
         self._clock = clock
         self._open: dict[Peer, _Connection] = {}
+        #: Connections by identity, counted anew at each listing; between two listings, only new ones are added.
         self._counts: Counter[IdentityKey] = Counter()
         #: All sockets of this process; None for those that are not connections of the service.
         self._sockets: dict[SocketName, Peer | None] = {}
@@ -91,6 +93,7 @@ class Connections:
         if peer is None:
             return
         connection = self._open.setdefault(peer, _Connection(self._clock()))
+        # The same object for the same certificate, because parse_certificate caches it.
         if connection.identity is identity:
             return
         key = identity.key

@@ -4,6 +4,9 @@ A store keeps facts, numbered by offsets within a pair of zones, and artifacts, 
 facts that it has processed, up to a cursor (epoch and offset).
 
 A fetch returns as many facts as fit into one answer, without loading many more.
+
+*who* is the identity in the caller's certificate. ``CallAdmission`` limits the calls, threads and request bytes of an
+identity; ``RejectionHandler`` ends a failed call with its error, and logs or counts it.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ async def fetch_within_limit(
                 raise
             return facts  # the facts before the error are valid, and the next call receives the error
         for each in stored:
+            # A character of the epoch has at most four bytes.
             size += max_encoded_size(each.envelope, each.fact) + 4 * len(each.epoch)
             if facts and size > MAX_MESSAGE_BYTES:
                 return facts
@@ -204,6 +208,7 @@ class BoundaryService:
 
         self._wakeups.add(wakeup)
         unlisten = self._store.listen(wake)
+        # Facts that arrived before the caller listened are announced too.
         wakeup.set()
         try:
             while True:

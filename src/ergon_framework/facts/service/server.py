@@ -86,6 +86,7 @@ class HealthService:
         self._timeout = timeout
         self._status = _STATUS.SERVING
         self._is_stopping = False
+        #: Set once, at the next change of the status, and then replaced: each watching caller waits for its own.
         self._changed = asyncio.Event()
         self._checks: Counter[bytes] = Counter()
 
@@ -367,7 +368,7 @@ class BoundaryServer:
         return self.port
 
     async def _check_health(self) -> None:
-        """Report through the health service whether the store answers."""
+        """Report through the health service whether the store answers; recheck open connections at the same time."""
         while True:
             await asyncio.sleep(self.limits.check_interval)
             try:

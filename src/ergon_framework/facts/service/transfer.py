@@ -76,7 +76,7 @@ class RemoteUpload:
 
 
 class UploadStream:
-    """Converts the content of one upload stream to messages."""
+    """Converts the content of one upload stream to messages, without the first *skip* bytes, which the service has."""
 
     def __init__(self, skip: int = 0) -> None:
         self._skip = skip
@@ -162,6 +162,7 @@ class RemoteDownload:
         """Verify the complete download; without the first byte only its size can be checked."""
         if self._stored is None:
             return
+        # A download that began behind the end is empty, whatever its position.
         digest = f"sha256:{self._hash.hexdigest()}" if self._begin == 0 else self._stored.digest
         if (digest, self.position) != self._stored and self._begin <= self._stored.size:
             raise self._mismatch_error(f"{digest} with {self.position} bytes")
@@ -225,6 +226,7 @@ class _UploadSender:
         #: Since when it waits for the connection; None while the blob is read, which has no time limit.
         self._waiting_since: float | None = time.monotonic()
         self._is_complete = False
+        #: The error of the blob: the uploading caller gets it instead of gRPC's error for the cancelled call.
         self.error: BaseException | None = None
 
     def begin(self, call: Any) -> None:

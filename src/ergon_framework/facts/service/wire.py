@@ -301,7 +301,7 @@ def _expand_optional_column(name: str, values: Sequence[str], count: int) -> lis
 
 
 def write_append_answer(results: Sequence[AppendResult]) -> pb.AppendFactsAnswer:
-    """Write new confirmations as columns, and every other result as a separate message."""
+    """Write new confirmations as columns, and every other result as a separate message, marked by the offset 0."""
     answer = pb.AppendFactsAnswer()
     epoch, buffer = next(((result.epoch, result.buffer) for result in results if _is_new(result)), ("", None))
     offsets, digests = [], []

@@ -259,6 +259,7 @@ class FileUpload(ContentUpload):
             stored_bytes = durable_bytes(self._uploads_fd, name, token) if begin else 0
             if not 0 <= begin <= stored_bytes:
                 if not token:
+                    # No owner has written its token: this call has created the file.
                     upload_lock.discard()
                 raise offset_error(name, begin, stored_bytes)
             part_fd = os.open(upload_path(name), os.O_RDWR | os.O_CREAT | FILE_FLAGS, 0o600, dir_fd=self._uploads_fd)

@@ -165,6 +165,7 @@ def list_parts(bucket: Bucket, upload: str) -> list[UploadPart]:
 
 def contiguous_parts(parts: Iterable[UploadPart]) -> list[tuple[str, int]]:
     """Return path and size of the parts that follow each other without a gap from the first byte."""
+    # Two owners may have written parts that begin at the same byte: the largest is used, and the digest is checked.
     largest: dict[int, UploadPart] = {}
     for each in sorted(parts):
         largest[each.begin] = each

@@ -54,6 +54,7 @@ class PostgresUpload:
         self.name = name
         self.content_upload = content_upload
         self.expected = expected
+        #: False as soon as *reserve* has returned False once: the rest is then only hashed, and compared at the end.
         self.is_written = True
         self._reserve = reserve
         self._hash = hashlib.sha256() if expected is None else None

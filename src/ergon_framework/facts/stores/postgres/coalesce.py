@@ -73,6 +73,7 @@ class _ThreadAppendRequest(_AppendRequest):
 
     def __init__(self, items: Sequence[FactRow]) -> None:
         super().__init__(items)
+        #: Whether this thread commits the next batch: the first one does, and then each leader chooses the next.
         self.is_leader = False
         # Held until the turn comes: a lock is the fastest primitive that a thread can wait for.
         self.wakeup = threading.Lock()
@@ -116,6 +117,7 @@ class Coalescer:
         self._commit = commit
         self._lock = threading.Lock()
         self._queue: _AppendQueue[_ThreadAppendRequest] = _AppendQueue()
+        #: Whether there is a leader.
         self._is_busy = False
 
     def __call__(self, items: Sequence[FactRow]) -> Sequence[AppendResult]:

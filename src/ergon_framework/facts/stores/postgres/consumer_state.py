@@ -133,7 +133,7 @@ def row_to_dead_letter(row: DeadLetterRow, queue: str, codec: Codec) -> DeadLett
 
 C = TypeVar("C", AckChange, DeadLetterChange, DeferChange)
 
-#: Higher than any sequence number of an owner.
+#: Higher than any sequence number of an owner, so that no late report of claims follows the handover.
 _MAX_SEQUENCE: Final = 2**62
 
 
@@ -512,6 +512,7 @@ def _make_operations(pair: ZonePair, reader: str) -> ConsumerStoreOperations:
     )
 
 
+# The runner of a boundary passes its session as the first argument.
 def _ignore_session(make_operation: Callable[..., Operation[Any]], _session: object, *args: Any) -> Operation[Any]:
     return make_operation(*args)
 
