@@ -80,6 +80,7 @@ class ErgonError(Exception):
             self.code = str(code)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Python itself does not pickle the cause, which names the error that user code raised.
         return _rebuild, (type(self), self.args, self.__dict__.copy(), _pickle_cause(self.__cause__))
 
 
@@ -103,8 +104,8 @@ def error_message(error: BaseException, *, values: bool = False, raw: bool = Fal
 def reduce_validation(message: str, error: BaseException, *, values: bool = False) -> str:
     """Return *message*, the text of *error* or its causes, without the input of validation errors of pydantic.
 
-    The text of such an error quotes the input, which is the payload. Its locations and error types take its place;
-    with *values* the full texts replace them again.
+    The text of such an error quotes the input, which is the payload. Its locations and error types take its place. With
+    *values* it is the reverse: a reduced text in *message*, which was built earlier, is replaced by the full text.
     """
     for validation_error in _iter_validation_errors(error):
         full, reduced = str(validation_error), explain_validation(validation_error)
@@ -112,7 +113,8 @@ def reduce_validation(message: str, error: BaseException, *, values: bool = Fals
     return message
 
 
-#: Maximum number of errors of one chain that are searched for validation errors, and of faults that are named.
+#: Maximum number of errors of one chain that are searched for validation errors, and of faults (the single problems in
+#: one validation error) that are named.
 _MAX_CHAIN_ERRORS: Final = 20
 _MAX_FAULTS: Final = 10
 

@@ -20,7 +20,7 @@ MAX_SEARCHED_CHARS: Final = 16 * 1024
 MAX_TRACEBACK_BYTES: Final = 8 * 1024
 
 
-#: The code of a history entry that is a correction of the payload, not an attempt.
+#: The code of a history entry that is a correction of the payload (``ergon dlq edit`` writes it), not an attempt.
 EDITED_CODE: Final = "ergon.edited"
 #: Number of corrections that a history keeps, however many attempts follow.
 _MAX_EDITS: Final = 3
@@ -96,8 +96,11 @@ class Failure(BaseModel):
     """Why a piece of work failed: one shape for every part, so that one tool can read all records.
 
     The specification of providers defines thirteen of the fields; the other parts add the rest. ``attempts`` counts
-    from 1, as in every table and on every wire. ``traceback`` shows where the error was raised: at most 20 frames and
-    8 KiB, redacted, without the values of variables.
+    from 1, as in every table and on every wire. ``traceback`` shows where the error was raised: at most 20 frames and 8
+    KiB, redacted, without the values of variables. ``final`` means that a lower layer had given up, so that nothing was
+    retried. ``still_running`` means that a call that timed out had not exited when the record was made: it may still
+    act. ``succeeded_steps`` names the steps of the lifecycle that succeeded before the failure. ``reason_code`` is why
+    the work was given up, ``handler_error`` the error of the exception handler, if that failed too.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")

@@ -54,8 +54,9 @@ class WorkState(StrEnum):
     KILLED = "killed"
     #: Its outcome is unknown: it may have been carried out.
     UNKNOWN = "outcome unknown"
+    #: A fact that its store holds.
     STORED = "stored"
-    #: Only its id is still known.
+    #: A fact that its store has deleted: only its id is still known.
     DROPPED = "dropped"
 
 

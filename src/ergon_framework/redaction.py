@@ -67,7 +67,7 @@ class _RedactionRules(NamedTuple):
 
 
 _configured_rules: _RedactionRules | None = None
-#: The passwords of the addresses that this process uses, and the pattern that hides them.
+#: The passwords of the addresses that this process uses (``learn_address`` adds them), and the pattern that hides them.
 _known_passwords: dict[str, None] = {}
 _known_passwords_pattern: re.Pattern[str] | None = None
 _MAX_KNOWN_PASSWORDS: Final = 256
@@ -349,6 +349,11 @@ _CLOSING_QUOTES: Final = {'"': '"', "'": "'", "`": "`", "<": ">", "(": ")", "[":
 
 
 def _hide_in_addresses(text: str) -> str:
+    """Hide the login of every address in *text*.
+
+    *mark* is the position of the present ``://``, *done* the end of the text that is copied already, and *run* the end
+    of the characters that follow up to a space: it is found once for several addresses, so that the time stays linear.
+    """
     if "://" not in text or "@" not in text:
         return text
     parts: list[str] = []

@@ -114,7 +114,8 @@ class Transaction(_Draft):
     share, ``causation`` the id of the transaction whose handler created this one. ``attempts`` counts the attempts of
     the process step in earlier deliveries, ``history`` holds the last ten of them, ``deferral`` is the state of
     deferrals for an unavailable service (their number and the time of the first), ``trace`` is the trace carrier (the
-    W3C headers). Times are seconds since the epoch.
+    W3C headers). After ``expires_at`` a worker dead-letters the transaction instead of starting it. ``schema_version``
+    is the version of the payload, for handlers. Times are seconds since the epoch.
     """
 
     __slots__ = ()
@@ -169,9 +170,9 @@ class Transaction(_Draft):
         """Create a transaction that is to be dispatched.
 
         Inside a handler, its id is derived from the transaction being handled, so that a second run of the handler
-        creates the same one, and tenant and correlation are inherited. The id depends on the name of the effect, which
-        is ``source/type`` unless *name* is given; ConfigurationError if an attempt uses one name twice. Elsewhere the
-        id is random.
+        creates the same one, and tenant and correlation are inherited. To create a transaction is a side effect of the
+        handler, and the id depends on the name of that effect: ``source/type`` unless *name* is given;
+        ConfigurationError if an attempt uses one name twice. Outside a handler the id is random.
         """
         current_scope = scope.current()
         fields.setdefault("created_at", time.time())

@@ -2,7 +2,9 @@
 
 A script is a generator that decides and yields effects (a call, a wait); the driver performs them. A slot is one script
 in progress, and a mailbox is a queue of events for one script. The base class Scheduler decides when a script
-continues; a timer of the event loop is its deadline timer.
+continues; a timer of the event loop is its deadline timer. Its ``step`` sends an answer to the script of a slot and
+returns the next call to make, None if the script waits. Its ``accept_result`` returns the result of a call for the
+script, None if the script has stopped waiting for that call, because it timed out or was interrupted.
 """
 
 from __future__ import annotations
@@ -126,7 +128,7 @@ class AsyncioDriver(Scheduler):
         task.add_done_callback(self._on_worker_done)
 
     def _on_worker_done(self, task: asyncio.Task[None]) -> None:
-        """Handle the end of a worker; if it was cancelled on its way to work, wake another one."""
+        """Handle the end of a worker; if it was cancelled after it was woken and before it ran, wake another one."""
         self._tasks.discard(task)
         if self._woken_worker is task:
             self._woken_worker = None
@@ -209,10 +211,10 @@ class AsyncioDriver(Scheduler):
         return Ok(value)
 
     def _retire(self, slot: Slot, next_answer: CallResult | None) -> None:
-        """End a worker that the driver or its call has cancelled.
+        """Pass on the work of a worker that the driver or its call has cancelled; the worker ends after this.
 
-        A cancellation that was requested and not yet delivered cannot be withdrawn; it would hit the next
-        transaction on this task.
+        A cancellation that was requested and not yet delivered cannot be withdrawn: in the next transaction on this
+        task it would be raised in place of a result.
         """
         if next_answer is not None:
             self.resume(slot, next_answer)

@@ -86,6 +86,7 @@ class DaemonExecutor(Executor):
             self._closed = True
             if cancel_futures:
                 for fn, args in self._jobs:
+                    # Only the jobs of submit() have a future, as the first argument.
                     if fn is _fulfil:
                         args[0].cancel()
                 self._jobs.clear()
@@ -121,6 +122,7 @@ class DaemonExecutor(Executor):
 
     def _run_jobs(self) -> bool:
         """Run all queued jobs; return whether the thread is to wait for more."""
+        # True until the flag is cleared below: a thread comes here because it was woken or has just been started.
         was_woken = True
         while True:
             with self._lock:

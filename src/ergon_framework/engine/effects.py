@@ -156,7 +156,7 @@ class Call:
 
 
 class SelfTimedCall(Call):
-    """A call that keeps its own time limit, so that it is never abandoned. Only an InlineRunner supports it.
+    """A call that keeps its own time limit, so that it is never abandoned. Only InlineRunner supports it; no loop does.
 
     It raises only ErgonError; any other exception, such as KeyboardInterrupt, was raised in the thread from outside.
     """
@@ -198,7 +198,11 @@ class Wait:
 
 
 class Spawn:
-    """Start *script* next to this one. Answered with its slot; *notify* gets ScriptEnded, and SlotFreed if later."""
+    """Start *script* next to this one. Answered with its slot.
+
+    *notify* gets a ScriptEnded when the script ends. If a call that it abandoned still runs then, *notify* gets a
+    SlotFreed when the last such call has exited.
+    """
 
     __slots__ = ("counted", "notify", "script")
 

@@ -177,7 +177,7 @@ class AsyncInlineRunner:
                     answer = await self._run_on_task(effect)
                 else:
                     answer = None
-                    await _sleep(effect)
+                    await _sleep(effect)  # raises for any effect that is not a Sleep
             except asyncio.CancelledError as error:
                 if interruption is not None:
                     script.close()
@@ -214,7 +214,10 @@ class AsyncInlineRunner:
 
 
 class _BackgroundCall:
-    """A call on a separate thread, and whether its caller still waits for it."""
+    """A call on a separate thread, and whether its caller still waits for it.
+
+    The thread sets ``started`` before it makes the call; the caller sets ``abandoned`` when it stops waiting.
+    """
 
     __slots__ = ("abandoned", "answer", "call", "context", "started", "wakeup")
 

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 
 class StepRetryRules(Protocol):
-    """The part of a retry policy that ``run_step`` reads."""
+    """The part of a retry policy that ``run_step`` reads, in seconds.
+
+    ``timeout`` limits one attempt. ``exit_grace`` is the time that a timed-out call has to exit before the step ends.
+    ``max_inline_delay`` is the longest delay that is slept in the slot of the transaction. ``delay`` returns the wait
+    after an attempt, the first being 0.
+    """
 
     @property
     def max_attempts(self) -> int: ...
@@ -61,10 +66,11 @@ class Overrun(Enum):
 class Step:
     """One step: the function to call, its retry policy, and the classification of its failures.
 
-    If *defers* is true, the step ends as deferred instead of sleeping when a delay exceeds ``retry.max_inline_delay``.
-    An error with ``not_attempted`` (nothing was attempted) defers too, and so does one with ``temporary`` (a service is
-    unavailable), whatever the delay; temporary errors do so for *max_deferral* seconds after the first one. *on_retry*
-    is called with each failed attempt that another attempt follows, before the delay.
+    *classify* turns an exception of the function into an error with a category; *timeout_error* creates the error for
+    an exceeded time limit. If *defers* is true, the step ends as deferred instead of sleeping when a delay exceeds
+    ``retry.max_inline_delay``. An error with ``not_attempted`` (nothing was attempted) defers too, and so does one
+    with ``temporary`` (a service is unavailable), whatever the delay; temporary errors do so for *max_deferral* seconds
+    after the first one. *on_retry* is called with each failed attempt that another attempt follows, before the delay.
     """
 
     __slots__ = ("classify", "defers", "fn", "max_deferral", "name", "on_retry", "retry", "timeout_error")
@@ -148,7 +154,8 @@ def run_step(
     """Call *step* until it succeeds, its attempts are used up, or *limit* leaves no time.
 
     *limit* is the end of the lifecycle, which has *lifetime* seconds in all. Each attempt is called with *extra_args*
-    and the transaction as delivered, even if an earlier attempt changed its payload.
+    and the transaction as delivered, even if an earlier attempt changed its payload. *first* is the number of the first
+    attempt: attempts of earlier deliveries count. Failed attempts are added to *failed_attempts*.
     """
     monotonic, timeout, number = clock.monotonic, step.retry.timeout, first
     while True:
@@ -194,6 +201,7 @@ def _defer(step: Step, error: ErgonError, number: int, previous: Deferral | None
     )
     if deferral is None:
         return None
+    # A deferral counts no attempt, so the delays grow with the number of deferrals instead.
     return Deferred(error, number, _compute_delay(step.retry, deferral.count - 1, error, clock), deferral)
 
 

@@ -218,6 +218,7 @@ def _import_module(name: str) -> ModuleType:
 def _import_failed_error(name: str, error: Exception) -> ConfigurationError:
     """Return the error for a module whose import fails, with the location of the failure."""
     last_frame = traceback.extract_tb(error.__traceback__)[-1]
+    # A failure inside importlib, for example for a missing module, has no location in the user's code.
     location = f" ({last_frame.filename}, line {last_frame.lineno})" if "importlib" not in last_frame.filename else ""
     return ConfigurationError(f"{name!r} cannot be imported: {type(error).__name__}: {error}{location}")
 

@@ -98,6 +98,7 @@ class Watchdog:
         return None if block is None else f"event loop is blocked for {time.monotonic() - self._since:.0f} s by {block}"
 
     def _run_checks(self) -> None:
+        """Schedule a callback on the event loop repeatedly; report a block if it is not called within the limit."""
         while not self._stopped.is_set():
             beat = Event()
             self._since = time.monotonic()
@@ -127,6 +128,7 @@ class Watchdog:
             )
 
     def _find_block(self) -> EventLoopBlock:
+        """Walk the stack of the loop's thread outwards, up to a step of the task, without the framework's functions."""
         frame: FrameType | None = sys._current_frames().get(self._thread_id)  # noqa: SLF001 - the documented way to see another thread
         functions: list[str] = []
         step = None

@@ -6,7 +6,8 @@ and a task that never ends cannot keep the process.
 A streaming worker whose server is unavailable at its start retries the opening. A stop request that arrives before the
 loop has begun is not lost: it takes effect at a gate, a function that the loop calls before every fetch. A shutdown
 passes through up to four stages and never returns to an earlier one. A process may have a parent, the supervisor of
-several worker processes, which sends it commands.
+several worker processes, which sends it commands. The lifespan of a task is the context manager that opens its clients;
+``running_loops`` of a task knows its running loops: it stops them and reports their state.
 """
 
 from __future__ import annotations
@@ -45,7 +46,12 @@ from ergon_framework.worker.running import running_loops
 
 
 class OpenRetry:
-    """Decides whether an attempt to open *task* is repeated, and after which delay; stop() is thread-safe."""
+    """Decides whether an attempt to open *task* is repeated, and after which delay; stop() is thread-safe.
+
+    Only a streaming consumer repeats it, under its policy for fetches and without a limit: a worker that is started
+    while its server is down begins when the server is back. Any other run fails at once, so that its caller sees the
+    error.
+    """
 
     def __init__(self, task: Any, policy: ConsumerPolicy | ProducerPolicy) -> None:
         self._task = task
@@ -129,7 +135,11 @@ class StopRequest:
                 self._stop_task()
 
     def gate(self) -> Pause | None:
-        """Return a pause after a stop request; the loop calls this before every fetch."""
+        """Return a pause after a stop request; the loop calls this before every fetch.
+
+        The first call shows that the loop has begun, and passes on a request that came earlier: before that, a stop of
+        the task would find no loop and be lost.
+        """
         with self._lock:
             self._has_begun = True
             if not self._request_count:
@@ -232,8 +242,10 @@ class Process:
         self._open_retry = OpenRetry(consumer, policy)
         self._events: SignalQueue[Signals | ParentCommand | _LoopEnded | RunResult] = SignalQueue()
         self._report: Report | None = None
+        #: The calls that still ran when the loop ended; the event loop is not closed then, because that would wait.
         self._abandoned = 0
         self._signals = 0
+        #: When the process exits by force; only ever moved earlier.
         self._deadline = inf
 
     def run(self) -> RunResult:
@@ -273,6 +285,7 @@ class Process:
     def _run_events(self) -> RunResult:
         while True:
             event = self._events.get(self._wait_seconds())
+            # None: the earlier of the two deadlines has passed, that of the drain or that of the process.
             if event is None and time.monotonic() < self._deadline:
                 self._drain_deadline = inf
                 self._enter_stage(ShutdownStage.RELEASING)

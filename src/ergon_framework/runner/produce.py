@@ -176,10 +176,12 @@ class _InputProducer:
         self.producer = producer
         self._reader = _InputReader(_open(source), task=producer.name)
         self._stopped = False
+        #: Whether the whole input was read; set when the reader returns the end instead of a chunk.
         self._is_read = False
         #: The last line whose transaction has an outcome.
         self._last_line = 0
         self.report = Report()
+        # The process stops and probes this object; the loops that run are those of the producer.
         share_running_loops(self, producer)
         if hasattr(producer, "telemetry"):
             self.telemetry = producer.telemetry

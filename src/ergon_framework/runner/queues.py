@@ -32,7 +32,8 @@ class NamedQueue(Connector, AsyncConnector):
     there are no settings. Methods that only some connectors have, such as ``record_processed_on``, are the connector's.
     """
 
-    writes_audit = True  # its connector does
+    # Its connector does: without this, the audit would record each replay and discard twice.
+    writes_audit = True
 
     def __init__(self, name: str, **options: Any) -> None:
         self._name = name

@@ -1,7 +1,10 @@
 """Services of a process that use the database: the journal of outcomes, and pauses by operators.
 
 Both are optional. The journal records the outcome of each transaction; an operator's pause applies to all processes,
-in each as a gate of its loop.
+in each as a gate of its loop. A gate is a function that the loop calls before every fetch; while it returns a pause,
+nothing is fetched. A PauseWatcher reads the pauses from the database on its own thread: ``reason`` is that of the
+present pause, ``initialized`` becomes true when the state was read for the first time, and the watcher publishes
+``is_applied``, so that operators see which processes have stopped fetching.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Sources of settings: a file and the environment, parsed into plain trees that record the source of each value."""
+"""Sources of settings: a file and the environment, parsed into plain trees that record the source of each value.
+
+A model is the class of a section of the settings; its fields are the keys that the section may have. The source of a
+value is named in errors. Some sections hold names that users choose, such as queues: ``[queues.orders]``.
+"""
 
 from __future__ import annotations
 

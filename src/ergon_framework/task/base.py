@@ -2,7 +2,9 @@
 
 A task has a connector (its queue), services (objects such as clients, by name), a policy (retries, timeouts,
 concurrency), gates (functions that can pause fetching) and a lifespan (a context manager that opens the services while
-the task runs). Mixins add the handlers.
+the task runs). Mixins add the handlers. A connector has a sync variant, an async variant or both; ``as_sync`` and
+``as_async`` return the variant that a task needs. ``list_policy_types`` returns the policies that a task can run under:
+one for consuming, one for producing, according to its mixins.
 """
 
 from __future__ import annotations

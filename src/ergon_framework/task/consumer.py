@@ -2,7 +2,10 @@
 
 An entry point creates the script of the consume loop (a generator that decides), and the driver that runs it: on
 threads for sync handlers, on asyncio for async ones. The lifecycle of a transaction is the processing of one delivery:
-process, then the success or the exception handler. A lease is a claim that expires unless the loop renews it.
+process, then the success or the exception handler. A lease is a claim that expires unless the loop renews it. Two calls
+prepare a connector: ``check_fits_broker_deadline`` raises if the policy lets a claim last longer than the broker does,
+and ``limit_deliveries`` tells the connector after how many deliveries a message is dead-lettered, so that it need not
+load the body of such a message.
 """
 
 from __future__ import annotations
@@ -234,4 +237,5 @@ class AsyncConsumerMixin(_Consumer, ABC):
 
 
 def _get_lease(connector: Connector | AsyncConnector) -> float | None:
+    """Return the seconds after which an unrenewed claim ends; None if the loop need not or cannot renew claims."""
     return connector.capabilities.lease if connector.capabilities.renewable else None

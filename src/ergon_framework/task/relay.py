@@ -1,7 +1,8 @@
 """Relay: a task that moves transactions from one connector to another, for example from an outbox to a broker.
 
 An outbox holds messages that were written in a database transaction of the application; the depth of a queue is the
-number of its messages by state.
+number of its messages by state. A coalescer joins the transactions that several slots send at the same time into one
+dispatch (the call that sends them), because a broker confirms many at once much faster.
 """
 
 from __future__ import annotations

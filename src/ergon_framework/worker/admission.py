@@ -4,6 +4,10 @@ A delivery is a transaction with its claim, the exclusive right to process it. D
 slot, in which one transaction runs at a time, or until no other transaction with their key runs. Some are settled
 (acked, deferred or dead-lettered in the broker) instead of started: duplicates, expired, undecodable or too often
 delivered ones. A released delivery returns to the broker, which redelivers it without counting a delivery.
+
+The settler sends settlements to the broker. A claim is lost if the broker has given it to another worker, for example
+because its lease expired. The loop adds its receipt to ``lost_receipts`` of the delivery handler, the part that runs
+lifecycles.
 """
 
 from __future__ import annotations
@@ -147,7 +151,8 @@ class Backlog:
         self._report = report
         self._observer = observer
         self._admission = DeliveryAdmission(policy.concurrency.value)
-        #: Whether a waiting delivery may be on its last permitted delivery.
+        #: Whether a waiting delivery may be on its last permitted delivery: set when one is added, so that
+        #: has_last_delivery searches the backlog only then.
         self._may_have_last_delivery = False
         #: Removes and returns the next delivery to start.
         self.pop_next = self._admission.pop_next
@@ -164,7 +169,7 @@ class Backlog:
 
     @property
     def remaining_limit(self) -> float:
-        """The number of further transactions that the limit allows."""
+        """The number of further transactions that ``loop.limit`` allows: the maximum that the loop starts."""
         limit = self._policy.limit
         return float("inf") if limit is None else limit - self._report.started - len(self._admission)
 

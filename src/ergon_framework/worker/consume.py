@@ -6,6 +6,10 @@ to process it until it is settled (acked, deferred, released or dead-lettered in
 which expires unless it is renewed. The backlog holds the deliveries that have not started. The slot table records what
 occupies the slots of a loop, one transaction each. The loop is stalled while abandoned calls, which timed out and did
 not exit, occupy all slots. When it stops, it drains: running work may end within a limited time, the rest is released.
+
+The delivery handler runs the lifecycles. Its ``postponed`` settlements would redeliver a transaction whose call still
+runs, so they wait until that call has exited. Two fields of the policy are easily confused: ``drain_timeout`` limits
+the drain after a stop, ``timeout_drain`` the drain after the loop's own timeout.
 """
 
 from __future__ import annotations
@@ -70,7 +74,7 @@ class SlotTable(Generic[T]):
             self.abandoned[event.slot] = self.running.pop(event.slot)
         self._is_stalled = not self.live
         if self._is_stalled:
-            return freed
+            return freed  # _stalled_since is kept, so the loop stays stalled: its calls have hung once
         if len(self.abandoned) < self.concurrency:
             self._stalled_since = None
         elif self._stalled_since is None:
@@ -388,6 +392,7 @@ class ConsumeLoop:
     def _listen(self, *, count: int = 1, until: float = NEVER) -> Script[StopReason | None]:
         """Wait for events, handle them and start ready work; return why the loop ends, if it does."""
         monotonic = self._clock.monotonic
+        # A stall ends a loop that is not streaming; a streaming one continues, and its probe shows that it is not live.
         until = min(until, self._deadline, NEVER if self._loop.streaming else self._slot_table.stall_deadline)
         events = yield from wait(self.mailbox, count=count, until=until)
         if isinstance(events, Interrupted):
@@ -491,7 +496,8 @@ class ConsumeLoop:
         limit; a stop, a timeout or a stall during that time starts the limited drain.
         """
         monotonic = self._clock.monotonic
-        #: The end of the drain; and the end of the wait for abandoned calls whose settlements wait for their exit.
+        #: The end of the drain; and the end of the wait for abandoned calls whose settlements wait for their exit, in a
+        #: drain that has no end of its own.
         until = abandon_deadline = NEVER
         if end not in (StopReason.EMPTY, StopReason.LIMIT):
             until = self._release_waiting(end)

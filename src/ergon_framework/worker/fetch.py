@@ -44,7 +44,7 @@ class Fetcher:
         self._clock = clock
         #: The end of the loop's timeout.
         self._deadline = deadline
-        #: Whether lost connections are retried without limit and use up no attempts.
+        #: Whether lost connections are retried without limit and use up no attempts: the loop is a streaming one.
         self._retries_lost_connections = retries_lost_connections
         self._release_delivery = release
         #: Called for each failed attempt that another follows; a lost connection is an outage, and does not count.
@@ -118,6 +118,7 @@ class Fetcher:
             return _to_fetch_error(answer.error)
         now = self._clock.monotonic()
         is_over = isinstance(answer, Interrupted) or now >= self._deadline
+        # If the loop ends, await_exit() only cancels the call where the driver can, and does not wait for its exit.
         has_exited: bool | Interrupted = True
         if answer.call is not None:
             has_exited = yield from await_exit(answer.call, now if is_over else now + self._retry.exit_grace)
@@ -150,6 +151,7 @@ class Fetcher:
         return None
 
     def _wait(self, delay: float) -> Script[StopReason | None]:
+        """Wait *delay* seconds; return why the loop ends, None if another attempt may follow."""
         until = self._clock.monotonic() + delay
         if (yield from sleep(min(until, self._deadline))) is not None:
             return StopReason.STOP

@@ -236,6 +236,7 @@ def _handle_failure(
 ) -> Script[StepResult]:
     """Run the exception handler, without the lifecycle's deadline: it must also handle an expired lifecycle."""
     error: Any = failed.error
+    # Set here for the exception handler: a call that still runs may still act.
     error.still_running = failed.abandoned_call is not None
     outcome.error, outcome.abandoned_call = error, failed.abandoned_call
     result = yield from _run_handler_step(spec, spec.exception, (error,), outcome, NEVER, observer)
@@ -355,6 +356,7 @@ class DeliveryHandler:
             settlement = DeadLetter(settlement.reason, self.failure_record(outcome, delivery, settlement.reason))
         abandoned_call = outcome.abandoned_call
         item = PendingSettlement(delivery, settlement, outcome)
+        # A settlement that may redeliver the transaction waits for its call: two runs of it must not overlap.
         if abandoned_call is None or abandoned_call.exited or not requires_exited_call(settlement):
             self._settler.enqueue(item)
         elif is_released:

@@ -122,6 +122,7 @@ class ProduceRun:
         self._slot_table.running[slot] = transaction
 
     def _find_end(self, events: list[Any] | Interrupted) -> Script[StopReason | None]:
+        """Handle *events*; return why the produce call ends, None if it continues."""
         if isinstance(events, Interrupted):
             return StopReason.STOP
         yield from self._handle_events(events)
@@ -143,7 +144,8 @@ class ProduceRun:
     def _drain(self, end: StopReason) -> Script[StopReason]:
         """Let running work end within its time, then stop it; after LIMIT within the time of the whole call.
 
-        No stall deadline is needed: a stalled call has only abandoned calls, and the drain waits for running ones.
+        No stall deadline is needed: in a stalled produce call every slot holds an abandoned handler call, and the drain
+        waits only for lifecycles that still run.
         """
         until = NEVER if end is StopReason.LIMIT else self._compute_drain_end(end)
         stop_requested = end is StopReason.STOP

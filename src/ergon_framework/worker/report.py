@@ -152,7 +152,8 @@ class Report:
     #: Deliveries settled without a lifecycle, by reason: ``done`` (processed before, a duplicate), ``undecodable``,
     #: ``max_deliveries`` (delivered too often), ``expired``, ``missing_key`` (encrypted with a key that is missing).
     rejected: dict[str, int] = field(default_factory=dict)
-    #: Settlements by the result that the broker reported.
+    #: Settlements by the result that the broker reported: ``settled``, ``lost`` (the claim was lost) or ``failed``;
+    #: ``kept`` counts deliveries for which no settlement was sent.
     settled: dict[str, int] = field(default_factory=dict)
     failures: deque[Outcome] = field(default_factory=lambda: deque(maxlen=MAX_FAILURES))
     #: Calls that were still running when the loop ended.

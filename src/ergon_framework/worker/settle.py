@@ -61,9 +61,11 @@ def renew_leases(
             continue
         answer = yield from call(Call("extend", extend, (leased,), due))
         if isinstance(answer, Expired | Interrupted) and answer.call is not None:
+            # Cancels the call where the driver can, and does not wait for its exit.
             yield from await_exit(answer.call, clock.monotonic())
         if isinstance(answer, Interrupted):
             return
+        # Not strict below: a faulty connector may return fewer ends, and the others are renewed at the next interval.
         if isinstance(answer, Ok) and isinstance(answer.value, Sequence):
             lost_receipts = [
                 delivery.receipt for delivery, until in zip(leased, answer.value, strict=False) if until is None
@@ -83,7 +85,8 @@ _ACK: Final = Ack()
 _SUCCEEDED: Final = OutcomeKind.SUCCEEDED
 _SETTLED: Final = SettleResult.SETTLED
 _FAILED: Final = SettleResult.FAILED
-#: The names of results in a report; None: the loop ended and kept the claim, so the broker redelivers it later.
+#: The names of results in a report. None: no settlement was sent, because the claim is lost, or is kept while a call of
+#: its transaction still runs; the broker redelivers the transaction when the claim ends.
 _RESULT_NAMES: Final = {None: "kept"} | {result: result.value for result in SettleResult}
 _RELEASE: Final = Release()
 
@@ -92,7 +95,11 @@ SETTLED_EVENT: Final = object()
 
 
 class PendingSettlement:
-    """One delivery that waits for its settlement; without a settlement, its claim is kept or lost."""
+    """One delivery that waits for its settlement.
+
+    Without a settlement its claim is kept or lost, and only the outcome is recorded. Without an outcome it is settled
+    without a lifecycle: it was rejected.
+    """
 
     __slots__ = ("delivery", "outcome", "settlement")
 
@@ -342,5 +349,8 @@ class Settler:
 
 
 def requires_exited_call(settlement: Settlement) -> bool:
-    """Return whether *settlement* may redeliver the transaction, and so requires that its call has exited."""
+    """Return whether *settlement* may redeliver the transaction.
+
+    It must then wait until the transaction's call has exited: the redelivered transaction would run next to it.
+    """
     return isinstance(settlement, Defer | Release)

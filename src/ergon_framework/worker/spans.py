@@ -3,6 +3,9 @@
 A lifecycle is the processing of one transaction: its steps are process, then success or exception, and each step has
 attempts. A loop has one root span for the whole call, or one per batch if it streams. Span names, and the attributes
 that all spans of one kind share, are built once per loop, so that a transaction only adds its own attributes.
+
+A SpanNode is one span; its ``recording`` is false if the sampler of the tracing library has not selected the trace. Its
+``new_context`` returns a context in which the span is the current one, for the call of a handler.
 """
 
 from __future__ import annotations
@@ -369,7 +372,10 @@ def get_tracebacks(outcome: Outcome, options: TelemetryOptions) -> tuple[str | N
 
 
 def add_exception_event(node: SpanNode, error: BaseException, trace: str | None, options: TelemetryOptions) -> None:
-    """Record *error* as an event of *node*, with the traceback *trace* if there is one."""
+    """Record *error* as an event of *node*, with the traceback *trace* if there is one.
+
+    ``find_raised`` returns the error that was raised first: the framework wraps an error of user code in its own.
+    """
     raised = find_raised(error)
     attributes = {
         ExceptionEvent.TYPE: type(raised).__qualname__,

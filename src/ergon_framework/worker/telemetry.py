@@ -70,6 +70,11 @@ def count_outcome(metrics: LoopMetrics, outcome: Outcome) -> None:
 
 
 def _count_attempts(metrics: LoopMetrics, step: str, outcome: Outcome) -> None:
+    """Count the attempts of *step*, its retries and the delays between them.
+
+    An outcome records only failed attempts. If the last of them has no delay, or the transaction was deferred after it,
+    it was the last attempt of the step; otherwise one more followed, which succeeded or was interrupted.
+    """
     failed_attempts = [failed_attempt for failed_attempt in outcome.failed_attempts if failed_attempt.step == step]
     deferred = isinstance(outcome.settlement, Defer) and not outcome.processed and outcome.error is not None
     has_given_up = bool(failed_attempts) and (failed_attempts[-1].delay is None or deferred)
@@ -177,6 +182,8 @@ class TelemetryObserver(LoopObserver):
     ) -> None:
         self._span_names = span_names
         self.options = options
+        #: Logs once when the server of the queue becomes unreachable and once when it answers again, from the results
+        #: of fetches; None if the task has no connector.
         self._outage = outage
         self._tracing = create_tracing(options, consumer=span_names.kind == "consumer")
         # A transaction to produce may carry a trace already, but its span belongs to this call.

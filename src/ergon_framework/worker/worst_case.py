@@ -2,6 +2,9 @@
 
 A claim is the exclusive right to process a delivery, until it is settled. Every number is an upper bound that the
 engine keeps, not a forecast. A ``retry_after`` of an error is not part of the policy and is not counted.
+
+The grace period of a step is the time that a timed-out call has to exit before the lifecycle continues. A deferred
+transaction returns to the broker, which delays it: its claim ends, and the next delivery takes a new one.
 """
 
 from __future__ import annotations
@@ -153,6 +156,7 @@ def _compute_step(name: str, retry: RetryPolicy, *, defers: bool = False, initia
 
 
 def _compute_delay(retry: RetryPolicy, number: int, *, defers: bool) -> RetryDelay:
+    # Without a random source there is no jitter; the values 0 and 1 give the limits of the jitter.
     planned, shortest, longest = (retry.delay(number, random) for random in (None, lambda: 0.0, lambda: 1.0))
     limit = retry.max_inline_delay if defers else inf
     slept = None if shortest > limit else min(longest, limit)
