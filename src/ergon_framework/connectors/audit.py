@@ -3,6 +3,9 @@
 An audit row records which operator did what to which queue, for example replayed dead letters. The rows go to the
 database that the configuration names. Without a database, and while it does not accept them, the log is the record: an
 event ``audit`` at level WARNING.
+
+``create_entry`` builds the row of an action by the current operator. It returns None inside ``suppress_entries``, where
+the calls are parts of an action that has a row already.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ class _AuditIntent:
 
 
 class ChangeCount:
-    """The number of things that an action has changed."""
+    """The number of things that an action has changed; the caller of ``audit_action`` sets it."""
 
     count: int | None = None
 

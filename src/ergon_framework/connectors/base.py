@@ -177,11 +177,13 @@ class Capabilities:
     fenced_by: Literal["token", "channel", "generation", "clock"]
     #: Acknowledged work survives a power loss; None means unknown, and unknown is not durable.
     durable: bool | None
-    #: A transaction with a higher priority is delivered first; None if that is unknown before the queue is opened.
+    #: The queue delivers by priority, then by age; None if that is unknown before the queue is opened.
     priority: bool | None = False
+    #: The broker delivers the messages of one ordering key one at a time, in order, to all workers together.
     ordered_by_key: bool = False
     #: An id is accepted once, forever: a second dispatch of it adds nothing.
     deduplicates_ids: bool = False
+    #: Bytes of the largest body; None if nothing limits it.
     max_payload: int | None = None
     #: Seconds after which the broker ends a claim of a live worker where claims cannot be renewed; else None.
     deadline: float | None = None

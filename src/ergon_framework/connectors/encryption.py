@@ -384,14 +384,14 @@ def hide_record(codec: Codec | None, record: DeadLetterRecord) -> DeadLetterReco
         return record
     failure = hide_failure(codec.keys, record.failure)
     with_hidden_failure = record.model_copy(update={"failure": failure})
-    if record.headers:  # the message could not be decoded
+    if record.headers:  # the message could not be decoded, so its body is still as it was received
         return with_hidden_failure
     try:
         body, headers = codec.encode(record.transaction())
     except UnencodableError:
         if record.raw is None:
             raise
-        return with_hidden_failure
+        return with_hidden_failure  # bytes that were received without headers and could not be decoded
     original = record.envelope
     history, deferral, _ = hide_errors(codec.keys, record.transaction(), original.history, original.deferral)
     envelope = original.model_copy(update={"history": history, "deferral": deferral})

@@ -172,6 +172,7 @@ def _extract_text(name: str, rule: FieldExtractor, payload: Any, *, headers: Map
 
 
 def _is_valid_text(name: str, text: str) -> bool:
+    """Return whether the header of the field *name* could carry *text*; every message needs an id, here a dash."""
     try:
         read_headers({_ID: "-", f"ergon-{name}": text})
     except UndecodableError:

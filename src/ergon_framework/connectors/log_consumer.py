@@ -144,13 +144,20 @@ class Partition:
     def __init__(self, number: int, *, generation: int, commit: Commit, deferred: Iterable[DeferredRecord]) -> None:
         self.number = number
         self.generation = generation
+        #: The first offset that is not settled.
         self.watermark = commit.watermark
+        #: The offset of the next record that was never claimed in this generation.
         self.position = commit.watermark
+        #: By claimed offset: the deferred record that was claimed; None if the record came from the log.
         self.held: dict[int, DeferredRecord | None] = {}
+        #: The number of claims so far, and for each claimed offset the number of its claim, which is in its receipt.
         self._turn = 0
         self._turns: dict[int, int] = {}
+        #: Settled offsets above the watermark.
         self._settled = set(commit.settled_above)
+        #: Offsets whose claim was undone; they are claimed again before new records.
         self._returned: list[int] = []
+        #: Deferred records that are not claimed, the first due one first.
         self._deferred = list(deferred)
         heapify(self._deferred)
         # A deferred record counts as settled, also if a crash came between storing it and committing the watermark.

@@ -1,6 +1,7 @@
 """Lookup: what a connector knows about one transaction, as a history, for ``ergon why`` and similar reports.
 
-A history has the events of a transaction, for example its failed attempts, and where it is now.
+A history has the events of a transaction, for example its failed attempts, and where it is now. The state QUEUED means
+that the queue knows of the transaction and reports no more: whether it is ready, delayed or claimed is unknown.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ from ergon_framework.transaction import Transaction
 class _MemoryMessage:
     """A message in the queue: with a codec its body and headers, without a codec the transaction itself.
 
-    *order* is its position in the queue, *since* the time at which it became ready; it is not *readable* if the codec
-    could not decode it.
+    *order* is its position in the queue, *since* the time at which it became ready. *readable* is false if the codec
+    could not decode it at its last claim: it is then redelivered, replayed and dead-lettered with its bytes unchanged.
     """
 
     __slots__ = ("content", "deliveries", "lease_until", "order", "readable", "since")

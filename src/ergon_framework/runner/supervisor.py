@@ -3,6 +3,11 @@
 It imports no user code, so user code can neither end nor block it. Processes are fresh interpreters, not forks. They
 stay in the supervisor's process group: a terminal's signal to the group, Ctrl-Z included, reaches all of them, and each
 process gets one stop, however many are sent.
+
+Each process has two pipes, one for the commands that it gets and one for its reports. A report is a mapping with a
+kind: ``loaded`` (the task was imported; with its name and drain timeout), ``health`` (repeated at an interval, so
+silence means a stuck process), ``fetched`` (the first work was fetched), ``metrics`` and ``ended`` (how the loop
+ended).
 """
 
 from __future__ import annotations
@@ -148,6 +153,7 @@ class Supervisor:
 
     def _worker_health(self, worker: WorkerProcess, now: float) -> ProcessHealth:
         if worker.exit_code is not None:
+            # It ended as planned, or the run is stopping: it must not make the other processes unready.
             return ProcessHealth(live=True, ready=True)
         if worker.process is None:
             return ProcessHealth(
@@ -190,7 +196,7 @@ class Supervisor:
     def _handle_report(self, event: _ReportReceived) -> None:
         worker, report = event.worker, event.report
         if worker.process is not event.process:
-            return
+            return  # a late report of a process that was replaced
         kind = report.get("kind")
         with self._lock:
             worker.last_report_at = time.monotonic()
@@ -222,6 +228,7 @@ class Supervisor:
             self._reports.append(worker.end_report)
         if self._stopping or end_report.get("stop_reason") in _PLANNED_ENDS:
             worker.exit_code = RunExit.FORCED if worker.was_killed else exit_code
+        # The task cannot be loaded, or an option is wrong: a new process would fail in the same way.
         elif exit_code == RunExit.USAGE and not self._was_ready:
             self._give_up(worker, RunExit.USAGE)
         else:

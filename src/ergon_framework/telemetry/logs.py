@@ -2,6 +2,9 @@
 
 The message of a record is the event followed by its fields as logfmt, so that it is complete under any formatter. The
 record also has each field as an attribute (``extra=``) and the event itself as ``event``, for structured formatters.
+
+The current scope is that of the handler that runs here: its transaction with tenant and correlation, its step and the
+number of its attempt. It is None outside handlers.
 """
 
 from __future__ import annotations

@@ -81,6 +81,7 @@ class LoopMetrics:
         self.plain = 0
         self.single = 0
         self.durations = {step: HistogramValues() for step in steps}
+        #: Both are set by the observer of the loop, and called at collection.
         self.usage: SlotUsage | None = None
         self.late_results: Callable[[], int] | None = None
         #: The age of the oldest transaction of the last fetch, and the largest such age since the last reading.
@@ -88,6 +89,7 @@ class LoopMetrics:
         self.oldest: float | None = None
         #: The ages of the oldest transaction of each fetch.
         self.waited = HistogramValues()
+        #: Why a gate pauses the loop; None while it fetches.
         self.paused: str | None = None
         self._success_steps = success_steps
         self._label_limiter = label_limiter
@@ -105,6 +107,7 @@ class LoopMetrics:
 
     def counters(self) -> Numbers:
         """Return the current value of every counter of this loop."""
+        # list() copies in one step: the loop may add a key meanwhile, in another thread.
         numbers: Numbers = dict(list(self._numbers.items()))
         for successes, steps in ((self.plain, self._success_steps), (self.single, self._success_steps[:1])):
             if successes:

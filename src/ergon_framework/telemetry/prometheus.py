@@ -14,6 +14,7 @@ from ergon_framework.telemetry.names import METRICS, Metric
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 _UNIT_SUFFIXES: Final = {"s": "_seconds", "By": "_bytes", "1": "_ratio"}
+#: By the name of a counter that is a part of a histogram: the histogram's name, and the suffix of this part.
 _HISTOGRAM_PARTS: Final = {
     part.name: (histogram.bucket.name.removesuffix(".bucket"), suffix)
     for histogram in HISTOGRAMS

@@ -92,6 +92,7 @@ def current_tracer() -> Tracer | None:
         return None
     tracer = _tracers.get(provider)
     if tracer is None:
+        # The program has replaced its provider: there is only one at a time.
         _tracers.clear()
         tracer = _tracers[provider] = provider.get_tracer(LIBRARY)
     return tracer
@@ -156,6 +157,7 @@ class Tracing:
     def __init__(self, tracer: Tracer, *, consumer: bool = True) -> None:
         self._tracer = tracer
         self._kind = SpanKind.CONSUMER if consumer else SpanKind.PRODUCER
+        #: The context variables and the trace context of the caller of the loop.
         self.variables = copy_context()
         self._outer_context = otel_context.get_current()
 
@@ -165,7 +167,11 @@ class Tracing:
     def start_transaction(
         self, name: str, root: SpanNode | None, carrier: Mapping[str, str] | None, attributes: Mapping[str, Any]
     ) -> SpanNode:
-        """Start the span of one transaction: it continues the trace in *carrier*, or otherwise belongs to *root*."""
+        """Start the span of one transaction: it continues the trace in *carrier*, or otherwise belongs to *root*.
+
+        *carrier* has the W3C trace headers that the sender stored in the message. A span that continues such a trace
+        has its parent there, so a link connects it to *root*, the span of the loop or batch here.
+        """
         remote_context = extract_context(carrier) if carrier else None
         if remote_context is not None:
             links = () if root is None else root.links

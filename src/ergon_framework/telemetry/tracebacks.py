@@ -68,6 +68,7 @@ def find_raised(error: BaseException) -> BaseException:
 
 
 def _is_shown_as_raised(link: _ErrorLink, options: TelemetryOptions) -> bool:
+    """Return whether a log handler may format the error itself: redaction neither changes nor hides its message."""
     raised = error_message(link.error, values=True, raw=True)
     return (
         not link.hidden
@@ -87,7 +88,10 @@ def _redact_message(error: BaseException, options: TelemetryOptions) -> str:
 
 
 class _ErrorLink(NamedTuple):
-    """One error of a chain, the text that joins it to the one before, and whether its message is hidden."""
+    """One error of a chain, the text that joins it to the one before, and whether its message is hidden.
+
+    The messages of all causes of an ErgonError with ``hides_causes`` are hidden: they may hold credentials.
+    """
 
     error: BaseException
     relation: str = ""
@@ -147,6 +151,7 @@ def _is_user_code(frame: FrameType) -> bool:
 
 def _format_chain(chain: Sequence[tuple[_ErrorLink, _Frames]], options: TelemetryOptions) -> list[str]:
     lines: list[str] = []
+    # Each error has an equal share of MAX_FRAMES; what short tracebacks leave of theirs goes to the long ones.
     spare = MAX_FRAMES - sum(min(len(frames), MAX_FRAMES // len(chain)) for _, frames in chain)
     for link, frames in chain:
         share = min(len(frames), MAX_FRAMES // len(chain))

@@ -1,6 +1,7 @@
 """The part of the JetStream API that a queue needs, as JSON requests.
 
-JetStream is the message store of a NATS server. It stores messages in streams, numbered by sequence.
+JetStream is the message store of a NATS server. It stores messages in streams, numbered by sequence. A RequestBatch of
+a connection waits for a number of responses, and ends earlier if its ``end`` is called.
 """
 
 from __future__ import annotations

@@ -65,9 +65,10 @@ class NatsClaim:
         #: The loaded state of the message, and its sequence number; None and 0 if there is none or it is not loaded.
         self.state: MessageState | None = None
         self.state_seq = 0
-        #: Whether the body can be decoded.
+        #: Whether the body can be decoded; set when the queue decodes the message.
         self.readable = True
         #: Whether a deferral keeps the stored attempts, history and deferral; otherwise it stores those it is given.
+        #: The queue sets this when it defers a message again that the server has delivered before it was due.
         self.keep_state = False
 
     @property
@@ -100,7 +101,8 @@ DUE: Final = "Ergon-Due"
 class MessageState:
     """The state of one message, stored under the message's key until it is settled."""
 
-    #: Deliveries that ended in a crash, as known when the server's delivery count was *server_delivery_count*.
+    #: Earlier deliveries that count against the limit, because no settlement ended them (the worker crashed, or its
+    #: lease expired), as known when the server's delivery count was *server_delivery_count*.
     crashed_deliveries: int
     server_delivery_count: int
     #: Seconds since the epoch; 0 for immediately.

@@ -1,6 +1,9 @@
 """The dead letters of a queue, as messages of a separate stream.
 
 A dead letter is the original message, byte for byte, with one additional header that records the reason.
+
+Requests to delete pass ``no_erase`` unless ``connection.loses_deletes`` is set, which is so for servers before 2.10:
+killed, these restore messages that were deleted without being erased. Erasing overwrites the message and costs more.
 """
 
 from __future__ import annotations
@@ -92,7 +95,10 @@ def existing_dead_letter(error: api.ApiError) -> int:
 
 
 def without_dedup(request: Request | None) -> Request | None:
-    """Return *request* without its check for an earlier dead letter of the same message."""
+    """Return *request* without its check for an earlier dead letter of the same message.
+
+    For a worker that must store its own copy: the earlier one is deleted again if its worker has lost its claim.
+    """
     if request is None:
         return None
     headers = {name: text for name, text in (request.headers or {}).items() if name != _EXPECTED_SEQUENCE_HEADER}

@@ -96,7 +96,11 @@ class FastParser(Parser):
         self._callbacks = callbacks
 
     async def parse(self, data: bytes = b"") -> None:
-        """Process all complete frames in *data*; the client keeps the rest."""
+        """Process all complete frames in *data*; the client keeps the rest.
+
+        ``buf``, ``state`` and ``needed`` belong to the library's parser: the incomplete frame, whether it awaits the
+        line of a frame or the payload after it, and the length of that payload.
+        """
         if self.buf and self.state == AWAITING_CONTROL_LINE:
             data, self.buf = bytes(self.buf) + data, bytearray()
         at, end = 0, len(data)

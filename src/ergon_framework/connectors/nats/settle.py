@@ -5,6 +5,10 @@ the message. An ack is a message to the subject that JetStream gave with the del
 
 Acks of one consumer go to one subject over one connection, and the server handles them in order: the response to the
 last ack of a group confirms all of them.
+
+A message state (``nats.claims``) holds what a redelivery must bring and the message itself cannot: attempts, history
+and uncounted deliveries. ``connection.loses_deletes`` is set for servers before 2.10: killed, these restore messages
+that were acked or deleted without being erased.
 """
 
 from __future__ import annotations
@@ -67,8 +71,9 @@ class _SettlePlan:
 class NatsSettler:
     """Settles the claims of one queue.
 
-    *held* are the claims that were fetched and not settled, by the queue *owner*. With *erase*, acked messages are also
-    erased; None does so for servers that may restore them after a crash.
+    *held* are the claims that were fetched and not settled, by the queue *owner*; settling removes them from the
+    queue's set. With *erase*, acked messages are also erased; None does so for servers that may restore them after a
+    crash.
     """
 
     def __init__(
@@ -114,7 +119,7 @@ class NatsSettler:
         sendable = []
         for plan in plans:
             if plan.store_request is not None and not plan.seq:
-                continue
+                continue  # its record could not be stored, so the message must not be acked
             if plan.claim.until <= now:
                 self._drop_claims([plan.claim])
                 results[plan.index] = _LOST

@@ -2,7 +2,8 @@
 
 An audit row records who did what to which queue, task, job or provider, and why: for example a replay or a pause.
 Rows are inserted and listed, and never changed. An action on another broker has two rows: the intent before it, and the
-outcome, which names the intent, after it.
+outcome, which names the intent, after it. An entry (``audit.create_entry``) is a row before it is written; it is None
+for an action that is part of another one with a row.
 """
 
 from __future__ import annotations

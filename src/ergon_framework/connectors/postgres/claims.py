@@ -115,8 +115,8 @@ class ClaimManager:
         self._clock = clock
         #: The unsettled message ids of each claim.
         self.held: dict[tuple[int, int], set[int]] = {}
-        #: Empty claims whose rows still exist, because they were settled in parts at the same time and no settlement
-        #: knew that it was the last. The next settlement deletes their rows.
+        #: Empty claims whose rows still exist: parts of a claim were settled at the same time, and no settlement knew
+        #: that it was the last one. The next settlement deletes their rows.
         self.left_over: set[tuple[int, int]] = set()
         #: Receipts in flight that have a key.
         self._keyed_receipts: set[PostgresReceipt] = set()
@@ -125,8 +125,10 @@ class ClaimManager:
         #: The time of the last sweep, and the seconds by which its own duration delays the next one.
         self._last_sweep = float("-inf")
         self._sweep_pause = 0.0
+        #: Claims whose answer never arrived, each with the time until which it is released again every second.
         self._unconfirmed: dict[tuple[int, int], float] = {}
         self._last_release = float("-inf")
+        #: Until when this worker is registered in the database as a listener of the queue.
         self._listening_until = float("-inf")
         self._is_closed = False
 

@@ -1,7 +1,8 @@
 """The dead letters of a queue: list, replay, replace and discard them in the database.
 
 A dead letter is a message that no worker processes again automatically, with the record of its failure. A replay moves
-it back into its queue; a replacement does that with another payload.
+it back into its queue; a replacement does that with another payload. The table ready has the messages of a queue that
+were never returned to it, content those that were; a replayed message is new in that sense, so it goes into ready.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class DeadLetterRow(NamedTuple):
     reason: str
     at: float
     deliveries: int
+    #: Whether the worker that dead-lettered the message could decode it.
     readable: bool
     failure: str | None
     headers: Any

@@ -1,6 +1,7 @@
 """Diagnostics of a database and of a queue in it, durability of commits, and depths of queues; all checks only read.
 
-Durability says what a confirmed commit survives: a power loss, and the promotion of a standby.
+Durability says what a confirmed commit survives: a power loss, and the promotion of a standby. A diagnostic with
+``shared=False`` is about this queue; all others are about the server, and a report on several queues shows them once.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def read_durability(hosts: int) -> Operation[PostgresDurability]:
         ((standbys,),) = yield Query(sql.COUNT_STANDBYS)
     except InsufficientPrivilege:
         standbys = 0
+    # An address with several hosts may name standbys that are not connected now: unknown.
     has_standbys = True if standbys else None if hosts > 1 else False
     promotion = "" if has_standbys is False else assess_promotion(settings)
     return assess_durability(settings)._replace(has_standbys=has_standbys, promotion=promotion)

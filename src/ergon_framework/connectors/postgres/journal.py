@@ -133,8 +133,9 @@ class Journal:
         self._last_warning = -_WARN_INTERVAL_SECONDS
         #: Number of entries removed from the front of the buffer, written or dropped.
         self._removed = 0
-        #: Number of entries to write one by one, because the server rejected a batch that contains them.
+        #: Number of entries at the front to write one by one, because the server rejected a batch that contains them.
         self._single_writes = 0
+        #: Whether the last write failed, so that an outage is logged once at its start and once at its end.
         self._is_failing = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ergon-journal", daemon=True)

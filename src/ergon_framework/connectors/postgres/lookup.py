@@ -85,11 +85,12 @@ class _WaitingRow(NamedTuple):
     priority: int
     key: str | None
     headers: Any
-    #: None if the message was never returned, or is in flight.
+    #: None if the message was never returned, or is in flight; so are the next two.
     due_at: float | None
-    #: Whether an older message with the same key has to be settled first.
+    #: Whether an older message with the same key has to be settled first: its due time is 'infinity'.
     is_blocked: bool | None
     is_delayed: bool | None
+    #: The worker instance that has claimed the message; None if none has.
     worker: int | None
     #: None if the worker has expired.
     name: str | None

@@ -44,7 +44,7 @@ class NotificationListener:
         self._unregistered: set[int] = set()
         #: When a deferred message becomes due, and in which queue.
         self._due_times: list[tuple[float, int]] = []
-        #: Whether a notification would be received now.
+        #: Whether a notification would be received now; set by the thread while its connection listens.
         self.listening = False
 
     def subscribe(self, queue: int, notify: Callable[[], None]) -> Callable[[], None]:
@@ -83,6 +83,7 @@ class NotificationListener:
             self._waiter.wake()
 
     def _has_subscribers(self) -> bool:
+        """Return whether the thread is to continue; if not, it ends, and the next subscriber starts a new one."""
         with self._lock:
             if self._callbacks:
                 return True

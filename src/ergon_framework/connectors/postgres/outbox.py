@@ -4,6 +4,9 @@ An outbox is a dispatch in the caller's own database transaction: the message ex
 
 The caller's connection may be one of psycopg, SQLAlchemy, asyncpg or Django. The module imports none of these
 libraries: a caller that passes a connection has already loaded its library.
+
+A library prepares a statement if it lets the server plan it once per connection and reuse the plan. psycopg does so for
+frequent statements, asyncpg always.
 """
 
 from __future__ import annotations

@@ -154,10 +154,13 @@ class PauseWatcher:
         self._waiter = NotificationWaiter()
         #: Set once it is known whether there is a pause, or that the database is unavailable.
         self._first_poll_done = threading.Event()
+        #: Name, actor and reason of the pause as of the last successful poll.
         self._pause: tuple[str, str, str] | None = None
-        #: Whether the loop has applied the pause and stopped fetching; set by the caller that pauses the loop.
+        #: Whether the loop has applied the pause and stopped fetching; set by the loop's gate, which is called before
+        #: every fetch (``runner.services.PauseGate``).
         self.is_applied = False
         self._is_unavailable = False
+        #: The last report, and when it is repeated although nothing has changed.
         self._last_report: tuple[str | None, int] | None = None
         self._next_report = 0.0
         self._thread = threading.Thread(target=self._watch, name="ergon-pauses", daemon=True)

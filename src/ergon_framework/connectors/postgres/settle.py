@@ -3,6 +3,10 @@
 A settlement says what happens to a claimed message: it is acked, released, deferred or dead-lettered. A claim is the
 row of one fetch, found by the worker instance and a token; a worker that has lost its claim finds no row, so that its
 settlement changes nothing (fencing).
+
+The ClaimManager knows the unsettled messages of each claim (``held``) and the empty claims whose rows still exist
+(``left_over``). A settlement that takes the last messages of a claim also deletes its row: such claims are *emptied*.
+The WorkerLease is the instance of this process, with the end of its lease.
 """
 
 from __future__ import annotations
