@@ -40,7 +40,11 @@ class UnencodableError(ConnectorError):
 
 
 class HeaderFormat(StrEnum):
-    """The format of a header's value."""
+    """The format of a header's value.
+
+    An id is visible ASCII; a text has no control characters and no outer blanks; a count is decimal digits; a time is
+    ISO 8601 in UTC; history and deferral are JSON; a trace is text, and an invalid one is ignored instead of rejected.
+    """
 
     #: The hash function of an enumeration takes as long as writing a header.
     __hash__ = str.__hash__
@@ -246,6 +250,7 @@ def _create_json_writer() -> Callable[[Any], str]:
     make_encoder = getattr(json.encoder, "c_make_encoder", None)
     if make_encoder is None:  # an interpreter without the C encoder
         return encoder.encode
+    # Its arguments: markers, default, encoder, indent, two separators, sort_keys, skipkeys, allow_nan.
     encode = make_encoder(None, encoder.default, json.encoder.encode_basestring, None, ":", ",", False, False, False)  # noqa: FBT003
     return lambda value: "".join(encode(value, 0))
 
