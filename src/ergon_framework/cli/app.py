@@ -94,6 +94,7 @@ class LazyCommandGroup(CommandGroup):
 
 
 def _set_classes(typer_app: typer.Typer) -> None:
+    """Set the classes above, which format the help texts, for all groups and commands of *typer_app*."""
     typer_app.info.cls = CommandGroup
     for command in typer_app.registered_commands:
         command.cls = Command

@@ -62,6 +62,7 @@ def main(arguments_json: str) -> int:
     arguments = json.loads(arguments_json)
     commands, pipe = ParentCommands(), ParentPipe(arguments["orders"], arguments["reports"])
     pipe.listen(commands)
+    # Until Process.run() handles signals: nothing was fetched before that, so nothing has to be drained.
     for signum in STOP_SIGNALS:
         signal.signal(signum, lambda *_: os._exit(RunExit.OK))
     options = Options(**arguments["options"])
@@ -96,7 +97,7 @@ def main(arguments_json: str) -> int:
         result = process.run()
         journal.finish(result.deadline)
         close_provider_state(result.deadline)
-    force_exit_at_deadline(result)
+    force_exit_at_deadline(result)  # from here on, the process ends at its deadline whatever the rest does
     print_error(result)
     metrics_reporter.report(last=True)
     pipe.report("ended", report_data(task.name, result))

@@ -434,7 +434,7 @@ def _move_all(
             _run_canary(
                 connector, request, canary_letters=canary_letters, move_progress=move_progress, move_chunk=move_chunk
             )
-        except ErgonError as error:
+        except ErgonError as error:  # raised while the canary was watched; move_letters() records its own errors
             move_progress.stop_reason, move_progress.error = StopReason.ERROR, error_message(error)
     if move_progress.stop_reason is None:
         move_chunk(letters[len(canary_letters) :])

@@ -117,7 +117,7 @@ class PayloadEdit:
                 raise ConfigurationError(
                     "the payload could not be decoded, so --set cannot change it; pass --file FILE"
                 )
-            payload = json.loads(json.dumps(record.payload))
+            payload = json.loads(json.dumps(record.payload))  # a copy: the original is compared with it later
             for assignment in self.assignments:
                 payload = _assign(payload, assignment, new_keys=self.new_keys)
             return payload
@@ -265,6 +265,7 @@ def _edit_record(connector: Connector, target: str, request: EditRequest) -> Dlq
             "ERGON_ENCRYPTION__KEYS; if the key is set, the message was changed after encryption"
         )
     payload = request.payload_edit.apply(record)
+    # A payload that could not be decoded has no values to compare: the whole of it is replaced.
     changes = (
         [Difference("", "bytes", payload)] if record.raw is not None else list(differences(record.payload, payload))
     )
@@ -286,6 +287,7 @@ def _edit_record(connector: Connector, target: str, request: EditRequest) -> Dlq
 def reject_log_connector(connector: Connector) -> None:
     """Reject log connectors: all readers share a log's records, so a corrected record would reach all of them."""
     capabilities = connector.capabilities
+    # A connector that accepts an id only once would drop the corrected transaction, which keeps its id.
     if capabilities.mode == "log" or capabilities.deduplicates_ids:
         raise ConfigurationError(
             f"{connector.name!r} is a log: its records cannot be changed, and a corrected record would reach all its "

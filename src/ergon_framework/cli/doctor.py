@@ -185,6 +185,7 @@ def _failure_diagnostic(error: Exception, target: Target, timeout: float) -> Dia
         )
     if isinstance(error, MissingExtraError):
         return missing_extra_diagnostic(error)
+    # PostgreSQL answers a wrong user, password or database with a message that contains FATAL: it is reachable.
     if isinstance(error, ConnectionLostError) and "FATAL" not in observed:
         remedy = f"check that the server runs and is reachable from here, or {fix_hint}"
         return Diagnostic("connection", Severity.ERROR, observed, remedy, shared=False)
@@ -216,6 +217,7 @@ def _build_reports(results: Iterator[tuple[Target, list[Diagnostic]]]) -> Iterat
             known_addresses.add(target.address)
         # Show the most severe diagnostics first.
         selected.sort(key=lambda each: _SEVERITY_ORDER.index(each.severity))
+        # A remedy that is a command is printed after "fix: ", and needs no "run: " before it.
         redacted = tuple(
             replace(
                 each,

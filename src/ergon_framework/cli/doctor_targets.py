@@ -166,7 +166,7 @@ def _diagnose_server(url: str, wall: WallClock) -> Sequence[Diagnostic]:
 
 
 def _diagnose_connector(connector: Connector | AsyncConnector, wall: WallClock) -> Sequence[Diagnostic]:
-    with _IMPORT_LOCK:
+    with _IMPORT_LOCK:  # a NamedQueue creates its connector at the first access, which imports the connector's module
         inner = connector.connector if isinstance(connector, NamedQueue) else connector
     capabilities = inner.capabilities
     if isinstance(inner, Diagnosable):
@@ -244,7 +244,11 @@ def _diagnose_executor(command: ExecutorCommand, timeout: float) -> Sequence[Dia
 
 
 def _iter_commands(task: Task | AsyncTask) -> Iterator[tuple[str, ExecutorCommand]]:
-    """Yield the executor commands that *task* starts, by kind."""
+    """Yield the executor commands that *task* starts, by kind.
+
+    A task whose process step runs in an executor has ``isolation``; an orchestrator of jobs has ``tasks``, one per
+    kind.
+    """
     isolation = getattr(task, "isolation", None)
     command = getattr(isolation, "command", None)
     if isinstance(command, ExecutorCommand):

@@ -94,6 +94,7 @@ def run_handlers(name: str, *, grace: float, log_level: str | None) -> int:
 
     signal_watcher = SignalWatcher(stop, grace=grace)
     runtime.serve(streams)
+    # The functions that end a process take the result of a run; here it has only a deadline.
     result = RunResult(Report(), deadline=time.monotonic() + EXIT_GRACE_SECONDS)
     force_exit_at_deadline(result)
     runtime.close()

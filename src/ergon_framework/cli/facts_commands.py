@@ -248,11 +248,12 @@ class _FactReader:
         self._client = client
         self._options = options
         self._format = fact_to_json if as_json else format_fact
+        #: The position after which the next facts are read; None for the reader's own cursor.
         self._position: Cursor | None = None
         self.seek_start()
 
     def seek_start(self) -> None:
-        """Find the position to read after; None, the default, is the reader's cursor."""
+        """Find the position to read after, from the options; without one the reader's cursor is used."""
         pair = self._options.pair
         if self._options.since is not None:
             self._position = self._client.cursor_at_time(pair, int(self._options.since.timestamp() * 1000))

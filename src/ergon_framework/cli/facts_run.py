@@ -84,6 +84,7 @@ def _resolve_settings(config: Path | None, port: int | None, file: Path | None) 
 
 
 def _run(name: str, settings: Settings, log_level: LogLevel | None, *, as_json: bool) -> int:
+    # A list, because the probes call check_health() before the replicators are loaded.
     runners: list[ReplicationRunner] = []
 
     def check_health() -> ProcessHealth:
@@ -223,6 +224,7 @@ async def _serve(options: ServeOptions, probes: ProbeSettings) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stopped.set)
     async with _open_store(options) as store:
+        # A store is strict if what it has confirmed certainly survives a power loss.
         if not store.capabilities.is_strict and not options.accept_loss:
             raise ConfigurationError(
                 "this store may lose confirmed facts after a power loss; use a durable store, or pass --accept-loss"

@@ -288,6 +288,7 @@ def kill(job_id: str, *, operator: Operator, config: Path | None, as_json: bool)
     def work(client: Any) -> JobExit:
         was_final = client.show(job_id).state.is_final
         state = client.kill(job_id)
+        # It fails only for a job that had ended before: one that is final now was cancelled, or ended meanwhile.
         return _report_action(
             client,
             job_id,

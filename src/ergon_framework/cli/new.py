@@ -142,11 +142,13 @@ def _iter_templates(folder: Traversable, base: PurePosixPath) -> Iterator[tuple[
 
 
 def _to_project_path(path: PurePosixPath, name: str) -> PurePosixPath:
+    """Return the path in the project: the templates' folder ``package`` is the project's own Python package."""
     parts = [_RENAMED_FILES.get(part, part) for part in path.parts]
     return PurePosixPath(*([name, *parts[1:]] if parts[0] == "package" else parts))
 
 
 def _load_broker_values(broker: Broker) -> dict[str, str]:
+    """Load the fragments of text that differ between the brokers, by the placeholder that they fill."""
     values: dict[str, str] = tomllib.loads(
         (_get_template_root() / broker.value / "words.toml").read_text(encoding="utf-8")
     )

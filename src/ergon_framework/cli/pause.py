@@ -1,7 +1,8 @@
 """``ergon pause``, ``resume`` and ``paused``: store an operator's pause, and show which workers have applied it.
 
 A pause is a row in the database with the name of a task or a queue. Each worker (a process of ``ergon run``) with the
-same database reads the rows, stops fetching, and records that it has applied the pause. The fleet is all these workers.
+same database reads the rows, stops fetching, and records that it has applied the pause. The fleet is all these workers:
+``applied`` of a WorkerLoopState is the name of the pause under which its loop has stopped fetching, None if it fetches.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def pause_loops(request: PauseRequest, *, config: Path | None, as_json: bool) ->
         while True:
             _, fleet = store.list_pauses()
             matching = [each for each in fleet if each.matches(target)]
+            # Also true without any worker: there is nothing to wait for then.
             all_finished = all(each.applied is not None and each.in_flight == 0 for each in matching)
             if all_finished or time.monotonic() >= deadline:
                 break

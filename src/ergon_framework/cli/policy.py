@@ -108,6 +108,7 @@ def _build_summary(explanation: PolicyExplanation) -> Sequence[str]:
 
 
 def _format_waits(waits: Sequence[RetryDelay]) -> str:
+    """Format the delays between attempts: those that the worker sleeps, then those that the broker holds."""
     if not waits:
         return "none"
     local_waits, broker_waits = (
@@ -305,6 +306,7 @@ def _to_json_data(explanation: PolicyExplanation) -> dict[str, Any]:
     """Convert to JSON data; infinity becomes null."""
     payload: dict[str, Any] = _replace_infinity(asdict(explanation))
     worst = explanation.worst
+    # The keys of this output are stable, also where a field has another name now.
     payload["worst"] = {
         ("queued" if key == "lifecycles_ahead" else key): value for key, value in payload["worst"].items()
     }

@@ -117,7 +117,7 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 
 
 def show_rows(kind: str, rows: Sequence[Any]) -> None:
-    """Print the rows that the operator listed."""
+    """Print the rows that the operator listed; the account of a row is its scope: tenant, provider and capability."""
     if not rows:
         typer.echo(f"no {kind.replace('lost', 'lost reservations')}")
         return
@@ -135,7 +135,7 @@ def show_rows(kind: str, rows: Sequence[Any]) -> None:
 
 
 def show_retention(result: Any) -> None:
-    """Print the result of retention."""
+    """Print the result of retention; ``others``: another process runs it, ``left``: the partitions that are in use."""
     if result.others:
         typer.echo("another process is running retention")
     typer.echo(f"partitions created {len(result.made)}, dropped {len(result.dropped)}; rows deleted {result.removed}")

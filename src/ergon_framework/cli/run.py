@@ -202,6 +202,7 @@ def log_stage(stage: ShutdownStage, *, number: int | None = None) -> None:
 
 
 def _run_one(options: Options, settings: Settings, as_json: bool) -> int:  # noqa: FBT001 - one caller, by position
+    # A list, because the probes call check_health() before the process exists.
     running: list[Process] = []
 
     def check_health() -> ProcessHealth:
@@ -227,7 +228,7 @@ def _run_one(options: Options, settings: Settings, as_json: bool) -> int:  # noq
             result = process.run()
             journal.finish(result.deadline)
             close_provider_state(result.deadline)
-        force_exit_at_deadline(result)
+        force_exit_at_deadline(result)  # from here on, the process ends at its deadline whatever the rest does
         print_error(result)
         if as_json:
             typer.echo(to_json_line(task.name, result))

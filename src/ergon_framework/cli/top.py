@@ -1,4 +1,8 @@
-"""``ergon top``: sample the fleet periodically, and draw each frame over the previous one."""
+"""``ergon top``: sample the fleet periodically, and draw each frame over the previous one.
+
+The fleet is all runs of workers that are queried, and the database. A sample has the answers of these sources at one
+time; a frame shows the activity between two samples.
+"""
 
 from __future__ import annotations
 

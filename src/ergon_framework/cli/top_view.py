@@ -1,6 +1,7 @@
 """One frame of ``ergon top``, rendered as lines of text that fit a given width and height.
 
-A frame has the fleet's activity between two samples, and its state at the second.
+A frame has the fleet's activity between two samples, and its state at the second. In a set of metrics (``Numbers``) the
+key of a value is the metric's name with the values of its attributes, the first of which is the task or the provider.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class TaskRow:
 
 @dataclass(frozen=True, slots=True)
 class QueueRow:
-    """One queue; it has the name of its task if only the task is known."""
+    """One queue, reported by the database, or by the metrics of a task: *of_task*, its name is then the task's."""
 
     queue: str
     of_task: bool
@@ -98,7 +99,11 @@ class PauseRow:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Everything that one refresh of ``ergon top`` shows."""
+    """Everything that one refresh of ``ergon top`` shows.
+
+    *seconds* is the time between the two samples, *sources* the number of sources; *unavailable* has the error of each
+    source that did not answer, *incomplete* that of each part that a source did not answer.
+    """
 
     at: float
     seconds: float

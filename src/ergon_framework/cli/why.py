@@ -2,7 +2,7 @@
 
 The sources are groups of database tables, and connectors through their contract. Each answers with histories: the
 events and the current state of one transaction, job, provider call or fact. A correlation is the id that all work of
-one business process shares.
+one business process shares. The availability of a provider says which of its quotas and circuit breakers block calls.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class DatabaseSources(NamedTuple):
     #: Sources queried by id, which also find correlations, and sources queried by correlation.
     id_sources: Sequence[TableSource]
     correlation_sources: Sequence[TableSource]
-    #: Returns the availability of the named providers of a tenant, or of all that block calls.
+    #: Returns the availability of the named providers of a tenant; an empty sequence asks for all that block calls.
     lookup_availability: Callable[[str, Sequence[tuple[str, str]]], Sequence[ProviderAvailability]]
 
 

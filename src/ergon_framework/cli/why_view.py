@@ -1,7 +1,8 @@
 """Output of ``ergon why``: a history, the current status, and the remedy.
 
 A history has the recorded events and the state of one transaction, job, provider call or fact. It is a table on a
-terminal, and plain columns elsewhere.
+terminal, and plain columns elsewhere. A location has the state with its times: ``since`` when it holds or at which it
+ended, ``until`` when it ends (a delay or a lease), as far as a source has recorded them.
 """
 
 from __future__ import annotations

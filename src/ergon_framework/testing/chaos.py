@@ -1,7 +1,9 @@
 """Chaos tests for a task: random faults by seed, in virtual time; every effect must happen exactly once per run.
 
 A place is a kind of call that the harness can disturb, such as a fetch or a handler; a plan maps places and call
-numbers to faults. An effect is a side effect of a handler, recorded by the fakes of the test.
+numbers to faults. An effect is a side effect of a handler, recorded by the fakes of the test. The baseline is the run
+without planned faults: it shows which calls there are to disturb. A transaction that is still queued at the end of a
+run, because its worker was killed or the run was over, is neither lost nor ended.
 """
 
 from __future__ import annotations
@@ -165,6 +167,7 @@ def _run_and_check(
 
 
 def _merge_plans(own_plan: Plan, extra_plan: Plan) -> Plan:
+    """Merge both plans; a fault of *own_plan*, or its faults for every call of a place, take precedence."""
     merged: dict[str, Any] = dict(own_plan)
     for place, planned in extra_plan.items():
         own_faults = merged.get(place, {})

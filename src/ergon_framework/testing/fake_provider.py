@@ -88,6 +88,7 @@ class FakeProviderServer:
         self._then = then or Behaviour()
         self._lock = threading.Condition()
         self._closed = threading.Event()
+        #: Number of connections that a thread of the server handles now.
         self._active_count = 0
         self._requests: deque[ReceivedRequest] = deque(maxlen=MAX_REMEMBERED)
         #: Number of received requests.

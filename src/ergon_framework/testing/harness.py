@@ -1,7 +1,8 @@
 """Test harness for one task: it runs against an in-memory queue, in virtual time, with planned faults.
 
 A worker is one run of the task's consume loop; a planned fault may kill it, and the next one continues. A place is a
-kind of call that is recorded and can fail, such as ``process`` or ``bank.charge``.
+kind of call that is recorded and can fail, such as ``process`` or ``bank.charge``. The recorder wraps these calls. Each
+worker sets three functions of it: its clock, how a call takes virtual time, and how the worker is killed.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from ergon_framework.worker.report import Outcome, Report
 #: Maximum number of worker starts before the queued transactions count as remaining.
 MAX_WORKER_STARTS: Final = 100
 
+#: Methods of a queue's own object that handlers may call; during a run they reach the queue in memory.
 _REDIRECTED_METHODS: Final = (
     "open",
     "close",
@@ -312,6 +314,7 @@ class TaskHarness:
             return report
 
     def _freeze_clock(self, now: float) -> None:
+        """Stop the clock at *now*: between two workers no time passes, except the wait for the next due transaction."""
         self._now = now
         self._recorder.clock, self._recorder.add_duration = (lambda: self._now), _reject_blocking
 

@@ -95,8 +95,10 @@ class MemoryLog(Connector, AsyncConnector):
         self.store: LogConsumerStore = MemoryLogConsumerStore() if store is None else store
         self._clock = clock
         self._wall = wall
+        #: The partitions that this consumer has taken over; empty before its first call.
         self._partitions: list[Partition] = []
         self._closed = False
+        #: The partition from which the next fetch takes records first.
         self._turn = 0
 
     @property

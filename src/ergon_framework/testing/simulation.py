@@ -1,7 +1,10 @@
 """The simulated driver: no threads, no event loop, no real time; one seed always gives the same interleaving.
 
 A script is a generator with the decisions of a loop or of a transaction's lifecycle; a driver performs the calls and
-waits that it yields. A slot is one script in progress, and a mailbox is a queue of events for one script.
+waits that it yields. A slot is one script in progress, and a mailbox is a queue of events for one script. The base
+class Scheduler decides when a script continues: its ``step`` sends an answer to a script and returns the next call to
+make, its ``accept_result`` returns the result for the script, and another value for a call that timed out or was
+interrupted.
 """
 
 from __future__ import annotations
@@ -74,9 +77,12 @@ class Simulation(Scheduler):
         self.trace: list[SimulationEvent] = []
         self._context = copy_context()
         self._ready: list[Action] = []
+        #: Actions by their time; the numbers keep the order of those that are scheduled for the same time.
         self._scheduled: list[tuple[float, int, Action]] = []
         self._sequence = itertools.count()
+        #: The value or the error of the root script, once it has ended.
         self._result: tuple[Any, BaseException | None] | None = None
+        #: Seconds that the running plain function has reported with busy_for(); None while none runs.
         self._reported_seconds: float | None = None
 
     # -- for tests -------------------------------------------------------------------------------

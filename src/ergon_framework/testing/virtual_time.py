@@ -1,4 +1,8 @@
-"""Virtual time for the real drivers: nothing sleeps, and time jumps ahead as soon as all threads and tasks wait."""
+"""Virtual time for the real drivers: nothing sleeps, and time jumps ahead as soon as all threads and tasks wait.
+
+A driver runs the scripts of loops, on threads or on asyncio. The driver on threads blocks only in an inbox (a queue of
+work for its threads) and in a wakeup (a flag on which one thread waits), so virtual versions of these suffice.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +75,15 @@ class VirtualTime:
         )
         self._now = start
         self._lock = threading.Lock()
+        #: The number of known threads that do not wait; time stands still unless it is 0.
         self._busy_threads = 1
         self._owner_thread = threading.get_ident()
+        #: What is due at which time: a waiting thread or an action; the numbers keep the order of equal times.
         self._timers: list[tuple[float, int, _Waiter | Callable[[], object]]] = []
         self._sequence = itertools.count()
+        #: Threads that wait for a flag: if nothing is due, they would wait forever, and get a DeadlockError.
         self._wakeup_waiters: set[_Waiter] = set()
+        #: Threads in run_until_idle(), which end their wait when nothing is due.
         self._idle_waiters: list[_Waiter] = []
 
     def clock(self) -> float:

@@ -78,6 +78,7 @@ class ClaimManager:
         self.held: dict[bytes, RedisReceipt] = {}
         #: The time of the last fetch of all kinds of messages, if no fetch since has returned fewer than it asked for.
         self._last_full_fetch = float("-inf")
+        #: Where the search for expired claims continues at the next fetch; empty if no search is in progress.
         self._cursor = b""
         self._last_reap = float("-inf")
         #: Whether the server rejected a write for lack of memory, at the latest fetch of all kinds or settlement.
@@ -181,6 +182,7 @@ class ClaimManager:
         return deliveries, lost, state
 
     def _next_cursor(self) -> bytes:
+        """Return where to search for expired claims now, beginning a new search if one is due; empty for nowhere."""
         now = self._clock()
         if not self._cursor and now >= self._last_reap + min(self._lease / 4, _MAX_REAP_INTERVAL_SECONDS):
             self._last_reap, self._cursor = now, _FIRST_ID
@@ -217,7 +219,8 @@ class ClaimManager:
         """
         now = self._clock()
         with self._lock:
-            has_others = self._running_fetches > 1  # the claims of other running fetches are not recorded yet
+            # The caller may be one running fetch itself; the claims of others are not recorded yet.
+            has_others = self._running_fetches > 1
             started = self._started_fetches
         if (
             now > self._unconfirmed_until

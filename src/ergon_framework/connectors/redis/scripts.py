@@ -8,6 +8,10 @@ not exist, keeps its place in the stream, and is claimed first.
 
 A message that moves from one stream to another is added to the second before it is deleted from the first: a message
 that the server rejects, for lack of memory for instance, stays where it was.
+
+Waiting workers block on the stream itself and on the stream *bell*. An entry that becomes available without being added
+to the stream, because it was released or its due time comes earlier, is announced by an entry in *bell* (``rings``). A
+message with too many fields for one command is packed into one field (``packed``, ``spread``).
 """
 
 from __future__ import annotations

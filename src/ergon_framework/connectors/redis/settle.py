@@ -2,7 +2,8 @@
 
 A settlement says what happens to a claimed message: it is acked, released, deferred or dead-lettered. A claim is
 identified by its consumer and by the claim count of the entry, which every claim increases: a settlement with an older
-count changes nothing (fencing).
+count changes nothing (fencing). A script names one consumer, so settlements are grouped by the consumer of their
+claims.
 """
 
 from __future__ import annotations

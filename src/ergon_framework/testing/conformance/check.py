@@ -1,7 +1,8 @@
 """Check: one rule of a conformance suite, and CheckResult: its result.
 
 A precondition of a check is a capability that the system under test must have, for example delayed redelivery. A claim
-is a client's exclusive right to a fetched message; a claim with a lease expires unless it is renewed.
+is a client's exclusive right to a fetched message; a claim with a lease expires unless it is renewed. A variant is the
+sync or the async form of the interface under test.
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@ A boundary store keeps the facts that one zone, a site, sends to another; the tw
 have offsets from 1, within an epoch: the store gets a new one when it is restored from a backup, because it has lost
 facts then. A store is on the inner or the outer side between two zones: its store buffer (ESB or ISB) has the facts
 that its own zone appends, its forward buffer (IFB or EFB) copies of the other zone's facts, with their offsets. A
-reader is a named consumer; its cursor is the epoch and offset up to which it has confirmed. Ids such as FAC-01 name
-the requirements in docs/spec.
+reader is a named consumer; its cursor is the epoch and offset up to which it has confirmed. Ids such as FAC-01 name the
+requirements in docs/spec. ``context.client(suffix)`` is a new client, like that of another process, of the store with
+that suffix: without one, of the main store of the check. The text of ``expect`` says what is wrong if its condition is
+false.
 """
 
 from __future__ import annotations
@@ -273,6 +275,7 @@ async def many_at_once_make_one_line(context: BoundaryCheckContext) -> None:
     confirmations = await asyncio.gather(*(write(client, number) for number, client in enumerate(clients)))
     done.set()
     await reading
+    # Of its facts, each writer writes one half alone, and all writers together write the other half once.
     total = writers * each // 2 + each // 2
     facts = await clients[0].fetch()
     ids = [fact.envelope.message_id for fact in facts]

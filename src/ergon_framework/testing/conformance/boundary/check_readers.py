@@ -3,7 +3,8 @@
 A boundary store keeps the facts that one zone, a site, sends to another (a pair of zones). A reader is a named consumer
 of a pair. Its receipt confirms all facts up to an offset and moves its cursor there; the facts after the cursor are its
 lag. Retention (``prune``) removes facts that all readers have confirmed, and artifacts (files) that no fact names any
-more. Ids such as FAC-16 name the requirements in docs/spec.
+more. Ids such as FAC-16 name the requirements in docs/spec. ``context.client()`` is a new client of the same store,
+like that of another process. The text of ``expect`` says what is wrong if its condition is false.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A boundary store keeps the facts that one zone, a site, sends to another (a pair of zones), and the files that these
 facts name, called artifacts. It is on the inner or the outer side between the two zones. A reader is a named consumer
 of a pair with a cursor: the epoch of the store (new after each restored backup) and the last confirmed offset. The
-client has one coroutine per call for both variants of a store, sync and async.
+client has one coroutine per call for both variants of a store, sync and async. A store has two buffers: one for the
+facts that its own zone appends, and one for the facts of the other zone, which a replicator forwards to it.
 """
 
 from __future__ import annotations

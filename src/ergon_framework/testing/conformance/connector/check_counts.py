@@ -1,7 +1,9 @@
 """Checks of the envelope across deliveries, of delivery counts, and of the reported depth and durability.
 
 The envelope is the fields of a message around its payload. A delivery is one fetch of the message; the broker counts
-deliveries, and an attempt is one call of the handler. Ids such as CNN-03 name the requirements in docs/spec.
+deliveries, and an attempt is one call of the handler. Ids such as CNN-03 name the requirements in docs/spec. A client
+is a new connector of the check's queue, like that of another process; ``crash_and_reconnect`` makes one stop as a
+killed process does, and returns a new one.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ def _make_full_transaction() -> Transaction:
 
 def _expect_same(delivery: Delivery, description: str, **changed: object) -> None:
     sent, received = _make_full_transaction().replace(**changed), delivery.transaction
+    # The base class of Transaction has its fields as slots.
     for name in Transaction.__base__.__slots__:  # type: ignore[union-attr]
         expected, actual = getattr(sent, name), getattr(received, name)
         expect(actual == expected, f"{description} {name} is {actual!r}, not {expected!r}")

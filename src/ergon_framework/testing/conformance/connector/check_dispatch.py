@@ -2,7 +2,8 @@
 
 A dispatch sends transactions to a queue. It is confirmed, sets their source (the queue's name) and trace headers, and
 sends all of a batch or nothing. An unreadable message is delivered with its bytes. Ids such as CNN-02 name the
-requirements in docs/spec.
+requirements in docs/spec. A client is a new connector of the check's queue, like that of another process.
+``system.receive`` puts a message into the queue as a third-party producer does, without the connector.
 """
 
 from __future__ import annotations

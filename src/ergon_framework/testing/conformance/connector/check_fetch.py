@@ -2,7 +2,9 @@
 
 A fetch claims messages: no other client gets them until they are settled, or until the lease of the claim ends without
 a renewal. A stale claim is one that another client has taken over. In queue mode clients compete for messages; in log
-mode one consumer at a time reads a log. Ids such as CNN-06 name the requirements in docs/spec.
+mode one consumer at a time reads a log. Ids such as CNN-06 name the requirements in docs/spec. A client is a new
+connector of the check's queue, like that of another process; ``crash_and_reconnect`` makes one stop as a killed process
+does, and returns a new one.
 """
 
 from __future__ import annotations

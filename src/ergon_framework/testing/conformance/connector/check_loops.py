@@ -1,8 +1,10 @@
 """Checks of real consume loops over the connector: every transaction ends exactly once, and a stop costs no delivery.
 
 The broker counts deliveries; a loop dead-letters a transaction that was delivered more than ``max_deliveries`` times.
-An inbox is a connector's record of processed ids, an outbox dispatches within a database transaction of the caller.
-Ids such as CNN-04 name the requirements in docs/spec.
+An inbox is a connector's record of processed ids, an outbox dispatches within a database transaction of the caller. Ids
+such as CNN-04 name the requirements in docs/spec. ``running_loop`` runs a consume loop over a client with a handler:
+``runs`` counts the handler calls of each transaction, and ``outcomes`` has one entry for each delivery that was
+handled. A handler may return a settlement: the delivery has then succeeded, also if the settlement is a deferral.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ async def each_transaction_of_a_loop_ends_exactly_once(context: CheckContext) ->
             lambda: len(loop.outcomes) >= TRANSACTION_COUNT + deferred_count, f"{TRANSACTION_COUNT} transactions end"
         )
     for each in sent:
+        # The default policy makes three attempts, and a deferral by the handler causes a second delivery.
         expected_runs = {"broken": 3, "later": 2, "retry": 2}.get(_get_ending(each), 1)
         expect(
             loop.runs[each.id] == expected_runs,

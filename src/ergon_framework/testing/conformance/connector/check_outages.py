@@ -2,7 +2,8 @@
 
 A claim is a client's right to a fetched message; to settle it is to ack, defer, release or dead-letter the message. A
 call that meets the outage has an unknown outcome: it may have taken effect. Ids such as CNN-07 name the requirements in
-docs/spec.
+docs/spec. ``drain`` acks what the queue delivers until each expected transaction was settled once; *optional* ones are
+those with an unknown outcome, which may be there or not.
 """
 
 from __future__ import annotations
@@ -223,6 +224,7 @@ def _list_unconfirmed(loop: LoopRun) -> set[str]:
 def _make_checks(
     rule_name: str, run: Callable[[str, CheckContext], Awaitable[None]], *ids: str, needs: tuple[Precondition, ...] = ()
 ) -> list[Check]:
+    """Make a check for each fault of a server; None as its lease selects ``outage_lease`` of the system under test."""
     checks = []
     for fault, state in FAULT_NAMES.items():
         function: CheckFunction = partial(run, fault)

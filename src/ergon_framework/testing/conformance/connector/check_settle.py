@@ -2,7 +2,8 @@
 
 A settlement ends a claim, a client's right to a fetched message: Ack, Defer (redeliver after a delay), Release
 (redeliver now) or DeadLetter. Its result is settled, lost (the claim was not valid any more) or failed. Ids such as
-CNN-08 name the requirements in docs/spec.
+CNN-08 name the requirements in docs/spec. A client is a new connector of the check's queue, like that of another
+process; ``crash_and_reconnect`` makes one stop as a killed process does, and returns a new one.
 """
 
 from __future__ import annotations

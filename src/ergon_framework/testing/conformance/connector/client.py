@@ -2,7 +2,8 @@
 
 A check runs on one system in one variant (sync or async), with its own queue. A claim is a client's right to a fetched
 message until it is settled (acked, deferred, released or dead-lettered); with a lease, the right expires unless it is
-renewed.
+renewed. The system under test is the adapter to a connector: it creates and crashes connectors, and sets the time for
+a call (``call_timeout``) and for an expected delivery (``arrival``).
 """
 
 from __future__ import annotations

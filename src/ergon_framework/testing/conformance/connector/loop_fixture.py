@@ -1,4 +1,7 @@
-"""Run a real consume loop of the framework over a client of the connector under test, on threads or on asyncio."""
+"""Run a real consume loop of the framework over a client of the connector under test, on threads or on asyncio.
+
+The task of the loop gets its LoopRun as the service *loop*, and passes every transaction to it.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A content store keeps bytes under their SHA-256 digest. An upload adds chunks, and its commit makes them readable; an
 upload with a name can be resumed after an interruption. Ids such as FAC-21 name the requirements in docs/spec.
+``context.open()`` opens the check's store again, as another process would; ``system.large`` is the number of bytes of a
+content that a store may split; ``interrupt_upload`` sends bytes and never commits them.
 In a program ``run_suite(system)`` returns the results; in a test file one line creates a test per check::
 
     test_my_store = pytest_suite(MyContentStoreUnderTest)

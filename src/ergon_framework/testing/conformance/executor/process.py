@@ -44,12 +44,15 @@ class ExecutorUnderTest:
 
     def __init__(self, command: Sequence[str], *, timeout: float) -> None:
         self.timeout = timeout
+        #: Lines of stdout that are no outcomes.
         self.unexpected_lines: list[InvalidMessage] = []
         self._outcomes: list[ExecutionOutcome] = []
         self._job_count = 0
         self._unsent = bytearray()
         self._splitter = LineSplitter()
+        #: Bytes of stdout after its last line end.
         self._partial_bytes = 0
+        #: Whether stdout was closed.
         self._has_ended = False
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed with the process
         self._process = self._start(command)
@@ -175,6 +178,7 @@ class ExecutorUnderTest:
     # -- the pipes --------------------------------------------------------------------------------
 
     def _pump(self, deadline: float) -> None:
+        """Wait until stdout has data or stdin accepts some, and read or write one chunk; return after the deadline."""
         pending_pipes = [self._stdin] if self._unsent and not self._stdin.closed else []
         readable, writable, _ = select.select([self._stdout], pending_pipes, [], max(0.0, deadline - time.monotonic()))
         if readable:
