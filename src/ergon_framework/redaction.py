@@ -374,7 +374,10 @@ def _hide_in_addresses(text: str) -> str:
 
 
 def _find_address_end(text: str, before: int, start: int, end: int) -> int:
-    """Return the end of the address that begins at *before*: its closing quote, or the next address of a list."""
+    """Return the end of the address that begins at *before*: its closing quote, or the next address of a list.
+
+    *start* is the end of its ``://``; the address ends at *end* at the latest, where a space follows.
+    """
     closing = _CLOSING_QUOTES.get(text[before - 1]) if before else None
     if closing is not None:
         position = text.find(closing, start, end)
@@ -399,7 +402,8 @@ def _find_login_end(rest: str, scheme: str) -> int:
     is_server = scheme.partition("+")[0] in _SERVER_SCHEMES
     if is_server and scheme not in _TOKEN_SCHEMES and ":" not in rest[:last]:
         return 0  # a user without a password
-    # A password may contain any character, also those that end the name of a server.
+    # A password may contain any character, also those that end the name of a server. Text after a colon that is no port
+    # belongs to a login, unless the colon is one of an IPv6 address in brackets.
     if "@" in server or (colon and not (name and _PORT.match(port)) and "]" not in server):
         return last
     return max(0, rest.partition("?")[0].rfind("@")) if is_server else 0

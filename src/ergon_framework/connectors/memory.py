@@ -111,7 +111,7 @@ class MemoryConnector(Connector, AsyncConnector):
         # a plain dict scans its deleted entries to find the first.
         self._claims: OrderedDict[Any, _MemoryMessage] = OrderedDict()
         self._last_handle = 0
-        #: By handle, the oldest first.
+        #: By handle, the oldest first: the record that is listed, and the message that a replay puts back.
         self._dead: dict[str, tuple[DeadLetterRecord, _MemoryMessage]] = {}
 
     @property

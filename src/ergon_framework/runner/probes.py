@@ -77,7 +77,9 @@ class Watchdog:
         self._step_by_code = _find_step_codes(task)
         self._stopped = Event()
         self._registry = get_registry(get_options(task).meter_provider)
+        #: Metrics of its own, which count only the blocks; no step is recorded in them.
         self._counts = self._registry.new_loop_metrics(task.name, steps=(), success_steps=("process", "success"))
+        #: When the last callback was scheduled: the beginning of a block, if there is one.
         self._since = 0.0
         self._block: EventLoopBlock | None = None
 

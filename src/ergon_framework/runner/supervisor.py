@@ -261,6 +261,7 @@ class Supervisor:
 
     def _count_exit(self) -> None:
         registry = get_registry()
+        # Closing metrics adds their counters to the totals of the process.
         counts = registry.new_loop_metrics(self._task, steps=(), success_steps=("", ""))
         counts.add(names.PROCESSES_DIED)
         registry.open(counts)

@@ -1,4 +1,8 @@
-"""The decorator form of a task: a decorated function is equivalent to a class with mixins."""
+"""The decorator form of a task: a decorated function is equivalent to a class with mixins.
+
+A HandlerFunction calls a function with the arguments that its parameters ask for: the transaction, its payload, the
+result or error, and services by name. A PayloadReader validates a payload as the declared type.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +82,8 @@ class _FunctionTask:
             expected = "async def" if isinstance(self, AsyncTask) else "def"
             raise ConfigurationError(f"{callable_name(fn)} must be declared with {expected}, as {self._name} is")
         return HandlerFunction(fn, self._payload, positional=2)
+
+    # Read by the mixins, which skip the success step of a task without such a handler.
 
     @property
     def _has_default_success(self) -> bool:

@@ -5,7 +5,8 @@ slot, in which one transaction runs at a time, or until no other transaction wit
 (acked, deferred or dead-lettered in the broker) instead of started: duplicates, expired, undecodable or too often
 delivered ones. A released delivery returns to the broker, which redelivers it without counting a delivery.
 
-The settler sends settlements to the broker. A claim is lost if the broker has given it to another worker, for example
+The settler sends settlements to the broker. A PendingSettlement without a settlement only records the outcome, one
+without an outcome only settles the delivery. A claim is lost if the broker has given it to another worker, for example
 because its lease expired. The loop adds its receipt to ``lost_receipts`` of the delivery handler, the part that runs
 lifecycles.
 """

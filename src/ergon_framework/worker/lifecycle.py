@@ -3,7 +3,9 @@
 Each step calls a handler of the task, with retries. The lifecycle is a script: a generator that yields effects, such as
 calls, for a driver to perform. A delivery is a transaction with its claim, the exclusive right to process it. It is
 handled here from its start until its settlement is queued: the instruction to the broker to ack, defer (redeliver after
-a delay), release (redeliver now) or dead-letter it. A delivery without a settlement keeps its claim, or has lost it.
+a delay), release (redeliver now) or dead-letter it. A delivery without a settlement keeps its claim, or has lost it;
+the settler then only records its outcome. An observer receives what happens and decides nothing; ``recording`` says
+whether it records the lifecycle, as it does if the trace of the transaction is sampled.
 
 The verdict of an error is its category (BUSINESS, SYSTEM or TIMEOUT) and what it says about retries. The failures of a
 TaskGroup, an exception group, get one verdict.

@@ -51,6 +51,7 @@ def stream_names(queue: str) -> StreamNames:
     safe = _UNSAFE.sub(lambda match: f"={match[0].encode().hex().upper()}=", queue)
     if len(safe) > _MAX_NAME_CHARS:
         safe = f"{safe[:_MAX_NAME_CHARS]}=-{hashlib.sha256(queue.encode()).hexdigest()[:32]}"
+    # The names are those of existing streams, and stay as they are: "notes" are the message states.
     return StreamNames(
         work=f"ERGON-WORK-{safe}",
         states=f"ERGON-NOTES-{safe}",

@@ -237,7 +237,8 @@ class ClaimManager:
                 return rows
             # A suspect is claimed alone, never together with rows that are already claimed.
             parameters["suspects"] = not rows
-        # An empty result must be true, because it ends a loop that does not stream.
+        # An empty result ends a loop that does not stream, so a sweep has to confirm it: there may be messages below
+        # the floors.
         if not rows or now >= self._last_sweep + self._sweep_pause:
             claimed = yield from self._sweep_rows(parameters)
             rows = rows if claimed is None else rows + claimed
@@ -303,7 +304,8 @@ class ClaimManager:
         last = max(tops, default=None)
         new_ranks = tops.keys() - self._floors.keys()
         for rank, top in tops.items():
-            # Only in the last rank may messages remain between the claimed ids and the floor.
+            # An incomplete claim has stopped in its last rank: messages between its last id there and the floor may
+            # remain, so that floor may sink. In all other ranks the claim has taken everything available.
             floor = self._floors.get(rank, 0)
             self._floors[rank] = top if rank == last and not complete else max(floor, top)
         if new_ranks:
@@ -328,6 +330,7 @@ class ClaimManager:
             return
         yield from self.release_unconfirmed()
         self._last_release = now
+        # Claims of earlier worker instances ended with these; of the others only the latest are remembered.
         expired = [claim for claim in unconfirmed if claim[0] != self._worker_lease.worker]
         for claim in expired or list(unconfirmed)[:-MAX_UNCONFIRMED_CLAIMS]:
             self._unconfirmed.pop(claim, None)

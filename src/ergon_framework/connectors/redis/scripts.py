@@ -294,7 +294,8 @@ end
 
 #: Keys: stream, later, due, free, dead, bell. Arguments: group, consumer, the number of acks, id and count of each;
 #: then of every other settlement its kind, id, count and three more values. Returns a letter each: s for settled, l
-#: for lost, f for failed, or m if the memory limit is reached.
+#: for lost, f for failed, or m if the memory limit is reached. ``gone`` notes an entry that is settled: all of them are
+#: acked and deleted together at the end, and ``over`` keeps a second settlement of one entry from taking effect.
 SETTLE: Final = Script(
     _HELPERS
     + _HELD
@@ -457,7 +458,8 @@ return 's'
 )
 
 #: Keys: stream, later, due, dead. Arguments: group. Returns the numbers of ready, delayed, in-flight and dead messages,
-#: and the age of the oldest ready one in ms, or -1.
+#: and the age of the oldest ready one in ms, or -1. ``groups`` is odd if the group exists, and above 1 if there are
+#: others; ``ripe`` counts deferred messages that are due, ``fresh`` those that were never delivered.
 DEPTH: Final = Script(
     _HELPERS
     + """
