@@ -230,6 +230,8 @@ class Canary:
             is_over = stop.is_set or clock() >= deadline
             for transaction_id, count in list(pending.items()):
                 failed = min(count, len(self._list_handles(transaction_id) - self._known_handles[transaction_id]))
+                # If the broker cannot tell, it has ended when it failed as often as it was replayed, or when time is
+                # up.
                 has_ended = (
                     transaction_id not in queued_ids
                     if queued_ids is not None

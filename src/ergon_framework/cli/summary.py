@@ -1,4 +1,8 @@
-"""Summaries of a run: a table on a terminal, plain lines in a file, JSON for a program."""
+"""Summaries of a run: a table on a terminal, plain lines in a file, JSON for a program.
+
+A run has one process, with its RunResult, or several under a supervisor, whose SupervisorResult has their reports as
+plain data. In both, a report counts the transactions by outcome.
+"""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class _DatabaseQueries:
                 continue
             if name == "pauses":
                 sample.pauses, sample.workers = result
-            else:
+            else:  # the query has the name of the field
                 setattr(sample, name, result)
         if len(failures) == len(self._queries):
             sample.unavailable["PostgreSQL"] = next(iter(failures.values()))

@@ -229,7 +229,8 @@ Unlisten: TypeAlias = Callable[[], None]
 class _ConnectorBase(ABC):
     #: The bridge that supplies the missing variant, once it was needed.
     bridged: Any = None
-    #: Whether the connector itself writes the audit rows of replays and discards.
+    #: Whether the connector itself writes the audit rows of replays and discards, as PostgreSQL does in the same
+    #: database transaction; otherwise the methods of a subclass are wrapped below to write them.
     writes_audit: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

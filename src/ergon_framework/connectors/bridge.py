@@ -120,7 +120,8 @@ class AsyncBridge(AsyncConnector):
     it is never made; a call that has begun continues without its caller.
     """
 
-    writes_audit = True  # the bridged connector does
+    # The bridged connector does, so the base class must not wrap the methods of this class to write audit rows.
+    writes_audit = True
 
     def __init__(self, connector: Connector) -> None:
         self.connector = connector

@@ -35,6 +35,7 @@ class WakeupHub:
         # Tuples are replaced and never changed, so that notifying needs no lock.
         self._listeners: tuple[Listener, ...] = ()
         self._callbacks: tuple[Callable[[], object], ...] = ()
+        #: The number of calls of interrupt(): a wait has been interrupted if it has changed since the wait began.
         self._interruptions = 0
 
     def listen(self, listener: Listener) -> Unlisten:

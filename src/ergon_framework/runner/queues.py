@@ -32,7 +32,7 @@ class NamedQueue(Connector, AsyncConnector):
     there are no settings. Methods that only some connectors have, such as ``record_processed_on``, are the connector's.
     """
 
-    # Its connector does: without this, the audit would record each replay and discard twice.
+    # Its connector does, so the base class must not wrap the methods of this class to write audit rows.
     writes_audit = True
 
     def __init__(self, name: str, **options: Any) -> None:

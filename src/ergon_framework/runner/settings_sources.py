@@ -34,7 +34,8 @@ MAX_KEY_DEPTH = 12
 _MAX_NAMED_KEYS = 5
 
 Keys: TypeAlias = tuple[str, ...]
-#: The model whose keys a mapping may have, by the settings class and the key of the mapping.
+#: The model whose keys a mapping may have, by the settings class and the key of the mapping: the settings keep the
+#: policy of a task as a plain mapping, because only the task shows which policy it is.
 KeyModels: TypeAlias = Mapping[tuple[type[Policy], str], type[Policy]]
 
 _PASSWORD_KEYWORD = re.compile(r"(?:^|[\s?&;])(?:password|passwd|pwd|sslpassword)\s*=", re.IGNORECASE)

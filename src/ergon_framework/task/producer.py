@@ -2,7 +2,8 @@
 
 To produce a transaction is to send it through the task's connector, with retries and handlers as for a consumed one. An
 entry point creates the script of a produce call (a generator that decides), and the driver that runs it: on threads for
-sync handlers, on asyncio for async ones.
+sync handlers, on asyncio for async ones. A LifecycleSpec has the three steps of each transaction's lifecycle: produce,
+and then the success or the exception handler.
 """
 
 from __future__ import annotations

@@ -62,10 +62,12 @@ class CallRecorder:
         self.clock: Callable[[], float] = lambda: 0.0
         #: Adds virtual seconds to the duration of a plain function; coroutines sleep instead.
         self.add_duration: Callable[[float], None] = _do_nothing
-        #: Kills the worker; the error that it raises ends the handler call in progress.
+        #: Ends the loop of the worker that a fault kills; set by the harness. WorkerKilled ends the call in progress.
         self.kill: Callable[[], None] = _do_nothing
+        #: Whether a fault has killed the running worker; the harness resets it when the next one starts.
         self.is_killed = False
         self.calls: list[RecordedCall] = []
+        #: The number of calls so far, by place: the number of the next call, for its planned fault.
         self.counts: Counter[str] = Counter()
         self.settled: list[RecordedSettlement] = []
         self.dispatched: list[tuple[str, Transaction]] = []

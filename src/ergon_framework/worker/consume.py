@@ -248,7 +248,8 @@ class ConsumeLoop:
         self._fetcher = fetcher = self._create_fetcher()
         end = yield from self._fetch_and_start(fetcher)
         end, until = yield from self._drain(end)
-        # A late fetch result brings claims, which would stay claimed for a lease if they were not released here.
+        # A late fetch result brings claims, which would stay claimed for a lease if they were not released here. The
+        # wait is short, and does not exceed the drain, except after a timeout, whose drain may be over already.
         fetch_deadline = max(until, self._deadline + FLUSH_TIMEOUT_SECONDS) if end is StopReason.TIMEOUT else until
         yield from fetcher.await_abandoned_fetch(min(fetch_deadline, self._clock.monotonic() + FLUSH_TIMEOUT_SECONDS))
         yield from self._flush(settle_slot, renew_slot, until)
@@ -502,6 +503,7 @@ class ConsumeLoop:
         if end not in (StopReason.EMPTY, StopReason.LIMIT):
             until = self._release_waiting(end)
         stop_requested = end is StopReason.STOP
+        # A stalled loop does not wait for abandoned calls: all its slots are occupied by calls that do not exit.
         while (
             self._slot_table.running
             or len(self._backlog)
@@ -527,6 +529,10 @@ class ConsumeLoop:
         return end, min(until, abandon_deadline)
 
     def _listen_until(self, until: float, abandon_deadline: float) -> Script[StopReason | None]:
+        """Wait for events during the drain and handle them; return a new reason to end, if there is one.
+
+        As long as the drain has no end (*until* is NEVER), waiting deliveries are started too.
+        """
         if until == NEVER:
             return (yield from self._listen(until=abandon_deadline))
         events = yield from wait(self.mailbox, until=until)

@@ -10,7 +10,8 @@ of finished messages, which PostgreSQL cannot vacuum while an old snapshot is op
 with an id below the floor, are found by a sweep from the bottom. A sweep runs at least once a second while there is
 work, and immediately when there seems to be none; while there is work, a slow sweep is delayed in proportion.
 
-Headers are converted to text, because a third-party producer may have written any JSON.
+Headers are converted to text, because a third-party producer may have written any JSON. An Operation is a generator
+that yields queries and receives their rows; a thread or an event loop runs it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ settlement changes nothing (fencing).
 
 The ClaimManager knows the unsettled messages of each claim (``held``) and the empty claims whose rows still exist
 (``left_over``). A settlement that takes the last messages of a claim also deletes its row: such claims are *emptied*.
-The WorkerLease is the instance of this process, with the end of its lease.
+The WorkerLease is the instance of this process, with the end of its lease. An Operation is a generator that yields
+queries and receives their rows; a thread or an event loop runs it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ unconfirmed claim is one whose answer never arrived, so the worker does not know
 
 Expired claims are searched a few times per lease, with a cursor that is kept from fetch to fetch, so that each search
 is short however many messages are in flight.
+
+An Operation is a generator that yields commands and receives their answers; a thread or an event loop runs it.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ class NotificationListener:
         self._notify = notify
         self._condition = threading.Condition(threading.RLock())
         self._listener_count = 0
+        #: The state to watch from; None after a notification, until the next empty fetch sets it again.
         self._state: EmptyFetchState | None = None
         self._thread: threading.Thread | None = None
         self._connection: Connection | None = None

@@ -3,7 +3,8 @@
 An executor is a process that reads one request per line of JSON from stdin, runs the handler that the request names,
 and writes one outcome per line to stdout. ``run_suite(command)`` starts the executor again for each check and returns
 the results. The executor must have the handlers that ``HANDLERS`` lists. Ids such as EXE-02 name the requirements in
-docs/spec.
+docs/spec. ``ask`` sends a request for one of these handlers and waits for its outcome, ``enqueue`` queues requests for
+the next wait, and ``check_echo`` shows that the executor still works.
 """
 
 from __future__ import annotations
