@@ -132,7 +132,7 @@ class DeadLetterRecord(BaseModel):
         The summary becomes an entry of the transaction's history. Earlier corrections stay there; attempts are
         removed, as by every replay.
         """
-        # The history of the failure has all entries of the envelope's, and the attempts of the last delivery.
+        # The history of the failure continues that of the envelope with the attempts of the last delivery.
         history = self.envelope.history if self.failure is None else self.failure.history
         correction = Attempt(
             attempt=0,

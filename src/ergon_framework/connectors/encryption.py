@@ -391,7 +391,7 @@ def hide_record(codec: Codec | None, record: DeadLetterRecord) -> DeadLetterReco
     except UnencodableError:
         if record.raw is None:
             raise
-        return with_hidden_failure  # bytes that were received without headers and could not be decoded
+        return with_hidden_failure  # a payload of bytes that the codec does not encode: an undecodable message
     original = record.envelope
     history, deferral, _ = hide_errors(codec.keys, record.transaction(), original.history, original.deferral)
     envelope = original.model_copy(update={"history": history, "deferral": deferral})

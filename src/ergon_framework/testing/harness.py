@@ -1,8 +1,9 @@
 """Test harness for one task: it runs against an in-memory queue, in virtual time, with planned faults.
 
 A worker is one run of the task's consume loop; a planned fault may kill it, and the next one continues. A place is a
-kind of call that is recorded and can fail, such as ``process`` or ``bank.charge``. The recorder wraps these calls. Each
-worker sets three functions of it: its clock, how a call takes virtual time, and how the worker is killed.
+kind of call that is recorded and can fail, such as ``process`` or ``bank.charge``. The recorder wraps these calls. For
+each worker the harness sets three functions of it: the clock, how a call takes virtual time, and how the worker's loop
+is ended when a fault kills the worker.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ slot, in which one transaction runs at a time, or until no other transaction wit
 delivered ones. A released delivery returns to the broker, which redelivers it without counting a delivery.
 
 The settler sends settlements to the broker. A PendingSettlement without a settlement only records the outcome, one
-without an outcome only settles the delivery. A claim is lost if the broker has given it to another worker, for example
-because its lease expired. The loop adds its receipt to ``lost_receipts`` of the delivery handler, the part that runs
-lifecycles.
+without an outcome only settles the delivery. A claim is lost if it ended before its settlement, because its lease
+expired or the connection was lost: the broker then delivers the message again. The loop adds its receipt to
+``lost_receipts`` of the delivery handler, the part that runs lifecycles.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class Journal:
         self._removed = 0
         #: Number of entries at the front to write one by one, because the server rejected a batch that contains them.
         self._single_writes = 0
-        #: Whether the last write failed, so that an outage is logged once at its start and once at its end.
+        #: Whether the database was unavailable at the last write: an outage is logged once at its start and at its end.
         self._is_failing = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ergon-journal", daemon=True)
