@@ -98,7 +98,7 @@ class Replication(ConcurrentCalls):
         #: The last fetch continued after this cursor.
         self._last_fetch_after = self._fetch_cursor
         #: Whether the source still has to show that it is the one read before: it must return the last fact that this
-        #: zone has, again. Set when the script starts over and after a failed fetch: the source may be another one then.
+        #: zone has, again. Set when the script starts over and after a failed fetch, when the source may be another.
         self._is_unverified = True
         #: The last fact that the destination has confirmed to this script.
         self._last_fact: StoredFact | None = None

@@ -80,7 +80,7 @@ class Connections:
         self._rejections = rejections
         self._clock = clock
         self._open: dict[Peer, _Connection] = {}
-        #: Connections by identity, counted anew at each listing; between two listings, only new ones are added.
+        #: Connections by identity, counted again at each listing; between two listings, only new ones are added.
         self._counts: Counter[IdentityKey] = Counter()
         #: All sockets of this process; None for those that are not connections of the service.
         self._sockets: dict[SocketName, Peer | None] = {}
