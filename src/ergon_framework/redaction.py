@@ -402,8 +402,8 @@ def _find_login_end(rest: str, scheme: str) -> int:
     is_server = scheme.partition("+")[0] in _SERVER_SCHEMES
     if is_server and scheme not in _TOKEN_SCHEMES and ":" not in rest[:last]:
         return 0  # a user without a password
-    # A password may contain any character, also those that end the name of a server. Text after a colon that is not a port
-    # belongs to a login, unless the colon is one of an IPv6 address in brackets.
+    # A password may contain any character, also those that end the name of a server. Text after a colon belongs to a
+    # login unless it is a port, or the colon is one of an IPv6 address in brackets.
     if "@" in server or (colon and not (name and _PORT.match(port)) and "]" not in server):
         return last
     return max(0, rest.partition("?")[0].rfind("@")) if is_server else 0

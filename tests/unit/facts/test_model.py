@@ -147,7 +147,7 @@ def test_an_object_with_four_fields_is_a_reference_and_no_other_is():
         ({"bucket": "../files"}, "bucket has 1 to 63"),
         ({"bucket": 7}, "bucket has 1 to 63"),
         ({"key": "a/../b"}, "lead out of its bucket"),
-        ({"key": "ü" * 600}, "at most 1024 bytes"),
+        ({"key": "ü" * 600}, "the maximum is 1024"),
         ({"media_type": ""}, "media_type"),
         ({"file_name": 7}, "file_name"),
     ],
