@@ -23,7 +23,7 @@ TOTAL := 90
 
 .PHONY: help venv check lint types test coverage retest spec docs format bench soak mutants memory deep check-all-pythons wheel constraints snapshot pictures
 .PHONY: site reference scan sbom sizes lowest
-.PHONY: exam trials signals bench-postgres chaos-postgres power-postgres poison-postgres
+.PHONY: exam matrix trials signals bench-postgres chaos-postgres power-postgres poison-postgres
 .PHONY: chaos-brokers power-brokers bench-brokers broker-peers
 .PHONY: bench-providers fleet-providers chaos-memory chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
 .PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts bench-facts-attacks catchup-facts
@@ -69,6 +69,8 @@ EXAMS += $(addprefix tests/integration/test_facts_,cli.py replicate.py)
 EXAMS += $(addprefix tests/integration/test_rabbitmq_,idle.py refusals.py together.py traps.py)
 EXAMS += tests/servers/test_postgres.py
 # The same suite a second time: the pooler changes little.
+# On the current servers, which tools/install-servers --current builds; `make matrix` runs every release.
+CURRENT := $(addprefix tests/conformance/test_,postgres.py rabbitmq.py nats.py redis.py)
 POOLED := tests/conformance/test_postgres.py::test_postgres_behind_a_pooler
 # Too slow for the gate: killed at every step or at a hundred random ones, every call of a store made to fail in turn,
 # hundreds of transactions around one that kills, plans by the thousand against real stores.
@@ -130,7 +132,12 @@ format: $(STAMP) ## let ruff put the files into shape
 	$(BIN)/ruff format .
 
 exam: $(STAMP) ## run the conformance suites of connectors, executors and jobs against servers that the tests start
-	$(PYTEST) -n $(EXAMINERS) -q $(EXAMS) --deselect=$(POOLED) $(ALONE) -q $(EXAMS) --deselect=$(POOLED); }
+	$(PYTEST) -n $(EXAMINERS) -q $(filter-out $(CURRENT),$(EXAMS)) $(ALONE) -q $(filter-out $(CURRENT),$(EXAMS)); }
+	export ERGON_SERVERS=current; \
+		$(PYTEST) -n $(EXAMINERS) -q $(CURRENT) --deselect=$(POOLED) $(ALONE) -q $(CURRENT) --deselect=$(POOLED); }
+
+matrix: $(STAMP) ## the conformance suites of the connectors on every release of their servers; about an hour
+	$(BIN)/python tests/servers/matrix.py
 
 trials: $(STAMP) ## kills at every step, poison, faults of every call: tests too slow for the gate; a quarter of an hour
 	$(PYTEST) -n $(EXAMINERS) -q $(TRIALS) $(POOLED) $(ALONE) -q $(TRIALS) $(POOLED); }
