@@ -2,6 +2,9 @@
 
 A message that continues to exist is published first and acked afterwards, so that a crash in between duplicates it and
 never loses it.
+
+The server does not answer acks. A count of the ready messages, requested on the same channel after them, is answered
+when it has received them.
 """
 
 from __future__ import annotations
@@ -96,7 +99,7 @@ class RabbitMQSettler:
         republished = [(0, message, _build_release(self._queue, message)) for message in held]
         published_ids = {id(message) for _, message in await self._publish(republished)}
         self._consumer.ack([message for message in held if id(message) in published_ids])
-        # The next message may end this process, and with it every ack that is not in the queue's log.
+        # The next message may end this process, and with it every ack that the server has not received.
         if published_ids:
             with suppress(ErgonError):
                 await self._consumer.count_ready()
