@@ -326,6 +326,7 @@ _WEBHOOK_MARKERS: Final = ("hook", "telegram.org", "chat.googleapis")
 
 
 def _hide_forms(text: str) -> str:
+    """Hide text that has the form of a secret: PEM blocks, tokens of known services, seeds, webhook addresses."""
     if "-----BEGIN " in text:
         text = _PEM.sub(HIDDEN, text)
     if any(mark in text for mark in _FORM_MARKERS):
@@ -447,6 +448,7 @@ _FLAG: Final = re.compile(r"(?<![\w-])(--?([\w-]++)(?:[\"']?,)?[ \t]{1,4})(?!-)(
 
 
 def _hide_assigned_values(text: str) -> str:
+    """Hide the values of secret names: in XML, forms and command lines, and after a separator such as ``=``."""
     if "<" in text:
         text = _TAG.sub(_hide_third_group, text)
     if "name=" in text:
@@ -488,6 +490,7 @@ def _iter_assigned_values(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _find_value_end(text: str, match: re.Match[str]) -> int:
+    """Return the end of the value after *match*: of quoted text, brackets, a header line, or a bare value."""
     start = match.end()
     if text.startswith(HIDDEN, start):
         return start + len(HIDDEN)
@@ -629,6 +632,7 @@ def _hide_logins(text: str) -> str:
 
 
 def _hide_login(match: re.Match[str]) -> str:
+    """Hide the login of one chunk; an ordinary word as its password is hidden only if the host has a port."""
     chunk = match[0]
     login, at, server = chunk.rpartition("@")
     if not at or "://" in login or len(server) > _MAX_NAME_CHARS:

@@ -388,6 +388,7 @@ def move_dead(target: str, request: MoveRequest) -> DlqExit:
 
 
 def _move(connector: Connector, request: MoveRequest, *, target: str) -> DlqExit:
+    """Select the letters, ask for confirmation if necessary, move them under the operator's name, and report."""
     with _handle_signals(request.stop):
         letters = select_letters(connector, request.query, limit=request.limit, stop=request.stop)
         move_progress = MoveProgress(len(letters))
@@ -417,6 +418,7 @@ def _move_all(
     move_progress: MoveProgress,
     on_batch_end: Callable[[MoveProgress], None],
 ) -> None:
+    """Move the canary's letters, and the rest unless the command was stopped meanwhile."""
     move_batch = connector.replay_dead if request.verb == "replay" else connector.discard_dead
     rate_limit, canary_letters = RateLimit(request.rate), letters[: request.canary]
 

@@ -128,6 +128,7 @@ class PayloadEdit:
 
 
 def _assign(payload: Any, assignment: str, *, new_keys: bool) -> Any:
+    """Return *payload* after one assignment ``PATH=VALUE``; a value that is not JSON is text."""
     path, separator, text = assignment.partition("=")
     if not (path and separator):
         raise ConfigurationError(
@@ -254,6 +255,7 @@ def edit_dead_letter(target: str, request: EditRequest) -> DlqExit:
 
 
 def _edit_record(connector: Connector, target: str, request: EditRequest) -> DlqExit:
+    """Select, correct and check the dead letter, then replace it unless this is a dry run."""
     reject_log_connector(connector)
     record = _select_record(connector, target, request)
     if record is None:
@@ -296,6 +298,7 @@ def reject_log_connector(connector: Connector) -> None:
 
 
 def _select_record(connector: Connector, target: str, request: EditRequest) -> DeadLetterRecord | None:
+    """Return the one dead letter that the request names; None, with a message, if there is none."""
     records = connector.list_dead(DeadLetterQuery.load(id=request.id), limit=MAX_LETTERS_PER_ID)
     if request.handle is not None:
         records = [record for record in records if record.handle == request.handle]

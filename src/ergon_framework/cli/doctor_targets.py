@@ -166,6 +166,7 @@ def _diagnose_server(url: str, wall: WallClock) -> Sequence[Diagnostic]:
 
 
 def _diagnose_connector(connector: Connector | AsyncConnector, wall: WallClock) -> Sequence[Diagnostic]:
+    """Let the connector diagnose itself; of one that cannot, check only that it opens."""
     with _IMPORT_LOCK:  # a NamedQueue creates its connector at the first access, which imports the connector's module
         inner = connector.connector if isinstance(connector, NamedQueue) else connector
     capabilities = inner.capabilities

@@ -216,6 +216,7 @@ def serve(options: ServeOptions) -> ServeExit:
 
 
 async def _serve(options: ServeOptions, probes: ProbeSettings) -> None:
+    """Open the store, serve it until a signal arrives, and stop gracefully."""
     # Imported on demand: the libraries are an optional extra.
     tls = importlib.import_module("ergon_framework.facts.service.tls")
     servers = importlib.import_module("ergon_framework.facts.service.server")
@@ -273,6 +274,7 @@ def _start_maintenance(store: Any, options: ServeOptions, stack: ExitStack) -> N
 
 @asynccontextmanager
 async def _open_store(options: ServeOptions) -> AsyncIterator[Any]:
+    """Yield the store that the options name; with an artifact folder, stale uploads in it are deleted meanwhile."""
     if options.store is StoreKind.MEMORY:
         yield MemoryBoundary(side=options.side, max_facts=options.max_facts, max_bytes=options.max_bytes)
         return

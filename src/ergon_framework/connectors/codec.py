@@ -402,6 +402,7 @@ def write_headers(transaction: Transaction) -> dict[str, str]:
 
 
 def _write_fields(rows: tuple[HeaderSpec, ...], values: tuple[Any, ...], headers: dict[str, str], name: str) -> None:
+    """Write *values*, the fields of *rows*, into *headers*, without those that have their default."""
     for (field, header, header_format, max_chars, default), value in zip(rows, values, strict=True):
         if value is None or value == default:
             continue

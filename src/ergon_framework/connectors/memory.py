@@ -191,6 +191,7 @@ class MemoryConnector(Connector, AsyncConnector):
             return max(0.0, min(due_times) - self._clock()) if due_times else None
 
     def _claim(self, batch_size: int) -> list[Delivery]:
+        """Claim ready messages: first those that returned to their place, then those that were never claimed."""
         batch: list[Delivery] = []
         with self._lock:
             now = self._clock()
@@ -279,6 +280,7 @@ class MemoryConnector(Connector, AsyncConnector):
         return SettleResult.SETTLED
 
     def _defer(self, message: _MemoryMessage, delivery: Delivery, *, defer: Defer) -> bool:
+        """Store the progress and delay the message; return False if the transaction cannot be encoded."""
         try:
             if self._codec is not None and isinstance(delivery.error, MissingKeyError):
                 body, headers = message.content
@@ -399,6 +401,7 @@ class MemoryConnector(Connector, AsyncConnector):
         self._dead[handle] = hide_record(self._codec, record), message
 
     def _replay(self, handle: str) -> ReplayResult:
+        """Put one dead letter back at the end of the queue; the caller holds the lock."""
         if handle not in self._dead:
             return ReplayResult(handle, DeadLetterResult.GONE)
         record, message = self._dead[handle]

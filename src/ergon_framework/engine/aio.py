@@ -136,6 +136,7 @@ class AsyncioDriver(Scheduler):
                 self._wake()
 
     async def _work(self) -> None:
+        """Take one ready slot after the other and make the calls of its script; without a ready slot, wait."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a task
         self._start_slice()
@@ -265,6 +266,7 @@ class _SuspendedCall:
         self._awaited = awaited
 
     def __await__(self) -> Generator[Any, Any, Any]:
+        """Pass on what the coroutine awaits, and what the event loop answers, with each step inside the context."""
         run, coroutine, awaited = self._context.run, self._coroutine, self._awaited
         resume: Callable[[Any], Any]
         while True:

@@ -93,6 +93,7 @@ class InlineRunner:
         raise _unsupported_effect_error(effect)
 
     def _run_on_thread(self, call: Call) -> CallResult:
+        """Run *call* on a thread until its deadline; if no thread is free before that, it never starts."""
         background = _BackgroundCall(call, self._waiting.create_wakeup())
         self._get_executor().submit_nowait(self._run_background, background)
         try:
@@ -191,6 +192,7 @@ class AsyncInlineRunner:
             del interruption  # breaks the reference cycle between the frame and the exception
 
     async def _run_on_task(self, call: Call) -> CallResult:
+        """Run *call* on a task until its deadline, then abandon it."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[CallResult] = loop.create_future()
         task = loop.create_task(_run_and_notify(ended, call), context=_get_context(call))

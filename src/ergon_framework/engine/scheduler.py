@@ -412,6 +412,7 @@ class Scheduler(ABC):
         return call
 
     def _end_script(self, slot: Slot, value: Any) -> None:
+        """Record the end of a script; its slot stays alive while an abandoned call of it still runs."""
         with self.lock:
             slot.ended = True
             is_freed = slot.abandoned_calls == 0

@@ -129,6 +129,7 @@ def load_replicators(name: str) -> Sequence[Replicator | AsyncReplicator | Capac
 
 
 def _load_attribute(name: str, kind: str, *, is_match: Callable[[object], bool]) -> Any:
+    """Return the object that *name* names; *kind* and *is_match* serve the suggestions in errors."""
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         example = _EXAMPLES[kind]

@@ -113,6 +113,7 @@ class Watchdog:
             self._stopped.wait(self._check_interval)
 
     def _report_block(self, beat: Event) -> None:
+        """Report a block, and wait for its end: the event loop then sets *beat*."""
         self._block = block = self._find_block()
         self._counts.add(names.EVENT_LOOP_BLOCKED, block.step or "")
         fields = {Field.TASK: block.task, Field.STEP: block.step}

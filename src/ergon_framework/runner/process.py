@@ -283,6 +283,7 @@ class Process:
     # -- the main thread ------------------------------------------------------------------------
 
     def _run_events(self) -> RunResult:
+        """Handle events and deadlines until the task has ended, or until the process must exit without it."""
         while True:
             event = self._events.get(self._wait_seconds())
             # None: the earlier of the two deadlines has passed, that of the drain or that of the process.
@@ -317,6 +318,7 @@ class Process:
             Thread(target=self._on_signal, args=(signal, self._signals), daemon=True).start()
 
     def _stop(self, *, immediately: bool) -> None:
+        """Begin the drain, if it has not begun; *immediately* also ends it."""
         if self._stage is None:
             self._shorten_deadline(self._grace)
             self._drain_deadline = time.monotonic() + self._grace
@@ -356,6 +358,7 @@ class Process:
         self._events.put(result)
 
     def _consume(self) -> Report:
+        """Open the task and consume; open it again after a connection that was lost at the start."""
         while True:
             try:
                 with self._task.open(), publish_depth(self._task, self._depth):
@@ -383,6 +386,7 @@ class Process:
                 runner.close()
 
     async def _consume_async(self) -> Report:
+        """Open the task and consume, as ``_consume``, with a watchdog of the event loop."""
         if self._event_loop_timeout is not None:
             self._watchdog = Watchdog(self._task, self._event_loop_timeout).start()
         try:

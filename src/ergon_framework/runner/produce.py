@@ -242,6 +242,7 @@ class _InputProducer:
         return StopReason.DONE if chunk is None else chunk
 
     def _produce(self, chunk: InputChunk, chunk_policy: ProducerPolicy) -> _CallGenerator[StopReason]:
+        """Produce one chunk and add its outcomes to the report; return DONE, or why the run ends."""
         try:
             produced: ProduceReport = yield partial(
                 self.producer.produce_transactions, chunk.transactions, chunk_policy

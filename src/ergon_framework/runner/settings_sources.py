@@ -108,6 +108,7 @@ def from_file(path: Path, *, required: bool) -> SettingsTree:
 
 
 def _find_secrets(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
+    """Yield the keys of each value that is, or contains, a secret, with a description of the problem."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             # The name of an address is a secret name, but an address is a secret only if it contains a password.
@@ -182,6 +183,7 @@ def parse_value(value: str) -> Any:
 
 
 def _set_value(tree: dict[str, Any], keys: Keys, value: Any, *, name: str) -> None:
+    """Set *value* at *keys* in *tree*; *name* is the variable, for errors."""
     node = tree
     for key in keys[:-1]:
         inner = node.setdefault(key, {})

@@ -152,6 +152,7 @@ class Supervisor:
         return ProcessHealth(combined.live, ready=False, reasons=("stopping", *combined.reasons))
 
     def _worker_health(self, worker: WorkerProcess, now: float) -> ProcessHealth:
+        """Return the health of one slot: the last report of its process, unless that is missing or too old."""
         if worker.exit_code is not None:
             # It ended as planned, or the run is stopping: it must not make the other processes unready.
             return ProcessHealth(live=True, ready=True)
@@ -167,6 +168,7 @@ class Supervisor:
     # -- events ---------------------------------------------------------------------------------
 
     def _handle_event(self, event: Signals | _ReportReceived | _ProcessExited | None) -> None:
+        """Handle *event*, then everything that is due: the kill after the grace, and restarts."""
         if isinstance(event, Signals):
             self._handle_signal(event)
         elif isinstance(event, _ReportReceived):
@@ -194,6 +196,7 @@ class Supervisor:
         self._stop(immediately=self._signals > 1)
 
     def _handle_report(self, event: _ReportReceived) -> None:
+        """Store the state that a process reports; after the first ``loaded``, start the other processes."""
         worker, report = event.worker, event.report
         if worker.process is not event.process:
             return  # a late report of a process that was replaced
@@ -218,6 +221,7 @@ class Supervisor:
                     self._start(other)
 
     def _handle_exit(self, worker: WorkerProcess, exit_code: int) -> None:
+        """Decide what follows the exit of a process: nothing, the end of the run, or a new process."""
         process, end_report = worker.process, worker.end_report or {}
         worker.process, worker.health = None, STARTING
         self.metrics.remove(worker.number)
@@ -235,6 +239,7 @@ class Supervisor:
             self._replace(worker, exit_code, pid=0 if process is None else process.pid)
 
     def _replace(self, worker: WorkerProcess, exit_code: int, *, pid: int) -> None:
+        """Schedule the next process of *worker*, or give up after too many quick exits in a row."""
         restart, lifetime = self._settings.restart, time.monotonic() - worker.started_at
         # A transaction may have killed the process. Each such exit uses up one of its deliveries, so it becomes a dead
         # letter after `loop.max_deliveries` exits; the run must not end before, so such exits are not counted as quick.
@@ -275,6 +280,7 @@ class Supervisor:
     # -- actions --------------------------------------------------------------------------------
 
     def _start(self, worker: WorkerProcess) -> None:
+        """Start a process of *worker*, and the threads that read its reports and wait for its exit."""
         worker.has_fetched = False
         command_read, command_write = os.pipe()
         report_read, report_write = os.pipe()
@@ -312,6 +318,7 @@ class Supervisor:
         self._log(logging.INFO, Event.PROCESS_STARTED, {LogField.NUMBER: worker.number, LogField.PID: process.pid})
 
     def _stop(self, *, immediately: bool) -> None:
+        """Send a stop to every process, plan the kill of those that do not exit, and start no process any more."""
         if not self._stopping:
             self._stopping = True
             self._kill_at = time.monotonic() + self._grace + KILL_DELAY_SECONDS

@@ -95,6 +95,7 @@ class _Consumer:
     def _create_process_spec(
         self, policy: ConsumerPolicy, clock: Clock, observer: LoopObserver | None = None
     ) -> LifecycleSpec:
+        """Return the steps of each transaction's lifecycle: the task's handlers under *policy*."""
         task: Any = self
         steps = policy.steps
         on_retry = None if observer is None else observer.on_retry

@@ -77,6 +77,7 @@ class _Producer:
     def _create_produce_spec(
         self, policy: ProducerPolicy, clock: Clock, observer: LoopObserver | None = None
     ) -> LifecycleSpec:
+        """Return the steps of each transaction's lifecycle: the task's handlers under *policy*."""
         task: Any = self
         steps = policy.steps
         on_retry = None if observer is None else observer.on_retry

@@ -179,6 +179,7 @@ def _merge_plans(own_plan: Plan, extra_plan: Plan) -> Plan:
 def _find_violations(
     result: HarnessResult, effects: Counter[str], required_effects: RequiredEffects | None
 ) -> list[str]:
+    """Describe what is wrong with a run: lost or doubled transactions, missing or repeated effects."""
     violations = []
     acked, dead_lettered, remaining = result.acked, result.dead_lettered, Counter(result.remaining)
     for name, sent_count in Counter(result.sent).items():

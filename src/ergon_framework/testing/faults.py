@@ -115,6 +115,7 @@ def check_plan(plan: Plan, watched: Mapping[str, Any]) -> None:
 
 
 def _check_place(place: str, watched: Mapping[str, Any]) -> None:
+    """Reject a place that is neither a step of the framework nor a watched service or one of its methods."""
     if place in PLACES or (place in watched and inspect.isroutine(watched[place])):
         return
     name, dot, method = place.partition(".")

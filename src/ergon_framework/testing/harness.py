@@ -273,6 +273,7 @@ class TaskHarness:
         return result
 
     def _run_sync(self, seed: int) -> Report:
+        """Run one worker of a sync task, in a simulation."""
         simulation = _KillableSimulation(self._recorder, seed, start=self._now)
         self._recorder.clock, self._recorder.add_duration, self._recorder.kill = (
             simulation.monotonic,
@@ -287,6 +288,7 @@ class TaskHarness:
             self._freeze_clock(simulation.monotonic())
 
     def _run_async(self, seed: int) -> Report:
+        """Run one worker of an async task, on an event loop in virtual time."""
         loop = VirtualLoop(seed, start=self._now)
         self._recorder.clock, self._recorder.add_duration = loop.time, _reject_blocking
 
@@ -327,6 +329,7 @@ class TaskHarness:
     # -- replacements --------------------------------------------------------------------------------
 
     def _set_up(self, stack: ExitStack) -> None:
+        """Replace queues, provider state and services, and record the calls of all of them, while *stack* is open."""
         task, recorder = self._task, self._recorder
         stack.enter_context(_replace_attribute(task, "connector", self.queue))
         # The process-wide provider state may be a shared database, and has keys of other harness runs.

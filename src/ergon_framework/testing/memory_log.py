@@ -289,6 +289,7 @@ class MemoryLog(Connector, AsyncConnector):
     def _settle_claimed(
         self, partition: Partition, delivery: Delivery, *, settlement: Settlement, now: float
     ) -> SettleResult:
+        """Settle one valid claim: first in the store, then in the partition."""
         position = partition.to_position(delivery.receipt.offset)
         match settlement:
             case Ack():

@@ -132,6 +132,7 @@ class CallRecorder:
     def _begin_call(
         self, place: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[RecordedCall, Fault | None]:
+        """Record a call and return it with the fault planned for it; a killed worker makes no call."""
         current_scope = current()
         record = RecordedCall(
             place, self.clock(), args, kwargs, None if current_scope is None else current_scope.transaction_id

@@ -269,6 +269,7 @@ class _RunningCall:
         self._simulation.call_later(seconds, partial(self._end, answer))
 
     def _resume(self, resume: Callable[[Any], Any], value: Any) -> None:
+        """Run the coroutine up to its next await, and schedule its continuation."""
         assert self._context is not None  # noqa: S101 - set by start
         self._wakeup_number += 1
         try:

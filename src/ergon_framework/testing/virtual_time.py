@@ -177,6 +177,7 @@ class VirtualTime:
         return None
 
     def _wake_idle_or_fail(self) -> None:
+        """Wake a thread in run_until_idle(); without one, no wait can end any more, which is an error."""
         if self._idle_waiters:
             self._wake(self._idle_waiters.pop())
             return

@@ -260,6 +260,7 @@ class ConsumeLoop:
         return self._conclude(end)
 
     def _conclude(self, end: StopReason) -> Report:
+        """Return the report, or raise the error that *end* stands for, with the report."""
         report = self.report
         if self._fetch_error is not None:
             self._fetch_error.report = report
@@ -317,6 +318,7 @@ class ConsumeLoop:
                 return end
 
     def _fetch(self, fetcher: Fetcher, capacity: int) -> Script[list[Delivery] | StopReason]:
+        """Fetch up to *capacity* deliveries; return them, or why the loop ends."""
         report = self.report
         self._was_woken = False
         self._observer.on_batch(capacity)
@@ -420,6 +422,7 @@ class ConsumeLoop:
     # -- what happened --------------------------------------------------------------------------
 
     def _handle_events(self, events: list[Any]) -> Script[None]:
+        """Handle *events*; one that no branch handles, a settled group, only had to end the wait."""
         for event in events:
             event_type = type(event)
             if event_type is ScriptEnded and event.slot in self._helpers:

@@ -160,6 +160,7 @@ def timeout_error(step: Step, overrun: Overrun, lifetime: float | None) -> Trans
 
 
 def _wrap(error: BaseException, category: Category, verdict: ErgonError | None = None) -> TransactionException:
+    """Return a TransactionException caused by *error*, with the message and the rest of the verdict of *verdict*."""
     message = (
         f"{type(error).__name__}: {error_message(error, raw=True)}"
         if verdict is None
@@ -260,6 +261,7 @@ def _run_handler_step(  # noqa: PLR0917 - keywords cost more, and this is done f
     limit: float,
     observer: TransactionObserver | None,
 ) -> Script[StepResult]:
+    """Run the success or the exception step; *extra_args* are the result or the error that its handler gets."""
     started_at = spec.clock.monotonic()
     step_observer = None if observer is None else observer.on_step_start(step)
     result = yield from run_step(

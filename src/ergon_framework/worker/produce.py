@@ -166,6 +166,7 @@ class ProduceRun:
         return drain_end(self._loop, end, now=self._monotonic(), deadline=self._deadline)
 
     def _conclude(self, end: StopReason) -> ProduceReport:
+        """Return the report with one outcome per input, or raise the error that *end* stands for, with the report."""
         outcomes = [
             self._outcomes.get(_get_identity(transaction)) or _create_unstarted_outcome(transaction, end)
             for transaction in self._transactions

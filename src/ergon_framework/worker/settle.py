@@ -274,6 +274,7 @@ class Settler:
             yield from self._settle_items([item for item in items if item is not CLOSE_EVENT])
 
     def _settle_items(self, items: list[PendingSettlement]) -> Script[None]:
+        """Settle *items* in groups of the batch size, and notify a loop that waits for that."""
         size = self._policy.batch_size
         for start in range(0, len(items), size):
             group = items[start : start + size]
@@ -330,6 +331,7 @@ class Settler:
         return answers
 
     def _finish(self, item: PendingSettlement, result: SettleResult | None) -> None:
+        """Record the *result* of an item and its outcome; None means that no settlement was sent."""
         if item.settlement is not None or item.outcome is None or item.outcome.reason == "lost":
             # A claim that is kept because its call still runs is renewed as long as the loop runs.
             self.claims.pop(item.delivery.receipt, None)

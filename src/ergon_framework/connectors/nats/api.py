@@ -188,6 +188,7 @@ async def scan(
 
 
 async def _fetch_page(connection: Connection, stream: str, consumer: str, count: int) -> list[StoredMessage]:
+    """Pull at most *count* messages; return those that came before the server ended the request."""
     # All responses to one pull go to one subject, and there are several: they need a dedicated subscription.
     batch, messages = connection.new_batch(1), list[StoredMessage]()
 

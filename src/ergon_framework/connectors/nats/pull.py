@@ -221,6 +221,7 @@ class PullRequests:
     # -- receiving ----------------------------------------------------------------------------------
 
     def _on_message(self, message: RawMessage) -> None:
+        """Buffer a message, or record the status with which the server ended a request."""
         # A message of the stream has a reply subject for its ack; a status has none.
         if message.reply:
             buffer = self._buffer

@@ -147,6 +147,7 @@ async def ensure_streams(connection: Connection, layout: StreamConfig) -> Stream
 
 
 async def _ensure_stream(connection: Connection, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the server's description of the stream that *config* names, after creating it if it is missing."""
     name = config["name"]
     try:
         return await api.call(connection, f"STREAM.INFO.{name}")
@@ -162,6 +163,7 @@ async def _ensure_stream(connection: Connection, config: dict[str, Any]) -> dict
 
 
 def _check_work(config: dict[str, Any], layout: StreamConfig) -> None:
+    """Reject a work stream that would keep acked messages, discard waiting ones, or miss subjects."""
     name = layout.names.work
     if config.get("retention") != "workqueue":
         raise ConfigurationError(
@@ -183,6 +185,7 @@ def _check_work(config: dict[str, Any], layout: StreamConfig) -> None:
 
 
 async def _ensure_consumer(connection: Connection, layout: StreamConfig) -> None:
+    """Create the consumer if it is missing, and reject one whose configuration does not fit."""
     stream = layout.names.work
     try:
         info = await api.call(connection, f"CONSUMER.INFO.{stream}.{CONSUMER}")
@@ -221,6 +224,7 @@ async def inspect_streams(connection: Connection, layout: StreamConfig) -> str |
 
 
 def _check_consumer(config: dict[str, Any], layout: StreamConfig) -> None:
+    """Reject a consumer with another lease, or one that stops delivering a message after some deliveries."""
     stream = layout.names.work
     if config.get("ack_wait") != api.to_nanoseconds(layout.lease):
         raise ConfigurationError(

@@ -188,6 +188,7 @@ def find_ids(queue: int, handles: Sequence[str]) -> Operation[list[str]]:
 
 
 def _move(sql: str, queue: int, handles: Sequence[str], outcome: DeadLetterResult) -> Operation[Sequence[ReplayResult]]:
+    """Execute *sql*, which moves dead letters and returns their row ids; return one result for each handle."""
     ids = {handle: _parse_id(handle) for handle in handles}
     row_ids = [row_id for row_id in ids.values() if row_id is not None]
     rows = yield Query(sql, {"queue": queue, "ids": row_ids, "progress": list(PROGRESS_HEADERS)})

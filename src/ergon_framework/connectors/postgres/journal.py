@@ -195,6 +195,7 @@ class Journal:
         return True
 
     def _write(self, batch: _JournalBatch) -> None:
+        """Write one batch; a rejected batch is written again one by one, and a single rejected entry is dropped."""
         try:
             self._pool.run(insert_entries(batch.entries, **self._labels), timeout_seconds=_TIMEOUT_SECONDS)
         except JournalWriteError:

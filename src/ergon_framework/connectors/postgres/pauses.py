@@ -203,6 +203,7 @@ class PauseWatcher:
             self._keep_watching()
 
     def _keep_watching(self) -> None:
+        """Poll over one connection for as long as it lasts, and connect again until stopped."""
         delay = _MIN_RECONNECT_SECONDS
         while not self._stopped.is_set():
             try:
@@ -226,6 +227,7 @@ class PauseWatcher:
         connection.execute(_DELETE_WATCHERS, self._identity)
 
     def _poll(self, connection: DeadlineConnection) -> None:
+        """Read the pause that applies to the loop, and report whether the loop has applied it."""
         # A server that does not answer in time is treated as a lost connection.
         connection.deadline = time.monotonic() + _POLL_TIMEOUT_SECONDS
         row = connection.execute(_SELECT_PAUSE, {"names": self._names}).fetchone()

@@ -226,6 +226,7 @@ class PostgresSettler:
         indexed: list[_IndexedSettlement],
         emptied: Collection[tuple[int, int]],
     ) -> Query:
+        """Build the statement for all settlements of one *kind*; *emptied* are the claims whose rows it deletes."""
         receipts = [delivery.receipt for _, delivery, _ in indexed]
         parameters = _build_claim_parameters(receipts, queue, emptied)
         if kind is Ack:

@@ -83,6 +83,7 @@ class NotificationListener:
                 connection.disconnect()
 
     def _listen(self) -> None:
+        """Wait for an entry after each state that is set, and notify once for it."""
         delay = _MIN_RECONNECT_SECONDS
         while (state := self._wait_for_state()) is not None:
             try:
@@ -116,6 +117,7 @@ class NotificationListener:
             return self._state
 
     def _wait_for_entry(self, state: EmptyFetchState) -> bool:
+        """Block for a while; return whether there is an entry after *state*, or a message is due."""
         connection = self._connection
         if connection is None:
             connection = self._connect()
