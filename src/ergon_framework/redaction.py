@@ -39,7 +39,7 @@ _SECRET_ENDINGS: Final = _split_list(
     "password passwd passphrase passcode secret token apikey accesskey secretkey privatekey "
     "accountkey authkey sessionid cookie"
 )
-#: Secret as consecutive words.
+#: Secret if these words follow each other in a name.
 _SECRET_SEQUENCES: Final = tuple(
     tuple(each.split("-"))
     for each in _split_list(
@@ -52,7 +52,7 @@ _SECRET_SEQUENCES: Final = tuple(
 _SECRET_STEMS: Final = tuple(
     _split_list("pass pw secret token auth cred cookie sig dsn jwt otp cvv cvc key session sas conn sid %")
 )
-#: Secret only as a parameter of an address.
+#: Secret only as the name of a parameter of an address, such as ``?key=…``.
 _SECRET_PARAMETERS: Final = frozenset({"key", "sid"})
 _WORD_PATTERN: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]++|[A-Z]++|[^\W\d_A-Za-z]++")
 #: Of a longer name only the end is compared.

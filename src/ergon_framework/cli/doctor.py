@@ -79,7 +79,7 @@ class Printer:
 
 # -- checks -----------------------------------------------------------------------------------------
 
-#: Share of the timeout given to checks that time out themselves, because their errors are more precise.
+#: Share of the timeout for checks that have a timeout of their own: theirs ends first, and its error is more precise.
 _INNER_TIMEOUT_SHARE: Final = 0.8
 #: Most severe first.
 _SEVERITY_ORDER: Final = (Severity.ERROR, Severity.WARNING, Severity.OK)

@@ -235,7 +235,7 @@ class _ConnectorBase(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # The two variants below have no dead letters themselves.
+        # Not the two variants below: their own methods for dead letters only raise.
         if cls.__module__ != __name__ and not cls.writes_audit:
             audit_methods(cls)
 

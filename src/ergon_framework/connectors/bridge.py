@@ -263,7 +263,8 @@ class SyncBridge(Connector):
     ConnectionLostError. It must not be called from its own loop's thread, for example by a listener.
     """
 
-    writes_audit = True  # the bridged connector does
+    # The bridged connector does, as in AsyncBridge.
+    writes_audit = True
 
     def __init__(self, connector: AsyncConnector) -> None:
         self.connector = connector
@@ -387,7 +388,7 @@ class SyncBridge(Connector):
         coroutine = self._release_deliveries(deliveries)
         try:
             asyncio.run_coroutine_threadsafe(coroutine, loop)
-        except RuntimeError as error:  # closed in between
+        except RuntimeError as error:  # the loop was closed after it was read above
             coroutine.close()
             _log_unreleased(self.connector, deliveries, error)
 

@@ -233,7 +233,8 @@ _READER_BY_HEADER: Final[dict[str, tuple[str, Callable[[str], Any] | None, int, 
 }
 # The same value in nearly every message of a queue.
 _READER_BY_HEADER["ergon-source"] = "source", lru_cache(64)(_read_text), *_READER_BY_HEADER["ergon-source"][2:]
-#: The fields of nearly every transaction, and those of few: one comparison shows that none of the latter is set.
+#: The fields that nearly every transaction has, and those that few have: one comparison shows that the rare ones all
+#: have their defaults.
 _COMMON_HEADERS: Final = tuple(row for row in _FIELD_HEADERS if row.field in {"id", "source", "created_at"})
 _RARE_HEADERS: Final = tuple(row for row in _FIELD_HEADERS if row not in _COMMON_HEADERS)
 _get_common: Final = attrgetter(*(row.field for row in _COMMON_HEADERS))

@@ -24,7 +24,7 @@ MAX_HANDLE = 2**63 - 1
 
 
 def _check_storable(text: str) -> str:
-    # PostgreSQL rejects a query with a NUL character, with its own error.
+    # PostgreSQL would reject the query with an error of its own, which names no field.
     if "\0" in text:
         raise ValueError("contains a NUL character, which no store accepts")
     return text

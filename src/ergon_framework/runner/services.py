@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 MAX_RECORDED_ATTEMPTS: Final = 10
 #: Maximum seconds for the journal's last writes at the end of a process.
 WRITE_TIMEOUT_SECONDS: Final = 5.0
-#: Seconds of the process's last second that are reserved for the rest of its exit.
+#: Seconds before the deadline of the process that the last writes of the journal leave to the rest of its exit.
 _EXIT_RESERVE_SECONDS: Final = 0.3
 
 

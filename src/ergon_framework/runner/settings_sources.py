@@ -174,7 +174,7 @@ def parse_value(value: str) -> Any:
         parsed = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):
         return value
-    # Several lines would be several keys, so such a value is text.
+    # A value of several lines may parse as several keys; it is text then, like a value of any other type.
     return (
         parsed["value"]
         if len(parsed) == 1 and isinstance(parsed["value"], bool | int | float | str | list | dict)

@@ -383,7 +383,7 @@ class ConsumeLoop:
         """Wait *seconds*, or until messages may have arrived."""
         until = self._clock.monotonic() + seconds
         while True:
-            # At least once, however short the wait: a stop is received here.
+            # Listens at least once, also for 0 seconds: a stop is received only while the loop listens.
             end = yield from self._listen(until=until)
             if end is not None:
                 return end
@@ -555,7 +555,8 @@ class ConsumeLoop:
         """Settle everything that is pending, then stop the lease renewal."""
         self._settler.close()
         monotonic = self._clock.monotonic
-        # A loop whose drain had no time limit may settle until its own timeout, with the drain time of that timeout.
+        # A drain without a time limit (the queue was empty, or the limit was reached) has no end: settlements may then
+        # take until the end of the loop's own timeout and of the drain time that belongs to it.
         until = (
             max(monotonic(), self._deadline + self._loop.timeout_drain if until == NEVER else until)
             + FLUSH_TIMEOUT_SECONDS

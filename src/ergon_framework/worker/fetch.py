@@ -106,7 +106,7 @@ class Fetcher:
                 self._release_delivery(each, reason)
 
     def _call_fetch(self, max_count: int) -> Any:
-        # Counted here, not where the call is requested: a stop may come in between.
+        # Counted when the call is made: after a stop, a call that was requested is never made.
         self.calls += 1
         return self._fetch(max_count)
 
@@ -145,7 +145,7 @@ class Fetcher:
             if mismatch is not None:
                 self._release(value, StopReason.FETCH.value)
                 error = _to_fetch_error(TypeError(f"item {number + 1} of {len(value)} is {mismatch}"))
-                # Another attempt would only claim more.
+                # Another attempt would claim more deliveries, and the connector has the same defect.
                 error.final = True
                 return error
         return None

@@ -341,7 +341,8 @@ class Settler:
         if outcome is None:
             return
         if result is not None and result is not _SETTLED:
-            # Whatever happened here, the broker redelivers the transaction.
+            # The settlement was lost or has failed: the broker redelivers the transaction, whatever its outcome was
+            # here.
             outcome.kind = OutcomeKind.RELEASED
             outcome.reason = result.value
         self._report.add(outcome)

@@ -252,7 +252,7 @@ class PullRequests:
             self._renew_task = asyncio.ensure_future(self._renew_outstanding())
 
     async def _renew_outstanding(self) -> None:
-        with suppress(ConnectionLostError):  # the next fetch will notice
+        with suppress(ConnectionLostError):  # the next fetch raises it
             await self.ensure_outstanding()
 
     def _to_claim(self, message: RawMessage, requested_at: float) -> NatsClaim:

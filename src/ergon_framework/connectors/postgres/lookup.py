@@ -202,5 +202,5 @@ def _read_envelope(raw_headers: Any) -> Mapping[str, Any]:
 def _parse_failure(text: str | None) -> Failure | None:
     try:
         return None if text is None else reveal_failure(load_environment_keys(), Failure.model_validate_json(text))
-    except ValueError:  # of another release
+    except ValueError:  # written by another release, in another form
         return None
