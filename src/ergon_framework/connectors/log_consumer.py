@@ -211,6 +211,7 @@ class Partition:
         self._advance(offset)
 
     def _advance(self, offset: int) -> None:
+        """Record *offset* as settled, and move the watermark up to the first record that is not."""
         if offset < self.watermark:
             return
         self._settled.add(offset)

@@ -115,6 +115,7 @@ class InlineRunner:
             wakeup.wait(remaining)
 
     def _abandon(self, background: _BackgroundCall) -> None:
+        """Stop waiting for a call: it does not start any more, or it runs on with its scope cancelled."""
         background.abandoned = True
         if background.call.scope is not None:
             background.call.scope.cancel()
@@ -207,6 +208,7 @@ class AsyncInlineRunner:
         return task.result() if type(answer) is Expired and task.done() else answer
 
     def _abandon(self, task: asyncio.Task[Any], call: Call) -> None:
+        """Cancel a call whose caller no longer waits for it, and keep its task until it has ended."""
         if call.scope is not None:
             call.scope.cancel()
         # The event loop holds only weak references to tasks.

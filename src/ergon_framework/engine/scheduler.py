@@ -387,6 +387,7 @@ class Scheduler(ABC):
         return WAITING
 
     def _answer_immediately(self, slot: Slot, effect: Sleep | AwaitExit | Wait) -> Any:
+        """Return the result of *effect* if it is known or its deadline is past, otherwise WAITING."""
         is_due = effect.until <= self.monotonic()
         if isinstance(effect, Wait):
             must_wait = not is_due and effect.mailbox.register_waiter(slot, effect.count)
@@ -396,6 +397,7 @@ class Scheduler(ABC):
         return None if is_due else WAITING
 
     def _expire(self, slot: Slot) -> Any:
+        """End the wait of *slot*, whose deadline is past; return the result that the script receives."""
         effect = slot.pending_effect
         self.clear_wait(slot)
         if isinstance(effect, Call):
@@ -405,6 +407,7 @@ class Scheduler(ABC):
         return False if isinstance(effect, AwaitExit) else None
 
     def _abandon(self, slot: Slot, call: Call) -> Call:
+        """Count *call* as abandoned: it may still run, but its script no longer waits for it."""
         slot.abandoned_calls += 1
         # This sets the flag that the handler can read; AwaitExit lets the driver cancel the call itself.
         if call.scope is not None:

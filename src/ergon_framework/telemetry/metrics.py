@@ -271,6 +271,7 @@ class Registry:
         return [Observation(value, labels) for labels, value in self.read(metric)]
 
     def _sum_by_task(self, kind: str) -> dict[str, Numbers]:
+        """Sum the numbers of the running loops; counters include those of ended loops, gauges the measured depths."""
         is_counter = kind == "counter"
         base = self._totals if is_counter else self._depths
         by_task = {task: dict(numbers) for task, numbers in base.items()}
@@ -279,6 +280,7 @@ class Registry:
         return by_task
 
     def _collect_ages(self, metric: Metric) -> dict[str, Numbers]:
+        """Return the highest age per task among its running loops; QUEUE_AGE_MAX restarts with every reading."""
         by_task: dict[str, Numbers] = {}
         for loop_metrics in self._live:
             age = loop_metrics.age if metric is names.QUEUE_AGE else loop_metrics.take_oldest_age()

@@ -287,6 +287,7 @@ class Backlog:
         return True
 
     def _reject(self, delivery: Delivery, reason: str) -> None:
+        """Settle a delivery that is not handled: with Ack if it succeeded before, otherwise with DeadLetter."""
         self._report.rejected[reason] = self._report.rejected.get(reason, 0) + 1
         self._observer.on_rejected(delivery, reason)
         if reason == DONE_REASON:

@@ -3,8 +3,7 @@
 A claim is a worker's right to settle one delivery. It is valid until the worker's own clock ends it. The server's lease
 begins when it sends a message, and a message may stay in the socket for as long as the event loop is blocked.
 LoopHeartbeat therefore keeps the latest time at which the loop certainly polled its sockets. A message that is read now
-was sent after the tick before the last one: the last tick may have run in the same loop iteration that read the
-message.
+arrived after the tick before the last one: the last tick may have run in the same loop iteration that read the message.
 
 The state of a message is stored outside the message: a redelivery brings the headers that were published, so attempts,
 history and deferrals cannot travel in them. The server counts every delivery, so uncounted deliveries have to be

@@ -279,6 +279,7 @@ async def discard_dead(connection: Connection, names: StreamNames, handles: Sequ
 async def _delete(
     connection: Connection, names: StreamNames, batch: _MoveBatch, outcome: DeadLetterResult
 ) -> list[ReplayResult]:
+    """Delete the dead letters of *batch*; those that were deleted get *outcome*, those that do not exist GONE."""
     for handle, _ in await batch.request_all(
         connection,
         lambda seq: api.request(f"STREAM.MSG.DELETE.{names.dead}", seq=seq, no_erase=not connection.loses_deletes),

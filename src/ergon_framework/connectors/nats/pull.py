@@ -5,9 +5,10 @@ request, the inbox, and ends the request with a status. Each message is a claim:
 delivery until its lease ends.
 
 The server's lease begins when it sends a message, which may wait in the socket while the event loop is blocked. A claim
-therefore counts its lease from the later of two times before which the server cannot have sent the message: when the
-oldest request that it may belong to was sent, and ``LoopHeartbeat.before``, a time up to which the event loop has read
-everything. A request whose fetch was cancelled stays at the server, so it counts as open until its expiry.
+therefore counts its lease from the later of two times at which the message had not arrived yet: when the oldest request
+that it may belong to was sent, and ``LoopHeartbeat.before``, a time up to which the event loop has read everything that
+had arrived. The second time may be later than the sending by the transit of the message, which is neglected. A request
+whose fetch was cancelled stays at the server, so it counts as open until its expiry.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class PullRequests:
         return bool(self._requests)
 
     def _has_open_requests(self) -> bool:
-        # Everything that the server sent before this time has been read.
+        # Everything that had arrived before this time has been read.
         before = self._heartbeat.before
         self._open_requests = {token: until for token, until in self._open_requests.items() if until >= before}
         if not self._open_requests:
@@ -256,7 +257,7 @@ class PullRequests:
             await self.ensure_outstanding()
 
     def _to_claim(self, message: RawMessage, requested_at: float) -> NatsClaim:
-        """Return the claim on *message*; its lease is counted from a time at which the server had not sent it yet."""
+        """Return the claim on *message*; its lease is counted from a time at which the message had not arrived yet."""
         return NatsClaim(self._owner, message, max(requested_at, self._heartbeat.before) + self._lease)
 
 

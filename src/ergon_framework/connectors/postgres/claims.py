@@ -246,6 +246,7 @@ class ClaimManager:
         return rows
 
     def _sweep_rows(self, parameters: dict[str, Any]) -> Operation[Rows | None]:
+        """Claim from the bottom of the queue, in every rank; like ``_claim_rows`` in what it returns."""
         began = self._clock()
         rows = yield from self._claim_rows({**parameters, "rank": None, "floor": 0})
         if rows is None:

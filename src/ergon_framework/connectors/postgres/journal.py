@@ -217,6 +217,7 @@ class Journal:
             return _JournalBatch(self._removed, [self._buffer[index] for index in range(size)])
 
     def _remove_batch(self, batch: _JournalBatch, *, written: bool) -> None:
+        """Remove *batch* from the buffer; if it was not *written*, the server rejected it, and it counts as dropped."""
         with self._lock:
             count = len(batch.entries)
             self._single_writes = max(0, self._single_writes - count)
@@ -228,6 +229,7 @@ class Journal:
             self._dropped += -dropped_before if written else count - dropped_before
 
     def _warn(self, *, force: bool = False) -> None:
+        """Log how many rows were dropped since the last warning, once per interval unless *force* is set."""
         now = time.monotonic()
         with self._lock:
             dropped = self._dropped
