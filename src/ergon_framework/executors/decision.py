@@ -69,7 +69,7 @@ def route_job(function_name: str, *, default: str | None, executors: Collection[
 #: Maximum delay that an executor may request unless the policy sets another: one day.
 MAX_DELAY_SECONDS: Final = 86_400.0
 
-#: Error types that an orchestrator reports for executors that did not report an outcome.
+#: Error types of outcomes that the orchestrator itself reports, because the executor reported none or an invalid one.
 HARD_TIMEOUT: Final = "hard_timeout"
 EXECUTOR_DIED: Final = "executor_died"
 BAD_OUTCOME: Final = "bad_outcome"

@@ -2,7 +2,8 @@
 
 An executor is a process that runs handlers; the process step is the one that calls the task's handler.
 
-The rest of the task is unchanged: connector, policy, success and exception handlers, lifespan.
+The rest of the task is unchanged: connector, policy, success and exception handlers, lifespan. The scope of the running
+attempt, which the engine sets, has the remaining time of the step and the number of the attempt, counted from 0.
 """
 
 from __future__ import annotations

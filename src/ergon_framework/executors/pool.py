@@ -3,6 +3,11 @@
 An executor is a process, in any language, that runs handlers for an orchestrator. A hard timeout ends the process of a
 job: a handler cannot be stopped in another way.
 
+``ExecutorProcess`` is one of these processes. ``is_ending`` says that it was asked to end, ``is_suspect`` that it has
+answered for a job that it did not have, ``answer_count`` includes the answer to the readiness probe, and ``exited``
+is done when the process is gone. Errors with ``not_attempted`` say that nothing ran: the job is redelivered without
+counting an attempt.
+
 One timer serves the deadlines of all jobs. Nearly every job ends long before its deadline, so a timer for each job
 would be created, sorted and discarded for nothing. The one timer is set again only for a deadline before all others.
 """
@@ -180,6 +185,7 @@ class ExecutorPool:
         self._probe_count = 0
         #: The number of the last probe whose executor was logged as too slow for a waiting caller.
         self._slow_probe = -1
+        #: The number of slots that callers got, and the seconds for which they waited in all; for the metrics.
         self._served_count = 0
         self._wait_seconds = 0.0
         self._metrics: PoolMetrics | None = None
@@ -385,6 +391,7 @@ class ExecutorPool:
         try:
             process = await waiter
         except asyncio.CancelledError:
+            # The caller was cancelled after it had been given a slot.
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._release(waiter.result())
             raise
@@ -467,6 +474,7 @@ class ExecutorPool:
 
     def _needs_replacement(self, process: ExecutorProcess) -> bool:
         policy = self.policy
+        # A wrong answer may have been meant for another job: the next one may be wrong as well.
         if process.is_suspect:
             return True
         if policy.max_jobs is not None and process.answer_count > policy.max_jobs:  # the probe was answered too
@@ -494,6 +502,7 @@ class ExecutorPool:
                 self._serve_waiters()
                 await asyncio.shield(process.exited)
                 lifetime = time.monotonic() - process.started_at
+                # An executor that was ended, had a job or lived long is replaced at once.
                 if process.is_ending or process.request_count > 1 or lifetime > self.policy.start_timeout:
                     failures = 0
                     continue

@@ -3,6 +3,10 @@
 An executor is a process, in any language, that runs handlers for an orchestrator: it reads one request per line from
 stdin, and writes one outcome per line to stdout. The reaper is a separate process that kills the executors if their
 orchestrator is killed. The mark of an executor is an environment variable that all its descendants inherit.
+
+A decided outcome is one that the orchestrator reports instead of the executor, after a timeout or a kill request. A
+retired executor finishes its jobs and gets no more. A line is late if its job has a decided outcome, and unknown if the
+executor does not have the job.
 """
 
 from __future__ import annotations
@@ -111,7 +115,9 @@ class ExecutorProcess:
         self.request_count = 0
         #: Lines that it wrote to stderr before its first answer.
         self.stderr_tail = StderrTail()
+        #: Whether its stdin was closed: a job that it does not finish then was interrupted, not failed.
         self._is_retired = False
+        #: Kept, because a future without a reference may be garbage-collected.
         self._cleanup: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._reaper = reaper
@@ -128,6 +134,7 @@ class ExecutorProcess:
         self._readers = readers
         #: Lines of the last read that are not processed yet; nothing more is read before all of them are.
         self._received_lines: Iterator[bytes | OverlongLine] = iter(())
+        #: Whether stdout is not read now, because a line is parsed in a thread or other callbacks run first.
         self._is_paused = False
         #: Whether its stdout is closed, whether it has exited, and how many more reads are allowed then.
         self._stdout_closed = self._has_exited = False
@@ -359,6 +366,7 @@ class ExecutorProcess:
         self._signal(signal.SIGKILL)  # for processes that the executor has left in its group
         self._has_exited = True
         self._deliver_decided_outcomes()
+        # If reading is paused, _process_lines is called anyway, and then finishes the exit.
         if not self._is_paused:
             self._process_lines()
 
@@ -396,6 +404,7 @@ class ExecutorProcess:
             if job_id in self._decided_outcomes:
                 self._deliver(job_id, self._decided_outcomes[job_id])
             elif self._decided_outcomes or self._is_retired:
+                # It was killed for another job, or did not finish in the grace of its retirement.
                 self._interrupt(job_id, "the executor was ended for a reason other than this job")
             else:
                 self._deliver(job_id, decision.executor_died(job_id, exit_description=exit_description))

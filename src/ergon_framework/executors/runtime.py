@@ -3,7 +3,8 @@
 An orchestrator writes requests to the stdin of the executor, one JSON object per line, and reads the outcomes from its
 stdout.
 
-A handler can read the context of its job, in addition to its arguments and its scope.
+A handler can read the context of its job, in addition to its arguments and its scope. ``SignalWatcher`` (in
+``runtime_io``) calls ``Runtime.stop`` from its thread when a signal arrives.
 """
 
 from __future__ import annotations
@@ -85,10 +86,14 @@ class Runtime:
         self._registry = registry
         self._now = now
         self._telemetry = ExecutorTelemetry()
+        #: Created for the first async handler.
         self._runner: asyncio.Runner | None = None
+        #: Set by ``stop``, from another thread.
         self._stop_reason: str | None = None
+        #: The scope and the task of the running handler, which ``stop`` cancels; None between two requests.
         self._scope: Scope | None = None
         self._task: asyncio.Task[Any] | None = None
+        #: The process that answers requests; a handler may fork.
         self._pid = os.getpid()
         self._rejections = 0
 

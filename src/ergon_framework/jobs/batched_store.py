@@ -2,6 +2,7 @@
 
 An orchestrator claims the messages of jobs, begins an attempt of each and sends it to an executor; a job has one row,
 and each attempt is counted there before it is sent. One statement and one commit for many jobs is called coalescing.
+A write names the claim: that of an orchestrator which has lost it changes nothing.
 
 Callers that arrive while a statement runs join the next batch.
 """
@@ -135,6 +136,7 @@ class BatchedJobStore:
             self._finish, linger=self._linger_seconds
         )
         self._is_busy = is_busy
+        #: The time of the last warning, because every job fails while the database is unavailable.
         self._warned_at = float("-inf")
 
     async def start(self, claim: JobClaim) -> StartedAttempt:
@@ -184,6 +186,7 @@ class BatchedJobStore:
                 if is_permanent or (not isinstance(error, ConnectionLostError) and retries >= _MAX_REJECTED_RETRIES):
                     raise JobWriteError(f"writing the job to the database failed: {describe_error(error)}") from error
             await asyncio.sleep(_RETRY_POLICY.delay(retries))
+            # Bounded, because the delay is computed as a power of it; an outage has no maximum length.
             retries = min(retries + 1, 1000)
 
     def _linger_seconds(self) -> float:

@@ -52,7 +52,8 @@ class CronSchedule:
 
         *since* is always one of them: the caller has stored it as due. A long interval takes as long as a short one.
         """
-        # Backward iteration only finds the time to begin at: around a clock change it may omit some.
+        # Backward iteration only finds the time to begin at: around a clock change it may omit some. The forward
+        # iteration below returns them all, and the deque keeps the last ones.
         begin, count = until, 0
         for tick in self._ticks(until + _SECOND, reverse=True):
             if tick < since:

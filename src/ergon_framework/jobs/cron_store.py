@@ -1,7 +1,9 @@
 """The table of cron entries, and how due entries are fired; operations for either variant.
 
-To fire an entry is to submit a job for its scheduled time. An operation is a generator that yields queries and receives
-their rows; a thread or an event loop runs it.
+To fire an entry is to submit a job for its scheduled time (a tick). An entry's ``next_at`` is its first tick that was
+not fired. A tick that is later than the entry's grace is missed, and the entry's misfire policy decides: skip the
+missed ticks, fire one job for them, or one for each. An operation is a generator that yields queries and receives their
+rows; a thread or an event loop runs it.
 
 Firing is one database transaction for each entry: it locks the row, submits jobs and moves ``next_at``. If a process
 is killed before the commit, nothing has changed; of two processes that race, one finds the row locked. The clock is the
@@ -130,7 +132,7 @@ def pause(name: str) -> Operation[None]:
 
 
 def resume(name: str) -> Operation[None]:
-    """Resume with the next scheduled time; times that passed during the pause are not misfires."""
+    """Resume with the next scheduled time; times that passed during the pause are skipped."""
     yield BEGIN
     now, schedule = yield from _lock_entry(name)
     values = {"name": name, "next_at": schedule.after(now)}
@@ -213,6 +215,7 @@ def plan_ticks(cron: Cron, *, next_at: datetime, now: datetime) -> TickPlan:
     if missed and cron.misfire == Misfire.SKIP:
         return TickPlan([], schedule.after(now), missed)
     limit = 1 if missed and cron.misfire == Misfire.ONCE else MAX_CATCH_UP_JOBS
+    # The limit selects the last ticks. Of these, the oldest are fired now, and the rest in the next transactions.
     ticks = schedule.between(next_at, now, limit=limit)[:MAX_TRANSACTION_JOBS]
     return TickPlan(ticks, schedule.after(ticks[-1]), missed)
 
@@ -222,7 +225,7 @@ def _submit_tick(cron: Cron, tick: datetime) -> Operation[bool]:
     try:
         submission: Submitted = yield from submit(job_parameters(cron.to_request(tick), default=None, executors=None))
     except JobConflict:
-        # The entry had another definition then, and it was fired.
+        # A job for this tick exists with another function or other arguments: the entry was changed after it was fired.
         return False
     return submission.created
 

@@ -97,6 +97,7 @@ class CronScheduler:
 
     async def _fire_all(self) -> bool:
         """Fire all due entries; return whether there was any."""
+        # Filled by fire_next with the names of entries that could not be fired, which it then skips.
         tried: set[str] = set()
         has_fired = False
         while True:
@@ -144,6 +145,7 @@ class Orchestrator(AsyncConsumerMixin, AsyncTask):
     entries, whatever declared them.
     """
 
+    # A task has one connector: that of the first kind. The worker of each kind fetches from its own.
     connector: JobQueue
 
     def __init__(
@@ -228,6 +230,7 @@ class Orchestrator(AsyncConsumerMixin, AsyncTask):
         try:
             await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
             if any(one.done() and one.exception() for one in running):
+                # Stops the loops of all kinds, which share_running_loops has joined.
                 self.stop()
             reports = await asyncio.gather(*running, return_exceptions=True)
         except asyncio.CancelledError:

@@ -137,6 +137,7 @@ class _Registrar:
         self._kinds = kinds
         self._lease = lease
         self._task = task
+        #: The time of the last warning: while the database is unavailable, every renewal fails.
         self._warned_at = float("-inf")
 
     async def run(self) -> None:

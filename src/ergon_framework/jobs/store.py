@@ -75,7 +75,7 @@ class StartDecision(StrEnum):
 
 
 class JobClaim(NamedTuple):
-    """A claimed message and the id of its job."""
+    """A claimed message and the id of its job; *receipt* has the message, the worker and the token of the claim."""
 
     job_id: str
     receipt: PostgresReceipt
@@ -88,7 +88,9 @@ class StartedAttempt(NamedTuple):
     attempt_number: int = 0
     max_attempts: int = 0
     timeout: float | None = None
+    #: Seconds until the job is due.
     delay: float = 0.0
+    #: Why the job has failed; for FAILED and EXHAUSTED.
     cause: FailureCause | None = None
 
 
@@ -178,6 +180,7 @@ def _end_to_row(end: AttemptEnd) -> dict[str, Any]:
     if isinstance(conclusion, Complete):
         return row | {"state": "succeeded", "result": _ENCODER.encode(conclusion.result)}
     if isinstance(conclusion, ReleaseAttempt):
+        # Counted when the attempt began.
         return row | {"state": "pending", "delay": conclusion.delay, "attempts_to_uncount": 1}
     if isinstance(conclusion, KillAttempt):
         return row | {"state": "killed", "category": "BUSINESS", "code": KILLED, "error_message": conclusion.message}

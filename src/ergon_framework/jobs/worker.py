@@ -9,6 +9,10 @@ decides.
 To settle a message is to ack, release, defer or dead-letter it. The process step therefore has one attempt for each
 delivery, and the pool limits the concurrency. The message of a failed job is dead-lettered, or acked if the policy says
 so; that of a deferred job is redelivered.
+
+Errors tell the engine what to do with the message: one with ``not_attempted`` redelivers it after ``retry_after``
+seconds without counting an attempt, and a final one ends in the dead letter that ``handle_transaction_exception``
+returns. ``StartDecision`` and the state that ``finish`` returns are read from the row.
 """
 
 from __future__ import annotations
@@ -241,6 +245,7 @@ class JobWorker(AsyncConsumerMixin, AsyncTask):
         self.command = command
         self._pool_policy = pool or PoolPolicy()
         self._get_reaper = get_reaper
+        #: Set by ``consume_transactions`` from its policy.
         self._retry_policy = RetryPolicy()
         self._settle_policy = SettlePolicy()
         self._pool: ExecutorPool | None = None
@@ -368,6 +373,7 @@ class JobWorker(AsyncConsumerMixin, AsyncTask):
     async def _run_job(
         self, pool: ExecutorPool, job_store: BatchedJobStore, transaction: Transaction, *, claim: JobClaim
     ) -> AttemptConclusion:
+        # Of short jobs the attempt begins before a slot is free; without a slot it is released.
         attempt = await self._start(job_store, claim) if self._average_seconds < SHORT_JOB_SECONDS else None
         reservation = pool.reserve_now() or await self._reserve_slot(pool)
         if reservation is None:
@@ -406,6 +412,7 @@ class JobWorker(AsyncConsumerMixin, AsyncTask):
             routing = route_job(function, default=self.kind, executors=(self.kind,))
             if isinstance(routing, UnroutableJob):
                 return Fail(FailureCause(Category.SYSTEM, routing.code, routing.message, final=True), fatal=True)
+            # Set by _request_kills while this call waited for a slot.
             if attempt.kill:
                 return KillAttempt("killed before it was sent")
             began = time.monotonic()
@@ -435,6 +442,7 @@ class JobWorker(AsyncConsumerMixin, AsyncTask):
 
     def _conclude(self, outcome: ExecutionOutcome, attempt: _RunningAttempt) -> AttemptConclusion:
         """Return the conclusion of an attempt whose outcome has arrived."""
+        # The pool reports KILLED for a killed executor; a result that arrived before the kill counts instead.
         if attempt.kill and outcome.error_type == KILLED:
             return KillAttempt()
         if not get_options(self).record_tracebacks:
