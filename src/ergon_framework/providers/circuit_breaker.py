@@ -255,7 +255,8 @@ def visible_state(state: BreakerSnapshot, now: float) -> BreakerState:
 def blocked_until(state: BreakerSnapshot) -> float | None:
     """Return until when no call is admitted; None if a call may be admitted.
 
-    Pass a state that ``advance`` has brought to the present. Unlike ``admit``, this takes no probe slot.
+    Without ``advance`` before, the result may be in the past, which the caller has to check. Unlike ``admit``, this
+    takes no probe slot.
     """
     if state.override is not None:
         return state.override.until if state.override.kind is OverrideKind.FORCE_OPEN else None

@@ -6,7 +6,12 @@ breakers and idempotency keys of all processes; an idempotency key is claimed by
 Each attempt has these steps: admission by the shared state (key, quota, breaker), the call within the remaining
 budget, mapping to a canonical error (one of ``providers.errors``), completion in the shared state, and the decision of
 the retry policy. The script reads the clock before each wait and each call. The error that it raises carries its
-verdict, so that callers do not retry a call that was given up here.
+verdict, so that callers do not retry a call that was given up here: ``final`` says so, and ``not_attempted`` and
+``temporary`` make a consumer defer its transaction, without and with a limit.
+
+An attempt has the permit of the breaker; a probe is an attempt that a half-open breaker admits as a test. The last
+attempt of a call completes the idempotency key. If the outcome of any attempt is unknown, the key stays bound to its
+payload.
 """
 
 from __future__ import annotations
@@ -156,6 +161,7 @@ class _CallExecution:
         self._deadline = self._started_at + self._budget
         self._call_deadline = self._deadline - min(_MAX_RESERVED_SECONDS, self._budget * _RESERVED_SHARE)
         self._attempts: list[AttemptInfo] = []
+        #: Whether the provider may have carried out one of the failed attempts.
         self._outcome_unknown = False
 
     # -- the script -------------------------------------------------------------------------------
@@ -279,6 +285,7 @@ class _CallExecution:
     # -- effects ----------------------------------------------------------------------------------
 
     def _create_state_call(self, operation: Callable[..., Any], *args: Any) -> Call:
+        # A store that limits its own round trips is called directly, which saves a thread or a timer.
         if self._dependencies.is_self_timed:
             return SelfTimedCall("state", operation, args)
         return Call("state", operation, args, self._deadline if self._dependencies.may_block else NEVER)
@@ -485,6 +492,7 @@ def _set_verdict(
     error: ProviderError, reason: GiveUpReason | None, *, attempts: list[AttemptInfo], seconds_left: float, probe: bool
 ) -> None:
     """Set the verdict of *error*: no caller retries immediately, and a consumer defers temporary errors."""
+    # Set by the error's class or by the rejection: no attempt was made, so the consumer defers without a limit.
     if error.not_attempted:
         return
     error.temporary = _is_temporary(error, reason, attempts=attempts)
@@ -493,7 +501,7 @@ def _set_verdict(
         error.not_attempted = True
         return
     if isinstance(error, ProviderQuotaExceededError):
-        # The framework's own quota rejected the call: if nothing was sent, no attempt is charged.
+        # The framework's own quota rejected the call: if nothing was sent, no attempt is counted.
         error.not_attempted = not any(_was_sent(attempt) for attempt in attempts)
         error.temporary = not error.not_attempted
     elif reason is GiveUpReason.NO_TIME_LEFT and error.retry_after is not None and error.retry_after >= seconds_left:

@@ -73,6 +73,7 @@ class MemoryProviderState(ProviderState, AsyncProviderState):
             try:
                 windows, permit = self._reserve(request)
             except ProviderError:
+                # No attempt follows, so the claim on the key ends here; a provider call that was made stays unknown.
                 self._end_key(
                     request, AttemptResult(now=request.now, is_last=True, outcome_unknown=request.outcome_unknown)
                 )
@@ -106,6 +107,7 @@ class MemoryProviderState(ProviderState, AsyncProviderState):
 
     def blocked_until(self, scope: ProviderScope) -> float | None:
         snapshot = self._breakers.get(scope, _NEW_BREAKER)
+        # Without the lock: a snapshot is immutable. The caller ignores a time in the past.
         return breakers.blocked_until(snapshot)
 
     # -- inspection -------------------------------------------------------------------------------

@@ -182,6 +182,7 @@ class ProviderMetrics(LoopMetrics):
     """The metrics of one provider, from all threads: plain numbers that get attributes only when they are read."""
 
     def __init__(self, provider_name: str, *, label_limiter: LabelLimiter) -> None:
+        # The steps are those of a handler; a provider has none.
         super().__init__(provider_name, steps=(), success_steps=("", ""), label_limiter=label_limiter)
         self._lock = threading.Lock()
         #: By capability, outcome and reason: the number of attempts, and their total milliseconds.
@@ -212,6 +213,7 @@ class ProviderMetrics(LoopMetrics):
         """Mark the calls of *tenant_id* as blocked for *seconds* seconds."""
         now = time.monotonic()
         with self._lock:
+            # Removed first, so that the newest entry is the last one, and the oldest are evicted below.
             self._blocked_until.pop((metric.name, capability, tenant_id), None)
             self._blocked_until[metric.name, capability, tenant_id] = now + seconds
             if len(self._blocked_until) > _MAX_BLOCKED_KEYS:

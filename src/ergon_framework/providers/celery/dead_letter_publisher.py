@@ -122,7 +122,7 @@ class DeadLetterBootstep(bootsteps.StartStopStep):  # type: ignore[misc]  # Cele
     def __init__(self, consumer: Any, **options: Any) -> None:
         super().__init__(consumer, **options)
         self._timer: Any = None
-        #: The time until which a run counts as active.
+        #: The time until which a run counts as active; set to 0 when Celery reports its end.
         self._busy_until = 0.0
         self._cleaned_up_at = 0.0
 

@@ -3,6 +3,10 @@
 The ledger is the store of the deliveries and the end of each task, shared by all workers. The end is written to the
 ledger before Celery reports it. If the ledger is unavailable, nothing is reported and the message is requeued: a later
 delivery settles the outcome.
+
+``TaskState`` is the state in the ledger: RUNNING before the end; SUCCEEDING with a result that its process may not have
+reported yet; SUCCEEDED once it is reported; DEAD with a dead letter. A process that was killed while SUCCEEDING has
+lost the result: after REPORT_GRACE_SECONDS the next delivery reopens the task and runs it again.
 """
 
 from __future__ import annotations
@@ -95,7 +99,9 @@ class CeleryDelivery:
         self._ledger = task.ledger
         #: Whether Celery stores the task's result in a backend that can be queried.
         self._stores_result = _stores_result(task, request)
+        #: The number of this delivery, counted from 1; 0 before the ledger has counted it.
         self._deliveries = 0
+        #: The number of attempts of provider calls that the task body has made.
         self._attempts = 0
 
     def run(self, body: Callable[[], Any]) -> Any:
@@ -269,7 +275,7 @@ class CeleryDelivery:
         _raise_clean(error_type(dead_letter_info.error_message))
 
     def _requeue(self, error: Exception | None, *, is_counted: bool = True) -> NoReturn:
-        """Requeue the message without reporting anything; the delivery is not charged if nothing was tried."""
+        """Requeue the message without reporting anything; with *is_counted* off, this delivery does not count."""
         if isinstance(error, LEDGER_ERRORS):
             log_task_event(
                 logging.WARNING,

@@ -86,8 +86,8 @@ class AccountLastSeen(NamedTuple):
 class AttemptBatch:
     """Attempts under one batch id.
 
-    *outcome_unknown* means that the commit was sent and not confirmed, *was_rejected* that the server rejected the
-    batch once.
+    *outcome_unknown* means that the commit was sent and not confirmed; ``write_batch`` sets it. *was_rejected* means
+    that the server rejected the batch once; the writer's loop sets it, and splits the batch at the second rejection.
     """
 
     attempts: tuple[PreparedAttempt, ...]

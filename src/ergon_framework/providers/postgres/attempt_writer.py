@@ -52,6 +52,7 @@ class AttemptQueue:
     """The attempts between the callers and the writer's thread."""
 
     def __init__(self, room: int) -> None:
+        #: Maximum number of attempts that wait.
         self.room = room
         self.batch_size = min(MAX_BATCH, room)
         self.rows: deque[AttemptRecord] = deque()
@@ -149,8 +150,10 @@ class AttemptWriterLoop:
         #: When retention is due; None before the first connection.
         self._retention_due_at: float | None = None
         self._retention_run: Iterator[None] | None = None
+        #: By reason: when dropped attempts were last logged, and how many had been dropped until then.
         self._logged_at: dict[str, float] = {}
         self._logged_counts: Counter[str] = Counter()
+        #: Whether the outage was logged; reset by the next batch that is written.
         self._is_unavailable = False
 
     def run(self) -> None:
@@ -395,6 +398,7 @@ class MetricsWriter:
         self._every = every
         self._sample = sample
         self._retention = ProviderRetention() if retention is None else retention
+        #: Attempts that were dropped before the last ``flush``, which replaces the queue with its counters.
         self._dropped_before = 0
         self._reset()
         _instances.add(self)

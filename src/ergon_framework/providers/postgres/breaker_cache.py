@@ -64,7 +64,7 @@ class BreakerCache:
         self._states: OrderedDict[ProviderScope, BreakerSnapshot] = OrderedDict()
         #: Requested scopes that have not been read yet.
         self._unread: set[ProviderScope] = set()
-        #: Called when a scope is added to the unread ones.
+        #: Called when a scope is added to the unread ones; set by ``BreakerListener`` to wake its thread.
         self.on_scope_requested: Callable[[], None] = lambda: None
 
     def get(self, scope: ProviderScope) -> BreakerSnapshot | None:
@@ -135,6 +135,7 @@ class BreakerListener:
         self._waiter = NotificationWaiter()
         # Wakes the thread when a scope is requested that was never read.
         breaker_cache.on_scope_requested = self._waiter.wake
+        #: When the last complete poll began: states may have changed since then.
         self._polled_at = float("-inf")
         self._maintenance = Maintenance()
         # A separate generator, so that processes do not run in step: forked children share the global one's state.
@@ -166,6 +167,7 @@ class BreakerListener:
                 with self._pool.connect() as connection:
                     if self._pool.is_direct:
                         connection.execute(f"listen {sql.CHANNEL}")
+                    # Notifications may have been missed before this connection listened.
                     self._read(connection, self._breaker_cache.list_scopes())
                     delay = _MIN_RECONNECT_SECONDS
                     if is_lost:

@@ -94,7 +94,9 @@ WINDOW_KINDS: Final = tuple(WindowKind)
 class PostgresAdmitted(AdmittedAttempt):
     """An attempt that the PostgreSQL store admitted, with the reservations to end after it."""
 
+    #: The reservation of this call alone; None if it was taken from a block, or if there is no quota.
     reservation: int | None = None
+    #: The cache that the call was taken from, and the reservation of its block; an unsent call is refunded there.
     block_cache: QuotaBlockCache | None = None
     block: int | None = None
 
@@ -190,7 +192,7 @@ def _format_policy(policy: ProviderPolicy) -> str:
 
 
 def quota_exceeded_error(kind: int, limit: int, *, server_time: float) -> ProviderQuotaExceededError:
-    """Return the error of an exhausted window, with the message of the quota model."""
+    """Return the error of an exhausted window, with the message of the quota model; *kind* counts from 1."""
     now = datetime.fromtimestamp(server_time, UTC)
     try:
         QuotaState(window_at(WINDOW_KINDS[kind - 1], now), limit, limit).reserve(now=now)

@@ -99,7 +99,9 @@ class Maintenance:
     """The maintenance by one process; each run continues where the last one ended."""
 
     def __init__(self) -> None:
+        #: The newest reservation at the last run; newer ones are examined from the next run on.
         self._max_id = MAX_RESERVATION_ID
+        #: The last tenant whose windows were examined; empty to begin again.
         self._after_tenant = ""
 
     def run(self) -> Operation[None]:

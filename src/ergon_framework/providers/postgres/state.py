@@ -82,6 +82,7 @@ class PostgresProviderState(ProviderState, AsyncProviderState):
     writer.
     """
 
+    #: The connection pool ends every round trip at its timeout.
     is_self_timed = True
 
     def __init__(
@@ -100,6 +101,7 @@ class PostgresProviderState(ProviderState, AsyncProviderState):
         self._block_policy = blocks
         self._writer = writer
         self._own_writer = MetricsWriter(database_address) if metrics and writer is None else None
+        #: Attempts that were recorded without a writer.
         self._unwritten_count = 0
         self._reset()
         _instances.add(self)
@@ -296,6 +298,7 @@ class PostgresProviderState(ProviderState, AsyncProviderState):
             return reservation
         must_renew, unused = block_cache.start_renewal()
         if not must_renew:
+            # Another call fetches the next block; this one is taken from the windows instead of waiting for it.
             return None
         leased_block = None
         try:

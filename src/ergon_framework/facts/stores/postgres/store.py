@@ -165,6 +165,7 @@ class PostgresBoundary(Boundary, AsyncBoundary):
             )
         self._lock = threading.Lock()
         self._process_state: _ProcessState | None = None
+        #: The state of the parent, in a forked child.
         self._inherited: _ProcessState | None = None
 
     def __repr__(self) -> str:
