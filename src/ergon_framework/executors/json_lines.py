@@ -132,6 +132,7 @@ class IncrementalJsonParser:
         If the text up to a comma is a valid array once it is closed there, the comma separates values of the array:
         up to that position both parse the same.
         """
+        # A chunk is parsed by *parse_short*, which does not pass its strings to the hook.
         if self._check_text is not None:
             return None
         for mark in ("},", "],", ","):
@@ -238,6 +239,7 @@ class LineSplitter:
     def __init__(self, max_bytes: int = MAX_LINE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._buffer = bytearray()
+        #: The length so far of a line that exceeds the limit; 0 while the line is buffered.
         self._dropped_bytes = 0
 
     def feed(self, data: bytes) -> Iterator[bytes | OverlongLine]:
@@ -379,7 +381,8 @@ _LENIENT_DECODER: Final = json.JSONDecoder(
 )
 
 
-#: Maximum depth of a rejected line that is still parsed for its job id.
+#: Maximum depth of a rejected line that is still parsed for its job id: more than MAX_DEPTH, because it may have been
+#: rejected for its depth.
 _MAX_LENIENT_DEPTH: Final = 4 * MAX_DEPTH
 
 

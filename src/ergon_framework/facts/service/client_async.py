@@ -68,6 +68,7 @@ async def _send_upload(artifact: RemoteUpload, channel: AsyncReconnectingChannel
             # A rejection arrives while the client is still sending.
             await asyncio.wait((writer, answer), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
+                # Raises the error of a failed write, or of the blob.
                 await writer
             async with asyncio.timeout(channel.address.commit_timeout):
                 return check_stored(await answer)

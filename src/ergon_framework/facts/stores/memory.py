@@ -107,6 +107,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         self._logs: dict[ZonePair, _Log] = {}
         #: By zone and id: the first confirmation, its pair of zones, and when it was stored.
         self._ids: dict[tuple[str, str], tuple[FactConfirmation, ZonePair, int]] = {}
+        #: By reader and pair: the offset that the reader has confirmed.
         self._readers: dict[tuple[str, ZonePair], int] = {}
         self._artifacts = Artifacts()
         self._bytes = 0
@@ -138,6 +139,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
             state = {name: copy.deepcopy(getattr(self, name)) for name in ("_logs", "_ids", "_readers")}
             state["_artifacts"] = self._artifacts.copy_stored()
         for log in state["_logs"].values():
+            # Forwarded facts keep the epoch of the store that they come from.
             if log.buffer is self._side.store_buffer:
                 log.restart_epoch(epoch)
         # The lock and the listeners are not shared with the original store.
@@ -216,6 +218,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
     def _get_log(self, pair: ZonePair, buffer: Buffer, epoch: str) -> _Log:
         log = self._logs.get(pair)
         if log is None:
+            # Added to the logs by _store, so that a rejected fact leaves none behind.
             return _Log(epoch, buffer)
         if log.buffer is not buffer:
             raise errors.wrong_buffer_error(pair, log.buffer, buffer)

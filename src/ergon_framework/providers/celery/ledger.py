@@ -141,6 +141,7 @@ class TaskLedger:
         self._thread_local = threading.local()
 
     def with_short_connections(self) -> TaskLedger:
+        """Return a ledger for a parent process, which must have no connection open when it forks."""
         return TaskLedger(self._dsn, close_after_use=True)
 
     # -- one task -----------------------------------------------------------------------------------
@@ -161,6 +162,7 @@ class TaskLedger:
     def complete(self, task_id: str, task_name: str, *, run: str, is_reported: bool) -> TaskState | None:
         """End the task with a result; return None, or the existing state if the task has ended before.
 
+        *run* identifies this call, so that a repeated one, after a lost answer, is not taken for another delivery.
         Unless *is_reported* is set, ``confirm`` must follow after the result is reported.
         """
         fields = {

@@ -52,7 +52,8 @@ class CeleryProviderRequest(Request):  # type: ignore[misc]  # Celery comes with
     A lost child does not end the task: its message is redelivered, and deliveries are counted.
     """
 
-    #: The failure at the hard limit: None before it, False if the task did not end, else the reported exception info.
+    #: The failure at the hard limit: None before it, False if there is nothing to report (the task has succeeded, or is
+    #: requeued), else the reported exception info. Set by on_failure, which Celery calls before on_timeout.
     _limit_failure: Any = None
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:  # noqa: FBT001, FBT002

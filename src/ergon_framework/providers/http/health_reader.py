@@ -188,6 +188,7 @@ class HealthReader:
         self._timeout = timeout
         self._semaphore = asyncio.Semaphore(max_connections)
         self._idle: list[AsyncConnection[Any]] = []
+        #: By tenant: the read that callers share; removed when it has ended or is too late.
         self._reads: dict[str, asyncio.Task[TenantSummary]] = {}
         #: Running reads, including those that took too long and are being cancelled.
         self._running: set[asyncio.Task[TenantSummary]] = set()

@@ -48,7 +48,7 @@ _MAX_EXTRA_CALLS: Final = 10**12
 
 @dataclass(frozen=True, slots=True)
 class BreakerRow:
-    """A breaker as it is stored: an open breaker stays open after its cooldown until the next call.
+    """A breaker as it is stored: after its cooldown it stays open until the next call, which makes it half-open.
 
     An override that has ended is omitted.
     """

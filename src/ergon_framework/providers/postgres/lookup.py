@@ -146,7 +146,10 @@ class _StoredDeadLetter(NamedTuple):
 
 
 class _CallContext(NamedTuple):
-    """The data around the attempts, by the index of the attempt or by the scope."""
+    """The data around the attempts: quotas by the index of the attempt, keys by tenant, provider and key, else by scope.
+
+    An override is an operator's action on a breaker or quota.
+    """
 
     quotas: dict[int, dict[str, Value]]
     breakers: dict[tuple[str, str, str], _StoredBreaker]
