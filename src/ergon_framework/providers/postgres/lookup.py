@@ -146,7 +146,7 @@ class _StoredDeadLetter(NamedTuple):
 
 
 class _CallContext(NamedTuple):
-    """The data around the attempts: quotas by the index of the attempt, keys by tenant, provider and key, else by scope.
+    """The data around the attempts: quotas by the index of the attempt, the rest by scope or by key.
 
     An override is an operator's action on a breaker or quota.
     """
