@@ -73,6 +73,7 @@ class StderrTail:
         if not any(map(str.isalnum, text)):
             return
         self._lines.append(text)
+        # "error" or "Error", also within the name of an exception.
         if "rror" in text or "rror" not in self._key_line:
             self._key_line = text
 

@@ -91,7 +91,7 @@ class ArtifactLost(FactError):
 class BufferFull(FactError):
     """The buffer has no free space, and nothing was written: retry after readers have confirmed or space was added."""
 
-    # Not charged as an attempt: the handler runs again later, as often as necessary.
+    # Not counted as an attempt: the handler runs again later, as often as necessary.
     not_attempted = True
     retry_after = 5.0
     code = "buffer_full"
@@ -152,7 +152,7 @@ class AccessDenied(FactError):
 class LimitExceeded(FactError):
     """The caller, or all callers together, have too much in flight; nothing was done, retry later."""
 
-    # Not charged as an attempt of the handler: the limit is free again as soon as other calls have ended.
+    # Not counted as an attempt of the handler: the limit is free again as soon as other calls have ended.
     not_attempted = True
     retry_after = 1.0
     code = "limit_exceeded"

@@ -39,7 +39,7 @@ class JobState(StrEnum):
     PENDING = "pending"
     RUNNING = "running"
     SUCCEEDED = "succeeded"
-    #: The job is dead-lettered.
+    #: The job has failed; its message is dead-lettered, unless the orchestrator's policy acks failures.
     FAILED = "failed"
     CANCELLED = "cancelled"
     KILLED = "killed"
@@ -70,7 +70,9 @@ class Job:
     kind: str
     function_name: str
     state: JobState
+    #: Attempts that were begun and count.
     attempts: int
+    #: None if the orchestrator's policy decides; the same for the timeout of an attempt.
     max_attempts: int | None
     timeout: float | None
     priority: int
@@ -81,7 +83,9 @@ class Job:
     due_at: datetime
     started_at: datetime | None
     ended_at: datetime | None
+    #: When the job may be deleted; None before its end.
     expires_at: datetime | None
+    #: Whether a kill was requested while the job was running.
     kill_asked: bool
     #: The handler's return value, if the job has succeeded.
     result: Any

@@ -70,7 +70,7 @@ def _to_epoch_seconds(moment: datetime) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ErrorRule:
-    """The meaning of one exception class.
+    """The meaning of one exception class; *sent* and *fault* replace those of *kind*, except a *fault* of None.
 
     An *is_fallback* rule applies only if no exception inside has a rule. *ignores_status* is for exceptions
     whose status is not the provider's.

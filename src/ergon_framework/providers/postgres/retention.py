@@ -99,7 +99,7 @@ class Maintenance:
     """The maintenance by one process; each run continues where the last one ended."""
 
     def __init__(self) -> None:
-        #: The newest reservation at the last run; newer ones are examined from the next run on.
+        #: The newest reservation at the last run. Newer ones are examined later, because most of them are in flight.
         self._max_id = MAX_RESERVATION_ID
         #: The last tenant whose windows were examined; empty to begin again.
         self._after_tenant = ""
@@ -218,7 +218,7 @@ def create_future_partitions(
 
 
 class RetentionProgress:
-    """The progress of a run."""
+    """The progress of a run; its fields are those of ``RetentionResult``."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
