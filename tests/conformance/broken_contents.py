@@ -139,7 +139,7 @@ class SharesUploads(MemoryContentStore):
         pass
 
     def delete_upload(self, upload):
-        self._uploads.pop(upload.upload, None)
+        self._uploads.pop(upload.upload_id, None)
 
 
 class KeepsDamagedContent(MemoryContentStore):
