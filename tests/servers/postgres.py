@@ -95,11 +95,17 @@ class PrivatePostgres:
     """
 
     def __init__(
-        self, folder: Path | str, *, fsync: bool = True, settings: Mapping[str, str | int | float] | None = None
+        self,
+        folder: Path | str,
+        *,
+        fsync: bool = True,
+        settings: Mapping[str, str | int | float] | None = None,
+        port: int | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.binaries = find_binaries()
-        self.port = free_port()
+        self.port = port or free_port()
+        self._options: dict[str, Any] = {"fsync": fsync, "settings": settings}
         self._data = self.folder / "data"
         self._sockets = self.folder / "sockets"
         self._log = self.folder / "server.log"
@@ -148,6 +154,43 @@ class PrivatePostgres:
                 sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(like))
             )
         return self.dsn(name)
+
+    def require_passwords(self) -> None:
+        """Require a password over TCP from every user but ``postgres``."""
+        lines = ["local all all trust", "host replication postgres 127.0.0.1/32 trust"]
+        lines += ["host all postgres 127.0.0.1/32 trust", "host all all 127.0.0.1/32 scram-sha-256", ""]
+        self._write_file("pg_hba.conf", "\n".join(lines).encode())
+        self.reload()
+
+    def use_certificate(self, certificate: Path, key: Path) -> None:
+        """Accept TLS connections, as a server with *certificate* and *key*."""
+        with psycopg.connect(self.dsn(), autocommit=True) as admin:
+            for name, path in (("ssl_cert_file", certificate), ("ssl_key_file", key)):
+                copy = self._write_file(f"{name}.pem", path.read_bytes())
+                admin.execute(sql.SQL("alter system set {} = {}").format(sql.Identifier(name), str(copy)))
+            admin.execute("alter system set ssl = on")
+        self.reload()
+
+    def reload(self) -> None:
+        """Make the server read its settings and files again, and wait until new sessions have them."""
+        with psycopg.connect(self.dsn(), autocommit=True) as admin:
+            before = admin.execute("select pg_conf_load_time()").fetchone()
+            admin.execute("select pg_reload_conf()")
+            deadline = time.monotonic() + _SERVER_TIMEOUT_SECONDS
+            while admin.execute("select pg_conf_load_time()").fetchone() == before:
+                if time.monotonic() > deadline:
+                    raise PostgresServerError("the server did not read its settings again")
+                time.sleep(0.005)
+
+    def _write_file(self, name: str, content: bytes) -> Path:
+        """Write a file into the data folder that only the server's user can read."""
+        path = self._data / name
+        path.write_bytes(content)
+        path.chmod(0o600)
+        if os.geteuid() == 0:
+            account = self._get_account()
+            os.chown(path, account.pw_uid, account.pw_gid)
+        return path
 
     # -- start and stop ---------------------------------------------------------------------------
 
@@ -208,9 +251,9 @@ class PrivatePostgres:
 
     # -- a standby ----------------------------------------------------------------------------------
 
-    def create_standby(self, folder: Path | str, *, name: str) -> PrivatePostgres:
+    def create_standby(self, folder: Path | str, *, name: str, port: int | None = None) -> PrivatePostgres:
         """Copy this server into *folder* as a standby called *name*, and start it."""
-        standby = PrivatePostgres(folder)
+        standby = PrivatePostgres(folder, port=port, **self._options)
         for path in (standby.folder, standby._data, standby._sockets):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.geteuid() == 0:

@@ -250,6 +250,11 @@ class _ConnectorBase(ABC):
         return None
 
     @property
+    def server_host(self) -> str | None:
+        """Host and port of the server of the newest connection, of several in the address; None if it is unknown."""
+        return None
+
+    @property
     def write_refusal(self) -> str | None:
         """Why the server rejects new messages while workers can fetch, such as full memory; None if it accepts them."""
         return None

@@ -137,6 +137,10 @@ class AsyncBridge(AsyncConnector):
         return self.connector.server_address
 
     @property
+    def server_host(self) -> str | None:
+        return self.connector.server_host
+
+    @property
     def write_refusal(self) -> str | None:
         return self.connector.write_refusal
 
@@ -279,6 +283,10 @@ class SyncBridge(Connector):
     @property
     def server_address(self) -> str | None:
         return self.connector.server_address
+
+    @property
+    def server_host(self) -> str | None:
+        return self.connector.server_host
 
     @property
     def write_refusal(self) -> str | None:

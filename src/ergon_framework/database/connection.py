@@ -1,4 +1,4 @@
-"""Connections with a deadline for every wait, as a sync and an async class, and the socket waiter of the async one.
+"""Connections with a deadline for every wait, as a sync and an async class, their opening, and a socket waiter.
 
 The socket waiter waits on an event loop for the answers to one connection, and stays registered between them. To
 register with a loop and to unregister costs more than to receive an answer, and driving the driver's generator here
@@ -11,13 +11,25 @@ from __future__ import annotations
 import asyncio
 import select
 import time
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import psycopg
 from psycopg import AsyncConnection, Connection
 from psycopg.pq import TransactionStatus
 from psycopg.rows import TupleRow
 
-from ergon_framework.database.errors import ServerTimeout
+from ergon_framework.database.errors import (
+    ConnectFailed,
+    ServerTimeout,
+    is_login_refusal,
+    refuse_login,
+    translate_connect_error,
+)
+from ergon_framework.errors import ConnectionLostError, ErgonError, error_message
+
+if TYPE_CHECKING:
+    from ergon_framework.database.login import Login
 
 #: The events that the driver waits for, as its own constants.
 READ: Final = 1
@@ -141,6 +153,8 @@ class DeadlineConnection(Connection[TupleRow]):
     """
 
     deadline: float | None = None
+    #: The epoch of its pool in which it was opened.
+    epoch: int = 0
 
     @property
     def is_busy(self) -> bool:
@@ -173,6 +187,7 @@ class AsyncDeadlineConnection(AsyncConnection[TupleRow]):
     """The async variant; *deadline* is a time of the event loop's clock."""
 
     deadline: float | None = None
+    epoch: int = 0
     _waiter: SocketWaiter | None = None
 
     @property
@@ -208,6 +223,74 @@ class AsyncDeadlineConnection(AsyncConnection[TupleRow]):
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
             waiter.close()
+
+
+# -- opening ----------------------------------------------------------------------------------------
+
+C = TypeVar("C")
+
+
+def open_connection(connect: Callable[..., C], options: Mapping[str, Any], login: Login) -> C:
+    """Open a connection by *connect* with *options* and the credentials that *login* has now.
+
+    Raise ConnectFailed or ConnectRejected, which are also errors of the driver.
+    """
+    attempts = _LoginAttempts(login)
+    while True:
+        parameters = {**options, **attempts.read_credentials()}
+        try:
+            connection = connect(**parameters)
+        except psycopg.OperationalError as error:
+            attempts.check(error)
+        else:
+            login.accept()
+            return connection
+
+
+async def open_connection_async(
+    connect: Callable[..., Coroutine[Any, Any, C]], options: Mapping[str, Any], login: Login
+) -> C:
+    """Open an async connection; see ``open_connection``. The credentials are read in another thread."""
+    attempts = _LoginAttempts(login)
+    while True:
+        has_source = login.source is not None
+        credentials = await asyncio.to_thread(attempts.read_credentials) if has_source else {}
+        try:
+            connection = await connect(**{**options, **credentials})
+        except psycopg.OperationalError as error:
+            attempts.check(error)
+        else:
+            login.accept()
+            return connection
+
+
+class _LoginAttempts:
+    """The attempts to open one connection: a second one if the login was refused and the credentials have changed."""
+
+    def __init__(self, login: Login) -> None:
+        self._login = login
+        self._credentials: dict[str, str] = {}
+        self._refusal: psycopg.Error | None = None
+
+    def read_credentials(self) -> dict[str, str]:
+        """Read the credentials; raise the refusal of the last attempt if they are the same."""
+        try:
+            credentials = self._login.read()
+        except ConnectionLostError as error:
+            raise ConnectFailed(error_message(error)) from error
+        except ErgonError as error:
+            raise refuse_login(error_message(error), self._login) from error
+        if self._refusal is not None and credentials == self._credentials:
+            raise translate_connect_error(self._refusal, self._login) from None
+        self._credentials = credentials
+        return credentials
+
+    def check(self, error: psycopg.Error) -> None:
+        """Return if the password may have been rotated after its read; raise the error of the framework otherwise."""
+        if self._login.source is None or self._refusal is not None or not is_login_refusal(error):
+            # Without the cause, which may quote the address.
+            raise translate_connect_error(error, self._login) from None
+        self._refusal = error
 
 
 def _to_driver_events(poll_events: int, requested: int) -> int:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Final
+import re
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Final
 
 import psycopg
 from psycopg import errors
 
 from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError
+
+if TYPE_CHECKING:
+    from ergon_framework.database.login import Login
 
 #: SQLSTATE, or its class, of a server that is reachable and cannot serve at present, with the cause. Callers wait
 #: for it as for an unreachable server. The longest match decides.
@@ -33,6 +38,33 @@ _UNAVAILABLE_AT_CONNECT: Final = {
     "No space left on device": "the disk of the database is full",
     "could not write init file": "the disk of the database is full, or cannot be written for another reason",
 }
+#: SQLSTATE of a server that has become a standby, or stops: its other connections are useless too.
+_SERVER_CHANGED: Final = frozenset({"25006", "57P01", "57P02", "57P03"})
+#: Message fragments of a server that refuses a login. The driver knows no SQLSTATE of a failed connection, and a server
+#: with translated messages is not recognized: its refusal stays a lost connection.
+_LOGIN_REFUSALS: Final = (
+    "authentication failed",
+    "no password supplied",
+    "is not permitted to log in",
+    "no pg_hba.conf entry",
+)
+#: Message fragments of libpq for a certificate that does not verify, with the problem and its remedy.
+_CERTIFICATE_PROBLEMS: Final = {
+    "does not match host name": (
+        "the certificate of the database is for another host name",
+        "use a name of the certificate as host in the address, or issue a certificate for this one",
+    ),
+    "root certificate": (
+        "the file of trusted authorities cannot be used",
+        "set sslrootcert in the address to the certificate of the authority that signed the server's",
+    ),
+    "certificate verify failed": (
+        "the certificate of the database is expired or not signed by a trusted authority",
+        "renew it, or set sslrootcert in the address to the certificate of the authority that signed it",
+    ),
+}
+#: The start of one failure in the driver's message about several addresses, with the host that the user wrote.
+_ATTEMPT: Final = re.compile(r"^- host: (.*?), port: .*?, hostaddr: .*?: ", re.MULTILINE)
 _MISSING_SCHEMA_ERRORS: Final = (
     errors.InvalidSchemaName,
     errors.UndefinedTable,
@@ -57,8 +89,19 @@ class ServerTimeout(ConnectionLostError, psycopg.OperationalError):
         super().__init__("the server did not answer in time")
 
 
+class ConnectFailed(ConnectionLostError, psycopg.OperationalError):
+    """No connection could be opened; another attempt may help. Also an error of the driver, for those who catch it."""
+
+
+class ConnectRejected(ConfigurationError, psycopg.OperationalError):
+    """No connection can be opened with this configuration. Also an error of the driver."""
+
+
 def translate_error(error: psycopg.Error, *, is_broken: bool, error_type: type[ErgonError] = ErgonError) -> ErgonError:
     """Translate *error*; *is_broken* says that the connection was lost. Any other error becomes an *error_type*."""
+    if isinstance(error, ConnectFailed | ConnectRejected):
+        public_type = ConnectionLostError if isinstance(error, ConnectFailed) else ConfigurationError
+        return public_type(str(error))
     if isinstance(error, _MISSING_SCHEMA_ERRORS):
         return ConfigurationError(
             f"database schema is missing or outdated ({_get_message(error)}); run: ergon db upgrade"
@@ -70,6 +113,50 @@ def translate_error(error: psycopg.Error, *, is_broken: bool, error_type: type[E
     if is_broken:
         return ConnectionLostError(f"the database is unavailable: {_get_message(error)}")
     return error_type(f"the database answered with {type(error).__name__}: {_get_message(error)}")
+
+
+def translate_connect_error(error: psycopg.Error, login: Login) -> ConnectFailed | ConnectRejected:
+    """Translate *error*, with which no connection could be opened.
+
+    A refused login and a certificate that does not verify are errors of the configuration if every host of the address
+    has one: a host that does not answer at present may come back.
+    """
+    message = _get_message(error)
+    if _has_every_host(error, _CERTIFICATE_PROBLEMS):
+        problem, remedy = next(text for part, text in _CERTIFICATE_PROBLEMS.items() if part in str(error))
+        return ConnectRejected(f"{problem}: {message}; {remedy}")
+    if is_login_refusal(error):
+        reason = f"the database refused the login: {message}"
+        return refuse_login(f"{reason}; check the user, the password and pg_hba.conf", login)
+    cause = get_unavailability_cause(error) or "the database is unavailable"
+    return ConnectFailed(f"{cause}: {message}")
+
+
+def refuse_login(reason: str, login: Login) -> ConnectFailed | ConnectRejected:
+    """Return the error of a login that is refused, or whose credentials cannot be read, because of *reason*."""
+    if login.refuse():
+        return ConnectFailed(f"{reason}; a login was accepted before, so it is tried again")
+    return ConnectRejected(reason)
+
+
+def is_login_refusal(error: psycopg.Error) -> bool:
+    """Return whether every host that *error* is about has refused the login."""
+    return _has_every_host(error, _LOGIN_REFUSALS)
+
+
+def has_server_changed(error: psycopg.Error) -> bool:
+    """Return whether *error* says that the server is a standby now, or stops."""
+    return error.sqlstate in _SERVER_CHANGED
+
+
+def _has_every_host(error: psycopg.Error, fragments: Collection[str]) -> bool:
+    """Return whether each host has one of *fragments* in its messages; a host name may have several addresses."""
+    if error.sqlstate is not None:
+        return False
+    parts = _ATTEMPT.split(str(error))
+    hosts = parts[1::2]
+    matching = {host for host, text in zip(hosts, parts[2::2], strict=True) if any(each in text for each in fragments)}
+    return matching == set(hosts) if hosts else any(each in parts[0] for each in fragments)
 
 
 def get_unavailability_cause(error: psycopg.Error) -> str:

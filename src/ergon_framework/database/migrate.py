@@ -17,6 +17,9 @@ from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.pool import NullPool
 
+from ergon_framework.database.address import connect_options, find_login
+from ergon_framework.database.connection import open_connection
+from ergon_framework.database.errors import translate_error
 from ergon_framework.database.revisions import REVISIONS, SCHEMA, is_compatible
 from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError
 
@@ -108,17 +111,14 @@ def _read_state(connection: Connection) -> SchemaState:
 def _connect(dsn: str) -> Iterator[Connection]:
     dialect: Any = PGDialect_psycopg
     driver = dialect.import_dbapi()
-    try:
-        # Parsed by the driver, so that an address means the same here as for a queue.
-        address_options = driver.conninfo.conninfo_to_dict(dsn)
-    except driver.ProgrammingError:
-        # Without the cause, which quotes the address.
-        raise ConfigurationError(
-            "invalid database address: expected something like postgresql://user@host:5432/name; it is set "
-            "by ERGON_POSTGRES__DSN, by ergon.toml or by the program"
-        ) from None
-    options = {"connect_timeout": _CONNECT_TIMEOUT_SECONDS, **address_options, "prepare_threshold": None}
-    engine = create_engine("postgresql+psycopg://", creator=lambda: driver.connect(**options), poolclass=NullPool)
+    # The same options as those of a queue, so that an address means the same here.
+    options = connect_options(dsn, {"connect_timeout": _CONNECT_TIMEOUT_SECONDS})
+    settings, login = {**options, "prepare_threshold": None}, find_login(options)
+    engine = create_engine(
+        "postgresql+psycopg://",
+        creator=lambda: open_connection(driver.connect, settings, login),
+        poolclass=NullPool,
+    )
     is_connected = False
     try:
         with engine.connect() as connection:
@@ -136,7 +136,7 @@ def _translate_error(error: DBAPIError, *, is_connected: bool) -> ErgonError:
     cause: Any = error.orig
     message = (cause.diag.message_primary or str(cause).partition("\n")[0] or type(cause).__name__)[:_MAX_MESSAGE_CHARS]
     if not is_connected:
-        return ConnectionLostError(f"the database is unavailable: {message}")
+        return translate_error(cause, is_broken=True)
     if cause.sqlstate == _INSUFFICIENT_PRIVILEGE:
         return ConfigurationError(
             f"the database rejected access: {message}; connect as a role with that right, like the owner, "

@@ -12,7 +12,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -23,10 +23,17 @@ import psycopg
 from psycopg import generators
 from psycopg.pq import TransactionStatus
 
-from ergon_framework.database.connection import AsyncDeadlineConnection, DeadlineConnection
-from ergon_framework.database.errors import ServerTimeout, translate_error
+from ergon_framework.connectors.credentials import CredentialsSource
+from ergon_framework.database.address import connect_options, find_login, is_unverified
+from ergon_framework.database.connection import (
+    AsyncDeadlineConnection,
+    DeadlineConnection,
+    open_connection,
+    open_connection_async,
+)
+from ergon_framework.database.errors import ServerTimeout, has_server_changed, translate_error
 from ergon_framework.database.operation import Operation, run_operation, run_operation_async
-from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError
+from ergon_framework.errors import ConnectionLostError, ErgonError
 from ergon_framework.redaction import learn_address
 
 
@@ -58,16 +65,6 @@ def _do_nothing() -> None:
 
 R = TypeVar("R")
 
-#: Detection of a network failure: an unacknowledged packet after 12 s, an idle connection after 20 s.
-KEEPALIVE_OPTIONS: Final = {
-    "connect_timeout": 5,
-    "keepalives": 1,
-    "keepalives_idle": 10,
-    "keepalives_interval": 3,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 12_000,
-    "application_name": "ergon",
-}
 #: Executions after which a statement is prepared.
 _PREPARE_THRESHOLD: Final = 2
 #: Seconds for which an abandoned statement keeps its permit; the server's own limits are shorter.
@@ -87,51 +84,28 @@ select set_config(name, setting, false) from (values
 """
 
 
-def connect_options(dsn: str, defaults: Mapping[str, Any] = KEEPALIVE_OPTIONS) -> dict[str, Any]:
-    """Return the connection parameters of *dsn*; those in the address take precedence over *defaults*."""
-    try:
-        return {**defaults, **psycopg.conninfo.conninfo_to_dict(dsn)}
-    except psycopg.ProgrammingError:
-        # Without the cause, which quotes the address.
-        raise ConfigurationError(
-            "invalid database address: expected something like postgresql://user@host:5432/name; it is set "
-            "by ERGON_POSTGRES__DSN, by ergon.toml or by the program"
-        ) from None
-
-
-def is_same_database(one: str, other: str) -> bool:
-    """Return whether two addresses name the same database; user and options are ignored."""
-    locations = [
-        {key: connect_options(dsn).get(key) for key in ("host", "hostaddr", "port", "dbname")} for dsn in (one, other)
-    ]
-    return locations[0] == locations[1]
-
-
-def public_address(dsn: str | None) -> str | None:
-    """Return the location of the database of *dsn*, without credentials and options; None if it cannot be parsed."""
-    if not dsn:
-        return None
-    try:
-        options = connect_options(dsn, {})
-    except ConfigurationError:
-        return None
-    hosts = str(options.get("host") or options.get("hostaddr") or "").split(",")
-    ports = str(options.get("port") or "").split(",")
-    # A single port applies to all hosts.
-    ports *= len(hosts) if len(ports) == 1 else 1
-    location = ",".join(f"{host}:{port}" if port else host for host, port in zip(hosts, ports, strict=False))
-    return f"postgresql://{location}/{options.get('dbname', '')}"
-
-
 class ConnectionPool:
     """At most *max_size* sync connections, and as many async ones for each event loop; further callers wait.
 
-    An error with which the server rejects a statement is raised as *error_type*.
+    An error with which the server rejects a statement is raised as *error_type*. Before each new connection the
+    credentials are read: from *credentials*, or from the files that the settings name for this database.
     """
 
-    def __init__(self, dsn: str, *, max_size: int = 8, error_type: type[ErgonError] = ErgonError) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        *,
+        max_size: int = 8,
+        error_type: type[ErgonError] = ErgonError,
+        credentials: CredentialsSource | None = None,
+    ) -> None:
         learn_address(dsn)
         self._options: dict[str, Any] = connect_options(dsn)
+        self._login = find_login(self._options, credentials)
+        #: Host and port of the server of the newest connection; None before the first one.
+        self.host: str | None = None
+        #: Incremented when a server cannot be written to any more; connections of an earlier epoch are closed.
+        self.epoch = 0
         self._max_size = max_size
         self._error_type = error_type
         #: False if there is a pooler in front of the server; None until a connection has checked it.
@@ -147,6 +121,11 @@ class ConnectionPool:
     def host_count(self) -> int:
         """The number of servers in the address."""
         return len(str(self._options.get("host") or self._options.get("hostaddr") or "").split(","))
+
+    @property
+    def is_unverified(self) -> bool:
+        """Whether connections are encrypted without a verification of the server."""
+        return is_unverified(self._options)
 
     def _build_settings(self) -> dict[str, Any]:
         # A pooler shares one session among clients: a prepared statement in it may belong to another client.
@@ -167,7 +146,7 @@ class ConnectionPool:
         with self._acquire_permit(timeout_seconds) as permit:
             connection: DeadlineConnection | None = None
             try:
-                connection = _pop_usable(self._idle) or self._open_connection(deadline, permit)
+                connection = _pop_usable(self._idle, self.epoch) or self._open_connection(deadline, permit)
                 connection.deadline = deadline
                 return run_operation(connection, operation)
             except psycopg.Error as error:
@@ -240,12 +219,14 @@ class ConnectionPool:
     def _translate(
         self, error: psycopg.Error, connection: DeadlineConnection | AsyncDeadlineConnection | None
     ) -> ErgonError:
+        if connection is not None and has_server_changed(error) and connection.epoch == self.epoch:
+            self.epoch += 1
         is_broken = connection is None or connection.broken or isinstance(error, ServerTimeout)
         return translate_error(error, is_broken=is_broken, error_type=self._error_type)
 
     def connect(self) -> DeadlineConnection:
         """Open a connection outside the pool; the caller closes it."""
-        connection = DeadlineConnection.connect(**self._build_settings())
+        connection = open_connection(DeadlineConnection.connect, self._build_settings(), self._login)
         try:
             if self.is_direct is None:
                 row = connection.execute(_BACKEND_PID).fetchone()
@@ -254,10 +235,15 @@ class ConnectionPool:
                 connection.prepare_threshold = _PREPARE_THRESHOLD if self.is_direct else None
             if self.is_direct:
                 connection.execute(_PLAN_SETTINGS)
+            self._on_connected(connection)
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def _on_connected(self, connection: DeadlineConnection | AsyncDeadlineConnection) -> None:
+        connection.epoch = self.epoch
+        self.host = f"{connection.info.host}:{connection.info.port}"
 
     def _release(self, connection: DeadlineConnection) -> None:
         if connection.pgconn.transaction_status != TransactionStatus.IDLE:
@@ -293,7 +279,7 @@ class ConnectionPool:
         with await self._acquire_permit_async(pool, deadline) as permit:
             connection: AsyncDeadlineConnection | None = None
             try:
-                connection = _pop_usable(pool.idle) or await self._open_connection_async(deadline)
+                connection = _pop_usable(pool.idle, self.epoch) or await self._open_connection_async(deadline)
                 connection.deadline = deadline
                 return await run_operation_async(connection, operation)
             except psycopg.Error as error:
@@ -324,7 +310,7 @@ class ConnectionPool:
             raise _unreachable_error() from None
 
     async def _connect_async(self) -> AsyncDeadlineConnection:
-        connection = await AsyncDeadlineConnection.connect(**self._build_settings())
+        connection = await open_connection_async(AsyncDeadlineConnection.connect, self._build_settings(), self._login)
         try:
             if self.is_direct is None:
                 row = await (await connection.execute(_BACKEND_PID)).fetchone()
@@ -332,6 +318,7 @@ class ConnectionPool:
                 connection.prepare_threshold = _PREPARE_THRESHOLD if self.is_direct else None
             if self.is_direct:
                 await connection.execute(_PLAN_SETTINGS)
+            self._on_connected(connection)
         except BaseException:
             # Not awaited: a cancelled task may be cancelled in that await too.
             connection.abort()
@@ -430,8 +417,8 @@ class _EventLoopPool:
 C = TypeVar("C", DeadlineConnection, AsyncDeadlineConnection)
 
 
-def _pop_usable(idle: list[C]) -> C | None:
-    """Pop an idle connection that the server has not closed; a closed one is readable, without a read yet."""
+def _pop_usable(idle: list[C], epoch: int) -> C | None:
+    """Pop an idle connection of *epoch* that the server has not closed; a closed one is readable, without a read."""
     while True:
         try:
             connection = idle.pop()
@@ -439,6 +426,6 @@ def _pop_usable(idle: list[C]) -> C | None:
             return None
         poll = select.poll()
         poll.register(connection.fileno(), select.POLLIN)
-        if not poll.poll(0):
+        if connection.epoch == epoch and not poll.poll(0):
             return connection
         connection.abort()

@@ -73,6 +73,10 @@ class NamedQueue(Connector, AsyncConnector):
         return self.connector.server_address
 
     @property
+    def server_host(self) -> str | None:
+        return self.connector.server_host
+
+    @property
     def write_refusal(self) -> str | None:
         return self.connector.write_refusal
 

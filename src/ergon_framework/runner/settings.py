@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import Field, Strict, ValidationError, field_validator
+from pydantic import Field, Strict, ValidationError, field_validator, model_validator
 
 from ergon_framework import redaction
 from ergon_framework.connectors.encryption import KEYS_VARIABLE
 from ergon_framework.connectors.registry import url_scheme
+from ergon_framework.database import login
 from ergon_framework.engine.retry import backoff_delay
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.policy import Count, Policy, Seconds
@@ -170,6 +171,20 @@ class PostgresSettings(Policy):
     dsn: str | None = Field(
         default=None, repr=False, description="Address of the database; with a password, in the environment only."
     )
+    user_file: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="File with the user, read before every new connection; needs password_file."
+    )
+    password_file: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="File with the password, read before every new connection."
+    )
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        if self.user_file and not self.password_file:
+            raise ValueError("user_file is set without password_file; set both, or name the user in dsn")
+        if self.password_file and not self.dsn:
+            raise ValueError("password_file is set without dsn; set dsn to the address without the password")
+        return self
 
 
 class ProviderSettings(Policy):
@@ -301,6 +316,7 @@ def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = 
         raise ConfigurationError(settings_sources.explain_validation_error(error, tree)) from error
     if environ is None:
         _use_redaction(loaded)
+        login.configure(loaded.postgres.dsn, loaded.postgres.user_file, loaded.postgres.password_file)
     return loaded
 
 

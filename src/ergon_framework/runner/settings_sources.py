@@ -112,7 +112,9 @@ def _find_secrets(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             # The name of an address is a secret name, but an address is a secret only if it contains a password.
-            if redaction.is_secret_name(key) and key != "dsn" and not isinstance(item, Mapping):
+            # The path of a file with a secret is not a secret.
+            is_location = key == "dsn" or key.endswith("_file")
+            if redaction.is_secret_name(key) and not is_location and not isinstance(item, Mapping):
                 yield (*keys, key), "is named like a secret"
             yield from _find_secrets(item, (*keys, key))
     elif isinstance(value, list):

@@ -608,6 +608,8 @@ class Field:
     EXIT_CODE: Final = "exit_code"
     QUEUE: Final = "queue"
     ADDRESS: Final = "address"
+    #: Host and port of one server of the address.
+    HOST: Final = "host"
     #: The campaign of a provider call, if the caller has named one: a group of calls.
     CAMPAIGN_ID: Final = "campaign_id"
     PROVIDER_NAME: Final = "provider_name"

@@ -105,7 +105,10 @@ def test_a_variable_is_parsed_as_toml_if_valid_and_as_text_otherwise(text, value
         ("[runn]\nprocesses = 3", "unknown key 'runn'; did you mean 'run'?"),
         ("processes = 3", "unknown key 'processes'; did you mean 'run.processes'?"),
         ("[run]\nzzzzz = 3", "known keys here: processes, drain_timeout, pausable, restart, probes"),
-        ("[postgres]\nurl = 'x'", "unknown key 'postgres.url'; postgres has dsn; did you mean 'redis.url'?"),
+        (
+            "[postgres]\nurl = 'x'",
+            "unknown key 'postgres.url'; postgres has dsn, user_file, password_file; did you mean 'redis.url'?",
+        ),
         ("[tasks.charge]\npolicies = 3", "did you mean 'tasks.charge.policy'?"),
         (
             "[tasks.charge.policy.loop]\nstreeming = true",

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ergon_framework.connectors.base import ConnectorError
+from ergon_framework.connectors.credentials import CredentialsSource
 from ergon_framework.database.operation import BEGIN, COMMIT, Operation, Query
 from ergon_framework.database.pool import ConnectionPool
 from ergon_framework.telemetry import logs
@@ -97,8 +98,9 @@ def delete_batch(retention: RowRetention) -> Operation[int]:
 class Cleanup:
     """Deletes expired rows of one database while at least one retention is registered; thread-safe."""
 
-    def __init__(self, dsn: str) -> None:
+    def __init__(self, dsn: str, credentials: CredentialsSource | None = None) -> None:
         self._dsn = dsn
+        self._credentials = credentials
         self._lock = threading.Lock()
         self._retentions: tuple[RowRetention, ...] = ()
         self._stop: threading.Event | None = None
@@ -130,7 +132,7 @@ class Cleanup:
     def delete_expired(self, stop: threading.Event) -> None:
         """Delete batch after batch until no expired row is left or *stop* is set; a failure ends the round."""
         # A connection per round: between two rounds the server keeps none for this.
-        pool = ConnectionPool(self._dsn, max_size=1, error_type=ConnectorError)
+        pool = ConnectionPool(self._dsn, max_size=1, error_type=ConnectorError, credentials=self._credentials)
         try:
             for retention in self._retentions:
                 while not stop.is_set():

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from ergon_framework.connectors.base import ConnectorError
+from ergon_framework.connectors.credentials import CredentialsSource
 from ergon_framework.connectors.postgres import sql
 from ergon_framework.connectors.postgres.cleanup import Cleanup
 from ergon_framework.connectors.postgres.inspect import PostgresDurability, read_durability
@@ -30,6 +31,7 @@ from ergon_framework.database.pool import ConnectionPool
 from ergon_framework.database.revisions import REQUIRED_REVISION, is_compatible
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.telemetry import logs
+from ergon_framework.telemetry.names import Field
 
 #: The remaining share of a lease below which another call renews it first.
 _RENEW_SHARE = 0.6
@@ -134,7 +136,7 @@ def _build_worker_name() -> str:
 # -- client -----------------------------------------------------------------------------------------
 
 _log = logging.getLogger(__name__)
-_clients: dict[tuple[str, float, int], DatabaseClient] = {}
+_clients: dict[tuple[str, float, CredentialsSource | None, int], DatabaseClient] = {}
 _registry_lock = threading.Lock()
 
 #: Seconds between two searches for claims of workers that do not exist.
@@ -144,13 +146,13 @@ _STRAY_SEARCH_SECONDS: Final = 600.0
 class DatabaseClient:
     """The per-process state of one database."""
 
-    def __init__(self, dsn: str, lease: float) -> None:
+    def __init__(self, dsn: str, lease: float, credentials: CredentialsSource | None) -> None:
         #: A forked child is another worker instance: with its parent's number it would share its parent's claims.
         self.owner_pid = os.getpid()
-        self.pool = ConnectionPool(dsn, error_type=ConnectorError)
+        self.pool = ConnectionPool(dsn, error_type=ConnectorError, credentials=credentials)
         self.worker_lease = WorkerLease(lease)
         self.listener = NotificationListener(self.pool)
-        self.cleanup = Cleanup(dsn)
+        self.cleanup = Cleanup(dsn, credentials)
         #: None until it is read.
         self.durability: PostgresDurability | None = None
         self.users = 0
@@ -172,6 +174,8 @@ class DatabaseClient:
         level = logging.INFO if durability.durable and not durability.promotion else logging.WARNING
         fields = {"durable": durability.durable, "summary": durability.summary}
         logs.log_event(level, "postgres durability", fields, to=_log)
+        if self.pool.is_unverified:
+            logs.log_event(logging.WARNING, "postgres server not verified", {Field.HOST: self.pool.host}, to=_log)
 
     def reap_expired_workers(self) -> Operation[bool]:
         """Return the messages of expired workers to their queues, at most every few seconds.
@@ -199,13 +203,13 @@ class DatabaseClient:
         return has_reaped
 
 
-def acquire_client(dsn: str, lease: float) -> DatabaseClient:
-    """Return the client of *dsn*, one per process and lease; end its use with ``release_client``."""
+def acquire_client(dsn: str, lease: float, credentials: CredentialsSource | None = None) -> DatabaseClient:
+    """Return the client of *dsn*, one per process, lease and source; end its use with ``release_client``."""
     with _registry_lock:
-        key = dsn, lease, os.getpid()
+        key = dsn, lease, credentials, os.getpid()
         client = _clients.get(key)
         if client is None:
-            client = _clients[key] = DatabaseClient(dsn, lease)
+            client = _clients[key] = DatabaseClient(dsn, lease, credentials)
         client.users += 1
         return client
 

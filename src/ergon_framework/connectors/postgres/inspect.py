@@ -133,6 +133,7 @@ def diagnose(pool: ConnectionPool, name: str | None, wall: WallClock) -> Operati
         check_version(version, server="PostgreSQL", number=(number // 10_000,), minimum=_MIN_VERSION),
     ]
     findings += _check_pooler(direct=pool.is_direct)
+    findings += _check_tls(is_unverified=pool.is_unverified)
     before = wall()
     ((server_time,),) = yield Query(_SELECT_CLOCK)
     findings.append(check_clock_skew(server_time, before, wall(), server="PostgreSQL"))
@@ -196,6 +197,13 @@ def _check_pooler(*, direct: bool | None) -> Iterator[Diagnostic]:
             Severity.OK,
             "a connection pooler is in use: workers poll, because they receive no notifications from the database",
         )
+
+
+def _check_tls(*, is_unverified: bool) -> Iterator[Diagnostic]:
+    if is_unverified:
+        observed = "connections are encrypted, but the server is not verified (sslmode=require)"
+        remedy = "set sslmode=verify-full, and sslrootcert to the certificate of the authority that signed the server's"
+        yield Diagnostic("tls", Severity.WARNING, observed, remedy)
 
 
 def _check_standbys(durability: PostgresDurability) -> Iterator[Diagnostic]:

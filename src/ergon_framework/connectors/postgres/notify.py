@@ -124,7 +124,8 @@ class NotificationListener:
                 self.listening = False
 
     def _receive(self, connection: DeadlineConnection, waiter: NotificationWaiter) -> None:
-        while self._has_subscribers():
+        # After a failover the pool connects to another server, whose notifications are needed.
+        while self._has_subscribers() and connection.epoch == self._pool.epoch:
             self._register(connection)
             for payload in waiter.notifications(connection, self._compute_wait(_MAX_RECONNECT_SECONDS)):
                 self._notify(payload)

@@ -31,6 +31,7 @@ from ergon_framework.connectors.base import (
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec
+from ergon_framework.connectors.credentials import CredentialsSource
 from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, DeadLetterResult, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
@@ -41,8 +42,8 @@ from ergon_framework.connectors.postgres.inspect import diagnose
 from ergon_framework.connectors.postgres.outbox import DispatchStatement, build_dispatch
 from ergon_framework.connectors.postgres.settle import PostgresSettler
 from ergon_framework.connectors.wakeup import WakeupHub
+from ergon_framework.database.address import is_same_database, public_address
 from ergon_framework.database.operation import BEGIN, COMMIT, Operation, Query
-from ergon_framework.database.pool import is_same_database, public_address
 from ergon_framework.diagnostics import Diagnostic, WallClock
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.history import History
@@ -79,7 +80,8 @@ class PostgresQueue(Connector, AsyncConnector):
     delivered one at a time, in the order of their dispatch. With *inbox*, an acked id is remembered
     for *inbox_days* and not run again. *priority* returns the priority of a transaction, by default
     0; a higher one runs first. Dead letters are kept for *dead_days*, without limit if None. One
-    fetch loads bodies of *max_fetch_bytes* at most, and always at least one.
+    fetch loads bodies of *max_fetch_bytes* at most, and always at least one. *credentials* returns
+    the user and the password, and is called before every new connection.
     """
 
     writes_audit = True  # in the transaction of the action
@@ -96,6 +98,7 @@ class PostgresQueue(Connector, AsyncConnector):
         dead_days: float | None = None,
         priority: Callable[[Transaction], int] | None = None,
         max_fetch_bytes: int = MAX_FETCH_BYTES,
+        credentials: CredentialsSource | None = None,
     ) -> None:
         if not 0 < len(name) <= 200:  # noqa: PLR2004 - as the table says
             raise ConfigurationError(f"queue name {name!r:.40} must have 1 to 200 characters, not {len(name)}")
@@ -104,6 +107,7 @@ class PostgresQueue(Connector, AsyncConnector):
         self._name = name
         self._dsn = dsn
         self._lease = lease
+        self._credentials = credentials
         self._codec = self._select_codec(codec)
         self._inbox = inbox
         self._inbox_days = inbox_days
@@ -135,6 +139,11 @@ class PostgresQueue(Connector, AsyncConnector):
         return public_address(self._dsn or os.environ.get(DSN_VARIABLE))
 
     @property
+    def server_host(self) -> str | None:
+        client = self._client
+        return None if client is None else client.pool.host
+
+    @property
     def capabilities(self) -> Capabilities:
         """The capabilities of the queue; the durability is known once the queue was opened."""
         durability = None if self._client is None else self._client.durability
@@ -163,7 +172,7 @@ class PostgresQueue(Connector, AsyncConnector):
         with self._lock:
             self._reset_after_fork()
             if self._client is None:
-                self._client = acquire_client(self._require_dsn(), self._lease)
+                self._client = acquire_client(self._require_dsn(), self._lease, self._credentials)
                 self._claims = ClaimManager(
                     self._client.worker_lease,
                     self._codec,

@@ -21,8 +21,9 @@ import psycopg
 from psycopg import Connection
 from psycopg.rows import TupleRow
 
+from ergon_framework.database.address import connect_options, find_login
+from ergon_framework.database.connection import open_connection
 from ergon_framework.database.errors import get_unavailability_cause
-from ergon_framework.database.pool import connect_options
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.providers.dead_letter import ProviderDeadLetter
 
@@ -300,7 +301,8 @@ class TaskLedger:
                 f"task ledger has no database address: set {DSN_VARIABLE} or pass ledger=TaskLedger(dsn)"
             )
         options = connect_options(dsn, _KEEPALIVE_OPTIONS)
-        return psycopg.connect(**options, autocommit=autocommit, prepare_threshold=None)
+        settings = {**options, "autocommit": autocommit, "prepare_threshold": None}
+        return open_connection(psycopg.connect, settings, find_login(options))
 
 
 def _fetch_one(conn: Connection[TupleRow], statement: Any, values: Sequence[Any]) -> TupleRow:

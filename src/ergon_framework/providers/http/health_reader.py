@@ -17,7 +17,8 @@ from typing import Any, Final
 import psycopg
 from psycopg import AsyncConnection, Connection
 
-from ergon_framework.database.pool import connect_options
+from ergon_framework.database.address import connect_options, find_login
+from ergon_framework.database.connection import open_connection_async
 from ergon_framework.errors import ConnectionLostError
 from ergon_framework.providers import circuit_breaker as breakers
 from ergon_framework.providers.circuit_breaker import BreakerSnapshot, BreakerState, Override, OverrideKind
@@ -185,6 +186,7 @@ class HealthReader:
 
     def __init__(self, dsn: str, *, max_connections: int = 4, timeout: float = 2.0) -> None:
         self._options: dict[str, Any] = {**connect_options(dsn), "autocommit": True, "prepare_threshold": None}
+        self._login = find_login(self._options)
         self._timeout = timeout
         self._semaphore = asyncio.Semaphore(max_connections)
         self._idle: list[AsyncConnection[Any]] = []
@@ -240,7 +242,8 @@ class HealthReader:
             while self._idle:
                 with suppress(psycopg.OperationalError):
                     return await self._read_summary(self._idle.pop(), tenant_id)
-            return await self._read_summary(await AsyncConnection.connect(**self._options), tenant_id)
+            connection = await open_connection_async(AsyncConnection.connect, self._options, self._login)
+            return await self._read_summary(connection, tenant_id)
 
     async def _read_summary(self, connection: AsyncConnection[Any], tenant_id: str) -> TenantSummary:
         try:

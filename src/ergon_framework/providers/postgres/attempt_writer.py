@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 from weakref import WeakSet
 
-from ergon_framework.database.pool import connect_options
+from ergon_framework.database.address import connect_options
 from ergon_framework.providers.models import AttemptRecord
 from ergon_framework.providers.postgres.attempt_batch import (
     AttemptBatch,

@@ -13,9 +13,9 @@ from typing import Any
 
 import psycopg
 
-from ergon_framework.database.connection import DeadlineConnection
+from ergon_framework.database.address import connect_options, find_login
+from ergon_framework.database.connection import DeadlineConnection, open_connection
 from ergon_framework.database.errors import ServerTimeout, translate_error
-from ergon_framework.database.pool import connect_options
 
 
 class TimeoutConnection(DeadlineConnection):
@@ -34,7 +34,9 @@ class TimeoutConnection(DeadlineConnection):
 
 def connect(dsn: str, *, answer_timeout: float) -> TimeoutConnection:
     """Open a connection to *dsn* without prepared statements, because a pooler may be in between."""
-    conn = TimeoutConnection.connect(**connect_options(dsn), autocommit=True, prepare_threshold=None)
+    options = connect_options(dsn)
+    settings = {**options, "autocommit": True, "prepare_threshold": None}
+    conn = open_connection(TimeoutConnection.connect, settings, find_login(options))
     conn.answer_timeout = answer_timeout
     return conn
 

@@ -1,0 +1,150 @@
+"""How a failed connection to PostgreSQL is classified, and when a refused login is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import psycopg
+import pytest
+
+from ergon_framework.connectors import Credentials
+from ergon_framework.database.address import connect_options, find_login, is_unverified
+from ergon_framework.database.connection import open_connection, open_connection_async
+from ergon_framework.database.login import ROTATION_SECONDS, Login
+from ergon_framework.errors import ConfigurationError, ConnectionLostError
+
+PREFIX = 'connection failed: connection to server at "127.0.0.1", port 5432 failed: '
+REFUSED = PREFIX + 'FATAL:  password authentication failed for user "app"'
+UNREACHABLE = PREFIX + "Connection refused"
+BAD_CERTIFICATE = PREFIX + "SSL error: certificate verify failed"
+WRONG_NAME = PREFIX + 'server certificate for "localhost" does not match host name "db"'
+
+
+def several(*failures):
+    """Return the driver's message about several addresses, each a host and its failure."""
+    lines = [f"- host: {host!r}, port: '5432', hostaddr: '10.0.0.1': {text}" for host, text in failures]
+    return "\n".join([failures[-1][1], "Multiple connection attempts failed. All failures were:", *lines])
+
+
+def open_sync(connect, login):
+    return open_connection(connect, {"user": "app", "password": "own"}, login)
+
+
+def open_async(connect, login):
+    async def connect_async(**parameters):
+        return connect(**parameters)
+
+    return asyncio.run(open_connection_async(connect_async, {"user": "app", "password": "own"}, login))
+
+
+def reject_with(message):
+    def connect(**parameters):
+        raise psycopg.OperationalError(message)
+
+    return connect
+
+
+@pytest.mark.spec("CNN-07")
+@pytest.mark.parametrize("message", [UNREACHABLE, several(("a", BAD_CERTIFICATE), ("b", UNREACHABLE))])
+@pytest.mark.parametrize("open_it", [open_sync, open_async])
+def test_a_server_that_may_come_back_is_a_lost_connection(message, open_it):
+    with pytest.raises(ConnectionLostError, match="unavailable") as raised:
+        open_it(reject_with(message), Login(None))
+    assert isinstance(raised.value, psycopg.OperationalError)
+
+
+@pytest.mark.parametrize(
+    "message, remedy",
+    [
+        (REFUSED, "check the user, the password"),
+        (BAD_CERTIFICATE, "renew it"),
+        (WRONG_NAME, "use a name of the certificate"),
+        (PREFIX + 'root certificate file "/root.crt" does not exist', "set sslrootcert"),
+        (several(("a", BAD_CERTIFICATE), ("b", BAD_CERTIFICATE)), "renew it"),
+        # One host name with two addresses, of which only one has a listener.
+        (several(("localhost", REFUSED), ("localhost", UNREACHABLE)), "check the user, the password"),
+    ],
+)
+@pytest.mark.parametrize("open_it", [open_sync, open_async])
+def test_what_every_host_refuses_is_an_error_of_the_configuration(message, remedy, open_it):
+    with pytest.raises(ConfigurationError, match=remedy) as raised:
+        open_it(reject_with(message), Login(None))
+    assert isinstance(raised.value, psycopg.OperationalError)
+
+
+@pytest.mark.parametrize("open_it", [open_sync, open_async])
+def test_a_refusal_after_an_accepted_login_is_retried_until_the_rotation_must_be_over(open_it):
+    refusal_times = [1_000.0, 1_000.0 + ROTATION_SECONDS - 1.0, 2_000.0, 2_000.0 + ROTATION_SECONDS - 1.0]
+    times = iter([*refusal_times, 2_000.0 + ROTATION_SECONDS])
+    login = Login(None, clock=lambda: next(times))
+    for _ in range(2):  # an accepted login begins a new limit
+        assert open_it(dict, login) == {"user": "app", "password": "own"}
+        for _ in range(2):
+            with pytest.raises(ConnectionLostError, match="accepted before"):
+                open_it(reject_with(REFUSED), login)
+    with pytest.raises(ConfigurationError):
+        open_it(reject_with(REFUSED), login)
+
+
+def test_a_certificate_is_not_retried_after_an_accepted_login():
+    login = Login(None)
+    login.accept()
+    with pytest.raises(ConfigurationError):
+        open_sync(reject_with(BAD_CERTIFICATE), login)
+
+
+@pytest.mark.parametrize("open_it", [open_sync, open_async])
+def test_a_refused_login_is_repeated_once_if_the_credentials_have_changed(open_it):
+    attempts = []
+
+    def connect(**parameters):
+        attempts.append((parameters["user"], parameters["password"]))
+        raise psycopg.OperationalError(REFUSED)
+
+    numbers = itertools.count(1)
+    changing = Login(lambda: Credentials("app", f"number-{next(numbers)}"))
+    with pytest.raises(ConfigurationError):
+        open_it(connect, changing)
+    assert attempts == [("app", "number-1"), ("app", "number-2")]
+    attempts.clear()
+    with pytest.raises(ConfigurationError):
+        open_it(connect, Login(lambda: Credentials(None, "the-same")))
+    assert attempts == [("app", "the-same")]
+
+
+@pytest.mark.parametrize("open_it", [open_sync, open_async])
+def test_credentials_that_cannot_be_read_at_present_are_retried(open_it):
+    def fail():
+        raise ConnectionLostError("the vault is sealed")
+
+    with pytest.raises(ConnectionLostError, match="the vault is sealed"):
+        open_it(reject_with(REFUSED), Login(fail))
+
+
+def test_pools_of_one_account_share_the_login():
+    options = connect_options("postgresql://app@db/shop")
+    assert find_login(options) is find_login(connect_options("postgresql://app@db/shop?connect_timeout=3"))
+    assert find_login(options) is not find_login(connect_options("postgresql://other@db/shop"))
+    assert find_login(options) is not find_login(options, lambda: Credentials(None, "another-source"))
+
+
+@pytest.mark.parametrize(
+    "parameters, expected",
+    [
+        ("", False),
+        ("sslmode=prefer", False),
+        ("sslmode=require", True),
+        ("sslmode=require&sslrootcert=/ca.pem", False),
+        ("sslmode=verify-ca", False),
+        ("sslmode=verify-full", False),
+    ],
+)
+def test_only_encryption_without_verification_is_unverified(parameters, expected, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("PGSSLMODE", raising=False)
+    monkeypatch.delenv("PGSSLROOTCERT", raising=False)
+    assert is_unverified(connect_options(f"postgresql://app@db/shop?{parameters}")) is expected
+    (tmp_path / ".postgresql").mkdir()
+    (tmp_path / ".postgresql" / "root.crt").touch()
+    assert not is_unverified(connect_options("postgresql://app@db/shop?sslmode=require"))
