@@ -9,8 +9,9 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from math import inf
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 from urllib.parse import urlsplit
 
 from ergon_framework.errors import ConnectionLostError
@@ -19,9 +20,19 @@ from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 from ergon_framework.telemetry.redaction import mask_credentials
 
+if TYPE_CHECKING:
+    from ergon_framework.connectors.base import AsyncConnector, Connector
+
 log: Final = logging.getLogger(f"{LIBRARY}.connectors")
 #: Guards all outage logs of this process.
 _lock = threading.Lock()
+
+
+GetHost: TypeAlias = Callable[[], str | None]
+
+
+def get_no_host() -> None:
+    """Return None, the host of a caller that knows none."""
 
 
 class OutageLog:
@@ -36,25 +47,48 @@ class OutageLog:
         #: When the connection was last lost or restored, by the monotonic clock.
         self._changed_at = -inf
 
-    def note_failure(self, error: ConnectionLostError, *, began: float) -> None:
-        """Record that a call that began at *began*, a time of the monotonic clock, has lost its connection."""
+    def note_failure(self, error: ConnectionLostError, *, began: float, get_host: GetHost = get_no_host) -> None:
+        """Record that a call that began at *began*, a time of the monotonic clock, has lost its connection.
+
+        *get_host* returns the host and port of that server, if it is known.
+        """
         with _lock:
             if self._lost or began < self._changed_at:
                 return
             self._lost, self._changed_at = True, time.monotonic()
         cause = {Field.ERROR: mask_credentials(describe_error(error)), Field.ERROR_TYPE: type(error).__name__}
-        logs.log_event(logging.WARNING, Event.CONNECTION_LOST, self._fields | cause, to=log)
+        logs.log_event(logging.WARNING, Event.CONNECTION_LOST, self._fields | _host_field(get_host()) | cause, to=log)
 
-    def note_answer(self, *, began: float) -> None:
-        """Record that the server has answered a call that began at *began*."""
+    def note_answer(self, *, began: float, get_host: GetHost = get_no_host) -> None:
+        """Record that the server has answered a call that began at *began*; *get_host* as in ``note_failure``."""
         with _lock:
             if not self._lost or began < self._changed_at:
                 return
             now = time.monotonic()
             seconds, self._lost, self._changed_at = now - self._changed_at, False, now
-        logs.log_event(
-            logging.INFO, Event.CONNECTION_RESTORED, self._fields | {Field.SECONDS: round(seconds, 3)}, to=log
-        )
+        fields = self._fields | _host_field(get_host()) | {Field.SECONDS: round(seconds, 3)}
+        logs.log_event(logging.INFO, Event.CONNECTION_RESTORED, fields, to=log)
+
+
+def _host_field(host: str | None) -> dict[str, str]:
+    return {} if host is None else {Field.HOST: host}
+
+
+class ConnectorOutage:
+    """The outage log of the queue of *connector*, with the host of its newest connection in each event."""
+
+    def __init__(self, connector: Connector | AsyncConnector) -> None:
+        self._connector = connector
+        self._log = outage_log(connector.name, connector.server_address)
+
+    def note_failure(self, error: ConnectionLostError, *, began: float) -> None:
+        self._log.note_failure(error, began=began, get_host=self._get_host)
+
+    def note_answer(self, *, began: float) -> None:
+        self._log.note_answer(began=began, get_host=self._get_host)
+
+    def _get_host(self) -> str | None:
+        return self._connector.server_host
 
 
 _outages: Final[dict[tuple[str, str | None], OutageLog]] = {}

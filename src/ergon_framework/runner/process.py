@@ -27,7 +27,7 @@ from signal import Signals
 from threading import Event, Lock, Thread
 from typing import Any, Protocol, Self, TypeAlias
 
-from ergon_framework.connectors.outage import outage_log
+from ergon_framework.connectors.outage import ConnectorOutage
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.failure import describe_error
 from ergon_framework.gates import Gate, Pause
@@ -72,7 +72,7 @@ class OpenRetry:
         if self._retry is None or self._is_open:
             raise error
         connector = self._task.connector
-        outage_log(connector.name, connector.server_address).note_failure(error, began=time.monotonic())
+        ConnectorOutage(connector).note_failure(error, began=time.monotonic())
         self.not_open_reason = f"the connector cannot be opened: {type(error).__name__}: {describe_error(error)}"
         delay = max(self._retry.delay(self._attempts, random.random), error.retry_after or 0.0)
         self._attempts += 1

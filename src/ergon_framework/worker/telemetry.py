@@ -14,7 +14,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
 from ergon_framework.connectors.base import Defer, MissingKeyError
-from ergon_framework.connectors.outage import OutageLog, outage_log
+from ergon_framework.connectors.outage import ConnectorOutage
 from ergon_framework.engine.retry import FailedAttempt
 from ergon_framework.errors import Category, ConnectionLostError
 from ergon_framework.failure import get_error_type
@@ -178,7 +178,7 @@ class TelemetryObserver(LoopObserver):
         *,
         streaming: bool,
         late_results: Callable[[], int] | None,
-        outage: OutageLog | None = None,
+        outage: ConnectorOutage | None = None,
     ) -> None:
         self._span_names = span_names
         self.options = options
@@ -442,7 +442,7 @@ class FetchTelemetry:
         *,
         metrics: LoopMetrics,
         options: TelemetryOptions,
-        outage: OutageLog | None,
+        outage: ConnectorOutage | None,
     ) -> None:
         self._metrics = metrics
         self._outage = outage
@@ -490,9 +490,9 @@ class FetchTelemetry:
             self._node.end()
 
 
-def _get_outage_log(task: object) -> OutageLog | None:
+def _get_outage_log(task: object) -> ConnectorOutage | None:
     connector = getattr(task, "connector", None)
-    return None if connector is None else outage_log(connector.name, connector.server_address)
+    return None if connector is None else ConnectorOutage(connector)
 
 
 def _build_identity_fields(transaction: Transaction) -> dict[str, Any]:
