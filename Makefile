@@ -23,7 +23,7 @@ TOTAL := 90
 
 .PHONY: help venv check lint types test coverage retest spec docs format bench soak mutants memory deep check-all-pythons wheel constraints snapshot pictures
 .PHONY: site reference scan sbom sizes lowest
-.PHONY: exam matrix trials signals bench-postgres chaos-postgres power-postgres poison-postgres
+.PHONY: exam matrix trials signals bench-postgres chaos-postgres chaos-failover power-postgres poison-postgres
 .PHONY: chaos-brokers power-brokers bench-brokers broker-peers
 .PHONY: bench-providers fleet-providers chaos-memory chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
 .PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts bench-facts-attacks catchup-facts
@@ -220,6 +220,9 @@ memory: $(STAMP) ## measure what is held for how long
 chaos-postgres: $(STAMP) ## 50,000 transactions through kills, stops, crashes and cuts (root; MINUTES=6)
 	$(BIN)/python tests/chaos/postgres.py --minutes $(or $(MINUTES),6)
 
+chaos-failover: $(STAMP) ## 20,000 transactions through 5 promotions of a synchronous standby (root; MINUTES=3, SEED=1)
+	$(BIN)/python tests/chaos/failover.py --minutes $(or $(MINUTES),3) --seed $(or $(SEED),1)
+
 power-postgres: $(STAMP) ## what a power loss leaves of confirmed dispatches (root; needs xfsprogs)
 	$(BIN)/python tests/chaos/power.py
 
@@ -276,7 +279,7 @@ fuzz-api: $(STAMP) ## Schemathesis against the provider API with valid and bad t
 fleet-providers: $(STAMP) ## quota, breaker and keys over many processes, some of them killed; about 4 minutes
 	$(BIN)/python tests/chaos/providers.py
 
-deep: soak mutants bench memory signals bench-postgres chaos-postgres power-postgres ## all that is too slow for the gate
+deep: soak mutants bench memory signals bench-postgres chaos-postgres chaos-failover power-postgres ## all that is too slow for the gate
 deep: trials coverage scan sizes bench-providers fleet-providers chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors
 deep: bench-brokers chaos-brokers power-brokers
 deep: demo-chaos

@@ -105,7 +105,9 @@ class Fleet:
     def _launch(self, slot: ProcessSlot) -> None:
         who = f"{slot.flavour}-{slot.number}-{len(slot.records)}"
         command = [sys.executable, str(self._script), slot.flavour, "--who", who]
-        command += ["--dsn", f"{self._dsn}?application_name={who}", "--journal", str(self.folder / f"{who}.journal")]
+        separator = "&" if "?" in self._dsn else "?"
+        command += ["--dsn", f"{self._dsn}{separator}application_name={who}"]
+        command += ["--journal", str(self.folder / f"{who}.journal")]
         command += [argument for option, value in self._options.items() for argument in (f"--{option}", value)]
         with (self.folder / f"{who}.err").open("wb") as stderr_file:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stderr_file, stderr=stderr_file)
