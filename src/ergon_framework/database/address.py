@@ -87,4 +87,11 @@ def is_unverified(options: Mapping[str, Any]) -> bool:
     """
     mode = options.get("sslmode") or os.environ.get("PGSSLMODE")
     authorities = options.get("sslrootcert") or os.environ.get("PGSSLROOTCERT")
-    return mode == "require" and not authorities and not (Path.home() / ".postgresql" / "root.crt").exists()
+    return mode == "require" and not authorities and not _has_default_authorities()
+
+
+def _has_default_authorities() -> bool:
+    try:
+        return (Path.home() / ".postgresql" / "root.crt").exists()
+    except RuntimeError:  # a user without a home folder
+        return False

@@ -126,8 +126,8 @@ def translate_connect_error(error: psycopg.Error, login: Login) -> ConnectFailed
         problem, remedy = next(text for part, text in _CERTIFICATE_PROBLEMS.items() if part in str(error))
         return ConnectRejected(f"{problem}: {message}; {remedy}")
     if is_login_refusal(error):
-        reason = f"the database refused the login: {message}"
-        return refuse_login(f"{reason}; check the user, the password and pg_hba.conf", login)
+        # Without a remedy after a semicolon: ergon doctor adds the one that names the setting.
+        return refuse_login(f"the database refused the login (check the user and the password): {message}", login)
     cause = get_unavailability_cause(error) or "the database is unavailable"
     return ConnectFailed(f"{cause}: {message}")
 

@@ -127,6 +127,10 @@ class ConnectionPool:
         """Whether connections are encrypted without a verification of the server."""
         return is_unverified(self._options)
 
+    def is_current(self, connection: DeadlineConnection | AsyncDeadlineConnection) -> bool:
+        """Return whether *connection* is usable: the server has not become a standby or stopped since it was opened."""
+        return connection.epoch == self.epoch
+
     def _build_settings(self) -> dict[str, Any]:
         # A pooler shares one session among clients: a prepared statement in it may belong to another client.
         return {
@@ -146,7 +150,7 @@ class ConnectionPool:
         with self._acquire_permit(timeout_seconds) as permit:
             connection: DeadlineConnection | None = None
             try:
-                connection = _pop_usable(self._idle, self.epoch) or self._open_connection(deadline, permit)
+                connection = _pop_usable(self._idle, self.is_current) or self._open_connection(deadline, permit)
                 connection.deadline = deadline
                 return run_operation(connection, operation)
             except psycopg.Error as error:
@@ -219,7 +223,7 @@ class ConnectionPool:
     def _translate(
         self, error: psycopg.Error, connection: DeadlineConnection | AsyncDeadlineConnection | None
     ) -> ErgonError:
-        if connection is not None and has_server_changed(error) and connection.epoch == self.epoch:
+        if connection is not None and has_server_changed(error) and self.is_current(connection):
             self.epoch += 1
         is_broken = connection is None or connection.broken or isinstance(error, ServerTimeout)
         return translate_error(error, is_broken=is_broken, error_type=self._error_type)
@@ -279,7 +283,7 @@ class ConnectionPool:
         with await self._acquire_permit_async(pool, deadline) as permit:
             connection: AsyncDeadlineConnection | None = None
             try:
-                connection = _pop_usable(pool.idle, self.epoch) or await self._open_connection_async(deadline)
+                connection = _pop_usable(pool.idle, self.is_current) or await self._open_connection_async(deadline)
                 connection.deadline = deadline
                 return await run_operation_async(connection, operation)
             except psycopg.Error as error:
@@ -417,8 +421,8 @@ class _EventLoopPool:
 C = TypeVar("C", DeadlineConnection, AsyncDeadlineConnection)
 
 
-def _pop_usable(idle: list[C], epoch: int) -> C | None:
-    """Pop an idle connection of *epoch* that the server has not closed; a closed one is readable, without a read."""
+def _pop_usable(idle: list[C], is_current: Callable[[C], bool]) -> C | None:
+    """Pop a current idle connection that the server has not closed; a closed one is readable, without a read yet."""
     while True:
         try:
             connection = idle.pop()
@@ -426,6 +430,6 @@ def _pop_usable(idle: list[C], epoch: int) -> C | None:
             return None
         poll = select.poll()
         poll.register(connection.fileno(), select.POLLIN)
-        if connection.epoch == epoch and not poll.poll(0):
+        if is_current(connection) and not poll.poll(0):
             return connection
         connection.abort()

@@ -57,13 +57,13 @@ def test_a_server_that_may_come_back_is_a_lost_connection(message, open_it):
 @pytest.mark.parametrize(
     "message, remedy",
     [
-        (REFUSED, "check the user, the password"),
+        (REFUSED, "check the user and the password"),
         (BAD_CERTIFICATE, "renew it"),
         (WRONG_NAME, "use a name of the certificate"),
         (PREFIX + 'root certificate file "/root.crt" does not exist', "set sslrootcert"),
         (several(("a", BAD_CERTIFICATE), ("b", BAD_CERTIFICATE)), "renew it"),
         # One host name with two addresses, of which only one has a listener.
-        (several(("localhost", REFUSED), ("localhost", UNREACHABLE)), "check the user, the password"),
+        (several(("localhost", REFUSED), ("localhost", UNREACHABLE)), "check the user and the password"),
     ],
 )
 @pytest.mark.parametrize("open_it", [open_sync, open_async])

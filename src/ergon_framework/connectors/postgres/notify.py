@@ -125,7 +125,7 @@ class NotificationListener:
 
     def _receive(self, connection: DeadlineConnection, waiter: NotificationWaiter) -> None:
         # After a failover the pool connects to another server, whose notifications are needed.
-        while self._has_subscribers() and connection.epoch == self._pool.epoch:
+        while self._has_subscribers() and self._pool.is_current(connection):
             self._register(connection)
             for payload in waiter.notifications(connection, self._compute_wait(_MAX_RECONNECT_SECONDS)):
                 self._notify(payload)

@@ -19,7 +19,10 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 from weakref import WeakSet
 
+import psycopg
+
 from ergon_framework.database.address import connect_options
+from ergon_framework.database.errors import has_server_changed
 from ergon_framework.providers.models import AttemptRecord
 from ergon_framework.providers.postgres.attempt_batch import (
     AttemptBatch,
@@ -246,7 +249,7 @@ class AttemptWriterLoop:
             conn = self._ensure_connection()
             write_batch(conn, batch, task_table=self._task_table)
         except Exception as error:  # noqa: BLE001 - the thread's boundary: returned as data
-            self._roll_back()
+            self._roll_back(error)
             return error
         self._changed_scopes |= {prepared.attempt[:3] for prepared in batch.attempts}
         return None
@@ -266,7 +269,7 @@ class AttemptWriterLoop:
             try:
                 empty_scopes = refresh_rates(self._ensure_connection(), chunk)
             except Exception as error:  # noqa: BLE001 - the thread's boundary: it is retried
-                self._roll_back()
+                self._roll_back(error)
                 self._refreshed_at |= dict.fromkeys(chunk, time.monotonic())
                 self._log_unavailable(error)
                 return False
@@ -298,9 +301,13 @@ class AttemptWriterLoop:
             )
         return self.connection
 
-    def _roll_back(self) -> None:
-        """Roll back an open database transaction; close the connection if that fails."""
-        if self.connection is not None and not self.connection.closed:
+    def _roll_back(self, cause: Exception) -> None:
+        """Roll back an open database transaction; close the connection if that fails, or if its server has changed."""
+        if self.connection is None or self.connection.closed:
+            return
+        if isinstance(cause, psycopg.Error) and has_server_changed(cause):
+            self.connection.close()
+        else:
             try:
                 self.connection.execute("rollback")
             except Exception:  # noqa: BLE001 - a broken connection can raise anything
@@ -335,7 +342,7 @@ class AttemptWriterLoop:
                 if next(steps, self) is self:
                     return False
         except Exception as error:  # noqa: BLE001 - the thread's boundary: it is retried
-            self._roll_back()
+            self._roll_back(error)
             logs.log_event(logging.WARNING, Event.RETENTION_FAILED, {Field.ERROR_TYPE: type(error).__name__}, to=log)
             return False
         return True

@@ -173,7 +173,8 @@ class BreakerListener:
                     if is_lost:
                         logs.log_event(logging.INFO, "breaker listener restored", {}, to=_log)
                         is_lost = False
-                    while not self._stopped.is_set():
+                    # After a failover the pool connects to another server, whose state is needed.
+                    while not self._stopped.is_set() and self._pool.is_current(connection):
                         self._poll(connection)
             except Exception as error:  # noqa: BLE001 - any error may be temporary, so it reconnects
                 if not is_lost:
