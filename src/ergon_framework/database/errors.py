@@ -40,16 +40,22 @@ _UNAVAILABLE_AT_CONNECT: Final = {
 }
 #: SQLSTATE of a server that has become a standby, or stops: its other connections are useless too.
 _SERVER_CHANGED: Final = frozenset({"25006", "57P01", "57P02", "57P03"})
-#: Message fragments of a server that refuses a login. The driver knows no SQLSTATE of a failed connection, and a server
-#: with translated messages is not recognized: its refusal stays a lost connection.
+#: Message fragments of a server that refuses a login, because the driver knows no SQLSTATE of a failed connection. Two
+#: refusals stay a lost connection: in another language, and of an LDAP, RADIUS or PAM server, which may be unavailable.
 _LOGIN_REFUSALS: Final = (
-    "authentication failed",
+    "password authentication failed",
+    "SASL authentication failed",
+    "Peer authentication failed",
     "no password supplied",
     "is not permitted to log in",
     "no pg_hba.conf entry",
 )
-#: Message fragments of libpq for a certificate that does not verify, with the problem and its remedy.
-_CERTIFICATE_PROBLEMS: Final = {
+#: Message fragments of libpq for a server that does not fulfil the request for TLS, with the problem and its remedy.
+_TLS_PROBLEMS: Final = {
+    "does not support SSL": (
+        "the database offers no TLS, which sslmode requires",
+        "set ssl, ssl_cert_file and ssl_key_file on the server",
+    ),
     "does not match host name": (
         "the certificate of the database is for another host name",
         "use a name of the certificate as host in the address, or issue a certificate for this one",
@@ -63,8 +69,8 @@ _CERTIFICATE_PROBLEMS: Final = {
         "renew it, or set sslrootcert in the address to the certificate of the authority that signed it",
     ),
 }
-#: The start of one failure in the driver's message about several addresses, with the host that the user wrote.
-_ATTEMPT: Final = re.compile(r"^- host: (.*?), port: .*?, hostaddr: .*?: ", re.MULTILINE)
+#: The start of one failure in the driver's message about several addresses, with host and port as in the address.
+_ATTEMPT: Final = re.compile(r"^- host: (.*?, port: .*?), hostaddr: .*?: ", re.MULTILINE)
 _MISSING_SCHEMA_ERRORS: Final = (
     errors.InvalidSchemaName,
     errors.UndefinedTable,
@@ -80,6 +86,8 @@ _ACCESS_ERRORS: Final = (
 
 #: Longest part of the driver's message that is passed on.
 _MAX_MESSAGE_CHARS: Final = 200
+#: Failed attempts of one connection that a message names.
+_MAX_FAILURES: Final = 3
 
 
 class ServerTimeout(ConnectionLostError, psycopg.OperationalError):
@@ -121,9 +129,10 @@ def translate_connect_error(error: psycopg.Error, login: Login) -> ConnectFailed
     A refused login and a certificate that does not verify are errors of the configuration if every host of the address
     has one: a host that does not answer at present may come back.
     """
-    message = _get_message(error)
-    if _has_every_host(error, _CERTIFICATE_PROBLEMS):
-        problem, remedy = next(text for part, text in _CERTIFICATE_PROBLEMS.items() if part in str(error))
+    messages = dict.fromkeys(text.partition("\n")[0][:_MAX_MESSAGE_CHARS] for _, text in _list_failures(error))
+    message = ", and ".join(list(messages)[:_MAX_FAILURES])
+    if _has_every_host(error, _TLS_PROBLEMS):
+        problem, remedy = next(text for part, text in _TLS_PROBLEMS.items() if part in str(error))
         return ConnectRejected(f"{problem}: {message}; {remedy}")
     if is_login_refusal(error):
         # Without a remedy after a semicolon: ergon doctor adds the one that names the setting.
@@ -153,10 +162,15 @@ def _has_every_host(error: psycopg.Error, fragments: Collection[str]) -> bool:
     """Return whether each host has one of *fragments* in its messages; a host name may have several addresses."""
     if error.sqlstate is not None:
         return False
-    parts = _ATTEMPT.split(str(error))
-    hosts = parts[1::2]
-    matching = {host for host, text in zip(hosts, parts[2::2], strict=True) if any(each in text for each in fragments)}
-    return matching == set(hosts) if hosts else any(each in parts[0] for each in fragments)
+    failures = _list_failures(error)
+    matching = {host for host, text in failures if any(each in text for each in fragments)}
+    return matching == {host for host, _ in failures}
+
+
+def _list_failures(error: psycopg.Error) -> list[tuple[str, str]]:
+    """List the server and the message of each attempt to connect; the server is empty if there was one attempt only."""
+    first, *others = _ATTEMPT.split(str(error))
+    return list(zip(others[::2], others[1::2], strict=True)) or [("", first)]
 
 
 def get_unavailability_cause(error: psycopg.Error) -> str:

@@ -22,8 +22,12 @@ WRONG_NAME = PREFIX + 'server certificate for "localhost" does not match host na
 
 
 def several(*failures):
-    """Return the driver's message about several addresses, each a host and its failure."""
-    lines = [f"- host: {host!r}, port: '5432', hostaddr: '10.0.0.1': {text}" for host, text in failures]
+    """Return the driver's message about several addresses, each a host, with a port or not, and its failure."""
+    servers = [(*host.split(":"), "5432")[:2] for host, _ in failures]
+    lines = [
+        f"- host: {host!r}, port: {port!r}, hostaddr: '::1': {text}"
+        for (host, port), (_, text) in zip(servers, failures, strict=True)
+    ]
     return "\n".join([failures[-1][1], "Multiple connection attempts failed. All failures were:", *lines])
 
 
@@ -46,7 +50,14 @@ def reject_with(message):
 
 
 @pytest.mark.spec("CNN-07")
-@pytest.mark.parametrize("message", [UNREACHABLE, several(("a", BAD_CERTIFICATE), ("b", UNREACHABLE))])
+@pytest.mark.parametrize(
+    "message",
+    [
+        UNREACHABLE,
+        several(("a", BAD_CERTIFICATE), ("b", UNREACHABLE)),
+        several(("a:5432", REFUSED), ("a:5433", UNREACHABLE)),
+    ],
+)
 @pytest.mark.parametrize("open_it", [open_sync, open_async])
 def test_a_server_that_may_come_back_is_a_lost_connection(message, open_it):
     with pytest.raises(ConnectionLostError, match="unavailable") as raised:
@@ -60,6 +71,7 @@ def test_a_server_that_may_come_back_is_a_lost_connection(message, open_it):
         (REFUSED, "check the user and the password"),
         (BAD_CERTIFICATE, "renew it"),
         (WRONG_NAME, "use a name of the certificate"),
+        (PREFIX + "server does not support SSL, but SSL was required", "set ssl"),
         (PREFIX + 'root certificate file "/root.crt" does not exist', "set sslrootcert"),
         (several(("a", BAD_CERTIFICATE), ("b", BAD_CERTIFICATE)), "renew it"),
         # One host name with two addresses, of which only one has a listener.
@@ -71,6 +83,18 @@ def test_what_every_host_refuses_is_an_error_of_the_configuration(message, remed
     with pytest.raises(ConfigurationError, match=remedy) as raised:
         open_it(reject_with(message), Login(None))
     assert isinstance(raised.value, psycopg.OperationalError)
+
+
+def test_the_failure_of_each_host_is_named():
+    error = several(("a", f"{UNREACHABLE}\n\tIs the server running?"), ("b", REFUSED))
+    with pytest.raises(ConnectionLostError) as raised:
+        open_sync(reject_with(error), Login(None))
+    assert str(raised.value) == f"the database is unavailable: {UNREACHABLE}, and {REFUSED}"
+
+
+def test_an_authentication_server_that_fails_may_come_back():
+    with pytest.raises(ConnectionLostError):
+        open_sync(reject_with(PREFIX + 'FATAL:  LDAP authentication failed for user "app"'), Login(None))
 
 
 @pytest.mark.parametrize("open_it", [open_sync, open_async])

@@ -24,14 +24,13 @@ from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.credentials import CredentialsSource
 from ergon_framework.connectors.postgres import sql
 from ergon_framework.connectors.postgres.cleanup import Cleanup
-from ergon_framework.connectors.postgres.inspect import PostgresDurability, read_durability
+from ergon_framework.connectors.postgres.inspect import PostgresDurability, log_unverified, read_durability
 from ergon_framework.connectors.postgres.notify import NotificationListener
 from ergon_framework.database.operation import BEGIN, COMMIT, Operation, Query
 from ergon_framework.database.pool import ConnectionPool
 from ergon_framework.database.revisions import REQUIRED_REVISION, is_compatible
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.telemetry import logs
-from ergon_framework.telemetry.names import Field
 
 #: The remaining share of a lease below which another call renews it first.
 _RENEW_SHARE = 0.6
@@ -174,8 +173,7 @@ class DatabaseClient:
         level = logging.INFO if durability.durable and not durability.promotion else logging.WARNING
         fields = {"durable": durability.durable, "summary": durability.summary}
         logs.log_event(level, "postgres durability", fields, to=_log)
-        if self.pool.is_unverified:
-            logs.log_event(logging.WARNING, "postgres server not verified", {Field.HOST: self.pool.host}, to=_log)
+        log_unverified(self.pool)
 
     def reap_expired_workers(self) -> Operation[bool]:
         """Return the messages of expired workers to their queues, at most every few seconds.

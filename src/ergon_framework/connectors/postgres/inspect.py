@@ -6,6 +6,7 @@ Durability says what a confirmed commit survives: a power loss, and the promotio
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -24,6 +25,10 @@ from ergon_framework.diagnostics import (
     check_durability,
     check_version,
 )
+from ergon_framework.telemetry import logs
+from ergon_framework.telemetry.names import Field
+
+_log = logging.getLogger(__name__)
 
 
 class PostgresDurability(NamedTuple):
@@ -91,6 +96,12 @@ def assess_durability(settings: Mapping[str, str]) -> PostgresDurability:
             durable=False, message="after a power loss the last commits may be lost: synchronous_commit is off"
         )
     return PostgresDurability(durable=True, message="confirmed data survives a power loss")
+
+
+def log_unverified(pool: ConnectionPool) -> None:
+    """Log a warning if the connections of *pool* are encrypted without a verification of the server."""
+    if pool.is_unverified:
+        logs.log_event(logging.WARNING, "postgres server not verified", {Field.HOST: pool.host}, to=_log)
 
 
 # -- diagnostics ------------------------------------------------------------------------------------

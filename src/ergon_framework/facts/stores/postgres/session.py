@@ -27,7 +27,7 @@ import psycopg
 from psycopg import Connection
 from psycopg.rows import TupleRow
 
-from ergon_framework.connectors.postgres.inspect import PostgresDurability, assess_durability
+from ergon_framework.connectors.postgres.inspect import PostgresDurability, assess_durability, log_unverified
 from ergon_framework.connectors.postgres.sql import CHANNEL, REGISTER_LISTENER, SELECT_REVISION, SELECT_SETTINGS
 from ergon_framework.database.operation import Operation, Query
 from ergon_framework.database.pool import ConnectionPool
@@ -201,6 +201,8 @@ class DatabaseSession:
 
     def verify(self) -> Operation[StoreIdentity]:
         """Check schema, settings and identity of the store; begin a new epoch if the identity differs from its row."""
+        if self.durability is None:
+            log_unverified(self.pool)
         self.durability = yield from check_database(
             "facts", required=_REQUIRED_REVISION, accept_loss=self.accept_loss, known=self.durability
         )
