@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import threading
 from contextlib import ExitStack
 
@@ -10,9 +13,11 @@ import pytest
 
 from ergon_framework import ConnectionLostError, ConsumerPolicy, Transaction, consumer
 from ergon_framework.connectors.postgres import PostgresQueue
+from ergon_framework.connectors.postgres.notify import NotificationListener
 from ergon_framework.database.migrate import upgrade
 from ergon_framework.database.operation import Query
 from ergon_framework.database.pool import ConnectionPool
+from tests.integration.running import ERGON
 from tests.integration.test_connection_log import connection_log  # noqa: F401 - a fixture
 from tests.servers.failover import PostgresCluster
 
@@ -82,6 +87,7 @@ def test_workers_go_on_at_the_promoted_standby_and_nothing_is_lost_or_doubled(cl
         connection_log.wait("connection restored")
         cluster.rebuild_standby()
         assert wait_for_effects(cluster.dsn(), len(names)) == sorted(names)
+        assert diagnose_connection(cluster.dsn()) == "ok"
         for task in tasks:
             task.stop()
         for thread in threads:
@@ -90,6 +96,14 @@ def test_workers_go_on_at_the_promoted_standby_and_nothing_is_lost_or_doubled(cl
     first = {record.event: record for record in reversed(connection_log.records)}
     assert first["connection lost"].host == f"127.0.0.1:{old.port}"
     assert first["connection restored"].host == f"127.0.0.1:{cluster.primary.port}"
+
+
+def diagnose_connection(dsn):
+    """Return the severity of the doctor's finding about the connection."""
+    env, command = {**os.environ, "ERGON_POSTGRES__DSN": dsn}, [*ERGON, "doctor", "--json"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    (database,) = [each for each in json.loads(result.stdout)["targets"] if each["name"] == "database"]
+    return {each["check"]: each["severity"] for each in database["diagnostics"]}["connection"]
 
 
 def wait_for_effects(dsn, count):
@@ -103,28 +117,38 @@ def wait_for_effects(dsn, count):
 
 
 @pytest.mark.spec("CNN-07")
-def test_a_connection_to_a_server_that_became_read_only_is_replaced(cluster):
+def test_connections_to_a_server_that_became_read_only_are_replaced(cluster):
     """A server that is demoted keeps its sessions where a proxy or a setting makes it read-only."""
-    with psycopg.connect(cluster.dsn()) as connection:
-        connection.execute("create table effect (id text not null)")
+    upgrade(cluster.dsn())
+    queue = PostgresQueue("orders", dsn=cluster.dsn())
+    queue.dispatch([Transaction("order-1", {})])
+    queue.close()
     pool = ConnectionPool(cluster.dsn())
-
-    def write():
-        yield Query("insert into effect values ('one')")
-        ((port,),) = yield Query("select inet_server_port()")
-        return port
-
-    listening = pool.connect()
-    old = cluster.primary
+    listener, notified = NotificationListener(pool), threading.Event()
+    old, new = cluster.primary, cluster.standby
+    unsubscribe = listener.subscribe(1, notified.set)
+    assert notified.wait(TIMEOUT_SECONDS)  # at its registration
     assert pool.run(write(), timeout_seconds=30.0) == old.port
     with psycopg.connect(old.dsn(), autocommit=True) as admin:
         admin.execute("alter system set default_transaction_read_only = on")
     old.reload()
-    cluster.standby.promote()
+    new.promote()
     with pytest.raises(ConnectionLostError, match="read-only"):
         pool.run(write(), timeout_seconds=30.0)
-    assert listening.epoch != pool.epoch
-    assert pool.run(write(), timeout_seconds=30.0) == cluster.standby.port
-    assert pool.host == f"127.0.0.1:{cluster.standby.port}"
-    listening.close()
+    assert pool.run(write(), timeout_seconds=30.0) == new.port
+    assert pool.host == f"127.0.0.1:{new.port}"
+    notified.clear()
+    with psycopg.connect(new.dsn(), autocommit=True) as admin:
+        for _ in range(round(TIMEOUT_SECONDS / 0.1)):
+            admin.execute("select pg_notify('ergon', '1')")
+            if notified.wait(0.1):
+                break
+    assert notified.is_set(), "the listener still waits for notifications of the old server"
+    unsubscribe()
     pool.close()
+
+
+def write():
+    yield Query("insert into ergon.listener (queue, id, until) values (1, 1, now()) on conflict do nothing")
+    ((port,),) = yield Query("select inet_server_port()")
+    return port
