@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ergon_framework.connectors.credentials import Credentials, CredentialsSource, credentials_from_files
@@ -43,10 +44,11 @@ class Login:
             credentials = self.source()
         except ErgonError:
             raise
-        except Exception as error:  # a source of the program
+        except Exception as error:  # noqa: BLE001 - the boundary to a function of the program
+            # Without the cause, which may quote a secret.
             raise ConfigurationError(
                 f"reading the database credentials failed: {type(error).__name__}; check their source"
-            ) from error
+            ) from None
         if not isinstance(credentials, Credentials):
             raise ConfigurationError(
                 f"source of database credentials is invalid: it returned {type(credentials).__name__}; "
@@ -96,7 +98,9 @@ def _read_variables(environ: Mapping[str, str]) -> tuple[str | None, str | None,
     return environ.get(DSN_VARIABLE), environ.get(USER_FILE_VARIABLE), environ.get(PASSWORD_FILE_VARIABLE)
 
 
+@lru_cache(maxsize=16)
 def _build_login(dsn: str | None, user_file: str | None, password_file: str | None) -> _ConfiguredLogin | None:
+    """Build the login of the settings; the same arguments give the same source, by which pools share their login."""
     if not password_file or not dsn:
         return None
     return _ConfiguredLogin(dsn, credentials_from_files(password_file, user_file or None))

@@ -9,6 +9,7 @@ import psycopg
 import pytest
 
 from ergon_framework.connectors import Credentials
+from ergon_framework.database import login as login_module
 from ergon_framework.database.address import connect_options, find_login, is_unverified
 from ergon_framework.database.connection import open_connection, open_connection_async
 from ergon_framework.database.login import ROTATION_SECONDS, Login
@@ -127,14 +128,14 @@ def test_a_refused_login_is_repeated_once_if_the_credentials_have_changed(open_i
         raise psycopg.OperationalError(REFUSED)
 
     numbers = itertools.count(1)
-    changing = Login(lambda: Credentials("app", f"number-{next(numbers)}"))
+    changing = Login(lambda: Credentials("app", f"s3cret-{next(numbers)}"))
     with pytest.raises(ConfigurationError):
         open_it(connect, changing)
-    assert attempts == [("app", "number-1"), ("app", "number-2")]
+    assert attempts == [("app", "s3cret-1"), ("app", "s3cret-2")]
     attempts.clear()
     with pytest.raises(ConfigurationError):
-        open_it(connect, Login(lambda: Credentials(None, "the-same")))
-    assert attempts == [("app", "the-same")]
+        open_it(connect, Login(lambda: Credentials(None, "the-same-s3cret")))
+    assert attempts == [("app", "the-same-s3cret")]
 
 
 @pytest.mark.parametrize("open_it", [open_sync, open_async])
@@ -146,11 +147,23 @@ def test_credentials_that_cannot_be_read_at_present_are_retried(open_it):
         open_it(reject_with(REFUSED), Login(fail))
 
 
+def test_pools_share_the_login_of_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setattr(login_module, "_is_configured", False)
+    monkeypatch.setenv("ERGON_POSTGRES__DSN", "postgresql://app@db/shop")
+    monkeypatch.setenv("ERGON_POSTGRES__PASSWORD_FILE", str(tmp_path / "password"))
+    (tmp_path / "password").write_text("f1rst-secret")
+    shared = find_login(connect_options("postgresql://app:0wn-secret@db/shop"))
+    assert shared is find_login(connect_options("postgresql://app:0wn-secret@db/shop?application_name=other"))
+    assert open_sync(dict, shared) == {"user": "app", "password": "f1rst-secret"}
+    other = find_login(connect_options("postgresql://app@db/another"))
+    assert open_sync(dict, other) == {"user": "app", "password": "own"}
+
+
 def test_pools_of_one_account_share_the_login():
     options = connect_options("postgresql://app@db/shop")
     assert find_login(options) is find_login(connect_options("postgresql://app@db/shop?connect_timeout=3"))
     assert find_login(options) is not find_login(connect_options("postgresql://other@db/shop"))
-    assert find_login(options) is not find_login(options, lambda: Credentials(None, "another-source"))
+    assert find_login(options) is not find_login(options, lambda: Credentials(None, "0ther-secret"))
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,23 @@ def test_a_secret_in_the_file_is_rejected_without_being_repeated(folder, text, k
     assert "hidden" not in message
 
 
+def test_the_file_may_name_files_with_credentials(folder):
+    write_settings(folder, '[postgres]\ndsn = "postgresql://db/orders"\npassword_file = "p"\nuser_file = "u"')
+    loaded = load_settings(environ={})
+    assert (loaded.postgres.password_file, loaded.postgres.user_file) == ("p", "u")
+
+
+@pytest.mark.parametrize(
+    "environ, message",
+    [
+        ({"USER_FILE": "u", "DSN": "postgresql://db/orders"}, "user_file is set without password_file"),
+        ({"PASSWORD_FILE": "p"}, "password_file is set without dsn"),
+    ],
+)
+def test_files_with_credentials_that_would_not_be_used_are_an_error(folder, environ, message):
+    assert message in get_error(**{f"ERGON_POSTGRES__{name}": value for name, value in environ.items()})
+
+
 def test_a_secret_in_the_environment_is_accepted(folder):
     loaded = load_settings(environ={"ERGON_POSTGRES__DSN": "postgresql://app:hidden@db/orders"})
     assert loaded.postgres.dsn == "postgresql://app:hidden@db/orders"
