@@ -116,6 +116,7 @@ def run(cluster: PostgresCluster, folder: Path, options: argparse.Namespace) -> 
     if sender.partial_batches:
         verdict.add_finding("a dispatch arrived in part", str(sender.partial_batches))
     gaps = _measure_gaps(dsn, failovers)
+    verdict.counts["server"] = _read_version(dsn)
     for gap in gaps:
         if gap is None or gap > MAX_SERVICE_GAP_SECONDS:
             verdict.add_finding("too long without service", f"{gap} s")
@@ -150,6 +151,11 @@ def _fail_over(cluster: PostgresCluster) -> Failover:
     time.sleep(_SINGLE_SECONDS)
     cluster.rebuild_standby()
     return failover
+
+
+def _read_version(dsn: str) -> str:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        return connection.info.parameter_status("server_version") or ""
 
 
 def _measure_gaps(dsn: str, failovers: list[Failover]) -> list[float | None]:

@@ -18,6 +18,7 @@ from ergon_framework.database.migrate import check, upgrade
 from ergon_framework.database.operation import Query
 from ergon_framework.database.pool import ConnectionPool
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
+from ergon_framework.providers.postgres.connection import connect
 
 TIMEOUT_SECONDS = 120.0
 GRANTS = """
@@ -197,6 +198,7 @@ def test_the_settings_apply_to_all_connections_to_their_database(rotating, monke
     queue.open()
     queue.close()
     assert check(rotating.dsn).is_compatible
+    connect(rotating.dsn, answer_timeout=30.0).close()
     same_database = ConnectionPool(rotating.dsn + "?application_name=other")
     assert read_user(same_database) == "app"
     same_database.close()
