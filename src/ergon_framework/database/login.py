@@ -2,9 +2,9 @@
 
 The credentials come from a source, which is called before every new connection. When a password is rotated, the server
 and the file that holds it change at different moments, so that the server may refuse a login that is right a moment
-later. A refused login therefore counts as a lost connection, which callers retry, for ``ROTATION_SECONDS`` after the
-last login of this process that was accepted; a first login that is refused, or a longer refusal, is a configuration
-error.
+later. A refused login therefore counts as a lost connection, which callers retry, for ``ROTATION_SECONDS`` from the
+first refusal after an accepted login of this process. A first login that is refused, and a longer refusal, are
+configuration errors.
 """
 
 from __future__ import annotations
