@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.testing.conformance.connector.adapter import UNKNOWN_DURABILITY
+from ergon_framework.testing.conformance.connector.check_outages import MAX_QUICK_DISPATCHES
 from ergon_framework.testing.conformance.connector.suite import (
     CHECKS,
     CheckOutcome,
@@ -241,6 +243,45 @@ class PriorityMemoryConnector(MemoryConnector):
 def test_offered_features_are_checked(name, wrong, result):
     (check_result,) = run_suite(FullFeaturedMemoryUnderTest(wrong=wrong), only=[name])
     assert check_result.result is result, check_result
+
+
+class SlowlyStoppedMemoryUnderTest(MemoryUnderTest):
+    """Its server still confirms *dispatch_count* dispatches while it stops."""
+
+    def __init__(self, dispatch_count):
+        super().__init__()
+        self._dispatch_count = dispatch_count
+        self._sent = threading.Condition()
+        self._sent_count = 0
+        stop = self.server.stop
+
+        def stop_slowly():
+            with self._sent:
+                assert self._sent.wait_for(lambda: self._sent_count >= self._dispatch_count, timeout=30)
+            stop()
+
+        self.server.stop = stop_slowly
+
+    def client(self, queue, *, lease):
+        client = super().client(queue, lease=lease)
+        dispatch = client.dispatch
+
+        def dispatch_and_count(transactions):
+            confirmations = dispatch(transactions)
+            with self._sent:
+                self._sent_count += len(transactions)
+                self._sent.notify_all()
+            return confirmations
+
+        client.dispatch = dispatch_and_count
+        return client
+
+
+@pytest.mark.spec("CNN-02", "CNN-07")
+def test_dispatches_meet_the_outage_of_a_server_that_stops_slowly():
+    system = SlowlyStoppedMemoryUnderTest(dispatch_count=MAX_QUICK_DISPATCHES + 10)
+    (check_result,) = run_suite(system, variant="sync", only=["dispatching_loses_nothing_when_the_server_is_stopped"])
+    assert check_result.result is CheckOutcome.PASSED, check_result
 
 
 @pytest.mark.spec("CNN-17")
