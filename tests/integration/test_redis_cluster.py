@@ -16,6 +16,7 @@ from ergon_framework.errors import ConnectionLostError
 from ergon_framework.transaction import Transaction
 from tests.integration.redises import make_stream_key, wait_until
 from tests.servers.redis import PrivateCluster, find_program
+from tests.servers.releases import in_release
 
 SETTLED = SettleResult.SETTLED
 
@@ -112,7 +113,7 @@ def test_a_queue_that_moves_to_another_node_is_followed(cluster):
 
 @pytest.mark.spec("CNN-01")
 def test_all_keys_of_a_queue_are_in_one_slot(cluster):
-    check = [find_program("redis-cli"), "--cluster", "check", f"127.0.0.1:{cluster.nodes[0].port}"]
+    check = in_release([find_program("cli"), "--cluster", "check", f"127.0.0.1:{cluster.nodes[0].port}"])
     assert "All 16384 slots covered" in subprocess.run(check, capture_output=True, text=True, check=True).stdout
     queue = RedisQueue("one-slot", url=cluster.nodes[2].url)
     queue.dispatch(make_transactions(4))

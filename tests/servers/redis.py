@@ -1,7 +1,12 @@
-"""PrivateRedis: a private Redis server that a test may stop, kill and cut off; and a cluster of three."""
+"""PrivateRedis: a private Redis server that a test may stop, kill and cut off; and a cluster of three.
+
+``ERGON_REDIS`` selects the server: ``redis`` (the default) or ``valkey``, each of the release that ``ERGON_SERVERS``
+selects.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -20,14 +25,26 @@ _SERVER_TIMEOUT_SECONDS = 30.0
 DURABLE_SETTINGS = {"appendonly": "yes", "appendfsync": "always"}
 
 
+#: The servers that speak the protocol, by the prefix of their programs.
+KINDS = ("redis", "valkey")
+
+
 class RedisServerError(RuntimeError):
     """The private server is missing, or does not do what it should."""
 
 
-def find_program(name: str = "redis-server") -> str:
+def find_program(part: str = "server") -> str:
+    """Return the path of the selected server's program: its ``server``, or its ``cli``."""
+    kind = os.environ.get("ERGON_REDIS", "redis")
+    if kind not in KINDS:
+        raise RedisServerError(f"ERGON_REDIS is {kind!r}: set one of {', '.join(KINDS)}")
+    name = f"{kind}-{part}"
     program = releases.find_program(name)
     if program is None:
-        raise RedisServerError(f"these tests need {name} on the PATH; install it (Debian: apt install redis-server)")
+        raise RedisServerError(
+            f"these tests need {name}, and the selected release has none: install it "
+            f"(Debian: apt install {kind}-server), or select another release with ERGON_SERVERS"
+        )
     return program
 
 
@@ -139,7 +156,7 @@ class PrivateCluster:
             node.start()
         addresses = [f"127.0.0.1:{node.port}" for node in self.nodes]
         completed = subprocess.run(
-            releases.in_release([find_program("redis-cli"), "--cluster", "create", *addresses, "--cluster-yes"]),
+            releases.in_release([find_program("cli"), "--cluster", "create", *addresses, "--cluster-yes"]),
             capture_output=True,
             text=True,
             check=False,
