@@ -18,7 +18,7 @@ from ergon_framework.connectors.bridge import as_sync
 from ergon_framework.connectors.dead_letters import DeadLetterQuery
 from ergon_framework.connectors.foreign_codec import ForeignCodec, from_header, from_json_pointer
 from ergon_framework.connectors.nats import NatsQueue
-from ergon_framework.connectors.nats.streams import stream_names
+from ergon_framework.connectors.nats.streams import StreamConfig, stream_names
 from ergon_framework.task.relay import relay, relay_async
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.policies import ConsumerPolicy
@@ -78,6 +78,15 @@ def read_durability(server, caplog, **options):
     return durable, message
 
 
+def read_version(server):
+    async def read():
+        async with open_client(server) as (client, _):
+            return client.connected_server_version
+
+    version = asyncio.run(read())
+    return version.major, version.minor
+
+
 @pytest.mark.spec("CNN-17")
 def test_the_durability_report_says_what_a_power_loss_may_lose(nats_server, new_nats, caplog):
     synced = new_nats(sync=True)
@@ -89,8 +98,37 @@ def test_the_durability_report_says_what_a_power_loss_may_lose(nats_server, new_
     assert (durable, "120 s" in message) == (False, True)
     assert read_durability(synced, caplog)[0] is None
     assert read_durability(synced, caplog, monitor="http://127.0.0.1:1")[0] is None
-    durable, message = read_durability(new_nats(program=find_distribution_server()), caplog)
-    assert (durable, "cannot sync" in message) == (False, True)
+
+
+@pytest.mark.spec("CNN-17")
+def test_the_durability_report_fits_the_version_of_the_server(new_nats, caplog):
+    program = find_distribution_server()
+    unsynced = new_nats(program=program)
+    finding = read_durability(unsynced, caplog, monitor=unsynced.monitor)
+    if read_version(unsynced) < (2, 10):
+        assert finding == (
+            False,
+            "after a power loss the last 2 min may be lost: this server cannot sync each write",
+        )
+    else:
+        assert finding == (False, "after a power loss the last 120 s may be lost: sync_interval is not always")
+        synced = new_nats(program=program, sync=True)
+        assert read_durability(synced, caplog, monitor=synced.monitor)[0] is True
+
+
+@pytest.mark.spec("CNN-17")
+def test_a_stream_that_confirms_before_it_writes_is_not_durable(new_nats, caplog):
+    synced, name = new_nats(sync=True), new_queue_name()
+
+    async def create_stream():
+        config = StreamConfig(stream_names(name), 30.0, (), 1, None).work_stream()
+        async with open_client(synced) as (_, call_api):
+            answer = await call_api(f"STREAM.CREATE.{config['name']}", **config, persist_mode="async")
+            assert answer["config"]["persist_mode"] == "async", answer
+
+    asyncio.run(create_stream())
+    durable, message = read_durability(synced, caplog, queue=name, monitor=synced.monitor)
+    assert (durable, "persist_mode" in message) == (False, True)
 
 
 # -- sync and async variants ---------------------------------------------------------------------------

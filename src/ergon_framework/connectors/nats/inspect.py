@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.nats import api
 from ergon_framework.connectors.nats.connection import Connection
-from ergon_framework.connectors.nats.streams import StreamConfig, inspect_streams
+from ergon_framework.connectors.nats.streams import StreamConfig, StreamStorage, inspect_streams
 from ergon_framework.diagnostics import (
     Diagnostic,
     Severity,
@@ -35,16 +35,25 @@ class NatsDurability(NamedTuple):
     message: str
 
 
-def assess_durability(*, version: tuple[int, int], storage: str, monitored: dict[str, Any] | None) -> NatsDurability:
+def assess_durability(
+    *, version: tuple[int, int], storage: StreamStorage, monitored: dict[str, Any] | None
+) -> NatsDurability:
     """Assess the stream's storage and the server's settings; *monitored* is the JetStream part of /varz.
 
-    >>> assess_durability(version=(2, 15), storage="file", monitored={"sync_always": True}).durable
+    >>> assess_durability(version=(2, 15), storage=StreamStorage(), monitored={"sync_always": True}).durable
     True
-    >>> assess_durability(version=(2, 15), storage="file", monitored=None).durable is None
+    >>> assess_durability(version=(2, 15), storage=StreamStorage(), monitored=None).durable is None
     True
     """
-    if storage != "file":
-        return NatsDurability(durable=False, message=f"a restart loses all messages: the stream is stored in {storage}")
+    if storage.kind != "file":
+        return NatsDurability(
+            durable=False, message=f"a restart loses all messages: the stream is stored in {storage.kind}"
+        )
+    if storage.confirms_early:
+        return NatsDurability(
+            durable=False,
+            message="a crash of the server loses its last confirmed messages: persist_mode of the stream is async",
+        )
     if version < _MIN_SYNC_VERSION:
         return NatsDurability(
             durable=False, message="after a power loss the last 2 min may be lost: this server cannot sync each write"
@@ -95,7 +104,7 @@ async def diagnose(
         remedy = "start the server with -js, or enable JetStream for this account and allow $JS.API.> and _INBOX.>"
         return [*findings, Diagnostic("jetstream", Severity.ERROR, observation, remedy)]
     findings += await _check_clock(connection, layout, wall)
-    storage: str | None = None
+    storage: StreamStorage | None = None
     try:
         storage = await inspect_streams(connection, layout)
     except (ConfigurationError, ConnectorError) as error:
@@ -108,7 +117,7 @@ async def diagnose(
         status = "exists as configured" if storage is not None else "does not exist yet; it is created on first use"
         findings.append(Diagnostic("topology", Severity.OK, f"the stream of {name!r} {status}", shared=False))
     # A stream that does not exist yet is created with file storage.
-    durability = assess_durability(version=connection.version, storage=storage or "file", monitored=monitored)
+    durability = assess_durability(version=connection.version, storage=storage or StreamStorage(), monitored=monitored)
     remedy = "set sync_interval: always in the server's jetstream block, and pass monitor= to the queue to check it"
     findings.append(check_durability(durability.message, durable=durability.durable, remedy=remedy))
     return findings + _check_payload_limit(connection.max_payload, limit)

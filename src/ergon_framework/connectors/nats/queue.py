@@ -44,7 +44,13 @@ from ergon_framework.connectors.nats.inspect import NatsDurability, assess_durab
 from ergon_framework.connectors.nats.publish import MAX_HEADER_BYTES, Dispatcher
 from ergon_framework.connectors.nats.pull import PullRequests
 from ergon_framework.connectors.nats.settle import NatsSettler
-from ergon_framework.connectors.nats.streams import CONSUMER, StreamConfig, ensure_streams, stream_names
+from ergon_framework.connectors.nats.streams import (
+    CONSUMER,
+    StreamConfig,
+    StreamStorage,
+    ensure_streams,
+    stream_names,
+)
 from ergon_framework.connectors.outage import public_address
 from ergon_framework.connectors.wakeup import WakeupHub
 from ergon_framework.diagnostics import Diagnostic, WallClock
@@ -266,7 +272,7 @@ class NatsQueue(AsyncConnector):
         connection.on_lost(self._arrivals.notify)
         return _Session(connection, pulls, known_keys)
 
-    async def _assess_durability(self, connection: Connection, storage: str) -> None:
+    async def _assess_durability(self, connection: Connection, storage: StreamStorage) -> None:
         monitored = None
         if self._monitor is not None:
             monitored = await asyncio.to_thread(_read_monitoring, self._monitor, self._timeout)

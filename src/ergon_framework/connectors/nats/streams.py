@@ -125,10 +125,19 @@ class StreamConfig(NamedTuple):
         }
 
 
+class StreamStorage(NamedTuple):
+    """How the server stores the work stream."""
+
+    #: ``file`` or ``memory``.
+    kind: str = "file"
+    #: Whether the server confirms messages before it has written them; possible since 2.12.
+    confirms_early: bool = False
+
+
 class StreamState(NamedTuple):
     """The state of streams that were found or created."""
 
-    storage: str
+    storage: StreamStorage
     #: Number of message states.
     state_count: int
 
@@ -143,7 +152,11 @@ async def ensure_streams(connection: Connection, layout: StreamConfig) -> Stream
         config = {**dead["config"], "max_age": layout.dead_letter_stream()["max_age"]}
         await api.call(connection, f"STREAM.UPDATE.{layout.names.dead}", **config)
     await _ensure_consumer(connection, layout)
-    return StreamState(str(work["config"].get("storage")), int(states["state"]["messages"]))
+    return StreamState(_read_storage(work["config"]), int(states["state"]["messages"]))
+
+
+def _read_storage(config: dict[str, Any]) -> StreamStorage:
+    return StreamStorage(str(config.get("storage")), confirms_early=config.get("persist_mode") == "async")
 
 
 async def _ensure_stream(connection: Connection, config: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +214,7 @@ async def _ensure_consumer(connection: Connection, layout: StreamConfig) -> None
     _check_consumer(info["config"], layout)
 
 
-async def inspect_streams(connection: Connection, layout: StreamConfig) -> str | None:
+async def inspect_streams(connection: Connection, layout: StreamConfig) -> StreamStorage | None:
     """Return the storage of the work stream, None if it is missing; reject configurations that would lose work.
 
     It creates nothing.
@@ -220,7 +233,7 @@ async def inspect_streams(connection: Connection, layout: StreamConfig) -> str |
             raise
     else:
         _check_consumer(info["config"], layout)
-    return str(work["config"].get("storage"))
+    return _read_storage(work["config"])
 
 
 def _check_consumer(config: dict[str, Any], layout: StreamConfig) -> None:
