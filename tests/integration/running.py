@@ -28,7 +28,8 @@ def note(line):
         file.write(line + chr(10))
 
 def say(line):
-    print(line, flush=True)
+    # One write: lines of two threads are never mixed.
+    print(line + chr(10), end="", flush=True)
 
 def heard():
     sys.stdin.readline()

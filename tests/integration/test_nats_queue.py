@@ -210,7 +210,7 @@ policy = ConsumerPolicy.load({"loop": {"streaming": True, "empty_queue": {"backo
 
 @consumer(orders, policy=policy)
 %s charge(order, transaction):
-    print("charged", transaction.id, flush=True)
+    say(f"charged {transaction.id}")
     if order["card"] == "declined":
         raise BusinessError("declined", code="declined")
 
