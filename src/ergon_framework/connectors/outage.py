@@ -101,21 +101,32 @@ def outage_log(queue: str, address: str | None) -> OutageLog:
 
 
 def public_address(url: str | None, *, scheme: str = "") -> str | None:
-    """Return *url* without credentials and options; None if it is missing or cannot be parsed.
+    """Return *url*, which may name several hosts, without credentials and options; None if it is missing or invalid.
 
     *scheme* is the default for an address without one.
+
+    >>> public_address("redis+sentinel://app:pw@one:26379,two:26379/orders/0?socket_timeout=2")
+    'redis+sentinel://one:26379,two:26379/orders/0'
     """
     if not url:
         return None
     try:
         parts = urlsplit(url if "://" in url else f"{scheme}://{url}")
-        port = "" if parts.port is None else f":{parts.port}"
+        netloc = parts.netloc.rpartition("@")[2]
+        # A password with an unescaped slash ends up in the path, and a comma before it separates no hosts.
+        is_split = "@" in parts.path
+        hosts = ",".join(map(_public_host, [netloc] if is_split else netloc.split(",")))
     except ValueError:
         return None
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
-    # A password with an unescaped slash ends up in the path.
-    path = "" if "@" in parts.path else parts.path
-    return f"{parts.scheme}://{host}{port}{path}"
+    path = "" if is_split else parts.path
+    return f"{parts.scheme}://{hosts}{path}"
+
+
+def _public_host(netloc: str) -> str:
+    """Return host and port of *netloc*; ValueError for a port that is none, which may be a part of a password."""
+    parts = urlsplit(f"//{netloc}")
+    port = "" if parts.port is None else f":{parts.port}"
+    return f"{f'[{parts.hostname}]' if ':' in (parts.hostname or '') else parts.hostname or ''}{port}"
 
 
 def _reset_after_fork() -> None:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 from pydantic import Field, Strict, ValidationError, field_validator, model_validator
 
 from ergon_framework import redaction
+from ergon_framework.connectors import login as broker_login
 from ergon_framework.connectors.encryption import KEYS_VARIABLE
 from ergon_framework.connectors.registry import url_scheme
 from ergon_framework.database import login
@@ -216,6 +217,25 @@ class BrokerSettings(Policy):
     )
 
 
+class LoginBrokerSettings(BrokerSettings):
+    """The default server of queues without an address, with credentials that may change while a process runs."""
+
+    user_file: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="File with the user, read before every new connection; needs password_file."
+    )
+    password_file: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="File with the password, read before every new connection."
+    )
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        if self.user_file and not self.password_file:
+            raise ValueError("user_file is set without password_file; set both, or name the user in url")
+        if self.password_file and not self.url:
+            raise ValueError("password_file is set without url; set url to the address without the password")
+        return self
+
+
 class QueueSettings(Policy):
     """The location of one queue."""
 
@@ -246,8 +266,8 @@ class Settings(Policy):
     encryption: EncryptionSettings = Field(default=EncryptionSettings(), description="Encryption at rest.")
     providers: ProviderSettings = Field(default=ProviderSettings(), description="The stored state of providers.")
     rabbitmq: BrokerSettings = Field(default=BrokerSettings(), description="The RabbitMQ server.")
-    nats: BrokerSettings = Field(default=BrokerSettings(), description="The NATS server.")
-    redis: BrokerSettings = Field(default=BrokerSettings(), description="The Redis server.")
+    nats: LoginBrokerSettings = Field(default=LoginBrokerSettings(), description="The NATS server.")
+    redis: LoginBrokerSettings = Field(default=LoginBrokerSettings(), description="The Redis server.")
     api: ApiSettings = Field(default=ApiSettings(), description="Tokens that the health API of providers accepts.")
 
     def policy(self, task: str, own: P) -> P:
@@ -317,6 +337,8 @@ def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = 
     if environ is None:
         _use_redaction(loaded)
         login.configure(loaded.postgres.dsn, loaded.postgres.user_file, loaded.postgres.password_file)
+        for section, broker in (("nats", loaded.nats), ("redis", loaded.redis)):
+            broker_login.configure(section, broker.url, broker.user_file, broker.password_file)
     return loaded
 
 
