@@ -21,7 +21,8 @@ def new_queue_name():
 @asynccontextmanager
 async def open_queue(server, queue=None, **options):
     """Open a queue with timeouts short enough for a test."""
-    nats_queue = NatsQueue(queue or new_queue_name(), url=server.url, **{"timeout": 2.0, "patience": 3.0, **options})
+    settings = {"url": server.url, "timeout": 2.0, "patience": 3.0, **options}
+    nats_queue = NatsQueue(queue or new_queue_name(), **settings)
     try:
         await nats_queue.open_async()
         yield nats_queue

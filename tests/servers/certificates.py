@@ -20,6 +20,13 @@ def _to_x509_name(name):
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
+def _to_host_name(host):
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
 def _to_pem(key):
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -38,16 +45,21 @@ class CertificateAuthority:
         self.path.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(
-        self, name, *, zones=(), operator=None, uris=(), lasts=timedelta(days=1), since=timedelta(hours=1), into=None
+        self,
+        name,
+        *,
+        zones=(),
+        operator=None,
+        uris=(),
+        hosts=("localhost", "127.0.0.1"),
+        lasts=timedelta(days=1),
+        since=timedelta(hours=1),
+        into=None,
     ):
-        """Issue a key and a certificate for loopback and *zones*; return the files of a client that trusts them."""
+        """Issue a key and a certificate for *hosts* and *zones*; return the files of a client that trusts them."""
         key = ec.generate_private_key(ec.SECP256R1())
         all_uris = [*map(to_zone_uri, zones), *([to_operator_uri(operator)] if operator else []), *uris]
-        names = [
-            x509.DNSName("localhost"),
-            x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
-            *map(x509.UniformResourceIdentifier, all_uris),
-        ]
+        names = [*map(_to_host_name, hosts), *map(x509.UniformResourceIdentifier, all_uris)]
         certificate = self._sign(_to_x509_name(name), key.public_key(), names, lasts=lasts, since=since)
         files = into or TlsFiles(self._folder / f"{name}.crt", self._folder / f"{name}.key", self.path)
         # Each file is replaced atomically, as a careful operator does it.

@@ -1,4 +1,4 @@
-"""Connections to a NATS server, with requests and responses, and the client that all queues of an event loop share.
+"""A connection to a NATS server, with requests and responses.
 
 A batch is a group of requests that are sent together; their responses are awaited together. The server sends each
 response to the request's reply subject, a unique subject below the connection's inbox.
@@ -12,26 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from nats import errors
 from nats.aio.subscription import Subscription
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.connectors.nats.fast_client import FastClient, MessageCallback, RawMessage
-from ergon_framework.errors import ConnectionLostError, ErgonError
-from ergon_framework.redaction import redact_address
-from ergon_framework.telemetry import logs
+from ergon_framework.connectors.nats.fast_client import (
+    FastClient,
+    MessageCallback,
+    RawMessage,
+)
+from ergon_framework.errors import ConnectionLostError
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two pings of a server that sends nothing.
-_PING_INTERVAL_SECONDS: Final = 10
 #: Seconds that a connection may take to close before it is aborted.
 _CLOSE_TIMEOUT_SECONDS: Final = 2.0
 _NO_RESPONDERS_STATUS: Final = "503"
@@ -100,8 +98,10 @@ class RequestBatch:
 class Connection:
     """A connection; created by ``connect``."""
 
-    def __init__(self, client: FastClient, *, timeout: float) -> None:
+    def __init__(self, client: FastClient, *, timeout: float, host: str | None = None) -> None:
         self.client = client
+        #: Host and port of the server.
+        self.host = host
         self.timeout = timeout
         self.connected_at = time.time()
         self.is_lost = False
@@ -265,12 +265,12 @@ class Connection:
         """Abandon the connection: waiting callers are notified immediately, and it closes in the background."""
         if not self.is_lost:
             self._mark_lost()
-            self._close_task = asyncio.ensure_future(_close_client(self.client))
+            self._close_task = asyncio.ensure_future(close_client(self.client))
 
     async def close(self) -> None:
         """Close the connection cleanly."""
         self._mark_lost()
-        await _close_client(self.client)
+        await close_client(self.client)
 
     def abandon(self) -> None:
         """Close the socket from outside the event loop, which is closed, so that no caller waits there."""
@@ -296,48 +296,7 @@ def is_no_responders(message: RawMessage) -> bool:
     return not message.data and message.status[0] == _NO_RESPONDERS_STATUS
 
 
-async def connect(addresses: Sequence[str], *, timeout: float, options: Mapping[str, Any]) -> Connection:
-    """Return a connection to one of *addresses*, opened within *timeout*."""
-    client, connection = FastClient(), None
-
-    async def on_closed() -> None:
-        if connection is not None:
-            await connection._on_closed()  # noqa: SLF001 - created in this function
-
-    try:
-        async with asyncio.timeout(timeout):
-            await client.connect(
-                list(addresses),
-                **{
-                    "name": "ergon",
-                    "connect_timeout": timeout,
-                    "ping_interval": _PING_INTERVAL_SECONDS,
-                    "flush_timeout": timeout,
-                    "pending_size": 16 * 1024 * 1024,
-                    **options,
-                    "allow_reconnect": False,
-                    # For each address; without a limit the client retries forever.
-                    "max_reconnect_attempts": 1,
-                    "reconnect_time_wait": 0.02,
-                    "error_cb": _log_client_error,
-                    "closed_cb": on_closed,
-                    "skip_subject_validation": True,
-                },
-            )
-            connection = Connection(client, timeout=timeout)
-            await connection.subscribe(f"{connection._inbox}*", connection._on_answer)  # noqa: SLF001 - created in this function
-            # A round trip: the server knows the response subject before the first request.
-            await client.flush(timeout=timeout)  # type: ignore[arg-type] # it takes any number
-    except BaseException as error:
-        await _close_client(client)
-        translated = _translate_error(error, addresses)
-        if translated is error:
-            raise
-        raise translated from error
-    return connection
-
-
-async def _close_client(client: FastClient) -> None:
+async def close_client(client: FastClient) -> None:
     """Close cleanly if that is possible in time, and close the socket in any case."""
     try:
         with suppress(Exception):  # an unavailable server detects the close on its own
@@ -345,100 +304,3 @@ async def _close_client(client: FastClient) -> None:
                 await client.close()
     finally:
         client.abort()
-
-
-def _translate_error(error: BaseException, addresses: Sequence[str]) -> BaseException:
-    servers = ", ".join(redact_address(address) for address in addresses)
-    if isinstance(error, errors.AuthorizationError) or "authorization" in str(error).lower():
-        return ConnectorError(f"NATS at {servers} rejected the credentials")
-    if isinstance(error, (errors.Error, OSError, TimeoutError)):
-        return ConnectionLostError(f"no NATS server answers at {servers} ({type(error).__name__})")
-    return (
-        error if isinstance(error, ErgonError) or not isinstance(error, Exception) else _connect_error(error, servers)
-    )
-
-
-def _connect_error(error: Exception, servers: str) -> ErgonError:
-    return ConnectorError(f"cannot connect to NATS at {servers}: {type(error).__name__}")
-
-
-async def _log_client_error(error: Exception) -> None:
-    logs.log_event(logging.DEBUG, "nats client error", {"error": type(error).__name__}, to=_log)
-
-
-# -- shared client ----------------------------------------------------------------------------------
-
-_clients: dict[tuple[Any, ...], ServerClient] = {}
-_registry_lock = threading.Lock()
-
-
-class ServerClient:
-    """The client of one server or cluster on this event loop."""
-
-    def __init__(
-        self, key: tuple[Any, ...], addresses: Sequence[str], *, timeout: float, options: Mapping[str, Any]
-    ) -> None:
-        self.key = key
-        #: The process that created it: a forked child must not use it.
-        self.pid = os.getpid()
-        #: Kept alive, so that no other loop can get the same id.
-        self.loop = asyncio.get_running_loop()
-        self.users = 0
-        self._addresses = addresses
-        self._timeout = timeout
-        self._options = options
-        self._connection: Connection | None = None
-        self._connect_lock = asyncio.Lock()
-
-    async def connection(self) -> Connection:
-        """Return the connection, reconnecting if it was lost."""
-        connection = self._connection
-        if connection is not None and not connection.is_lost:
-            return connection
-        async with self._connect_lock:
-            if self._connection is None or self._connection.is_lost:
-                self._connection = await connect(self._addresses, timeout=self._timeout, options=self._options)
-            return self._connection
-
-    async def close(self) -> None:
-        if self.loop.is_closed():
-            self.abandon()
-            return
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.close()
-
-    def abandon(self) -> None:
-        """Close the socket of a connection whose event loop was closed without closing it."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.abandon()
-
-
-def acquire_client(
-    addresses: Sequence[str], *, timeout: float, options: Mapping[str, Any], owner: object = None
-) -> ServerClient:
-    """Return the client of *addresses* on the running event loop, shared by all queues there.
-
-    Release it with ``release_client``. A queue with its own client options gets a separate client for its *owner*.
-    """
-    with _registry_lock:
-        key = (tuple(addresses), timeout, id(owner) if options else None, id(asyncio.get_running_loop()), os.getpid())
-        for stale in [stale for stale in _clients.values() if stale.loop.is_closed()]:
-            _clients.pop(stale.key).abandon()
-        client = _clients.get(key)
-        if client is None:
-            client = _clients[key] = ServerClient(key, addresses, timeout=timeout, options=options)
-        client.users += 1
-        return client
-
-
-def release_client(client: ServerClient) -> bool:
-    """Decrement the reference count; return True for the last user, which closes the client."""
-    with _registry_lock:
-        client.users -= 1
-        if client.users > 0:
-            return False
-        if _clients.get(client.key) is client:
-            del _clients[client.key]
-        return True

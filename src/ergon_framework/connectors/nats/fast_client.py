@@ -149,6 +149,10 @@ class FastParser(Parser):
 _MAX_IMMEDIATE_WRITE_BYTES: Final = 65_536
 
 
+class UnencryptedServerError(Exception):
+    """The address requires TLS, and the server did not ask for it."""
+
+
 class FastClient(Client):
     """A client that calls message callbacks directly."""
 
@@ -157,6 +161,18 @@ class FastClient(Client):
         #: By subscription number, as written on the wire.
         self._callbacks: dict[bytes, MessageCallback] = {}
         self._ps = FastParser(self, self._callbacks)
+
+    def _connect_command(self) -> bytes:
+        """Return the command that sends the credentials; never without TLS to an address with tls://.
+
+        The client encrypts if the server asks for it. Anyone between the two could remove that from its greeting.
+        """
+        server = self._current_server
+        if server is not None and server.uri.scheme == "tls":
+            writer = getattr(self._transport, "_io_writer", None)
+            if writer is None or writer.get_extra_info("ssl_object") is None:
+                raise UnencryptedServerError
+        return super()._connect_command()
 
     async def subscribe_callback(self, subject: str, callback: MessageCallback) -> Subscription:
         """Subscribe to *subject* and call *callback* with every message."""

@@ -33,13 +33,23 @@ from ergon_framework.connectors.base import (
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec, decode, describe_unread
+from ergon_framework.connectors.credentials import CredentialsSource
 from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.foreign_codec import ForeignCodec
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
+from ergon_framework.connectors.login import Login, find_source
 from ergon_framework.connectors.nats import api, dead_letters
+from ergon_framework.connectors.nats.address import split_addresses
 from ergon_framework.connectors.nats.claims import DUE, LoopHeartbeat, NatsClaim, parse_message_state
-from ergon_framework.connectors.nats.connection import Connection, ServerClient, acquire_client, connect, release_client
+from ergon_framework.connectors.nats.client import (
+    ConnectSettings,
+    ServerClient,
+    acquire_client,
+    connect,
+    release_client,
+)
+from ergon_framework.connectors.nats.connection import Connection
 from ergon_framework.connectors.nats.inspect import NatsDurability, assess_durability, diagnose
 from ergon_framework.connectors.nats.publish import MAX_HEADER_BYTES, Dispatcher
 from ergon_framework.connectors.nats.pull import PullRequests
@@ -93,7 +103,9 @@ class NatsQueue(AsyncConnector):
     subjects of other producers. *replicas* is the number of servers that store each new stream. Dead letters are kept
     for *dead_days*, without limit if None. A call may take *timeout* seconds for each response of the server; a
     dispatch retries for *patience* seconds. *monitor* is the server's monitoring address, which shows its durability.
-    *options* are passed to the client: credentials and TLS for example. With *erase* acked messages are also erased;
+    *credentials* returns the user and the password, and is called before every new connection; a password without a
+    user is a token. *ca_file* has the trusted authorities for TLS in place of the system's. *options* are passed to the
+    client: a TLS context of your own for example. With *erase* acked messages are also erased;
     None does so where a killed server would restore them (before 2.10). One fetch brings *max_fetch_bytes* at most, and
     always at least one message.
     """
@@ -114,6 +126,8 @@ class NatsQueue(AsyncConnector):
         options: Mapping[str, Any] | None = None,
         erase: bool | None = None,
         max_fetch_bytes: int = MAX_FETCH_BYTES,
+        credentials: CredentialsSource | None = None,
+        ca_file: str | None = None,
     ) -> None:
         if not 0 < len(name) <= 200:  # noqa: PLR2004 - the same limit on every broker
             raise ConfigurationError(f"queue name {name!r:.40} must have 1 to 200 characters, not {len(name)}")
@@ -132,6 +146,8 @@ class NatsQueue(AsyncConnector):
         self._cautious_fetches = 0
         self._monitor = monitor
         self._options = dict(options or {})
+        self._credentials = credentials
+        self._ca_file = ca_file
         self._names = stream_names(name)
         self._layout = StreamConfig(self._names, lease, tuple(subjects), replicas, dead_days)
         self._arrivals = WakeupHub()
@@ -170,8 +186,13 @@ class NatsQueue(AsyncConnector):
 
     @property
     def server_address(self) -> str | None:
-        urls = (self._url or os.environ.get(URL_VARIABLE) or "").split(",")
-        return ",".join(filter(None, (public_address(url.strip(), scheme="nats") for url in urls))) or None
+        addresses = split_addresses(self._url or os.environ.get(URL_VARIABLE) or "")
+        return ",".join(filter(None, map(public_address, addresses))) or None
+
+    @property
+    def server_host(self) -> str | None:
+        """Host and port of the server of the newest connection; None before the first one."""
+        return None if self._client is None else self._client.host
 
     @property
     def capabilities(self) -> Capabilities:
@@ -215,7 +236,12 @@ class NatsQueue(AsyncConnector):
             self._heartbeat.stop()
             self._buffer.clear()
             self._client = acquire_client(
-                self._parse_addresses(), timeout=self._timeout, options=self._options, owner=self
+                self._parse_addresses(),
+                timeout=self._timeout,
+                credentials=self._find_credentials(),
+                ca_file=self._ca_file,
+                options=self._options,
+                owner=self,
             )
         return self._client
 
@@ -224,7 +250,10 @@ class NatsQueue(AsyncConnector):
         if not url:
             raise ConfigurationError(f"queue {self._name!r} has no server address: set {URL_VARIABLE} or pass url=…")
         learn_address(url)
-        return [address.strip() for address in url.split(",") if address.strip()]
+        return split_addresses(url)
+
+    def _find_credentials(self) -> CredentialsSource | None:
+        return self._credentials or find_source("nats", self._url)
 
     async def _get_connection(self) -> Connection:
         return await self._get_client().connection()
@@ -575,7 +604,9 @@ class NatsQueue(AsyncConnector):
         return asyncio.run(self._diagnose(wall))
 
     async def _diagnose(self, wall: WallClock) -> Sequence[Diagnostic]:
-        connection = await connect(self._parse_addresses(), timeout=self._timeout, options=self._options)
+        login = Login(self._find_credentials())
+        settings = ConnectSettings(self._timeout, login, self._ca_file, self._options)
+        connection = await connect(deque(self._parse_addresses()), settings)
         try:
             monitored = None
             if self._monitor is not None:
