@@ -56,7 +56,7 @@ types: $(STAMP) ## mypy, strict, on src
 EXAMS := $(addprefix tests/conformance/test_,broken.py memory.py facts.py executors.py s3.py)
 EXAMS += $(addprefix tests/conformance/test_,postgres.py rabbitmq.py nats.py redis.py)
 EXAMS += $(addprefix tests/conformance/test_boundary_,postgres.py service.py)
-EXAMS += $(addprefix tests/integration/test_,nats_cluster.py redis_idle.py jobs_cron.py)
+EXAMS += $(addprefix tests/integration/test_,nats_cluster.py redis_idle.py redis_sentinel.py jobs_cron.py)
 EXAMS += $(addprefix tests/integration/test_,s3_contents.py facts_postgres.py replication.py)
 EXAMS += $(addprefix tests/integration/test_facts_,access.py service.py)
 EXAMS += $(addprefix tests/integration/test_,alerts.py dashboards.py one_trace.py top.py journal.py shop.py)

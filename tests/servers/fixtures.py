@@ -13,7 +13,7 @@ from tests.servers.databases import DatabasePool
 from tests.servers.nats import PrivateNats
 from tests.servers.postgres import PrivatePostgres
 from tests.servers.rabbitmq import DEFAULT_URL, PrivateRabbitMQ, is_answering
-from tests.servers.redis import PrivateRedis
+from tests.servers.redis import PrivateRedis, PrivateSentinels
 from tests.servers.releases import find_root
 from tests.servers.seaweed import CREDENTIALS, PrivateSeaweed
 
@@ -172,12 +172,12 @@ def new_nats() -> Iterator[Callable[..., PrivateNats]]:
 
 
 @pytest.fixture
-def new_redis() -> Iterator[Callable[[], PrivateRedis]]:
-    """Starts servers for one test, which may use any keys."""
+def new_redis() -> Iterator[Callable[..., PrivateRedis]]:
+    """Starts servers for one test, which may use any keys; the arguments are those of PrivateRedis."""
     servers: list[PrivateRedis] = []
 
-    def make() -> PrivateRedis:
-        server = PrivateRedis(tempfile.mkdtemp(prefix="ergon-redis-"))
+    def make(**options: object) -> PrivateRedis:
+        server = PrivateRedis(tempfile.mkdtemp(prefix="ergon-redis-"), **options)
         servers.append(server)
         server.start()
         return server
@@ -188,3 +188,22 @@ def new_redis() -> Iterator[Callable[[], PrivateRedis]]:
         for server in servers:
             server.kill()
             shutil.rmtree(server.folder, ignore_errors=True)
+
+
+@pytest.fixture
+def new_sentinels() -> Iterator[Callable[..., PrivateSentinels]]:
+    """Starts a primary, a replica and sentinels for one test; the arguments are those of PrivateSentinels."""
+    groups: list[tuple[Path, PrivateSentinels]] = []
+
+    def make(**options: object) -> PrivateSentinels:
+        folder = Path(tempfile.mkdtemp(prefix="ergon-sentinels-"))
+        groups.append((folder, PrivateSentinels(folder, **options)))
+        groups[-1][1].start()
+        return groups[-1][1]
+
+    try:
+        yield make
+    finally:
+        for folder, group in groups:
+            group.stop()
+            shutil.rmtree(folder, ignore_errors=True)

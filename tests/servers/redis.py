@@ -1,4 +1,4 @@
-"""PrivateRedis: a private Redis server that a test may stop, kill and cut off; and a cluster of three.
+"""PrivateRedis: a private Redis server that a test may stop, kill and cut off; a cluster of three; and sentinels.
 
 ``ERGON_REDIS`` selects the server: ``redis`` (the default) or ``valkey``, each of the release that ``ERGON_SERVERS``
 selects.
@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import redis
 
+from ergon_framework.facts.service.tls import TlsFiles
 from tests.servers import releases
 from tests.servers.packets import PacketDrop
 from tests.servers.postgres import free_port
@@ -49,13 +51,19 @@ def find_program(part: str = "server") -> str:
 
 
 class PrivateRedis:
-    """A server in *folder*, with its own port and no password unless *settings* have one."""
+    """A server in *folder*, with its own port and no password unless *settings* have one; *tls* are its certificate."""
 
     def __init__(
-        self, folder: Path | str, *, settings: Mapping[str, str] | None = None, port: int | None = None
+        self,
+        folder: Path | str,
+        *,
+        settings: Mapping[str, str] | None = None,
+        port: int | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.port = port or free_port()
+        self._tls = tls
         self.settings: dict[str, str] = {**DURABLE_SETTINGS, "save": "", "loglevel": "warning", **(settings or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._packet_drop = PacketDrop(self.port)
@@ -77,11 +85,25 @@ class PrivateRedis:
     def spawn(self) -> None:
         """Start it with its data; it may still be loading that."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        options = [part for name, value in self.settings.items() for part in (f"--{name}", value)]
-        command = [find_program(), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder), *options]
+        settings = {"bind": "127.0.0.1", "dir": str(self.folder), **self._port_settings, **self.settings}
+        options = [part for name, value in settings.items() for part in (f"--{name}", value)]
+        command = [find_program(), *options]
         with (self.folder / "server.log").open("ab") as log:
             command = releases.in_release(command)
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    @property
+    def _port_settings(self) -> dict[str, str]:
+        if self._tls is None:
+            return {"port": str(self.port)}
+        return {
+            "port": "0",
+            "tls-port": str(self.port),
+            "tls-cert-file": str(self._tls.certificate),
+            "tls-key-file": str(self._tls.key),
+            "tls-ca-cert-file": str(self._tls.authorities),
+            "tls-auth-clients": "no",
+        }
 
     def start(self) -> None:
         """Start it with its data, and wait until it answers."""
@@ -98,11 +120,20 @@ class PrivateRedis:
 
     def _is_answering(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+            with self._open_socket() as connection:
                 connection.sendall(b"PING\r\n")
                 return connection.recv(64)[:5] in (b"+PONG", b"-NOAU")
         except OSError:
             return False
+
+    def _open_socket(self) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=1)
+        if self._tls is None:
+            return connection
+        # The certificate may be one that clients refuse.
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return context.wrap_socket(connection)
 
     def stop(self) -> None:
         """Stop it cleanly; its data stays."""
@@ -179,3 +210,109 @@ class PrivateCluster:
     def stop(self) -> None:
         for node in self.nodes:
             node.kill()
+
+
+class PrivateSentinels:
+    """A primary and a replica of it, which sentinels watch; a failover takes about a second."""
+
+    service = "orders"
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        sentinels: int = 3,
+        settings: Mapping[str, str] | None = None,
+        replica_settings: Mapping[str, str] | None = None,
+    ) -> None:
+        folder = Path(folder)
+        self.primary = PrivateRedis(folder / "primary", settings=settings)
+        primary = f"127.0.0.1 {self.primary.port}"
+        self.replica = PrivateRedis(
+            folder / "replica", settings={**(settings or {}), "replicaof": primary, **(replica_settings or {})}
+        )
+        self.sentinels = [
+            _Sentinel(folder / f"sentinel-{number}", self.service, primary, quorum=sentinels // 2 + 1)
+            for number in range(sentinels)
+        ]
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
+        return f"redis+sentinel://{hosts}/{self.service}/0?socket_timeout=2&socket_connect_timeout=2"
+
+    def start(self) -> None:
+        """Start all, and wait until the replica follows and each sentinel knows the others."""
+        for server in (self.primary, self.replica):
+            server.start()
+        _wait_until(self._is_replicated, "the replica follows the primary")
+        for sentinel in self.sentinels:
+            sentinel.start()
+        for sentinel in self.sentinels:
+            _wait_until(lambda one=sentinel: one.is_ready(len(self.sentinels)), "the sentinels know each other")
+
+    def _is_replicated(self) -> bool:
+        with self.primary.client() as client:
+            role, _, replicas = client.execute_command("ROLE")
+            return role == b"master" and len(replicas) == 1
+
+    def wait_for_replication(self) -> None:
+        """Wait until the replica has everything that the primary has confirmed."""
+        with self.primary.client() as client:
+            assert client.wait(1, 20_000) == 1
+
+    def stop(self) -> None:
+        for process in (*self.sentinels, self.primary, self.replica):
+            process.kill()
+
+
+class _Sentinel:
+    """One sentinel process."""
+
+    def __init__(self, folder: Path, service: str, primary: str, *, quorum: int) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self._service = service
+        self._process: subprocess.Popen[bytes] | None = None
+        self._settings = f"""
+port {self.port}
+bind 127.0.0.1
+dir {folder}
+sentinel monitor {service} {primary} {quorum}
+sentinel down-after-milliseconds {service} 500
+sentinel failover-timeout {service} 3000
+"""
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(port=self.port)
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "sentinel.conf"
+        path.write_text(self._settings, encoding="utf-8")
+        command = releases.in_release([find_program(), str(path), "--sentinel"])
+        with (self.folder / "sentinel.log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def is_ready(self, sentinel_count: int) -> bool:
+        try:
+            with self.client() as client:
+                replicas = client.execute_command("SENTINEL", "REPLICAS", self._service)
+                others = client.execute_command("SENTINEL", "SENTINELS", self._service)
+                return len(replicas) == 1 and len(others) == sentinel_count - 1
+        except redis.RedisError:
+            return False
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(_SERVER_TIMEOUT_SECONDS)
+            self._process = None
+
+
+def _wait_until(condition: Callable[[], object], description: str) -> None:
+    deadline = time.monotonic() + _SERVER_TIMEOUT_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RedisServerError(f"{description}: not within {_SERVER_TIMEOUT_SECONDS:g} s")
+        time.sleep(0.02)

@@ -53,6 +53,8 @@ _BUILTIN: Final[Mapping[str, _BuiltinConnector]] = {
     "tls": _NATS,
     "redis": _REDIS,
     "rediss": _REDIS,
+    "redis+sentinel": _REDIS,
+    "rediss+sentinel": _REDIS,
 }
 _MEMORY: Final = "memory"
 

@@ -73,10 +73,16 @@ def test_a_queue_has_one_outage_log_and_a_forked_child_another(outage):
         (RabbitMQQueue("q", url="amqp://someone:open-sesame@host:5673/shop?heartbeat=9"), "amqp://host:5673/shop"),
         (RabbitMQQueue("q", url="amqp://someone:12/open-sesame@host"), "amqp://someone:12"),
         (RabbitMQQueue("q", url="amqp://host:open-sesame"), None),
+        (RabbitMQQueue("q", url="amqp://someone:12,open-sesame/more@host"), None),
         (RedisQueue("q", url="rediss://:open-sesame@host/2"), "rediss://host/2"),
         (RedisQueue("q", url="redis://[::1]:6380"), "redis://[::1]:6380"),
+        (
+            RedisQueue("q", url="redis+sentinel://:open-sesame@one,two:7/shop/1?sentinel_password=open-sesame"),
+            "redis+sentinel://one,two:7/shop/1",
+        ),
         (RedisQueue("q", url="unix:///run/redis.sock?password=open-sesame"), "unix:///run/redis.sock"),
         (NatsQueue("q", url="nats://open-sesame@one:4222, two:4223"), "nats://one:4222,nats://two:4223"),
+        (NatsQueue("q", url="tls://someone:open-sesame@one:4222,two"), "tls://one:4222,tls://two"),
         (NatsQueue("q", url="someone:open-sesame@one:4222"), "nats://one:4222"),
         (PostgresQueue("q", dsn="postgresql://a:open-sesame@host/shop?sslmode=require"), "postgresql://host/shop"),
         (

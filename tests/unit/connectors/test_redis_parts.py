@@ -13,7 +13,8 @@ from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
 from ergon_framework.connectors.redis import connection
 from ergon_framework.connectors.redis import messages as keys
 from ergon_framework.connectors.redis.claims import ClaimManager, RedisReceipt
-from ergon_framework.connectors.redis.connection import assess_durability, translate_error
+from ergon_framework.connectors.redis.connection import translate_error
+from ergon_framework.connectors.redis.durability import assess_durability
 from ergon_framework.connectors.redis.messages import Messages, previous_deliveries
 from ergon_framework.connectors.redis.settle import RedisSettler
 from ergon_framework.errors import ConfigurationError, ConnectionLostError

@@ -7,8 +7,10 @@ from typing import Final
 
 from redis.exceptions import ResponseError
 
+from ergon_framework.connectors.redis.address import ServerNode
 from ergon_framework.connectors.redis.claims import GROUP
-from ergon_framework.connectors.redis.connection import ClusterNode, Operation, ServerClient
+from ergon_framework.connectors.redis.client import ServerClient
+from ergon_framework.connectors.redis.connection import Operation
 from ergon_framework.connectors.redis.messages import QueueKeys
 from ergon_framework.diagnostics import (
     Diagnostic,
@@ -25,13 +27,19 @@ _MIN_VERSION: Final = (7, 0)
 
 
 def diagnose(
-    client: ServerClient, node: ClusterNode | None, keys: QueueKeys, name: str, wall: WallClock
+    client: ServerClient, node: ServerNode | None, keys: QueueKeys, name: str, wall: WallClock
 ) -> Operation[list[Diagnostic]]:
     """Diagnose the server, and the queue called *name* in it."""
     info = yield from _read_info("server")
     findings = [Diagnostic("connection", Severity.OK, f"connected to Redis, as {info.get('redis_mode', 'a server')}")]
     if version := info.get("redis_version"):
-        findings.append(check_version(version, server="Redis", number=_parse_version(version), minimum=_MIN_VERSION))
+        # Valkey also reports the version of Redis with which it is compatible.
+        name_of_server, own_version = (
+            ("Valkey", info["valkey_version"]) if "valkey_version" in info else ("Redis", version)
+        )
+        findings.append(
+            check_version(own_version, server=name_of_server, number=_parse_version(version), minimum=_MIN_VERSION)
+        )
     before = wall()
     seconds, micros = yield ("TIME",)
     findings.append(check_clock_skew(int(seconds) + int(micros) / 1e6, before, wall(), server="Redis"))

@@ -33,27 +33,22 @@ from ergon_framework.connectors.base import (
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec
+from ergon_framework.connectors.credentials import CredentialsSource
 from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
+from ergon_framework.connectors.login import find_source
 from ergon_framework.connectors.outage import public_address
 from ergon_framework.connectors.redis import dead_letters, scripts
+from ergon_framework.connectors.redis.address import ServerNode
 from ergon_framework.connectors.redis.claims import GROUP, ClaimManager, RedisReceipt
-from ergon_framework.connectors.redis.connection import (
-    MEMORY_FULL,
-    ClusterMovedError,
-    ClusterNode,
-    Connection,
-    Operation,
-    Pipeline,
-    RedisDurability,
-    ServerClient,
-    acquire_client,
-    release_client,
-)
+from ergon_framework.connectors.redis.client import ServerClient, acquire_client, release_client
+from ergon_framework.connectors.redis.connection import MEMORY_FULL, Connection, Operation, Pipeline
+from ergon_framework.connectors.redis.durability import RedisDurability
 from ergon_framework.connectors.redis.inspect import diagnose
 from ergon_framework.connectors.redis.messages import Messages, queue_keys
 from ergon_framework.connectors.redis.notify import NotificationListener
+from ergon_framework.connectors.redis.pool import ClusterMovedError
 from ergon_framework.connectors.redis.settle import RedisSettler
 from ergon_framework.connectors.wakeup import WakeupHub
 from ergon_framework.diagnostics import Diagnostic, WallClock
@@ -80,13 +75,14 @@ _RELEASE_TIMEOUT_SECONDS: Final = 1.0
 
 
 class RedisQueue(Connector, AsyncConnector):
-    """One queue of a Redis server, 7 or newer, or of a cluster of them.
+    """One queue of a Redis server, 7 or newer, of a cluster of them, or of a primary that sentinels watch.
 
     The address is *url*, or ``ERGON_REDIS__URL`` of the environment. Claims last for *lease* seconds
     and are renewed one by one; all workers of a queue have the same lease. *stream* is the key of a
     stream that a third-party producer writes, and *body* the field that holds the body there. Dead
     letters are kept for *dead_days*, without limit if None. One fetch loads messages of
-    *max_fetch_bytes* at most, and always at least one.
+    *max_fetch_bytes* at most, and always at least one. *credentials* returns the user and the
+    password, and is called before every new connection.
     """
 
     def __init__(
@@ -100,12 +96,14 @@ class RedisQueue(Connector, AsyncConnector):
         body: str = "body",
         dead_days: float | None = None,
         max_fetch_bytes: int = MAX_FETCH_BYTES,
+        credentials: CredentialsSource | None = None,
     ) -> None:
         if not 0 < lease < math.inf:
             raise ConfigurationError(f"a lease must be a finite number of seconds > 0, not {lease!r}")
         self._name = name
         self._keys = queue_keys(name, stream)
         self._url = url
+        self._credentials = credentials
         self._lease = lease
         self._codec = select_codec(codec)
         self._messages = Messages(self._codec, name=name, body_field=body)
@@ -116,8 +114,10 @@ class RedisQueue(Connector, AsyncConnector):
         self._client: ServerClient | None = None
         self._inherited: ServerClient | None = None
         #: The cluster node that has the queue, as far as known; None for the server that the address names.
-        self._node: ClusterNode | None = None
+        self._node: ServerNode | None = None
         self._durability: RedisDurability | None = None
+        #: The primary that was checked, of those that sentinels have named.
+        self._checked_primary: ServerNode | None = None
         self._listener_count = 0
         self._last_cleanup = time.monotonic()
         self._create_consumer()
@@ -145,6 +145,12 @@ class RedisQueue(Connector, AsyncConnector):
     @property
     def server_address(self) -> str | None:
         return public_address(self._url or os.environ.get(URL_VARIABLE))
+
+    @property
+    def server_host(self) -> str | None:
+        """Host and port of the server that has the queue, as far as known; None before the first connection."""
+        client = self._client
+        return None if client is None else client.pool(self._node).host
 
     @property
     def write_refusal(self) -> str | None:
@@ -182,7 +188,8 @@ class RedisQueue(Connector, AsyncConnector):
                 for _ in range(self._listener_count):
                     self._listener.enable()
             if self._client is None:
-                self._client = acquire_client(self._require_url())
+                credentials = self._credentials or find_source("redis", self._url)
+                self._client = acquire_client(self._require_url(), credentials)
             return self._client
 
     def _require_url(self) -> str:
@@ -193,10 +200,12 @@ class RedisQueue(Connector, AsyncConnector):
         return url
 
     def _ensure_open(self, client: ServerClient) -> Operation[None]:
-        """Create the consumer group and check the server, the first time."""
-        if self._durability is None:
+        """Create the consumer group and check the server, the first time and after a failover to another one."""
+        primary = client.pool(self._node).primary
+        if self._durability is None or primary != self._checked_primary:
             yield from self._create_group()
             self._durability = yield from client.check_durability(self._node)
+            self._checked_primary = primary
 
     def _create_group(self) -> Operation[None]:
         try:
