@@ -158,11 +158,11 @@ def no_settings(monkeypatch):
 def test_the_files_of_the_settings_are_used_for_the_address_of_the_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "password").write_text("s3cretword")
-    (tmp_path / "ergon.toml").write_text('[nats]\nurl = "nats://app@one"\npassword_file = "password"\n')
+    (tmp_path / "ergon.toml").write_text('[nats]\nurl = "nats://one"\npassword_file = "password"\n')
     load_settings()
     source = login.find_source("nats", None)
     assert source().password == "s3cretword"
-    assert login.find_source("nats", "nats://app@one") is source
+    assert login.find_source("nats", "nats://one") is source
     assert login.find_source("nats", "nats://other") is None
     assert login.find_source("redis", None) is None
 
