@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 
 from ergon_framework.connectors import Credentials, credentials_from_files
-from ergon_framework.connectors.login import Login
+from ergon_framework.connectors.login import BrokerLogin
 from ergon_framework.connectors.nats import NatsQueue
 from ergon_framework.connectors.nats.client import ConnectSettings, connect
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
@@ -139,7 +139,7 @@ def test_a_server_that_hangs_does_not_take_the_time_of_every_attempt(new_nats):
     addresses = deque([hanging.url, other.url])
 
     async def run():
-        settings = ConnectSettings(1.0, Login(None))
+        settings = ConnectSettings(1.0, BrokerLogin(None))
         with pytest.raises(ConnectionLostError, match="no NATS server answers"):
             await connect(addresses, settings)
         connection = await connect(addresses, settings)

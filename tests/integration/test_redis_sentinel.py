@@ -127,10 +127,12 @@ def test_a_worker_goes_on_after_a_failover(new_sentinels, variant, caplog):
         charge.stop()
         worker.join(30)
     assert names <= handled
-    events = [get_event(record) for record in caplog.records]
-    assert "connection lost" in events
-    assert "connection restored" in events
-    assert "redis+sentinel://" in caplog.text
+    hosts = {
+        event: [record.host for record in caplog.records if get_event(record) == event]
+        for event in ("connection lost", "connection restored")
+    }
+    assert hosts["connection lost"][0] == f"127.0.0.1:{servers.primary.port}"
+    assert hosts["connection restored"][-1] == f"127.0.0.1:{servers.replica.port}"
     queue.close()
 
 

@@ -2,8 +2,8 @@
 
 When a password is rotated, the server and the file that holds the password change at different moments, so that the
 server may refuse a login that is right a moment later. With a source of credentials a refused login therefore counts as
-a lost connection, which callers retry, for ``ROTATION_SECONDS`` after the last accepted login of this process. A first
-login that is refused, or a longer refusal, is a configuration error.
+a lost connection, which callers retry, for ``ROTATION_SECONDS`` from the first refusal after an accepted login of this
+process. A first login that is refused, and a longer refusal, are configuration errors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -21,13 +22,14 @@ from ergon_framework.errors import ConfigurationError, ConnectionLostError, Ergo
 ROTATION_SECONDS: Final = 300.0
 
 
-class Login:
+class BrokerLogin:
     """The credentials of one address, and whether the server accepts them."""
 
-    def __init__(self, source: CredentialsSource | None) -> None:
+    def __init__(self, source: CredentialsSource | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._source = source
+        self._clock = clock
         self._was_accepted = False
-        #: When the first of the present refusals came, by the monotonic clock.
+        #: When the first of the present refusals came, by the clock.
         self._refused_at: float | None = None
 
     def read(self) -> Credentials | None:
@@ -37,9 +39,10 @@ class Login:
         try:
             credentials = self._source()
         except ErgonError as error:
-            raise self.refuse(error_message(error)) from error
-        except Exception as error:  # a source of the program
-            raise self.refuse(f"reading the credentials failed: {type(error).__name__}") from error
+            raise self.refuse(error_message(error)) from None
+        except Exception as error:  # noqa: BLE001 - the boundary to a function of the program
+            # Without the cause, which may quote a secret.
+            raise self.refuse(f"reading the credentials failed: {type(error).__name__}; check their source") from None
         if not isinstance(credentials, Credentials):
             raise ConfigurationError(
                 f"credentials source is invalid: it returned {type(credentials).__name__}; return Credentials"
@@ -56,7 +59,7 @@ class Login:
 
     def refuse(self, reason: str) -> ErgonError:
         """Return the error of a login that is refused because of *reason*."""
-        now = time.monotonic()
+        now = self._clock()
         if self._refused_at is None:
             self._refused_at = now
         if self._source is not None and self._was_accepted and now - self._refused_at < ROTATION_SECONDS:

@@ -19,7 +19,7 @@ from nats import errors
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.certificates import explain_certificate_error
 from ergon_framework.connectors.credentials import Credentials, CredentialsSource
-from ergon_framework.connectors.login import Login
+from ergon_framework.connectors.login import BrokerLogin
 from ergon_framework.connectors.nats.address import get_host
 from ergon_framework.connectors.nats.connection import Connection, close_client
 from ergon_framework.connectors.nats.fast_client import FastClient, UnencryptedServerError
@@ -37,7 +37,7 @@ class ConnectSettings(NamedTuple):
     """How connections are opened, besides the addresses."""
 
     timeout: float
-    login: Login
+    login: BrokerLogin
     #: Trusted authorities in place of the system's.
     ca_file: str | None = None
     #: Options of the client.
@@ -137,7 +137,7 @@ def _build_login_options(address: str, credentials: Credentials | None) -> dict[
 _LOGIN_REFUSALS: Final = ("authorization", "authentication")
 
 
-def _translate_error(error: BaseException, address: str, login: Login) -> BaseException:
+def _translate_error(error: BaseException, address: str, login: BrokerLogin) -> BaseException:
     if isinstance(error, ErgonError) or not isinstance(error, Exception):
         return error
     server = redact_address(address)
@@ -234,7 +234,7 @@ def acquire_client(
             _clients.pop(stale.key).abandon()
         client = _clients.get(key)
         if client is None:
-            settings = ConnectSettings(timeout, Login(credentials), ca_file, options or {})
+            settings = ConnectSettings(timeout, BrokerLogin(credentials), ca_file, options or {})
             client = _clients[key] = ServerClient(key, addresses, settings)
         client.users += 1
         return client

@@ -38,7 +38,7 @@ from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterR
 from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.foreign_codec import ForeignCodec
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
-from ergon_framework.connectors.login import Login, find_source
+from ergon_framework.connectors.login import BrokerLogin, find_source
 from ergon_framework.connectors.nats import api, dead_letters
 from ergon_framework.connectors.nats.address import split_addresses
 from ergon_framework.connectors.nats.claims import DUE, LoopHeartbeat, NatsClaim, parse_message_state
@@ -604,7 +604,7 @@ class NatsQueue(AsyncConnector):
         return asyncio.run(self._diagnose(wall))
 
     async def _diagnose(self, wall: WallClock) -> Sequence[Diagnostic]:
-        login = Login(self._find_credentials())
+        login = BrokerLogin(self._find_credentials())
         settings = ConnectSettings(self._timeout, login, self._ca_file, self._options)
         connection = await connect(deque(self._parse_addresses()), settings)
         try:

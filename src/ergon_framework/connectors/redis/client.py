@@ -11,7 +11,7 @@ from contextlib import suppress
 from redis.exceptions import ResponseError
 
 from ergon_framework.connectors.credentials import CredentialsSource
-from ergon_framework.connectors.login import Login
+from ergon_framework.connectors.login import BrokerLogin
 from ergon_framework.connectors.redis.address import ServerNode, parse_address
 from ergon_framework.connectors.redis.connection import Operation
 from ergon_framework.connectors.redis.durability import (
@@ -35,7 +35,7 @@ class ServerClient:
     def __init__(self, url: str, credentials: CredentialsSource | None) -> None:
         self.owner_pid = os.getpid()
         self._address = parse_address(url)
-        self._login = Login(credentials)
+        self._login = BrokerLogin(credentials)
         self._lock = threading.Lock()
         #: By node; None is the node that the address names.
         self._pools: dict[ServerNode | None, ConnectionPool] = {None: ConnectionPool(self._address, login=self._login)}

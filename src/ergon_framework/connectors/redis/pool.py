@@ -20,7 +20,7 @@ from redis import exceptions
 from ergon_framework._util.sockets import close_socket
 from ergon_framework.connectors.certificates import explain_certificate_error
 from ergon_framework.connectors.credentials import Credentials
-from ergon_framework.connectors.login import Login
+from ergon_framework.connectors.login import BrokerLogin
 from ergon_framework.connectors.redis.address import PrimaryFinder, RedisAddress, ServerNode, require_primary
 from ergon_framework.connectors.redis.connection import (
     AsyncConnection,
@@ -58,7 +58,9 @@ class ConnectionPool:
     Of an address with sentinels, each new connection is opened to the primary that they name at that moment.
     """
 
-    def __init__(self, address: RedisAddress, node: ServerNode | None = None, *, login: Login | None = None) -> None:
+    def __init__(
+        self, address: RedisAddress, node: ServerNode | None = None, *, login: BrokerLogin | None = None
+    ) -> None:
         settings: dict[str, Any] = {
             "socket_timeout": DEFAULT_TIMEOUT_SECONDS,
             "socket_connect_timeout": DEFAULT_TIMEOUT_SECONDS,
@@ -86,7 +88,7 @@ class ConnectionPool:
         self.timeout = float(self._options.get("socket_timeout") or DEFAULT_TIMEOUT_SECONDS)
         # The client creates a task for every write to limit its time. Here one timeout covers a command and its answer.
         self._options_async["socket_timeout"] = None
-        self._login = login or Login(None)
+        self._login = login or BrokerLogin(None)
         self._finder = PrimaryFinder(address.service, address.sentinels) if address.sentinels else None
         self._sentinel_login = {"username": address.sentinel_user, "password": address.sentinel_password}
         #: The primary that the sentinels named last.
