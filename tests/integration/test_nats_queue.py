@@ -104,14 +104,12 @@ def test_the_durability_report_says_what_a_power_loss_may_lose(nats_server, new_
 def test_the_durability_report_fits_the_version_of_the_server(new_nats, caplog):
     program = find_distribution_server()
     unsynced = new_nats(program=program)
-    finding = read_durability(unsynced, caplog, monitor=unsynced.monitor)
+    durable, message = read_durability(unsynced, caplog, monitor=unsynced.monitor)
+    assert durable is False
     if read_version(unsynced) < (2, 10):
-        assert finding == (
-            False,
-            "after a power loss the last 2 min may be lost: this server cannot sync each write",
-        )
+        assert "the last 2 min may be lost: this server cannot sync each write" in message
     else:
-        assert finding == (False, "after a power loss the last 120 s may be lost: sync_interval is not always")
+        assert "the last 120 s may be lost: sync_interval" in message
         synced = new_nats(program=program, sync=True)
         assert read_durability(synced, caplog, monitor=synced.monitor)[0] is True
 
