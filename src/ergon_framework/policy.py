@@ -1,4 +1,4 @@
-"""The base of every policy: a frozen tree of numbers that rejects unknown keys."""
+"""The base of every policy: a frozen tree of settings that rejects unknown keys."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Policy(BaseModel):
         """Load the policy that *settings*, nested plain mappings, describe.
 
         A section that names only some keys keeps the defaults of its place for the others, as does a section that is
-        passed as an object with only some fields set.
+        passed as an object with only some fields set: if settings name only max_attempts of the fetch step, its timeout
+        stays the default of a fetch step, and does not become that of all steps.
         """
         try:
             return cls.model_validate(settings)
@@ -51,7 +52,8 @@ class Policy(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _complete_keys(cls, values: Any) -> Any:
+    def _check_and_complete(cls, values: Any) -> Any:
+        """Reject unknown keys, and complete each section with the defaults of its place."""
         if not isinstance(values, Mapping):
             return values
         unknown = [_describe_unknown_key(key, cls) for key in values if key not in cls.model_fields]
@@ -61,8 +63,8 @@ class Policy(BaseModel):
 
     @classmethod
     def _complete_section(cls, key: str, value: Any) -> Any:
-        # Otherwise, setting max_attempts of the fetch step would silently replace the fetch step's timeout
-        # by the general one. A subclass has its own defaults.
+        # The fields that are set in the default of this place are its own defaults. A value of another class, such as a
+        # subclass, has defaults too, and is not completed.
         default = cls.model_fields[key].default
         if not isinstance(default, Policy):
             return value

@@ -2,8 +2,8 @@
 
 An executor is a process that runs the handlers of jobs; a pool has the executors of one kind.
 
-The span of a job belongs to the trace of its request. The metrics are numbers that the pool counts anyway; they are
-read when metrics are collected.
+The span of a job belongs to the trace of its request, and is recorded in the executor. The metrics are recorded in the
+orchestrator, which has the pool. They are numbers that the pool counts anyway, read when metrics are collected.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from ergon_framework.telemetry.spans import SpanNode, create_tracing
 
 
 class ExecutorTelemetry:
-    """Records the jobs of one runtime; it cannot fail a job, and records no arguments or results."""
+    """Records the jobs of this executor, one at a time; it cannot fail a job, and records no arguments or results."""
 
     def __init__(self) -> None:
         # Created once: a program that wants spans has set up telemetry when its handlers were imported.
         self._tracing = create_tracing(DEFAULT_OPTIONS)
+        #: The span of the running job; None between jobs, and if nothing is recorded.
         self._span: SpanNode | None = None
 
     def begin(self, request: ExecutionRequest) -> Context:
@@ -43,9 +44,13 @@ class ExecutorTelemetry:
                 Attribute.TRANSACTION_ID: request.job_id,
                 Attribute.EXECUTOR_HANDLER: request.function_name,
                 Attribute.EXECUTOR_QUEUE: context.queue_name,
+                # Requests count attempts from 1, spans from 0.
                 Attribute.ATTEMPT: context.attempt - 1,
             }
-            self._span = self._tracing.start_transaction(Span.EXECUTOR, None, context.carrier, attributes)
+            # No root: an executor has no loop whose span could be the parent or be linked.
+            self._span = self._tracing.start_transaction(
+                Span.EXECUTOR, root=None, carrier=context.carrier, attributes=attributes
+            )
             return self._span.new_context()
         except Exception as error:  # noqa: BLE001 - telemetry is third-party code and must not fail the job
             logs.log_telemetry_failure(error)
@@ -74,14 +79,17 @@ class ExecutorTelemetry:
 class PoolStats:
     """The state and the counters of a pool at one moment."""
 
-    #: The numbers of executors that run, of their jobs, and of callers that wait for a free slot.
+    #: Number of running executors.
     running: int
+    #: Number of their slots that are in use.
     in_flight: int
+    #: Number of callers that wait for a free slot.
     waiting: int
-    #: The number of slots that callers have got so far, and the seconds that they have waited for these in all.
+    #: Number of slots that callers have got so far.
     served: int
+    #: Seconds that all callers together have waited for a slot so far.
     wait_seconds: float
-    #: Numbers of started, failed_starts, retired, killed and died executors.
+    #: Number of executors by what happened to them: a key of ``_METRIC_BY_EVENT``.
     events: Mapping[str, int]
     #: Numbers of stdout lines that are not the outcome of a job in flight, by kind.
     unexpected_lines: Mapping[str, int]
@@ -97,14 +105,20 @@ _METRIC_BY_EVENT = {
 
 
 class PoolMetrics(LoopMetrics):
-    """The metrics of one pool for the metrics registry; thread-safe."""
+    """The metrics of one pool; thread-safe.
 
-    def __init__(self, name: str, *, label_limiter: LabelLimiter, figures: Callable[[], PoolStats]) -> None:
+    A pool has no loop and no steps. The class is derived from LoopMetrics because the metrics registry collects those;
+    its methods replace those of a loop, and return the numbers of the pool.
+    """
+
+    def __init__(self, name: str, *, label_limiter: LabelLimiter, get_stats: Callable[[], PoolStats]) -> None:
+        # success_steps names the steps of the attempts that ``plain`` and ``single`` count, which stay 0 here.
         super().__init__(name, steps=(), success_steps=("", ""), label_limiter=label_limiter)
-        self._get_stats = figures
+        self._get_stats = get_stats
 
     def counters(self) -> Numbers:
         stats = self._get_stats()
+        # An event without a metric is left out.
         numbers: Numbers = {
             (_METRIC_BY_EVENT[event].name, ()): count
             for event, count in stats.events.items()

@@ -197,7 +197,7 @@ class ExecutorPool:
         self._loop = asyncio.get_running_loop()
         self._deadlines = DeadlineHeap(self._loop, self._terminate_timed_out)
         self._reaper = self._shared_reaper or await asyncio.to_thread(ProcessReaper)
-        self._metrics = get_registry().register(partial(PoolMetrics, figures=self._get_stats), self.name)
+        self._metrics = get_registry().register(partial(PoolMetrics, get_stats=self._get_stats), self.name)
         self._keeper_tasks = [
             asyncio.create_task(self._keep_running(), name=f"{self.name}-{n}") for n in range(self.policy.size)
         ]

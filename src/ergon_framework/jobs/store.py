@@ -1,9 +1,9 @@
-"""The jobs in the database: submission, attempts, queries and control, as operations for either variant.
+"""The jobs in the database: submission, attempts, queries and control, as operations for sync and async callers.
 
 A job is a row, which is authoritative, and a message in a queue, which triggers its processing. A claim is an
 orchestrator's right to process the message; every statement about an attempt names it, and a claim that was lost in the
-meantime changes nothing (fencing). An operation is a generator that yields queries and receives their rows; a thread or
-an event loop runs it.
+meantime changes nothing (fencing). An operation is a generator that yields queries and receives their rows; a
+connection pool runs it, on a thread or an event loop, and rolls back a database transaction that it has left open.
 
 Attempts of many jobs are started and finished in one statement. A job is submitted together with its message, on the
 framework's connections or on the caller's.
@@ -64,7 +64,7 @@ class StartDecision(StrEnum):
     FAILED = "failed"
     #: Its attempts were begun and never ended, so it has failed now: dead-letter the message.
     EXHAUSTED = "exhausted"
-    #: A kill was requested and its orchestrator was killed before it did so: the job is killed now.
+    #: A kill was requested, and the orchestrator ended before it could kill the executor: the job is killed now.
     KILLED = "killed"
     #: The job is not due yet.
     NOT_DUE = "early"
@@ -95,11 +95,11 @@ class StartedAttempt(NamedTuple):
 
 
 class ReleaseAttempt(NamedTuple):
-    """Nothing was sent, or the attempt was interrupted because of another job: it does not count."""
+    """Nothing was sent, or the executor was ended for a reason other than this job: the attempt does not count."""
 
     #: Seconds before the job is retried.
     delay: float = 0.0
-    message: str = "nothing was sent, or the attempt was interrupted because of another job"
+    message: str = "nothing was sent, or the executor was ended for a reason other than this job"
     code: str = "given_back"
 
 
@@ -183,6 +183,7 @@ def _end_to_row(end: AttemptEnd) -> dict[str, Any]:
         # Counted when the attempt began.
         return row | {"state": "pending", "delay": conclusion.delay, "attempts_to_uncount": 1}
     if isinstance(conclusion, KillAttempt):
+        # BUSINESS: an operator's decision is neither a technical failure (SYSTEM) nor a deadline (TIMEOUT).
         return row | {"state": "killed", "category": "BUSINESS", "code": KILLED, "error_message": conclusion.message}
     cause = conclusion.cause
     row |= {"category": cause.category.value, "code": _to_storable(cause.code), "type": _to_storable(cause.error_type)}
@@ -204,7 +205,10 @@ def jobs_to_kill() -> Operation[set[str]]:
 
 
 def delete_expired(limit: int) -> Operation[int]:
-    """Delete at most *limit* jobs whose retention has expired; return the number of jobs examined."""
+    """Delete at most *limit* jobs whose retention has expired; return the number of jobs examined.
+
+    A job whose dead letter can be replayed is examined and kept. Call it again while it returns *limit*.
+    """
     ((count,),) = yield Query(sql.DELETE_EXPIRED, {"most": limit})
     return int(count)
 
@@ -213,7 +217,7 @@ def delete_expired(limit: int) -> Operation[int]:
 
 #: Maximum number of jobs in one list.
 MAX_LISTED_JOBS: Final = 10_000
-#: Seconds before the first further poll of a wait, and the maximum that later pauses grow to.
+#: Seconds between the first and the second poll of a wait, and the maximum that later pauses grow to.
 FIRST_POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 1.0
 
 
@@ -300,11 +304,11 @@ def replay(job_id: str) -> Operation[None]:
     """Run a failed job again, with its attempts counted from the beginning."""
     yield BEGIN
     rows = yield Query(sql.LOCK_FOR_REPLAY, {"id": job_id})
-    old_state, queue, handle = rows[0] if rows else (None, None, None)
-    if old_state != JobState.FAILED or handle is None:
+    old_state, queue, dead_letter_id = rows[0] if rows else (None, None, None)
+    if old_state != JobState.FAILED or dead_letter_id is None:
         yield ROLLBACK
         raise _not_replayable_error(job_id, old_state)
-    yield from dead_letters.replay_dead(queue, [str(handle)])
+    yield from dead_letters.replay_dead(queue, [str(dead_letter_id)])
     yield Query(sql.RESET_JOB, {"id": job_id})
     yield Query(NOTIFY_LISTENERS, {"queue": queue})
     ((name,),) = yield Query("select name from ergon.queue where id = %(queue)s", {"queue": queue})
@@ -313,6 +317,7 @@ def replay(job_id: str) -> Operation[None]:
 
 
 def _record_audit(action: str, queue: str, job_id: str) -> Operation[None]:
+    # None if the action is part of another one, which has an entry; nothing is written then.
     entry = create_entry(action, queue, [job_id])
     yield from audit.write_entry(None if entry is None else entry.end(count=1))
 
@@ -347,7 +352,7 @@ def _not_found_error(job_id: str) -> JobNotFound:
 
 
 def row_to_job(*row: Any) -> Job:
-    """Return the job of a row of the ``COLUMNS`` statement part."""
+    """Return the job of a row with the columns of ``jobs.sql.COLUMNS``, in that order."""
     job_id, queue, function, state_value, *columns = row
     result, category, code, message, error_type, traceback, number = columns[13:]
     error = None if code is None else JobError(Category(category), code, message or "", error_type, traceback)
@@ -371,7 +376,8 @@ def row_to_job(*row: Any) -> Job:
 
 # -- submission -------------------------------------------------------------------------------------
 
-# Casts are written out, because some libraries parse a colon as the beginning of a name.
+#: *digest* is the hash of kind, function and arguments. If the id or the key is taken, *same* says whether the existing
+#: job has the same digest. Casts are written out, because some libraries parse a colon as the beginning of a name.
 SUBMIT: Final = SqlTemplate("""
 select cast(json_build_array(id, created, same, state, job_function) as text) as job from ergon.submit_job(
     cast({queue} as text), cast({id} as text), cast({function} as text), cast(cast({headers} as text) as jsonb),
@@ -402,7 +408,10 @@ _MAX_BATCH_BYTES: Final = 16 * 1024 * 1024
 
 
 def submit(parameters: Mapping[str, Any]) -> Operation[Submitted]:
-    """Submit the job with these ``job_parameters``; it may be one statement of a larger database transaction."""
+    """Submit a job; it may be one statement of a larger database transaction.
+
+    *parameters* has a value for each placeholder of SUBMIT; ``jobs.model.job_parameters`` creates it.
+    """
     rows = yield Query(render(SUBMIT, parameters, ParamStyle.PSYCOPG).sql, parameters)
     return read_submission(parameters, rows)
 

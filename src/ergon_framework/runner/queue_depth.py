@@ -11,24 +11,27 @@ from typing import Any, Final
 from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.task.relay import AsyncRelay, Relay, publish_queue_depth
 
-#: Maximum seconds that the end of a run waits for a measurement under way: a fraction of the time for the exit.
+#: Maximum seconds that the end of a run waits for a measurement under way: much less than the time for the exit.
 _STOP_TIMEOUT_SECONDS: Final = 0.2
 
 
 def should_measure(task: Any, *, number: int | None) -> bool:
     """Return whether process *number*, None for the only one, measures the depth.
 
-    One process does so for a queue, because all of them consume the same one. In the mode "log", every process does so:
-    each reads its own part of a log.
+    One process does so for a queue, because all of them consume the same one. In the mode "log", as with the connector
+    of facts, every process does so: each reads its own part of a log.
     """
     if isinstance(task, Relay | AsyncRelay):
-        return False  # a relay measures itself
+        return False  # a relay publishes the depth of its source itself
     return number in {None, 1} or task.connector.capabilities.mode == "log"
 
 
 @contextmanager
 def publish_depth(task: Any, interval: float | None) -> Iterator[None]:
-    """Publish the depth of the task's queue every *interval* seconds while the context lasts; None: never."""
+    """Publish the depth of the task's queue every *interval* seconds while the context lasts; None: never.
+
+    The metric is removed while the depth is unknown and at the end: ``publish_queue_depth(task, None)``.
+    """
     if interval is None:
         yield
         return

@@ -63,7 +63,7 @@ class _Consumer:
     def _start_processing(
         self, spec: LifecycleSpec, transaction: Transaction, observer: TransactionObserver | None = None
     ) -> Script[Outcome]:
-        """Return the script of one transaction's lifecycle; a method, so that a task can observe or wrap each start."""
+        """Return the script of one transaction's lifecycle; a method, so that a test can observe each start."""
         return run_lifecycle(spec, transaction, observer)
 
     def _consume_transactions(

@@ -1,9 +1,14 @@
 """The sync and async entry points of the producer engine, and their common part.
 
 To produce a transaction is to send it through the task's connector, with retries and handlers as for a consumed one. An
-entry point creates the script of a produce call (a generator that decides), and the driver that runs it: on threads for
-sync handlers, on asyncio for async ones. A LifecycleSpec has the three steps of each transaction's lifecycle: produce,
-and then the success or the exception handler.
+entry point creates the script of a produce call (a generator that decides), and the driver that runs it (a Scheduler):
+on threads for sync handlers, on asyncio for async ones. A LifecycleSpec has the three steps of each transaction's
+lifecycle: produce, and then the success or the exception handler. To classify an error is to turn it into a
+TransactionException, whose category (BUSINESS, SYSTEM or TIMEOUT) and flags decide about a retry.
+
+A produce call runs the lifecycles of its transactions concurrently, one per slot. Its mailbox is the queue of the
+events that the driver sends it: a lifecycle has ended, a slot is free. A call of a handler that has timed out or was
+interrupted may run on: it is abandoned, and the result that it returns later is a late one, counted and discarded.
 """
 
 from __future__ import annotations
@@ -50,19 +55,19 @@ class _Producer:
 
     @property
     def live(self) -> bool:
-        """Whether every produce call of this task can start work: false if handlers that hang hold all slots of one."""
+        """Whether every produce call of this task can start work: false if hanging handlers hold all its slots."""
         return running_loops(self).live
 
     def _start_producing(
         self, spec: LifecycleSpec, transaction: Transaction, observer: TransactionObserver | None = None
     ) -> Script[Outcome]:
-        """Return the script of one transaction's lifecycle; a method, so that a task can observe or wrap each start."""
+        """Return the script of one transaction's lifecycle; a method, so that a test can observe each start."""
         return run_lifecycle(spec, transaction, observer)
 
     def _produce_transactions(
         self, transactions: Sequence[Transaction], policy: ProducerPolicy, driver: Scheduler
     ) -> ProduceRun:
-        """Create one run for one list, ready for the driver."""
+        """Create the run of one produce call, ready for *driver*."""
         observer = producer_observer(self, policy, late_results=driver.late_result_count)
         return ProduceRun(
             self._create_produce_spec(policy, driver.time_source, observer),
@@ -81,6 +86,8 @@ class _Producer:
         task: Any = self
         steps = policy.steps
         on_retry = None if observer is None else observer.on_retry
+        # The work is done or has failed already when these handlers run, so classify_handler makes their errors SYSTEM,
+        # never BUSINESS. timeout_error creates the error of an attempt that exceeds its timeout.
         handler = partial(Step, classify=classify_handler, timeout_error=timeout_error, on_retry=on_retry)
         return LifecycleSpec(
             Step(
@@ -115,10 +122,13 @@ class ProducerMixin(_Producer):
         return as_sync(self.connector).dispatch([transaction])[0]
 
     def handle_produce_success(self, transaction: Transaction, result: Any) -> Any:
-        """Handle a success."""
+        """Handle a success; *result* is what ``produce_transaction`` returned. The default does nothing."""
 
     def handle_produce_exception(self, transaction: Transaction, exc: TransactionException) -> Any:
-        """Handle a failure, once."""
+        """Handle a transaction that has failed and is not retried any more; the default does nothing.
+
+        It is called once for the transaction, and again only for the retries of this step.
+        """
 
     def produce_transactions(
         self,
@@ -130,14 +140,14 @@ class ProducerMixin(_Producer):
         """Produce all transactions; return one outcome each, in input order."""
         policy = choose_policy(self, policy, ProducerPolicy)
         reject_async_handlers(self.produce_transaction, self.handle_produce_success, self.handle_produce_exception)
-        threads = driver(policy.loop.concurrency.value)
-        produce_run = self._produce_transactions(transactions, policy, threads)
-        with running_loops(self).track(produce_run, threads.stop):
-            return threads.run(produce_run.run())
+        thread_driver = driver(policy.loop.concurrency.value)
+        produce_run = self._produce_transactions(transactions, policy, thread_driver)
+        with running_loops(self).track(produce_run, thread_driver.stop):
+            return thread_driver.run(produce_run.run())
 
 
 class AsyncProducerMixin(_Producer):
-    """Produces on tasks of the running event loop; otherwise the same as ProducerMixin."""
+    """Produces on asyncio tasks of the running event loop; otherwise the same as ProducerMixin."""
 
     connector: Connector | AsyncConnector
 
@@ -157,7 +167,7 @@ class AsyncProducerMixin(_Producer):
     ) -> ProduceReport:
         """Produce all transactions; return one outcome each, in input order. A cancellation stops it."""
         policy = choose_policy(self, policy, ProducerPolicy)
-        tasks = driver()
-        produce_run = self._produce_transactions(transactions, policy, tasks)
-        with running_loops(self).track(produce_run, tasks.stop):
-            return await tasks.run(produce_run.run())
+        asyncio_driver = driver()
+        produce_run = self._produce_transactions(transactions, policy, asyncio_driver)
+        with running_loops(self).track(produce_run, asyncio_driver.stop):
+            return await asyncio_driver.run(produce_run.run())

@@ -2,7 +2,8 @@
 
 A place is a kind of call that can fail: a step of the framework such as ``fetch`` or ``process``, or a method of a
 service such as ``bank.charge``. The test harness raises the faults of a plan, which maps places and call numbers to
-faults. ``Faults`` patches a task or a connector directly, and raises a list of errors for each step.
+faults. ``Faults``, in the second part, is separate from such plans: it patches a task or a connector directly, and
+raises a list of errors for each step, which may also be ``produce``.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class FaultKind(StrEnum):
     """Kinds of faults of one call."""
 
     RAISES = "raises"
-    LOSES = "loses_response"
-    TAKES = "takes_longer"
+    LOSES_RESPONSE = "loses_response"
+    TAKES_LONGER = "takes_longer"
     HANGS = "hangs"
-    ANSWERS = "returns"
-    DIES = "worker_dies_before"
-    DIES_AFTER = "worker_dies_after"
+    RETURNS = "returns"
+    WORKER_DIES_BEFORE = "worker_dies_before"
+    WORKER_DIES_AFTER = "worker_dies_after"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,11 @@ class Fault:
     value: Any = None
 
     def __str__(self) -> str:
-        """Return the expression that creates the fault in a test."""
+        """Return the expression that creates the fault in a test; it leaves out the error of ``loses_response``."""
         arguments = {
             FaultKind.RAISES: repr(self.error),
-            FaultKind.TAKES: f"{self.seconds:g}",
-            FaultKind.ANSWERS: repr(self.value),
+            FaultKind.TAKES_LONGER: f"{self.seconds:g}",
+            FaultKind.RETURNS: repr(self.value),
         }
         return f"{self.kind}({arguments.get(self.kind, '')})"
 
@@ -65,14 +66,14 @@ def raises(error: BaseException) -> Fault:
 
 def loses_response(error: BaseException | None = None) -> Fault:
     """Make the call and lose its response: raise *error* after it, by default ConnectionLostError."""
-    return Fault(FaultKind.LOSES, error=error or ConnectionLostError("planned: the response was lost"))
+    return Fault(FaultKind.LOSES_RESPONSE, error=error or ConnectionLostError("planned: the response was lost"))
 
 
 def takes_longer(seconds: float) -> Fault:
     """Add *seconds* of virtual time to the duration of the call."""
     if not 0 <= seconds <= HANG_SECONDS:
         raise ConfigurationError(f"seconds must be from 0 to {HANG_SECONDS:g}, got {seconds!r}; use hangs() for more")
-    return Fault(FaultKind.TAKES, seconds=seconds)
+    return Fault(FaultKind.TAKES_LONGER, seconds=seconds)
 
 
 def hangs() -> Fault:
@@ -82,17 +83,17 @@ def hangs() -> Fault:
 
 def returns(value: Any) -> Fault:
     """Return *value* without making the call, for services that a test cannot call."""
-    return Fault(FaultKind.ANSWERS, value=value)
+    return Fault(FaultKind.RETURNS, value=value)
 
 
 def worker_dies_before() -> Fault:
     """Kill the worker before the call; another worker starts."""
-    return Fault(FaultKind.DIES)
+    return Fault(FaultKind.WORKER_DIES_BEFORE)
 
 
 def worker_dies_after() -> Fault:
     """Make the call and kill the worker before its result is received; another worker starts."""
-    return Fault(FaultKind.DIES_AFTER)
+    return Fault(FaultKind.WORKER_DIES_AFTER)
 
 
 #: For each place the fault of call n, counted from 0; or one fault for every call.
@@ -137,13 +138,16 @@ def _check_place(place: str, watched: Mapping[str, Any]) -> None:
         hint = (
             f"did you mean {close_matches[0]!r}?"
             if close_matches
-            else f"it has {', '.join(methods) or 'no recordable method'}"
+            else f"it has {', '.join(methods) or 'no public method'}"
         )
         raise ConfigurationError(f"{name!r} has no public method {method!r} to plan a fault for; {hint}")
 
 
 def list_methods(target: Any) -> list[str]:
-    """Return the public methods that can be recorded on an object; empty if it has no instance attributes."""
+    """Return the public methods of an object that can be wrapped, to count their calls and to raise faults.
+
+    Empty if the object has no instance attributes, because the wrappers replace the methods there.
+    """
     if inspect.isroutine(target) or inspect.isclass(target) or not hasattr(target, "__dict__"):
         return []
     target_class = type(target)

@@ -14,6 +14,7 @@ from ergon_framework.errors import ErgonError
 class SocketOpenedError(ErgonError, AssertionError):
     """A handler opened its own socket instead of using an injected client."""
 
+    #: Not retried: the next attempt would open a socket again.
     final = True
     code = "not_isolated"
 
@@ -35,7 +36,7 @@ def forbid_sockets() -> Iterator[None]:
     original_init = socket.socket.__init__
 
     def init(self: socket.socket, *args: Any, **kwargs: Any) -> None:
-        handler_scope = scope.current()
+        handler_scope = scope.current()  # None outside a handler
         # A call with a descriptor opens no new socket: it is accepted, or one half of a pair.
         if handler_scope is not None and len(args) <= 3 and kwargs.get("fileno") is None:  # noqa: PLR2004 - fileno is the fourth
             error = SocketOpenedError(

@@ -24,7 +24,7 @@ from ergon_framework.testing.faults import Fault, FaultKind, Plan
 from ergon_framework.testing.virtual_time import START_UNIX_SECONDS
 from ergon_framework.transaction import Transaction
 
-_FAULTS_BEFORE_CALL = frozenset({FaultKind.RAISES, FaultKind.ANSWERS, FaultKind.DIES})
+_FAULTS_BEFORE_CALL = frozenset({FaultKind.RAISES, FaultKind.RETURNS, FaultKind.WORKER_DIES_BEFORE})
 
 
 class WorkerKilled(SystemExit):
@@ -147,14 +147,14 @@ class CallRecorder:
         return record, planned if isinstance(planned, Fault) else planned.get(number)
 
     def _apply_before_call(self, fault: Fault) -> Any:
-        if fault.kind is FaultKind.DIES:
+        if fault.kind is FaultKind.WORKER_DIES_BEFORE:
             self._kill_worker()
         if fault.error is not None:
             raise fault.error
         return fault.value
 
     def _apply_after_call(self, fault: Fault) -> None:
-        if fault.kind is FaultKind.DIES_AFTER:
+        if fault.kind is FaultKind.WORKER_DIES_AFTER:
             self._kill_worker()
         if fault.error is not None:
             raise fault.error

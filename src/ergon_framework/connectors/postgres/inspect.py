@@ -1,5 +1,7 @@
 """Diagnostics of a database and of a queue in it, durability of commits, and depths of queues; all checks only read.
 
+An operation is a generator that yields queries and receives their rows; a thread or an event loop runs it.
+
 Durability says what a confirmed commit survives: a power loss, and the promotion of a standby. A diagnostic with
 ``shared=False`` is about this queue; all others are about the server, and a report on several queues shows them once.
 """
@@ -36,7 +38,8 @@ class PostgresDurability(NamedTuple):
 
     durable: bool
     message: str
-    #: Whether standbys are known; None where only the address has several hosts.
+    #: True if a standby is connected, False if none is known, None if none is connected but the address has several
+    #: hosts, of which some may be standbys.
     has_standbys: bool | None = False
     #: What the promotion of a standby can lose, as text; empty if it loses nothing or no standby is known.
     promotion: str = ""
@@ -52,7 +55,7 @@ def read_durability(hosts: int) -> Operation[PostgresDurability]:
     try:
         ((standbys,),) = yield Query(sql.COUNT_STANDBYS)
     except InsufficientPrivilege:
-        standbys = 0
+        standbys = 0  # this role may not see standbys, so none is known from here
     # An address with several hosts may name standbys that are not connected now: unknown.
     has_standbys = True if standbys else None if hosts > 1 else False
     promotion = "" if has_standbys is False else assess_promotion(settings)
@@ -137,7 +140,7 @@ _GRANTS: Final = (
 
 
 def diagnose(pool: ConnectionPool, name: str | None, wall: WallClock) -> Operation[list[Diagnostic]]:
-    """Diagnose the database, and the queue called *name* in it."""
+    """Diagnose the database and, unless *name* is None, the queue of that name in it."""
     ((version, number, role, database, is_standby, has_schema, usable),) = yield Query(_SELECT_SERVER)
     findings = [
         Diagnostic("connection", Severity.OK, f"connected to the database {database!r} as {role!r}"),
@@ -202,6 +205,7 @@ def check_schema_revision(revision: str | None) -> Diagnostic:
 
 
 def _check_pooler(*, direct: bool | None) -> Iterator[Diagnostic]:
+    """Report a connection pooler; *direct* is False behind one, and None while no connection was opened."""
     if direct is False:
         yield Diagnostic(
             "pooler",
@@ -248,7 +252,7 @@ _SELECT_QUEUES: Final = "select id, name from ergon.queue order by name limit %(
 def queue_depths() -> Operation[dict[str, Depth]]:
     """Return the depth of each queue, by its name."""
     depth_by_queue = {}
-    for number, name in (yield Query(_SELECT_QUEUES, {"most": MAX_QUEUES})):
-        ((ready, delayed, in_flight, dead, oldest),) = yield Query(sql.DEPTH, {"queue": number})
+    for queue_id, name in (yield Query(_SELECT_QUEUES, {"most": MAX_QUEUES})):
+        ((ready, delayed, in_flight, dead, oldest),) = yield Query(sql.DEPTH, {"queue": queue_id})
         depth_by_queue[str(name)] = Depth(ready, delayed, in_flight, dead, None if oldest is None else max(0.0, oldest))
     return depth_by_queue

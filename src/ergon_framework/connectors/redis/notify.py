@@ -17,14 +17,18 @@ from ergon_framework.connectors.redis.connection import Connection, pack_command
 
 #: Maximum seconds for which one command blocks.
 _MAX_BLOCK_SECONDS: Final = 5.0
-#: Seconds before it reconnects, first and at most, and before its thread ends without listeners.
-_MIN_RECONNECT_SECONDS, _MAX_RECONNECT_SECONDS, _LINGER_SECONDS = 0.1, 5.0, 5.0
+#: Seconds before the first attempt to reconnect, and the maximum that later delays grow to.
+_MIN_RECONNECT_SECONDS, _MAX_RECONNECT_SECONDS = 0.1, 5.0
+#: Seconds for which the thread waits for a state before it ends, if the listener has no users any more.
+_LINGER_SECONDS: Final = 5.0
 
 
 class EmptyFetchState(NamedTuple):
-    """What an empty fetch has seen: the last delivered id, the last notification, and when a message becomes due."""
+    """What an empty fetch has seen; every change after it may have made a message available."""
 
+    #: The id of the last entry of the queue's stream that the consumer group was given.
     last_delivered: bytes
+    #: The id of the last entry of the stream of notifications.
     last_notification: bytes
     #: A time of the monotonic clock; None if no message is deferred.
     due_at: float | None
@@ -33,7 +37,9 @@ class EmptyFetchState(NamedTuple):
 class NotificationListener:
     """Calls *notify* once when there may be a message after the state that was passed to ``watch_from``.
 
-    *streams* are the keys of the queue's stream, and of the stream to which notifications of other changes are added.
+    *streams* are the keys of the queue's stream, and of the stream of notifications: an entry is added to it when a
+    message becomes available without being added to the queue's stream, because it was released, or will be due earlier
+    than all others. The users of the listener are consume loops, and fetches that wait for a message.
     """
 
     def __init__(self, connect: Callable[[], Connection], streams: tuple[str, str], notify: Callable[[], None]) -> None:
@@ -41,7 +47,7 @@ class NotificationListener:
         self._streams = streams
         self._notify = notify
         self._condition = threading.Condition(threading.RLock())
-        self._listener_count = 0
+        self._user_count = 0
         #: The state to watch from; None after a notification, until the next empty fetch sets it again.
         self._state: EmptyFetchState | None = None
         self._thread: threading.Thread | None = None
@@ -49,22 +55,23 @@ class NotificationListener:
         self._closed = False
 
     def enable(self) -> None:
-        """Add a listener, until ``disable`` is called."""
+        """Count one more user; each calls ``disable`` once when it ends."""
         with self._condition:
-            self._listener_count += 1
+            self._user_count += 1
 
     def disable(self) -> None:
+        """Count one user less; without users the thread notifies for a state that is set already, and then ends."""
         with self._condition:
-            self._listener_count -= 1
+            self._user_count -= 1
 
     @property
     def enabled(self) -> bool:
-        return self._listener_count > 0
+        return self._user_count > 0
 
     def watch_from(self, state: EmptyFetchState) -> None:
-        """Notify once for any entry after *state*."""
+        """Notify once for any entry after *state*; does nothing without users."""
         with self._condition:
-            if self._closed or not self._listener_count:
+            if self._closed or not self._user_count:
                 return
             self._state = state
             if self._thread is None:
@@ -107,7 +114,7 @@ class NotificationListener:
         """Wait for a state to watch and return it; return None when the thread is to end."""
         with self._condition:
             while self._state is None and not self._closed:
-                if not self._condition.wait(_LINGER_SECONDS) and not self._listener_count:
+                if not self._condition.wait(_LINGER_SECONDS) and not self._user_count:
                     break
             if self._state is None or self._closed:
                 self._thread = None

@@ -31,6 +31,8 @@ class ContentStoreUnderTest(ABC):
     #: Number of bytes of a test artifact that is large enough for the store to split it, if it splits any, and to be
     #: read in several chunks.
     large: int = 1_000_017
+    #: Whether ``open`` supports *max_bytes*.
+    bounded: bool = False
 
     @abstractmethod
     def open(self, store_name: str, *, max_bytes: int | None = None) -> ContentStore:
@@ -39,11 +41,8 @@ class ContentStoreUnderTest(ABC):
         *max_bytes* is the number of bytes that it may hold.
         """
 
-    #: Whether ``open`` supports *max_bytes*.
-    bounded: bool = False
-
     def truncate(self, store_name: str, digest: str) -> bool:  # noqa: ARG002 - optional
-        """Remove the last bytes of the stored artifact *digest*, past the store's own code; False if not supported."""
+        """Remove the last bytes of the stored artifact *digest*, bypassing the store's code; False if not supported."""
         return False
 
     def close(self) -> None:  # noqa: B027 - optional
@@ -74,13 +73,14 @@ class UploadInterrupted(ErgonError):
 
 
 def blocking_check(*rule_ids: str) -> Callable[[BlockingCheck], Check]:
-    """Make a check from a blocking function, on a thread, so that a hanging one blocks nothing else."""
+    """Make a check from a blocking function; it runs on a thread, so that a hanging one blocks nothing else."""
 
     def decorate(run: BlockingCheck) -> Check:
         @wraps(run)
         async def run_blocking(context: ContentCheckContext) -> None:
             await run_in_thread(partial(run, context))
 
+        # The annotation is for the type checker, which does not see it through ``wraps``.
         function: CheckFunction = run_blocking
         return check(*rule_ids)(function)
 
