@@ -280,7 +280,7 @@ def test_a_schema_of_a_later_release_is_unchanged_and_usable(postgres, dsn, monk
     smoke(dsn)
 
 
-def test_a_worker_before_the_upgrade_reports_the_upgrade_command(dsn):
+def test_a_worker_on_a_database_not_yet_upgraded_names_the_upgrade_command(dsn):
     with pytest.raises(AssertionError, match="run: ergon db upgrade"):
         smoke(dsn)
 

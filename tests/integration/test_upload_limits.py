@@ -91,7 +91,7 @@ def test_an_upload_announced_too_large_is_rejected_before_its_first_byte(store):
     assert (produced, caught.value.final, caught.value.not_attempted) == ([], False, True)
 
 
-def test_bytes_are_counted_while_they_arrive(store):
+def test_an_upload_is_rejected_as_soon_as_it_exceeds_the_limit(store):
     sizes = []
 
     def endless_blob():

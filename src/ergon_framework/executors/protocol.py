@@ -78,7 +78,7 @@ _match_rfc3339_utc = re.compile(
 def _parse_time(value: Any) -> datetime:
     if isinstance(value, datetime):
         if value.tzinfo is None:
-            raise ValueError("a time without a time zone")
+            raise ValueError(f"the time {value.isoformat()} has no time zone; pass one with tzinfo=UTC")
         return value.astimezone(UTC)
     if not (isinstance(value, str) and _match_rfc3339_utc(value)):
         raise ValueError("not an RFC 3339 time in UTC, such as 2026-01-31T23:59:59Z")

@@ -148,7 +148,7 @@ def test_a_copy_left_by_a_deferral_is_excused_only_if_a_deferral_takes_two_steps
     assert builder.findings() == {"run again without a cause", "acked twice"}
 
 
-def test_dead_letters_are_expected_or_have_used_up_their_deliveries(builder):
+def test_a_dead_letter_neither_expected_nor_out_of_deliveries_is_a_finding(builder):
     builder.run("one", "1", 10, None)
     builder.run("two", "2", 13, 14, told=("DeadLetter", "settled"))
     builder.effects, builder.dead = [], [("plain-1", "max_deliveries", 6, {})]

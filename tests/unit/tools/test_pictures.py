@@ -62,7 +62,7 @@ def test_panels_are_laid_out_in_rows():
     assert draw(*pictures).get("height") == str(2 * HEIGHT)
 
 
-def test_a_terminal_is_drawn_letter_by_letter():
+def test_the_picture_of_a_terminal_keeps_every_character_and_empty_line():
     assert list_texts(ET.fromstring(draw_text(["TASK  <b>", "", "charge"]))) == ["TASK  <b>", None, "charge"]
 
 

@@ -180,8 +180,8 @@ def _check_work(config: dict[str, Any], layout: StreamConfig) -> None:
     name = layout.names.work
     if config.get("retention") != "workqueue":
         raise ConfigurationError(
-            f"the stream {name!r} has retention {config.get('retention')!r}; a queue needs 'workqueue', or acked work "
-            "would stay: remove the stream or give the queue another name"
+            f"the stream {name!r} has retention {config.get('retention')!r}; a queue needs 'workqueue', because other "
+            "streams keep acknowledged messages: delete the stream with its messages, or give the queue another name"
         )
     if config.get("discard") == "old" and any(
         config.get(limit, -1) > 0 for limit in ("max_msgs", "max_bytes", "max_msgs_per_subject")

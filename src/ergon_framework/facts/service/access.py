@@ -279,7 +279,8 @@ class RevocationList:
         if next_update is not None and next_update < self._clock():
             self._report_expired(identity.issuer, next_update)
             raise _unavailable_error(
-                "the CRL of the certificate's issuer has expired, so its certificates are rejected"
+                "the CRL of the certificate's issuer has expired, so certificates of this issuer are rejected until "
+                "the service has a current one"
             )
         self._reported_issuers.discard(identity.issuer)
 

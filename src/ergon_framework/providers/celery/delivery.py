@@ -194,7 +194,9 @@ class CeleryDelivery:
             dumps(value, serializer="json")
         except EncodeError as error:
             raise ProviderResponseFormatError(
-                f"the result of the task is not JSON: its type is {type(value).__name__}", fault=False
+                f"the result of the Celery task, of type {type(value).__name__}, cannot be stored as JSON: return only "
+                "values that Celery's JSON serializer supports",
+                fault=False,
             ) from error
 
     # -- the end ------------------------------------------------------------------------------------

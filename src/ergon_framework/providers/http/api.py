@@ -102,7 +102,10 @@ def _load_keys(settings: ApiSettings) -> list[Any]:
 def _load_secret(secret: str, algorithm: str) -> bytes:
     data = secret.encode()
     if len(data) < _MIN_SECRET_BYTES[algorithm]:
-        raise ConfigurationError(f"secret too short: {algorithm} needs {_MIN_SECRET_BYTES[algorithm]} bytes")
+        raise ConfigurationError(
+            f"the secret in ERGON_API__SECRET or ERGON_API__PREVIOUS_SECRET is too short: {algorithm} needs "
+            f"{_MIN_SECRET_BYTES[algorithm]} bytes or more; generate a longer one"
+        )
     if b"-----BEGIN" in data or data.startswith(b"ssh-"):
         raise ConfigurationError("ERGON_API__SECRET holds a key or certificate: set a shared secret")
     return data

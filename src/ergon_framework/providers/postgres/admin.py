@@ -194,7 +194,9 @@ def _parse_end(until: datetime | None, seconds: float | None) -> dict[str, Any]:
         raise ConfigurationError(f"{until.isoformat()} has no time zone: pass tzinfo=UTC")
     remaining_seconds = seconds if until is None else (until - datetime.now(UTC)).total_seconds()
     if remaining_seconds is None or not 0 < remaining_seconds <= _MAX_OVERRIDE_SECONDS:
-        raise ConfigurationError("invalid override duration: expected more than 0 seconds and at most 31 days")
+        raise ConfigurationError(
+            f"invalid override duration: expected more than 0 seconds and at most 31 days, got {remaining_seconds} s"
+        )
     return {"until": until, "seconds": seconds}
 
 
