@@ -172,10 +172,10 @@ def run(
     After SIGTERM or Ctrl-C, running work may finish within the policy's loop.drain_timeout; a second signal stops it
     immediately.
 
-    Exit codes: 0 ended cleanly, 1 the run failed, 2 invalid task, option or configuration; nothing was fetched,
-    3 loop.timeout reached, 4 ended with handlers still running or outcomes not settled; the queue redelivers those,
-    5 worker processes kept exiting soon after their start, 70 the run did not end in time; the process exited
-    anyway.
+    Exit codes: 0 ended cleanly, even if transactions of a consumer failed, 1 the run or transactions of a producer
+    failed, 2 invalid task, option or configuration; nothing was fetched, 3 loop.timeout reached, 4 ended with handlers
+    still running or outcomes not settled; the queue redelivers those, 5 worker processes kept exiting soon after their
+    start, 70 the run did not end in time; the process exited anyway.
 
     Example: ergon run app:charge --streaming
     """

@@ -129,8 +129,8 @@ def replay(
     first, and ignores later ones. After Ctrl-C or a crash, each transaction is either in the dead-letter queue or in
     the queue: run the command again to continue.
 
-    Exit codes: 0 all replayed, 1 some failed, or broker unavailable, 2 invalid option or configuration, 3 stopped by
-    the canary, 130 stopped by a signal.
+    Exit codes: 0 all replayed, 1 some could not be replayed, or broker unavailable, 2 invalid option or configuration,
+    3 stopped by the canary, 130 stopped by a signal.
 
     Example: ergon dlq replay app:orders --dead-letter-reason step_timeout --canary 5 --rate 50/s
     """
@@ -158,14 +158,15 @@ def edit(
     transaction: Annotated[str, typer.Argument(metavar="ID", help="Transaction id.")],
     *,
     file: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default="open an editor", help="Corrected payload in JSON.")
+        Path | None,
+        typer.Option(metavar="FILE", show_default="open an editor", help="Corrected payload in JSON; not with --set."),
     ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="PATH=VALUE",
-            help="Value to set, as JSON or else as text: items.0.price=12.5 or /items/0/price=12.5; repeatable.",
+            help="Value to set instead of opening an editor: items.0.price=12.5 or /items/0/price=12.5; repeatable.",
         ),
     ] = None,
     allow_new_keys: Annotated[bool, typer.Option("--allow-new-keys", help="Allow --set to add missing keys.")] = False,
@@ -193,14 +194,15 @@ def edit(
     the values. Side effects of earlier attempts are not undone: if the handler repeats a provider call or a fact with
     changed values, a conflict error names that call or fact.
 
-    A VALUE that is JSON is set as such: zip=10115 sets a number and zip='"10115"' a text. Any other VALUE is a text.
+    A VALUE that is JSON is set as such: zip=10115 sets a number and zip='"10115"' a string. Any other VALUE is a
+    string.
 
     After a crash the old dead letter may exist next to the corrected transaction; at least one of the two exists.
 
     Exit codes: 0 replayed, 1 not found, or broker unavailable, 2 invalid option or configuration, unchanged payload, or
     payload rejected by the task; nothing was changed.
 
-    Example: ergon dlq edit app:charge order-3 --set customer.zip=10115
+    Example: ergon dlq edit app:charge order-3 --set customer.city=Berlin
     """
     try:
         payload_edit = PayloadEdit(file, set_ or (), new_keys=allow_new_keys)
@@ -239,10 +241,10 @@ def discard(
 ) -> None:
     """Delete dead letters permanently.
 
-    Pass either --all or at least one filter.
+    Pass either --all or at least one filter; if stdin is not a terminal, also --yes.
 
-    Exit codes: 0 all discarded, 1 some failed, or broker unavailable, 2 invalid option or configuration, or
-    confirmation declined, 130 stopped by a signal.
+    Exit codes: 0 all discarded, 1 some could not be deleted, or broker unavailable, 2 invalid option or configuration,
+    or confirmation declined, 130 stopped by a signal.
 
     Example: ergon dlq discard app:orders --type newsletter --until 30d --yes
     """

@@ -281,9 +281,9 @@ def doctor_(
 ) -> None:
     """Check configuration, connections and brokers, and suggest fixes.
 
-    The checks cover the database, the queues and the servers of RabbitMQ, NATS and Redis that ergon.toml and the
-    environment name: their connections, versions, settings, topology, clocks and permissions. Nothing permanent is
-    created, moved or changed (a temporary queue on RabbitMQ tests permissions), and no credential is shown.
+    The checks cover the database, the queues, and the RabbitMQ, NATS and Redis servers that are configured in
+    ergon.toml or the environment: connections, versions, settings, topology, clocks and permissions. Nothing permanent
+    is created, moved or changed (a temporary queue on RabbitMQ tests permissions), and no credential is shown.
 
     Exit codes: 0 no problems, 1 errors found, 2 invalid option, 3 warnings only.
 

@@ -37,8 +37,8 @@ facts = typer.Typer(
     help="""Serve a fact boundary, and append, read and maintain facts and artifacts.
 
 A zone is a site with its own store. A fact is an immutable record that one zone sends to another; an artifact is a file
-that a fact references. A boundary is the store that a zone offers to others; a reader is a named consumer of the facts
-from one zone to another, with a cursor up to which it has confirmed them.""",
+that a fact references. A boundary is the interface of a zone's store. A reader is a named consumer of the facts from
+one zone to another, with a cursor up to which it has confirmed them.""",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -100,7 +100,9 @@ Confirm = Annotated[
 @facts.command()
 def serve(
     *,
-    zone: Annotated[list[str], typer.Option(metavar="ZONE", help="Zone that the store belongs to; repeatable.")],
+    zone: Annotated[
+        list[str], typer.Option(metavar="ZONE", help="Zone that the store belongs to; repeatable, if zones share it.")
+    ],
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Listen address; port 0 selects a free port.")],
     tls_cert: Cert,
     tls_key: Key,
@@ -126,7 +128,7 @@ def serve(
         ),
     ] = None,
     max_readers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Maximum number of readers of each other zone.")
+        int, typer.Option(min=1, metavar="N", help="Maximum number of readers per remote zone.")
     ] = 100,
     max_uploads: Annotated[
         int, typer.Option(min=1, metavar="N", help="Maximum number of concurrent uploads per zone.")
@@ -139,7 +141,10 @@ def serve(
     retention_interval: Annotated[float, duration_option("Interval between deletions, with --keep.")] = "1h",  # type: ignore[assignment]  # typer parses the default too
     revoked: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File with revoked certificates (PEM) and lines public-key=SHA256."),
+        typer.Option(
+            metavar="FILE",
+            help="File with revoked certificates in PEM, and lines public-key=DIGEST with the SHA-256 of revoked keys.",
+        ),
     ] = None,
     crl: Annotated[
         Path | None, typer.Option(metavar="FILE", help="CRLs of the authorities in --tls-ca, as PEM or DER.")
@@ -189,7 +194,8 @@ def serve(
 ) -> None:
     """Serve a boundary over mutual TLS until SIGTERM or Ctrl-C.
 
-    The names in a caller's certificate define its permissions: ergon://zone/NAME and ergon://operator/NAME.
+    The URIs in a caller's certificate (subject alternative names) define its permissions: ergon://zone/NAME and
+    ergon://operator/NAME.
     Certificates, keys and the revocation list are reloaded when they change. The database address is read from
     ERGON_POSTGRES__DSN or from postgres.dsn in ergon.toml. The first line of output is the listen address.
 
@@ -253,7 +259,7 @@ def append(
         typer.Option(
             "--id",
             metavar="ID",
-            help="Message id; derive it from the event, so that a retry has the same id. Each id is stored once.",
+            help="Id of the fact; derive it from the event, so that a retry has the same id. Each id is stored once.",
         ),
     ],
     server: Server,
@@ -278,7 +284,7 @@ def append(
 
 @facts.command()
 def get(
-    message_id: Annotated[str, typer.Argument(metavar="ID", help="Message id.")],
+    message_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the fact.")],
     *,
     from_zone: FromZone,
     server: Server,
@@ -382,7 +388,7 @@ def put(
 ) -> None:
     """Store a file as an artifact and print its digest and size; resume an interrupted upload.
 
-    Exit codes: 0 stored, 1 rejected: the name is already used for different content, or the file changed during the
+    Exit codes: 0 stored, 1 rejected: the key is already used for different content, or the file changed during the
     upload, 2 invalid option or configuration, 3 interrupted: run the command again.
 
     Example: ergon facts put invoices 2026/17.pdf invoice.pdf
@@ -409,7 +415,7 @@ def cat(
 ) -> None:
     """Print an artifact, or write it to a file that appears only when it is complete and verified.
 
-    An artifact that a fact of another zone references is owned by that zone: pass it with --zone.
+    An artifact that a fact of another zone references is owned by that zone: pass that zone with --zone.
 
     Exit codes: 0 complete and digest verified, 1 not found, lost or damaged, 2 invalid option or configuration,
     3 interrupted.
@@ -431,7 +437,7 @@ def lag(
     timeout: Timeout = "10s",  # type: ignore[assignment]  # typer parses the default too
     json: JsonLines = False,
 ) -> None:
-    """Show the retained facts of each pair of zones and the unconfirmed facts of each reader.
+    """Show how many facts each pair of zones retains, and how many of them each reader has not confirmed.
 
     With a zone's certificate, only the pairs of that zone are shown; with an operator's certificate, all pairs.
 
@@ -464,8 +470,8 @@ def retire(
     Requires an operator's certificate. The store records the time and the name in the certificate, followed by --actor
     in parentheses if it differs.
 
-    Exit codes: 0 retired, 1 unknown reader, rejected, or confirmation declined, 2 invalid option or configuration,
-    3 service unavailable.
+    Exit codes: 0 retired, 1 unknown reader, rejected, or confirmation declined or not answered, 2 invalid option or
+    configuration, 3 service unavailable.
 
     Example: ergon facts retire old-ledger --from "Plant A" --to HQ
     """

@@ -26,21 +26,21 @@ from ergon_framework.runner.settings import database_dsn
 epoch: Final = typer.Typer(
     help="""List, start, adopt and accept epochs of a store, in the store's own database; for operators.
 
-An epoch names the history of a store. After a backup was restored, an offset may refer to another fact, so a new epoch
-begins, and readers stop until an operator lets them continue. The origin store is the one that facts are copied from;
-the forward buffer of the other zone's store holds the copies.""",
+An epoch names the history of a store. After a backup has been restored, an offset may refer to another fact, so a new
+epoch begins, and readers stop until an operator lets them continue. The origin store is the one that facts are copied
+from; the forward buffer of the other zone's store holds the copies.""",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-FromZone = Annotated[str, typer.Option("--from", metavar="ZONE", help="Zone that the facts come from.")]
-ToZone = Annotated[str, typer.Option("--to", metavar="ZONE", help="Zone that the facts are for.")]
+FromZone = Annotated[str, typer.Option("--from", metavar="ZONE", help="Sending zone.")]
+ToZone = Annotated[str, typer.Option("--to", metavar="ZONE", help="Receiving zone.")]
 SideOption = Annotated[
     BoundarySide,
     typer.Option(
         "--side",
-        help="Side of the boundary that the store is on; the store of the other zone is on the other side.",
+        help="Side of the store's zone: inner, for example a plant, or outer, for example the headquarters.",
     ),
 ]
 AcceptLoss = Annotated[
@@ -103,8 +103,8 @@ def new(
     the stores and has adopted (replicators) or accepted (consumers) the epoch. Operator, time and reason are stored in
     ergon.fact_epochs.
 
-    Exit codes: 0 started, 1 rejected, or confirmation declined, 2 invalid option or configuration, 3 database
-    unavailable.
+    Exit codes: 0 started, 1 rejected, or confirmation declined or not answered, 2 invalid option or configuration, 3
+    database unavailable.
 
     Example: ergon facts epoch new --reason "restored the snapshot of 2026-01-31" --actor ada
     """
@@ -155,8 +155,8 @@ def adopt(
     that is not the last offset of this buffer is rejected. Restart the replicator afterwards: it compares the last
     copied fact with the origin before it continues. Operator and time are stored in ergon.fact_epochs.
 
-    Exit codes: 0 adopted, 1 rejected, or confirmation declined, 2 invalid option or configuration, 3 database
-    unavailable.
+    Exit codes: 0 adopted, 1 rejected, or confirmation declined or not answered, 2 invalid option or configuration, 3
+    database unavailable.
 
     Example: ergon facts epoch adopt 5f0c2d --from "Plant A" --to HQ --offset 4711 --side outer --actor ada
     """
@@ -198,8 +198,8 @@ def accept(
     Deferred facts of the reader become dead letters with the reason epoch_changed, because offsets may refer to other
     facts now; some handled facts may be delivered again. Start the consumer afterwards.
 
-    Exit codes: 0 accepted, 1 rejected, or confirmation declined, 2 invalid option or configuration, 3 database
-    unavailable.
+    Exit codes: 0 accepted, 1 rejected, or confirmation declined or not answered, 2 invalid option or configuration, 3
+    database unavailable.
 
     Example: ergon facts epoch accept --from "Plant A" --to HQ --reader ledger
     """

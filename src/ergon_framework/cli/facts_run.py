@@ -55,7 +55,9 @@ def replicate(
     probe_port: ProbePort = None,
     probe_file: ProbeFile = None,
     log_level: LogLevelOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print each final state as one line of JSON.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the final state of each replicator as one line of JSON.")
+    ] = False,
 ) -> None:
     """Copy the facts of other zones into this zone until a signal arrives.
 

@@ -260,7 +260,8 @@ def cancel(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config
 def kill(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
     """Cancel a pending job, or kill the executor of a running job; the job is not retried.
 
-    The orchestrator kills the executor within about a second; ergon job wait shows the end of the job.
+    The orchestrator kills the executor within about a second; ergon job wait shows the end of the job. Other jobs in
+    that executor are interrupted and released: they run again without losing an attempt.
 
     Exit codes: 0 cancelled or kill requested, 1 ended or not found, 2 invalid option or configuration, or the database
     is unavailable or rejected the request.
@@ -303,7 +304,7 @@ def list_(
 
 @job.command()
 def replay(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
-    """Run a failed job again with a reset attempt count; for many: ergon dlq replay MODULE:ORCHESTRATOR.
+    """Run a failed job again with a reset attempt count; to replay many, use ergon dlq replay MODULE:ORCHESTRATOR.
 
     Exit codes: 0 replayed, 1 not found, not failed, or its dead letter is missing, 2 invalid option or configuration,
     or the database is unavailable or rejected the request.

@@ -283,7 +283,13 @@ def pause_(
     actor: Actor = "",
     force: Annotated[bool, typer.Option("--force", help="Pause even if no running worker matches the name.")] = False,
     wait: Annotated[
-        float, duration_option("Maximum time to wait for work in flight to finish.", minimum=0, maximum=86_400)
+        float,
+        duration_option(
+            "Maximum time to wait for work in flight to finish.",
+            minimum=0,
+            maximum=86_400,
+            show_default="do not wait",
+        ),
     ] = "0s",  # type: ignore[assignment]  # typer parses the default too
     config: Config = None,
     json: Json = False,
@@ -298,7 +304,7 @@ def pause_(
     suggestions, unless --force is given.
 
     Exit codes: 0 paused, 1 database unavailable, 2 invalid option or configuration, or no running worker matches, 3
-    some workers still had work in flight when --wait expired.
+    some workers still had work in flight when --wait expired (only with --wait).
 
     Example: ergon pause charge --reason "INC-7: duplicate charges" --wait 30s
     """

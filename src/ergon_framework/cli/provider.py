@@ -362,10 +362,18 @@ Capability = Annotated[
 Tenant = Annotated[
     str | None,
     typer.Option(
-        metavar="TENANT", show_default="all", help="Only this tenant; '*' is the scope shared by all tenants."
+        metavar="TENANT",
+        show_default="all",
+        help="Only this tenant; '*' for providers with scope=\"provider\" in the policy, which all tenants share.",
     ),
 ]
-OneTenant = Annotated[str, typer.Option(metavar="TENANT", help="Tenant; '*' is the scope shared by all tenants.")]
+OneTenant = Annotated[
+    str,
+    typer.Option(
+        metavar="TENANT",
+        help="Tenant, or '*' for a provider with scope=\"provider\" in the policy, which all tenants share.",
+    ),
+]
 ProviderFilter = Annotated[str | None, typer.Option("--provider", metavar="NAME", help="Only this provider.")]
 Limit = Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Maximum number of rows to show.")]
 OverrideDuration = Annotated[float, duration_option("Duration, for example 90s, 15m or 2h.", "--for")]
@@ -385,8 +393,8 @@ def health(
 
     The database address is read from ERGON_POSTGRES__DSN or from postgres.dsn in ergon.toml.
 
-    Exit codes: 0 shown, 1 calls are blocked (only with --check), 2 invalid option or configuration, or the database is
-    unavailable or rejected the request.
+    Exit codes: 0 shown, 1 a breaker is not closed or a quota is exhausted (only with --check), 2 invalid option or
+    configuration, or the database is unavailable or rejected the request.
 
     Example: ergon provider health --tenant acme
     """
@@ -416,7 +424,9 @@ def extend(
     name: Name,
     capability: Capability,
     *,
-    calls: Annotated[int, typer.Option(min=0, metavar="N", help="Extra calls per window; 0 removes the extension.")],
+    calls: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Extra calls per window; 0 ends an extension, whatever --for is.")
+    ],
     tenant: OneTenant,
     lasts: OverrideDuration,
     reason: Reason,

@@ -140,7 +140,7 @@ def top_(
         list[str] | None,
         typer.Option(
             metavar="URL",
-            show_default="run.probes of the configuration, if a port is set",
+            show_default="address of run.probes, if it has a port",
             help="Probe address of a worker, for example http://localhost:9100; repeatable.",
         ),
     ] = None,
