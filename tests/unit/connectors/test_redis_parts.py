@@ -10,7 +10,7 @@ from redis import exceptions
 from ergon_framework.connectors.base import Ack, ConnectorError, Defer, Delivery, SettleResult
 from ergon_framework.connectors.codec import JsonCodec, UnencodableError
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
-from ergon_framework.connectors.redis import connection
+from ergon_framework.connectors.redis import address, durability
 from ergon_framework.connectors.redis import messages as keys
 from ergon_framework.connectors.redis.claims import ClaimManager, RedisReceipt
 from ergon_framework.connectors.redis.connection import translate_error
@@ -21,7 +21,7 @@ from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.transaction import Transaction
 
 
-@pytest.mark.parametrize("module", [connection, keys])
+@pytest.mark.parametrize("module", [address, durability, keys])
 def test_the_examples_of_the_documentation_hold(module):
     assert doctest.testmod(module, raise_on_error=True).attempted > 0
 

@@ -22,7 +22,7 @@ from ergon_framework.connectors.credentials import Credentials, CredentialsSourc
 from ergon_framework.connectors.login import BrokerLogin
 from ergon_framework.connectors.nats.address import get_host
 from ergon_framework.connectors.nats.connection import Connection, close_client
-from ergon_framework.connectors.nats.fast_client import FastClient, UnencryptedServerError
+from ergon_framework.connectors.nats.fast_client import FastClient
 from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError
 from ergon_framework.redaction import redact_address
 from ergon_framework.telemetry import logs
@@ -143,11 +143,6 @@ def _translate_error(error: BaseException, address: str, login: BrokerLogin) -> 
     server = redact_address(address)
     if refusal := explain_certificate_error(error, trust="ca_file of the queue"):
         return ConfigurationError(f"cannot connect to NATS at {server}: {refusal}")
-    if isinstance(error, UnencryptedServerError):
-        return ConfigurationError(
-            f"NATS at {server} does not offer TLS, which the address requires; set tls {{ … }} in the server's "
-            "configuration, or use nats:// in the address"
-        )
     if isinstance(error, errors.Error) and any(part in str(error).lower() for part in _LOGIN_REFUSALS):
         return login.refuse(f"NATS at {server} refused the login; check the user and the password")
     if isinstance(error, (errors.Error, OSError, TimeoutError)):

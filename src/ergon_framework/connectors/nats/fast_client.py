@@ -22,6 +22,7 @@ from nats.aio.transport import TcpTransport
 from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
 from ergon_framework._util.sockets import close_socket
+from ergon_framework.errors import ConfigurationError
 from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
@@ -149,10 +150,6 @@ class FastParser(Parser):
 _MAX_IMMEDIATE_WRITE_BYTES: Final = 65_536
 
 
-class UnencryptedServerError(Exception):
-    """The address requires TLS, and the server did not ask for it."""
-
-
 class FastClient(Client):
     """A client that calls message callbacks directly."""
 
@@ -171,7 +168,10 @@ class FastClient(Client):
         if server is not None and server.uri.scheme == "tls":
             writer = getattr(self._transport, "_io_writer", None)
             if writer is None or writer.get_extra_info("ssl_object") is None:
-                raise UnencryptedServerError
+                raise ConfigurationError(
+                    f"NATS at {server.uri.hostname}:{server.uri.port} does not offer TLS, which the address requires; "
+                    "set tls { … } in the server's configuration, or use nats:// in the address"
+                )
         return super()._connect_command()
 
     async def subscribe_callback(self, subject: str, callback: MessageCallback) -> Subscription:
