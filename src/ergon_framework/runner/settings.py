@@ -208,18 +208,13 @@ class EncryptionSettings(Policy):
 
 
 class BrokerSettings(Policy):
-    """The default server of queues without an address."""
+    """The default server of queues without an address, with credentials that may change while a process runs."""
 
     url: str | None = Field(
         default=None,
         repr=False,
         description="Address of the server for queues without one; with a password, in the environment only.",
     )
-
-
-class LoginBrokerSettings(BrokerSettings):
-    """The default server of queues without an address, with credentials that may change while a process runs."""
-
     user_file: Annotated[str, Field(min_length=1)] | None = Field(
         default=None, description="File with the user, read before every new connection; needs password_file."
     )
@@ -266,8 +261,8 @@ class Settings(Policy):
     encryption: EncryptionSettings = Field(default=EncryptionSettings(), description="Encryption at rest.")
     providers: ProviderSettings = Field(default=ProviderSettings(), description="The stored state of providers.")
     rabbitmq: BrokerSettings = Field(default=BrokerSettings(), description="The RabbitMQ server.")
-    nats: LoginBrokerSettings = Field(default=LoginBrokerSettings(), description="The NATS server.")
-    redis: LoginBrokerSettings = Field(default=LoginBrokerSettings(), description="The Redis server.")
+    nats: BrokerSettings = Field(default=BrokerSettings(), description="The NATS server.")
+    redis: BrokerSettings = Field(default=BrokerSettings(), description="The Redis server.")
     api: ApiSettings = Field(default=ApiSettings(), description="Tokens that the health API of providers accepts.")
 
     def policy(self, task: str, own: P) -> P:
@@ -337,7 +332,7 @@ def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = 
     if environ is None:
         _use_redaction(loaded)
         login.configure(loaded.postgres.dsn, loaded.postgres.user_file, loaded.postgres.password_file)
-        for section, broker in (("nats", loaded.nats), ("redis", loaded.redis)):
+        for section, broker in (("rabbitmq", loaded.rabbitmq), ("nats", loaded.nats), ("redis", loaded.redis)):
             broker_login.configure(section, broker.url, broker.user_file, broker.password_file)
     return loaded
 

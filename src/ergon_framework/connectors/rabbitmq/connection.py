@@ -15,7 +15,7 @@ import os
 import re
 import ssl
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, NamedTuple, TypeVar
@@ -26,7 +26,9 @@ from pika.channel import Channel as RawChannel
 from pika.exceptions import AMQPError, ChannelClosedByBroker, ProbableAccessDeniedError, ProbableAuthenticationError
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.connectors.credentials import CredentialsSource
+from ergon_framework.connectors.certificates import explain_certificate_error
+from ergon_framework.connectors.credentials import Credentials, CredentialsSource
+from ergon_framework.connectors.login import BrokerLogin
 from ergon_framework.connectors.rabbitmq.fields import BodyRule, FaithfulAsyncioConnection
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.telemetry import logs
@@ -43,12 +45,10 @@ _TLS_FILES: Final = ("cacertfile", "certfile", "keyfile")
 _PRIORITIES_SINCE: Final = 4
 
 
-def connection_parameters(
-    url: str, *, timeout: float, credentials: CredentialsSource | None = None
-) -> list[pika.URLParameters]:
+def connection_parameters(url: str, credentials: Credentials | None, *, timeout: float) -> list[pika.URLParameters]:
     """Return the connection parameters of each host of *url*; errors do not quote it: it may contain a password.
 
-    User and password are those of *url*, or what *credentials* returns now.
+    *credentials* replace the user and the password of *url*.
     """
     problem = ""
     try:
@@ -67,7 +67,6 @@ def connection_parameters(
             "the address of RabbitMQ is invalid; expected, e.g., amqp://user:password@host:5672/vhost, with options "
             f"as in ?heartbeat=20 ({problem or 'it does not begin with amqp:// or amqps://'})"
         )
-    login = None if credentials is None else credentials()
     for each in parameters:
         if parts.path == "//":  # Celery and others write the vhost "/" like this
             each.virtual_host = "/"
@@ -75,8 +74,9 @@ def connection_parameters(
             each.heartbeat = _HEARTBEAT_SECONDS
         if each.ssl_options is not None:
             each.ssl_options = _build_tls(each, files)
-        if login is not None:
-            each.credentials = pika.PlainCredentials(login.user or each.credentials.username, login.password)
+        if credentials is not None:
+            user = credentials.user or each.credentials.username
+            each.credentials = pika.PlainCredentials(user, credentials.password)
         each.connection_attempts = 1
         each.socket_timeout = each.stack_timeout = timeout
     return parameters
@@ -233,12 +233,14 @@ class Channel:
 class Connection:
     """One connection, opened on demand and reopened when it was lost."""
 
-    def __init__(self, build_parameters: Callable[[], Sequence[pika.ConnectionParameters]], timeout: float) -> None:
-        #: Returns the parameters of each host; called for every attempt, because credentials may have changed.
-        self._build_parameters = build_parameters
+    def __init__(self, url: str, login: BrokerLogin, timeout: float) -> None:
+        self._url = url
+        #: The credentials, read for every attempt because they may have changed.
+        self._login = login
         #: Attempts that have failed: each is followed by one with the next host.
         self._failed_attempts = 0
-        self._has_connected = False
+        #: Host and port of the newest connection; None before the first.
+        self.host: str | None = None
         self._timeout = timeout
         self._raw: FaithfulAsyncioConnection | None = None
         self._connecting = asyncio.Lock()
@@ -304,16 +306,18 @@ class Connection:
 
     async def _connect(self) -> FaithfulAsyncioConnection:
         """Connect to the first host that accepts, beginning with the one after the last failure."""
-        hosts = self._build_parameters()
+        hosts = connection_parameters(self._url, await self._login.read_async(), timeout=self._timeout)
         for attempt in range(len(hosts)):
             try:
-                raw = await self._connect_to(hosts[self._failed_attempts % len(hosts)])
+                parameters = hosts[self._failed_attempts % len(hosts)]
+                raw = await self._connect_to(parameters)
             except ConnectionLostError:
                 self._failed_attempts += 1
                 if attempt == len(hosts) - 1:
                     raise
             else:
-                self._has_connected = True
+                self._login.accept()
+                self.host = f"{parameters.host}:{parameters.port}"
                 return raw
         raise ConfigurationError("the address of RabbitMQ has no host")
 
@@ -323,9 +327,7 @@ class Connection:
             parameters,
             on_open_callback=lambda connection: None if opened.done() else opened.set_result(connection),
             on_open_error_callback=lambda _, error: (
-                None
-                if opened.done()
-                else opened.set_exception(_to_connect_error(error, parameters, has_connected=self._has_connected))
+                None if opened.done() else opened.set_exception(_to_connect_error(error, parameters, self._login))
             ),
             on_close_callback=self._on_closed,
             custom_ioloop=asyncio.get_running_loop(),
@@ -379,15 +381,12 @@ class ConnectionThread:
         self.users = 0
         self._is_stopping = False
         self.durability: RabbitMQDurability | None = None
-
-        def build_parameters() -> list[pika.URLParameters]:
-            return connection_parameters(url, timeout=timeout, credentials=credentials)
-
-        build_parameters()  # an invalid address is an error here, and not in the first call
+        connection_parameters(url, None, timeout=timeout)  # an invalid address is an error here, not in the first call
+        login = BrokerLogin(credentials)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="ergon-rabbitmq", daemon=True)
-        self.consume_connection = Connection(build_parameters, timeout)
-        self.publish_connection = Connection(build_parameters, timeout)
+        self.consume_connection = Connection(url, login, timeout)
+        self.publish_connection = Connection(url, login, timeout)
         self._thread.start()
 
     def _run_loop(self) -> None:
@@ -505,25 +504,17 @@ class _translate_errors:  # noqa: N801 - used as a function
             raise ConnectionLostError(f"cannot {self._action}: {_describe(error)}") from error
 
 
-def _to_connect_error(
-    error: BaseException, parameters: pika.ConnectionParameters, *, has_connected: bool = False
-) -> Exception:
-    """Return the reason of a failed connection: what a program cannot cure by waiting is a ConfigurationError.
-
-    Credentials that worked before may be rotated at the moment, so their rejection is a lost connection.
-    """
+def _to_connect_error(error: BaseException, parameters: pika.ConnectionParameters, login: BrokerLogin) -> Exception:
+    """Return the reason of a failed connection: what a program cannot cure by waiting is a ConfigurationError."""
     server = f"RabbitMQ at {parameters.host}:{parameters.port}"
-    if (certificate_error := _find_cause(error, ssl.SSLCertVerificationError)) is not None:
-        return ConfigurationError(
-            f"the certificate of {server} is not trusted: {certificate_error.verify_message}; connect by a host name "
-            "in it, and name its authority with ?cacertfile=FILE in the address if it is not one of this system"
-        )
+    certificate_error = _find_cause(error, ssl.SSLCertVerificationError)
+    if certificate_error is not None:
+        refusal = explain_certificate_error(certificate_error, trust="?cacertfile= of the address")
+        return ConfigurationError(f"cannot connect to {server}: {refusal}")
     if isinstance(error, ProbableAuthenticationError | ProbableAccessDeniedError) and _is_rejection(str(error)):
         match = _SERVER_TEXT.search(str(error))
         why = f": {match[1]}" if match else ""
-        if has_connected:
-            return ConnectionLostError(f"{server} rejected the user, whom it accepted before{why}")
-        return ConfigurationError(
+        return login.refuse(
             f"{server} rejected the user{why}; check the name, the password and the vhost of the address"
         )
     return ConnectionLostError(f"{server} cannot be reached: {_describe(error)}")

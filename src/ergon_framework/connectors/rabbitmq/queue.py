@@ -35,6 +35,7 @@ from ergon_framework.connectors.credentials import CredentialsSource
 from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
+from ergon_framework.connectors.login import BrokerLogin, find_source
 from ergon_framework.connectors.outage import public_address
 from ergon_framework.connectors.rabbitmq import topology
 from ergon_framework.connectors.rabbitmq.connection import (
@@ -227,6 +228,11 @@ class RabbitMQQueue(Connector, AsyncConnector):
         return public_address(self._url or os.environ.get(URL_VARIABLE))
 
     @property
+    def server_host(self) -> str | None:
+        """Host and port of the server of the newest connection; None before the first one."""
+        return None if self._connection_thread is None else self._connection_thread.consume_connection.host
+
+    @property
     def capabilities(self) -> Capabilities:
         """The capabilities of the server; durability and priority are known once the queue was opened."""
         thread = self._connection_thread
@@ -268,7 +274,11 @@ class RabbitMQQueue(Connector, AsyncConnector):
         return url
 
     def _build_parameters(self) -> Sequence[pika.ConnectionParameters]:
-        return connection_parameters(self._require_url(), timeout=self._timeout, credentials=self._credentials)
+        credentials = BrokerLogin(self._find_credentials()).read()
+        return connection_parameters(self._require_url(), credentials, timeout=self._timeout)
+
+    def _find_credentials(self) -> CredentialsSource | None:
+        return self._credentials or find_source("rabbitmq", self._url)
 
     def _ensure_channels(self) -> tuple[ConnectionThread, QueueChannels]:
         with self._lock:
@@ -277,7 +287,7 @@ class RabbitMQQueue(Connector, AsyncConnector):
                 self._inherited, self._connection_thread, self._channels = self._connection_thread, None, None
             if self._connection_thread is None or self._channels is None:
                 self._connection_thread = acquire_connection_thread(
-                    self._require_url(), self._timeout, self._credentials
+                    self._require_url(), self._timeout, self._find_credentials()
                 )
                 self._channels = QueueChannels(
                     self._name,
