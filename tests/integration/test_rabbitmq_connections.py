@@ -112,6 +112,7 @@ def test_the_next_host_is_used_when_one_is_lost(new_rabbitmq):
     queue = RabbitMQQueue("orders", url=f"amqp://guest:guest@{hosts}//", timeout=5.0)
     queue.dispatch([Transaction("first", {})])
     assert [delivery.transaction.id for delivery in claim(queue)] == ["first"]
+    assert queue.server_host == f"127.0.0.1:{first.port}"
     first.kill()
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while True:
@@ -122,6 +123,7 @@ def test_the_next_host_is_used_when_one_is_lost(new_rabbitmq):
             assert time.monotonic() < deadline
             time.sleep(0.1)
     assert [delivery.transaction.id for delivery in claim(queue)] == ["second"]
+    assert queue.server_host == f"127.0.0.1:{second.port}"
     assert queue.list_dead(DeadLetterQuery()) == []
     queue.close()
 
