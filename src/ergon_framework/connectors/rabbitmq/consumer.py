@@ -142,8 +142,8 @@ class Consumer:
         self._settling: set[int] = set()
         self._on_get_empty: Callable[[], None] = _do_nothing
         self._arrival: asyncio.Future[None] | None = None
-        #: The number of ready messages, or 0 although there are some if the server is busy. The answer follows everything
-        #: that the server sent before, and shows that it has received everything that was written before.
+        #: The number of ready messages, or 0 although there are some if the server is busy. The answer follows all that
+        #: the server sent before, and shows that it has received all that was written before.
         self.count_ready = AsyncCoalescer(self._request_count)
         self._stale_timer: asyncio.TimerHandle | None = None
         #: The time since which the latest message was ready.
