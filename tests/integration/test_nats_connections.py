@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections import deque
 from datetime import timedelta
 
 import pytest
 
+from ergon_framework import ConsumerPolicy, consumer
 from ergon_framework.connectors import Credentials, credentials_from_files
 from ergon_framework.connectors.login import BrokerLogin
 from ergon_framework.connectors.nats import NatsQueue
@@ -16,6 +18,7 @@ from ergon_framework.connectors.nats.client import ConnectSettings, connect
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.transaction import Transaction
 from tests.integration.nats_queues import new_queue_name, open_queue
+from tests.log_events import get_event
 from tests.servers.certificates import CertificateAuthority
 
 
@@ -131,6 +134,39 @@ def test_another_server_of_the_address_is_used_when_one_is_down(new_nats):
         await queue.close_async()
 
     asyncio.run(run())
+
+
+@pytest.mark.spec("CNN-07", "DX-12")
+def test_the_log_names_the_server_that_was_lost_and_the_one_in_use(new_nats, caplog):
+    servers = {f"127.0.0.1:{server.port}": server for server in (new_nats(), new_nats())}
+    queue = NatsQueue(new_queue_name(), url=f"nats://{','.join(servers)}", timeout=2.0, patience=3.0)
+    policy = ConsumerPolicy.load({"loop": {"streaming": True, "empty_queue": {"backoff": 0.05, "cap": 0.1}}})
+
+    @consumer(queue)
+    async def charge(order):
+        pass
+
+    def list_hosts(event):
+        return [record.host for record in caplog.records if get_event(record) == event]
+
+    async def wait_until(condition):
+        async with asyncio.timeout(30):
+            while not condition():
+                await asyncio.sleep(0.02)
+
+    async def run():
+        running = asyncio.ensure_future(charge.run(policy))
+        await wait_until(lambda: queue.server_host is not None)
+        lost = queue.server_host
+        servers.pop(lost).kill()
+        await wait_until(lambda: list_hosts("connection restored"))
+        charge.stop()
+        await running
+        assert list_hosts("connection lost") == [lost]
+        assert list_hosts("connection restored") == list(servers)
+
+    with caplog.at_level(logging.INFO, logger="ergon_framework"):
+        asyncio.run(run())
 
 
 @pytest.mark.spec("CNN-07")

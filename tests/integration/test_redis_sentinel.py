@@ -84,7 +84,7 @@ def test_a_demoted_primary_is_not_used_any_more(new_sentinels, variant):
             assert client.xlen("ergon:{orders}") == before + 5
 
 
-@pytest.mark.spec("CNN-02", "CNN-07")
+@pytest.mark.spec("CNN-02", "CNN-07", "DX-12")
 def test_a_worker_goes_on_after_a_failover(new_sentinels, variant, caplog):
     servers = new_sentinels()
     queue = RedisQueue("orders", url=servers.url, lease=5.0)
