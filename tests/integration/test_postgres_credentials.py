@@ -12,6 +12,7 @@ from psycopg import sql
 
 from ergon_framework import ConsumerPolicy, Transaction, consumer
 from ergon_framework.connectors import Credentials, credentials_from_files
+from ergon_framework.connectors import login as broker_login
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.database import login
 from ergon_framework.database.migrate import check, upgrade
@@ -162,7 +163,7 @@ def test_a_refusal_after_an_accepted_login_is_retried_for_a_limited_time(rotatin
     rotating.disconnect()
     with pytest.raises(ConnectionLostError):
         read_user(pool)
-    monkeypatch.setattr(login, "ROTATION_SECONDS", 0.0)
+    monkeypatch.setattr(broker_login, "ROTATION_SECONDS", 0.0)
     with pytest.raises(ConfigurationError, match="password authentication failed"):
         read_user(pool)
     pool.close()

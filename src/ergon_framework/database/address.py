@@ -10,7 +10,8 @@ from typing import Any, Final
 import psycopg
 
 from ergon_framework.connectors.credentials import CredentialsSource
-from ergon_framework.database.login import Login, get_configured
+from ergon_framework.connectors.login import BrokerLogin
+from ergon_framework.database.login import get_configured
 from ergon_framework.errors import ConfigurationError
 
 #: Detection of a network failure: an unacknowledged packet after 12 s, an idle connection after 20 s.
@@ -41,10 +42,10 @@ def connect_options(dsn: str, defaults: Mapping[str, Any] = KEEPALIVE_OPTIONS) -
 
 
 #: One login for each account and source, for all pools of this process.
-_logins: Final[dict[tuple[object, ...], Login]] = {}
+_logins: Final[dict[tuple[object, ...], BrokerLogin]] = {}
 
 
-def find_login(options: Mapping[str, Any], source: CredentialsSource | None = None) -> Login:
+def find_login(options: Mapping[str, Any], source: CredentialsSource | None = None) -> BrokerLogin:
     """Return the login of the account that *options* name.
 
     Its credentials come from *source*, or else from the files that the settings name for the same account, and take
@@ -55,7 +56,7 @@ def find_login(options: Mapping[str, Any], source: CredentialsSource | None = No
         settings_options = connect_options(configured.dsn, {})
         if account == tuple(settings_options.get(key) for key in _ACCOUNT):
             source = configured.source
-    return _logins.setdefault((*account, options.get("password"), source), Login(source))
+    return _logins.setdefault((*account, options.get("password"), source), BrokerLogin(source))
 
 
 def is_same_database(one: str, other: str) -> bool:

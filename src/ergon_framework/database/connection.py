@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import select
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import psycopg
@@ -20,16 +21,16 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import TupleRow
 
 from ergon_framework.database.errors import (
-    ConnectFailed,
     ServerTimeout,
     is_login_refusal,
-    refuse_login,
+    to_driver_error,
     translate_connect_error,
 )
-from ergon_framework.errors import ConnectionLostError, ErgonError, error_message
+from ergon_framework.errors import ErgonError
 
 if TYPE_CHECKING:
-    from ergon_framework.database.login import Login
+    from ergon_framework.connectors.credentials import Credentials
+    from ergon_framework.connectors.login import BrokerLogin
 
 #: The events that the driver waits for, as its own constants.
 READ: Final = 1
@@ -230,14 +231,16 @@ class AsyncDeadlineConnection(AsyncConnection[TupleRow]):
 C = TypeVar("C")
 
 
-def open_connection(connect: Callable[..., C], options: Mapping[str, Any], login: Login) -> C:
+def open_connection(connect: Callable[..., C], options: Mapping[str, Any], login: BrokerLogin) -> C:
     """Open a connection by *connect* with *options* and the credentials that *login* has now.
 
     Raise ConnectFailed or ConnectRejected, which are also errors of the driver.
     """
-    attempts = _LoginAttempts(login)
+    attempts = _LoginAttempts(options, login)
     while True:
-        parameters = {**options, **attempts.read_credentials()}
+        with _as_driver_errors():
+            credentials = login.read()
+        parameters = attempts.begin(credentials)
         try:
             connection = connect(**parameters)
         except psycopg.OperationalError as error:
@@ -248,15 +251,16 @@ def open_connection(connect: Callable[..., C], options: Mapping[str, Any], login
 
 
 async def open_connection_async(
-    connect: Callable[..., Coroutine[Any, Any, C]], options: Mapping[str, Any], login: Login
+    connect: Callable[..., Coroutine[Any, Any, C]], options: Mapping[str, Any], login: BrokerLogin
 ) -> C:
     """Open an async connection; see ``open_connection``. The credentials are read in another thread."""
-    attempts = _LoginAttempts(login)
+    attempts = _LoginAttempts(options, login)
     while True:
-        has_source = login.source is not None
-        credentials = await asyncio.to_thread(attempts.read_credentials) if has_source else {}
+        with _as_driver_errors():
+            credentials = await login.read_async()
+        parameters = attempts.begin(credentials)
         try:
-            connection = await connect(**{**options, **credentials})
+            connection = await connect(**parameters)
         except psycopg.OperationalError as error:
             attempts.check(error)
         else:
@@ -264,30 +268,36 @@ async def open_connection_async(
             return connection
 
 
+@contextmanager
+def _as_driver_errors() -> Iterator[None]:
+    try:
+        yield
+    except ErgonError as error:
+        raise to_driver_error(error) from error
+
+
 class _LoginAttempts:
     """The attempts to open one connection: a second one if the login was refused and the credentials have changed."""
 
-    def __init__(self, login: Login) -> None:
+    def __init__(self, options: Mapping[str, Any], login: BrokerLogin) -> None:
+        self._options = options
         self._login = login
-        self._credentials: dict[str, str] = {}
+        self._credentials: Credentials | None = None
         self._refusal: psycopg.Error | None = None
 
-    def read_credentials(self) -> dict[str, str]:
-        """Read the credentials; raise the refusal of the last attempt if they are the same."""
-        try:
-            credentials = self._login.read()
-        except ConnectionLostError as error:
-            raise ConnectFailed(error_message(error)) from error
-        except ErgonError as error:
-            raise refuse_login(error_message(error), self._login) from error
+    def begin(self, credentials: Credentials | None) -> dict[str, Any]:
+        """Return the connection parameters; raise the last refusal if the credentials are still the same."""
         if self._refusal is not None and credentials == self._credentials:
             raise translate_connect_error(self._refusal, self._login) from None
         self._credentials = credentials
-        return credentials
+        if credentials is None:
+            return dict(self._options)
+        user = {} if credentials.user is None else {"user": credentials.user}
+        return {**self._options, **user, "password": credentials.password}
 
     def check(self, error: psycopg.Error) -> None:
         """Return if the password may have been rotated after its read; raise the error of the framework otherwise."""
-        if self._login.source is None or self._refusal is not None or not is_login_refusal(error):
+        if self._credentials is None or self._refusal is not None or not is_login_refusal(error):
             # Without the cause, which may quote the address.
             raise translate_connect_error(error, self._login) from None
         self._refusal = error

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 import psycopg
 from psycopg import errors
 
-from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError
+from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError, error_message
 
 if TYPE_CHECKING:
-    from ergon_framework.database.login import Login
+    from ergon_framework.connectors.login import BrokerLogin
 
 #: SQLSTATE, or its class, of a server that is reachable and cannot serve at present, with the cause. Callers wait
 #: for it as for an unreachable server. The longest match decides.
@@ -123,7 +123,7 @@ def translate_error(error: psycopg.Error, *, is_broken: bool, error_type: type[E
     return error_type(f"the database answered with {type(error).__name__}: {_get_message(error)}")
 
 
-def translate_connect_error(error: psycopg.Error, login: Login) -> ConnectFailed | ConnectRejected:
+def translate_connect_error(error: psycopg.Error, login: BrokerLogin) -> ConnectFailed | ConnectRejected:
     """Translate *error*, with which no connection could be opened.
 
     A refused login and a certificate that does not verify are errors of the configuration if every host of the address
@@ -136,16 +136,16 @@ def translate_connect_error(error: psycopg.Error, login: Login) -> ConnectFailed
         return ConnectRejected(f"{problem}: {message}; {remedy}")
     if is_login_refusal(error):
         # Without a remedy after a semicolon: ergon doctor adds the one that names the setting.
-        return refuse_login(f"the database refused the login (check the user and the password): {message}", login)
+        reason = f"the database refused the login (check the user and the password): {message}"
+        return to_driver_error(login.refuse(reason))
     cause = get_unavailability_cause(error) or "the database is unavailable"
     return ConnectFailed(f"{cause}: {message}")
 
 
-def refuse_login(reason: str, login: Login) -> ConnectFailed | ConnectRejected:
-    """Return the error of a login that is refused, or whose credentials cannot be read, because of *reason*."""
-    if login.refuse():
-        return ConnectFailed(f"{reason}; a login was accepted before, so it is tried again")
-    return ConnectRejected(reason)
+def to_driver_error(error: ErgonError) -> ConnectFailed | ConnectRejected:
+    """Return *error*, because of which no connection can be opened, as an error of the driver too."""
+    kind = ConnectFailed if isinstance(error, ConnectionLostError) else ConnectRejected
+    return kind(error_message(error))
 
 
 def is_login_refusal(error: psycopg.Error) -> bool:

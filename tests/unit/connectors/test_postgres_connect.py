@@ -9,10 +9,11 @@ import psycopg
 import pytest
 
 from ergon_framework.connectors import Credentials
+from ergon_framework.connectors import login as broker_login
+from ergon_framework.connectors.login import BrokerLogin
 from ergon_framework.database import login as login_module
 from ergon_framework.database.address import connect_options, find_login, is_unverified
 from ergon_framework.database.connection import open_connection, open_connection_async
-from ergon_framework.database.login import ROTATION_SECONDS, Login
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
 
 PREFIX = 'connection failed: connection to server at "127.0.0.1", port 5432 failed: '
@@ -62,7 +63,7 @@ def reject_with(message):
 @pytest.mark.parametrize("open_it", [open_sync, open_async])
 def test_a_server_that_may_come_back_is_a_lost_connection(message, open_it):
     with pytest.raises(ConnectionLostError, match="unavailable") as raised:
-        open_it(reject_with(message), Login(None))
+        open_it(reject_with(message), BrokerLogin(None))
     assert isinstance(raised.value, psycopg.OperationalError)
 
 
@@ -82,39 +83,38 @@ def test_a_server_that_may_come_back_is_a_lost_connection(message, open_it):
 @pytest.mark.parametrize("open_it", [open_sync, open_async])
 def test_what_every_host_refuses_is_an_error_of_the_configuration(message, remedy, open_it):
     with pytest.raises(ConfigurationError, match=remedy) as raised:
-        open_it(reject_with(message), Login(None))
+        open_it(reject_with(message), BrokerLogin(None))
     assert isinstance(raised.value, psycopg.OperationalError)
 
 
 def test_the_failure_of_each_host_is_named():
     error = several(("a", f"{UNREACHABLE}\n\tIs the server running?"), ("b", REFUSED))
     with pytest.raises(ConnectionLostError) as raised:
-        open_sync(reject_with(error), Login(None))
+        open_sync(reject_with(error), BrokerLogin(None))
     assert str(raised.value) == f"the database is unavailable: {UNREACHABLE}, and {REFUSED}"
 
 
 def test_an_authentication_server_that_fails_may_come_back():
     with pytest.raises(ConnectionLostError):
-        open_sync(reject_with(PREFIX + 'FATAL:  LDAP authentication failed for user "app"'), Login(None))
+        open_sync(reject_with(PREFIX + 'FATAL:  LDAP authentication failed for user "app"'), BrokerLogin(None))
 
 
 @pytest.mark.parametrize("open_it", [open_sync, open_async])
-def test_a_refusal_after_an_accepted_login_is_retried_until_the_rotation_must_be_over(open_it):
-    refusal_times = [1_000.0, 1_000.0 + ROTATION_SECONDS - 1.0, 2_000.0, 2_000.0 + ROTATION_SECONDS - 1.0]
-    times = iter([*refusal_times, 2_000.0 + ROTATION_SECONDS])
-    login = Login(None, clock=lambda: next(times))
-    for _ in range(2):  # an accepted login begins a new limit
-        assert open_it(dict, login) == {"user": "app", "password": "own"}
+def test_a_refusal_after_an_accepted_login_is_retried_until_the_rotation_must_be_over(open_it, monkeypatch):
+    login = BrokerLogin(lambda: Credentials(None, "f1rst-secret"))
+    for _ in range(2):
+        assert open_it(dict, login) == {"user": "app", "password": "f1rst-secret"}
         for _ in range(2):
             with pytest.raises(ConnectionLostError, match="accepted before"):
                 open_it(reject_with(REFUSED), login)
+    monkeypatch.setattr(broker_login, "ROTATION_SECONDS", 0.0)
     with pytest.raises(ConfigurationError):
         open_it(reject_with(REFUSED), login)
 
 
 def test_a_certificate_is_not_retried_after_an_accepted_login():
-    login = Login(None)
-    login.accept()
+    login = BrokerLogin(lambda: Credentials(None, "f1rst-secret"))
+    open_sync(dict, login)
     with pytest.raises(ConfigurationError):
         open_sync(reject_with(BAD_CERTIFICATE), login)
 
@@ -128,23 +128,24 @@ def test_a_refused_login_is_repeated_once_if_the_credentials_have_changed(open_i
         raise psycopg.OperationalError(REFUSED)
 
     numbers = itertools.count(1)
-    changing = Login(lambda: Credentials("app", f"s3cret-{next(numbers)}"))
+    changing = BrokerLogin(lambda: Credentials("app", f"s3cret-{next(numbers)}"))
     with pytest.raises(ConfigurationError):
         open_it(connect, changing)
     assert attempts == [("app", "s3cret-1"), ("app", "s3cret-2")]
     attempts.clear()
     with pytest.raises(ConfigurationError):
-        open_it(connect, Login(lambda: Credentials(None, "the-same-s3cret")))
+        open_it(connect, BrokerLogin(lambda: Credentials(None, "the-same-s3cret")))
     assert attempts == [("app", "the-same-s3cret")]
 
 
 @pytest.mark.parametrize("open_it", [open_sync, open_async])
-def test_credentials_that_cannot_be_read_at_present_are_retried(open_it):
+def test_credentials_that_cannot_be_read_are_an_error_of_the_driver_too(open_it):
     def fail():
-        raise ConnectionLostError("the vault is sealed")
+        raise ConfigurationError("the file is missing")
 
-    with pytest.raises(ConnectionLostError, match="the vault is sealed"):
-        open_it(reject_with(REFUSED), Login(fail))
+    with pytest.raises(ConfigurationError, match="the file is missing") as raised:
+        open_it(dict, BrokerLogin(fail))
+    assert isinstance(raised.value, psycopg.OperationalError)
 
 
 def test_pools_share_the_login_of_the_environment(monkeypatch, tmp_path):
