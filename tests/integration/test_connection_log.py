@@ -62,6 +62,12 @@ class ConnectionLogHandler(logging.Handler):
             self.records.append(record)
             self.events[event].set()
 
+    def clear(self):
+        """Forget what was logged before."""
+        self.records.clear()
+        for event in self.events.values():
+            event.clear()
+
     def wait(self, event):
         assert self.events[event].wait(TIMEOUT_SECONDS), f"{event!r} was not logged"
 

@@ -79,13 +79,19 @@ def test_workers_go_on_at_the_promoted_standby_and_nothing_is_lost_or_doubled(cl
         stack.callback(sender.close)
         for thread in threads:
             thread.start()
-        old = cluster.primary
         dispatch(sender, names[:200])
         cluster.fail_over()
-        dispatch(sender, names[200:])
-        connection_log.wait("connection lost")
-        connection_log.wait("connection restored")
+        dispatch(sender, names[200:300])
         cluster.rebuild_standby()
+        assert wait_for_effects(cluster.dsn(), 300) == sorted(names[:300])
+        # Now without work: a worker whose handlers wait for the database does not fetch, and loses no connection.
+        connection_log.clear()
+        old = cluster.primary
+        old.kill()
+        connection_log.wait("connection lost")
+        cluster.promote_standby()
+        connection_log.wait("connection restored")
+        dispatch(sender, names[300:])
         assert wait_for_effects(cluster.dsn(), len(names)) == sorted(names)
         assert diagnose_connection(cluster.dsn()) == "ok"
         for task in tasks:

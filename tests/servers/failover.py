@@ -41,13 +41,16 @@ class PostgresCluster:
 
     def fail_over(self) -> float:
         """Kill the primary, and promote the standby; return when the primary was gone, in seconds since the epoch."""
-        assert self.standby is not None, "rebuild_standby() was not called"
-        old, self.primary, self.standby = self.primary, self.standby, None
-        old.kill()
+        self.primary.kill()
         killed_at = time.time()
-        self._killed = old
-        self.primary.promote()
+        self.promote_standby()
         return killed_at
+
+    def promote_standby(self) -> None:
+        """Make the standby of a killed primary the new primary."""
+        assert self.standby is not None, "rebuild_standby() was not called"
+        self._killed, self.primary, self.standby = self.primary, self.standby, None
+        self.primary.promote()
 
     def rebuild_standby(self) -> None:
         """Replace the data of the killed server by a copy of the primary, and wait until it is synchronous."""
