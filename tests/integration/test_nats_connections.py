@@ -142,9 +142,11 @@ def test_the_log_names_the_server_that_was_lost_and_the_one_in_use(new_nats, cap
     queue = NatsQueue(new_queue_name(), url=f"nats://{','.join(servers)}", timeout=2.0, patience=3.0)
     policy = ConsumerPolicy.load({"loop": {"streaming": True, "empty_queue": {"backoff": 0.05, "cap": 0.1}}})
 
+    handled = []
+
     @consumer(queue)
     async def charge(order):
-        pass
+        handled.append(order)
 
     def list_hosts(event):
         return [record.host for record in caplog.records if get_event(record) == event]
@@ -156,9 +158,15 @@ def test_the_log_names_the_server_that_was_lost_and_the_one_in_use(new_nats, cap
 
     async def run():
         running = asyncio.ensure_future(charge.run(policy))
-        await wait_until(lambda: queue.server_host is not None)
+        await queue.dispatch_async([Transaction("order-1", 1)])
+        await wait_until(lambda: handled)
         lost = queue.server_host
         servers.pop(lost).kill()
+        (other,) = servers.values()
+        # With the other one up, the next fetch would use it, and nothing would be lost.
+        other.kill()
+        await wait_until(lambda: list_hosts("connection lost"))
+        other.start()
         await wait_until(lambda: list_hosts("connection restored"))
         charge.stop()
         await running
