@@ -45,6 +45,10 @@ class Caller:
         return self._queue.server_host
 
     @property
+    def client(self):
+        return self._queue._client
+
+    @property
     def capabilities(self):
         return self._queue.capabilities
 

@@ -84,6 +84,21 @@ def test_a_demoted_primary_is_not_used_any_more(new_sentinels, variant):
             assert client.xlen("ergon:{orders}") == before + 5
 
 
+@pytest.mark.spec("CNN-07")
+def test_a_connection_to_an_earlier_primary_is_not_reused(new_sentinels, new_redis, variant):
+    servers, other = new_sentinels(sentinels=1), new_redis()
+    with Caller(variant, "orders", url=servers.url) as queue:
+        queue.dispatch(1)
+        with servers.sentinels[0].client() as client:
+            client.execute_command("SENTINEL", "REMOVE", servers.service)
+            client.execute_command("SENTINEL", "MONITOR", servers.service, "127.0.0.1", other.port, 1)
+        # No failover, so that the idle connection stays open; a new one of the same process finds the other server.
+        queue.client.pool(None).connect().disconnect()
+        queue.dispatch(2)
+        with other.client() as client:
+            assert client.xlen("ergon:{orders}") == 1
+
+
 @pytest.mark.spec("CNN-02", "CNN-07", "DX-12")
 def test_a_worker_goes_on_after_a_failover(new_sentinels, variant, caplog):
     servers = new_sentinels()

@@ -13,7 +13,7 @@ from ergon_framework.connectors import Credentials, credentials_from_files, logi
 from ergon_framework.connectors.certificates import explain_certificate_error
 from ergon_framework.connectors.login import ROTATION_SECONDS, BrokerLogin
 from ergon_framework.connectors.nats.address import get_host, split_addresses
-from ergon_framework.connectors.redis.address import PrimaryFinder, ServerNode, parse_address
+from ergon_framework.connectors.redis.address import PrimaryFinder, ServerNode, parse_address, require_primary
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.redaction import redact_text
 from ergon_framework.runner.settings import load_settings
@@ -99,6 +99,14 @@ def test_sentinels_that_may_come_back_are_a_lost_connection():
         ({ONE: None, TWO: ConnectionLostError("down")}, ConnectionLostError),
     ):
         assert type(search(finder, answers)[1]) is kind
+
+
+def test_only_a_server_that_calls_itself_a_primary_is_used():
+    for role, is_used in ((b"master", True), (b"slave", False)):
+        check = require_primary(ONE)
+        assert next(check) == ("ROLE",)
+        with pytest.raises(StopIteration if is_used else ConnectionLostError):
+            check.send([role, 0, []])
 
 
 # -- logins --------------------------------------------------------------------------------------------
