@@ -144,6 +144,12 @@ class _StoreManager:
     async def stop(self, store, grace=5.0):
         await self.servers.pop(store).stop_gracefully(grace)
 
+    async def drop(self, store):
+        """Stop serving the store, if it is served, and delete it."""
+        if store in self.servers:
+            await self.stop(store, 0)
+        del self.stores[store]
+
     async def backup(self, store):
         self.backups.append(self.stores[store].as_restored_backup())
         return len(self.backups) - 1
