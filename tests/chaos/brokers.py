@@ -124,6 +124,8 @@ class BrokerRun:
     def run(self) -> dict[str, Any]:
         share = self.options.transactions / FULL_RUN_TRANSACTIONS
         fault_counts = {kind: max(1, round(count * share)) for kind, count in FAULT_COUNTS.items()}
+        if self.options.server_kills is not None:
+            fault_counts["crash"] = self.options.server_kills
         seconds = self.options.minutes * 60
         observer = as_sync(registry.create_connector(QUEUE, self.url, self.queue_options))
         observer.open()
@@ -278,6 +280,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=100, help="of each worker")
     parser.add_argument("--lease", type=float, default=2.5, help="seconds, where the broker has leases")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds until all must have ended")
+    parser.add_argument("--server-kills", type=int, help="kills of the broker; by default 4 in a full run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="keep journals and servers")
     return parser.parse_args()
