@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ergon_framework.connectors.base import Ack, DeadLetter, Defer, Delivery, Settlement
-from ergon_framework.engine.effects import NEVER, Interrupted, Ok, Script, await_exit, on_exit
+from ergon_framework.engine.effects import NEVER, Call, Interrupted, Ok, Script, await_exit, on_exit
 from ergon_framework.engine.retry import Deferred, Failed, Overrun, Step, StepResult, run_step
 from ergon_framework.errors import Category, ErgonError, error_message, has_valid_verdict
 from ergon_framework.failure import Failure
@@ -241,7 +241,8 @@ def _handle_failure(
     error: Any = failed.error
     # Set here for the exception handler: a call that still runs may still act.
     error.still_running = failed.abandoned_call is not None
-    outcome.error, outcome.abandoned_call = error, failed.abandoned_call
+    outcome.error = error
+    _add_abandoned_call(outcome, failed.abandoned_call)
     result = yield from _run_handler_step(spec, spec.exception, (error,), outcome, NEVER, observer)
     if type(result) is Ok:
         outcome.kind = OutcomeKind.FAILED
@@ -249,7 +250,7 @@ def _handle_failure(
     elif type(result) is Failed:
         outcome.kind = OutcomeKind.EXCEPTION_HANDLER_FAILED
         outcome.handler_error = result.error
-        outcome.abandoned_call = result.abandoned_call or outcome.abandoned_call
+        _add_abandoned_call(outcome, result.abandoned_call)
     return result
 
 
@@ -308,7 +309,13 @@ def _set_released(outcome: Outcome, interrupted: Interrupted, earlier_attempts: 
     outcome.reason = "stop"
     outcome.attempts = earlier_attempts
     outcome.error = None
-    outcome.abandoned_call = interrupted.call or outcome.abandoned_call
+    _add_abandoned_call(outcome, interrupted.call)
+
+
+def _add_abandoned_call(outcome: Outcome, call: Call | None) -> None:
+    """Add *call* to those that may still run: that of process may still run when a handler is abandoned too."""
+    if call is not None:
+        outcome.abandoned_calls = (*outcome.abandoned_calls, call)
 
 
 def _to_settlement(value: Any) -> Settlement | None:
@@ -358,15 +365,16 @@ class DeliveryHandler:
         settlement = settlement_for(outcome, self._policy)
         if type(settlement) is DeadLetter and settlement.failure is None:
             settlement = DeadLetter(settlement.reason, self.failure_record(outcome, delivery, settlement.reason))
-        abandoned_call = outcome.abandoned_call
         item = PendingSettlement(delivery, settlement, outcome)
-        # A settlement that may redeliver the transaction waits for its call: two runs of it must not overlap.
-        if abandoned_call is None or abandoned_call.exited or not requires_exited_call(settlement):
+        # A settlement that may redeliver the transaction waits for its calls: two runs of it must not overlap.
+        if not outcome.still_running or not requires_exited_call(settlement):
             self._settler.enqueue(item)
         elif is_released:
-            # The call is cancelled where the driver can do that, but there is no time left to wait for its exit.
-            has_exited = yield from await_exit(abandoned_call, self._clock.monotonic())
-            self._settler.enqueue(item if has_exited is True else PendingSettlement(delivery, None, outcome))
+            # Calls are cancelled where the driver can do that, but there is no time left to wait for their exit.
+            for call in outcome.abandoned_calls:
+                yield from await_exit(call, self._clock.monotonic())
+            have_exited = all(call.exited for call in outcome.abandoned_calls)
+            self._settler.enqueue(item if have_exited else PendingSettlement(delivery, None, outcome))
         else:
             self.postponed[delivery.receipt] = item
             # Settled when the call exits, and not by the loop, which may be in a long fetch at that moment.

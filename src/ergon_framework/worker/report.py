@@ -72,7 +72,7 @@ class Outcome:
     """
 
     __slots__ = (
-        "abandoned_call",
+        "abandoned_calls",
         "attempts",
         "durations",
         "error",
@@ -103,7 +103,8 @@ class Outcome:
         self.settlement: Settlement | None = None
         self.durations: dict[str, float] = {}
         self.failed_attempts: list[FailedAttempt] = []
-        self.abandoned_call: Call | None = None
+        #: Calls that timed out or were interrupted, of process and of a handler; each may still run.
+        self.abandoned_calls: tuple[Call, ...] = ()
         self.reason = reason
         #: Redacted tracebacks of ``error`` and ``handler_error``; None until they are formatted.
         self.tracebacks: tuple[str | None, str | None] | None = None
@@ -114,7 +115,7 @@ class Outcome:
 
     @property
     def still_running(self) -> bool:
-        return self.abandoned_call is not None and not self.abandoned_call.exited
+        return any(not call.exited for call in self.abandoned_calls)
 
     @property
     def failed_step(self) -> str | None:

@@ -63,7 +63,7 @@ def count_outcome(metrics: LoopMetrics, outcome: Outcome) -> None:
         return
     category = "" if outcome.error is None else outcome.error.category.value
     metrics.add(names.TRANSACTIONS, outcome.kind.value, category)
-    if outcome.abandoned_call is not None:
+    if outcome.abandoned_calls:
         metrics.add(names.ABANDONED_CALLS)
     for step in outcome.durations:
         _count_attempts(metrics, step, outcome)

@@ -265,7 +265,7 @@ def test_a_stopped_attempt_is_counted():
         ),
         (
             # Stopped during the first attempt, which has left no note; its call would not exit.
-            make_outcome(OutcomeKind.RELEASED, reason="stop", abandoned_call=Call("process", int, ())),
+            make_outcome(OutcomeKind.RELEASED, reason="stop", abandoned_calls=(Call("process", int, ()),)),
             {
                 ("ergon.transactions", "released", ""): 1,
                 ("ergon.attempts", "process"): 1,

@@ -118,7 +118,7 @@ def get_counts(result):
                 ("process", 0, None),
                 steps=("process", "exception"),
                 error=ERROR,
-                abandoned_call=Call("x", int, ()),
+                abandoned_calls=(Call("x", int, ()),),
             ),
             {
                 ("ergon.transactions", "failed", "SYSTEM"): 1,

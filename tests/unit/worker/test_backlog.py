@@ -8,7 +8,7 @@ import pytest
 
 from ergon_framework.clock import Clock
 from ergon_framework.connectors.base import Ack, DeadLetter, Defer, Delivery, MissingKeyError, Release, UndecodableError
-from ergon_framework.engine.effects import AwaitExit, Err, Expired, Interrupted, Ok
+from ergon_framework.engine.effects import AwaitExit, Call, Err, Expired, Interrupted, Ok
 from ergon_framework.engine.retry import Step
 from ergon_framework.engine.scheduler import Mailbox
 from ergon_framework.engine.threads import ThreadDriver
@@ -84,6 +84,12 @@ class BacklogHarness:
             except StopIteration:
                 return None
         return effect
+
+
+def exit_call(effect: Any) -> bool:
+    """Answer the wait for the exit of a call: it has exited."""
+    effect.call.exited = True
+    return True
 
 
 def make_delivery(name: str, deliveries: int = 1, **fields: Any) -> Delivery:
@@ -367,11 +373,31 @@ def test_a_stopped_call_is_interrupted_but_not_awaited() -> None:
     effect = harness.run_lifecycle(make_delivery("a"), Interrupted)
     assert isinstance(effect, AwaitExit)
     assert effect.until == 50.0
-    harness.run_lifecycle(make_delivery("b"), Interrupted, True)
+    harness.run_lifecycle(make_delivery("b"), Interrupted, exit_call)
     harness.run_lifecycle(make_delivery("c"), Interrupted, False)
     harness.run_lifecycle(make_delivery("d"), Interrupted, Interrupted())
     settled = {item.delivery.receipt: item.settlement for item in harness.take_settlements()}
     assert settled == {"b": Release(), "c": None, "d": None}, "one that is still in there keeps its claim"
+
+
+@pytest.mark.spec("CON-36")
+def test_a_stopped_handler_does_not_release_a_transaction_whose_process_call_still_runs() -> None:
+    harness, calls = BacklogHarness(), []
+
+    def interrupt(call: Call) -> Interrupted:
+        calls.append(call)
+        return Interrupted(call)
+
+    # The process call timed out and runs on; the exception handler is stopped, and its call exits immediately.
+    first = harness.run_lifecycle(make_delivery("a"), Expired, False, interrupt)
+    assert isinstance(first, AwaitExit)
+    assert first.call is not calls[0], "each of the two is cancelled"
+    second = harness.run_lifecycle(make_delivery("b"), Expired, False, interrupt, False)
+    assert second.call is calls[1]
+    harness.run_lifecycle(make_delivery("c"), Expired, False, interrupt, False, exit_call)
+    harness.run_lifecycle(make_delivery("d"), Expired, False, interrupt, exit_call, exit_call)
+    settled = {item.delivery.receipt: item.settlement for item in harness.take_settlements()}
+    assert settled == {"c": None, "d": Release()}
 
 
 def test_an_abandoned_call_is_awaited_before_its_delivery_is_deferred() -> None:

@@ -346,7 +346,7 @@ def test_the_exception_handler_gets_the_error_and_its_own_timeout() -> None:
     assert (error.__cause__, error.still_running) == (cause, False)
     outcome = harness.answer(Ok(Defer(2.0)), after=1.0).outcome
     assert (outcome.kind, outcome.error, outcome.processed) == (OutcomeKind.FAILED, error, False)
-    assert (outcome.settlement, outcome.attempts, outcome.abandoned_call) == (Defer(2.0), 1, None)
+    assert (outcome.settlement, outcome.attempts, outcome.abandoned_calls) == (Defer(2.0), 1, ())
     assert outcome.durations == {"process": 10.0, "exception": 1.0}
 
 
@@ -371,19 +371,23 @@ def test_an_abandoned_call_is_reported_to_the_handler_and_kept() -> None:
     harness.answer(False)
     assert harness.effect.args[1].still_running
     outcome = harness.answer(Ok(None)).outcome
-    assert (outcome.kind, outcome.abandoned_call, outcome.still_running) == (OutcomeKind.FAILED, call, True)
+    assert (outcome.kind, outcome.abandoned_calls, outcome.still_running) == (OutcomeKind.FAILED, (call,), True)
 
 
-def test_the_last_abandoned_call_is_the_one_to_wait_for() -> None:
+def test_the_calls_of_two_steps_may_still_run() -> None:
     harness = LifecycleHarness()
     first = harness.effect
     second = harness.answer(Expired(first), after=60.0).answer(False).effect
     outcome = harness.answer(Expired(second), after=60.0).answer(False).outcome
-    assert (outcome.kind, outcome.abandoned_call) == (OutcomeKind.EXCEPTION_HANDLER_FAILED, second)
+    assert (outcome.kind, outcome.abandoned_calls) == (OutcomeKind.EXCEPTION_HANDLER_FAILED, (first, second))
+    second.exited = True
+    assert outcome.still_running
+    first.exited = True
+    assert not outcome.still_running
     harness = LifecycleHarness()
     first = harness.effect
     outcome = harness.answer(Expired(first), after=60.0).answer(False).answer(Err(ValueError())).outcome
-    assert (outcome.kind, outcome.abandoned_call) == (OutcomeKind.EXCEPTION_HANDLER_FAILED, first)
+    assert (outcome.kind, outcome.abandoned_calls) == (OutcomeKind.EXCEPTION_HANDLER_FAILED, (first,))
 
 
 # -- attempts of earlier deliveries ---------------------------------------------------------------
@@ -427,26 +431,26 @@ def test_a_stopped_lifecycle_releases_its_transaction_unchanged() -> None:
     assert isinstance(harness.effect, Sleep)
     outcome = harness.answer(Interrupted()).outcome
     assert (outcome.kind, outcome.reason, outcome.attempts) == (OutcomeKind.RELEASED, "stop", 1)
-    assert (outcome.error, outcome.abandoned_call, outcome.settlement) == (None, None, None)
+    assert (outcome.error, outcome.abandoned_calls, outcome.settlement) == (None, (), None)
 
 
 def test_a_stopped_call_is_the_one_to_wait_for() -> None:
     harness = LifecycleHarness()
     call = harness.effect
     outcome = harness.answer(Interrupted(call)).outcome
-    assert (outcome.kind, outcome.abandoned_call) == (OutcomeKind.RELEASED, call)
+    assert (outcome.kind, outcome.abandoned_calls) == (OutcomeKind.RELEASED, (call,))
 
 
-def test_a_stopped_exception_handler_keeps_the_abandoned_call_but_no_error() -> None:
+def test_a_stopped_exception_handler_keeps_all_abandoned_calls_but_no_error() -> None:
     harness = LifecycleHarness()
     first = harness.effect
     second = harness.answer(Expired(first), after=60.0).answer(False).effect
     outcome = harness.answer(Interrupted(second)).outcome
-    assert (outcome.kind, outcome.error, outcome.abandoned_call) == (OutcomeKind.RELEASED, None, second)
+    assert (outcome.kind, outcome.error, outcome.abandoned_calls) == (OutcomeKind.RELEASED, None, (first, second))
     harness = LifecycleHarness()
     first = harness.effect
     outcome = harness.answer(Expired(first), after=60.0).answer(False).answer(Interrupted()).outcome
-    assert outcome.abandoned_call is first
+    assert outcome.abandoned_calls == (first,)
 
 
 def test_a_stopped_success_handler_releases_the_processed_transaction() -> None:

@@ -493,7 +493,7 @@ def test_the_end_of_a_transaction_is_logged_with_all_its_fields(caplog):
         error=error,
         reason="stop",
         failed_attempts=[make_failed_attempt("process", error), make_failed_attempt("exception", error)],
-        abandoned_call=Call("exception", int, ()),
+        abandoned_calls=(Call("exception", int, ()),),
         settlement=Defer(7.5),
     )
     harness.observer.on_transaction_start(transaction, None).on_end(result)
@@ -527,7 +527,7 @@ def test_an_exited_call_is_not_logged_as_still_running(caplog):
     call = Call("process", int, ())
     call.exited = True
     harness.observer.on_transaction_end(
-        make_outcome(OutcomeKind.FAILED, error=BusinessError("no"), abandoned_call=call)
+        make_outcome(OutcomeKind.FAILED, error=BusinessError("no"), abandoned_calls=(call,))
     )
     ((_, _, fields),) = collect_events(caplog)
     assert "still_running" not in fields

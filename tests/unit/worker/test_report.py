@@ -28,8 +28,8 @@ def test_outcome_kinds_and_stop_reasons_have_stable_values() -> None:
 def test_a_new_outcome_is_released() -> None:
     outcome = Outcome(TRANSACTION)
     assert (outcome.kind, outcome.attempts, outcome.processed, outcome.reason) == (OutcomeKind.RELEASED, 3, False, None)
-    values = (outcome.result, outcome.error, outcome.handler_error, outcome.settlement, outcome.abandoned_call)
-    assert values == (None,) * 5
+    values = (outcome.result, outcome.error, outcome.handler_error, outcome.settlement)
+    assert (values, outcome.abandoned_calls) == ((None,) * 4, ())
     assert (outcome.durations, outcome.failed_attempts) == ({}, [])
     assert (outcome.category, outcome.still_running, outcome.succeeded_steps) == (None, False, ())
 
@@ -37,9 +37,9 @@ def test_a_new_outcome_is_released() -> None:
 def test_an_outcome_has_its_category_its_steps_and_whether_its_call_still_runs() -> None:
     outcome = Outcome(TRANSACTION, OutcomeKind.FAILED)
     outcome.error = BusinessError("no")
-    outcome.abandoned_call = Call("process", abs, ())
+    outcome.abandoned_calls = (Call("process", abs, ()),)
     assert (outcome.category, outcome.still_running) == (Category.BUSINESS, True)
-    outcome.abandoned_call.exited = True
+    outcome.abandoned_calls[0].exited = True
     assert not outcome.still_running
     outcome.processed = True
     assert outcome.succeeded_steps == ("process",)

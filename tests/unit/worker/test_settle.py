@@ -392,7 +392,7 @@ def test_a_failure_record_contains_everything_known() -> None:
     error.__cause__ = KeyError("k")
     outcome.error, outcome.attempts, outcome.processed = error, 4, True
     outcome.handler_error = TransactionException("no ticket", Category.SYSTEM, code="tickets")
-    outcome.abandoned_call = Call("process", abs, ())
+    outcome.abandoned_calls = (Call("process", abs, ()),)
     outcome.failed_attempts = [
         FailedAttempt("process", 3, error, occurred_at=9.0),
         FailedAttempt("exception", 0, BusinessError("x"), occurred_at=10.0),
