@@ -204,7 +204,8 @@ def _count_dead_letters(verdict: Verdict, evidence: Evidence, orders: dict[str, 
         expected_reason = (
             None if order is None else {"poison": "max_deliveries", "undecodable": "undecodable"}.get(order.kind)
         )
-        if expected_reason is None and reason == "max_deliveries" and _is_worn_out(evidence, claims[order_id]):
+        # Faults can also exhaust the deliveries of a message that no worker can decode.
+        if expected_reason != reason == "max_deliveries" and _is_worn_out(evidence, claims[name]):
             exhausted.append(order_id)
         elif expected_reason != reason:
             verdict.add_finding("dead without being due", f"{order_id}: {reason} after {deliveries} deliveries")
@@ -219,7 +220,7 @@ def _count_dead_letters(verdict: Verdict, evidence: Evidence, orders: dict[str, 
 
 
 def _is_worn_out(evidence: Evidence, claims: list[BrokerClaim]) -> bool:
-    """Tell whether a fault hit every worker that had it, except those that only dead-lettered it.
+    """Tell whether a fault hit every worker that had it, except those that only dead-lettered it; False without claims.
 
     Claims are ordered by delivery number, because a claim that arrived late was recorded late. Deliveries without a
     claim were taken from a worker that failed before it recorded them: a broker that pushes counts them too.
@@ -228,7 +229,7 @@ def _is_worn_out(evidence: Evidence, claims: list[BrokerClaim]) -> bool:
     dead_lettering_claims = [claim for claim in claims if claim.kind == "DeadLetter"]
     claims = [claim for claim in claims if claim.kind != "DeadLetter"] + dead_lettering_claims[-1:]
     claim_ends = [later.claimed_at for later in claims[1:]]
-    return all(
+    return bool(claims) and all(
         # A handled transaction can also be worn out only if there were two copies of it.
         evidence.find_duplicate_cause(claim.id, claims[-1].claimed_at)
         if claim.kind == "Ack" and claim.result == "settled"
