@@ -26,7 +26,7 @@ def database() -> Iterator[dict[str, ConnectionPool]]:
         yield {"pool": pool}
 
 
-@consumer(charges, payload=Order, lifespan=database)
+@consumer(charges, lifespan=database)
 def charge(order: Order, pool: ConnectionPool) -> None:
     with pool.connection() as connection:  # one database transaction: the mark and the effect, both or neither
         if not charges.record_processed_on(connection):

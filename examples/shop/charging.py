@@ -67,7 +67,7 @@ def database() -> Iterator[dict[str, ConnectionPool]]:
         yield {"pool": pool}
 
 
-@consumer(orders, payload=Order, lifespan=database, uses=[bank])
+@consumer(orders, lifespan=database, uses=[bank])
 def charge(order: Order, pool: ConnectionPool) -> Defer | None:
     try:
         paid = bank.call("charge", {"order": order.id, "cents": order.cents, "card": order.card})

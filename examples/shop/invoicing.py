@@ -31,15 +31,15 @@ def invoice(order: dict[str, Any]) -> dict[str, Any]:
 
 
 @invoice.on_success
-def publish_invoice(order: dict[str, Any], created: dict[str, Any], facts: Facts) -> None:
+def publish_invoice(order: dict[str, Any], result: dict[str, Any], facts: Facts) -> None:
     # The same bytes whenever it is created again: an artifact never changes.
-    document = json.dumps(created, sort_keys=True).encode()
+    document = json.dumps(result, sort_keys=True).encode()
     facts.append(
         "headquarters",
         subject=f"order:{order['order']}",
         predicate="invoiced",
         artifact=Upload(
-            "shop-invoices", f"{created['number']}.json", Blob.from_bytes(document), media_type="application/json"
+            "shop-invoices", f"{result['number']}.json", Blob.from_bytes(document), media_type="application/json"
         ),
     )
 

@@ -12,7 +12,8 @@ from ergon_framework.runner.settings import load_settings
 from ergon_framework.scope import current as current_scope
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
-from ergon_framework.task.decorators import consumer, producer
+from ergon_framework.task.decorators import AsyncConsumer, AsyncProducer, Consumer, Producer, consumer, producer
+from ergon_framework.task.handler import RawPayload
 from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.task.relay import relay
 from ergon_framework.transaction import Transaction
@@ -28,7 +29,9 @@ from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy, Retr
 __all__ = [
     "Ack",
     "AsyncConnector",
+    "AsyncConsumer",
     "AsyncConsumerMixin",
+    "AsyncProducer",
     "AsyncProducerMixin",
     "AsyncTask",
     "BusinessError",
@@ -37,6 +40,7 @@ __all__ = [
     "ConfigurationError",
     "ConnectionLostError",
     "Connector",
+    "Consumer",
     "ConsumerMixin",
     "ConsumerPolicy",
     "DeadLetter",
@@ -48,8 +52,10 @@ __all__ = [
     "LoopTimeout",
     "MemoryConnector",
     "Pause",
+    "Producer",
     "ProducerMixin",
     "ProducerPolicy",
+    "RawPayload",
     "RetryPolicy",
     "SimpleConnector",
     "Task",

@@ -9,12 +9,22 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import is_dataclass
 from types import MappingProxyType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 
 from pydantic import BaseModel
 
 from ergon_framework import scope
 from ergon_framework.failure import Attempt, Deferral
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    #: The type of the payload: ``Transaction[Order]``; plain ``Transaction`` has a payload of any type.
+    PayloadT = TypeVar("PayloadT", default=Any)
+else:
+    from typing import TypeVar
+
+    PayloadT = TypeVar("PayloadT")
 
 #: Number of past attempts that a message stores.
 MAX_HISTORY = 10
@@ -106,7 +116,7 @@ def _is_mutable(value: Any) -> bool:
     return type(value) is tuple or isinstance(value, dict | list | set | bytearray)
 
 
-class Transaction(_Draft):
+class Transaction(_Draft, Generic[PayloadT]):
     """One unit of business work; frozen, and fast to create because each message creates one.
 
     ``id`` is stable across redeliveries; ``source`` names the namespace in which ids are unique. ``key`` orders: two
@@ -120,10 +130,12 @@ class Transaction(_Draft):
 
     __slots__ = ()
 
+    payload: PayloadT
+
     def __new__(
         cls,
         id: str,  # noqa: A002 - the name of the envelope field
-        payload: Any = None,
+        payload: PayloadT = None,  # type: ignore[assignment] # without a payload it is None, whatever the type
         *,
         source: str = "",
         type: str = "",  # noqa: A002 - the name of the envelope field
@@ -166,7 +178,13 @@ class Transaction(_Draft):
         return draft  # type: ignore[return-value]
 
     @classmethod
-    def new(cls, payload: Any = None, *, name: str | None = None, **fields: Any) -> Self:
+    def new(
+        cls,
+        payload: PayloadT = None,  # type: ignore[assignment] # as above
+        *,
+        name: str | None = None,
+        **fields: Any,
+    ) -> Self:
         """Create a transaction that is to be dispatched.
 
         Inside a handler, its id is derived from the transaction being handled, so that a second run of the handler

@@ -62,10 +62,10 @@ def run_one_transaction(side: str, variant: str, recorder: HandlerRecorder) -> N
         recorder.end(step)
         return "done"
 
-    def handler(payload: Any, more: Any) -> None:
+    def handler(transaction: Transaction) -> None:
         recorder.record()
 
-    async def handler_async(payload: Any, more: Any) -> None:
+    async def handler_async(transaction: Transaction) -> None:
         recorder.record()
 
     threads = variant == "threads"

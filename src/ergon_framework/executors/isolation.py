@@ -9,7 +9,6 @@ attempt, which the engine sets, has the remaining time of the step and the numbe
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
@@ -57,8 +56,9 @@ def run_in_executor(
         mixin = _IsolatedOverrides
     else:
         raise ConfigurationError(f"{task.name} is not a consumer; only a process step can be isolated")
-    copied: Any = copy.copy(task)
-    copied.__class__ = type(type(task).__name__, (mixin, type(task)), {})
+    isolated_class = type(type(task).__name__, (mixin, type(task)), {})
+    copied: Any = isolated_class.__new__(isolated_class)
+    copied.__dict__.update(task.__dict__)
     copied.isolation = _TaskIsolation(command, handler=handler or task.name, policy=pool, name=task.name)
     isolated_task: T = copied
     return isolated_task

@@ -19,6 +19,7 @@ from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.gates import Gate
 from ergon_framework.task.context import list_policy_types, wrong_policy_error
+from ergon_framework.task.keywords import refuse_unknown_keywords
 from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy
 from ergon_framework.worker.report import Report
 
@@ -46,7 +47,8 @@ class Services(Mapping[str, Any]):
                 else f"available: {', '.join(self._services) or 'none'}"
             )
             raise ConfigurationError(
-                f"{self._owner} has no service {name!r}; {hint}; pass it to the task, or yield it from its lifespan"
+                f"{self._owner} has no service {name!r}; {hint}; pass it in services= of the task, or yield it from "
+                "its lifespan"
             ) from None
 
     def __contains__(self, name: object) -> bool:
@@ -67,13 +69,14 @@ class _TaskBase:
     policy: ConsumerPolicy | ProducerPolicy | None = None
     gates: Sequence[Gate] = ()
 
+    @refuse_unknown_keywords
     def __init__(
         self,
         connector: Connector | AsyncConnector | None = None,
         *,
         policy: ConsumerPolicy | ProducerPolicy | None = None,
         gates: Sequence[Gate] | None = None,
-        **services: Any,
+        services: Mapping[str, Any] | None = None,
     ) -> None:
         if connector is not None:
             self.connector = connector
@@ -88,7 +91,7 @@ class _TaskBase:
             raise wrong_policy_error(self, self.policy, *policy_types)
         if gates is not None:
             self.gates = gates
-        self.services = Services(services, owner=self.name)
+        self.services = Services(services or {}, owner=self.name)
 
     @property
     def name(self) -> str:

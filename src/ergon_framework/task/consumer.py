@@ -25,7 +25,7 @@ from ergon_framework.engine.scheduler import Scheduler
 from ergon_framework.engine.threads import ThreadDriver
 from ergon_framework.gates import Gate
 from ergon_framework.task.context import choose_gates, choose_policy
-from ergon_framework.task.handler import reject_async_handlers
+from ergon_framework.task.handler import convert_payload, read_payload_type, reject_async_handlers
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.consume import ConnectorCalls, ConsumeLoop
 from ergon_framework.worker.events import LoopObserver, TransactionObserver
@@ -103,7 +103,7 @@ class _Consumer:
         return LifecycleSpec(
             Step(
                 "process",
-                task.process_transaction,
+                _convert(task.process_transaction),
                 steps.process.retry,
                 classify=classify,
                 timeout_error=timeout_error,
@@ -111,12 +111,21 @@ class _Consumer:
                 max_deferral=policy.loop.max_deferral,
                 on_retry=on_retry,
             ),
-            handler("success", task.handle_transaction_success, steps.success.retry),
-            handler("exception", task.handle_transaction_exception, steps.exception.retry),
+            handler("success", _convert(task.handle_transaction_success), steps.success.retry),
+            handler("exception", self._choose_failure_handler(), steps.exception.retry),
             clock=clock,
             timeout=policy.loop.transaction_timeout,
             skips_success=self._has_default_success,
         )
+
+    def _choose_failure_handler(self) -> Callable[..., Any]:
+        """Return the failure handler; a transaction whose payload does not fit its type is dead-lettered instead."""
+        task: Any = self
+        method = task.handle_transaction_exception
+        defaults = (ConsumerMixin.handle_transaction_exception, AsyncConsumerMixin.handle_transaction_exception)
+        # Without a handler of its own, the task expects the payload type of its work.
+        declared = task.process_transaction if getattr(method, "__func__", None) in defaults else method
+        return convert_payload(method, read_payload_type(declared), is_failure=True)
 
     @property
     def _has_default_success(self) -> bool:
@@ -235,6 +244,10 @@ class AsyncConsumerMixin(_Consumer, ABC):
                 return await tasks.run(loop.run())
         finally:
             stop_listening()
+
+
+def _convert(method: Callable[..., Any]) -> Callable[..., Any]:
+    return convert_payload(method, read_payload_type(method))
 
 
 def _get_lease(connector: Connector | AsyncConnector) -> float | None:

@@ -1,33 +1,47 @@
 """The decorator form of a task: a decorated function is equivalent to a class with mixins.
 
-A HandlerFunction calls a function with the arguments that its parameters ask for: the transaction, its payload, the
-result or error, and services by name. A PayloadReader validates a payload as the declared type.
+The classes are generic over the signature of the function, so that type checkers know its payload and its result. A
+HandlerFunction calls a function with the arguments that its parameters ask for: the transaction, its payload, the
+result or error, and services by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
 
-from ergon_framework.connectors.base import AsyncConnector, Connector
+from ergon_framework.connectors.base import AsyncConnector, Connector, DeadLetter
 from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.errors import Category, ConfigurationError
 from ergon_framework.gates import Gate, Pause
 from ergon_framework.task.base import AsyncTask, Services, Task
 from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.handler import (
+    UNDECODABLE,
     HandlerFunction,
-    PayloadReader,
-    callable_name,
+    HandlerKind,
+    TaskServices,
+    bind_handler,
+    bind_work,
     is_async,
     validate_handler,
 )
+from ergon_framework.task.keywords import apply_consumer_keywords, apply_producer_keywords, refuse_unknown_keywords
 from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
+from ergon_framework.task.signature import callable_name
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.exceptions import TransactionException
 from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy
 
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+AsyncF = TypeVar("AsyncF", bound=Callable[..., Awaitable[Any]])
+T = TypeVar("T")
+
+#: Opens the clients of a task while it runs; the yielded mapping becomes services.
 Lifespan: TypeAlias = Callable[
     [], AbstractContextManager[Mapping[str, Any] | None] | AbstractAsyncContextManager[Mapping[str, Any] | None]
 ]
@@ -39,15 +53,24 @@ class Dependency(Protocol):
     def gate(self) -> Pause | None: ...
 
 
-class _FunctionTask:
-    """The common part of sync and async function tasks."""
+class _FunctionTask(Generic[P, R]):
+    """The common part of all tasks that are made of a function."""
 
     services: Services
 
-    def declare(self, fn: Callable[..., Any], *, payload: Any, name: str | None, lifespan: Lifespan | None) -> None:
-        """Store the options of the decorator."""
-        self._payload = PayloadReader(payload)
-        self._function = HandlerFunction(fn, self._payload)
+    def declare(
+        self,
+        fn: Callable[P, Any],
+        *,
+        payload: Any,
+        name: str | None,
+        lifespan: Lifespan | None,
+        services: Mapping[str, Any],
+        names: Mapping[str, Any],
+    ) -> None:
+        """Store the options of the decorator; *names* is the scope of the declaration."""
+        self._task_services = TaskServices(frozenset(services), has_lifespan=lifespan is not None)
+        self._function = bind_work(fn, task=self._task_services, payload=payload, names=names)
         self._success: HandlerFunction | None = None
         self._failure: HandlerFunction | None = None
         self._name = name or callable_name(fn)
@@ -58,30 +81,40 @@ class _FunctionTask:
     def name(self) -> str:
         return self._name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function unchanged: for tests and for other code."""
-        return self._function.fn(*args, **kwargs)
+        return cast("R", self._function.fn(*args, **kwargs))
+
+    def lifespan(self) -> Any:
+        base: Any = super()
+        return base.lifespan() if self._lifespan is None else self._lifespan()
 
     def read_payload(self, transaction: Transaction) -> Any:
         """Return the payload as the declared type; raise TransactionException if it does not fit."""
-        return self._payload.read(transaction)
+        return self._function.reader.read(transaction)
 
-    def on_success(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Make *fn* the success handler: it gets the payload and the result, and may return a settlement."""
-        self._success = self._create_handler(fn)
-        return fn
+    def _set_success(self, fn: Callable[..., Any], names: Mapping[str, Any]) -> None:
+        self._success = self._create_handler(fn, HandlerKind.SUCCESS, names)
 
-    def on_failure(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Make *fn* the exception handler: it gets the payload and the error, and may return a settlement."""
-        self._failure = self._create_handler(fn)
-        return fn
+    def _set_failure(self, fn: Callable[..., Any], names: Mapping[str, Any]) -> None:
+        self._failure = self._create_handler(fn, HandlerKind.FAILURE, names)
 
-    def _create_handler(self, fn: Callable[..., Any]) -> HandlerFunction:
+    def _create_handler(self, fn: Callable[..., Any], kind: HandlerKind, names: Mapping[str, Any]) -> HandlerFunction:
         validate_handler(fn)
         if is_async(fn) != isinstance(self, AsyncTask):
             expected = "async def" if isinstance(self, AsyncTask) else "def"
             raise ConfigurationError(f"{callable_name(fn)} must be declared with {expected}, as {self._name} is")
-        return HandlerFunction(fn, self._payload, positional=2)
+        return bind_handler(fn, kind, work=self._function, task=self._task_services, names=names)
+
+    def _call_success(self, transaction: Transaction, result: Any) -> Any:
+        return None if self._success is None else self._success.call(transaction, self.services, result)
+
+    def _call_failure(self, transaction: Transaction, exc: TransactionException) -> Any:
+        """Call the failure handler; dead-letter a transaction whose payload is of no use to that handler."""
+        handler = self._failure
+        if (handler is None or not handler.takes_raw_payload) and not self._function.fits(transaction):
+            return DeadLetter(UNDECODABLE)
+        return None if handler is None else handler.call(transaction, self.services, exc)
 
     # Read by the mixins, which skip the success step of a task without such a handler.
 
@@ -107,43 +140,71 @@ class _FunctionTask:
         return services
 
 
-class FunctionConsumer(_FunctionTask, ConsumerMixin, Task):
-    """A consumer made of a function."""
+class _SyncHandlers(_FunctionTask[P, R]):
+    """The decorators of a sync task's handlers."""
 
-    def lifespan(self) -> Any:
-        return super().lifespan() if self._lifespan is None else self._lifespan()
+    def on_success(self, fn: F) -> F:
+        """Make *fn* the success handler; it may return a settlement.
+
+        It gets what its parameters ask for: the payload, the result of the task's function (annotated as that function
+        returns it, or called ``result``), the transaction, and services.
+        """
+        self._set_success(fn, _read_local_names())
+        return fn
+
+    def on_failure(self, fn: F) -> F:
+        """Make *fn* the failure handler; it may return a settlement.
+
+        It gets what its parameters ask for: the payload, the error (annotated as an exception, or called ``error``),
+        the transaction, and services. A handler without a parameter annotated ``RawPayload`` is not called for a
+        payload that does not fit its type; such a transaction is dead-lettered.
+        """
+        self._set_failure(fn, _read_local_names())
+        return fn
+
+
+class _AsyncHandlers(_FunctionTask[P, R]):
+    """The decorators of an async task's handlers."""
+
+    def on_success(self, fn: AsyncF) -> AsyncF:
+        """Make *fn* the success handler, as a sync task does."""
+        self._set_success(fn, _read_local_names())
+        return fn
+
+    def on_failure(self, fn: AsyncF) -> AsyncF:
+        """Make *fn* the failure handler, as a sync task does."""
+        self._set_failure(fn, _read_local_names())
+        return fn
+
+
+class Consumer(_SyncHandlers[P, R], ConsumerMixin, Task):
+    """A consumer made of a function, which can still be called as one."""
 
     def process_transaction(self, transaction: Transaction) -> Any:
         return self._function.call(transaction, self.services)
 
     def handle_transaction_success(self, transaction: Transaction, result: Any) -> Any:
-        return None if self._success is None else self._success.call(transaction, self.services, result)
+        return self._call_success(transaction, result)
 
     def handle_transaction_exception(self, transaction: Transaction, exc: TransactionException) -> Any:
-        return None if self._failure is None else self._failure.call(transaction, self.services, exc)
+        return self._call_failure(transaction, exc)
 
 
-class AsyncFunctionConsumer(_FunctionTask, AsyncConsumerMixin, AsyncTask):
-    """A consumer made of a coroutine function."""
-
-    def lifespan(self) -> Any:
-        return super().lifespan() if self._lifespan is None else self._lifespan()
+class AsyncConsumer(_AsyncHandlers[P, Coroutine[Any, Any, R]], AsyncConsumerMixin, AsyncTask):
+    """A consumer made of a coroutine function, which can still be called as one."""
 
     async def process_transaction(self, transaction: Transaction) -> Any:
         return await self._function.call(transaction, self.services)
 
     async def handle_transaction_success(self, transaction: Transaction, result: Any) -> Any:
-        return None if self._success is None else await self._success.call(transaction, self.services, result)
+        return await _resolve(self._call_success(transaction, result))
 
     async def handle_transaction_exception(self, transaction: Transaction, exc: TransactionException) -> Any:
-        return None if self._failure is None else await self._failure.call(transaction, self.services, exc)
+        return await _resolve(self._call_failure(transaction, exc))
 
 
-class FunctionProducer(_FunctionTask, ProducerMixin, Task):
+class Producer(_SyncHandlers[P, R], ProducerMixin, Task):
     """A producer made of a function; a transaction that it returns is dispatched."""
-
-    def lifespan(self) -> Any:
-        return super().lifespan() if self._lifespan is None else self._lifespan()
 
     def produce_transaction(self, transaction: Transaction) -> Any:
         produced = self._function.call(transaction, self.services)
@@ -154,17 +215,14 @@ class FunctionProducer(_FunctionTask, ProducerMixin, Task):
         )
 
     def handle_produce_success(self, transaction: Transaction, result: Any) -> Any:
-        return None if self._success is None else self._success.call(transaction, self.services, result)
+        return self._call_success(transaction, result)
 
     def handle_produce_exception(self, transaction: Transaction, exc: TransactionException) -> Any:
-        return None if self._failure is None else self._failure.call(transaction, self.services, exc)
+        return self._call_failure(transaction, exc)
 
 
-class AsyncFunctionProducer(_FunctionTask, AsyncProducerMixin, AsyncTask):
+class AsyncProducer(_AsyncHandlers[P, Coroutine[Any, Any, R]], AsyncProducerMixin, AsyncTask):
     """A producer made of a coroutine function; a transaction that it returns is dispatched."""
-
-    def lifespan(self) -> Any:
-        return super().lifespan() if self._lifespan is None else self._lifespan()
 
     async def produce_transaction(self, transaction: Transaction) -> Any:
         produced = await self._function.call(transaction, self.services)
@@ -173,10 +231,15 @@ class AsyncFunctionProducer(_FunctionTask, AsyncProducerMixin, AsyncTask):
         return _require_produced(produced)
 
     async def handle_produce_success(self, transaction: Transaction, result: Any) -> Any:
-        return None if self._success is None else await self._success.call(transaction, self.services, result)
+        return await _resolve(self._call_success(transaction, result))
 
     async def handle_produce_exception(self, transaction: Transaction, exc: TransactionException) -> Any:
-        return None if self._failure is None else await self._failure.call(transaction, self.services, exc)
+        return await _resolve(self._call_failure(transaction, exc))
+
+
+async def _resolve(result: Any) -> Any:
+    """Await the call of a handler; anything else, such as a settlement, is the result itself."""
+    return await result if inspect.isawaitable(result) else result
 
 
 def _require_produced(produced: Any) -> Any:
@@ -189,59 +252,116 @@ def _require_produced(produced: Any) -> Any:
     return produced
 
 
+# -- the decorators ---------------------------------------------------------------------------------
+
+
+class ConsumerDecorator(Protocol):
+    """Makes a function a consumer of its kind."""
+
+    @overload
+    def __call__(self, fn: Callable[P, Coroutine[Any, Any, T]], /) -> AsyncConsumer[P, T]: ...  # type: ignore[overload-overlap] # a coroutine function is a function
+    @overload
+    def __call__(self, fn: Callable[P, T], /) -> Consumer[P, T]: ...
+
+
+class ProducerDecorator(Protocol):
+    """Makes a function a producer of its kind."""
+
+    @overload
+    def __call__(self, fn: Callable[P, Coroutine[Any, Any, T]], /) -> AsyncProducer[P, T]: ...  # type: ignore[overload-overlap] # a coroutine function is a function
+    @overload
+    def __call__(self, fn: Callable[P, T], /) -> Producer[P, T]: ...
+
+
+@refuse_unknown_keywords
 def consumer(
     connector: Connector | AsyncConnector,
     *,
-    payload: Any = None,
+    retries: int | None = None,
+    timeout: float | None = None,
+    backoff: float | None = None,
+    concurrency: int | None = None,
+    max_deliveries: int | None = None,
     policy: ConsumerPolicy | None = None,
+    payload: Any = None,
     name: str | None = None,
+    services: Mapping[str, Any] | None = None,
+    lifespan: Lifespan | None = None,
     uses: Sequence[Dependency] = (),
     gates: Sequence[Gate] = (),
-    lifespan: Lifespan | None = None,
-    **services: Any,
-) -> Callable[[Callable[..., Any]], Any]:
+) -> ConsumerDecorator:
     """Make a function a consumer of *connector*: ``def`` runs on threads, ``async def`` on the event loop.
 
-    *payload* is the type its payloads are read as. *uses* names its dependencies: while the gate of one of them
-    returns a pause, nothing is fetched. *lifespan* is a context manager whose yielded mapping becomes services;
-    further keywords are services too.
+    *retries* is the number of retries after the first attempt, *timeout* the seconds of each attempt, *backoff* the
+    seconds before the first retry, which double with every further one. *concurrency* is the number of transactions
+    that run at once, *max_deliveries* the number of deliveries after which a transaction is dead-lettered. *policy* has
+    all other settings; a setting cannot be in both.
+
+    The payload is read as the type that its parameter is annotated with; *payload* overrides it. *services* are passed
+    to the parameters with their names; *lifespan* is a context manager whose yielded mapping becomes services.
+    *uses* names dependencies: while the gate of one of them returns a pause, nothing is fetched.
     """
+    keywords = {
+        "retries": retries,
+        "timeout": timeout,
+        "backoff": backoff,
+        "concurrency": concurrency,
+        "max_deliveries": max_deliveries,
+    }
 
     def decorate(fn: Callable[..., Any]) -> Any:
-        task_class = AsyncFunctionConsumer if is_async(fn) else FunctionConsumer
+        task_class: Any = AsyncConsumer if is_async(fn) else Consumer
         return _create_task(
             task_class,
             fn,
             connector,
-            task_options={"payload": payload, "name": name, "lifespan": lifespan},
-            init_arguments={"policy": policy, "gates": (*gates, *(dependency.gate for dependency in uses)), **services},
+            names=_read_local_names(),
+            task_options={"payload": payload, "name": name, "lifespan": lifespan, "services": services or {}},
+            init_arguments={
+                "policy": apply_consumer_keywords(policy, keywords, owner=name or callable_name(fn)),
+                "gates": (*gates, *(dependency.gate for dependency in uses)),
+                "services": services,
+            },
         )
 
-    return decorate
+    return cast("ConsumerDecorator", decorate)
 
 
+@refuse_unknown_keywords
 def producer(
     connector: Connector | AsyncConnector,
     *,
-    payload: Any = None,
+    retries: int | None = None,
+    timeout: float | None = None,
+    backoff: float | None = None,
+    concurrency: int | None = None,
     policy: ProducerPolicy | None = None,
+    payload: Any = None,
     name: str | None = None,
+    services: Mapping[str, Any] | None = None,
     lifespan: Lifespan | None = None,
-    **services: Any,
-) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function a producer to *connector*: a transaction that it returns is dispatched."""
+) -> ProducerDecorator:
+    """Make a function a producer to *connector*: a transaction that it returns is dispatched.
+
+    The options are those of ``consumer``.
+    """
+    keywords = {"retries": retries, "timeout": timeout, "backoff": backoff, "concurrency": concurrency}
 
     def decorate(fn: Callable[..., Any]) -> Any:
-        task_class = AsyncFunctionProducer if is_async(fn) else FunctionProducer
+        task_class: Any = AsyncProducer if is_async(fn) else Producer
         return _create_task(
             task_class,
             fn,
             connector,
-            task_options={"payload": payload, "name": name, "lifespan": lifespan},
-            init_arguments={"policy": policy, **services},
+            names=_read_local_names(),
+            task_options={"payload": payload, "name": name, "lifespan": lifespan, "services": services or {}},
+            init_arguments={
+                "policy": apply_producer_keywords(policy, keywords, owner=name or callable_name(fn)),
+                "services": services,
+            },
         )
 
-    return decorate
+    return cast("ProducerDecorator", decorate)
 
 
 def _create_task(
@@ -249,12 +369,21 @@ def _create_task(
     fn: Callable[..., Any],
     connector: Connector | AsyncConnector,
     *,
+    names: Mapping[str, Any],
     task_options: Mapping[str, Any],
     init_arguments: Mapping[str, Any],
 ) -> Any:
     validate_handler(fn)
     # declare() comes before the constructor, which needs the name of the task for its error messages.
     task = task_class.__new__(task_class)
-    task.declare(fn, **task_options)
+    task.declare(fn, names=names, **task_options)
     task.__init__(connector, **init_arguments)
     return task
+
+
+def _read_local_names() -> Mapping[str, Any]:
+    """Return the local names of the code that applies a decorator: annotations may name types that are local there."""
+    frame = inspect.currentframe()
+    for _ in range(2):  # this function, and the decorator that calls it
+        frame = None if frame is None else frame.f_back
+    return {} if frame is None else frame.f_locals

@@ -1,70 +1,100 @@
-"""Calls of decorated functions: the arguments for their parameters, from the transaction and the services.
+"""Calls of decorated functions: what each parameter gets, decided when the function is declared.
 
-The services are the objects, such as clients, that were passed to the task by name.
+A parameter is bound by its annotation, then by its name: the transaction, its payload, the result or the error, or a
+service (an object such as a client that was passed to the task by name). A parameter that is none of these is an error
+of the declaration.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, get_type_hints
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import Enum
+from typing import Annotated, Any, Final, TypeAlias
 
-from pydantic import TypeAdapter, ValidationError
-
-from ergon_framework.errors import Category, ConfigurationError, explain_fault
+from ergon_framework.connectors.base import DeadLetter
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.task.payload import PayloadReader
+from ergon_framework.task.signature import (
+    ANY_TYPE,
+    MISSING,
+    Parameter,
+    accepts,
+    callable_name,
+    is_conflict,
+    is_optional,
+    list_parameters,
+    read_signature,
+    show,
+)
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.exceptions import TransactionException
 
 
-class PayloadReader:
-    """Reads payloads as the declared type of a task."""
+class _RawPayloadMarker:
+    """Marks the annotation RawPayload."""
 
-    def __init__(self, model: Any = None) -> None:
-        self._adapter: TypeAdapter[Any] | None = None if model is None else TypeAdapter(model)
 
-    def read(self, transaction: Transaction) -> Any:
-        """Return the typed payload; one that does not fit is a final BUSINESS failure: no attempt can succeed."""
-        if self._adapter is None:
-            return transaction.payload
-        try:
-            return self._adapter.validate_python(transaction.payload)
-        except ValidationError as error:
-            # Locations and rules, not values: messages end up in logs.
-            faults = "; ".join(
-                f"{'.'.join(map(str, fault['loc'])) or 'payload'}: {explain_fault(fault)}"
-                for fault in error.errors(include_url=False, include_input=False)
-            )
-            raise TransactionException(
-                f"payload is invalid: {faults}", Category.BUSINESS, final=True, code="invalid_payload"
-            ) from None
+#: Annotates the parameter of a failure handler that gets the payload as it arrived, whether or not it fits its type.
+RawPayload: TypeAlias = Annotated[Any, _RawPayloadMarker()]
+
+#: The reason of a dead letter whose payload does not fit its type, as of one that is not JSON.
+UNDECODABLE: Final = "undecodable"
+_PAYLOAD_NAME: Final = "payload"
+
+
+class Role(Enum):
+    """What a parameter gets."""
+
+    TRANSACTION = "transaction"
+    PAYLOAD = "payload"
+    RAW_PAYLOAD = "raw payload"
+    RESULT = "result"
+    ERROR = "error"
+    SERVICE = "service"
+
+
+class HandlerKind(Enum):
+    """The kinds of handlers, each with the names of the parameter that gets the result or the error."""
+
+    SUCCESS = ("result",)
+    FAILURE = ("error", "exc")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskServices:
+    """The services that a task declares; those of a lifespan are known only while it is open."""
+
+    names: Collection[str] = ()
+    has_lifespan: bool = False
 
 
 class HandlerFunction:
-    """A function whose parameters are filled from the transaction by position and from the services by name.
+    """A function whose parameters are bound to what they get."""
 
-    A parameter annotated ``Transaction``, or called ``transaction``, gets the transaction. Of the others, the first
-    *positional* ones get the payload and, in a success or exception handler, the result or the error. All further ones
-    are services, by name.
-    """
-
-    def __init__(self, fn: Callable[..., Any], payload: PayloadReader, *, positional: int = 1) -> None:
+    def __init__(self, fn: Callable[..., Any], binder: _Binder, reader: PayloadReader, *, is_handler: bool) -> None:
         self.fn = fn
-        self._payload = payload
-        parameters = list(inspect.signature(fn).parameters.values())
-        hints = _get_hints(fn)
-        self._transactions = [p.name for p in parameters if _wants_transaction(p, hints)]
-        others = [p for p in parameters if p.name not in self._transactions]
-        for parameter in others:
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                raise ConfigurationError(
-                    f"{parameter.name} of {callable_name(fn)} is positional-only; remove the slash"
-                )
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                raise ConfigurationError(
-                    f"{callable_name(fn)} takes *{parameter.name}; declare each service as a separate parameter"
-                )
-        self._positional = [p.name for p in others[:positional]]
-        self._services = {p.name: p.default is not p.empty for p in others[positional:]}
+        self.name = binder.owner
+        self.reader = reader
+        self.payload_name = binder.payload_name
+        self.payload_type = binder.payload_type
+        self.result_type = binder.result_type
+        roles = binder.roles
+        self._is_handler = is_handler
+        self._transactions = _list_names(roles, Role.TRANSACTION)
+        self._typed_transactions = {p.name for p in binder.parameters if p.payload_type is not MISSING}
+        self._payloads = _list_names(roles, Role.PAYLOAD)
+        self._raw_payloads = _list_names(roles, Role.RAW_PAYLOAD)
+        self._extras = _list_names(roles, Role.RESULT, Role.ERROR)
+        self._services = {p.name: p.has_default for p in binder.parameters if roles[p.name] is Role.SERVICE}
+        self._needs_payload = bool(self._payloads or self._typed_transactions)
+
+    @property
+    def takes_raw_payload(self) -> bool:
+        """Whether the function can be called with a payload that does not fit its type."""
+        return bool(self._raw_payloads)
 
     @property
     def services(self) -> frozenset[str]:
@@ -75,30 +105,235 @@ class HandlerFunction:
         """List the required services that are missing from *services*."""
         return [name for name, optional in self._services.items() if not optional and name not in services]
 
-    def call(self, transaction: Transaction, services: Mapping[str, Any], *extra_args: Any) -> Any:
-        """Call the function for *transaction*; *extra_args* are the result or the error."""
-        arguments: dict[str, Any] = dict.fromkeys(self._transactions, transaction)
-        for name, value in zip(self._positional, (_PAYLOAD_PLACEHOLDER, *extra_args), strict=False):
-            arguments[name] = (
-                self._read_payload(transaction, is_handler=bool(extra_args)) if value is _PAYLOAD_PLACEHOLDER else value
-            )
+    def call(self, transaction: Transaction, services: Mapping[str, Any], extra: Any = None) -> Any:
+        """Call the function for *transaction*; *extra* is the result or the error."""
+        arguments: dict[str, Any] = {}
+        payload = None
+        if self._needs_payload and not (self._is_handler and self._raw_payloads and not self.fits(transaction)):
+            payload = self.reader.read(transaction)
+        for name in self._payloads:
+            arguments[name] = payload
+        for name in self._transactions:
+            is_typed = name in self._typed_transactions
+            arguments[name] = transaction.replace(payload=payload) if is_typed else transaction
+        for name in self._raw_payloads:
+            arguments[name] = transaction.payload
+        for name in self._extras:
+            arguments[name] = extra
         for name in self._services:
             if name in services:
                 arguments[name] = services[name]
         return self.fn(**arguments)
 
-    def _read_payload(self, transaction: Transaction, *, is_handler: bool) -> Any:
-        try:
-            return self._payload.read(transaction)
-        except TransactionException:
-            if not is_handler:
-                raise
-            # The exception handler must handle a payload that does not fit, so it gets the original.
-            return transaction.payload
+    def fits(self, transaction: Transaction) -> bool:
+        """Return whether the payload of *transaction* fits its type."""
+        return self.reader.is_valid(transaction)
 
 
-#: Stands for the payload in the list of arguments: a payload is read only if the function has a parameter for it.
-_PAYLOAD_PLACEHOLDER = object()
+def _list_names(roles: Mapping[str, Role], *wanted: Role) -> list[str]:
+    return [name for name, role in roles.items() if role in wanted]
+
+
+# -- binding ----------------------------------------------------------------------------------------
+
+
+def bind_work(
+    fn: Callable[..., Any],
+    *,
+    task: TaskServices = TaskServices(),  # noqa: B008 - it is immutable
+    payload: Any = None,
+    names: Mapping[str, Any] | None = None,
+) -> HandlerFunction:
+    """Bind the function that does the work; its payload is read as *payload*, by default as its annotation.
+
+    *names* are the names of the scope of the declaration, for annotations that name local types.
+    """
+    binder = _Binder(fn, task, names)
+    candidates = [p for p in binder.unbound if payload is not None and p.annotation == payload] or binder.unbound
+    if candidates:
+        chosen = candidates[0]
+        binder.assign(chosen, Role.PAYLOAD)
+        binder.payload_name, binder.payload_type = chosen.name, chosen.annotation
+    else:
+        typed = (p.payload_type for p in binder.parameters if p.payload_type is not MISSING)
+        binder.payload_type = next(typed, MISSING)
+    binder.bind_rest(["transaction"])
+    if payload is not None:
+        if is_conflict(binder.payload_type, payload):
+            raise ConfigurationError(
+                f"parameter {binder.payload_name!r} of {binder.owner} is annotated {show(binder.payload_type)}, but "
+                f"payload= is {show(payload)}; remove one of the two"
+            )
+        binder.payload_type = payload
+    if isinstance(binder.payload_type, str):
+        raise ConfigurationError(
+            f"the annotation {binder.payload_type!r} of {binder.payload_name!r} of {binder.owner} cannot be resolved; "
+            "import the type where the function is declared, and not only for type checkers, or pass payload="
+        )
+    model = None if binder.payload_type in ANY_TYPE else binder.payload_type
+    return HandlerFunction(fn, binder, PayloadReader.for_annotation(model, owner=binder.owner), is_handler=False)
+
+
+def bind_handler(
+    fn: Callable[..., Any],
+    kind: HandlerKind,
+    *,
+    work: HandlerFunction,
+    task: TaskServices,
+    names: Mapping[str, Any] | None = None,
+) -> HandlerFunction:
+    """Bind a success or failure handler of the task whose work *work* does."""
+    binder = _Binder(fn, task, names)
+    binder.payload_type = work.payload_type
+    binder.bind_by_annotation(kind, work)
+    binder.bind_by_name(kind, work)
+    binder.bind_rest(["transaction", work.payload_name or _PAYLOAD_NAME, kind.value[0]])
+    binder.check_raw_payload()
+    return HandlerFunction(fn, binder, work.reader, is_handler=True)
+
+
+class _Binder:
+    """Assigns a role to each parameter of one function."""
+
+    def __init__(self, fn: Callable[..., Any], task: TaskServices, names: Mapping[str, Any] | None) -> None:
+        self.owner = callable_name(fn)
+        self.parameters, self.result_type = read_signature(fn, names)
+        self.payload_name: str | None = None
+        self.payload_type: Any = MISSING
+        self.roles: dict[str, Role] = {}
+        self.unbound: list[Parameter] = []
+        self._task = task
+        for parameter in self.parameters:
+            if parameter.is_transaction:
+                self.roles[parameter.name] = Role.TRANSACTION
+            elif parameter.annotation in (RawPayload, "RawPayload"):
+                self.roles[parameter.name] = Role.RAW_PAYLOAD
+            elif parameter.name in task.names:
+                self.roles[parameter.name] = Role.SERVICE
+            else:
+                self.unbound.append(parameter)
+
+    def bind_by_annotation(self, kind: HandlerKind, work: HandlerFunction) -> None:
+        """Bind each parameter whose annotation fits one role; of two roles, the name decides."""
+        for parameter in list(self.unbound):
+            roles = []
+            if accepts(parameter.annotation, work.payload_type):
+                roles.append(Role.PAYLOAD)
+            if kind is HandlerKind.SUCCESS and accepts(parameter.annotation, work.result_type):
+                roles.append(Role.RESULT)
+            if kind is HandlerKind.FAILURE and self._is_error(parameter):
+                roles.append(Role.ERROR)
+            if len(roles) == 1:
+                self.assign(parameter, roles[0])
+
+    def bind_by_name(self, kind: HandlerKind, work: HandlerFunction) -> None:
+        """Bind the payload, the result and the error by their names; an annotation of another type is an error."""
+        for parameter in list(self.unbound):
+            if parameter.name in (work.payload_name, _PAYLOAD_NAME):
+                self._check_type(parameter, work.payload_type, f"the payload of {work.name}", " or RawPayload")
+                self.assign(parameter, Role.PAYLOAD)
+            elif parameter.name in kind.value and kind is HandlerKind.SUCCESS:
+                self._check_type(parameter, work.result_type, f"the result of {work.name}")
+                self.assign(parameter, Role.RESULT)
+            elif parameter.name in kind.value:
+                if parameter.annotation not in ANY_TYPE and not isinstance(parameter.annotation, str):
+                    raise self._wrong_error(parameter)
+                self.assign(parameter, Role.ERROR)
+
+    def bind_rest(self, known: list[str]) -> None:
+        """Bind parameters as services of the lifespan or with a default; reject all others."""
+        for parameter in self.unbound:
+            if not (self._task.has_lifespan or parameter.has_default):
+                candidates = [name for name in (*self._task.names, *known) if name not in self.roles]
+                near = get_close_matches(parameter.name, candidates, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known names: {', '.join(candidates) or 'none'}"
+                raise ConfigurationError(
+                    f"parameter {parameter.name!r} of {self.owner} is bound neither by its annotation nor by its name; "
+                    f'{hint}; pass a service with services={{"{parameter.name}": ...}}'
+                )
+            self.roles[parameter.name] = Role.SERVICE
+
+    def assign(self, parameter: Parameter, role: Role) -> None:
+        other = next((name for name, taken in self.roles.items() if taken is role), None)
+        if other is not None:
+            raise ConfigurationError(
+                f"parameters {other!r} and {parameter.name!r} of {self.owner} both get the {role.value}; remove one"
+            )
+        self.roles[parameter.name] = role
+        self.unbound.remove(parameter)
+
+    def check_raw_payload(self) -> None:
+        """Reject a payload parameter beside a raw one if it cannot be None, its value if the payload does not fit."""
+        if Role.RAW_PAYLOAD not in self.roles.values():
+            return
+        for parameter in self.parameters:
+            is_payload = self.roles[parameter.name] is Role.PAYLOAD
+            if (is_payload and not is_optional(parameter.annotation)) or parameter.payload_type is not MISSING:
+                raise ConfigurationError(
+                    f"parameter {parameter.name!r} of {self.owner} has no value if the payload does not fit its type; "
+                    "remove it, or annotate it with the type or None: RawPayload gets the payload in both cases"
+                )
+
+    def _check_type(self, parameter: Parameter, expected: Any, subject: str, alternative: str = "") -> None:
+        if is_conflict(parameter.annotation, expected):
+            raise ConfigurationError(
+                f"parameter {parameter.name!r} of {self.owner} is annotated {show(parameter.annotation)}, but "
+                f"{subject} is {show(expected)}; annotate it {show(expected)}{alternative}"
+            )
+
+    def _is_error(self, parameter: Parameter) -> bool:
+        annotation = parameter.annotation
+        if not (inspect.isclass(annotation) and issubclass(annotation, BaseException)):
+            return False
+        if issubclass(TransactionException, annotation):
+            return True
+        raise self._wrong_error(parameter)
+
+    def _wrong_error(self, parameter: Parameter) -> ConfigurationError:
+        return ConfigurationError(
+            f"parameter {parameter.name!r} of {self.owner} is annotated {show(parameter.annotation)}, but a failure "
+            "handler gets a TransactionException, whose cause is the original error; annotate it TransactionException"
+        )
+
+
+# -- methods ----------------------------------------------------------------------------------------
+
+
+def read_payload_type(method: Callable[..., Any]) -> PayloadReader | None:
+    """Return the reader for the type that ``Transaction[...]`` of a method's signature names; None without one."""
+    for parameter in list_parameters(method, None)[:1]:
+        if parameter.payload_type is not MISSING:
+            return PayloadReader.for_annotation(parameter.payload_type, owner=callable_name(method))
+    return None
+
+
+def convert_payload(
+    method: Callable[..., Any], reader: PayloadReader | None, *, is_failure: bool = False
+) -> Callable[..., Any]:
+    """Return *method* with its transaction's payload read by *reader*; unchanged without a reader.
+
+    A failure handler is not called for a payload that does not fit: the transaction is dead-lettered.
+    """
+    if reader is None:
+        return method
+
+    def call(transaction: Transaction, *extra: Any) -> Any:
+        if is_failure and not reader.is_valid(transaction):
+            return DeadLetter(UNDECODABLE)
+        return method(transaction.replace(payload=reader.read(transaction)), *extra)
+
+    return _make_async(call) if is_async(method) else call
+
+
+def _make_async(call: Callable[..., Any]) -> Callable[..., Any]:
+    async def call_async(transaction: Transaction, *extra: Any) -> Any:
+        result = call(transaction, *extra)
+        return await result if inspect.isawaitable(result) else result
+
+    return call_async
+
+
+# -- functions --------------------------------------------------------------------------------------
 
 
 def is_async(fn: Any) -> bool:
@@ -127,24 +362,3 @@ def reject_async_handlers(*handlers: Any) -> None:
 
 def _describe(value: Any) -> str:
     return f"the class {value.__name__}" if inspect.isclass(value) else type(value).__name__
-
-
-def _wants_transaction(parameter: inspect.Parameter, hints: dict[str, Any]) -> bool:
-    unannotated = parameter.annotation is parameter.empty
-    return hints.get(parameter.name) in (Transaction, "Transaction") or (
-        unannotated and parameter.name == "transaction"
-    )
-
-
-def _get_hints(fn: Any) -> dict[str, Any]:
-    routine = fn if inspect.isroutine(fn) else getattr(fn, "func", fn.__call__)
-    try:
-        return get_type_hints(routine)
-    except NameError:
-        # A name that exists only for the type checker; the annotations then remain text.
-        return dict(getattr(routine, "__annotations__", {}))
-
-
-def callable_name(fn: Any) -> str:
-    """Return the name of *fn*; for objects and partial functions, the name of their class or function."""
-    return str(getattr(fn, "__name__", None) or getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__))

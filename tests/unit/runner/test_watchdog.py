@@ -133,7 +133,7 @@ def test_a_block_is_visible_while_it_lasts(recorder):
     async def run():
         queue, box = MemoryConnector("orders"), []
         queue.dispatch([Transaction("order-1")])
-        task = Charge(queue, box=box)
+        task = Charge(queue, services={"box": box})
         box.append(Watchdog(task, 0.05).start())
         try:
             await task.run()

@@ -24,6 +24,7 @@ from ergon_framework import (
     Pause,
     ProducerMixin,
     ProducerPolicy,
+    RawPayload,
     Task,
     Transaction,
     TransactionException,
@@ -76,7 +77,7 @@ def test_a_function_consumes_typed_payloads_with_injected_services(variant: str)
         ledger.append((order.total, transaction.id))
 
     connector = make_queue(1, 2)
-    task = consumer(connector, payload=OrderPayload, ledger=seen)(to_variant(variant, charge))
+    task = consumer(connector, payload=OrderPayload, services={"ledger": seen})(to_variant(variant, charge))
     report = run_task(task)
     assert sorted(seen) == [(1, "1"), (2, "2")]
     assert report.counts[OutcomeKind.SUCCEEDED] == 2
@@ -166,7 +167,19 @@ def test_a_missing_service_is_an_error_before_anything_is_fetched(variant: str) 
     def use(order: Any, pool: str) -> None: ...
 
     connector = make_queue(1)
-    task = consumer(connector, pol="typo")(to_variant(variant, use))
+    with pytest.raises(ConfigurationError, match=r"'pool' of use is bound neither .*; did you mean 'pol'\?"):
+        consumer(connector, services={"pol": "typo"})(to_variant(variant, use))
+
+    @contextmanager
+    def lifespan() -> Iterator[dict[str, Any]]:
+        yield {"pol": "typo"}
+
+    @asynccontextmanager
+    async def async_lifespan() -> AsyncIterator[dict[str, Any]]:
+        yield {"pol": "typo"}
+
+    chosen: Any = lifespan if variant == "threads" else async_lifespan
+    task = consumer(connector, lifespan=chosen)(to_variant(variant, use))
     with pytest.raises(ConfigurationError, match=r"no service 'pool'; did you mean 'pol'\?"):
         run_task(task)
     assert connector.depth().ready == 1
@@ -353,20 +366,59 @@ def test_an_async_handler_of_a_sync_class_is_rejected() -> None:
         Wrong(make_queue(1)).produce_transactions([])
 
 
-def test_an_invalid_payload_reaches_the_failure_handler_unchanged(variant: str) -> None:
-    seen: list[Any] = []
-
+@pytest.mark.spec("CON-30")
+@pytest.mark.parametrize("has_handler", [True, False])
+def test_an_invalid_payload_is_dead_lettered_as_undecodable(variant: str, has_handler: bool) -> None:
     def charge(order: OrderPayload) -> None: ...
 
-    def record_failure(order: Any, error: Any) -> None:
-        seen.append((order, error.code))
+    def record_failure(order: OrderPayload, error: TransactionException) -> None:
+        raise AssertionError("a handler without the raw payload must not be called")
 
     connector = MemoryConnector("orders")
     connector.dispatch([Transaction("1", {"total": "many"})])
-    task = consumer(connector, payload=OrderPayload)(to_variant(variant, charge))
-    task.on_failure(to_variant(variant, record_failure))
+    policy = ConsumerPolicy.load({"steps": {"settle": {"on_business": "ack"}}})
+    task = consumer(connector, policy=policy)(to_variant(variant, charge))
+    if has_handler:
+        task.on_failure(to_variant(variant, record_failure))
     assert run_task(task).counts[OutcomeKind.FAILED] == 1
-    assert seen == [({"total": "many"}, "invalid_payload")]
+    (letter,) = connector.dead_letters
+    assert (letter.reason, letter.payload, letter.failure.attempts) == ("undecodable", {"total": "many"}, 1)
+    assert "id: Field required; total: Input should be a valid integer" in letter.failure.error_message
+
+
+@pytest.mark.spec("CON-30")
+def test_a_failure_handler_can_take_the_raw_payload(variant: str) -> None:
+    seen: list[Any] = []
+
+    def charge(order: OrderPayload) -> None:
+        raise BusinessError("declined", code="declined")
+
+    def record_failure(raw: RawPayload, error: TransactionException, order: OrderPayload | None) -> Ack:
+        seen.append((raw, error.code, order))
+        return Ack()
+
+    connector = MemoryConnector("orders")
+    valid = {"id": "2", "total": 2}
+    connector.dispatch([Transaction("1", {"total": "many"}), Transaction("2", valid)])
+    task = consumer(connector)(to_variant(variant, charge))
+    task.on_failure(to_variant(variant, record_failure))
+    assert run_task(task).counts[OutcomeKind.FAILED] == 2
+    assert connector.dead_letters == []
+    assert sorted(seen, key=str) == [
+        (valid, "declined", OrderPayload(id="2", total=2)),
+        ({"total": "many"}, "invalid_payload", None),
+    ]
+
+
+@pytest.mark.spec("DX-18")
+@pytest.mark.parametrize("decorator", [consumer, producer])
+def test_a_misspelt_option_is_rejected_with_the_nearest_one(decorator: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"has no option 'paylod'; did you mean 'payload'\?"):
+        decorator(make_queue(), paylod=OrderPayload)
+    with pytest.raises(ConfigurationError, match="has no option 'zzz'; its options are: retries, timeout"):
+        decorator(make_queue(), zzz=1)
+    with pytest.raises(ConfigurationError, match=r"Charge has no option 'polcy'; did you mean 'policy'\?"):
+        Charge(make_queue(), polcy=ConsumerPolicy())  # type: ignore[call-arg]
 
 
 def test_a_parameter_called_transaction_needs_no_annotation(variant: str) -> None:
@@ -429,7 +481,7 @@ def test_a_class_with_mixins_behaves_like_a_function_task(variant: str) -> None:
     ledger: list[str] = []
     kind = Charge if variant == "threads" else AsyncCharge
     connector = make_queue(1, 2)
-    task = kind(connector, ledger=ledger, gates=[lambda: None], policy=ConsumerPolicy())
+    task = kind(connector, services={"ledger": ledger}, gates=[lambda: None], policy=ConsumerPolicy())
     report = run_task(task)
     assert sorted(ledger) == ["1", "2"]
     assert report.counts[OutcomeKind.SUCCEEDED] == 2
@@ -451,7 +503,7 @@ def test_a_task_needs_a_connector_and_may_have_it_on_its_class() -> None:
 
 @pytest.mark.spec("CON-40")
 def test_the_error_for_an_unknown_service_names_the_known_services() -> None:
-    task = Charge(make_queue(), ledger=[])
+    task = Charge(make_queue(), services={"ledger": []})
     with pytest.raises(ConfigurationError, match="did you mean 'ledger'"):
         _ = task.services.leger
     with pytest.raises(ConfigurationError, match="available: ledger"):

@@ -35,13 +35,12 @@ from ergon_framework.task import context
 from ergon_framework.task.base import AsyncTask, Services, Task
 from ergon_framework.task.consumer import _ConnectorListener
 from ergon_framework.task.handler import (
-    HandlerFunction,
-    PayloadReader,
-    callable_name,
     is_async,
     reject_async_handlers,
     validate_handler,
 )
+from ergon_framework.task.payload import PayloadReader
+from ergon_framework.task.signature import callable_name
 from ergon_framework.worker.events import LoopObserver
 from ergon_framework.worker.exceptions import BusinessError, TransactionException
 from ergon_framework.worker.policies import Policy, RetryPolicy
@@ -98,18 +97,26 @@ async def asynchronous(order: Any) -> Any:
     return order
 
 
-def handler(order: Any, what: Any, db: str) -> tuple[Any, Any, str]:
-    return order, what, db
+def note_result(order: Any, result: Any, db: str) -> tuple[Any, Any, str]:
+    return order, result, db
 
 
-async def handler_async(order: Any, what: Any, db: str) -> tuple[Any, Any, str]:
-    return order, what, db
+def note_error(order: Any, error: Any, db: str) -> tuple[Any, Any, str]:
+    return order, error, db
+
+
+async def note_result_async(order: Any, result: Any, db: str) -> tuple[Any, Any, str]:
+    return order, result, db
+
+
+async def note_error_async(order: Any, error: Any, db: str) -> tuple[Any, Any, str]:
+    return order, error, db
 
 
 HANDLER_CASES = [
-    (made, fn, handles)
+    (made, fn, *handlers)
     for made in (consumer, producer)
-    for fn, handles in ((plain, handler), (asynchronous, handler_async))
+    for fn, *handlers in ((plain, note_result, note_error), (asynchronous, note_result_async, note_error_async))
 ]
 
 
@@ -119,13 +126,13 @@ def get_methods(task: Any) -> tuple[Any, Any, Any]:
     return task.produce_transaction, task.handle_produce_success, task.handle_produce_exception
 
 
-@pytest.mark.parametrize("decorate, fn, outcome_handler", HANDLER_CASES)
+@pytest.mark.parametrize("decorate, fn, on_success, on_failure", HANDLER_CASES)
 def test_handlers_get_payload_result_and_services_and_their_return_value_is_used(
-    decorate: Any, fn: Any, outcome_handler: Any
+    decorate: Any, fn: Any, on_success: Any, on_failure: Any
 ) -> None:
-    task = decorate(RecordingQueue(), db="D")(fn)
-    assert task.on_success(outcome_handler) is outcome_handler
-    assert task.on_failure(outcome_handler) is outcome_handler
+    task = decorate(RecordingQueue(), services={"db": "D"})(fn)
+    assert task.on_success(on_success) is on_success
+    assert task.on_failure(on_failure) is on_failure
     work, success, failure = get_methods(task)
     error = BusinessError("no")
     assert get_result(work(TRANSACTION)) == TRANSACTION.payload
@@ -133,9 +140,9 @@ def test_handlers_get_payload_result_and_services_and_their_return_value_is_used
     assert get_result(failure(TRANSACTION, error)) == (TRANSACTION.payload, error, "D")
 
 
-@pytest.mark.parametrize("decorate, fn, outcome_handler", HANDLER_CASES)
-def test_without_handlers_there_is_nothing_to_call(decorate: Any, fn: Any, outcome_handler: Any) -> None:
-    task = decorate(RecordingQueue(), db="D")(fn)
+@pytest.mark.parametrize("decorate, fn, on_success, _on_failure", HANDLER_CASES)
+def test_without_handlers_there_is_nothing_to_call(decorate: Any, fn: Any, on_success: Any, _on_failure: Any) -> None:
+    task = decorate(RecordingQueue(), services={"db": "D"})(fn)
     _, success, failure = get_methods(task)
     assert get_result(success(TRANSACTION, "result")) is None
     assert get_result(failure(TRANSACTION, BusinessError("no"))) is None
@@ -144,7 +151,7 @@ def test_without_handlers_there_is_nothing_to_call(decorate: Any, fn: Any, outco
     )
     policy = ConsumerPolicy() if method_name == "_create_process_spec" else ProducerPolicy()
     assert getattr(task, method_name)(policy, Clock()).skips_success is True
-    task.on_success(outcome_handler)
+    task.on_success(on_success)
     assert getattr(task, method_name)(policy, Clock()).skips_success is False
 
 
@@ -159,10 +166,10 @@ def test_a_producer_keeps_its_policy() -> None:
 
 
 def test_a_handler_must_have_the_variant_of_its_task() -> None:
-    with pytest.raises(ConfigurationError, match="handler_async must be declared with def, as plain is"):
-        consumer(RecordingQueue())(plain).on_success(handler_async)
-    with pytest.raises(ConfigurationError, match="handler must be declared with async def, as asynchronous is"):
-        consumer(RecordingQueue())(asynchronous).on_failure(handler)
+    with pytest.raises(ConfigurationError, match="note_result_async must be declared with def, as plain is"):
+        consumer(RecordingQueue())(plain).on_success(note_result_async)
+    with pytest.raises(ConfigurationError, match="note_error must be declared with async def, as asynchronous is"):
+        consumer(RecordingQueue())(asynchronous).on_failure(note_error)
     with pytest.raises(ConfigurationError, match="generator is a generator function"):
         consumer(RecordingQueue())(plain).on_success(generator)
 
@@ -199,35 +206,6 @@ def test_every_error_of_a_payload_is_reported_with_its_field() -> None:
         "payload is invalid: id: Input should be a valid integer, unable to parse string as an integer; "
         "total: Input should be a valid integer, unable to parse string as an integer"
     )
-
-
-def test_a_handler_gets_an_invalid_payload_unchanged() -> None:
-    transaction = Transaction("1", "no order")
-    assert HandlerFunction(lambda order, error: (order, error), PayloadReader(Order), positional=2).call(
-        transaction, {}, "e"
-    ) == (
-        "no order",
-        "e",
-    )
-    with pytest.raises(TransactionException):
-        HandlerFunction(lambda order: order, PayloadReader(Order)).call(transaction, {})
-
-
-def test_a_parameter_called_transaction_gets_it_unless_it_is_annotated_otherwise() -> None:
-    def take_service(order: Any, transaction: str) -> str:
-        return transaction
-
-    assert HandlerFunction(lambda transaction: transaction, PayloadReader()).call(TRANSACTION, {}) is TRANSACTION
-    assert HandlerFunction(take_service, PayloadReader()).call(TRANSACTION, {"transaction": "service"}) == "service"
-
-
-def by_position(order: Any, /) -> Any:
-    return order
-
-
-def test_a_positional_only_parameter_is_rejected() -> None:
-    with pytest.raises(ConfigurationError, match="order of by_position is positional-only"):
-        HandlerFunction(by_position, PayloadReader())
 
 
 class Callable:
@@ -345,7 +323,7 @@ def test_a_task_takes_a_connector_of_either_variant(kind: Any, connector: Any) -
 
 
 def test_an_open_task_has_its_services_and_its_connector_open() -> None:
-    task = LifespanConsumer(RecordingQueue(), own="O")
+    task = LifespanConsumer(RecordingQueue(), services={"own": "O"})
     before = task.services
     with task.open():
         assert task.connector.events == ["open"]
@@ -355,7 +333,7 @@ def test_an_open_task_has_its_services_and_its_connector_open() -> None:
 
 
 def test_an_open_async_task_has_its_services_and_its_connector_open() -> None:
-    task = AsyncLifespanConsumer(RecordingQueue(), own="O")
+    task = AsyncLifespanConsumer(RecordingQueue(), services={"own": "O"})
     before = task.services
 
     async def main() -> None:
@@ -503,7 +481,7 @@ def run_consumer(task: Any, **more: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [LifespanConsumer, AsyncLifespanConsumer])
 def test_a_loop_listens_to_its_connector_while_it_runs(kind: Any) -> None:
-    task = kind(RecordingQueue(), db="D")
+    task = kind(RecordingQueue(), services={"db": "D"})
     outcomes: list[Outcome] = []
     task.connector.dispatch([TRANSACTION])
     seen: list[Any] = []
@@ -521,7 +499,7 @@ def test_a_loop_listens_to_its_connector_while_it_runs(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [LifespanConsumer, AsyncLifespanConsumer])
 def test_a_stop_from_within_ends_the_loop(kind: Any) -> None:
-    task = kind(RecordingQueue(), db="D")
+    task = kind(RecordingQueue(), services={"db": "D"})
     task.connector.dispatch([TRANSACTION])
 
     def gate() -> Pause | None:
@@ -557,7 +535,7 @@ def test_connector_notifications_reach_the_loop_through_the_driver() -> None:
 
 @pytest.mark.parametrize("kind", [LifespanConsumer, AsyncLifespanConsumer])
 def test_a_loop_without_an_outcome_callback_logs_nothing(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
-    task = kind(RecordingQueue(), db="D")
+    task = kind(RecordingQueue(), services={"db": "D"})
     task.connector.dispatch([TRANSACTION])
     assert run_consumer(task).finished == 1
     assert caplog.records == []
@@ -579,7 +557,7 @@ class LeasedQueue(RecordingQueue):
 def test_claims_are_renewed_if_the_broker_can(
     kind: Any, renewable: bool, lease: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = kind(LeasedQueue(), db="D")
+    task = kind(LeasedQueue(), services={"db": "D"})
     task.connector.renewable = renewable
     leases: list[Any] = []
     consume_transactions = task._consume_transactions

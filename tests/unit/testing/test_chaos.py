@@ -34,28 +34,28 @@ class AsyncBank(Bank):
         super().charge(order, key)
 
 
-@consumer(orders, policy=POLICY)
+@consumer(orders, policy=POLICY, services={"bank": None})
 def charge_once(order, transaction, bank):
     bank.charge(transaction.id, transaction.derive("charge"))
 
 
-@consumer(orders, policy=POLICY)
+@consumer(orders, policy=POLICY, services={"bank": None})
 async def charge_once_async(order, transaction, bank):
     await bank.charge(transaction.id, transaction.derive("charge"))
 
 
-@consumer(orders, policy=POLICY)
+@consumer(orders, policy=POLICY, services={"bank": None})
 def charge_per_attempt(order, transaction, bank):
     # The defect: a new key for every attempt, so the bank cannot detect the duplicate charge.
     bank.charge(transaction.id, None)
 
 
-@consumer(orders, policy=POLICY)
+@consumer(orders, policy=POLICY, services={"bank": None})
 async def charge_per_attempt_async(order, transaction, bank):
     await bank.charge(transaction.id, None)
 
 
-@consumer(orders, policy=POLICY)
+@consumer(orders, policy=POLICY, services={"bank": None})
 def charge_and_swallow_errors(order, transaction, bank):
     try:
         bank.charge(transaction.id, transaction.derive("charge"))
@@ -63,7 +63,7 @@ def charge_and_swallow_errors(order, transaction, bank):
         return  # the defect: it is acked, and was never charged
 
 
-@consumer(orders, policy=POLICY)
+@consumer(orders, policy=POLICY, services={"bank": None})
 def charge_and_send_again(order, transaction, bank):
     bank.charge(transaction.id, transaction.derive("charge"))
     if order.get("again"):

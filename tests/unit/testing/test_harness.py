@@ -56,7 +56,7 @@ class AsyncBank(Bank):
         return super().charge(key, cents)
 
 
-@consumer(orders, policy=POLICY)
+@consumer(orders, policy=POLICY, services={"bank": None})
 def charge(order, transaction, bank):
     if order["cents"] <= 0:
         raise BusinessError("it costs nothing", code="no_price")
@@ -64,7 +64,7 @@ def charge(order, transaction, bank):
     parcels.dispatch([parcels.transaction({"of": transaction.id})])
 
 
-@consumer(orders, policy=POLICY, name="charge_async")
+@consumer(orders, policy=POLICY, name="charge_async", services={"bank": None})
 async def charge_async(order, transaction, bank):
     if order["cents"] <= 0:
         raise BusinessError("it costs nothing", code="no_price")
@@ -208,7 +208,7 @@ def test_the_task_is_restored_after_a_run(make_harness):
     make_harness().run()
     assert (charge.connector, charge_async.connector) == (orders, orders)
     assert "process_transaction" not in vars(charge)
-    assert "bank" not in charge.services
+    assert charge.services["bank"] is None
     assert vars(parcels)["_connector"] is None
 
 
@@ -226,14 +226,21 @@ def test_a_connector_instance_is_replaced_too():
 
 
 def test_a_service_that_is_missing_is_named():
-    harness = TaskHarness(charge)
+    @contextmanager
+    def clients():
+        yield {"bank": Bank()}
+
+    @consumer(orders, lifespan=clients)
+    def pay(order, bank): ...
+
+    harness = TaskHarness(pay)
     harness.send(Transaction("order-1", {"cents": 1}))
     with pytest.raises(ConfigurationError, match="no service 'bank'"):
         harness.run()
 
 
 def test_a_function_is_a_service_too():
-    @consumer(orders)
+    @consumer(orders, services={"mail": None})
     def work(order, mail):
         mail("ada")
 
@@ -296,7 +303,9 @@ def test_a_class_is_a_task_too():
         def send(self, to):
             return to
 
-    harness = TaskHarness(Mail(orders, post=None), post=Post(), faults={"post.send": {0: raises(OSError("planned"))}})
+    harness = TaskHarness(
+        Mail(orders, services={"post": None}), post=Post(), faults={"post.send": {0: raises(OSError("planned"))}}
+    )
     harness.send(Transaction("letter-1", "ada"))
     result = harness.run()
     assert (result.final_states, len(result.list_calls("post.send"))) == ({"letter-1": "acked"}, 2)
@@ -384,7 +393,7 @@ def test_only_a_consumer_has_a_harness():
     def make(order):
         return order
 
-    with pytest.raises(ConfigurationError, match="the harness needs a consumer, got FunctionProducer"):
+    with pytest.raises(ConfigurationError, match="the harness needs a consumer, got Producer"):
         TaskHarness(make)
 
 
