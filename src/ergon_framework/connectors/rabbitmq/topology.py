@@ -26,7 +26,7 @@ from ergon_framework.errors import ConfigurationError
 DELAY_STEPS: Final = (1.0, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 3.9, 4.7, 5.6, 6.8, 8.2)
 _MIN_DELAY_MS: Final = 10
 #: The longest time by which rounding up may make a message later than the time that its transaction names.
-_MAX_LATENESS_MS: Final = 100
+_MAX_LATENESS_MS: Final = 500
 #: Largest delay that the server accepts: 32 bits of milliseconds.
 _MAX_DELAY_MS: Final = 4_294_967_295
 #: Deliveries after which the server itself dead-letters a message. The effective limit is the task's; this one is for

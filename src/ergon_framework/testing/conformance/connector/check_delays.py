@@ -1,4 +1,4 @@
-"""Checks of delayed dispatch, and of the priority of a transaction.
+"""Checks of delayed dispatch, and of a connector that has no delays or no priorities.
 
 A transaction with a ``not_before`` is delivered no earlier than that time. Until then the queue counts it as delayed,
 also through a restart of the server. A connector without delays or priorities rejects such a transaction. Ids such as
@@ -159,20 +159,6 @@ async def a_priority_is_rejected_where_there_is_none(context: CheckContext) -> N
         raise NotApplicable("the connector has priorities")
     await _expect_rejected(client, context.transaction("urgent", priority=1), "priority")
     await client.expect_nothing(reason="the only dispatch was rejected")
-
-
-@check("CNN-01")
-async def the_priority_of_a_transaction_decides(context: CheckContext) -> None:
-    client = await context.client()
-    if client.capabilities.priority is not True:
-        raise NotApplicable(f"priority is {client.capabilities.priority}")
-    if getattr(client.connector, "_priority", None) is not None:
-        raise NotApplicable("the system under test has a rule of its own for priorities")
-    await client.dispatch(context.transaction("plain"), context.transaction("urgent", priority=1))
-    delivery = await client.claim_one()
-    expect(delivery.transaction.id == "tx-urgent", f"{delivery.transaction.id} came before the urgent one")
-    expect(delivery.transaction.priority == 1, f"the priority became {delivery.transaction.priority}")
-    await client.ack(delivery, await client.claim_one())
 
 
 async def _check_restart(fault: str, context: CheckContext) -> None:
