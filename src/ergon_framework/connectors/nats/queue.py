@@ -556,14 +556,16 @@ class NatsQueue(AsyncConnector):
         dead = await api.call(connection, f"STREAM.INFO.{names.dead}")
         states = await api.call(connection, f"STREAM.INFO.{names.states}")
         ready, pending = int(consumer["num_pending"]), int(consumer["num_ack_pending"])
-        delayed, early = await self._count_delayed(connection) if states["state"]["messages"] else (0, 0)
+        deferred, early = await self._count_deferred(connection) if states["state"]["messages"] else (0, 0)
+        not_due = await self._count_not_due(connection) if ready or deferred else 0
         # Delayed messages that no worker has fetched and deferred yet are new ones for the server.
-        unfetched = min(ready, max(0, await self._count_not_due(connection) - early)) if ready else 0
+        unfetched = min(ready, max(0, not_due - early))
+        delayed = min(deferred - early + not_due, pending + unfetched)
         ready -= unfetched
         return Depth(
             ready=ready,
-            delayed=min(delayed, pending) + unfetched,
-            in_flight=max(0, pending - delayed),
+            delayed=delayed,
+            in_flight=max(0, pending - (delayed - unfetched)),
             dead=int(dead["state"]["messages"]),
             oldest_age=await self._read_oldest_age(connection, int(consumer["delivered"]["stream_seq"]))
             if ready
@@ -582,7 +584,7 @@ class NatsQueue(AsyncConnector):
                 count += int(messages)
         return count
 
-    async def _count_delayed(self, connection: Connection) -> tuple[int, int]:
+    async def _count_deferred(self, connection: Connection) -> tuple[int, int]:
         """Return the number of deferred messages, and of those among them that came before their time."""
         now, count, early, scanned = time.time(), 0, 0, 0
         states = api.scan(connection, self._names.states, bodies=False)
