@@ -24,7 +24,7 @@ TOTAL := 90
 .PHONY: help venv check lint types test coverage retest spec docs format bench soak mutants memory deep check-all-pythons wheel constraints snapshot pictures
 .PHONY: site reference scan sbom sizes lowest
 .PHONY: exam matrix trials signals bench-postgres chaos-postgres chaos-failover power-postgres poison-postgres
-.PHONY: chaos-brokers power-brokers bench-brokers broker-peers
+.PHONY: chaos-brokers chaos-delays power-brokers bench-brokers broker-peers
 .PHONY: bench-providers fleet-providers chaos-memory chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
 .PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts bench-facts-attacks catchup-facts
 .PHONY: attack-facts chaos-facts soak-facts power-facts fuzz-facts fuzz-api protos demo demo-chaos
@@ -238,6 +238,9 @@ poison-postgres: $(STAMP) ## one transaction that ends every process, among 500
 chaos-brokers: $(STAMP) ## 20,000 transactions on each broker through kills, stops, crashes and cuts (root; MINUTES=5, SEED=1)
 	$(BIN)/python tests/chaos/brokers.py --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)
 
+chaos-delays: $(STAMP) ## 20,000 delayed transactions on each broker, due within a minute, and a killed server; about 8 minutes
+	$(BIN)/python tests/chaos/delays.py
+
 chaos-memory: $(STAMP) ## a message larger than its worker's memory, under a memory cgroup, on each broker (root); about 7 minutes
 	$(BIN)/python tests/chaos/memory.py
 
@@ -281,7 +284,7 @@ fleet-providers: $(STAMP) ## quota, breaker and keys over many processes, some o
 
 deep: soak mutants bench memory signals bench-postgres chaos-postgres chaos-failover power-postgres ## all that is too slow for the gate
 deep: trials coverage scan sizes bench-providers fleet-providers chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors
-deep: bench-brokers chaos-brokers power-brokers
+deep: bench-brokers chaos-brokers chaos-delays power-brokers
 deep: demo-chaos
 deep: chaos-facts catchup-facts soak-facts power-facts fuzz-facts fuzz-api bench-facts
 

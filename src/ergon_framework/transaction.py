@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import is_dataclass
+from datetime import datetime, timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self
 
 from pydantic import BaseModel
 
@@ -28,6 +30,8 @@ else:
 
 #: Number of past attempts that a message stores.
 MAX_HISTORY = 10
+#: The longest delay of a transaction, which every connector that has delays keeps: 30 days.
+MAX_DELAY_SECONDS: Final = 2_592_000.0
 
 # Read-only: an entry added to it by mistake would appear in all other transactions.
 _EMPTY_TRACE: Mapping[str, str] = MappingProxyType({})
@@ -55,7 +59,9 @@ class _Draft:
         "history",
         "id",
         "key",
+        "not_before",
         "payload",
+        "priority",
         "schema_version",
         "source",
         "tenant",
@@ -78,6 +84,43 @@ class _Draft:
     history: tuple[Attempt, ...]
     deferral: Deferral | None
     trace: Mapping[str, str]
+    not_before: float | None
+    priority: int
+
+
+#: Seconds by which the clock that computes a remaining delay may be behind the clock that set the time.
+_CLOCK_SLACK: Final = 60.0
+
+
+def _parse_due_time(delay: Any, at: Any, *, now: float) -> float:
+    """Return the time in seconds since the epoch that *delay* or *at* names; the other one is None."""
+    if delay is not None:
+        if isinstance(delay, timedelta):
+            delay = delay.total_seconds()
+        if isinstance(delay, bool) or not isinstance(delay, int | float):
+            raise TypeError(f"a delay must be a number of seconds or a timedelta, not a {type(delay).__name__}")
+        return now + _check_delay(delay)
+    if isinstance(at, datetime):
+        if at.tzinfo is None or at.utcoffset() is None:
+            raise ValueError(f"at={at!r} has no time zone: pass an aware datetime, such as datetime.now(UTC)")
+        at = at.timestamp()
+    if isinstance(at, bool) or not isinstance(at, int | float):
+        raise TypeError(f"at must be an aware datetime or seconds since the epoch, not a {type(at).__name__}")
+    if not math.isfinite(at):
+        raise ValueError(f"at must be a finite number of seconds since the epoch, not {at!r}")
+    _check_delay(max(0.0, at - now))
+    return float(at)
+
+
+def _check_delay(delay: float, *, slack: float = 0.0) -> float:
+    if not math.isfinite(delay) or delay < 0:
+        raise ValueError(f"a delay must be a finite number of seconds >= 0, not {delay!r}")
+    if delay > MAX_DELAY_SECONDS + slack:
+        raise ValueError(
+            f"a delay of {delay:.0f} s is longer than {MAX_DELAY_SECONDS:.0f} s (30 days), the longest: dispatch the "
+            "transaction later, or from a schedule"
+        )
+    return float(delay)
 
 
 def _copy_payload(payload: Any) -> Any:
@@ -125,7 +168,8 @@ class Transaction(_Draft, Generic[PayloadT]):
     the process step in earlier deliveries, ``history`` holds the last ten of them, ``deferral`` is the state of
     deferrals for an unavailable service (their number and the time of the first), ``trace`` is the trace carrier (the
     W3C headers). After ``expires_at`` a worker dead-letters the transaction instead of starting it. ``schema_version``
-    is the version of the payload, for handlers. Times are seconds since the epoch.
+    is the version of the payload, for handlers. A dispatched transaction is not delivered earlier than ``not_before``;
+    of two that are ready, the one with the higher ``priority`` is delivered first. Times are seconds since the epoch.
     """
 
     __slots__ = ()
@@ -150,6 +194,8 @@ class Transaction(_Draft, Generic[PayloadT]):
         history: tuple[Attempt, ...] = (),
         deferral: Deferral | None = None,
         trace: Mapping[str, str] = _EMPTY_TRACE,
+        not_before: float | None = None,
+        priority: int = 0,
     ) -> Self:
         if not id:
             raise ValueError("transaction id is empty; pass an id that stays the same across redeliveries")
@@ -158,6 +204,8 @@ class Transaction(_Draft, Generic[PayloadT]):
             raise TypeError(f"id and key must be str, not {id.__class__.__name__} and {key.__class__.__name__}")
         if expires_at.__class__ not in _TIMESTAMP_TYPES or created_at.__class__ not in _TIMESTAMP_TYPES:
             raise TypeError("created_at and expires_at must be numbers: seconds since the epoch")
+        if not_before.__class__ not in _TIMESTAMP_TYPES or priority.__class__ is not int:
+            raise TypeError("not_before must be a number, in seconds since the epoch, and priority an int")
         draft = _Draft()
         draft.id = id
         draft.payload = payload
@@ -174,6 +222,8 @@ class Transaction(_Draft, Generic[PayloadT]):
         draft.history = history
         draft.deferral = deferral
         draft.trace = trace
+        draft.not_before = not_before
+        draft.priority = priority
         draft.__class__ = cls
         return draft  # type: ignore[return-value]
 
@@ -183,9 +233,15 @@ class Transaction(_Draft, Generic[PayloadT]):
         payload: PayloadT = None,  # type: ignore[assignment] # as above
         *,
         name: str | None = None,
+        delay: float | timedelta | None = None,
+        at: float | datetime | None = None,
         **fields: Any,
     ) -> Self:
         """Create a transaction that is to be dispatched.
+
+        With *delay*, in seconds or as a timedelta, or *at*, an aware datetime or seconds since the epoch, it is not
+        delivered earlier than that: they set ``not_before``. A time in the past means at once. ValueError for a delay
+        that is negative or longer than 30 days.
 
         Inside a handler, its id is derived from the transaction being handled, so that a second run of the handler
         creates the same one, and tenant and correlation are inherited. To create a transaction is a side effect of the
@@ -194,6 +250,10 @@ class Transaction(_Draft, Generic[PayloadT]):
         """
         current_scope = scope.current()
         fields.setdefault("created_at", time.time())
+        if delay is not None or at is not None:
+            if (delay is not None and at is not None) or fields.get("not_before") is not None:
+                raise ValueError("delay, at and not_before exclude each other: pass one of them")
+            fields["not_before"] = _parse_due_time(delay, at, now=time.time())
         if current_scope is None:
             fields.setdefault("id", os.urandom(16).hex())
             return cls(payload=payload, **fields)
@@ -222,8 +282,15 @@ class Transaction(_Draft, Generic[PayloadT]):
         return type(self)(**{name: getattr(self, name) for name in _Draft.__slots__} | changes)
 
     def reset(self) -> Self:
-        """Return a copy without attempts, history and deferrals."""
-        return self.replace(attempts=0, history=(), deferral=None)
+        """Return a copy without attempts, history, deferrals and delay."""
+        return self.replace(attempts=0, history=(), deferral=None, not_before=None)
+
+    def compute_delay(self, now: float) -> float:
+        """Return the seconds from *now*, in seconds since the epoch, to ``not_before``; 0 if it is due.
+
+        Raises ValueError for more than ``MAX_DELAY_SECONDS``.
+        """
+        return 0.0 if self.not_before is None else _check_delay(max(0.0, self.not_before - now), slack=_CLOCK_SLACK)
 
     def isolate(self) -> Self:
         """Return this transaction for one attempt: changes that the attempt makes to the payload do not reach this one.
@@ -251,6 +318,8 @@ class Transaction(_Draft, Generic[PayloadT]):
         draft.history = self.history
         draft.deferral = self.deferral
         draft.trace = self.trace
+        draft.not_before = self.not_before
+        draft.priority = self.priority
         draft.__class__ = self.__class__
         return draft  # type: ignore[return-value]
 

@@ -52,17 +52,11 @@ class PostgresUnderTest(ConnectorUnderTest):
     def client(self, queue, *, lease, inbox=False):
         # A separate name makes each client a separate worker instance, as another process would be.
         dsn = f"{self._dsn}?application_name=client-{next(self._numbers)}&{FAST_FAILURE_OPTIONS}"
-        return PostgresQueue(
-            queue, dsn=dsn, lease=lease, inbox=inbox, priority=lambda transaction: transaction.type == "urgent"
-        )
+        return PostgresQueue(queue, dsn=dsn, lease=lease, inbox=inbox)
 
     def receive(self, queue, body, headers):
         with psycopg.connect(self._dsn, autocommit=True) as connection:
             connection.execute("select ergon.send(%s, %s, %s)", (queue, body, json.dumps(dict(headers))))
-
-    def dispatch_urgent(self, client, transaction):
-        client.dispatch([transaction.replace(type="urgent")])
-        return True
 
     def inbox(self, task):
         task.connector = self.client(task.connector.name, lease=task.connector.capabilities.lease, inbox=True)

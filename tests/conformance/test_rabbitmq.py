@@ -31,17 +31,7 @@ class RabbitMQUnderTest(ConnectorUnderTest):
         self.server.start()
         # A separate name gives each client separate connections, as another process would have.
         url = f"{self.server.url}?heartbeat=4&client_properties={{'connection_name':'client-{next(self._numbers)}'}}"
-        return RabbitMQQueue(
-            queue,
-            url=url,
-            timeout=3.0,
-            consumer_timeout=CONSUMER_TIMEOUT_SECONDS,
-            priority=lambda transaction: transaction.type == "urgent",
-        )
-
-    def dispatch_urgent(self, client, transaction):
-        client.dispatch([transaction.replace(type="urgent")])
-        return True
+        return RabbitMQQueue(queue, url=url, timeout=3.0, consumer_timeout=CONSUMER_TIMEOUT_SECONDS)
 
     def receive(self, queue, body, headers):
         connection = pika.BlockingConnection(pika.URLParameters(f"{self.server.url[:-2]}/%2F"))

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -88,6 +89,12 @@ def test_an_inapplicable_check_has_a_reason():
         (
             MemoryLogUnderTest,
             {
+                "a_delayed_dispatch_is_not_delivered_early",
+                "a_delayed_dispatch_is_counted_as_delayed",
+                "a_time_in_the_past_is_immediate",
+                "the_longest_delay_is_kept_and_a_longer_one_is_rejected",
+                "a_delayed_dispatch_outlives_its_client",
+                "delays_are_kept_when_the_server_is_stopped",
                 "a_replaced_dead_letter_is_sent_once",
                 "transactions_of_a_key_never_overlap",
                 "a_higher_priority_is_delivered_first",
@@ -179,14 +186,8 @@ class FullFeaturedMemoryUnderTest(MemoryUnderTest):
     """Memory with an inbox, an outbox and priorities, each of which can be switched to a wrong one."""
 
     def __init__(self, *, wrong=False):
-        super().__init__(PriorityMemoryConnector)
+        super().__init__(partial(PriorityMemoryConnector, wrong=wrong))
         self.wrong = wrong
-
-    def dispatch_urgent(self, client, transaction):
-        client.dispatch([transaction])
-        if not self.wrong:
-            client._unclaimed.rotate(1)
-        return True
 
     def inbox(self, task):
         process, succeeded_ids = task.process_transaction, set()
@@ -226,9 +227,19 @@ class PretendedOutbox:
 
 
 class PriorityMemoryConnector(MemoryConnector):
+    def __init__(self, name, *, wrong, **options):
+        super().__init__(name, **options)
+        self._wrong = wrong
+
     @property
     def capabilities(self):
         return replace(super().capabilities, priority=True)
+
+    def dispatch(self, transactions):
+        confirmations = super().dispatch(transactions)
+        if not self._wrong and transactions[0].priority:
+            self._unclaimed.rotate(len(transactions))
+        return confirmations
 
 
 @pytest.mark.parametrize("wrong, result", [(False, CheckOutcome.PASSED), (True, CheckOutcome.FAILED)])

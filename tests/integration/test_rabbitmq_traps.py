@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 import uuid
+from datetime import UTC, datetime
 
 import pika
 import pytest
@@ -438,3 +439,45 @@ def test_priorities_are_those_of_the_server(rabbitmq, name, raw_channel):
     with pytest.raises(ConfigurationError, match="a priority of RabbitMQ must be between -4 and 27, not 28"):
         queue.dispatch([Transaction("order-28", {"n": 28})])
     queue.close()
+
+
+@pytest.mark.spec("CNN-01")
+@pytest.mark.parametrize("variant", ["sync", "async"])
+def test_the_priority_of_a_transaction_is_sent_where_the_server_has_priorities(rabbitmq, name, raw_channel, variant):
+    queue = RabbitMQQueue(name, url=rabbitmq)
+    urgent = Transaction("urgent", priority=3)
+
+    def dispatch():
+        if variant == "sync":
+            queue.dispatch([urgent])
+        else:
+            asyncio.run(queue.dispatch_async([urgent]))
+
+    try:
+        if raw_channel.connection._impl.server_properties["version"] < "4":
+            # The queue is not open yet: the dispatch connects to find out.
+            with pytest.raises(ConfigurationError, match=f"connector of '{name}' has no priorities.*priority 3.*4.0"):
+                dispatch()
+        else:
+            dispatch()
+            _, properties, _ = raw_channel.basic_get(name)
+            assert (properties.priority, properties.headers["ergon-priority"]) == (7, "3")
+    finally:
+        queue.close()
+
+
+@pytest.mark.spec("CNN-09")
+def test_a_delayed_message_of_another_producer_is_not_delivered_early(queue, name, raw_channel):
+    queue.dispatch([Transaction("first")])
+    (first,) = claim(queue)
+    due = time.time() + 0.7
+    headers = {
+        "ergon-id": "theirs",
+        "ergon-not-before": datetime.fromtimestamp(due, UTC).isoformat().replace("+00:00", "Z"),
+    }
+    raw_channel.basic_publish("", name, b"{}", pika.BasicProperties(headers=headers))
+    assert queue.settle([(first, Ack())]) == [SettleResult.SETTLED]
+    (delivery,) = claim(queue)
+    assert time.time() >= due
+    assert (delivery.transaction.id, delivery.deliveries) == ("theirs", 1)
+    queue.settle([(delivery, Ack())])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 
 import pytest
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from ergon_framework import scope, transaction
 from ergon_framework.errors import Category, ConfigurationError
 from ergon_framework.failure import Attempt, Deferral
-from ergon_framework.transaction import Transaction
+from ergon_framework.transaction import MAX_DELAY_SECONDS, Transaction
 
 FULL_TRANSACTION = Transaction(
     "order-7",
@@ -37,6 +38,8 @@ FULL_TRANSACTION = Transaction(
     attempts=4,
     history=(Attempt(attempt=3, category=Category.SYSTEM, error="busy"),),
     trace={"traceparent": "00-1-2-01"},
+    not_before=3.0,
+    priority=5,
 )
 FIELDS = [
     name for name in dir(FULL_TRANSACTION) if not name.startswith("_") and not callable(getattr(FULL_TRANSACTION, name))
@@ -56,8 +59,8 @@ def run_in_handler(function, handled=FULL_TRANSACTION):
 # -- the envelope ---------------------------------------------------------------------------------
 
 
-def test_the_envelope_has_fifteen_fields():
-    assert len(FIELDS) == 15
+def test_the_envelope_has_seventeen_fields():
+    assert len(FIELDS) == 17
 
 
 def test_only_the_id_is_needed():
@@ -78,6 +81,8 @@ def test_only_the_id_is_needed():
         "history": (),
         "deferral": None,
         "trace": {},
+        "not_before": None,
+        "priority": 0,
     }
 
 
@@ -108,7 +113,9 @@ def test_the_empty_trace_carrier_that_transactions_share_cannot_be_written():
 
 def make_other_value(name):
     """Return another value for a field."""
-    return 99.0 if name.endswith("_at") else "other"
+    if name == "priority":
+        return 99
+    return 99.0 if name.endswith("_at") or name == "not_before" else "other"
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -349,3 +356,78 @@ def test_a_payload_that_is_nested_too_deep_to_be_copied_is_shared():
         payload = [payload]
     original = Transaction("a", payload)
     assert original.isolate() is original
+
+
+# -- delays and priority ----------------------------------------------------------------------------
+
+NOW = 1_700_000_000.0
+
+
+@pytest.fixture
+def stopped_clock(monkeypatch):
+    monkeypatch.setattr(transaction.time, "time", lambda: NOW)
+
+
+@pytest.mark.parametrize(
+    "options, not_before",
+    [
+        ({}, None),
+        ({"delay": 60}, NOW + 60),
+        ({"delay": 0.5}, NOW + 0.5),
+        ({"delay": 0}, NOW),
+        ({"delay": timedelta(minutes=5)}, NOW + 300),
+        ({"delay": MAX_DELAY_SECONDS}, NOW + MAX_DELAY_SECONDS),
+        ({"at": NOW + 60}, NOW + 60),
+        ({"at": datetime.fromtimestamp(NOW + 60, UTC)}, NOW + 60),
+        ({"at": datetime.fromtimestamp(NOW + 60, timezone(timedelta(hours=5)))}, NOW + 60),
+        ({"at": NOW - 1}, NOW - 1),
+        ({"not_before": NOW + 7}, NOW + 7),
+    ],
+)
+@pytest.mark.usefixtures("stopped_clock")
+def test_a_delay_or_a_time_becomes_the_earliest_start(options, not_before):
+    assert Transaction.new({}, **options).not_before == not_before
+
+
+@pytest.mark.parametrize(
+    "options, error, text",
+    [
+        ({"delay": -1}, ValueError, "finite number of seconds >= 0, not -1"),
+        ({"delay": timedelta(seconds=-1)}, ValueError, ">= 0, not -1"),
+        ({"delay": float("nan")}, ValueError, "not nan"),
+        ({"delay": float("inf")}, ValueError, "not inf"),
+        ({"delay": MAX_DELAY_SECONDS + 1}, ValueError, r"longer than 2592000 s \(30 days\)"),
+        ({"delay": "60"}, TypeError, "a number of seconds or a timedelta, not a str"),
+        ({"delay": True}, TypeError, "not a bool"),
+        ({"at": NOW + MAX_DELAY_SECONDS + 1}, ValueError, "30 days"),
+        ({"at": float("nan")}, ValueError, "finite number"),
+        ({"at": datetime(2030, 1, 1)}, ValueError, "has no time zone: pass an aware datetime"),  # noqa: DTZ001
+        ({"at": "tomorrow"}, TypeError, "an aware datetime or seconds since the epoch, not a str"),
+        ({"at": True}, TypeError, "not a bool"),
+        ({"delay": 1, "at": NOW}, ValueError, "exclude each other"),
+        ({"delay": 1, "not_before": NOW}, ValueError, "exclude each other"),
+        ({"not_before": "later"}, TypeError, "not_before must be a number"),
+        ({"priority": 1.5}, TypeError, "priority an int"),
+        ({"priority": True}, TypeError, "priority an int"),
+    ],
+)
+@pytest.mark.usefixtures("stopped_clock")
+def test_an_invalid_delay_time_or_priority_is_rejected(options, error, text):
+    with pytest.raises(error, match=text):
+        Transaction.new({}, **options)
+
+
+def test_the_remaining_delay_is_computed_when_it_is_needed():
+    delayed = Transaction("order-7", not_before=NOW)
+    assert delayed.compute_delay(NOW - 60) == 60.0
+    assert delayed.compute_delay(NOW) == delayed.compute_delay(NOW + 60) == 0.0
+    assert Transaction("order-7").compute_delay(NOW) == 0.0
+    with pytest.raises(ValueError, match="30 days"):
+        delayed.compute_delay(NOW - MAX_DELAY_SECONDS - 100)
+    with pytest.raises(ValueError, match="not inf"):
+        Transaction("order-7", not_before=float("inf")).compute_delay(NOW)
+
+
+def test_a_transaction_that_starts_again_is_due_at_once_and_keeps_its_priority():
+    again = Transaction("order-7", not_before=NOW, priority=3).reset()
+    assert (again.not_before, again.priority) == (None, 3)

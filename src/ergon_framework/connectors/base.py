@@ -11,9 +11,11 @@ a transaction that failed and is kept for an operator.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeAlias
@@ -168,7 +170,8 @@ class Capabilities:
     lease: float | None
     #: A delivery that ends with Release or Defer is not counted in the delivery count.
     release_uncounted: bool
-    #: The broker, not this process, holds delayed transactions.
+    #: The broker, not this process, holds delayed transactions. A queue then also accepts transactions that are due
+    #: later; a log does not, because it delivers in the order of its records.
     delays: bool
     #: Dead letters are kept here and can be listed, replayed and discarded.
     dead_letters: bool
@@ -278,14 +281,47 @@ class _ConnectorBase(ABC):
         """Return *transaction* as it is sent: with this queue as its source, and the current trace.
 
         A source and a trace that it already has are kept. The source makes ids unique: without it, order number 7 of
-        two queues would share every id that is derived from theirs.
+        two queues would share every id that is derived from theirs. Raises ConfigurationError for a delay or a priority
+        that this connector does not have.
         """
+        if transaction.not_before is not None or transaction.priority:
+            self._check_options(transaction)
         transaction = with_current_trace(transaction)
         return transaction if transaction.source else transaction.replace(source=self.name)
 
-    def transaction(self, payload: Any = None, **fields: Any) -> Transaction:
+    def _check_options(self, transaction: Transaction) -> None:
+        """Reject a delay or a priority that this connector does not have."""
+        capabilities = self.capabilities
+        if transaction.compute_delay(time.time()) and not (capabilities.delays and capabilities.mode == "queue"):
+            raise ConfigurationError(
+                f"the connector of {self.name!r} cannot delay transaction {transaction.id!r}: its broker holds no "
+                "messages back; dispatch it without delay, or to a queue whose capabilities.delays is true"
+            )
+        # None means that the connector knows it once the queue is open, and checks it itself.
+        if transaction.priority and capabilities.priority is False:
+            raise self._no_priority_error(transaction)
+
+    def _no_priority_error(self, transaction: Transaction) -> ConfigurationError:
+        return ConfigurationError(
+            f"the connector of {self.name!r} has no priorities, but transaction {transaction.id!r} has priority "
+            f"{transaction.priority}; dispatch it without one, use a second queue for urgent work, or PostgreSQL, or "
+            "RabbitMQ from version 4.0 on"
+        )
+
+    def _prepare_replacement(self, transaction: Transaction) -> Transaction:
+        """Return *transaction* as it is sent in place of a dead letter: due at once."""
+        return self.prepare(transaction if transaction.not_before is None else transaction.replace(not_before=None))
+
+    def transaction(
+        self,
+        payload: Any = None,
+        *,
+        delay: float | timedelta | None = None,
+        at: float | datetime | None = None,
+        **fields: Any,
+    ) -> Transaction:
         """Return a new transaction for this queue, created by ``Transaction.new``."""
-        return Transaction.new(payload, source=self.name, **fields)
+        return Transaction.new(payload, source=self.name, delay=delay, at=at, **fields)
 
     def _no_dead_letters_error(self) -> ConfigurationError:
         return ConfigurationError(

@@ -42,8 +42,9 @@ class UnencodableError(ConnectorError):
 class HeaderFormat(StrEnum):
     """The format of a header's value.
 
-    An id is visible ASCII; a text has no control characters and no outer blanks; a count is decimal digits; a time is
-    ISO 8601 in UTC; history and deferral are JSON; a trace is text, and an invalid one is ignored instead of rejected.
+    An id is visible ASCII; a text has no control characters and no outer blanks; a count is decimal digits, an integer
+    may have a minus sign before them; a time is ISO 8601 in UTC; history and deferral are JSON; a trace is text, and an
+    invalid one is ignored instead of rejected.
     """
 
     #: The hash function of an enumeration takes as long as writing a header.
@@ -52,6 +53,7 @@ class HeaderFormat(StrEnum):
     ID = "id"
     TEXT = "text"
     COUNT = "count"
+    INTEGER = "integer"
     TIME = "time"
     HISTORY = "history"
     DEFERRAL = "deferral"
@@ -69,6 +71,9 @@ class HeaderSpec(NamedTuple):
     default: Any = None
 
 
+#: The header with the earliest time of a delivery.
+NOT_BEFORE: Final = "ergon-not-before"
+
 WIRE: Final = (
     HeaderSpec("id", "ergon-id", HeaderFormat.ID, 256),
     HeaderSpec("source", "ergon-source", HeaderFormat.TEXT, 256, ""),
@@ -83,6 +88,8 @@ WIRE: Final = (
     HeaderSpec("attempts", "ergon-attempts", HeaderFormat.COUNT, 9, 0),
     HeaderSpec("history", "ergon-history", HeaderFormat.HISTORY, 16384, ()),
     HeaderSpec("deferral", "ergon-deferral", HeaderFormat.DEFERRAL, 8192),
+    HeaderSpec("not_before", NOT_BEFORE, HeaderFormat.TIME, 35),
+    HeaderSpec("priority", "ergon-priority", HeaderFormat.INTEGER, 9, 0),
     HeaderSpec("trace", "traceparent", HeaderFormat.TRACE, 512),
     HeaderSpec("trace", "tracestate", HeaderFormat.TRACE, 4096),
     HeaderSpec("trace", "baggage", HeaderFormat.TRACE, 8192),
@@ -91,8 +98,8 @@ WIRE: Final = (
 #: The id of the key that encrypts the body, and the encrypted error texts of history and deferral.
 ENCRYPTION_KEY: Final = "ergon-encryption-key"
 ENCRYPTED_ERRORS: Final = "ergon-encrypted-errors"
-#: The headers that carry progress from one delivery to the next; a replay of the dead letter removes them.
-PROGRESS_HEADERS: Final = ("ergon-attempts", "ergon-history", "ergon-deferral", ENCRYPTED_ERRORS)
+#: The headers that carry progress from one delivery to the next, and the delay; a replay of a dead letter drops them.
+PROGRESS_HEADERS: Final = ("ergon-attempts", "ergon-history", "ergon-deferral", NOT_BEFORE, ENCRYPTED_ERRORS)
 _KEY_ID = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
 _FIELD_HEADERS: Final = tuple(row for row in WIRE if row.format is not HeaderFormat.TRACE)
 _TRACE_HEADERS: Final = tuple(row for row in WIRE if row.format is HeaderFormat.TRACE)
@@ -104,6 +111,7 @@ _VISIBLE = re.compile(r"[!-~]+").fullmatch
 # Line separators are rejected with the control characters: the headers of some brokers end at them.
 _INVALID_CHARACTER = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]").search
 _DIGITS = re.compile(r"[0-9]+").fullmatch
+_INTEGER = re.compile(r"-?[0-9]+").fullmatch
 _TIMESTAMP = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|\+00:00)").fullmatch
 _ATTEMPTS: Final = TypeAdapter(tuple[Attempt, ...])
 
@@ -123,6 +131,12 @@ def _read_text(text: str) -> str:
 
 def _read_count(text: str) -> int:
     if not _DIGITS(text):
+        raise ValueError
+    return int(text)
+
+
+def _read_integer(text: str) -> int:
+    if not _INTEGER(text):
         raise ValueError
     return int(text)
 
@@ -176,6 +190,12 @@ def _write_count(count: Any) -> str:
     return str(count)
 
 
+def _write_integer(number: Any) -> str:
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError
+    return str(number)
+
+
 def _write_time(timestamp: float) -> str:
     second = math.floor(timestamp)
     micros = round((timestamp - second) * 1_000_000)
@@ -207,6 +227,7 @@ _READER_BY_FORMAT: Final[dict[HeaderFormat, Callable[[str], Any]]] = {
     HeaderFormat.ID: _read_id,
     HeaderFormat.TEXT: _read_text,
     HeaderFormat.COUNT: _read_count,
+    HeaderFormat.INTEGER: _read_integer,
     HeaderFormat.TIME: _read_time,
     HeaderFormat.HISTORY: _read_history,
     HeaderFormat.DEFERRAL: _read_deferral,
@@ -216,6 +237,7 @@ _WRITER_BY_FORMAT: Final[dict[HeaderFormat, Callable[[Any], str]]] = {
     HeaderFormat.ID: _write_id,
     HeaderFormat.TEXT: _write_text,
     HeaderFormat.COUNT: _write_count,
+    HeaderFormat.INTEGER: _write_integer,
     HeaderFormat.TIME: _write_time,
     HeaderFormat.HISTORY: _write_history,
     HeaderFormat.DEFERRAL: _write_deferral,
@@ -454,8 +476,17 @@ def read_headers(headers: Mapping[str, str]) -> dict[str, Any]:
     return fields
 
 
+def read_not_before(headers: Mapping[str, Any]) -> float | None:
+    """Return the earliest time of a delivery that *headers* state; None if they state none, or an invalid one."""
+    text = headers.get(NOT_BEFORE)
+    try:
+        return _read_time(text) if isinstance(text, str) else None
+    except ValueError:
+        return None
+
+
 def remove_progress(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return *headers* without progress: no attempts, no history, no deferrals."""
+    """Return *headers* without progress: no attempts, no history, no deferrals, no delay."""
     return {name: text for name, text in headers.items() if name not in PROGRESS_HEADERS}
 
 

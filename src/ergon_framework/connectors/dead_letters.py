@@ -55,6 +55,8 @@ class TransactionEnvelope(BaseModel):
     history: tuple[Attempt, ...] = ()
     deferral: Deferral | None = None
     trace: dict[str, str] = Field(default_factory=dict)
+    not_before: float | None = None
+    priority: int = 0
 
 
 class DeadLetterRecord(BaseModel):

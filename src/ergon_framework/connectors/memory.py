@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import chain
 from threading import Lock
-from typing import Any
+from typing import Any, Final
 
 from ergon_framework.connectors.base import (
     Ack,
@@ -42,6 +42,9 @@ from ergon_framework.connectors.dead_letters import (
 from ergon_framework.connectors.encryption import hide_record, reveal_record, select_codec, write_envelope
 from ergon_framework.connectors.wakeup import WakeupHub
 from ergon_framework.transaction import Transaction
+
+#: Added to the delay of a dispatched transaction: its clock may differ a little from that which set the time.
+_ROUNDING_SECONDS: Final = 0.001
 
 
 class _MemoryMessage:
@@ -141,28 +144,33 @@ class MemoryConnector(Connector, AsyncConnector):
         Each gets this queue as its source and the current trace, unless it has its own.
         """
         transactions = [self.prepare(transaction) for transaction in transactions]
-        encode = None if self._codec is None else self._codec.encode
-        self._append(transactions if encode is None else [encode(transaction) for transaction in transactions])
+        encode, now = None if self._codec is None else self._codec.encode, self._wall()
+        delays = [transaction.compute_delay(now) for transaction in transactions]
+        self._append(transactions if encode is None else [encode(transaction) for transaction in transactions], delays)
         return [Confirmation(transaction.id) for transaction in transactions]
 
     def inject(self, body: bytes, headers: Mapping[str, str]) -> None:
         """Append a message of another producer, decodable or not; requires a codec."""
         if self._codec is None:
             raise TypeError(f"queue {self._name!r} has no codec to decode bytes: pass codec=JsonCodec()")
-        self._append([(body, dict(headers))])
+        self._append([(body, dict(headers))], [0.0])
 
-    def _append(self, contents: Sequence[Any]) -> None:
+    def _append(self, contents: Sequence[Any], delays: Sequence[float]) -> None:
         if not contents:
             return
         with self._lock:
-            self._add(contents)
+            self._add(contents, delays)
         self._arrivals.notify()
 
-    def _add(self, contents: Sequence[Any]) -> None:
+    def _add(self, contents: Sequence[Any], delays: Sequence[float]) -> None:
         now, order, append = self._clock(), self._order, self._unclaimed.append
-        for content in contents:
+        for content, delay in zip(contents, delays, strict=True):
             order += 1
-            append(_MemoryMessage(content, order, now))
+            if delay > 0:
+                due = now + delay + _ROUNDING_SECONDS
+                heappush(self._delayed, (due, order, _MemoryMessage(content, order, due)))
+            else:
+                append(_MemoryMessage(content, order, now))
         self._order = order
 
     # -- fetch --------------------------------------------------------------------------------
@@ -383,12 +391,12 @@ class MemoryConnector(Connector, AsyncConnector):
         ]
 
     def replace_dead(self, handle: str, transaction: Transaction) -> ReplayResult:
-        prepared = self.prepare(transaction)
+        prepared = self._prepare_replacement(transaction)
         content = prepared if self._codec is None else self._codec.encode(prepared)
         with self._lock:
             if self._dead.pop(handle, None) is None:
                 return ReplayResult(handle, DeadLetterResult.GONE)
-            self._add([content])
+            self._add([content], [0.0])
         self._arrivals.notify()
         return ReplayResult(handle, DeadLetterResult.REPLAYED)
 

@@ -83,10 +83,16 @@ class _RelayBase:
     def _prepare(self, transaction: Transaction) -> Transaction:
         """Return *transaction* for the target, without its attempts and deferrals, which belong to the relay.
 
+        The source has held it until it was due, so the target gets it without delay; a target without priorities
+        gets it without priority.
+
         Its source and trace are set here and not by the dispatch, which is shared by several transactions and so may
         run in the trace of another one.
         """
-        stamped: Transaction = self.target.prepare(transaction.reset())
+        transaction = transaction.reset()
+        if transaction.priority and self.target.capabilities.priority is False:
+            transaction = transaction.replace(priority=0)
+        stamped: Transaction = self.target.prepare(transaction)
         return stamped
 
     def _choose_settlement(self, exc: TransactionException) -> Defer | None:

@@ -12,7 +12,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ergon_framework.connectors.base import UndecodableError
-from ergon_framework.connectors.codec import MAX_DEPTH, WIRE, HeaderFormat, JsonCodec, UnencodableError, decode
+from ergon_framework.connectors.codec import (
+    MAX_DEPTH,
+    WIRE,
+    HeaderFormat,
+    JsonCodec,
+    UnencodableError,
+    decode,
+    read_not_before,
+)
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.errors import Category
 from ergon_framework.failure import Attempt
@@ -58,6 +66,8 @@ transactions = st.builds(
     created_at=st.none() | moments,
     expires_at=st.none() | moments,
     attempts=st.integers(0, 999_999_999),
+    not_before=st.none() | moments,
+    priority=st.integers(-99_999_999, 999_999_999),
     history=st.lists(attempts, max_size=MAX_HISTORY).map(tuple),
     trace=st.dictionaries(st.sampled_from(["traceparent", "tracestate", "baggage"]), visible),
 )
@@ -135,6 +145,7 @@ HOSTILE_HEADERS = {
     HeaderFormat.ID: ["", " ", "a b", "a\x00", "a\r\nergon-tenant: other", "\u200b", "é", "x" * 257],
     HeaderFormat.TEXT: ["", " x", "x ", "a\nb", "a\x7f", "\u2028", "\ud800", "x" * 257],
     HeaderFormat.COUNT: ["", "-1", "+1", "1.0", " 1", "1_0", "٣", "9" * 10, "9" * 5000, "nan"],
+    HeaderFormat.INTEGER: ["", "-", "--1", "+1", "1.0", " 1", "1_0", "٣", "1-", "9" * 10, "nan"],
     HeaderFormat.TIME: [
         "",
         "now",
@@ -432,3 +443,25 @@ def test_a_message_with_a_repeated_key_is_a_dead_letter_with_its_bytes():
     (record,) = orders.dead_letters
     assert handled == []
     assert (record.reason, record.raw) == ("undecodable", b'{"amount": 1, "amount": 900}')
+
+
+@pytest.mark.parametrize(
+    "headers, not_before",
+    [
+        ({}, None),
+        ({"ergon-not-before": "2025-12-31T23:59:59.250000Z"}, 1767225599.25),
+        ({"ergon-not-before": "soon"}, None),
+        ({"ergon-not-before": 7}, None),
+    ],
+)
+def test_the_earliest_time_of_a_delivery_is_read_from_the_headers_alone(headers, not_before):
+    assert read_not_before(headers) == not_before
+
+
+@pytest.mark.parametrize("priority", [True, 1.5, 10**9])
+def test_a_priority_that_the_header_cannot_hold_is_not_encoded(priority):
+    transaction = Transaction("order-7")
+    # The constructor rejects the wrong types already; a subclass may not.
+    object.__setattr__(transaction, "priority", priority)
+    with pytest.raises(UnencodableError, match="priority of transaction 'order-7' does not fit"):
+        CODEC.encode(transaction)

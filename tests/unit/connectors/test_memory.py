@@ -522,3 +522,40 @@ def test_the_source_of_a_dispatched_transaction_defaults_to_its_queue():
     queue = MemoryConnector("orders")
     queue.dispatch([Transaction("7"), Transaction("8", source="shop")])
     assert [delivery.transaction.source for delivery in queue.fetch_transactions(2)] == ["orders", "shop"]
+
+
+# -- delayed dispatch -------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("CNN-09")
+def test_a_delayed_dispatch_is_ready_at_its_time_and_never_before(clock):
+    queue = MemoryConnector("orders", clock=clock, wall=clock)
+    queue.dispatch(
+        [Transaction("late", not_before=clock.now + 60), Transaction("now"), Transaction("past", not_before=1.0)]
+    )
+    deliveries = queue.fetch_transactions(10)
+    assert ids_of(deliveries) == ["now", "past"]
+    queue.settle([(delivery, Ack()) for delivery in deliveries])
+    assert queue.depth().delayed == 1
+    clock.advance(60.0)
+    assert queue.fetch_transactions(10) == []
+    clock.advance(0.001)
+    assert ids_of(queue.fetch_transactions(10)) == ["late"]
+
+
+@pytest.mark.spec("CNN-08")
+def test_a_replayed_or_replaced_dead_letter_is_due_at_once(clock):
+    queue = MemoryConnector("orders", clock=clock, wall=clock)
+    queue.dispatch([Transaction("a", not_before=clock.now + 1, priority=0)])
+    clock.advance(2.0)
+    (delivery,) = queue.fetch_transactions(1)
+    assert delivery.transaction.not_before is not None
+    for replay in (
+        lambda record: queue.replay_dead([record.handle]),
+        lambda record: queue.replace_dead(record.handle, record.transaction().replace(not_before=clock.now + 60)),
+    ):
+        queue.settle([(delivery, DeadLetter("why"))])
+        (record,) = queue.dead_letters
+        replay(record)
+        (delivery,) = queue.fetch_transactions(1)
+        assert delivery.transaction.not_before is None

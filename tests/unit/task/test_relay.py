@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
@@ -171,6 +172,29 @@ def test_a_dispatch_without_a_confirmation_has_failed(variant):
     report = run(make_relay(variant, source, UnconfirmingTarget()))
     assert [outcome.error.code for outcome in report.failures] == ["connector"]
     assert source.depth().delayed == 1
+
+
+@pytest.mark.spec("CNN-15")
+def test_a_delayed_transaction_stays_in_the_source_until_it_is_due(variant):
+    now = [1000.0]
+    source = MemoryConnector("outbox", clock=lambda: now[0], wall=lambda: now[0])
+    target = RecordingTarget()
+    source.dispatch([Transaction("later", not_before=1060.0), Transaction("now")])
+    run(make_relay(variant, source, target))
+    assert [one.id for one in fetch_all(target)] == ["now"]
+    assert source.depth() == Depth(0, delayed=1)
+    now[0] = 1061.0
+    run(make_relay(variant, source, target))
+    assert [(one.id, one.not_before) for one in fetch_all(target)] == [("later", None)]
+
+
+@pytest.mark.spec("CNN-15")
+@pytest.mark.parametrize("has_priorities, arrives", [(True, 5), (None, 5), (False, 0)])
+def test_a_priority_is_kept_where_the_target_has_priorities(variant, monkeypatch, has_priorities, arrives):
+    target = RecordingTarget()
+    monkeypatch.setattr(target, "_capabilities", replace(target.capabilities, priority=has_priorities))
+    task = make_relay(variant, MemoryConnector("outbox"), target)
+    assert task._prepare(Transaction("order-7", priority=5)).priority == arrives
 
 
 # -- what does not --------------------------------------------------------------------------------------------

@@ -94,6 +94,8 @@ class NatsClaim:
 
 #: The header with the due time of a deferred message, so that deferred messages can be counted without their bodies.
 DUE: Final = "Ergon-Due"
+#: The header of a state whose message has been delivered before its ``not_before``, and is deferred until then.
+EARLY: Final = "Ergon-Early"
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,13 @@ class Dispatcher:
     def _to_request(self, transaction: Transaction) -> Request:
         body, headers = self._codec.encode(transaction)
         headers["Nats-Msg-Id"] = f"{transaction.id}.{self._sender}.{next(self._ordinals)}"
-        return Request(self._names.subject_for(transaction.id), body, headers)
+        due = transaction.not_before
+        subject = (
+            self._names.subject_for(transaction.id)
+            if due is None or not transaction.compute_delay(time.time())
+            else self._names.delayed_subject_for(transaction.id, due)
+        )
+        return Request(subject, body, headers)
 
     async def _connect(self) -> Connection:
         """Return a connection, retrying until the time limit."""

@@ -32,7 +32,7 @@ from ergon_framework.connectors.base import (
     UndecodableError,
     Unlisten,
 )
-from ergon_framework.connectors.codec import Codec, decode, describe_unread
+from ergon_framework.connectors.codec import Codec, decode, describe_unread, read_not_before
 from ergon_framework.connectors.credentials import CredentialsSource
 from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
@@ -41,7 +41,7 @@ from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
 from ergon_framework.connectors.login import BrokerLogin, find_source
 from ergon_framework.connectors.nats import api, dead_letters
 from ergon_framework.connectors.nats.address import split_addresses
-from ergon_framework.connectors.nats.claims import DUE, LoopHeartbeat, NatsClaim, parse_message_state
+from ergon_framework.connectors.nats.claims import DUE, EARLY, LoopHeartbeat, NatsClaim, parse_message_state
 from ergon_framework.connectors.nats.client import (
     ConnectSettings,
     ServerClient,
@@ -67,7 +67,7 @@ from ergon_framework.diagnostics import Diagnostic, WallClock
 from ergon_framework.errors import ConfigurationError, ConnectionLostError
 from ergon_framework.redaction import learn_address
 from ergon_framework.telemetry import logs
-from ergon_framework.transaction import Transaction
+from ergon_framework.transaction import MAX_DELAY_SECONDS, Transaction
 
 _log = logging.getLogger(__name__)
 
@@ -412,15 +412,19 @@ class NatsQueue(AsyncConnector):
                 await session.pulls.fetch(1 if self._cautious_fetches else batch_size, max(0.0, end - time.monotonic()))
             if self._close_count != close_count:
                 return []
-            deliveries = await self._take_buffered(session, batch_size)
-            if deliveries or time.monotonic() >= end:
+            deliveries, has_deferred = await self._take_buffered(session, batch_size)
+            # Behind messages that came before their time, others may be due.
+            if deliveries or (time.monotonic() >= end and not has_deferred):
                 break
         if not deliveries and self._listener_count:
             await session.pulls.ensure_outstanding()
         return deliveries
 
-    async def _take_buffered(self, session: _Session, count: int) -> list[Delivery]:
-        """Hand out at most *count* claims of the buffer; expired ones are dropped, too early ones deferred again."""
+    async def _take_buffered(self, session: _Session, count: int) -> tuple[list[Delivery], bool]:
+        """Hand out at most *count* claims of the buffer; expired ones are dropped, too early ones deferred again.
+
+        The second value says whether any were deferred.
+        """
         buffer, now = self._buffer, time.monotonic()
         claims: list[NatsClaim] = []
         while buffer and len(claims) < count:
@@ -431,15 +435,18 @@ class NatsQueue(AsyncConnector):
         redelivered = [
             claim for claim in claims if claim.server_delivery_count > 1 or (known_keys and claim.key in known_keys)
         ]
+        early = [claim for claim in claims if (read_not_before(claim.headers) or 0.0) > time.time()]
         try:
             if redelivered:
                 await self._load_states(session.connection, redelivered)
-                await self._defer_again(session.connection, redelivered)
+            if redelivered or early:
+                await self._defer_again(session.connection, list({*redelivered, *early}))
         except BaseException:
             buffer.extendleft(reversed(claims))
             raise
         # A claim that was deferred again has no owner any more.
-        selected, remaining = self._select([claim for claim in claims if claim.owner is self])
+        owned = [claim for claim in claims if claim.owner is self]
+        selected, remaining = self._select(owned)
         buffer.extendleft(reversed(remaining))
         if selected and selected[0].counted_deliveries > 1 and buffer:
             # The selected message was delivered before, and decoding it may end this process: that must not count a
@@ -451,7 +458,7 @@ class NatsQueue(AsyncConnector):
             except BaseException:
                 buffer.extendleft(reversed(selected))
                 raise
-        return [self._to_delivery(claim) for claim in selected]
+        return [self._to_delivery(claim) for claim in selected], len(owned) < len(claims)
 
     def _select(self, claims: Sequence[NatsClaim]) -> tuple[Sequence[NatsClaim], Sequence[NatsClaim]]:
         """Return the claims to hand out now, and the others: a redelivered message is handed out alone."""
@@ -508,14 +515,19 @@ class NatsQueue(AsyncConnector):
             claim.counted_deliveries = claim.state.count_deliveries(claim.server_delivery_count)
 
     async def _defer_again(self, connection: Connection, claims: Sequence[NatsClaim]) -> None:
-        """Defer again for the rest of the delay: a server that was killed loses delays and delivers too early."""
+        """Defer again for the rest of the delay: a server that was killed loses delays and delivers too early.
+
+        It delivers a delayed message as soon as it has it, because it can only delay a redelivery.
+        """
         now = time.time()
         early: list[SettlementRequest] = []
         for claim in claims:
-            state = claim.state
+            state, due = claim.state, read_not_before(claim.headers) or 0.0
             if state is not None and state.due > now + _CLOCK_TOLERANCE_SECONDS:
+                due = max(due, state.due)
+            if due > now:
                 claim.keep_state = True
-                early.append((Delivery(Transaction("early"), claim), Defer(state.due - now)))
+                early.append((Delivery(Transaction("early"), claim), Defer(min(due - now + 0.001, MAX_DELAY_SECONDS))))
         if early:
             await self._settler.settle(early, connection)
 
@@ -544,29 +556,48 @@ class NatsQueue(AsyncConnector):
         dead = await api.call(connection, f"STREAM.INFO.{names.dead}")
         states = await api.call(connection, f"STREAM.INFO.{names.states}")
         ready, pending = int(consumer["num_pending"]), int(consumer["num_ack_pending"])
-        delayed = await self._count_delayed(connection) if states["state"]["messages"] else 0
+        deferred, early = await self._count_deferred(connection) if states["state"]["messages"] else (0, 0)
+        not_due = await self._count_not_due(connection) if ready or deferred else 0
+        # Delayed messages that no worker has fetched and deferred yet are new ones for the server.
+        unfetched = min(ready, max(0, not_due - early))
+        delayed = min(deferred - early + not_due, pending + unfetched)
+        ready -= unfetched
         return Depth(
             ready=ready,
-            delayed=min(delayed, pending),
-            in_flight=max(0, pending - delayed),
+            delayed=delayed,
+            in_flight=max(0, pending - (delayed - unfetched)),
             dead=int(dead["state"]["messages"]),
             oldest_age=await self._read_oldest_age(connection, int(consumer["delivered"]["stream_seq"]))
             if ready
             else None,
         )
 
-    async def _count_delayed(self, connection: Connection) -> int:
-        now, count, scanned = time.time(), 0, 0
+    async def _count_not_due(self, connection: Connection) -> int:
+        """Return the number of messages that were dispatched with a delay and are not due yet."""
+        now_ms, count = time.time() * 1000, 0
+        answer = await api.call(
+            connection, f"STREAM.INFO.{self._names.work}", subjects_filter=f"{self._names.subject}.*.*"
+        )
+        for subject, messages in (answer["state"].get("subjects") or {}).items():
+            due = subject.rpartition(".")[2]
+            if due.isdigit() and int(due) > now_ms:
+                count += int(messages)
+        return count
+
+    async def _count_deferred(self, connection: Connection) -> tuple[int, int]:
+        """Return the number of deferred messages, and of those among them that came before their time."""
+        now, count, early, scanned = time.time(), 0, 0, 0
         states = api.scan(connection, self._names.states, bodies=False)
         async for message in states:
             scanned += 1
             due = message.headers.get(DUE)
             if due is not None and float(due) > now:
                 count += 1
+                early += EARLY in message.headers
             if scanned >= _MAX_STATES_READ:
                 break
         await states.aclose()  # type: ignore[attr-defined] # generators have it
-        return count
+        return count, early
 
     async def _read_oldest_age(self, connection: Connection, last_delivered_seq: int) -> float | None:
         try:
@@ -577,19 +608,20 @@ class NatsQueue(AsyncConnector):
             if error.number != api.NO_MESSAGE:
                 raise
             return None  # fetched in the meantime
-        return max(0.0, time.time() - api.parse_stored_message(response).at)
+        stored = api.parse_stored_message(response)
+        return max(0.0, time.time() - max(stored.at, read_not_before(stored.headers) or 0.0))
 
     async def find_queued_async(self, ids: Collection[str]) -> Collection[str] | None:
         """Find ids by subject; None for third-party messages, whose subject does not contain the id."""
         if isinstance(getattr(self._codec, "inner", self._codec), ForeignCodec):
             return None
         connection, id_list = await self._get_checked_connection(), list(ids)
-        requests = [
-            api.request(f"STREAM.MSG.GET.{self._names.work}", last_by_subj=self._names.subject_for(each))
-            for each in id_list
-        ]
+        # A delayed message has a subject below that of its transaction.
+        subjects = [f"{self._names.subject_for(each)}{suffix}" for each in id_list for suffix in ("", ".*")]
+        requests = [api.request(f"STREAM.MSG.GET.{self._names.work}", last_by_subj=subject) for subject in subjects]
         queued_ids = set()
-        for each, answer in zip(id_list, await connection.request_many(requests), strict=True):
+        names = [each for each in id_list for _ in range(2)]
+        for each, answer in zip(names, await connection.request_many(requests), strict=True):
             try:
                 api.parse_response(answer)
             except api.ApiError as error:
@@ -636,7 +668,7 @@ class NatsQueue(AsyncConnector):
     async def replace_dead_async(self, handle: str, transaction: Transaction) -> ReplayResult:
         connection = await self._get_checked_connection()
         return await dead_letters.replace_dead(
-            connection, self._names, handle, self.prepare(transaction), codec=self._codec
+            connection, self._names, handle, self._prepare_replacement(transaction), codec=self._codec
         )
 
 

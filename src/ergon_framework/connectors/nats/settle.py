@@ -29,9 +29,9 @@ from ergon_framework.connectors.base import (
     SettlementRequest,
     SettleResult,
 )
-from ergon_framework.connectors.codec import Codec
+from ergon_framework.connectors.codec import Codec, read_not_before
 from ergon_framework.connectors.nats import api, dead_letters
-from ergon_framework.connectors.nats.claims import DUE, MessageState, NatsClaim
+from ergon_framework.connectors.nats.claims import DUE, EARLY, MessageState, NatsClaim
 from ergon_framework.connectors.nats.connection import Connection, Request
 from ergon_framework.connectors.nats.streams import StreamNames
 from ergon_framework.errors import ConnectionLostError
@@ -216,6 +216,8 @@ class NatsSettler:
         plan = _SettlePlan(index, claim, _format_nak(delay))
         plan.state = state
         headers = {DUE: f"{due:.3f}"} if due else None
+        if headers is not None and (read_not_before(claim.headers) or 0.0) > time.time():
+            headers[EARLY] = "1"
         plan.store_request = Request(f"{self._names.state_subject}.{claim.key}", state.to_bytes(), headers)
         return plan
 

@@ -9,6 +9,7 @@ Streams and the consumer are created if they are missing, and checked if they ex
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -38,6 +39,13 @@ class StreamNames(NamedTuple):
     def subject_for(self, transaction_id: str) -> str:
         """Return the subject of a transaction, by which it can be found again."""
         return f"{self.subject}.{hashlib.blake2b(transaction_id.encode(), digest_size=16).hexdigest()}"
+
+    def delayed_subject_for(self, transaction_id: str, due: float) -> str:
+        """Return the subject of a transaction that is due at *due*, in seconds since the epoch.
+
+        It ends with the time in milliseconds, so that delayed messages can be counted without their contents.
+        """
+        return f"{self.subject_for(transaction_id)}.{math.ceil(due * 1000)}"
 
 
 def stream_names(queue: str) -> StreamNames:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ergon_framework.connectors.base import Delivery, UndecodableError
-from ergon_framework.connectors.codec import Codec, decode, describe_unread
+from ergon_framework.connectors.codec import NOT_BEFORE, Codec, decode, describe_unread
 from ergon_framework.connectors.limits import FetchLimits
 from ergon_framework.connectors.postgres import sql
 from ergon_framework.database.operation import BEGIN, COMMIT, Operation, Query, Rows
@@ -89,6 +89,14 @@ MAX_UNCONFIRMED_CLAIMS = 1_000
 LISTENER_SECONDS, LISTENER_RENEW_SECONDS = 30.0, 10.0
 
 
+def _lacks_key(row: Sequence[Any]) -> bool:
+    """Return whether a delayed dispatch has left out the key of this message."""
+    if row[KEY_COLUMN] is not None or row[RANK_COLUMN] is not None or row[BODY_COLUMN] is None:
+        return False
+    headers = row[HEADERS_COLUMN]
+    return isinstance(headers, dict) and NOT_BEFORE in headers and "ergon-key" in headers
+
+
 class ClaimManager:
     """The claims of one queue."""
 
@@ -131,6 +139,8 @@ class ClaimManager:
         self._last_release = float("-inf")
         #: Until when this worker is registered in the database as a listener of the queue.
         self._listening_until = float("-inf")
+        #: When the next deferred or delayed message is due, as far as known; after that time it is queried again.
+        self._next_due = float("inf")
         self._is_closed = False
 
     def close(self) -> None:
@@ -158,16 +168,24 @@ class ClaimManager:
                 {"queue": queue, "listener": self._listener_id, "seconds": LISTENER_SECONDS},
             )
             self._listening_until = now + LISTENER_SECONDS
-            due = yield Query(sql.SECONDS_UNTIL_DUE, {"queue": queue})
-            if due:
-                self._wake_after(due[0][0])
+            yield from self._find_next_due(queue)
             # Messages committed before this worker was registered as a listener did not wake it.
             deliveries = yield from self._claim_messages(queue, count)
+        elif not deliveries and now >= self._next_due:
+            yield from self._find_next_due(queue)
         elif len(deliveries) >= count and self._listening_until > now:
             # A busy worker needs no notifications, which would serialize the commits of producers.
             self._listening_until = float("-inf")
             yield Query(sql.UNREGISTER_LISTENER, {"queue": queue, "listener": self._listener_id})
         return deliveries
+
+    def _find_next_due(self, queue: int) -> Operation[None]:
+        """Wake up again when the next deferred or delayed message is due."""
+        due = yield Query(sql.SECONDS_UNTIL_DUE, {"queue": queue})
+        seconds = due[0][0] if due else float("inf")
+        self._next_due = self._clock() + seconds
+        if due:
+            self._wake_after(seconds)
 
     def _claim_messages(self, queue: int, count: int) -> Operation[list[Delivery]]:
         """Claim for the current worker instance; if it has expired, register a new one and claim again."""
@@ -177,6 +195,7 @@ class ClaimManager:
         try:
             parameters = {"queue": queue, "count": count, "worker": worker, "token": token, "inbox": self._inbox}
             rows = yield from self._select_rows({**parameters, **self._build_limits()})
+            rows, promoted = yield from self._promote(queue, rows, worker=worker, token=token)
             deliveries = [self._to_delivery(row, worker, token, self._worker_lease.until) for row in rows or ()]
             if self._inbox:
                 yield from self._store_decoded_ids(queue, deliveries, rows or ())
@@ -187,12 +206,34 @@ class ClaimManager:
         if rows is None:
             self._worker_lease.mark_expired(worker)
             return (yield from self._claim_messages(queue, count))
+        if promoted:
+            self._next_due = float("-inf")
+        if promoted and not rows:
+            return (yield from self._claim_messages(queue, count))
         if rows:
             self.held[worker, token] = {row[0] for row in rows}
+            if any(row[RANK_COLUMN] is None for row in rows):
+                self._next_due = float("-inf")  # a message was due, and the time of the next one is unknown
             self._keyed_receipts.update(delivery.receipt for delivery in deliveries if delivery.receipt.key is not None)
             if self._is_closed:
                 self._worker_lease.abandon([(worker, token)])
         return deliveries
+
+    def _promote(
+        self, queue: int, rows: Rows | None, *, worker: int, token: int
+    ) -> Operation[tuple[Rows | None, bool]]:
+        """Give due messages of a delayed dispatch their key and their place in its order; return the other rows.
+
+        The second value says whether there were such messages. One whose body was not loaded is not moved: it is to be
+        dead-lettered.
+        """
+        ids = [row[0] for row in rows or () if _lacks_key(row)]
+        if not ids or rows is None:
+            return rows, False
+        yield Query(sql.PROMOTE, {"worker": worker, "token": token, "ids": ids})
+        yield Query(sql.NOTIFY_LISTENERS, {"queue": queue})
+        promoted = set(ids)
+        return [row for row in rows if row[0] not in promoted], True
 
     def _build_limits(self) -> dict[str, Any]:
         """Return the limits of one claim."""

@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from heapq import heappop, heappush
 from typing import Final
 
@@ -27,6 +28,8 @@ from ergon_framework.database.pool import ConnectionPool
 _MIN_RECONNECT_SECONDS, _MAX_RECONNECT_SECONDS = 0.2, 5.0
 #: Seconds for which a new listener is registered; a worker whose fetch finds nothing renews the registration.
 _REGISTRATION_SECONDS: Final = 30.0
+#: Added to the delay of a message: a worker that wakes up before it is due by the server's clock finds nothing.
+_DUE_MARGIN_SECONDS: Final = 0.01
 
 
 class NotificationListener:
@@ -162,6 +165,12 @@ class NotificationListener:
             self._notify_due()
 
     def _notify(self, payload: str) -> None:
+        queue, _, delay = payload.partition(" ")
+        if delay and queue.isdigit():
+            # A message was dispatched that is due in so many seconds.
+            with suppress(ValueError):
+                self.wake_after(int(queue), max(0.0, float(delay)) + _DUE_MARGIN_SECONDS)
+            return
         with self._lock:
             callbacks = self._callbacks.get(int(payload), ()) if payload.isdigit() else ()
         for callback in callbacks:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -243,6 +244,38 @@ select ergon.put_many(
     cast({bodies} as bytea[]), cast({keys} as text[]), cast({priorities} as smallint[])
 )
 """)
+#: Messages of which some are due later: these are inserted like deferred ones, and become due by the server's clock.
+#: The time is that of the execution, because the caller's database transaction may have begun long before. Their key is
+#: left out until they are due (``sql.PROMOTE``): it would block the later messages of the key for all that time.
+DELAYED_BY_NAME: Final = SqlTemplate("""
+with queue as materialized (
+    select coalesce(
+        (select id from ergon.queue where name = cast({queue} as text)), ergon.create_queue(cast({queue} as text))
+    ) as id
+),
+given as materialized (
+    select nextval('ergon.ready_id_seq') as id, q.id as queue, g.*,
+        clock_timestamp() + g.delay * interval '1 second' as due_at
+    from queue q, unnest(
+        cast({ids} as text[]), cast(cast({headers} as text[]) as jsonb[]), cast({bodies} as bytea[]),
+        cast({keys} as text[]), cast({priorities} as smallint[]), cast({delays} as float8[])
+    ) as g(transaction_id, headers, body, key, priority, delay)
+),
+fresh as (
+    insert into ergon.ready (id, queue, rank, transaction_id, key, headers, body)
+    select id, queue, -priority, transaction_id, key, headers, body from given where delay <= 0
+),
+contents as (
+    insert into ergon.content (id, created_at, queue, priority, transaction_id, headers, body)
+    select id, due_at, queue, priority, transaction_id, headers, body from given where delay > 0
+),
+redeliveries as (
+    insert into ergon.redelivery (id, due_at, queue) select id, due_at, queue from given where delay > 0
+)
+select pg_notify('ergon', cast(q.id as text) || ' ' || cast(m.delay as text))
+from queue q cross join (select min(g.delay) as delay from given g group by g.delay > 0) as m
+where exists (select 1 from ergon.listener s where s.queue = q.id and s.until > now())
+""")
 
 
 class DispatchStatement(NamedTuple):
@@ -261,7 +294,9 @@ def build_dispatch(
 
     Raise UnencodableError if a transaction cannot be encoded.
     """
-    if len(transactions) == 1:
+    now = time.time()
+    delays = [transaction.compute_delay(now) for transaction in transactions]
+    if len(transactions) == 1 and not delays[0]:
         # By far the most frequent case; arrays of one element take as long as arrays of ten.
         (transaction,) = transactions
         body, envelope = codec.encode(transaction)
@@ -277,15 +312,14 @@ def build_dispatch(
         return DispatchStatement(ONE_BY_NAME if number is None else ONE_BY_NUMBER, parameters, [transaction.id])
     encoded = [codec.encode(transaction) for transaction in transactions]
     ids = [transaction.id for transaction in transactions]
-    return DispatchStatement(
-        MANY_BY_NAME,
-        {
-            "queue": queue,
-            "ids": ids,
-            "headers": [to_json(headers) for _, headers in encoded],
-            "bodies": [body for body, _ in encoded],
-            "keys": [transaction.key for transaction in transactions],
-            "priorities": list(priorities),
-        },
-        ids,
-    )
+    columns: dict[str, Any] = {
+        "queue": queue,
+        "ids": ids,
+        "headers": [to_json(headers) for _, headers in encoded],
+        "bodies": [body for body, _ in encoded],
+        "keys": [transaction.key for transaction in transactions],
+        "priorities": list(priorities),
+    }
+    if any(delays):
+        return DispatchStatement(DELAYED_BY_NAME, {**columns, "delays": delays}, ids)
+    return DispatchStatement(MANY_BY_NAME, columns, ids)

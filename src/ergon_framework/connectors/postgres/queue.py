@@ -79,7 +79,7 @@ class PostgresQueue(Connector, AsyncConnector):
     seconds and are renewed together for the whole process. Transactions with the same key are
     delivered one at a time, in the order of their dispatch. With *inbox*, an acked id is remembered
     for *inbox_days* and not run again. *priority* returns the priority of a transaction, by default
-    0; a higher one runs first. Dead letters are kept for *dead_days*, without limit if None. One
+    its own; a higher one runs first. Dead letters are kept for *dead_days*, without limit if None. One
     fetch loads bodies of *max_fetch_bytes* at most, and always at least one. *credentials* returns
     the user and the password, and is called before every new connection.
     """
@@ -474,7 +474,7 @@ class PostgresQueue(Connector, AsyncConnector):
         prepared = [self.prepare(transaction) for transaction in transactions]
         priority_of = self._priority
         priorities = (
-            [0] * len(prepared)
+            [self._check_priority(each.priority) for each in prepared]
             if priority_of is None
             else [self._check_priority(priority_of(each)) for each in prepared]
         )
@@ -664,7 +664,7 @@ class PostgresQueue(Connector, AsyncConnector):
     def _prepare_replace(
         self, handle: str, transaction: Transaction
     ) -> Callable[[DatabaseClient], Operation[ReplayResult]]:
-        statement = self._build_statement([transaction])
+        statement = self._build_statement([self._prepare_replacement(transaction)])
 
         def replace(client: DatabaseClient) -> Operation[ReplayResult]:
             number = yield from self._ensure_open(client)

@@ -290,6 +290,35 @@ again as (
 select g.id from given g join ergon.inbox i on i.queue = %(queue)s and i.transaction_id = g.name
 """
 
+#: Moves messages out of the claim that has just taken them to the end of their queue, with the key that their
+#: delayed dispatch left out: from now on they have their place in the order of that key.
+PROMOTE: Final = """
+with claimed as materialized (
+    select h.ids from ergon.claim h where h.worker = %(worker)s and h.token = %(token)s for no key update
+),
+moved as (
+    delete from ergon.content c where c.id = any(%(ids)s::bigint[]) and c.id = any((select ids from claimed)::bigint[])
+    returning c.*
+),
+promoted as (
+    insert into ergon.ready (queue, rank, transaction_id, key, headers, body)
+    select queue, -priority, transaction_id, headers ->> 'ergon-key', headers, body from moved order by id
+),
+shrunk as (
+    update ergon.claim h
+    set (ids, ranks) = (
+        select array_agg(i.id), array_agg(i.rank) from unnest(h.ids, h.ranks) as i(id, rank)
+        where i.id <> all(%(ids)s::bigint[])
+    )
+    where h.worker = %(worker)s and h.token = %(token)s and not h.ids <@ %(ids)s::bigint[]
+),
+emptied as (
+    delete from ergon.claim h
+    where h.worker = %(worker)s and h.token = %(token)s and h.ids <@ %(ids)s::bigint[]
+)
+select count(*) from moved
+"""
+
 # -- notifications ----------------------------------------------------------------------------------
 
 #: Seconds until a deferred message of the queue becomes due.

@@ -81,6 +81,8 @@ _STALE_SECONDS: Final = 1.0
 _MAX_PULLED: Final = 8
 #: New messages in a row before pushing starts again after a redelivered message.
 _NEW_BEFORE_PUSH: Final = 50
+#: Seconds before an early message that could not be delayed is delayed again.
+_DELAY_RETRY_SECONDS: Final = 1.0
 #: One counter for all clients of this process, so that no two deliveries have the same receipt.
 _channel_numbers = count(1)
 
@@ -99,6 +101,7 @@ class Consumer:
         on_arrival: Callable[[], None],
         on_lost: Callable[[Sequence[RabbitMQReceipt]], None],
         release: Callable[[Sequence[Message]], Awaitable[None]],
+        delay_again: Callable[[Sequence[Message]], Awaitable[Sequence[Message]]],
     ) -> None:
         self._queue = queue
         self._connection = connection
@@ -111,6 +114,12 @@ class Consumer:
         self._on_arrival = on_arrival
         self._on_lost = on_lost
         self._release = release
+        self._delay_again = delay_again
+        #: Messages that came before their time, the task that delays them again, and the tags of all those that are not
+        #: acked yet.
+        self._early: list[Message] = []
+        self._early_task: asyncio.Task[None] | None = None
+        self._early_tags: set[int] = set()
         self._open_lock = asyncio.Lock()
         self._pull_lock = asyncio.Lock()
         #: One get at a time: the client has one callback for its answer.
@@ -169,7 +178,7 @@ class Consumer:
 
     @property
     def in_flight(self) -> int:
-        return len(self._unacked) - len(self.waiting)
+        return len(self._unacked) - len(self.waiting) - len(self._early_tags)
 
     async def wait_for_messages(self, limit: int, seconds: float) -> None:
         """Return when a message waits, or none came for *seconds*; raise ConnectionLostError if that is unknown."""
@@ -247,7 +256,9 @@ class Consumer:
 
     def _accept_while_pushing(self, message: Message) -> None:
         """Offer *message*, or stop pushing because of it."""
-        if self._is_pulling or message.is_uncounted:
+        if self._is_early(message):
+            self._return_early(message)
+        elif self._is_pulling or message.is_uncounted:
             # It was not requested, or must be published again with its count.
             self._surplus.append(message)
             self._stop_pushing()
@@ -261,11 +272,39 @@ class Consumer:
             self._offer(message)
 
     def _accept_while_pulling(self, message: Message) -> None:
-        if message.is_uncounted:
+        if self._is_early(message):
+            self._return_early(message)
+        elif message.is_uncounted:
             self._surplus.append(message)
             self._stop_pushing()
         else:
             self._offer(message)
+
+    def _is_early(self, message: Message) -> bool:
+        """Return whether *message* is not due yet: a delay queue may hold it for the first part of its delay only.
+
+        A message without its body cannot be published again.
+        """
+        not_before = message.not_before
+        return not_before is not None and not_before > time.time() and message.unread is None
+
+    def _return_early(self, message: Message) -> None:
+        self._early.append(message)
+        self._early_tags.add(message.receipt.tag)
+        if self._early_task is None or self._early_task.done():
+            self._early_task = create_background_task(self._delay_early())
+
+    async def _delay_early(self) -> None:
+        """Delay early messages again, together; repeat what the server does not store."""
+        while self._early:
+            await asyncio.sleep(0)  # those that arrive together are published together
+            early, self._early = self._early, []
+            failed = [
+                message for message in await self._delay_again(early) if message.receipt.channel == self.channel_number
+            ]
+            if failed:
+                self._early += failed
+                await asyncio.sleep(_DELAY_RETRY_SECONDS)
 
     def _track(self, message: Message) -> None:
         self._unacked[message.receipt.tag] = message
@@ -437,6 +476,8 @@ class Consumer:
         self.waiting.clear()
         self._surplus.clear()
         self._suspect = None
+        self._early.clear()
+        self._early_tags.clear()
         self._unacked.clear()
         self._held_bytes = 0
         self._pulled.clear()
@@ -459,6 +500,8 @@ class Consumer:
             self._withdraw_waiting()
             self._stop_pushing()
         await self._wait_for_drain()
+        if self._early_task is not None and not self._early_task.done():
+            await asyncio.wait((self._early_task,), timeout=_CLOSE_TIMEOUT_SECONDS)
 
     async def _wait_for_drain(self) -> None:
         while self._drain_task is not None and not self._drain_task.done():
@@ -556,6 +599,7 @@ class Consumer:
         self._held_bytes -= len(self._unacked.pop(tag).body)
         self._settling.discard(tag)
         self._pulled.discard(tag)
+        self._early_tags.discard(tag)
 
     async def _cancel_consumer(self, channel: Channel, tag: str) -> None:
         async with self._connection.timeout("cancel a consumer"):

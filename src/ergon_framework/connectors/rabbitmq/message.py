@@ -9,7 +9,15 @@ from typing import Any, Final, NamedTuple
 from pika import BasicProperties
 
 from ergon_framework.connectors.base import UndecodableError
-from ergon_framework.connectors.codec import PROGRESS_HEADERS, WIRE, Codec, DecodeResult, decode, describe_unread
+from ergon_framework.connectors.codec import (
+    PROGRESS_HEADERS,
+    WIRE,
+    Codec,
+    DecodeResult,
+    decode,
+    describe_unread,
+    read_not_before,
+)
 from ergon_framework.connectors.rabbitmq.fields import Properties, Timestamp
 
 #: The headers of an envelope.
@@ -127,6 +135,11 @@ class Message:
             return float(header) if isinstance(header, str) else float(self.properties.timestamp or "")
         except (TypeError, ValueError):
             return None
+
+    @property
+    def not_before(self) -> float | None:
+        """The earliest time of its delivery, as its headers state it; None if they state none."""
+        return read_not_before(self.raw_headers)
 
     def republished_to(
         self, queue: str, *, delivered: int, ready_since: float | None = None, envelope: Mapping[str, str] | None = None

@@ -97,6 +97,7 @@ class QueueChannels:
             on_arrival=on_arrival,
             on_lost=on_lost,
             release=self._release,
+            delay_again=self._delay_again,
         )
         self.settler = RabbitMQSettler(queue, self.consumer, self._publisher, codec=codec)
 
@@ -133,6 +134,14 @@ class QueueChannels:
     async def _release(self, messages: Sequence[Message]) -> None:
         await self.settler.release(messages)
 
+    async def _delay_again(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return await self.settler.delay_again(messages)
+
+    async def has_priorities(self) -> bool | None:
+        """Return whether the server has priorities, after connecting to it; None if that is unknown."""
+        await self._declarer.ensure_queue(topology.dead_letter_queue(self._queue))
+        return has_priorities(self._connection_thread.publish_connection.server)
+
     async def close(self, *, is_last: bool) -> None:
         """Release messages that were never handed out, and close the channels."""
         with suppress(ErgonError):
@@ -162,7 +171,8 @@ class RabbitMQQueue(Connector, AsyncConnector):
     *consumer_timeout*. Dead letters are kept for *dead_days*, None for no limit. A server that does not answer for
     *timeout* seconds counts as lost. One fetch loads bodies of *max_fetch_bytes* at most, and always at least one.
 
-    *priority* returns the priority of a transaction, 0 by default; quorum queues have priorities from RabbitMQ 4.0 on.
+    *priority* returns the priority of a transaction, by default its own; quorum queues have priorities from RabbitMQ
+    4.0 on.
     With *declare* false, the queue must exist and may be of any type; it is neither created nor checked.
     *credentials* is called for every new connection, and replaces user and password of the address.
     """
@@ -420,7 +430,11 @@ class RabbitMQQueue(Connector, AsyncConnector):
         now = time.time()
         messages = [self._to_message(self.prepare(each), now) for each in transactions]
 
+        urgent = next((each for each in transactions if each.priority and self._priority is None), None)
+
         async def send(channels: QueueChannels) -> Sequence[Confirmation]:
+            if urgent is not None and await channels.has_priorities() is False:
+                raise self._no_priority_error(urgent)
             problems = await channels.publish(messages)
             failed = [(each.id, problem) for each, problem in zip(transactions, problems, strict=True) if problem]
             if failed:
@@ -433,11 +447,14 @@ class RabbitMQQueue(Connector, AsyncConnector):
         return send
 
     def _to_message(self, transaction: Transaction, now: float) -> OutgoingMessage:
-        priority = 0 if self._priority is None else int(self._priority(transaction))
+        priority = transaction.priority if self._priority is None else int(self._priority(transaction))
         if not -DEFAULT_PRIORITY <= priority <= MAX_PRIORITY - DEFAULT_PRIORITY:
             limits = f"between -{DEFAULT_PRIORITY} and {MAX_PRIORITY - DEFAULT_PRIORITY}"
             raise ConfigurationError(f"a priority of RabbitMQ must be {limits}, not {priority}")
-        return new_message(self._name, *self._codec.encode(transaction), ready_since=now, priority=priority)
+        queue, delay = self._name, transaction.compute_delay(now)
+        if delay > 0:
+            queue = topology.delay_queue(queue, topology.delay_part_ms(delay))
+        return new_message(queue, *self._codec.encode(transaction), ready_since=now + delay, priority=priority)
 
     # -- state ------------------------------------------------------------------------------------------
 
@@ -486,10 +503,10 @@ class RabbitMQQueue(Connector, AsyncConnector):
         return await self._run_in_thread(lambda: self._dead_letters.discard(handles))
 
     def replace_dead(self, handle: str, transaction: Transaction) -> ReplayResult:
-        return self._dead_letters.replace(handle, self.prepare(transaction))
+        return self._dead_letters.replace(handle, self._prepare_replacement(transaction))
 
     async def replace_dead_async(self, handle: str, transaction: Transaction) -> ReplayResult:
-        prepared = self.prepare(transaction)
+        prepared = self._prepare_replacement(transaction)
         return await self._run_in_thread(lambda: self._dead_letters.replace(handle, prepared))
 
     async def _run_in_thread(self, call: Callable[[], R]) -> R:

@@ -34,6 +34,7 @@ from ergon_framework.connectors.rabbitmq.publisher import DurablePublisher
 from ergon_framework.errors import ConfigurationError, ConnectionLostError, ErgonError
 from ergon_framework.failure import Failure
 from ergon_framework.telemetry import logs
+from ergon_framework.transaction import MAX_DELAY_SECONDS
 
 _log = logging.getLogger(__name__)
 
@@ -105,6 +106,15 @@ class RabbitMQSettler:
                 await self._consumer.count_ready()
         self._consumer.retain([message for message in held if id(message) not in published_ids])
 
+    async def delay_again(self, messages: Sequence[Message]) -> list[Message]:
+        """Delay messages that came before their time, uncounted; return those that are still held."""
+        held = [message for message in messages if self._consumer.begin_settle(message.receipt) is not None]
+        now = time.time()
+        republished = [(0, message, _build_delay(self._queue, message, now)) for message in held]
+        published_ids = {id(message) for _, message in await self._publish(republished)}
+        self._consumer.ack([message for message in held if id(message) in published_ids])
+        return [message for message in held if id(message) not in published_ids]
+
     async def _publish(self, republished: list[tuple[int, Message, OutgoingMessage]]) -> list[tuple[int, Message]]:
         """Publish; return the messages that the server stored. The others are held as before."""
         if not republished:
@@ -168,3 +178,11 @@ class RabbitMQSettler:
 
 def _build_release(queue: str, message: Message) -> OutgoingMessage:
     return message.republished_to(queue, delivered=message.deliveries - 1)
+
+
+def _build_delay(queue: str, message: Message, now: float) -> OutgoingMessage:
+    not_before = now if message.not_before is None else message.not_before
+    delay_ms = topology.delay_part_ms(max(0.0, min(not_before - now, MAX_DELAY_SECONDS)))
+    return message.republished_to(
+        topology.delay_queue(queue, delay_ms), delivered=message.deliveries - 1, ready_since=not_before
+    )

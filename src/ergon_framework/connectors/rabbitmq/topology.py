@@ -25,6 +25,8 @@ from ergon_framework.errors import ConfigurationError
 #: because a queue expires only the message at its head, and so must hold delays of one length.
 DELAY_STEPS: Final = (1.0, 1.2, 1.5, 1.8, 2.2, 2.7, 3.3, 3.9, 4.7, 5.6, 6.8, 8.2)
 _MIN_DELAY_MS: Final = 10
+#: The longest time by which rounding up may make a message later than the time that its transaction names.
+_MAX_LATENESS_MS: Final = 500
 #: Largest delay that the server accepts: 32 bits of milliseconds.
 _MAX_DELAY_MS: Final = 4_294_967_295
 #: Deliveries after which the server itself dead-letters a message. The effective limit is the task's; this one is for
@@ -81,6 +83,22 @@ def delay_bucket_ms(delay: float) -> int:
         _MAX_DELAY_MS,
         next((round(part * magnitude) for part in DELAY_STEPS if round(part * magnitude) >= delay_ms), 10 * magnitude),
     )
+
+
+def delay_part_ms(delay: float) -> int:
+    """Return the length of the delay queue that holds a message for *delay* seconds, or for the first part of them.
+
+    It is the next longer one where that is not too late, otherwise the next shorter one: the consumer finds the message
+    early and delays it for the rest. So the number of queues is bounded, and a delay is exact.
+
+    >>> delay_part_ms(0.4), delay_part_ms(3600.0), delay_part_ms(1.7)
+    (470, 3300000, 1800)
+    """
+    longer, delay_ms = delay_bucket_ms(delay), math.ceil(delay * 1000)
+    if longer - delay_ms <= _MAX_LATENESS_MS:
+        return longer
+    magnitude = int(10 ** (len(str(delay_ms)) - 1))
+    return max(length for part in DELAY_STEPS if (length := round(part * magnitude)) <= delay_ms)
 
 
 def work_queue_arguments(queue: str) -> QueueArguments:

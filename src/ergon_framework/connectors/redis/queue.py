@@ -64,6 +64,10 @@ URL_VARIABLE: Final = "ERGON_REDIS__URL"
 _POLL_INTERVAL_SECONDS: Final = 0.25
 #: Maximum number of messages that are dispatched in one step.
 _MAX_DISPATCH_BATCH: Final = 1_000
+#: Maximum number of delayed messages that are dispatched in one step, and of their bytes: the server is blocked
+#: meanwhile.
+_MAX_DELAY_BATCH: Final = 200
+_MAX_DELAY_BYTES: Final = 4 * 1024 * 1024
 #: Redirections that a call follows before it fails because the cluster is moving the queue.
 _MAX_REDIRECTIONS: Final = 5
 _DAY_SECONDS: Final = 86_400.0
@@ -478,6 +482,7 @@ class RedisQueue(Connector, AsyncConnector):
     def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
         """Add all to the stream, in steps of up to a thousand messages; each step adds all of its messages or none.
 
+        Delayed ones are added in further steps, of up to two hundred messages, and are held by the server.
         Return when the server has confirmed every one. After ConnectionLostError the outcome is
         unknown: a repeated dispatch may add them twice.
         """
@@ -491,7 +496,15 @@ class RedisQueue(Connector, AsyncConnector):
     ) -> Callable[[ServerClient], Operation[Sequence[Confirmation]]]:
         prepared = [self.prepare(transaction) for transaction in transactions]
         stream, encode_fields = self._keys.stream, self._messages.encode_fields
-        commands = [("XADD", stream, "*", *encode_fields(transaction)) for transaction in prepared]
+        now = time.time()
+        commands: list[tuple[Any, ...]] = []
+        delayed: list[tuple[Any, ...]] = []
+        for transaction in prepared:
+            fields, delay = encode_fields(transaction), transaction.compute_delay(now)
+            if delay > 0:
+                delayed.append((math.ceil(delay * 1000), len(fields), *fields))
+            else:
+                commands.append(("XADD", stream, "*", *fields))
 
         def send(client: ServerClient) -> Operation[Sequence[Confirmation]]:
             yield from self._ensure_open(client)
@@ -503,6 +516,9 @@ class RedisQueue(Connector, AsyncConnector):
                 for answer in (*answers, *(answers[-1] if isinstance(answers[-1], list) else ())):
                     if isinstance(answer, Exception):
                         raise answer
+            for step in _split_delayed(delayed):
+                keys = (self._keys.later, self._keys.due, self._keys.bell)
+                yield from scripts.DELAY.run(keys, *(part for message in step for part in message))
             return [Confirmation(transaction.id) for transaction in prepared]
 
         return send
@@ -594,7 +610,7 @@ class RedisQueue(Connector, AsyncConnector):
     def _prepare_replace(
         self, handle: str, transaction: Transaction
     ) -> Callable[[ServerClient], Operation[ReplayResult]]:
-        fields = self._messages.encode_fields(self.prepare(transaction))
+        fields = self._messages.encode_fields(self._prepare_replacement(transaction))
 
         def replace(client: ServerClient) -> Operation[ReplayResult]:
             yield from self._ensure_open(client)
@@ -607,3 +623,17 @@ class RedisQueue(Connector, AsyncConnector):
     def _discard_dead(self, client: ServerClient, handles: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
         yield from self._ensure_open(client)
         return (yield from dead_letters.discard_dead(self._keys, handles))
+
+
+def _split_delayed(messages: Sequence[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
+    """Split *messages* into steps, each bounded by its number of messages and of bytes."""
+    step: list[tuple[Any, ...]] = []
+    size = 0
+    for message in messages:
+        if step and (len(step) >= _MAX_DELAY_BATCH or size >= _MAX_DELAY_BYTES):
+            yield step
+            step, size = [], 0
+        step.append(message)
+        size += sum(len(part) for part in message[2:])
+    if step:
+        yield step

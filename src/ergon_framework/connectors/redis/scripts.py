@@ -400,6 +400,28 @@ return table.concat(answers)
 """
 )
 
+#: Keys: later, due, bell. Arguments: for each message its delay in ms, the number of its fields and values, and these.
+#: Adds all of them or, where the server rejects the first, none.
+DELAY: Final = Script(
+    _HELPERS
+    + """
+local later, due, bell = KEYS[1], KEYS[2], KEYS[3]
+local first = redis.call('ZRANGE', due, 0, 0, 'WITHSCORES')[2]
+local soonest, at = first and tonumber(first), 1
+-- A millisecond more, because the time is rounded down.
+local now, rung = milliseconds() + 1, false
+while at <= #ARGV do
+    local moment, size, fields = now + tonumber(ARGV[at]), tonumber(ARGV[at + 1]), {}
+    for field = 1, size do fields[field] = ARGV[at + 1 + field] end
+    redis.call('ZADD', due, moment, redis.call('XADD', later, '*', unpack(packed(fields))))
+    if not soonest or moment < soonest then soonest, rung = moment, true end
+    at = at + 2 + size
+end
+if rung then rings(bell) end
+return 's'
+"""
+)
+
 #: Keys: stream. Arguments: group, consumer, id and count of each claim. Returns 1 for each that exists, otherwise 0.
 EXTEND: Final = Script(
     _HELD

@@ -95,10 +95,6 @@ class ConnectorUnderTest(ABC):
         """Put a message of a third-party producer into *queue*, bypassing the connector."""
         raise NotImplementedError
 
-    def dispatch_urgent(self, client: Connector | AsyncConnector, transaction: Transaction) -> bool:  # noqa: ARG002
-        """Dispatch *transaction* with a higher priority than others; return False if this is not supported."""
-        return False
-
     def inbox(self, task: Any) -> Any | None:  # noqa: ARG002
         """Return the consumer *task* with the inbox enabled, or None if this is not supported."""
         return None

@@ -24,6 +24,7 @@ from ergon_framework.testing.conformance.check import (
 )
 from ergon_framework.testing.conformance.connector import (
     check_counts,
+    check_delays,
     check_dispatch,
     check_fetch,
     check_loops,
@@ -53,11 +54,12 @@ __all__ = [
     "run_suite",
 ]
 
-_CHECK_MODULES = (check_fetch, check_settle, check_counts, check_dispatch, check_loops)
+_CHECK_MODULES = (check_fetch, check_settle, check_counts, check_dispatch, check_delays, check_loops)
 
 #: Every check, in the order of execution.
 CHECKS: Final[tuple[Check, ...]] = (
     *(value for part in _CHECK_MODULES for value in vars(part).values() if isinstance(value, Check)),
+    *check_delays.CHECKS,
     *check_outages.CHECKS,
 )
 #: Seconds after which a running check has failed.
