@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import is_dataclass
 from datetime import datetime, timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypedDict, Unpack
 
 from pydantic import BaseModel
 
@@ -27,6 +27,28 @@ else:
     from typing import TypeVar
 
     PayloadT = TypeVar("PayloadT")
+
+
+class EnvelopeFields(TypedDict, total=False):
+    """The fields around the payload that the creator of a transaction can set."""
+
+    id: str
+    source: str
+    type: str
+    schema_version: int
+    key: str | None
+    tenant: str | None
+    correlation: str | None
+    causation: str | None
+    created_at: float | None
+    expires_at: float | None
+    attempts: int
+    history: tuple[Attempt, ...]
+    deferral: Deferral | None
+    trace: Mapping[str, str]
+    not_before: float | None
+    priority: int
+
 
 #: Number of past attempts that a message stores.
 MAX_HISTORY = 10
@@ -235,7 +257,7 @@ class Transaction(_Draft, Generic[PayloadT]):
         name: str | None = None,
         delay: float | timedelta | None = None,
         at: float | datetime | None = None,
-        **fields: Any,
+        **fields: Unpack[EnvelopeFields],
     ) -> Self:
         """Create a transaction that is to be dispatched.
 

@@ -11,6 +11,7 @@ a transaction that failed and is kept for an operator.
 
 from __future__ import annotations
 
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,14 +19,14 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, Self, TypeAlias, Unpack
 
 from ergon_framework.connectors.audit import audit_methods
 from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.failure import Attempt, Deferral, Failure
 from ergon_framework.redaction import redact_text
 from ergon_framework.telemetry.context import with_current_trace
-from ergon_framework.transaction import Transaction
+from ergon_framework.transaction import EnvelopeFields, PayloadT, Transaction
 
 if TYPE_CHECKING:  # these records are built from the definitions in this module
     from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, ReplayResult
@@ -239,8 +240,10 @@ class _ConnectorBase(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # Not the two variants below: their own methods for dead letters only raise.
-        if cls.__module__ != __name__ and not cls.writes_audit:
-            audit_methods(cls)
+        if cls.__module__ != __name__:
+            _check_arguments(cls)
+            if not cls.writes_audit:
+                audit_methods(cls)
 
     @property
     @abstractmethod
@@ -314,14 +317,16 @@ class _ConnectorBase(ABC):
 
     def transaction(
         self,
-        payload: Any = None,
+        payload: PayloadT = None,  # type: ignore[assignment] # as in Transaction
         *,
+        name: str | None = None,
         delay: float | timedelta | None = None,
         at: float | datetime | None = None,
-        **fields: Any,
-    ) -> Transaction:
+        **fields: Unpack[EnvelopeFields],
+    ) -> Transaction[PayloadT]:
         """Return a new transaction for this queue, created by ``Transaction.new``."""
-        return Transaction.new(payload, source=self.name, delay=delay, at=at, **fields)
+        fields.setdefault("source", self.name)
+        return Transaction.new(payload, name=name, delay=delay, at=at, **fields)
 
     def _no_dead_letters_error(self) -> ConfigurationError:
         return ConfigurationError(
@@ -336,6 +341,35 @@ class _ConnectorBase(ABC):
 
 
 def _do_nothing() -> None: ...
+
+
+def _check_arguments(connector: type[_ConnectorBase]) -> None:
+    """Make the methods that dispatch reject everything but transactions with an error that names ``send``."""
+    for name, position in _TRANSACTIONS_POSITION.items():
+        method = vars(connector).get(name)
+        if method is not None:
+            setattr(connector, name, _check_transactions(method, position))
+
+
+#: The methods that dispatch, and the position of the transactions in their arguments, after the connector itself.
+_TRANSACTIONS_POSITION: Final = {"dispatch": 1, "dispatch_async": 1, "dispatch_on": 2, "dispatch_on_async": 2}
+
+
+def _check_transactions(method: Callable[..., Any], position: int) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def check(*args: Any, **kwargs: Any) -> Any:
+        transactions = args[position] if len(args) > position else kwargs.get("transactions", ())
+        if isinstance(transactions, Transaction):
+            raise TypeError(f"{method.__name__} takes a sequence of transactions: pass [transaction]")
+        for transaction in transactions if isinstance(transactions, list | tuple) else ():
+            if not isinstance(transaction, Transaction):
+                raise TypeError(
+                    f"{method.__name__} takes transactions, not {type(transaction).__name__}: send a payload with "
+                    "send(payload) of its task, or create a transaction with transaction(payload) of the queue"
+                )
+        return method(*args, **kwargs)
+
+    return check
 
 
 def _get_lease_end(delivery: Delivery) -> float:

@@ -30,6 +30,7 @@ from ergon_framework.task.handler import (
 )
 from ergon_framework.task.keywords import apply_consumer_keywords, apply_producer_keywords, refuse_unknown_keywords
 from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
+from ergon_framework.task.send import Sender
 from ergon_framework.task.signature import callable_name
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.exceptions import TransactionException
@@ -177,7 +178,7 @@ class _AsyncHandlers(_FunctionTask[P, R]):
         return fn
 
 
-class Consumer(_SyncHandlers[P, R], ConsumerMixin, Task):
+class Consumer(_SyncHandlers[P, R], Sender, ConsumerMixin, Task):
     """A consumer made of a function, which can still be called as one."""
 
     def process_transaction(self, transaction: Transaction) -> Any:
@@ -190,7 +191,7 @@ class Consumer(_SyncHandlers[P, R], ConsumerMixin, Task):
         return self._call_failure(transaction, exc)
 
 
-class AsyncConsumer(_AsyncHandlers[P, Coroutine[Any, Any, R]], AsyncConsumerMixin, AsyncTask):
+class AsyncConsumer(_AsyncHandlers[P, Coroutine[Any, Any, R]], Sender, AsyncConsumerMixin, AsyncTask):
     """A consumer made of a coroutine function, which can still be called as one."""
 
     async def process_transaction(self, transaction: Transaction) -> Any:
