@@ -18,11 +18,11 @@ from ergon_framework.task.base import AsyncTask, Services, Task
 from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.handler import (
     HandlerFunction,
-    PayloadReader,
     callable_name,
     is_async,
     validate_handler,
 )
+from ergon_framework.task.payload import PayloadReader
 from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.exceptions import TransactionException

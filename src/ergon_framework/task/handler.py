@@ -9,34 +9,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-
-from ergon_framework.errors import Category, ConfigurationError, explain_fault
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.task.payload import PayloadReader
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.exceptions import TransactionException
-
-
-class PayloadReader:
-    """Reads payloads as the declared type of a task."""
-
-    def __init__(self, model: Any = None) -> None:
-        self._adapter: TypeAdapter[Any] | None = None if model is None else TypeAdapter(model)
-
-    def read(self, transaction: Transaction) -> Any:
-        """Return the typed payload; one that does not fit is a final BUSINESS failure: no attempt can succeed."""
-        if self._adapter is None:
-            return transaction.payload
-        try:
-            return self._adapter.validate_python(transaction.payload)
-        except ValidationError as error:
-            # Locations and rules, not values: messages end up in logs.
-            faults = "; ".join(
-                f"{'.'.join(map(str, fault['loc'])) or 'payload'}: {explain_fault(fault)}"
-                for fault in error.errors(include_url=False, include_input=False)
-            )
-            raise TransactionException(
-                f"payload is invalid: {faults}", Category.BUSINESS, final=True, code="invalid_payload"
-            ) from None
 
 
 class HandlerFunction:

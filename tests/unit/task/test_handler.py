@@ -9,7 +9,8 @@ from pydantic import AfterValidator, BaseModel, Field
 from pydantic_core import PydanticCustomError
 
 from ergon_framework.errors import Category, ConfigurationError
-from ergon_framework.task.handler import HandlerFunction, PayloadReader
+from ergon_framework.task.handler import HandlerFunction
+from ergon_framework.task.payload import PayloadReader
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.exceptions import TransactionException
 

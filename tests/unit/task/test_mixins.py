@@ -36,12 +36,12 @@ from ergon_framework.task.base import AsyncTask, Services, Task
 from ergon_framework.task.consumer import _ConnectorListener
 from ergon_framework.task.handler import (
     HandlerFunction,
-    PayloadReader,
     callable_name,
     is_async,
     reject_async_handlers,
     validate_handler,
 )
+from ergon_framework.task.payload import PayloadReader
 from ergon_framework.worker.events import LoopObserver
 from ergon_framework.worker.exceptions import BusinessError, TransactionException
 from ergon_framework.worker.policies import Policy, RetryPolicy
