@@ -130,7 +130,7 @@ def explain_validation(error: ValidationError) -> str:
 
 
 #: Keys of an error context whose values come from the input; the message may quote them.
-_INPUT_KEYS: Final = frozenset({"error", "tag", "tz_actual"})
+_INPUT_KEYS: Final = frozenset({"encoding_error", "error", "tag", "tz_actual"})
 
 
 def explain_fault(fault: ErrorDetails) -> str:

@@ -20,13 +20,12 @@ from pydantic import TypeAdapter
 
 from ergon_framework._util.strict_json import RepeatedKeyError, parse_finite, reject_constant, reject_repeated_keys
 from ergon_framework.connectors.base import ConnectorError, MissingKeyError, UndecodableError
+from ergon_framework.connectors.payload_json import MAX_DEPTH, PayloadError, encode_payload, to_json
 from ergon_framework.failure import Attempt, Deferral
 from ergon_framework.transaction import MAX_HISTORY, Transaction
 
 #: Maximum bytes of a body that is read or written unless the codec is configured otherwise.
 MAX_BYTES: Final = 1024 * 1024
-#: Maximum nesting depth of arrays and objects in a body.
-MAX_DEPTH: Final = 64
 
 
 class UnencodableError(ConnectorError):
@@ -267,19 +266,6 @@ _RARE_DEFAULTS: Final = tuple(row.default for row in _RARE_HEADERS)
 # -- JSON, strictly -------------------------------------------------------------------------------
 
 
-def _create_json_writer() -> Callable[[Any], str]:
-    """Return a JSON writer: JSONEncoder without its setup per body, which is done once here."""
-    encoder = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    make_encoder = getattr(json.encoder, "c_make_encoder", None)
-    if make_encoder is None:  # an interpreter without the C encoder
-        return encoder.encode
-    # Its arguments: markers, default, encoder, indent, two separators, sort_keys, skipkeys, allow_nan.
-    encode = make_encoder(None, encoder.default, json.encoder.encode_basestring, None, ":", ",", False, False, False)  # noqa: FBT003
-    return lambda value: "".join(encode(value, 0))
-
-
-#: Write strict JSON without blanks; accepts only the types of JSON.
-to_json: Final = _create_json_writer()
 _ASCII_ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _DECODER: Final = json.JSONDecoder(
     parse_float=parse_finite, parse_constant=reject_constant, object_pairs_hook=reject_repeated_keys
@@ -340,8 +326,8 @@ class Codec(Protocol):
 class JsonCodec:
     """JSON bodies, strictly: UTF-8, no NaN, no repeated key in an object, bounded in size and depth.
 
-    It can encode everything that it has decoded. It does not handle typed payloads: it reads and writes the types of
-    JSON.
+    It can encode everything that it has decoded. It also encodes models, dataclasses, and values such as datetime and
+    Decimal, each in one canonical form; it decodes the types of JSON, from which a task reads its declared type.
     """
 
     def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
@@ -366,14 +352,15 @@ class JsonCodec:
     def _encode_body(self, transaction: Transaction) -> bytes:
         problem = ""
         try:
-            body = to_json(transaction.payload).encode()
+            body = encode_payload(transaction.payload)
+        except PayloadError as error:
+            problem = str(error)
         except (TypeError, ValueError, RecursionError) as error:
             # The error itself is not kept, because it may quote the payload.
-            problem = type(error).__name__
+            problem = f"it is a {type(transaction.payload).__name__} ({type(error).__name__})"
         if problem:
             raise UnencodableError(
-                f"the payload of transaction {transaction.id!r} (a {type(transaction.payload).__name__}) cannot be "
-                f"written as JSON ({problem}); pass plain, finite JSON values; for a model, its dump in JSON mode"
+                f"the payload of transaction {transaction.id!r} cannot be written as JSON: {problem}"
             )
         if reason := self._find_problem(body):
             raise UnencodableError(f"the payload of transaction {transaction.id!r} {reason}")
@@ -555,6 +542,22 @@ def decode(codec: Codec, body: bytes, headers: Mapping[str, str], *, source: str
     return DecodeResult(
         Transaction(header_id if _is_valid_id(header_id) else _derive_id(body, headers), body, source=source), problem
     )
+
+
+def encode_unchanged(codec: Codec, transaction: Transaction) -> tuple[bytes, dict[str, str]]:
+    """Encode a transaction that was read from a message.
+
+    UnencodableError if its payload is the body of a message that could not be decoded: the codec would encode these
+    bytes as a value, and the message would become another one.
+    """
+    body, headers = codec.encode(transaction)
+    if isinstance(transaction.payload, bytes | bytearray):
+        payload = decode(codec, body, headers, source=transaction.source).transaction.payload
+        if payload != transaction.payload:
+            raise UnencodableError(
+                f"the payload of transaction {transaction.id[:64]!r} is the body of a message that could not be decoded"
+            )
+    return body, headers
 
 
 def _is_valid_id(text: str | None) -> TypeGuard[str]:

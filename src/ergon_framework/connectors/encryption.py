@@ -26,6 +26,7 @@ from ergon_framework.connectors.codec import (
     JsonCodec,
     UnencodableError,
     decode,
+    encode_unchanged,
     is_key_id,
     read_key_id,
     write_headers,
@@ -387,11 +388,11 @@ def hide_record(codec: Codec | None, record: DeadLetterRecord) -> DeadLetterReco
     if record.headers:  # the message could not be decoded, so its body is still as it was received
         return with_hidden_failure
     try:
-        body, headers = codec.encode(record.transaction())
+        body, headers = encode_unchanged(codec, record.transaction())
     except UnencodableError:
         if record.raw is None:
             raise
-        return with_hidden_failure  # a payload of bytes that the codec does not encode: an undecodable message
+        return with_hidden_failure  # an undecodable message without headers
     original = record.envelope
     history, deferral, _ = hide_errors(codec.keys, record.transaction(), original.history, original.deferral)
     envelope = original.model_copy(update={"history": history, "deferral": deferral})

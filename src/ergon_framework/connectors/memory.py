@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import chain
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ergon_framework.connectors.base import (
     Ack,
@@ -45,10 +45,11 @@ from ergon_framework.transaction import Transaction
 
 #: Added to the delay of a dispatched transaction: its clock may differ a little from that which set the time.
 _ROUNDING_SECONDS: Final = 0.001
+_Content: TypeAlias = tuple[bytes, dict[str, str]]
 
 
 class _MemoryMessage:
-    """A message in the queue: with a codec its body and headers, without a codec the transaction itself.
+    """A message in the queue; *content* is its body and headers.
 
     *order* is its position in the queue, *since* the time at which it became ready. *readable* is false if the codec
     could not decode it at its last claim: it is then redelivered, replayed and dead-lettered with its bytes unchanged.
@@ -56,7 +57,7 @@ class _MemoryMessage:
 
     __slots__ = ("content", "deliveries", "lease_until", "order", "readable", "since")
 
-    def __init__(self, content: Any, order: int, since: float) -> None:
+    def __init__(self, content: _Content, order: int, since: float) -> None:
         self.content = content
         self.order = order
         self.since = since
@@ -68,10 +69,9 @@ class _MemoryMessage:
 class MemoryConnector(Connector, AsyncConnector):
     """A queue for tests, examples and single processes: nothing outlives the process.
 
-    Without a codec a transaction is handed over as the same object, so a handler that changes its payload changes the
-    queue's; with a codec it is encoded and decoded. A delayed transaction sends no signal when it becomes due: a
-    waiting fetch polls again at that moment, and so does a polling consumer. ``clock`` is for leases and delays,
-    ``wall`` for the times in dead letters.
+    *codec*, JSON by default, encodes and decodes every transaction, as it does for a broker. A delayed transaction
+    sends no signal when it becomes due: a waiting fetch polls again at that moment, and so does a polling consumer.
+    ``clock`` is for leases and delays, ``wall`` for the times in dead letters.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MemoryConnector(Connector, AsyncConnector):
         self._name = name
         self._clock = clock
         self._wall = wall
-        self._codec = codec = None if codec is None else select_codec(codec)
+        self._codec = select_codec(codec)
         self._lease = lease
         self._capabilities = Capabilities(
             mode="queue",
@@ -99,7 +99,7 @@ class MemoryConnector(Connector, AsyncConnector):
             dead_letters=True,
             fenced_by="token",
             durable=False,
-            max_payload=None if codec is None else codec.max_bytes,
+            max_payload=self._codec.max_bytes,
         )
         self._lock = Lock()
         self._arrivals = WakeupHub()
@@ -144,25 +144,23 @@ class MemoryConnector(Connector, AsyncConnector):
         Each gets this queue as its source and the current trace, unless it has its own.
         """
         transactions = [self.prepare(transaction) for transaction in transactions]
-        encode, now = None if self._codec is None else self._codec.encode, self._wall()
+        encode, now = self._codec.encode, self._wall()
         delays = [transaction.compute_delay(now) for transaction in transactions]
-        self._append(transactions if encode is None else [encode(transaction) for transaction in transactions], delays)
+        self._append([encode(transaction) for transaction in transactions], delays)
         return [Confirmation(transaction.id) for transaction in transactions]
 
     def inject(self, body: bytes, headers: Mapping[str, str]) -> None:
-        """Append a message of another producer, decodable or not; requires a codec."""
-        if self._codec is None:
-            raise TypeError(f"queue {self._name!r} has no codec to decode bytes: pass codec=JsonCodec()")
+        """Append a message of another producer, decodable or not."""
         self._append([(body, dict(headers))], [0.0])
 
-    def _append(self, contents: Sequence[Any], delays: Sequence[float]) -> None:
+    def _append(self, contents: Sequence[_Content], delays: Sequence[float]) -> None:
         if not contents:
             return
         with self._lock:
             self._add(contents, delays)
         self._arrivals.notify()
 
-    def _add(self, contents: Sequence[Any], delays: Sequence[float]) -> None:
+    def _add(self, contents: Sequence[_Content], delays: Sequence[float]) -> None:
         now, order, append = self._clock(), self._order, self._unclaimed.append
         for content, delay in zip(contents, delays, strict=True):
             order += 1
@@ -212,13 +210,10 @@ class MemoryConnector(Connector, AsyncConnector):
                 message.deliveries = deliveries = message.deliveries + 1
                 message.lease_until = until
                 claims[token] = message
-                if codec is None:
-                    batch.append(Delivery(message.content, token, deliveries, until))
-                else:
-                    body, headers = message.content
-                    transaction, error = decode(codec, body, headers, source=self._name)
-                    message.readable = error is None
-                    batch.append(Delivery(transaction, token, deliveries, until, error))
+                body, headers = message.content
+                transaction, error = decode(codec, body, headers, source=self._name)
+                message.readable = error is None
+                batch.append(Delivery(transaction, token, deliveries, until, error))
             self._token = token
         self._notify_expired(expired)
         return batch
@@ -290,12 +285,11 @@ class MemoryConnector(Connector, AsyncConnector):
     def _defer(self, message: _MemoryMessage, delivery: Delivery, *, defer: Defer) -> bool:
         """Store the progress and delay the message; return False if the transaction cannot be encoded."""
         try:
-            if self._codec is not None and isinstance(delivery.error, MissingKeyError):
+            if isinstance(delivery.error, MissingKeyError):
                 body, headers = message.content
                 message.content = body, remove_progress(headers) | write_envelope(self._codec, delivery, defer)
             elif message.readable:  # an undecodable message is redelivered unchanged
-                transaction = defer.apply(delivery.transaction)
-                message.content = transaction if self._codec is None else self._codec.encode(transaction)
+                message.content = self._codec.encode(defer.apply(delivery.transaction))
         except UnencodableError:
             return False
         message.deliveries -= 1
@@ -356,8 +350,6 @@ class MemoryConnector(Connector, AsyncConnector):
         yield from (message for _, _, message in self._delayed)
 
     def _read_id(self, message: _MemoryMessage) -> str:
-        if self._codec is None:
-            return str(message.content.id)
         body, headers = message.content
         return decode(self._codec, body, headers, source=self._name)[0].id
 
@@ -391,8 +383,7 @@ class MemoryConnector(Connector, AsyncConnector):
         ]
 
     def replace_dead(self, handle: str, transaction: Transaction) -> ReplayResult:
-        prepared = self._prepare_replacement(transaction)
-        content = prepared if self._codec is None else self._codec.encode(prepared)
+        content = self._codec.encode(self._prepare_replacement(transaction))
         with self._lock:
             if self._dead.pop(handle, None) is None:
                 return ReplayResult(handle, DeadLetterResult.GONE)
@@ -414,9 +405,8 @@ class MemoryConnector(Connector, AsyncConnector):
             return ReplayResult(handle, DeadLetterResult.GONE)
         record, message = self._dead[handle]
         if message.readable:
-            transaction = reveal_record(self._codec, record).to_new_transaction()
             try:
-                message.content = transaction if self._codec is None else self._codec.encode(transaction)
+                message.content = self._codec.encode(reveal_record(self._codec, record).to_new_transaction())
             except UnencodableError as error:
                 return ReplayResult(handle, DeadLetterResult.FAILED, str(error))
         else:  # an undecodable message is replayed unchanged

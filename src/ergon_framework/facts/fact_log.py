@@ -37,7 +37,7 @@ from ergon_framework.connectors.base import (
     SettlementRequest,
     SettleResult,
 )
-from ergon_framework.connectors.codec import Codec
+from ergon_framework.connectors.codec import Codec, encode_unchanged
 from ergon_framework.connectors.codec import decode as decoded
 from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, DeadLetterResult, ReplayResult
 from ergon_framework.connectors.log_consumer import Commit, DeferredRecord, LogPosition, LogReceipt, Partition
@@ -456,7 +456,8 @@ class FactLog:
                 return AckChange(offset, was_deferred)
             case Defer():
                 transaction = settlement.apply(delivery.transaction)
-                self._codec.encode(transaction)  # fails here for a transaction that a persistent store could not keep
+                # Fails here for a transaction that a persistent store could not keep.
+                encode_unchanged(self._codec, transaction)
                 deferred = DeferredRecord(
                     self._wall() + settlement.delay, ownership.partition.to_position(offset), transaction
                 )

@@ -32,7 +32,9 @@ from ergon_framework.connectors.base import (
     SettleResult,
     Unlisten,
 )
+from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, DeadLetterResult, ReplayResult
+from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.log_consumer import (
     Commit,
     DeferredRecord,
@@ -72,6 +74,8 @@ class LogRecords:
 class MemoryLog(Connector, AsyncConnector):
     """One consumer of a log, and a producer to it; a group has one consumer at a time.
 
+    *codec*, JSON by default, encodes and decodes every transaction when it is dispatched.
+
     Delivery counts, delays and dead letters are in *store*. Opening another consumer on the same records and group
     takes over its partitions: it continues at the watermarks, and settlements of the older consumer are lost. Records
     that were settled above a watermark are redelivered only if the older consumer was not closed. Later records of the
@@ -88,6 +92,7 @@ class MemoryLog(Connector, AsyncConnector):
         store: LogConsumerStore | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        codec: Codec | None = None,
     ) -> None:
         self._name = name
         self._group = group
@@ -95,6 +100,7 @@ class MemoryLog(Connector, AsyncConnector):
         self.store: LogConsumerStore = MemoryLogConsumerStore() if store is None else store
         self._clock = clock
         self._wall = wall
+        self._codec = select_codec(codec)
         #: The partitions that this consumer has taken over; empty before its first call.
         self._partitions: list[Partition] = []
         self._closed = False
@@ -116,6 +122,7 @@ class MemoryLog(Connector, AsyncConnector):
             dead_letters=True,
             fenced_by="generation",
             durable=False,
+            max_payload=self._codec.max_bytes,
             ordered_by_key=True,
         )
 
@@ -197,7 +204,7 @@ class MemoryLog(Connector, AsyncConnector):
 
         Each gets this queue as its source and the current trace, unless it has its own.
         """
-        transactions = [self.prepare(transaction) for transaction in transactions]
+        transactions = [self._carry(self.prepare(transaction)) for transaction in transactions]
         with self.records.lock:
             now = self._clock()
             positions = [self.records.append(transaction, now) for transaction in transactions]
@@ -207,6 +214,11 @@ class MemoryLog(Connector, AsyncConnector):
             Confirmation(transaction.id, detail=position._asdict())
             for transaction, position in zip(transactions, positions, strict=True)
         ]
+
+    def _carry(self, transaction: Transaction) -> Transaction:
+        """Return *transaction* as a consumer receives it from a broker."""
+        body, headers = self._codec.encode(transaction)
+        return self._codec.decode(body, headers, source=self._name)
 
     # -- fetch ------------------------------------------------------------------------------------
 
@@ -252,7 +264,8 @@ class MemoryLog(Connector, AsyncConnector):
                         if batch:  # deliveries that are claimed already must reach the caller
                             return batch
                         raise
-                    batch.append(Delivery(transaction, partition.get_receipt(offset), count))
+                    # A copy, because the receiver may change the payload.
+                    batch.append(Delivery(transaction.isolate(), partition.get_receipt(offset), count))
         return batch
 
     # -- settle -----------------------------------------------------------------------------------

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from ergon_framework.connectors.base import UndecodableError
 from ergon_framework.connectors.codec import (
-    MAX_DEPTH,
     WIRE,
     HeaderFormat,
     JsonCodec,
     UnencodableError,
     decode,
+    encode_unchanged,
     read_not_before,
 )
 from ergon_framework.connectors.memory import MemoryConnector
+from ergon_framework.connectors.payload_json import MAX_DEPTH
 from ergon_framework.errors import Category
 from ergon_framework.failure import Attempt
 from ergon_framework.task.decorators import consumer
@@ -278,13 +279,31 @@ def test_an_error_shows_no_payload_not_even_through_its_causes(body):
 
 @pytest.mark.parametrize(
     "payload",
-    [float("nan"), float("inf"), object(), {"a": b"bytes"}, "\ud800", {(1, 2): 3}],
-    ids=["nan", "inf", "object", "bytes", "half a pair", "a tuple as key"],
+    [float("nan"), float("inf"), object(), {"a": 1j}, "\ud800", {(1, 2): 3}],
+    ids=["nan", "inf", "object", "complex", "half a pair", "a tuple as key"],
 )
 def test_a_payload_that_json_cannot_represent_is_unencodable(payload):
     with pytest.raises(UnencodableError, match="order-7") as caught:
         CODEC.encode(Transaction("order-7", payload))
     assert caught.value.__context__ is None
+
+
+class BytesCodec(JsonCodec):
+    """A codec of a third party whose payloads are bytes."""
+
+    def encode(self, transaction):
+        return bytes(transaction.payload), super().encode(transaction.replace(payload=None))[1]
+
+    def decode(self, body, headers, *, source=""):
+        return super().decode(b"null", headers, source=source).replace(payload=body)
+
+
+def test_the_body_of_an_undecodable_message_is_not_encoded_as_a_value():
+    undecodable = decode(CODEC, b"not JSON", {}, source="orders").transaction
+    with pytest.raises(UnencodableError, match="could not be decoded"):
+        encode_unchanged(CODEC, undecodable)
+    assert encode_unchanged(CODEC, Transaction("order-7", {"a": 1})) == (b'{"a":1}', HEADERS)
+    assert encode_unchanged(BytesCodec(), undecodable)[0] == b"not JSON"
 
 
 def test_a_payload_that_contains_itself_is_unencodable():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+from datetime import UTC, datetime
+from decimal import Decimal
 
 import pytest
 
@@ -286,3 +288,10 @@ def test_an_undecodable_message_is_stored_unchanged(headers):
     assert reveal_record(make_codec(), stored) == unread
     with pytest.raises(UnencodableError):
         hide_record(make_codec(), make_record(payload=object()))
+
+
+def test_typed_payloads_are_encrypted_as_they_are_encoded():
+    payload = {"at": datetime(2026, 1, 31, tzinfo=UTC), "card": {b"4111"}, "total": Decimal("1.50")}
+    body, headers = make_codec().encode(Transaction("order-7", payload, source="orders"))
+    decoded = make_codec().decode(body, headers)
+    assert decoded.payload == {"at": "2026-01-31T00:00:00Z", "card": ["NDExMQ=="], "total": "1.50"}

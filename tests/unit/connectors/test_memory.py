@@ -35,9 +35,9 @@ def clock():
     return ManualClock()
 
 
-@pytest.fixture(params=[None, JsonCodec()], ids=["objects", "wire"])
-def queue(request, clock):
-    return MemoryConnector("orders", lease=30.0, clock=clock, wall=lambda: 1.5e9, codec=request.param)
+@pytest.fixture
+def queue(clock):
+    return MemoryConnector("orders", lease=30.0, clock=clock, wall=lambda: 1.5e9)
 
 
 def settle_all(queue, deliveries, settlement):
@@ -298,11 +298,6 @@ def test_an_undecodable_message_is_delivered_with_its_bytes_and_replayed_unchang
     (redelivered,) = queue.fetch_transactions(1)
     assert (redelivered.transaction.id, redelivered.transaction.payload) == (undecodable.transaction.id, b"\xff\x00")
     assert redelivered.error is not None
-
-
-def test_receiving_bytes_requires_a_codec():
-    with pytest.raises(TypeError, match="codec"):
-        MemoryConnector().inject(b"1", {})
 
 
 # -- what is there ----------------------------------------------------------------------------------------

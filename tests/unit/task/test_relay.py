@@ -53,7 +53,7 @@ class RecordingTarget(MemoryConnector):
     """A queue that says no: *refuse* gets each group, and may raise."""
 
     def __init__(self, reject=lambda group: None):
-        super().__init__("target", codec=JsonCodec())
+        super().__init__("target", codec=JsonCodec(max_bytes=1000))
         self.reject = reject
         self.groups = []
         self.open_count = 0
@@ -213,7 +213,7 @@ def test_failures_of_the_target_are_deferred_and_never_dead_lettered(variant, er
 
 def test_only_the_faulty_transaction_is_dead_lettered(variant):
     source, target = MemoryConnector("outbox"), RecordingTarget()
-    source.dispatch([Transaction("good-1"), Transaction("bad", {1, 2}), Transaction("good-2")])
+    source.dispatch([Transaction("good-1"), Transaction("bad", "x" * 1000), Transaction("good-2")])
     run(make_relay(variant, source, target))
     assert sorted(one.id for one in fetch_all(target)) == ["good-1", "good-2"]
     assert [(letter.envelope.id, letter.reason) for letter in source.dead_letters] == [("bad", "unencodable")]

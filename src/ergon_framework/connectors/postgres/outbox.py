@@ -20,7 +20,8 @@ from enum import StrEnum
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
-from ergon_framework.connectors.codec import Codec, to_json
+from ergon_framework.connectors.codec import Codec
+from ergon_framework.connectors.payload_json import to_json
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.transaction import Transaction
 

@@ -18,7 +18,7 @@ from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import AMQPError, ChannelClosedByBroker, NackError, UnroutableError
 
 from ergon_framework.connectors.base import DeadLetter, Delivery, MissingKeyError, UndecodableError
-from ergon_framework.connectors.codec import Codec, UnencodableError, decode, remove_progress
+from ergon_framework.connectors.codec import Codec, UnencodableError, decode, encode_unchanged, remove_progress
 from ergon_framework.connectors.dead_letters import DeadLetterQuery, DeadLetterRecord, DeadLetterResult, ReplayResult
 from ergon_framework.connectors.encryption import hide_record, reveal_record
 from ergon_framework.connectors.rabbitmq import topology
@@ -182,7 +182,7 @@ class DeadLetterQueue:
             return message.body, remove_progress(message.headers)
         if record.raw is not None and record.headers:  # an undecodable message is replayed unchanged
             return record.raw, remove_progress(record.headers)
-        return self._codec.encode(record.to_new_transaction())
+        return encode_unchanged(self._codec, record.to_new_transaction())
 
     # -- reading ---------------------------------------------------------------------------------------
 

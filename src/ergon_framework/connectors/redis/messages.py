@@ -20,8 +20,8 @@ from ergon_framework.connectors.codec import (
     UnencodableError,
     decode,
     describe_unread,
-    to_json,
 )
+from ergon_framework.connectors.payload_json import to_json
 from ergon_framework.connectors.redis.scripts import PACKED_FIELD
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.transaction import Transaction

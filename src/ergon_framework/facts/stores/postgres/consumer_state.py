@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery
-from ergon_framework.connectors.codec import Codec, JsonCodec
+from ergon_framework.connectors.codec import Codec, JsonCodec, encode_unchanged
 from ergon_framework.connectors.dead_letters import (
     DeadLetterQuery,
     DeadLetterRecord,
@@ -74,7 +74,7 @@ def serialize_transaction(transaction: Transaction, codec: Codec) -> tuple[str, 
     try:
         body = json.dumps(transaction.payload).encode()
     except (TypeError, ValueError):
-        body, envelope[_CODED_KEY] = codec.encode(transaction)[0], True
+        body, envelope[_CODED_KEY] = encode_unchanged(codec, transaction)[0], True
     return json.dumps(envelope), body
 
 
