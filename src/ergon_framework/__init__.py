@@ -13,6 +13,7 @@ from ergon_framework.scope import current as current_scope
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.decorators import consumer, producer
+from ergon_framework.task.middleware import AsyncMiddleware, AttemptContext, Middleware, TransactionContext
 from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.task.relay import relay
 from ergon_framework.transaction import Transaction
@@ -29,8 +30,10 @@ __all__ = [
     "Ack",
     "AsyncConnector",
     "AsyncConsumerMixin",
+    "AsyncMiddleware",
     "AsyncProducerMixin",
     "AsyncTask",
+    "AttemptContext",
     "BusinessError",
     "Capabilities",
     "Category",
@@ -47,6 +50,7 @@ __all__ = [
     "LoopStalled",
     "LoopTimeout",
     "MemoryConnector",
+    "Middleware",
     "Pause",
     "ProducerMixin",
     "ProducerPolicy",
@@ -54,6 +58,7 @@ __all__ = [
     "SimpleConnector",
     "Task",
     "Transaction",
+    "TransactionContext",
     "TransactionException",
     "act_as",
     "consumer",

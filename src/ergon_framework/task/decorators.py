@@ -83,7 +83,7 @@ class _FunctionTask:
             raise ConfigurationError(f"{callable_name(fn)} must be declared with {expected}, as {self._name} is")
         return HandlerFunction(fn, self._payload, positional=2)
 
-    # Read by the mixins, which skip the success step of a task without such a handler.
+    # Read by the mixins: no middleware surrounds a handler that the task does not have, and no success step calls it.
 
     @property
     def _has_default_success(self) -> bool:
@@ -92,6 +92,14 @@ class _FunctionTask:
     @property
     def _has_default_produce_success(self) -> bool:
         return self._success is None
+
+    @property
+    def _has_default_exception(self) -> bool:
+        return self._failure is None
+
+    @property
+    def _has_default_produce_exception(self) -> bool:
+        return self._failure is None
 
     @property
     def service_names(self) -> frozenset[str]:
