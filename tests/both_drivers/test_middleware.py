@@ -320,6 +320,7 @@ def test_without_its_transaction_middleware_no_handler_runs(build, variant):
     assert isinstance(world.settlements()[0], DeadLetter)
 
 
+@pytest.mark.invariant
 def test_an_error_at_the_end_of_a_transaction_is_logged_and_loses_no_outcome(build, variant, caplog):
     log = []
     world = build().offer("a")
@@ -334,12 +335,12 @@ def test_an_error_at_the_end_of_a_transaction_is_logged_and_loses_no_outcome(bui
     assert (entry.middleware, entry.error, entry.queue) == ("Audit", "disk full", "queue")
 
 
+@pytest.mark.invariant
 def test_an_abandoned_attempt_exits_with_an_error_when_its_body_has_left(build, variant):
     log = []
-    gate = Stubborn
     world = build()
     signal = world.signal()
-    world.bodies["process"] = [wait_then_return(gate(signal)), return_value(2)]
+    world.bodies["process"] = [wait_then_return(Stubborn(signal)), return_value(2)]
 
     def attempt(context):
         label = f"{context.step} {context.attempt}"
@@ -411,51 +412,64 @@ def test_a_released_transaction_exits_with_an_error(build, variant):
     assert world.kinds() == {"a": "released"}
 
 
+def make_hanging_middleware(variant, left):
+    """Return a middleware whose exit from a transaction ignores its cancellation and waits for *left*."""
+    if variant == "threads":
+
+        class Audit(Middleware):
+            @contextmanager
+            def transaction(self, context):
+                try:
+                    yield
+                finally:
+                    left.wait()
+
+        return Audit()
+
+    class AsyncAudit(AsyncMiddleware):
+        @asynccontextmanager
+        async def transaction(self, context):
+            try:
+                yield
+            finally:
+                while not left.is_set():
+                    try:
+                        await left.wait_async()
+                    except asyncio.CancelledError:
+                        continue
+
+    return AsyncAudit()
+
+
 def test_an_exit_that_hangs_is_abandoned_and_keeps_its_slot(build, variant, caplog):
     world = build()
     left = world.signal()
-    entered = []
-
-    def body(context):
-        yield
-
-    middleware = make_middleware(variant, name="Audit", transaction=body)
-    original = type(middleware).transaction
-    if variant == "threads":
-
-        @contextmanager
-        def slow(self, context):
-            with original(self, context):
-                yield
-            entered.append(context)
-            left.wait()
-
-    else:
-
-        @asynccontextmanager
-        async def slow(self, context):
-            async with original(self, context):
-                yield
-            entered.append(context)
-            while not left.is_set():
-                try:
-                    await left.wait_async()
-                except asyncio.CancelledError:
-                    continue
-
-    type(middleware).transaction = slow
-    world.task.middleware = [middleware]
+    world.task.middleware = [make_hanging_middleware(variant, left)]
     world.offer("a").start(make_policy(process={"timeout": 0.1}, concurrency=1, streaming=True))
     world.until(lambda: world.outcomes)
-    assert len(entered) == 1
     [entry] = get_failures(caplog)
-    assert (entry.middleware, entry.error) == ("Audit", "it did not exit within 0.1 s")
+    assert entry.middleware.endswith("Audit")
+    assert entry.error == "it did not exit within 0.1 s"
     world.offer("b")
     world.never(lambda: len(world.of("process")) > 1)
     left.set()
     world.until(lambda: len(world.outcomes) == 2)
     world.stop().finish()
     assert world.kinds() == {"a": "succeeded", "b": "succeeded"}
+
+
+@pytest.mark.invariant
+def test_a_transaction_is_not_redelivered_while_its_middleware_exits(build, variant):
+    world = build(process=raise_error(TransactionException(retry_after=60.0)))
+    left = world.signal()
+    world.task.middleware = [make_hanging_middleware(variant, left)]
+    world.offer("a").start(make_policy(process={"timeout": 0.1}, streaming=True))
+    world.until(lambda: world.of("process") and world.only("process").ended)
+    world.never(world.settlements, seconds=0.4)
+    left.set()
+    world.until(world.settlements)
+    world.stop().finish()
+    assert world.kinds() == {"a": "deferred"}
 
 
 def test_an_attempt_beside_one_that_still_enters_the_transaction_fails(build, variant):

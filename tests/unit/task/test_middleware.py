@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
@@ -20,6 +21,7 @@ from ergon_framework import (
     Task,
     Transaction,
     consumer,
+    producer,
     queue,
 )
 from ergon_framework import scope as scopes
@@ -27,7 +29,8 @@ from ergon_framework.clock import Clock
 from ergon_framework.engine.aio import await_in_context
 from ergon_framework.engine.effects import Call, Interrupted, Ok
 from ergon_framework.scope import Scope
-from ergon_framework.task.middleware_calls import MiddlewareSet, OpenTransaction, _leave
+from ergon_framework.task.middleware_calls import MiddlewareSet, OpenTransaction, _leave, wrap_lifecycle
+from ergon_framework.testing.chaos import assert_one_effect_per_ack, assert_survives
 from ergon_framework.testing.harness import TaskHarness
 from ergon_framework.worker.exceptions import TransactionException
 from ergon_framework.worker.policies import ProducerPolicy
@@ -136,6 +139,18 @@ def test_the_default_methods_surround_nothing():
         assert middleware.transaction(None).__class__ is middleware.attempt(None).__class__
     chosen = MiddlewareSet([Middleware(), Plain()], task="t", queue="q", is_async=False)
     assert (len(chosen.transaction_parts), len(chosen.attempt_parts)) == (0, 1)
+
+
+def test_a_step_without_a_handler_of_the_task_is_not_surrounded():
+    # A trace that is recorded shows the success step of every transaction, so that step can run without a handler.
+    task = PlainProducer()
+    spec = task._create_produce_spec(ProducerPolicy(), Clock())
+    assert spec.skips_success
+    middleware = MiddlewareSet([Plain()], task="t", queue="q", is_async=False)
+    wrapped, start = wrap_lifecycle(middleware, spec, task._start_producing, handles_exception=False)
+    assert (wrapped.success, wrapped.exception) == (spec.success, spec.exception)
+    assert wrapped.process.fn is not spec.process.fn
+    assert start == task._start_producing
 
 
 def test_a_coroutine_of_a_sync_handler_is_an_error_before_the_middleware_exits():
@@ -282,6 +297,78 @@ def test_the_harness_runs_middleware_like_a_worker(kind):
     result = harness.run()
     assert result.acked == {"1": 1}
     assert log == [("charge", "process", 0), "payload", OutcomeKind.SUCCEEDED]
+
+
+class Ledger:
+    def __init__(self, effects):
+        self.effects = effects
+
+    def charge(self, order, key):
+        self.effects.record(order, key=key)
+
+
+def make_balanced_task(entries):
+    """Return a task whose middleware notes each entry and each exit."""
+
+    class Balanced(Middleware):
+        @contextmanager
+        def transaction(self, context):
+            with self._note("transaction"):
+                yield
+
+        @contextmanager
+        def attempt(self, context):
+            with self._note("attempt"):
+                yield
+
+        @contextmanager
+        def _note(self, part):
+            entries[part] += 1
+            try:
+                yield
+            finally:
+                entries[part] -= 1
+
+    @consumer(queue("orders"), middleware=[Balanced()])
+    def charge(order, transaction, ledger):
+        ledger.charge(transaction.id, transaction.derive("charge"))
+
+    return charge
+
+
+def test_middleware_stays_balanced_in_trials_with_faults_at_every_place():
+    entries = Counter()
+    task, orders = make_balanced_task(entries), [Transaction(f"order-{number}", {}) for number in range(3)]
+
+    def make(effects):
+        harness = TaskHarness(task, ledger=Ledger(effects))
+        harness.send(*orders)
+        return harness
+
+    check = assert_one_effect_per_ack(orders, lambda transaction: transaction.id)
+    result = assert_survives(make, runs=40, required_effects=check)
+    assert (result.runs, result.faults > 40) == (40, True)
+    # A killed worker ends within a transaction; an attempt of a plain function has always been left.
+    assert entries["attempt"] == 0
+    assert 0 <= entries["transaction"] <= 3 * result.killed_workers
+
+
+def test_a_function_producer_has_middleware():
+    steps = []
+
+    class Noted(Middleware):
+        @contextmanager
+        def attempt(self, context):
+            steps.append((context.task, context.queue, context.step))
+            yield
+
+    @producer(MemoryConnector("parcels"), middleware=[Noted()])
+    def send(order, transaction):
+        return transaction
+
+    report = send.produce_transactions([TRANSACTION])
+    assert report.count(OutcomeKind.SUCCEEDED) == 1
+    assert steps == [("send", "parcels", "produce")]
 
 
 def test_a_function_task_without_a_failure_handler_has_no_middleware_around_it():
