@@ -23,7 +23,7 @@ TOTAL := 90
 
 .PHONY: help venv check lint types test coverage retest spec docs format bench soak mutants memory deep check-all-pythons wheel constraints snapshot pictures
 .PHONY: site reference scan sbom sizes lowest
-.PHONY: exam matrix trials signals bench-postgres chaos-postgres chaos-failover power-postgres poison-postgres
+.PHONY: exam matrix trials signals bench-middleware bench-postgres chaos-postgres chaos-failover power-postgres poison-postgres
 .PHONY: chaos-brokers chaos-delays power-brokers bench-brokers broker-peers
 .PHONY: bench-providers fleet-providers chaos-memory chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
 .PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts bench-facts-attacks catchup-facts
@@ -204,6 +204,9 @@ bench-brokers: $(STAMP) $(BROKER_PEERS)/.installed ## RabbitMQ, NATS and Redis b
 
 bench: $(STAMP) ## measure, and print ratios
 	$(BIN)/python bench/run.py
+
+bench-middleware: $(STAMP) ## the engine without middleware beside the commit before middleware existed; about two minutes
+	$(BIN)/python bench/middleware.py
 
 soak: $(STAMP) ## long random runs against the oracle
 	$(BIN)/python tests/properties/soak.py

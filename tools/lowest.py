@@ -29,6 +29,7 @@ UNUSED: Final = frozenset(
         "mutmut",
         "procrastinate",
         "schemathesis",
+        "sentry-sdk",
     }
 )
 #: Tools that need the version of a dependency with the same number.

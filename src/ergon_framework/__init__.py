@@ -14,6 +14,7 @@ from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.decorators import AsyncConsumer, AsyncProducer, Consumer, Producer, consumer, producer
 from ergon_framework.task.handler import RawPayload
+from ergon_framework.task.middleware import AsyncMiddleware, AttemptContext, Middleware, TransactionContext
 from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.task.relay import relay
 from ergon_framework.transaction import Transaction
@@ -31,9 +32,11 @@ __all__ = [
     "AsyncConnector",
     "AsyncConsumer",
     "AsyncConsumerMixin",
+    "AsyncMiddleware",
     "AsyncProducer",
     "AsyncProducerMixin",
     "AsyncTask",
+    "AttemptContext",
     "BusinessError",
     "Capabilities",
     "Category",
@@ -51,6 +54,7 @@ __all__ = [
     "LoopStalled",
     "LoopTimeout",
     "MemoryConnector",
+    "Middleware",
     "Pause",
     "Producer",
     "ProducerMixin",
@@ -60,6 +64,7 @@ __all__ = [
     "SimpleConnector",
     "Task",
     "Transaction",
+    "TransactionContext",
     "TransactionException",
     "act_as",
     "consumer",

@@ -128,19 +128,18 @@ class Evidence:
     def find_duplicate_cause(self, name: str, end: float) -> str | None:
         """Return the fault that may have put a second copy of *name* into the broker; None if there was none.
 
-        Where a deferral has two steps, publishing again and acking the old message, a fault between them leaves both.
+        Where a deferral has two steps, publishing again and acking the old message, a fault between them leaves both. A
+        worker that was killed there has recorded no settlement; it had the claim until the next one at the latest.
         """
         if self.confirms_settlements:
             return None
-        earlier_claims = (claim for claim in self.claims.values() if claim.id == name and claim.is_redelivered)
-        return next(
-            (
-                cause
-                for claim in earlier_claims
-                if claim.claimed_at < end and (cause := self.find_cause(claim, claim.settled_at))
-            ),
-            None,
-        )
+        claims = sorted((claim for claim in self.claims.values() if claim.id == name), key=lambda each: each.claimed_at)
+        for claim, later in itertools.pairwise(claims):
+            if claim.claimed_at >= end or not (claim.is_redelivered or claim.kind is None):
+                continue
+            if cause := self.find_cause(claim, claim.settled_at if claim.is_redelivered else later.claimed_at):
+                return cause
+        return None
 
 
 def evaluate(evidence: Evidence) -> Verdict:

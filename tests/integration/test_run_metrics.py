@@ -128,3 +128,28 @@ def test_one_process_reports_its_counts_and_queue_depth(tmp_path, variant):
             port, {PROCESSES_SERIES: 1, SUCCEEDED_SERIES: 10, DIED_SERIES: 0, ("ergon_queue_depth", "ready", "task"): 0}
         )
         assert ("ergon_queue_lag_seconds", "task") in series
+
+
+USER_METRICS = """
+from prometheus_client import Counter, Gauge
+
+charged = Counter("orders_charged", "Charged orders.")
+level = Gauge("shelf_level", "Items on the shelf.")
+
+@consumer(queue, policy=RULES)
+def task(order):
+    charged.inc()
+    level.set(3)
+"""
+
+
+@pytest.mark.spec("RUN-04")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_metrics_that_user_code_registers_are_on_the_page(tmp_path, processes):
+    (tmp_path / "ergon.toml").write_text("[run.probes]\ninterval = 0.2\n[run.restart]\nbackoff = 0.05\n")
+    arguments = ("--probe-port", "0", "--processes", str(processes))
+    with ErgonProcess(tmp_path, TASK_MODULE + USER_METRICS, *arguments) as process:
+        port = wait_for_port(process)
+        (tmp_path / "more-1").touch()
+        expected = {("orders_charged_total",): 10 * processes, ("shelf_level",): 3 * processes}
+        wait_for_series(port, {**expected, PROCESSES_SERIES: processes})

@@ -37,6 +37,7 @@ from ergon_framework.runner.shutdown import exit_process, flush_telemetry, force
 from ergon_framework.runner.signals import STOP_SIGNALS
 from ergon_framework.telemetry import multiprocess
 from ergon_framework.telemetry.metrics import snapshot
+from ergon_framework.telemetry.user_metrics import collect_families
 
 
 class ParentCommands:
@@ -92,8 +93,9 @@ def main(arguments_json: str) -> int:
         pipe.report("loaded", {"drain": policy.loop.drain_timeout, "task": task.name})
         # Only the parent publishes the metrics of a process, and without a probe port it is never scraped.
         metrics_reporter = MetricsReporter(pipe, enabled=settings.run.probes.port is not None)
-        health_arguments = (pipe, process, metrics_reporter, settings.run.probes.interval)
-        Thread(target=_report_health, args=health_arguments, name="ergon-beat", daemon=True).start()
+        interval = settings.run.probes.interval
+        Thread(target=_report_health, args=(pipe, process, interval), name="ergon-beat", daemon=True).start()
+        Thread(target=_report_metrics, args=(metrics_reporter, interval), name="ergon-metrics", daemon=True).start()
         result = process.run()
         journal.finish(result.deadline)
         close_provider_state(result.deadline)
@@ -123,24 +125,29 @@ class MetricsReporter:
 
     def report(self, *, last: bool = False) -> None:
         with self._lock:
-            for part in multiprocess.serialize_numbers(snapshot()) if self._enabled else ():
-                self._pipe.report("metrics", part)
+            if self._enabled:
+                for part in multiprocess.serialize_report(snapshot(), collect_families()):
+                    self._pipe.report("metrics", part)
             self._enabled = self._enabled and not last
 
 
-def _report_health(pipe: ParentPipe, process: Process, metrics_reporter: MetricsReporter, interval: float) -> None:
+def _report_metrics(metrics_reporter: MetricsReporter, interval: float) -> None:
+    """Report the metrics to the parent periodically, apart from the health: a collector of user code may be slow."""
+    while True:
+        metrics_reporter.report()
+        time.sleep(interval)
+
+
+def _report_health(pipe: ParentPipe, process: Process, interval: float) -> None:
     """Report the health to the parent: immediately when it changes, and periodically while it does not."""
     last_health: dict[str, Any] = {}
-    reported_at = metrics_reported_at = 0.0
+    reported_at = 0.0
     while True:
         health = process.health().to_dict()
         now = time.monotonic()
         if health != last_health or now - reported_at >= interval:
             pipe.report("health", health)
             last_health, reported_at = health, now
-        if now - metrics_reported_at >= interval:
-            metrics_reporter.report()
-            metrics_reported_at = now
         time.sleep(min(interval, HEALTH_POLL_SECONDS))
 
 

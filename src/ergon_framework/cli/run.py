@@ -255,7 +255,8 @@ def _print_signal(signal: Signals, times: int, grace: float) -> None:
 
 def _run_many(options: Options, settings: Settings, *, as_json: bool) -> int:
     supervisor = Supervisor(_build_command(options), settings.run, on_signal=_print_signal)
-    with serve_probes(settings.run.probes, supervisor.health, supervisor.metrics.read) as port:
+    metrics = supervisor.metrics
+    with serve_probes(settings.run.probes, supervisor.health, metrics.read, metrics.read_families) as port:
         _print_probe_address(port, settings)
         result = supervisor.run()
     if result.reason is not None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
 from types import CoroutineType
-from typing import Any
+from typing import Any, TypeVar
 
 from ergon_framework import scope
 from ergon_framework.clock import Clock
@@ -35,6 +35,8 @@ from ergon_framework.engine.effects import (
     reject_unstarted_coroutine,
 )
 from ergon_framework.engine.scheduler import Mailbox, Scheduler, Slot
+
+T = TypeVar("T")
 
 #: The longest time that workers run before they yield to the event loop.
 MAX_SLICE_SECONDS = 0.005
@@ -283,6 +285,22 @@ class _SuspendedCall:
                 awaited = run(resume, value)
             except StopIteration as stop:
                 return stop.value
+
+
+async def await_in_context(context: Context, fn: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """Await ``fn(*args)`` with every step of it inside *context*, which no other code may use meanwhile."""
+
+    async def run() -> T:
+        return await fn(*args)
+
+    coroutine = run()
+    try:
+        awaited = context.run(coroutine.send, None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    value: T = await _SuspendedCall(coroutine, context, awaited)
+    return value
 
 
 _NOT_SUSPENDED = object()

@@ -32,6 +32,7 @@ from ergon_framework.telemetry.names import LIBRARY, Field
 from ergon_framework.telemetry.names import Event as LogEvent
 from ergon_framework.telemetry.options import get_options
 from ergon_framework.telemetry.prometheus import CONTENT_TYPE, render_prometheus
+from ergon_framework.telemetry.user_metrics import Families, collect_families
 
 #: Maximum number of functions of a stack that are reported.
 MAX_FUNCTIONS = 5
@@ -216,15 +217,24 @@ _HEADERS_END = b"\r\n\r\n"
 
 HealthCheck = Callable[[], ProcessHealth]
 ReadMetrics = Callable[[], Numbers]
+ReadFamilies = Callable[[], Families]
 
 
 @contextmanager
-def serve_probes(settings: ProbeSettings, check: HealthCheck, read: ReadMetrics = snapshot) -> Iterator[int | None]:
-    """Serve probes while the context lasts; yield the port, if there is one. *read* returns the metrics."""
+def serve_probes(
+    settings: ProbeSettings,
+    check: HealthCheck,
+    read: ReadMetrics = snapshot,
+    read_families: ReadFamilies = collect_families,
+) -> Iterator[int | None]:
+    """Serve probes while the context lasts; yield the port, if there is one.
+
+    *read* returns the metrics of the framework, *read_families* those of user code.
+    """
     with ExitStack() as stack:
         port = None
         if settings.port is not None:
-            server = ProbeServer(settings.host, settings.port, check, read)
+            server = ProbeServer(settings.host, settings.port, check, read, read_families)
             port = server.port
             server.start()
             stack.callback(server.stop)
@@ -283,9 +293,12 @@ class ProbeServer:
     after the other, so that it delays no probe either.
     """
 
-    def __init__(self, host: str, port: int, check: HealthCheck, read: ReadMetrics) -> None:
+    def __init__(
+        self, host: str, port: int, check: HealthCheck, read: ReadMetrics, read_families: ReadFamilies
+    ) -> None:
         self._check = check
         self._read = read
+        self._read_families = read_families
         self._connections: dict[asyncio.StreamWriter, None] = {}
         self._metrics_lock = asyncio.Lock()
         self._stopped = asyncio.Event()
@@ -389,7 +402,7 @@ class ProbeServer:
 
     def _render_metrics(self) -> bytes:
         try:
-            return _http_response(HTTPStatus.OK, CONTENT_TYPE, render_prometheus(self._read()))
+            return _http_response(HTTPStatus.OK, CONTENT_TYPE, render_prometheus(self._read(), self._read_families()))
         except ConfigurationError as error:
             return _json_response(HTTPStatus.NOT_IMPLEMENTED, {"missing": str(error)})
 

@@ -1,9 +1,10 @@
 """Tasks: the base classes of user tasks.
 
 A task has a connector (its queue), services (objects such as clients, by name), a policy (retries, timeouts,
-concurrency), gates (functions that can pause fetching) and a lifespan (a context manager that opens the services while
-the task runs). Mixins add the handlers. A connector has a sync variant, an async variant or both; ``as_sync`` and
-``as_async`` return the variant that a task needs. ``list_policy_types`` returns the policies that a task can run under:
+concurrency), gates (functions that can pause fetching), middleware (context managers around each transaction and each
+attempt) and a lifespan (a context manager that opens the services while the task runs). Mixins add the handlers. A
+connector has a sync variant, an async variant or both; ``as_sync`` and ``as_async`` return the variant that a task
+needs. ``list_policy_types`` returns the policies that a task can run under:
 one for consuming, one for producing, according to its mixins.
 """
 
@@ -20,6 +21,7 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.gates import Gate
 from ergon_framework.task.context import list_policy_types, wrong_policy_error
 from ergon_framework.task.keywords import refuse_unknown_keywords
+from ergon_framework.task.middleware import AsyncMiddleware, Middleware, check_middleware
 from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy
 from ergon_framework.worker.report import Report
 
@@ -68,6 +70,7 @@ class _TaskBase:
     connector: Connector | AsyncConnector
     policy: ConsumerPolicy | ProducerPolicy | None = None
     gates: Sequence[Gate] = ()
+    middleware: Sequence[Middleware] | Sequence[AsyncMiddleware] = ()
 
     @refuse_unknown_keywords
     def __init__(
@@ -76,6 +79,7 @@ class _TaskBase:
         *,
         policy: ConsumerPolicy | ProducerPolicy | None = None,
         gates: Sequence[Gate] | None = None,
+        middleware: Sequence[Middleware] | Sequence[AsyncMiddleware] | None = None,
         services: Mapping[str, Any] | None = None,
     ) -> None:
         if connector is not None:
@@ -91,6 +95,10 @@ class _TaskBase:
             raise wrong_policy_error(self, self.policy, *policy_types)
         if gates is not None:
             self.gates = gates
+        if middleware is not None:
+            self.middleware = middleware
+        if self.middleware:
+            check_middleware(self.middleware, task=self.name, is_async=isinstance(self, AsyncTask))
         self.services = Services(services or {}, owner=self.name)
 
     @property

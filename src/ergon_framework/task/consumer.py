@@ -26,12 +26,14 @@ from ergon_framework.engine.threads import ThreadDriver
 from ergon_framework.gates import Gate
 from ergon_framework.task.context import choose_gates, choose_policy
 from ergon_framework.task.handler import convert_payload, read_payload_type, reject_async_handlers
+from ergon_framework.task.middleware_calls import choose_middleware, wrap_lifecycle
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.consume import ConnectorCalls, ConsumeLoop
 from ergon_framework.worker.events import LoopObserver, TransactionObserver
 from ergon_framework.worker.exceptions import TransactionException
 from ergon_framework.worker.lifecycle import (
     LifecycleSpec,
+    LifecycleStarter,
     classify,
     classify_handler,
     run_lifecycle,
@@ -78,14 +80,19 @@ class _Consumer:
         """Create one run of the loop, ready for the driver."""
         name = str(getattr(self, "name", type(self).__name__))
         observer = consumer_observer(self, policy, late_results=driver.late_result_count)
+        spec = self._create_process_spec(policy, driver.time_source, observer)
+        start: LifecycleStarter = self._start_processing
+        middleware = choose_middleware(self, is_async=isinstance(self, AsyncConsumerMixin))
+        if middleware is not None:
+            spec, start = wrap_lifecycle(middleware, spec, start, handles_exception=not self._has_default_exception)
         return ConsumeLoop(
-            self._create_process_spec(policy, driver.time_source, observer),
+            spec,
             connector_calls,
             policy,
             name=name,
             create_mailbox=driver.create_mailbox,
             late_results=driver.late_result_count,
-            start=self._start_processing,
+            start=start,
             gates=choose_gates(self, gates),
             observer=observer,
             on_outcome=None if on_outcome is None else log_exceptions(on_outcome),
@@ -122,9 +129,8 @@ class _Consumer:
         """Return the failure handler; a transaction whose payload does not fit its type is dead-lettered instead."""
         task: Any = self
         method = task.handle_transaction_exception
-        defaults = (ConsumerMixin.handle_transaction_exception, AsyncConsumerMixin.handle_transaction_exception)
         # Without a handler of its own, the task expects the payload type of its work.
-        declared = task.process_transaction if getattr(method, "__func__", None) in defaults else method
+        declared = task.process_transaction if self._has_default_exception else method
         return convert_payload(method, read_payload_type(declared), is_failure=True)
 
     @property
@@ -132,6 +138,12 @@ class _Consumer:
         """Whether the success handler is the default one of the mixin, which does nothing."""
         handler = getattr(self.handle_transaction_success, "__func__", None)  # type: ignore[attr-defined]
         return handler in (ConsumerMixin.handle_transaction_success, AsyncConsumerMixin.handle_transaction_success)
+
+    @property
+    def _has_default_exception(self) -> bool:
+        """Whether the exception handler is the default one of the mixin, which does nothing."""
+        handler = getattr(self.handle_transaction_exception, "__func__", None)  # type: ignore[attr-defined]
+        return handler in (ConsumerMixin.handle_transaction_exception, AsyncConsumerMixin.handle_transaction_exception)
 
 
 class _ConnectorListener:

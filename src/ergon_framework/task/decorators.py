@@ -29,6 +29,7 @@ from ergon_framework.task.handler import (
     validate_handler,
 )
 from ergon_framework.task.keywords import apply_consumer_keywords, apply_producer_keywords, refuse_unknown_keywords
+from ergon_framework.task.middleware import AsyncMiddleware, Middleware
 from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.task.send import Sender
 from ergon_framework.task.signature import callable_name
@@ -117,7 +118,7 @@ class _FunctionTask(Generic[P, R]):
             return DeadLetter(UNDECODABLE)
         return None if handler is None else handler.call(transaction, self.services, exc)
 
-    # Read by the mixins, which skip the success step of a task without such a handler.
+    # Read by the mixins: no middleware surrounds a handler that the task does not have, and no success step calls it.
 
     @property
     def _has_default_success(self) -> bool:
@@ -126,6 +127,14 @@ class _FunctionTask(Generic[P, R]):
     @property
     def _has_default_produce_success(self) -> bool:
         return self._success is None
+
+    @property
+    def _has_default_exception(self) -> bool:
+        return self._failure is None
+
+    @property
+    def _has_default_produce_exception(self) -> bool:
+        return self._failure is None
 
     @property
     def service_names(self) -> frozenset[str]:
@@ -288,6 +297,7 @@ def consumer(
     name: str | None = None,
     services: Mapping[str, Any] | None = None,
     lifespan: Lifespan | None = None,
+    middleware: Sequence[Middleware] | Sequence[AsyncMiddleware] | None = None,
     uses: Sequence[Dependency] = (),
     gates: Sequence[Gate] = (),
 ) -> ConsumerDecorator:
@@ -300,7 +310,8 @@ def consumer(
 
     The payload is read as the type that its parameter is annotated with; *payload* overrides it. *services* are passed
     to the parameters with their names; *lifespan* is a context manager whose yielded mapping becomes services.
-    *uses* names dependencies: while the gate of one of them returns a pause, nothing is fetched.
+    *middleware* surrounds each transaction and each attempt. *uses* names dependencies: while the gate of one of them
+    returns a pause, nothing is fetched.
     """
     keywords = {
         "retries": retries,
@@ -321,6 +332,7 @@ def consumer(
             init_arguments={
                 "policy": apply_consumer_keywords(policy, keywords, owner=name or callable_name(fn)),
                 "gates": (*gates, *(dependency.gate for dependency in uses)),
+                "middleware": middleware,
                 "services": services,
             },
         )
@@ -341,6 +353,7 @@ def producer(
     name: str | None = None,
     services: Mapping[str, Any] | None = None,
     lifespan: Lifespan | None = None,
+    middleware: Sequence[Middleware] | Sequence[AsyncMiddleware] | None = None,
 ) -> ProducerDecorator:
     """Make a function a producer to *connector*: a transaction that it returns is dispatched.
 
@@ -358,6 +371,7 @@ def producer(
             task_options={"payload": payload, "name": name, "lifespan": lifespan, "services": services or {}},
             init_arguments={
                 "policy": apply_producer_keywords(policy, keywords, owner=name or callable_name(fn)),
+                "middleware": middleware,
                 "services": services,
             },
         )

@@ -27,11 +27,13 @@ from ergon_framework.engine.scheduler import Scheduler
 from ergon_framework.engine.threads import ThreadDriver
 from ergon_framework.task.context import choose_policy
 from ergon_framework.task.handler import reject_async_handlers
+from ergon_framework.task.middleware_calls import choose_middleware, wrap_lifecycle
 from ergon_framework.transaction import Transaction
 from ergon_framework.worker.events import LoopObserver, TransactionObserver
 from ergon_framework.worker.exceptions import TransactionException
 from ergon_framework.worker.lifecycle import (
     LifecycleSpec,
+    LifecycleStarter,
     classify,
     classify_handler,
     run_lifecycle,
@@ -69,13 +71,19 @@ class _Producer:
     ) -> ProduceRun:
         """Create the run of one produce call, ready for *driver*."""
         observer = producer_observer(self, policy, late_results=driver.late_result_count)
+        spec = self._create_produce_spec(policy, driver.time_source, observer)
+        start: LifecycleStarter = self._start_producing
+        middleware = choose_middleware(self, is_async=isinstance(self, AsyncProducerMixin))
+        if middleware is not None:
+            handles_exception = not self._has_default_produce_exception
+            spec, start = wrap_lifecycle(middleware, spec, start, handles_exception=handles_exception)
         return ProduceRun(
-            self._create_produce_spec(policy, driver.time_source, observer),
+            spec,
             transactions,
             policy,
             create_mailbox=driver.create_mailbox,
             late_results=driver.late_result_count,
-            start=self._start_producing,
+            start=start,
             observer=observer,
         )
 
@@ -110,6 +118,12 @@ class _Producer:
         """Whether the success handler is the default one of the mixin, which does nothing."""
         handler = getattr(self.handle_produce_success, "__func__", None)  # type: ignore[attr-defined]
         return handler in (ProducerMixin.handle_produce_success, AsyncProducerMixin.handle_produce_success)
+
+    @property
+    def _has_default_produce_exception(self) -> bool:
+        """Whether the exception handler is the default one of the mixin, which does nothing."""
+        handler = getattr(self.handle_produce_exception, "__func__", None)  # type: ignore[attr-defined]
+        return handler in (ProducerMixin.handle_produce_exception, AsyncProducerMixin.handle_produce_exception)
 
 
 class ProducerMixin(_Producer):

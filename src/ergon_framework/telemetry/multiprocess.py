@@ -15,6 +15,7 @@ from ergon_framework.telemetry.metrics import (
     merge_numbers,
     snapshot,
 )
+from ergon_framework.telemetry.user_metrics import Families, FamilyTotals, collect_families, serialize_families
 
 #: Values of one report: a line with that many stays far below the longest line that is read.
 MAX_REPORT_VALUES: Final = 2_000
@@ -32,12 +33,14 @@ class MultiprocessMetrics:
         self._parts: dict[int, Numbers] = {}
         self._ended_counters: Numbers = {}
         self._last_shown: Numbers = {}
+        self._family_totals = FamilyTotals()
 
     def update(self, source: int, report: dict[str, Any]) -> None:
         """Add a part of the report of process *source*; the last part replaces the report before."""
         with self._lock:
             parts = self._parts.setdefault(source, {})
             parts.update(_parse_rows(report.get("numbers")))
+            self._family_totals.update(source, report.get("families"), is_last=report.get("last") is True)
             if report.get("last") is True:
                 self._reports[source] = self._parts.pop(source)
 
@@ -45,6 +48,7 @@ class MultiprocessMetrics:
         """Remove an ended process: its counters are kept, its gauges are not."""
         with self._lock:
             self._parts.pop(source, None)
+            self._family_totals.remove(source)
             counters = {key: value for key, value in self._reports.pop(source, {}).items() if _is_counter(key)}
             merge_numbers(self._ended_counters, self._limit_labels(counters))
 
@@ -61,6 +65,12 @@ class MultiprocessMetrics:
                 merged[key] = self._last_shown[key] = max(merged[key], self._last_shown.get(key, 0))
         return merged
 
+    def read_families(self) -> Families:
+        """Return the metrics of user code, of all processes."""
+        own_families = collect_families()
+        with self._lock:
+            return self._family_totals.read(own_families)
+
     def _limit_labels(self, numbers: Numbers) -> Numbers:
         """Limit the labels of all processes together: each process has limited only its own."""
         limited: Numbers = {}
@@ -68,6 +78,13 @@ class MultiprocessMetrics:
             metric = METRICS_BY_NAME[key[0]]
             merge_numbers(limited, {(metric.name, self._label_limiter(metric, key[1])): value})
         return limited
+
+
+def serialize_report(numbers: Numbers, families: Families) -> Iterator[dict[str, Any]]:
+    """Serialize *families* and *numbers* to reports of plain data, of which the final one is marked as the last."""
+    for part in serialize_families(families):
+        yield {"families": part, "last": False}
+    yield from serialize_numbers(numbers)
 
 
 def serialize_numbers(numbers: Numbers) -> Iterator[dict[str, Any]]:

@@ -529,6 +529,7 @@ class Event:
     CONNECTION_RESTORED: Final = "connection restored"
     TELEMETRY_FAILED: Final = "telemetry failed"
     CALLBACK_FAILED: Final = "on_outcome failed"
+    MIDDLEWARE_FAILED: Final = "middleware failed"
     PROVIDER_CALL_FAILED: Final = "provider call failed"
     BREAKER_CHANGED: Final = "breaker changed"
     PROVIDER_STATE_FAILED: Final = "provider state update failed"
@@ -607,6 +608,7 @@ class Field:
     STAGE: Final = "stage"
     EXIT_CODE: Final = "exit_code"
     QUEUE: Final = "queue"
+    MIDDLEWARE: Final = "middleware"
     ADDRESS: Final = "address"
     #: Host and port of one server of the address.
     HOST: Final = "host"

@@ -10,6 +10,7 @@ from ergon_framework.errors import Category, require_extra
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import HISTOGRAMS, Numbers
 from ergon_framework.telemetry.names import METRICS, Metric
+from ergon_framework.telemetry.user_metrics import Families
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -64,11 +65,15 @@ _ZERO_SERIES: Final[tuple[tuple[Metric, Metric, int, tuple[tuple[str, ...], ...]
 )
 
 
-def render_prometheus(numbers: Numbers) -> bytes:
-    """Render *numbers* in Prometheus' text format; raise ConfigurationError if the library is missing."""
+def render_prometheus(numbers: Numbers, families: Families | None = None) -> bytes:
+    """Render *numbers* and the metrics of user code in Prometheus' text format.
+
+    Raises ConfigurationError if the library is missing.
+    """
     exposition = require_extra("prometheus", "prometheus_client.exposition")
     core = require_extra("prometheus", "prometheus_client.metrics_core")
-    text: bytes = exposition.generate_latest(_MetricsCollector(core.Metric, numbers | _create_zero_series(numbers)))
+    collector = _MetricsCollector(core.Metric, numbers | _create_zero_series(numbers), families or {})
+    text: bytes = exposition.generate_latest(collector)
     return text
 
 
@@ -94,9 +99,10 @@ def prometheus_label(attribute: str) -> str:
 class _MetricsCollector:
     """The collector that the library asks for all metric families."""
 
-    def __init__(self, family: Any, numbers: Numbers) -> None:
+    def __init__(self, family: Any, numbers: Numbers, user_families: Families) -> None:
         self._family = family
         self._numbers = numbers
+        self._user_families = user_families
 
     def collect(self) -> Iterator[Any]:
         by_metric: dict[str, list[tuple[tuple[str, ...], float]]] = {}
@@ -109,6 +115,11 @@ class _MetricsCollector:
             if histogram.bucket.name in by_metric:
                 parts = (histogram.bucket, histogram.total, histogram.count)
                 yield self._build_histogram(histogram.total, {part: by_metric[part.name] for part in parts})
+        for user_family in self._user_families.values():
+            family = self._family(user_family.name, user_family.description, user_family.kind)
+            for (name, labels), value in user_family.samples.items():
+                family.add_sample(name, dict(labels), value)
+            yield family
 
     def _build_family(self, metric: Metric, rows: list[tuple[tuple[str, ...], float]]) -> Any:
         family = self._family(prometheus_name(metric), metric.description, metric.kind)
