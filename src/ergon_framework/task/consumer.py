@@ -90,6 +90,7 @@ class _Consumer:
             observer=observer,
             on_outcome=None if on_outcome is None else log_exceptions(on_outcome),
             on_fetch=running_loops(self).note_fetch,
+            solo_run=running_loops(self).solo_run,
         )
 
     def _create_process_spec(
@@ -192,6 +193,7 @@ class ConsumerMixin(_Consumer, ABC):
                 return threads.run(loop.run())
         finally:
             stop_listening()
+            loop.leave()
 
 
 class AsyncConsumerMixin(_Consumer, ABC):
@@ -235,6 +237,7 @@ class AsyncConsumerMixin(_Consumer, ABC):
                 return await tasks.run(loop.run())
         finally:
             stop_listening()
+            loop.leave()
 
 
 def _get_lease(connector: Connector | AsyncConnector) -> float | None:
