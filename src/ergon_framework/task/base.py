@@ -66,6 +66,9 @@ class _TaskBase:
     connector: Connector | AsyncConnector
     policy: ConsumerPolicy | ProducerPolicy | None = None
     gates: Sequence[Gate] = ()
+    #: Whether an async task has an event loop and a thread of its own in ``ergon run``: its handlers then cannot block
+    #: other tasks. A sync task always has threads of its own.
+    isolated: bool = False
 
     def __init__(
         self,

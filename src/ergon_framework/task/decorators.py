@@ -53,6 +53,7 @@ class _FunctionTask:
         self._name = name or callable_name(fn)
         self._lifespan = lifespan
         self.__doc__ = fn.__doc__
+        self.__module__ = fn.__module__
 
     @property
     def name(self) -> str:

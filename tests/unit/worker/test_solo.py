@@ -115,7 +115,7 @@ def test_a_loop_that_joins_during_a_solo_run_waits_for_its_end() -> None:
     process["b"].confirm()
     late = process.create("late")
     assert late.is_held
-    assert process["a"].try_start() == SoloStart(0.0, alone=True), "it runs nothing, so nobody waits for it"
+    assert process["a"].try_start() == SoloStart(0.0, alone=True), "it runs nothing, so no loop waits for it"
     process["a"].finish()
     assert not late.is_held
 
