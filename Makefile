@@ -24,7 +24,7 @@ TOTAL := 90
 .PHONY: help venv check lint types test coverage retest spec docs format bench soak mutants memory deep check-all-pythons wheel constraints snapshot pictures
 .PHONY: site reference scan sbom sizes lowest
 .PHONY: exam matrix trials signals bench-middleware bench-postgres chaos-postgres chaos-failover power-postgres poison-postgres
-.PHONY: chaos-brokers chaos-delays power-brokers bench-brokers broker-peers
+.PHONY: chaos-brokers chaos-delays power-brokers bench-tasks bench-brokers broker-peers
 .PHONY: bench-providers fleet-providers chaos-memory chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
 .PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts bench-facts-attacks catchup-facts
 .PHONY: attack-facts chaos-facts soak-facts power-facts fuzz-facts fuzz-api protos demo demo-chaos
@@ -61,7 +61,7 @@ EXAMS += $(addprefix tests/integration/test_,s3_contents.py facts_postgres.py re
 EXAMS += $(addprefix tests/integration/test_facts_,access.py service.py)
 EXAMS += $(addprefix tests/integration/test_,alerts.py dashboards.py one_trace.py top.py journal.py shop.py)
 # Few tests, and half of the time of all: each starts processes, or a server that it treats badly.
-EXAMS += $(addprefix tests/integration/test_run,.py _processes.py _probes.py _exporting.py _metrics.py)
+EXAMS += $(addprefix tests/integration/test_run,.py _processes.py _many_tasks.py _probes.py _exporting.py _metrics.py)
 EXAMS += $(addprefix tests/integration/test_,pause.py doctor.py dlq_edit.py queues_moved.py schema.py)
 EXAMS += $(addprefix tests/integration/test_,postgres_outage.py redis_tasks.py jobs_orchestrator.py jobs_executors.py jobs_reported.py)
 EXAMS += $(addprefix tests/integration/test_,provider_task_wrapper.py provider_writer.py)
@@ -153,6 +153,9 @@ signals: $(STAMP) ## real processes, every state, every signal
 
 bench-postgres: $(STAMP) ## PostgreSQL beside asyncpg and procrastinate; about 25 minutes
 	$(BIN)/python bench/postgres/run.py
+
+bench-tasks: $(STAMP) ## 40 tasks in one process: memory beside 40 processes, one busy task beside running alone
+	$(BIN)/python bench/many_tasks.py
 
 bench-providers: $(STAMP) ## what execute adds to a call, and one tenant's health among 10,000,000 attempts
 	$(BIN)/python bench/providers/execute.py

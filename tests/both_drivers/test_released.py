@@ -9,7 +9,7 @@ import pytest
 
 from ergon_framework import LoopTimeout, MemoryConnector, Transaction, consumer
 from ergon_framework.cli.summary import report_data
-from ergon_framework.runner.process import RunResult
+from ergon_framework.runner.task_runner import TaskResult
 from ergon_framework.testing.simulation import Simulation
 from ergon_framework.worker.policies import ConsumerPolicy
 from ergon_framework.worker.report import OutcomeKind
@@ -123,7 +123,7 @@ def test_a_consumer_reports_timeout_as_the_reason_after_its_loop_timeout(variant
     outcome = world.outcome("a")
     assert (outcome.kind, outcome.started, outcome.reason) == (OutcomeKind.RELEASED, True, "timeout")
     assert world.report.released_started == 1
-    assert report_data("charge", RunResult(world.report))["released_started"] == 1
+    assert report_data(TaskResult("charge", world.report))["released_started"] == 1
     [record] = [log_record for log_record in caplog.records if log_record.message.startswith("transaction released")]
     assert (record.started, record.reason) == (True, "timeout")
 

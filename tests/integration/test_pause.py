@@ -255,7 +255,7 @@ def test_a_schema_without_pauses_blocks_no_worker(postgres, start_watch):
 def test_a_start_without_a_pause_logs_nothing(dsn, caplog):
     task = SimpleNamespace(name="charge", connector=SimpleNamespace(name="orders"))
     settings = SimpleNamespace(postgres=SimpleNamespace(dsn=dsn), run=SimpleNamespace(pausable=True))
-    with caplog.at_level(logging.INFO), pause_gates(task, settings) as (gate,):
+    with caplog.at_level(logging.INFO), pause_gates([task], settings) as ((gate,),):
         assert gate() is None
     assert not caplog.records
 

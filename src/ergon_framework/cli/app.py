@@ -133,7 +133,10 @@ def ergon(
 
 @app.command(cls=Command)
 def run(
-    task: Annotated[str, typer.Argument(metavar="MODULE:TASK", help="Task to run, for example app:charge.")],
+    tasks: Annotated[
+        list[str],
+        typer.Argument(metavar="TASK...", help="MODULE:TASK of each task to run, or MODULE for all its consumers."),
+    ],
     *,
     processes: Annotated[
         int | None,
@@ -149,7 +152,7 @@ def run(
     limit: Annotated[
         int | None,
         typer.Option(
-            min=0, metavar="N", help="Maximum number of transactions to start in each process; 0 starts none."
+            min=0, metavar="N", help="Maximum number of transactions to start per task and process; 0 starts none."
         ),
     ] = None,
     policy: Annotated[
@@ -167,10 +170,10 @@ def run(
     log_level: LogLevelOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as one line of JSON at the end.")] = False,
 ) -> None:
-    """Run a task until its queue or input is empty, its limit is reached, or a signal arrives.
+    """Run tasks until their queues or input are empty, their limit is reached, or a signal arrives.
 
-    After SIGTERM or Ctrl-C, running work may finish within the policy's loop.drain_timeout; a second signal stops it
-    immediately.
+    Several tasks share one process, one probe port and one stop. After SIGTERM or Ctrl-C, running work may finish
+    within the policy's loop.drain_timeout; a second signal stops it immediately.
 
     Exit codes: 0 ended cleanly, even if transactions of a consumer failed, 1 the run or transactions of a producer
     failed, 2 invalid task, option or configuration; nothing was fetched, 3 loop.timeout reached, 4 ended with handlers
@@ -182,7 +185,7 @@ def run(
     if streaming and once:
         raise typer.BadParameter("--streaming and --once exclude each other; pass one of the two")
     options = Options(
-        task=task,
+        tasks=tasks,
         streaming=True if streaming else False if once else None,
         limit=limit,
         policy=_to_str(policy),

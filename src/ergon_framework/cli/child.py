@@ -20,19 +20,16 @@ import typer
 from ergon_framework.cli.run import (
     Options,
     configure_process,
-    configure_telemetry,
-    load_task_and_policy,
+    load_tasks_and_policies,
     log_stage,
-    log_worker_start,
-    print_error,
+    prepare_tasks,
+    print_errors,
 )
-from ergon_framework.cli.summary import report_data
+from ergon_framework.cli.summary import process_data
 from ergon_framework.errors import ConfigurationError, error_message
 from ergon_framework.runner.child_pipe import ParentPipe
 from ergon_framework.runner.exit import RunExit
 from ergon_framework.runner.process import ParentCommand, Process
-from ergon_framework.runner.provider_state import close_provider_state, open_provider_state
-from ergon_framework.runner.services import journal_for, pause_gates
 from ergon_framework.runner.shutdown import exit_process, flush_telemetry, force_exit_at_deadline
 from ergon_framework.runner.signals import STOP_SIGNALS
 from ergon_framework.telemetry import multiprocess
@@ -59,7 +56,7 @@ class ParentCommands:
 
 
 def main(arguments_json: str) -> int:
-    """Run the task described by *arguments_json* from the parent; return the exit code."""
+    """Run the tasks described by *arguments_json* from the parent; return the exit code."""
     arguments = json.loads(arguments_json)
     commands, pipe = ParentCommands(), ParentPipe(arguments["orders"], arguments["reports"])
     pipe.listen(commands)
@@ -70,39 +67,32 @@ def main(arguments_json: str) -> int:
     try:
         settings = options.resolve_settings()
         configure_process(options, settings)
-        task, policy = load_task_and_policy(options, settings)
-        open_provider_state(task, settings)
-        log_worker_start(task, policy, number=arguments["number"])
-        depth_interval = configure_telemetry(task, settings, number=arguments["number"])
+        loaded = load_tasks_and_policies(options, settings)
+        with prepare_tasks(loaded, options, settings, number=arguments["number"]) as prepared:
+            process = Process(
+                prepared.setups,
+                on_stage=partial(log_stage, number=arguments["number"]),
+                supervised=True,
+                event_loop_timeout=settings.run.probes.event_loop_timeout,
+                restart=settings.run.restart,
+                on_first_fetch=partial(_report_fetch, pipe),
+            )
+            commands.attach(process)
+            pipe.report("loaded", {"drain": prepared.drain_timeout, "task": loaded[0][0].name})
+            # Only the parent publishes the metrics of a process, and without a probe port it is never scraped.
+            metrics_reporter = MetricsReporter(pipe, enabled=settings.run.probes.port is not None)
+            interval = settings.run.probes.interval
+            Thread(target=_report_health, args=(pipe, process, interval), name="ergon-beat", daemon=True).start()
+            Thread(target=_report_metrics, args=(metrics_reporter, interval), name="ergon-metrics", daemon=True).start()
+            result = process.run()
+            prepared.finish(result)
     except ConfigurationError as error:
         typer.echo(f"ergon: {error_message(error)}", err=True)
         return RunExit.USAGE
-    with pause_gates(task, settings) as gates, journal_for(task, settings) as journal:
-        process = Process(
-            task,
-            policy,
-            on_stage=partial(log_stage, number=arguments["number"]),
-            supervised=True,
-            event_loop_timeout=settings.run.probes.event_loop_timeout,
-            depth=depth_interval,
-            gates=gates,
-            on_outcome=journal.on_outcome,
-            on_first_fetch=partial(_report_fetch, pipe),
-        )
-        commands.attach(process)
-        pipe.report("loaded", {"drain": policy.loop.drain_timeout, "task": task.name})
-        # Only the parent publishes the metrics of a process, and without a probe port it is never scraped.
-        metrics_reporter = MetricsReporter(pipe, enabled=settings.run.probes.port is not None)
-        interval = settings.run.probes.interval
-        Thread(target=_report_health, args=(pipe, process, interval), name="ergon-beat", daemon=True).start()
-        Thread(target=_report_metrics, args=(metrics_reporter, interval), name="ergon-metrics", daemon=True).start()
-        result = process.run()
-        journal.finish(result.deadline)
-        close_provider_state(result.deadline)
     force_exit_at_deadline(result)  # from here on, the process ends at its deadline whatever the rest does
-    print_error(result)
+    print_errors(result)
     metrics_reporter.report(last=True)
-    pipe.report("ended", report_data(task.name, result))
+    pipe.report("ended", process_data(result))
     flush_telemetry(result)
     return exit_process(result)
 

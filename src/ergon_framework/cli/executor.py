@@ -26,6 +26,7 @@ from ergon_framework.runner.loading import load_registry
 from ergon_framework.runner.process import RunResult
 from ergon_framework.runner.settings import load_settings
 from ergon_framework.runner.shutdown import flush_telemetry, force_exit_at_deadline
+from ergon_framework.runner.task_runner import TaskResult
 from ergon_framework.testing.conformance.check import CheckOutcome
 from ergon_framework.testing.conformance.executor.suite import CHECKS, ExecutorCheckResult, report, run_suite
 from ergon_framework.worker.report import Report
@@ -95,7 +96,7 @@ def run_handlers(name: str, *, grace: float, log_level: str | None) -> int:
     signal_watcher = SignalWatcher(stop, grace=grace)
     runtime.serve(streams)
     # The functions that end a process take the result of a run; here it has only a deadline.
-    result = RunResult(Report(), deadline=time.monotonic() + EXIT_GRACE_SECONDS)
+    result = RunResult((TaskResult("executor", Report()),), deadline=time.monotonic() + EXIT_GRACE_SECONDS)
     force_exit_at_deadline(result)
     runtime.close()
     streams.close()

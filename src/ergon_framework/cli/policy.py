@@ -210,7 +210,7 @@ class PolicyExplanation:
 def print_explanation(name: str, *, policy: Path | None, config: Path | None, as_json: bool) -> PolicyExit:
     """Print the worst case that the policy of the task called *name* allows."""
     try:
-        options = Options(task=name, policy=_to_str(policy), config=_to_str(config))
+        options = Options(tasks=[name], policy=_to_str(policy), config=_to_str(config))
         task, consumer_policy = load_consumer(options, options.resolve_settings())
     except ConfigurationError as error:
         typer.echo(f"ergon: {error_message(error)}", err=True)

@@ -1,4 +1,4 @@
-"""``ergon run``: load the task, run it in one or several processes, and report the result.
+"""``ergon run``: load the tasks, run them in one or several processes, and report the result.
 
 With several processes, this one is their supervisor: it runs no user code, and starts each of them as ``cli.child``.
 """
@@ -10,7 +10,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.metadata import version
@@ -25,17 +26,18 @@ from ergon_framework.cli.summary import merge_reports, show, show_all, to_json_l
 from ergon_framework.errors import ConfigurationError, ErgonError, error_message
 from ergon_framework.runner import otlp, queues
 from ergon_framework.runner.exit import RunExit
-from ergon_framework.runner.loading import is_consumer, is_producer, load_policy, load_runnable, load_task
+from ergon_framework.runner.loading import is_consumer, is_producer, load_policy, load_task, load_tasks
 from ergon_framework.runner.probes import STARTING, ProcessHealth, serve_probes
-from ergon_framework.runner.process import Process, Runnable, RunResult, ShutdownStage
+from ergon_framework.runner.process import Process, RunResult, ShutdownStage
 from ergon_framework.runner.produce import STDIN, create_input_producer
 from ergon_framework.runner.provider_state import close_provider_state, open_provider_state
 from ergon_framework.runner.queue_depth import should_measure
+from ergon_framework.runner.services import JournalRecorder, journals_for, pause_gates
 from ergon_framework.runner.services import check_journal_settings as check_journal
-from ergon_framework.runner.services import journal_for, pause_gates
 from ergon_framework.runner.settings import Settings, load_settings
 from ergon_framework.runner.shutdown import exit_process, flush_telemetry, force_exit_at_deadline
 from ergon_framework.runner.supervisor import Supervisor
+from ergon_framework.runner.task_runner import Runnable, TaskSetup
 from ergon_framework.task.context import choose_policy
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.multiprocess import MultiprocessMetrics
@@ -64,7 +66,8 @@ LogLevelOption = Annotated[LogLevel | None, typer.Option(show_default="info", he
 class Options:
     """Options from the command line; None leaves the value to the environment, the file and the task."""
 
-    task: str
+    #: ``MODULE:TASK`` of each task, or ``MODULE`` for all consumers of a module.
+    tasks: Sequence[str]
     streaming: bool | None = None
     limit: int | None = None
     policy: str | None = None
@@ -109,20 +112,36 @@ def configure_process(options: Options, settings: Settings) -> None:
     queues.set_settings(settings)
 
 
-def load_task_and_policy(options: Options, settings: Settings) -> tuple[Runnable, ConsumerPolicy | ProducerPolicy]:
-    """Return the task and its policy."""
+def load_tasks_and_policies(
+    options: Options, settings: Settings
+) -> list[tuple[Runnable, ConsumerPolicy | ProducerPolicy]]:
+    """Return the tasks, each with its policy: consumers, or one producer with its input."""
     check_journal(settings)
-    task = load_runnable(options.task)
-    if options.input is not None or not is_consumer(task):
-        _prepare_task(task, settings)
-        return _load_producer(task, options, settings)
-    return load_consumer(options, settings)
+    tasks = load_tasks(options.tasks)
+    if len(tasks) > 1:
+        _check_options_of_many(options)
+    elif options.input is not None or not is_consumer(tasks[0]):
+        _prepare_task(tasks[0], settings)
+        return [_load_producer(tasks[0], options, settings)]
+    return [_prepare_consumer(task, options, settings) for task in tasks]
+
+
+def _check_options_of_many(options: Options) -> None:
+    if options.input is not None:
+        raise ConfigurationError("--input is for one producer; name it: MODULE:PRODUCER")
+    if options.policy is not None:
+        raise ConfigurationError(
+            "--policy is for one task; write the policies of several tasks below [tasks.NAME.policy] in ergon.toml"
+        )
 
 
 def load_consumer(options: Options, settings: Settings) -> tuple[Runnable, ConsumerPolicy]:
-    """Return the consumer and its policy."""
+    """Return the only consumer of *options* and its policy."""
     check_journal(settings)
-    task = load_task(options.task)
+    return _prepare_consumer(load_task(options.tasks[0]), options, settings)
+
+
+def _prepare_consumer(task: Runnable, options: Options, settings: Settings) -> tuple[Runnable, ConsumerPolicy]:
     _prepare_task(task, settings)
     policy = _resolve_policy(task, ConsumerPolicy, options, settings)
     if options.streaming is not None:
@@ -142,7 +161,7 @@ def _prepare_task(task: Runnable, settings: Settings) -> None:
 def _load_producer(task: Runnable, options: Options, settings: Settings) -> tuple[Runnable, ProducerPolicy]:
     """Return the producer with its input, and its policy; one input belongs to one process."""
     if not is_producer(task):
-        raise ConfigurationError(f"{options.task!r} only consumes, from its queue; --input is for producers")
+        raise ConfigurationError(f"{options.tasks[0]!r} only consumes, from its queue; --input is for producers")
     if options.streaming is not None:
         raise ConfigurationError("--streaming and --once are for consumers; a producer ends with its input")
     if settings.run.processes > 1:
@@ -161,21 +180,70 @@ def _resolve_policy(task: Runnable, kind: type[P], options: Options, settings: S
     return policy.model_copy(update={"loop": policy.loop.model_copy(update={"limit": options.limit})})
 
 
-def configure_telemetry(task: Runnable, settings: Settings, *, number: int | None = None) -> float | None:
-    """Export telemetry as the environment says; return the queue-depth interval of process *number*, or None."""
+def configure_telemetry(
+    tasks: Sequence[Runnable], options: Options, settings: Settings, *, number: int | None = None
+) -> list[float | None]:
+    """Export telemetry as the environment says; return the queue-depth interval of each task in process *number*."""
     exports_metrics = settings.run.probes.port is not None or "metrics" in otlp.requested_signals()
-    otlp.configure_otlp(task.name)
-    return settings.run.metrics.depth if exports_metrics and should_measure(task, number=number) else None
+    # The service that a trace names: the task, or the module of several tasks.
+    otlp.configure_otlp(tasks[0].name if len(tasks) == 1 else options.tasks[0].partition(":")[0])
+    return [
+        settings.run.metrics.depth if exports_metrics and should_measure(task, number=number) else None
+        for task in tasks
+    ]
 
 
-def print_error(result: RunResult) -> None:
-    """Print the error: the framework's errors explain themselves, other errors need their traceback."""
+def print_errors(result: RunResult) -> None:
+    """Print the error of each task: the framework's explain themselves, other errors need their traceback."""
     if result.forced:
         typer.echo(f"ergon: {RunExit.FORCED.meaning}", err=True)
-    elif isinstance(result.error, ErgonError):
-        typer.echo(f"ergon: {explain_error(result.error)}", err=True)
-    elif result.error is not None:
-        typer.echo("".join(traceback.format_exception(result.error)).rstrip(), err=True)
+    for task in result.tasks:
+        label = "" if len(result.tasks) == 1 else f"task {task.name}: "
+        if isinstance(task.error, ErgonError):
+            typer.echo(f"ergon: {label}{explain_error(task.error)}", err=True)
+        elif task.error is not None:
+            typer.echo(label + "".join(traceback.format_exception(task.error)).rstrip(), err=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTasks:
+    """Tasks that are ready to run, with their journals."""
+
+    setups: list[TaskSetup]
+    journals: list[JournalRecorder]
+
+    @property
+    def drain_timeout(self) -> float:
+        """The longest drain timeout of all tasks."""
+        return max(setup.policy.loop.drain_timeout for setup in self.setups)
+
+    def finish(self, result: RunResult) -> None:
+        """Write the rest of journals and provider state, within the time before the process must exit."""
+        for journal in self.journals:
+            journal.finish(result.deadline)
+        close_provider_state(result.deadline)
+
+
+@contextmanager
+def prepare_tasks(
+    loaded: Sequence[tuple[Runnable, ConsumerPolicy | ProducerPolicy]],
+    options: Options,
+    settings: Settings,
+    *,
+    number: int | None = None,
+) -> Iterator[PreparedTasks]:
+    """Open what the tasks of process *number* share with its surroundings: gates, journals and telemetry."""
+    tasks = [task for task, _ in loaded]
+    for task, policy in loaded:
+        open_provider_state(task, settings)
+        log_worker_start(task, policy, number=number)
+    depths = configure_telemetry(tasks, options, settings, number=number)
+    with pause_gates(tasks, settings) as gates, journals_for(tasks, settings) as journals:
+        setups = [
+            TaskSetup(task, policy, gates=gates[index], on_outcome=journals[index].on_outcome, depth=depths[index])
+            for index, (task, policy) in enumerate(loaded)
+        ]
+        yield PreparedTasks(setups, journals)
 
 
 def log_worker_start(task: Runnable, policy: ConsumerPolicy | ProducerPolicy, *, number: int | None = None) -> None:
@@ -210,36 +278,30 @@ def _run_one(options: Options, settings: Settings, as_json: bool) -> int:  # noq
 
     with serve_probes(settings.run.probes, check_health, MultiprocessMetrics().read) as port:
         _print_probe_address(port, settings)
-        task, policy = load_task_and_policy(options, settings)
-        open_provider_state(task, settings)
-        log_worker_start(task, policy)
-        with pause_gates(task, settings) as gates, journal_for(task, settings) as journal:
+        loaded = load_tasks_and_policies(options, settings)
+        with prepare_tasks(loaded, options, settings) as prepared:
             process = Process(
-                task,
-                policy,
-                on_signal=_make_signal_handler(policy),
+                prepared.setups,
+                on_signal=_make_signal_handler(prepared.drain_timeout),
                 on_stage=log_stage,
                 event_loop_timeout=settings.run.probes.event_loop_timeout,
-                depth=configure_telemetry(task, settings),
-                gates=gates,
-                on_outcome=journal.on_outcome,
+                restart=settings.run.restart,
             )
             running.append(process)
             result = process.run()
-            journal.finish(result.deadline)
-            close_provider_state(result.deadline)
+            prepared.finish(result)
         force_exit_at_deadline(result)  # from here on, the process ends at its deadline whatever the rest does
-        print_error(result)
+        print_errors(result)
         if as_json:
-            typer.echo(to_json_line(task.name, result))
+            typer.echo(to_json_line(result))
         else:
-            show(task.name, result)
+            show(result)
     flush_telemetry(result)
     return exit_process(result)
 
 
-def _make_signal_handler(policy: ConsumerPolicy | ProducerPolicy) -> Callable[[Signals, int], None]:
-    return lambda signal, times: _print_signal(signal, times, policy.loop.drain_timeout)
+def _make_signal_handler(grace: float) -> Callable[[Signals, int], None]:
+    return lambda signal, times: _print_signal(signal, times, grace)
 
 
 def _print_signal(signal: Signals, times: int, grace: float) -> None:
@@ -261,11 +323,10 @@ def _run_many(options: Options, settings: Settings, *, as_json: bool) -> int:
         result = supervisor.run()
     if result.reason is not None:
         typer.echo(f"ergon: {result.reason}", err=True)
-    name = next((report["task"] for report in result.reports if "task" in report), options.task)
     if as_json:
-        typer.echo(json.dumps(merge_reports(name, result)))
+        typer.echo(json.dumps(merge_reports(", ".join(options.tasks), result)))
     elif result.reports:
-        show_all(name, result)
+        show_all(result)
     return result.exit
 
 

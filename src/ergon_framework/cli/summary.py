@@ -18,8 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ergon_framework.errors import error_message, to_one_line
+from ergon_framework.runner.exit import RunExit, exit_code_for
 from ergon_framework.runner.process import RunResult
 from ergon_framework.runner.supervisor import SupervisorResult
+from ergon_framework.runner.task_runner import TaskResult
 from ergon_framework.worker.report import Outcome, Report, StopReason
 
 #: Maximum length of a message in the summary; the dead letter has the whole message.
@@ -36,14 +38,16 @@ STOP_DESCRIPTIONS = {
 }
 
 
-def show(name: str, result: RunResult) -> None:
-    """Print the summary: as a table on a terminal, as plain lines elsewhere."""
-    print_rows(name, list(_build_rows(result)))
+def show(result: RunResult) -> None:
+    """Print the summary of each task: as a table on a terminal, as plain lines elsewhere."""
+    for task in result.tasks:
+        print_rows(task.name, list(_build_rows(task, forced=result.forced)))
 
 
-def show_all(name: str, result: SupervisorResult) -> None:
-    """Print the summary of several processes as one."""
-    print_rows(name, list(_build_merged_rows(merge_reports(name, result))))
+def show_all(result: SupervisorResult) -> None:
+    """Print the summary of several processes as one, for each task."""
+    for data in _merge_tasks(result):
+        print_rows(data["task"], list(_build_merged_rows(data)))
 
 
 def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -63,17 +67,30 @@ def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
     typer.echo("\n".join([title, *(f"  {label:<{width}}  {detail}" for label, detail in rows)]))
 
 
-def to_json_line(name: str, result: RunResult) -> str:
-    """Return the report of one process as one line of JSON."""
-    return json.dumps(report_data(name, result))
+def to_json_line(result: RunResult) -> str:
+    """Return the report of one process as one line of JSON: that of its only task, or a list."""
+    data = process_data(result)
+    return json.dumps(data["tasks"][0] if len(result.tasks) == 1 else data)
 
 
-def report_data(name: str, result: RunResult) -> dict[str, Any]:
-    """Return the report as plain data."""
-    report = result.report
-    data: dict[str, Any] = {"task": name, "exit_code": int(result.exit)}
-    if result.error is not None:
-        data["error"] = f"{type(result.error).__name__}: {_format_error(result.error)}"
+def process_data(result: RunResult) -> dict[str, Any]:
+    """Return the reports of all tasks of a process as plain data."""
+    tasks = [report_data(task, forced=result.forced) for task in result.tasks]
+    # Of all tasks together, so that a report never exceeds what a parent reads.
+    remaining = MAX_MERGED_FAILURES
+    for data in tasks:
+        data["failures"] = data.get("failures", [])[:remaining]
+        remaining -= len(data["failures"])
+    return {"exit_code": int(result.exit), "tasks": tasks}
+
+
+def report_data(task: TaskResult, *, forced: bool = False) -> dict[str, Any]:
+    """Return the report of a task as plain data."""
+    report = task.report
+    exit_code = RunExit.FORCED if forced else exit_code_for(report, task.error)
+    data: dict[str, Any] = {"task": task.name, "exit_code": int(exit_code)}
+    if task.error is not None:
+        data["error"] = f"{type(task.error).__name__}: {_format_error(task.error)}"
     if report is not None:
         data |= {
             "stop_reason": report.stop_reason,
@@ -99,8 +116,25 @@ MAX_MERGED_FAILURES = 100
 
 
 def merge_reports(name: str, result: SupervisorResult) -> dict[str, Any]:
-    """Merge the reports of several processes into one."""
-    reports = result.reports
+    """Merge the reports of several processes: into that of their only task, or a list; *name*: if there is none."""
+    tasks = _merge_tasks(result) or [_merge_task(name, [], result)]
+    if len(tasks) == 1:
+        return tasks[0]
+    data: dict[str, Any] = {"exit_code": int(result.exit)}
+    if result.reason is not None:
+        data["error"] = result.reason
+    return data | {"processes": len(result.reports), "restarts": result.restarts, "tasks": tasks}
+
+
+def _merge_tasks(result: SupervisorResult) -> list[dict[str, Any]]:
+    reports_by_task: dict[str, list[dict[str, Any]]] = {}
+    for process in result.reports:
+        for report in process.get("tasks", ()):
+            reports_by_task.setdefault(report["task"], []).append(report)
+    return [_merge_task(name, reports, result) for name, reports in reports_by_task.items()]
+
+
+def _merge_task(name: str, reports: Sequence[dict[str, Any]], result: SupervisorResult) -> dict[str, Any]:
     data: dict[str, Any] = {"task": name, "exit_code": int(result.exit)}
     if result.reason is not None:
         data["error"] = result.reason
@@ -136,9 +170,9 @@ def _build_merged_rows(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield "", f"its exception handler failed: {failure['handler_error']}"
 
 
-def _build_rows(result: RunResult) -> Iterator[tuple[str, str]]:
-    report = result.report
-    yield "ended", _describe_stop(result)
+def _build_rows(task: TaskResult, *, forced: bool) -> Iterator[tuple[str, str]]:
+    report = task.report
+    yield "ended", _describe_stop(report, forced=forced)
     if report is None:
         return
     yield from ((kind.value, str(count)) for kind, count in report.counts.items() if count)
@@ -150,12 +184,11 @@ def _build_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     yield from _build_failure_rows(report)
 
 
-def _describe_stop(result: RunResult) -> str:
-    report = result.report
+def _describe_stop(report: Report | None, *, forced: bool) -> str:
     if report is not None and report.stop_reason is not None and report.stop_reason in STOP_DESCRIPTIONS:
         return STOP_DESCRIPTIONS[report.stop_reason]
     # A forced exit does not wait for the task, so there is no complete report.
-    return "exited while the task was still running" if result.forced else "failed"
+    return "exited while the task was still running" if forced else "failed"
 
 
 def _build_failure_rows(report: Report) -> Iterator[tuple[str, str]]:

@@ -157,6 +157,10 @@ class Mailbox:
             answer = self.take()
         self._scheduler.resume(slot, answer)
 
+    def put_from_any_thread(self, item: Any) -> None:
+        """Add *item* as an urgent one, from any thread or signal handler."""
+        self._scheduler.put_from_any_thread(self, item)
+
     # The caller holds the lock in the methods below.
 
     def take(self) -> list[Any]:

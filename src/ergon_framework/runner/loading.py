@@ -26,9 +26,9 @@ from ergon_framework.executors.registry import HandlerRegistry
 from ergon_framework.facts.boundary import Boundary
 from ergon_framework.facts.capacity import CapacityMonitor
 from ergon_framework.facts.replicator import AsyncReplicator, Replicator
-from ergon_framework.runner.process import Runnable
 from ergon_framework.runner.queues import queue
 from ergon_framework.runner.settings import UnknownQueueError
+from ergon_framework.runner.task_runner import Runnable
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.producer import AsyncProducerMixin, ProducerMixin
@@ -55,6 +55,66 @@ _PARSERS: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": js
 def load_task(name: str) -> Runnable:
     """Return the consumer *name*, written ``module:task``."""
     return _require_consumer(_load_attribute(name, "task", is_match=is_consumer), name=name)
+
+
+def load_tasks(names: Sequence[str]) -> list[Runnable]:
+    """Return the tasks *names*: consumers or one producer ``module:task``, or a ``module`` with all its consumers.
+
+    Raises ConfigurationError for tasks that cannot share a process.
+    """
+    named: dict[int, tuple[str, Runnable]] = {}
+    for name in names:
+        loaded = [(name, load_runnable(name))] if ":" in name else _load_module_tasks(name)
+        # A task that is named twice, by itself and by its module, runs once.
+        named |= {id(task): (source, task) for source, task in loaded if id(task) not in named}
+    if len(named) > 1:
+        for source, task in named.values():
+            _require_consumer(task, name=source)
+        _check_unique(list(named.values()))
+    return [task for _, task in named.values()]
+
+
+def _load_module_tasks(name: str) -> list[tuple[str, Runnable]]:
+    """Return all consumers of the module *name*, except those that it has imported from elsewhere."""
+    _check_module_name(name, "TASK")
+    module = _import_module(name)
+    found = {id(value): (f"{name}:{key}", value) for key, value in vars(module).items() if is_consumer(value)}
+    tasks = [(source, task) for source, task in found.values() if not _is_imported(task, name)]
+    if not tasks:
+        raise ConfigurationError(
+            f"{name!r} has no consumer of its own; add one with @consumer(connector), or name a task: {name}:task"
+        )
+    return tasks
+
+
+def _is_imported(task: Any, module_name: str) -> bool:
+    """Return whether *task* belongs to a module other than *module_name* and its submodules.
+
+    A module may import the task of another one to send to it; that task does not run here.
+    """
+    home_name = task.__module__
+    if f"{home_name}.".startswith(f"{module_name}."):
+        return False
+    home = sys.modules.get(home_name)
+    return home is not None and any(value is task for value in vars(home).values())
+
+
+def _check_unique(named: Sequence[tuple[str, Runnable]]) -> None:
+    """Raise ConfigurationError if two tasks have one name, or one connector."""
+    names: dict[str, str] = {}
+    connectors: dict[int, str] = {}
+    for source, task in named:
+        if task.name in names:
+            raise ConfigurationError(
+                f"{names[task.name]!r} and {source!r} are both called {task.name!r}: settings, metrics and logs could "
+                "not tell them apart; name one of them with @consumer(name=…), or run them in two processes"
+            )
+        if id(task.connector) in connectors:
+            raise ConfigurationError(
+                f"{connectors[id(task.connector)]!r} and {source!r} consume the same queue, {task.connector.name!r}: "
+                "each message would reach one of them at random; give each task a queue of its own"
+            )
+        names[task.name] = connectors[id(task.connector)] = source
 
 
 def load_runnable(name: str) -> Runnable:
@@ -134,9 +194,7 @@ def _load_attribute(name: str, kind: str, *, is_match: Callable[[object], bool])
     if not (module_name and colon and attribute):
         example = _EXAMPLES[kind]
         raise ConfigurationError(f"{name!r} names no {kind}; write MODULE:{kind.upper()}, for example {example}")
-    if module_name.endswith(".py"):
-        dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
-        raise ConfigurationError(f"{module_name!r} is a file; name the module: {dotted}:{attribute}")
+    _check_module_name(module_name, attribute)
     module = _import_module(module_name)
     try:
         return getattr(module, attribute)
@@ -149,6 +207,12 @@ def _load_attribute(name: str, kind: str, *, is_match: Callable[[object], bool])
             f"{module_name!r} has no {attribute!r} in {shadow.loaded}; installed modules come before {shadow.ignored}; "
             "rename it"
         ) from None
+
+
+def _check_module_name(name: str, attribute: str) -> None:
+    if name.endswith(".py"):
+        dotted = name.removesuffix(".py").strip("./").replace("/", ".")
+        raise ConfigurationError(f"{name!r} is a file; name the module: {dotted}:{attribute}")
 
 
 def load_policy(path: Path, kind: type[P]) -> P:

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -36,6 +36,8 @@ from ergon_framework.telemetry.user_metrics import Families, collect_families
 
 #: Maximum number of functions of a stack that are reported.
 MAX_FUNCTIONS = 5
+#: Maximum number of tasks that are named for a block outside all steps.
+MAX_TASKS = 3
 #: Maximum seconds between two checks.
 MAX_CHECK_INTERVAL_SECONDS = 1.0
 
@@ -51,11 +53,20 @@ _STEP_BY_METHOD = {
 
 @dataclass(frozen=True, slots=True)
 class EventLoopBlock:
-    """What blocks the event loop: the step, if it is one of the task's, and the innermost functions. No values."""
+    """What blocks an event loop: the step, if it is one of a task's, and the innermost functions. No values.
 
-    task: str
+    *tasks* has the task of the step, or all tasks of the event loop if no step is on the stack.
+    """
+
+    tasks: tuple[str, ...]
     step: str | None
     functions: tuple[str, ...]
+
+    @property
+    def task(self) -> str:
+        """The task of the step, or the first tasks of the event loop."""
+        more = len(self.tasks) - MAX_TASKS
+        return ", ".join(self.tasks[:MAX_TASKS]) + (f" and {more} more" if more > 0 else "")
 
     def __str__(self) -> str:
         subject = f"{self.step} of {self.task}" if self.step else f"something inside {self.task}"
@@ -63,36 +74,42 @@ class EventLoopBlock:
 
 
 class Watchdog:
-    """Checks repeatedly whether the event loop responds; created on the loop's own thread.
+    """Checks repeatedly whether the event loop of *tasks* responds; created on the loop's own thread.
 
     A loop that is blocked for longer than *limit* seconds is reported once per block in the log and in the metrics,
     and in ``blocked`` while the block lasts.
     """
 
-    def __init__(self, task: Any, limit: float) -> None:
-        self._task = task
+    def __init__(self, tasks: Sequence[Any], limit: float) -> None:
+        self._tasks = tasks
         self._limit = limit
         self._check_interval = min(MAX_CHECK_INTERVAL_SECONDS, limit / 4)
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
-        self._step_by_code = _find_step_codes(task)
+        self._step_by_code = {code: step for task in tasks for code, step in _find_step_codes(task).items()}
         self._stopped = Event()
-        self._registry = get_registry(get_options(task).meter_provider)
-        #: Metrics of its own, which count only the blocks; no step is recorded in them.
-        self._counts = self._registry.new_loop_metrics(task.name, steps=(), success_steps=("process", "success"))
+        #: By the name of a task: metrics of its own, which count only the blocks; no step is recorded in them.
+        self._counts = {
+            task.name: get_registry(get_options(task).meter_provider).new_loop_metrics(
+                task.name, steps=(), success_steps=("process", "success")
+            )
+            for task in tasks
+        }
         #: When the last callback was scheduled: the beginning of a block, if there is one.
         self._since = 0.0
         self._block: EventLoopBlock | None = None
 
     def start(self) -> Watchdog:
-        self._registry.open(self._counts)
+        for task in self._tasks:
+            get_registry(get_options(task).meter_provider).open(self._counts[task.name])
         Thread(target=self._run_checks, name="ergon-watchdog", daemon=True).start()
         return self
 
     def stop(self) -> None:
         """Stop the checks; the loop ends, and blocks from now on are not reported."""
         self._stopped.set()
-        self._registry.close(self._counts)
+        for task in self._tasks:
+            get_registry(get_options(task).meter_provider).close(self._counts[task.name])
 
     @property
     def blocked(self) -> str | None:
@@ -116,7 +133,8 @@ class Watchdog:
     def _report_block(self, beat: Event) -> None:
         """Report a block, and wait for its end: the event loop then sets *beat*."""
         self._block = block = self._find_block()
-        self._counts.add(names.EVENT_LOOP_BLOCKED, block.step or "")
+        for name in block.tasks:
+            self._counts[name].add(names.EVENT_LOOP_BLOCKED, block.step or "")
         fields = {Field.TASK: block.task, Field.STEP: block.step}
         seconds = round(time.monotonic() - self._since, 3)
         details = {Field.FUNCTIONS: list(block.functions), Field.SECONDS: seconds}
@@ -132,26 +150,44 @@ class Watchdog:
             )
 
     def _find_block(self) -> EventLoopBlock:
-        """Walk the stack of the loop's thread outwards, up to a step of the task, without the framework's functions."""
+        """Walk the stack of the loop's thread outwards, up to a step of a task, without the framework's functions."""
         frame: FrameType | None = sys._current_frames().get(self._thread_id)  # noqa: SLF001 - the documented way to see another thread
         functions: list[str] = []
-        step = None
+        step = name = None
         while frame is not None and step is None:
-            step = self._step_by_code.get(frame.f_code)
+            name = self._find_task(frame)
+            step = None if name is None else self._step_by_code[frame.f_code]
             module = str(frame.f_globals.get("__name__", "?"))
             if not f"{module}.".startswith(f"{LIBRARY}.") and len(functions) < MAX_FUNCTIONS:
                 functions.append(f"{module}.{frame.f_code.co_qualname}")
             frame = frame.f_back
-        # Without a step of the task, the outer end of the stack is the event loop itself.
-        return EventLoopBlock(self._task.name, step, tuple(functions))
+        # Without a step of a task, the outer end of the stack is the event loop itself.
+        tasks = tuple(task.name for task in self._tasks) if name is None else (name,)
+        return EventLoopBlock(tasks, step, tuple(functions))
+
+    def _find_task(self, frame: FrameType) -> str | None:
+        """Return the name of the task whose step *frame* runs; tasks of one class share the code of their steps."""
+        code = frame.f_code
+        if code not in self._step_by_code:
+            return None
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
+        name: str | None = next((task.name for task in self._tasks if _step_owner(task) is owner), None)
+        return name
+
+
+def _step_owner(task: Any) -> Any:
+    """Return the object whose methods are the steps of *task*.
+
+    A producer with a file as its input runs inside a task that feeds it; the steps are the producer's.
+    """
+    return getattr(task, "producer", task)
 
 
 def _find_step_codes(task: Any) -> dict[CodeType, str]:
     """Return the code objects of the task's own methods, which identify a step in a stack."""
     step_by_code = {}
     for method, step in _STEP_BY_METHOD.items():
-        # A producer with a file as its input runs inside a task that feeds it; the steps are the producer's.
-        function = getattr(type(getattr(task, "producer", task)), method, None)
+        function = getattr(type(_step_owner(task)), method, None)
         code = None if function is None else getattr(inspect.unwrap(function), "__code__", None)
         if code is not None:
             step_by_code[code] = step

@@ -18,7 +18,7 @@ from ergon_framework.runner.settings import Settings
 from ergon_framework.telemetry import logs
 
 if TYPE_CHECKING:
-    from ergon_framework.runner.process import Runnable
+    from ergon_framework.runner.task_runner import Runnable
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from ergon_framework.database.extras import require_psycopg
@@ -32,7 +32,7 @@ from ergon_framework.worker.running import running_loops
 if TYPE_CHECKING:
     from ergon_framework.connectors.postgres.journal import Journal
     from ergon_framework.connectors.postgres.pauses import PauseWatcher
-    from ergon_framework.runner.process import Runnable
+    from ergon_framework.runner.task_runner import Runnable
 
 
 _log = logging.getLogger(__name__)
@@ -74,7 +74,14 @@ def check_journal_settings(settings: Settings) -> None:
 
 
 @contextmanager
-def journal_for(task: Runnable, settings: Settings) -> Iterator[JournalRecorder]:
+def journals_for(tasks: Sequence[Runnable], settings: Settings) -> Iterator[list[JournalRecorder]]:
+    """Open the journal of the outcomes of each task, if it is enabled."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(_journal_for(task, settings)) for task in tasks]
+
+
+@contextmanager
+def _journal_for(task: Runnable, settings: Settings) -> Iterator[JournalRecorder]:
     """Open the journal of *task*'s outcomes, if it is enabled."""
     journal_settings = settings.run.journal
     if not journal_settings.enabled:
@@ -149,31 +156,47 @@ _STOP_TIMEOUT_SECONDS: Final = 0.2
 
 
 @contextmanager
-def pause_gates(task: Runnable, settings: Settings) -> Iterator[tuple[Gate, ...]]:
-    """Open the gates through which operators pause *task*; none if no database is configured."""
+def pause_gates(tasks: Sequence[Runnable], settings: Settings) -> Iterator[list[tuple[Gate, ...]]]:
+    """Open the gates through which operators pause *tasks*, for each task; none if no database is configured."""
     dsn = settings.postgres.dsn
     if not dsn or not settings.run.pausable:
-        yield ()
+        yield [()] * len(tasks)
         return
     try:
         # Imported on demand: users of another broker may configure a database without its library.
         require_psycopg()
         pauses = importlib.import_module("ergon_framework.connectors.postgres.pauses")
     except MissingExtraError as error:
-        logs.log_event(logging.WARNING, "pause channel unavailable", {"task": task.name, "error": str(error)}, to=_log)
-        yield ()
+        fields = {"task": _join_names(tasks), "error": str(error)}
+        logs.log_event(logging.WARNING, "pause channel unavailable", fields, to=_log)
+        yield [()] * len(tasks)
         return
-    loops = running_loops(task)
-    watch: PauseWatcher = pauses.PauseWatcher(
-        dsn, task=task.name, queue=task.connector.name, in_flight=lambda: loops.in_flight, on_change=loops.wake
-    )
-    watch.start()
+    watchers = [_create_watcher(pauses, dsn, task).start() for task in tasks]
     try:
         # The state is nearly always known within milliseconds: no warning about a pause that does not exist.
-        watch.wait(_QUIET_WAIT_SECONDS)
-        yield (PauseGate(watch),)
+        known_by = time.monotonic() + _QUIET_WAIT_SECONDS
+        for watcher in watchers:
+            watcher.wait(max(0.0, known_by - time.monotonic()))
+        yield [(PauseGate(watcher),) for watcher in watchers]
     finally:
-        watch.stop(_STOP_TIMEOUT_SECONDS)
+        # All are told first, so that they deregister at the same time.
+        for watcher in watchers:
+            watcher.stop(0.0)
+        stopped_by = time.monotonic() + _STOP_TIMEOUT_SECONDS
+        for watcher in watchers:
+            watcher.stop(max(0.0, stopped_by - time.monotonic()))
+
+
+def _create_watcher(pauses: Any, dsn: str, task: Runnable) -> PauseWatcher:
+    loops = running_loops(task)
+    watcher: PauseWatcher = pauses.PauseWatcher(
+        dsn, task=task.name, queue=task.connector.name, in_flight=lambda: loops.in_flight, on_change=loops.wake
+    )
+    return watcher
+
+
+def _join_names(tasks: Sequence[Runnable]) -> str:
+    return ", ".join(task.name for task in tasks)
 
 
 class PauseGate:

@@ -16,7 +16,7 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -230,7 +230,7 @@ class Supervisor:
             worker.command_pipe = None
         if worker.end_report is not None:
             self._reports.append(worker.end_report)
-        if self._stopping or end_report.get("stop_reason") in _PLANNED_ENDS:
+        if self._stopping or _ended_as_planned(end_report):
             worker.exit_code = RunExit.FORCED if worker.was_killed else exit_code
         # The task cannot be loaded, or an option is wrong: a new process would fail in the same way.
         elif exit_code == RunExit.USAGE and not self._was_ready:
@@ -382,6 +382,12 @@ def _send_command(pipe: int, command: ParentCommand) -> None:
     # A process that has just exited reads nothing any more.
     with suppress(OSError):
         os.write(pipe, f"{command.value}\n".encode())
+
+
+def _ended_as_planned(end_report: Mapping[str, Any]) -> bool:
+    """Return whether every task of a process reported a planned end."""
+    tasks = end_report.get("tasks") or []
+    return bool(tasks) and all(task.get("stop_reason") in _PLANNED_ENDS for task in tasks)
 
 
 def _describe_exit(code: int) -> str:

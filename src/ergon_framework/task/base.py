@@ -71,6 +71,9 @@ class _TaskBase:
     policy: ConsumerPolicy | ProducerPolicy | None = None
     gates: Sequence[Gate] = ()
     middleware: Sequence[Middleware] | Sequence[AsyncMiddleware] = ()
+    #: Whether an async task has an event loop and a thread of its own in ``ergon run``: its handlers then cannot block
+    #: other tasks. A sync task always has threads of its own.
+    isolated: bool = False
 
     @refuse_unknown_keywords
     def __init__(
@@ -81,6 +84,7 @@ class _TaskBase:
         gates: Sequence[Gate] | None = None,
         middleware: Sequence[Middleware] | Sequence[AsyncMiddleware] | None = None,
         services: Mapping[str, Any] | None = None,
+        isolated: bool | None = None,
     ) -> None:
         if connector is not None:
             self.connector = connector
@@ -95,6 +99,8 @@ class _TaskBase:
             raise wrong_policy_error(self, self.policy, *policy_types)
         if gates is not None:
             self.gates = gates
+        if isolated is not None:
+            self.isolated = isolated
         if middleware is not None:
             self.middleware = middleware
         if self.middleware:

@@ -97,6 +97,7 @@ class _Consumer:
             observer=observer,
             on_outcome=None if on_outcome is None else log_exceptions(on_outcome),
             on_fetch=running_loops(self).note_fetch,
+            solo_run=running_loops(self).solo_run,
         )
 
     def _create_process_spec(
@@ -213,6 +214,7 @@ class ConsumerMixin(_Consumer, ABC):
                 return threads.run(loop.run())
         finally:
             stop_listening()
+            loop.leave()
 
 
 class AsyncConsumerMixin(_Consumer, ABC):
@@ -256,6 +258,7 @@ class AsyncConsumerMixin(_Consumer, ABC):
                 return await tasks.run(loop.run())
         finally:
             stop_listening()
+            loop.leave()
 
 
 def _convert(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -78,6 +78,7 @@ class _FunctionTask(Generic[P, R]):
         self._name = name or callable_name(fn)
         self._lifespan = lifespan
         self.__doc__ = fn.__doc__
+        self.__module__ = fn.__module__
 
     @property
     def name(self) -> str:
@@ -300,6 +301,7 @@ def consumer(
     middleware: Sequence[Middleware] | Sequence[AsyncMiddleware] | None = None,
     uses: Sequence[Dependency] = (),
     gates: Sequence[Gate] = (),
+    isolated: bool = False,
 ) -> ConsumerDecorator:
     """Make a function a consumer of *connector*: ``def`` runs on threads, ``async def`` on the event loop.
 
@@ -311,7 +313,8 @@ def consumer(
     The payload is read as the type that its parameter is annotated with; *payload* overrides it. *services* are passed
     to the parameters with their names; *lifespan* is a context manager whose yielded mapping becomes services.
     *middleware* surrounds each transaction and each attempt. *uses* names dependencies: while the gate of one of them
-    returns a pause, nothing is fetched.
+    returns a pause, nothing is fetched. An *isolated* async task has an event loop and a thread of its own in a process
+    that runs several tasks.
     """
     keywords = {
         "retries": retries,
@@ -334,6 +337,7 @@ def consumer(
                 "gates": (*gates, *(dependency.gate for dependency in uses)),
                 "middleware": middleware,
                 "services": services,
+                "isolated": isolated,
             },
         )
 

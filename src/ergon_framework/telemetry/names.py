@@ -231,6 +231,25 @@ PAUSED: Final = Metric("ergon.paused", "gauge", "{loop}", "Loops paused by a gat
 EVENT_LOOP_BLOCKED: Final = Metric(
     "ergon.loop.blocked", "counter", "{time}", "Times the event loop was blocked for longer than the limit.", _STEP
 )
+# A solo run: a transaction on its last permitted delivery runs alone in its process.
+SOLO_RUNS: Final = Metric(
+    "ergon.solo.runs", "counter", "{transaction}", "Transactions that started on their last permitted delivery."
+)
+SOLO_PAUSES: Final = Metric(
+    "ergon.solo.pauses", "counter", "{pause}", "Pauses of a loop for such a transaction of another task."
+)
+SOLO_PAUSE_SECONDS: Final = Metric(
+    "ergon.solo.pauses.duration", "counter", "s", "Total seconds of pauses for such a transaction of another task."
+)
+SOLO_TIMEOUTS: Final = Metric(
+    "ergon.solo.timeouts",
+    "counter",
+    "{time}",
+    "Times a limit ended the wait of such a transaction for other tasks, or a pause for it.",
+)
+LOOPS_RESTARTED: Final = Metric(
+    "ergon.loop.restarts", "counter", "{time}", "Times a streaming loop ended with an error and was restarted."
+)
 PROCESSES: Final = Metric("ergon.processes", "gauge", "{process}", "Processes of `ergon run` for the task.")
 PROCESSES_DIED: Final = Metric("ergon.processes.died", "counter", "{process}", "Processes that exited unexpectedly.")
 
@@ -466,6 +485,11 @@ METRICS: Final = (
     QUEUE_WAIT_BUCKETS,
     PAUSED,
     EVENT_LOOP_BLOCKED,
+    LOOPS_RESTARTED,
+    SOLO_RUNS,
+    SOLO_PAUSES,
+    SOLO_PAUSE_SECONDS,
+    SOLO_TIMEOUTS,
     PROCESSES,
     PROCESSES_DIED,
     PROVIDER_CALLS,
@@ -517,6 +541,9 @@ class Event:
     LOOP_PAUSED: Final = "loop paused"
     LOOP_RESUMED: Final = "loop resumed"
     LOOP_ENDED: Final = "loop ended"
+    LOOP_RESTARTED: Final = "loop restarted"
+    SOLO_RUN_STARTED: Final = "solo run started"
+    SOLO_RUN_TIMED_OUT: Final = "solo run timed out"
     EVENT_LOOP_BLOCKED: Final = "event loop blocked"
     EVENT_LOOP_FREE: Final = "event loop free"
     MODULE_SHADOWED: Final = "module shadowed"

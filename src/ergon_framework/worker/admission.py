@@ -236,6 +236,13 @@ class Backlog:
         for delivery in self._admission.take_all_but_next():
             self.release(delivery, reason)
 
+    def release_ready(self, reason: str) -> None:
+        """Release the waiting deliveries and forget them, except those whose key a running transaction has."""
+        while (head := self._admission.head) is not None:
+            self._admission.pop_next()
+            self.release(head, reason)
+            self.forget(head)
+
     def release_all(self, reason: str) -> None:
         """Release all waiting deliveries."""
         for delivery in self._admission.take_all():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 from ergon_framework.connectors.base import Delivery
@@ -30,6 +31,7 @@ from ergon_framework.worker.lifecycle import DeliveryHandler, LifecycleSpec, Lif
 from ergon_framework.worker.report import Outcome, Report, StopReason
 from ergon_framework.worker.running import drain_end
 from ergon_framework.worker.settle import Settler, renew_leases
+from ergon_framework.worker.solo import SoloMember, SoloRun
 
 if TYPE_CHECKING:
     from ergon_framework.worker.policies import ConsumerPolicy
@@ -111,6 +113,8 @@ def process_events_until(condition: Callable[[], bool], mailbox: Mailbox, handle
 
 #: Event: new messages may have arrived.
 WAKE_EVENT: Final = object()
+#: Event: a solo run of another loop begins or ends, or that of this one may begin.
+SOLO_EVENT: Final = object()
 
 #: Seconds that settlements may still take after the drain, the wait for running work at shutdown.
 FLUSH_TIMEOUT_SECONDS = 0.5
@@ -157,6 +161,7 @@ class ConsumeLoop:
         observer: LoopObserver | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
         on_fetch: Callable[[], None] | None = None,
+        solo_run: SoloRun | None = None,
     ) -> None:
         self._clock = spec.clock
         self._connector_calls = connector_calls
@@ -194,6 +199,14 @@ class ConsumeLoop:
         self._is_wake_pending = False
         #: The running transaction is on its last permitted delivery and runs alone: a crash then has no other cause.
         self._runs_alone = False
+        #: This loop's part in the solo runs of the process; a loop by itself is the only member.
+        self._solo = SoloMember(
+            solo_run or SoloRun(spec.clock.monotonic),
+            partial(self.mailbox.put_from_any_thread, SOLO_EVENT),
+            spec.clock.monotonic,
+        )
+        #: No fetch follows: waiting deliveries are not released for a solo run of another loop.
+        self._is_draining = False
         self._fetch_error: FetchException | None = None
         self._fetcher: Fetcher | None = None
 
@@ -230,6 +243,7 @@ class ConsumeLoop:
     def run(self) -> Script[Report]:
         """Consume until there is a reason to end; return the report, or raise with it attached."""
         self._observer.on_loop_start(self._count_slots)
+        self._solo.join()
         if self._loop.timeout is not None:
             self._deadline = self._clock.monotonic() + self._loop.timeout
         settle_slot = yield from spawn(self._settler.run(), notify=self.mailbox, counted=False)
@@ -257,7 +271,12 @@ class ConsumeLoop:
         self.report.still_running = len(self._slot_table.abandoned)
         self.report.late_results = self._late_results()
         self._observer.on_loop_end(end)
+        self.leave()
         return self._conclude(end)
+
+    def leave(self) -> None:
+        """Leave the solo runs of the process; to be called as well if the driver of the loop fails."""
+        self._solo.leave()
 
     def _conclude(self, end: StopReason) -> Report:
         """Return the report, or raise the error that *end* stands for, with the report."""
@@ -396,7 +415,8 @@ class ConsumeLoop:
         """Wait for events, handle them and start ready work; return why the loop ends, if it does."""
         monotonic = self._clock.monotonic
         # A stall ends a loop that is not streaming; a streaming one continues, and its probe shows that it is not live.
-        until = min(until, self._deadline, NEVER if self._loop.streaming else self._slot_table.stall_deadline)
+        stall_deadline = NEVER if self._loop.streaming else self._slot_table.stall_deadline
+        until = min(until, self._deadline, self._solo.deadline, stall_deadline)
         events = yield from wait(self.mailbox, count=count, until=until)
         if isinstance(events, Interrupted):
             return StopReason.STOP
@@ -412,6 +432,7 @@ class ConsumeLoop:
         """Return the number of transactions to request: the loop fetches none that could not start."""
         if (
             self._runs_alone
+            or self._solo.is_held
             or self._backlog.has_last_delivery
             or self._has_pending_settlements(self._policy.steps.settle.max_pending)
         ):
@@ -437,7 +458,9 @@ class ConsumeLoop:
                 yield from self._interrupt_lost(event.receipts)
         # A transaction on its last permitted delivery runs alone until it is settled: if the process were killed
         # before, the transaction would be dead-lettered, although other work may have killed the process.
-        self._runs_alone = self._runs_alone and (bool(self._slot_table.running) or self._has_pending_settlements())
+        if self._runs_alone and not self._slot_table.running and not self._has_pending_settlements():
+            self._runs_alone = False
+            self._solo.finish()
 
     def mark_lost(self, receipts: Iterable[Any], signal: Callable[[Mailbox, Any], None]) -> None:
         """Mark these claims as lost, effective immediately; callable from any thread."""
@@ -458,6 +481,8 @@ class ConsumeLoop:
 
     def _start_waiting(self) -> Script[None]:
         """Start waiting deliveries, as far as there are free slots."""
+        if (self._solo.is_held or self._solo.paused_at is not None) and self._pause_for_solo():
+            return
         free = self._slot_table.free
         while free > 0 and self._can_start():
             free -= 1
@@ -470,18 +495,42 @@ class ConsumeLoop:
     def _can_start(self) -> bool:
         """Return whether the next delivery may start next to the running ones.
 
-        The last permitted delivery of a transaction runs alone: if it kills the process, no other transaction loses
-        a delivery. So the other waiting deliveries are released first.
+        The last permitted delivery of a transaction runs alone in the process: if it kills the process, no other
+        transaction loses a delivery. So the other waiting deliveries are released first.
         """
+        if self._runs_alone:
+            return False
         head = self._backlog.peek()
-        if head is None or self._runs_alone:
+        if head is None:
+            self._solo.finish()  # the claim of a delivery that waited for its solo run may be lost
             return False
         if head.deliveries < self._loop.max_deliveries:
             return True
         if len(self._backlog) > 1:
             self._backlog.release_all_but_next("alone")
-        self._runs_alone = not self._slot_table.running and not self._has_pending_settlements()
-        return self._runs_alone
+        if self._slot_table.running or self._has_pending_settlements():
+            self._solo.finish()  # the settlement of a call that exits late; the request follows it
+            return False
+        start = self._solo.try_start()
+        if start is None:
+            return False
+        self._runs_alone = True
+        self._observer.on_solo_start(head, start)
+        return True
+
+    def _pause_for_solo(self) -> bool:
+        """Start nothing during a solo run of another loop; return False once it is over, or takes too long."""
+        solo = self._solo
+        if solo.is_held and solo.pause():
+            if not self._is_draining:
+                self._backlog.release_ready("alone")
+            if not self._slot_table.running and not self._has_pending_settlements():
+                solo.confirm()
+            return True
+        pause = solo.resume()
+        if pause is not None:
+            self._observer.on_solo_pause_end(pause)
+        return False
 
     def _has_pending_settlements(self, minimum: int = 1) -> bool:
         """Return whether *minimum* or more settlements are pending; if so, the settler notifies the loop's mailbox."""
@@ -500,6 +549,7 @@ class ConsumeLoop:
         limit; a stop, a timeout or a stall during that time starts the limited drain.
         """
         monotonic = self._clock.monotonic
+        self._is_draining = True
         #: The end of the drain; and the end of the wait for abandoned calls whose settlements wait for their exit, in a
         #: drain that has no end of its own.
         until = abandon_deadline = NEVER
@@ -547,6 +597,8 @@ class ConsumeLoop:
     def _release_waiting(self, end: StopReason) -> float:
         """Release deliveries that have not started; return the end of the drain."""
         self._backlog.release_all(end.value)
+        if not self._runs_alone:
+            self._solo.finish()
         if end is StopReason.FETCH:
             return NEVER
         return drain_end(self._loop, end, now=self._clock.monotonic(), deadline=self._deadline)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ergon_framework.engine.retry import FailedAttempt, Step, StepObserver, StepResult
     from ergon_framework.transaction import Transaction
     from ergon_framework.worker.report import Outcome, StopReason
+    from ergon_framework.worker.solo import SoloPause, SoloStart
 
 
 class TransactionObserver(Protocol):
@@ -72,6 +73,12 @@ class LoopObserver:
 
     def on_pause(self, reason: str | None) -> None:
         """Handle a gate that pauses the loop, or the end of the pause (None)."""
+
+    def on_solo_start(self, delivery: Delivery, start: SoloStart) -> None:
+        """Handle the start of a transaction on its last permitted delivery, which runs alone in the process."""
+
+    def on_solo_pause_end(self, pause: SoloPause) -> None:
+        """Handle the end of a pause for such a transaction of another loop."""
 
     def on_transaction_start(self, transaction: Transaction, delivery: Delivery | None) -> TransactionObserver | None:  # noqa: ARG002 - for subclasses
         """Handle the start of a lifecycle; return its observer, None if it is not recorded."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from ergon_framework.worker.report import StopReason
+from ergon_framework.worker.solo import SoloRun
 
 
 class DrainRules(Protocol):
@@ -55,6 +56,8 @@ class RunningLoops:
         self._lock = threading.Lock()
         self._running: dict[object, tuple[RunningLoop, Callable[[], None]]] = {}
         self._wakes: dict[object, Callable[[], None]] = {}
+        #: Coordinates the loops of all tasks of a process; None for a task that runs by itself.
+        self.solo_run: SoloRun | None = None
         #: Called once, after the first fetch of a loop that returned transactions, and before the first one starts.
         self.on_first_fetch: Callable[[], None] | None = None
 

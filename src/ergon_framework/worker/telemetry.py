@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ergon_framework.worker.events import TransactionObserver
     from ergon_framework.worker.policies import ConsumerPolicy, ProducerPolicy
     from ergon_framework.worker.report import StopReason
+    from ergon_framework.worker.solo import SoloPause, SoloStart
 
 
 def count_outcome(metrics: LoopMetrics, outcome: Outcome) -> None:
@@ -260,6 +261,25 @@ class TelemetryObserver(LoopObserver):
             return
         self._metrics.paused = redaction.redacted_repr(self.options.redact, Attribute.REASON, reason)[:MAX_REASON_CHARS]
         self._log_event(logging.WARNING, Event.LOOP_PAUSED, {Field.REASON: self._metrics.paused})
+
+    def on_solo_start(self, delivery: Delivery, start: SoloStart) -> None:
+        self._metrics.add(names.SOLO_RUNS)
+        fields = _build_identity_fields(delivery.transaction) | {
+            Field.DELIVERIES: delivery.deliveries,
+            Field.SECONDS: round(start.waited, 3),
+        }
+        if start.alone:
+            self._log_event(logging.INFO, Event.SOLO_RUN_STARTED, fields)
+        else:
+            self._metrics.add(names.SOLO_TIMEOUTS)
+            self._log_event(logging.WARNING, Event.SOLO_RUN_TIMED_OUT, fields)
+
+    def on_solo_pause_end(self, pause: SoloPause) -> None:
+        self._metrics.add(names.SOLO_PAUSES)
+        self._metrics.add(names.SOLO_PAUSE_SECONDS, amount=pause.seconds)
+        if pause.timed_out:
+            self._metrics.add(names.SOLO_TIMEOUTS)
+            self._log_event(logging.WARNING, Event.SOLO_RUN_TIMED_OUT, {Field.SECONDS: round(pause.seconds, 3)})
 
     def on_loop_end(self, end: StopReason) -> None:
         if self._batch_spans is not None:

@@ -18,6 +18,7 @@ from ergon_framework.cli.output import configure_logging
 from ergon_framework.runner.exit import RunExit
 from ergon_framework.runner.process import ParentCommand, RunResult, ShutdownStage
 from ergon_framework.runner.supervisor import SupervisorResult
+from ergon_framework.runner.task_runner import TaskResult
 from ergon_framework.worker.policies import ConsumerPolicy
 from ergon_framework.worker.report import Report, StopReason
 
@@ -78,7 +79,7 @@ def test_on_a_terminal_the_summary_is_a_table_without_markup_in_errors(monkeypat
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(summary, "Console", lambda: Console(force_terminal=True, width=80))
     report = Report(stop_reason=StopReason.STOP, still_running=2, rejected={"expired": 3})
-    summary.show("charge", RunResult(report))
+    summary.show(RunResult((TaskResult("charge", report),)))
     output = capsys.readouterr().out
     assert all(text in output for text in ("charge", "stopped by a signal", "still running", "rejected, expired"))
 
@@ -86,14 +87,14 @@ def test_on_a_terminal_the_summary_is_a_table_without_markup_in_errors(monkeypat
 @pytest.mark.parametrize(
     "result, expected",
     [
-        (RunResult(None, forced=True), "exited while the task was still running"),
-        (RunResult(None, OSError("x")), "failed"),
+        (RunResult((TaskResult("charge", None),), forced=True), "exited while the task was still running"),
+        (RunResult((TaskResult("charge", None, OSError("x")),)), "failed"),
     ],
 )
 def test_without_a_report_the_summary_states_the_result(result, expected, capsys):
-    summary.show("charge", result)
+    summary.show(result)
     assert expected in capsys.readouterr().out
-    assert json.loads(summary.to_json_line("charge", result))["exit_code"] == result.exit
+    assert json.loads(summary.to_json_line(result))["exit_code"] == result.exit
 
 
 def test_without_its_libraries_the_command_names_the_extra(monkeypatch, capsys):
@@ -114,7 +115,9 @@ def test_the_command_is_the_app(monkeypatch, capsys):
 
 def test_the_help_has_the_whole_sentence_of_each_command():
     help_text = " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
-    assert "run Run a task until its queue or input is empty, its limit is reached, or a signal arrives." in help_text
+    assert (
+        "run Run tasks until their queues or input are empty, their limit is reached, or a signal arrives." in help_text
+    )
     assert "..." not in help_text.partition("Commands:")[2]
 
 
@@ -177,7 +180,8 @@ def test_the_reason_for_giving_up_is_printed_without_a_report(run_cli, tmp_path)
 
 def test_the_summary_of_several_processes_names_rejections_and_running_calls(capsys):
     report = {"task": "charge", "stop_reason": None, "still_running": 1, "rejected": {"expired": 2}}
-    summary.show_all("charge", SupervisorResult(RunExit.FORCED, [report, report], reason="it would not end"))
+    reports = [{"tasks": [report]}, {"tasks": [report]}]
+    summary.show_all(SupervisorResult(RunExit.FORCED, reports, reason="it would not end"))
     output = capsys.readouterr().out
     assert all(text in output for text in ("it would not end", "still running      2", "rejected, expired  4"))
 
@@ -266,3 +270,41 @@ def test_a_stop_command_before_loading_exits_and_later_commands_reach_the_proces
     )
     commands(ParentCommand.STOP_NOW)
     assert received == [ParentCommand.STOP_NOW]
+
+
+MANY_APP = """
+from ergon_framework import MemoryConnector, Transaction, consumer
+
+def fill(name):
+    queue = MemoryConnector(name)
+    queue.dispatch([Transaction("1"), Transaction("2")])
+    return queue
+
+@consumer(fill("orders"))
+def charge(order): ...
+
+@consumer(fill("letters"))
+async def email(letter): ...
+"""
+
+
+def test_a_module_runs_all_its_tasks_with_the_settings_of_each(run_cli, tmp_path):
+    (tmp_path / "cliapp.py").write_text(MANY_APP, encoding="utf-8")
+    (tmp_path / "ergon.toml").write_text("[tasks.email.policy.loop]\nlimit = 1\n", encoding="utf-8")
+    result = run_cli("run", "cliapp", "--json")
+    report = json.loads(result.stdout)
+    assert [(each["task"], each["started"], each["stop_reason"]) for each in report["tasks"]] == [
+        ("charge", 2, "empty"),
+        ("email", 1, "limit"),
+    ]
+    assert report["exit_code"] == result.exit_code == RunExit.OK
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [(("--policy", "policy.toml"), "ergon.toml"), (("--input", "-"), "--input is for one producer")],
+)
+def test_an_option_of_one_task_is_refused_for_several(run_cli, tmp_path, option, message):
+    (tmp_path / "cliapp.py").write_text(MANY_APP, encoding="utf-8")
+    result = run_cli("run", "cliapp:charge", "cliapp:email", *option)
+    assert (result.exit_code, message in result.stderr) == (RunExit.USAGE, True)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.runner.loading import load_policy, load_task
+from ergon_framework.runner.loading import load_policy, load_task, load_tasks
 from ergon_framework.worker.policies import ConsumerPolicy
 
 APP = """
@@ -101,4 +101,92 @@ def test_the_error_for_an_invalid_policy_file_names_the_place(tmp_path, name, co
     with pytest.raises(ConfigurationError) as caught:
         load_policy(tmp_path / name, ConsumerPolicy)
     assert name in str(caught.value)
+    assert message in str(caught.value)
+
+
+SHARED_APP = """
+from ergon_framework import ConsumerMixin, MemoryConnector, Task, consumer, producer
+from otherapp import refund
+
+@consumer(MemoryConnector("orders"))
+def charge(order): ...
+
+again = charge
+
+@consumer(MemoryConnector("letters"))
+async def email(letter): ...
+
+@producer(MemoryConnector("orders"))
+def send(order): ...
+
+class Ship(ConsumerMixin, Task):
+    def process_transaction(self, transaction): ...
+
+ship = Ship(MemoryConnector("parcels"))
+"""
+OTHER_APP = """
+from ergon_framework import ConsumerMixin, MemoryConnector, Task, consumer
+
+@consumer(MemoryConnector("refunds"))
+def refund(order): ...
+
+@consumer(MemoryConnector("charges"))
+def charge(order): ...
+
+queue = MemoryConnector("both")
+
+@consumer(queue)
+def first(order): ...
+
+@consumer(queue)
+def second(order): ...
+"""
+
+
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "sharedpkg"
+    package.mkdir()
+    (tmp_path / "sharedapp.py").write_text(SHARED_APP, encoding="utf-8")
+    (tmp_path / "otherapp.py").write_text(OTHER_APP, encoding="utf-8")
+    (tmp_path / "importerapp.py").write_text("from otherapp import refund\n", encoding="utf-8")
+    (package / "__init__.py").write_text("from sharedpkg.inner import charge, ship\n", encoding="utf-8")
+    (package / "inner.py").write_text(SHARED_APP, encoding="utf-8")
+    yield
+    for name in ("sharedapp", "otherapp", "importerapp", "sharedpkg", "sharedpkg.inner"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    "names, tasks",
+    [
+        (["sharedapp"], ["charge", "email", "Ship"]),
+        (["sharedapp:charge"], ["charge"]),
+        (["sharedapp:send"], ["send"]),
+        (["sharedapp:email", "sharedapp:charge"], ["email", "charge"]),
+        (["sharedapp:email", "sharedapp", "sharedapp:again"], ["email", "charge", "Ship"]),
+        (["sharedapp:email", "otherapp:refund"], ["email", "refund"]),
+        (["sharedpkg"], ["charge", "Ship"]),
+    ],
+)
+def test_a_module_stands_for_its_own_consumers(shared, names, tasks):
+    assert [task.name for task in load_tasks(names)] == tasks
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        (["importerapp"], "has no consumer of its own"),
+        (["sharedapp.py"], "is a file; name the module: sharedapp:TASK"),
+        (["nosuchapp"], "there is no module 'nosuchapp'"),
+        (["sharedapp:charge", "otherapp:charge"], "are both called 'charge'"),
+        (["sharedapp:charge", "otherapp:charge"], "name one of them with @consumer(name=…)"),
+        (["sharedapp:charge", "sharedapp:send"], "a task that only produces"),
+        (["otherapp:first", "otherapp:second"], "consume the same queue, 'both'"),
+    ],
+)
+def test_tasks_that_cannot_share_a_process_are_rejected_with_the_remedy(shared, names, message):
+    with pytest.raises(ConfigurationError) as caught:
+        load_tasks(names)
     assert message in str(caught.value)

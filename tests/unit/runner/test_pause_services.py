@@ -20,8 +20,8 @@ def make_settings(dsn="postgresql://nowhere", is_pausable=True):
     "settings", [make_settings(dsn=None), make_settings(is_pausable=False)], ids=["no database", "not wanted"]
 )
 def test_there_is_no_gate_without_a_database_or_when_pauses_are_disabled(settings, caplog):
-    with pause_gates(SimpleNamespace(name="charge"), settings) as gates:
-        assert gates == ()
+    with pause_gates([SimpleNamespace(name="charge")], settings) as gates:
+        assert gates == [()]
     assert not caplog.records
 
 
@@ -30,8 +30,8 @@ def test_a_worker_without_the_library_runs_and_says_that_pauses_do_not_reach_it(
     for module in [name for name in sys.modules if name.startswith("ergon_framework.connectors.postgres")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    with caplog.at_level(logging.WARNING), pause_gates(SimpleNamespace(name="charge"), make_settings()) as gates:
-        assert gates == ()
+    with caplog.at_level(logging.WARNING), pause_gates([SimpleNamespace(name="charge")], make_settings()) as gates:
+        assert gates == [()]
     (record,) = caplog.records
     assert get_event(record) == "pause channel unavailable"
     assert record.task == "charge"

@@ -15,9 +15,11 @@ from ergon_framework.errors import ConnectionLostError
 from ergon_framework.runner import shutdown
 from ergon_framework.runner.exit import RunExit
 from ergon_framework.runner.probes import ProcessHealth
-from ergon_framework.runner.process import ParentCommand, Process, RunResult, ShutdownStage, StopRequest
+from ergon_framework.runner.process import ParentCommand, Process, RunResult, ShutdownStage
+from ergon_framework.runner.settings import RestartSettings
 from ergon_framework.runner.shutdown import exit_process, flush_telemetry, force_exit_at_deadline
 from ergon_framework.runner.signals import BackgroundCaller
+from ergon_framework.runner.task_runner import StopRequest, TaskResult, TaskSetup
 from ergon_framework.worker.report import Report, StopReason
 
 
@@ -38,14 +40,26 @@ def make_task(variant, action, **options):
     return consumer(queue, **options)(handle if variant == "def" else handle_async)
 
 
+def make_process(task, policy, *, depth=None, **options):
+    restart = RestartSettings(backoff=0.01, attempts=2)
+    return Process([TaskSetup(task, policy, depth=depth)], restart=restart, **options)
+
+
+OK_TASK = TaskResult("charge", Report())
+
+
 @pytest.fixture(params=["def", "async def"])
 def variant(request):
     return request.param
 
 
 def test_a_run_ends_when_the_queue_is_empty(variant):
-    result = Process(make_task(variant, lambda: None), make_policy()).run()
-    assert (result.exit, result.report.stop_reason, result.report.finished) == (RunExit.OK, StopReason.EMPTY, 2)
+    result = make_process(make_task(variant, lambda: None), make_policy()).run()
+    assert (result.exit, result.tasks[0].report.stop_reason, result.tasks[0].report.finished) == (
+        RunExit.OK,
+        StopReason.EMPTY,
+        2,
+    )
     assert not result.has_abandoned_work
 
 
@@ -54,8 +68,12 @@ def test_a_signal_stops_the_loop_and_restores_the_signal_handlers(variant):
     previous_handler = signal.getsignal(signal.SIGTERM)
     signalled = Event()
     task = make_task(variant, lambda: (os.kill(os.getpid(), signal.SIGTERM), signalled.wait(10)))
-    result = Process(task, make_policy(streaming=True), on_signal=lambda *_: signalled.set()).run()
-    assert (result.exit, result.report.stop_reason, result.report.started) == (RunExit.OK, StopReason.STOP, 1)
+    result = make_process(task, make_policy(streaming=True), on_signal=lambda *_: signalled.set()).run()
+    assert (result.exit, result.tasks[0].report.stop_reason, result.tasks[0].report.started) == (
+        RunExit.OK,
+        StopReason.STOP,
+        1,
+    )
     assert signal.getsignal(signal.SIGTERM) is previous_handler
 
 
@@ -65,7 +83,7 @@ def test_a_handler_call_that_does_not_exit_is_abandoned():
     on_signal = lambda *_: None  # noqa: E731 - a listener that has nothing to say
     try:
         task = make_task("def", lambda: (os.kill(os.getpid(), signal.SIGTERM), release.wait()))
-        result = Process(task, make_policy(drain_timeout=0.05), on_signal=on_signal).run()
+        result = make_process(task, make_policy(drain_timeout=0.05), on_signal=on_signal).run()
         assert (result.exit, result.has_abandoned_work) == (RunExit.LEFT_BEHIND, True)
     finally:
         release.set()
@@ -76,8 +94,8 @@ def test_a_task_that_does_not_end_forces_the_exit():
     release = Event()
     try:
         task = make_task("async def", lambda: (os.kill(os.getpid(), signal.SIGTERM), release.wait()))
-        result = Process(task, make_policy(drain_timeout=0.0)).run()
-        assert (result.exit, result.report) == (RunExit.FORCED, None)
+        result = make_process(task, make_policy(drain_timeout=0.0)).run()
+        assert (result.exit, result.tasks[0].report) == (RunExit.FORCED, None)
     finally:
         release.set()
 
@@ -86,13 +104,13 @@ def test_an_error_of_the_lifespan_fails_the_run(variant):
     def fail_startup():
         raise OSError("no pool")
 
-    result = Process(make_task(variant, lambda: None, lifespan=fail_startup), make_policy()).run()
-    assert (result.exit, repr(result.error)) == (RunExit.FAILED, "OSError('no pool')")
+    result = make_process(make_task(variant, lambda: None, lifespan=fail_startup), make_policy()).run()
+    assert (result.exit, repr(result.tasks[0].error)) == (RunExit.FAILED, "OSError('no pool')")
 
 
 def test_a_loop_timeout_has_a_report_and_its_own_exit_code(variant):
-    result = Process(make_task(variant, lambda: None), make_policy(streaming=True, timeout=0.05)).run()
-    assert (result.exit, result.report.stop_reason) == (RunExit.TIMEOUT, StopReason.TIMEOUT)
+    result = make_process(make_task(variant, lambda: None), make_policy(streaming=True, timeout=0.05)).run()
+    assert (result.exit, result.tasks[0].report.stop_reason) == (RunExit.TIMEOUT, StopReason.TIMEOUT)
 
 
 class StoppableTask:
@@ -137,19 +155,19 @@ def test_a_stop_after_the_event_loop_closed_is_ignored():
 
 def test_the_force_exit_timer_exits_at_the_deadline_with_the_code():
     exit_codes = []
-    force_exit_at_deadline(RunResult(Report(), deadline=time.monotonic()), force_exit=exit_codes.append).join(10)
+    force_exit_at_deadline(RunResult((OK_TASK,), deadline=time.monotonic()), force_exit=exit_codes.append).join(10)
     assert exit_codes == [RunExit.OK]
 
 
 def test_without_abandoned_work_the_exit_is_normal():
-    assert exit_process(RunResult(Report())) == RunExit.OK
+    assert exit_process(RunResult((OK_TASK,))) == RunExit.OK
 
 
 def test_with_abandoned_work_the_exit_does_not_wait(monkeypatch, capsys):
     exit_codes = []
     monkeypatch.setattr(os, "_exit", exit_codes.append)
     monkeypatch.setattr(shutdown.logging, "shutdown", lambda: None)
-    exit_process(RunResult(Report(still_running=1), deadline=time.monotonic() + 10))
+    exit_process(RunResult((TaskResult("charge", Report(still_running=1)),), deadline=time.monotonic() + 10))
     assert exit_codes == [RunExit.LEFT_BEHIND]
 
 
@@ -165,7 +183,7 @@ def test_telemetry_is_flushed_within_the_remaining_time(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", trace)
     monkeypatch.delitem(sys.modules, "opentelemetry.metrics", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry._logs", type(sys)("logs"))
-    flush_telemetry(RunResult(Report(), deadline=time.monotonic() + 2))
+    flush_telemetry(RunResult((OK_TASK,), deadline=time.monotonic() + 2))
     (timeout_ms,) = timeouts
     assert 0 < timeout_ms <= 2000
 
@@ -177,7 +195,7 @@ def test_an_exporter_that_hangs_or_fails_does_not_block_the_exit(monkeypatch):
     metrics.get_meter_provider = lambda: TelemetryProvider(lambda _: 1 / 0)
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", trace)
     monkeypatch.setitem(sys.modules, "opentelemetry.metrics", metrics)
-    flush_telemetry(RunResult(Report(), deadline=time.monotonic() + 0.05))
+    flush_telemetry(RunResult((OK_TASK,), deadline=time.monotonic() + 0.05))
     release.set()
 
 
@@ -185,7 +203,7 @@ def test_a_configuration_error_of_the_task_is_a_usage_error(variant):
     def fail_startup():
         raise ConfigurationError("no such service")
 
-    result = Process(make_task(variant, lambda: None, lifespan=fail_startup), make_policy()).run()
+    result = make_process(make_task(variant, lambda: None, lifespan=fail_startup), make_policy()).run()
     assert result.exit is RunExit.USAGE
 
 
@@ -208,7 +226,7 @@ def wait_for_stage(stages, expected_stage):
 @pytest.mark.spec("RUN-01", "CON-36")
 def test_a_stop_command_drains_and_every_stage_is_reported_in_order(variant):
     process, stages = make_recorded_process(
-        lambda record_stage: Process(
+        lambda record_stage: make_process(
             make_task(
                 variant,
                 lambda: (process.handle_command(ParentCommand.STOP), wait_for_stage(stages, ShutdownStage.DRAINING)),
@@ -219,7 +237,11 @@ def test_a_stop_command_drains_and_every_stage_is_reported_in_order(variant):
         )
     )
     result = process.run()
-    assert (result.exit, result.report.stop_reason, result.report.started) == (RunExit.OK, StopReason.STOP, 1)
+    assert (result.exit, result.tasks[0].report.stop_reason, result.tasks[0].report.started) == (
+        RunExit.OK,
+        StopReason.STOP,
+        1,
+    )
     assert wait_for_stage(stages, ShutdownStage.EXITING) == ["draining", "exiting"]
 
 
@@ -228,7 +250,7 @@ def test_after_the_drain_remaining_claims_are_released():
     release = Event()
     try:
         process, stages = make_recorded_process(
-            lambda record_stage: Process(
+            lambda record_stage: make_process(
                 make_task("def", lambda: (process.handle_command(ParentCommand.STOP), release.wait())),
                 make_policy(drain_timeout=0.2),
                 on_stage=record_stage,
@@ -245,7 +267,7 @@ def test_a_process_that_does_not_exit_is_reported_as_killed():
     release = Event()
     try:
         process, stages = make_recorded_process(
-            lambda record_stage: Process(
+            lambda record_stage: make_process(
                 make_task("async def", lambda: (process.handle_command(ParentCommand.STOP), release.wait())),
                 make_policy(drain_timeout=0.0),
                 on_stage=record_stage,
@@ -262,7 +284,7 @@ def test_a_stop_now_command_ends_the_drain_even_as_the_first_command(variant):
     release = Event()
     try:
         task = make_task("def", lambda: (process.handle_command(ParentCommand.STOP_NOW), release.wait()))
-        process = Process(task, make_policy(drain_timeout=60.0), supervised=True)
+        process = make_process(task, make_policy(drain_timeout=60.0), supervised=True)
         started_at = time.monotonic()
         assert process.run().exit is RunExit.LEFT_BEHIND
         assert time.monotonic() - started_at < 10
@@ -282,15 +304,15 @@ def test_with_a_parent_a_second_signal_does_not_shorten_the_drain():
             os.kill(os.getpid(), signal.SIGINT)
 
     task = make_task("def", lambda: (os.kill(os.getpid(), signal.SIGTERM), second_signal.wait(10)))
-    result = Process(task, make_policy(drain_timeout=60.0), on_signal=record_signal, supervised=True).run()
-    assert (result.exit, result.report.counts["succeeded"], signal_counts) == (RunExit.OK, 1, [1, 2])
+    result = make_process(task, make_policy(drain_timeout=60.0), on_signal=record_signal, supervised=True).run()
+    assert (result.exit, result.tasks[0].report.counts["succeeded"], signal_counts) == (RunExit.OK, 1, [1, 2])
 
 
 @pytest.mark.spec("RUN-02")
 def test_health_follows_the_run(variant):
     observed = []
     task = make_task(variant, lambda: observed.append(process.health()))
-    process = Process(task, make_policy(limit=1), event_loop_timeout=60.0)
+    process = make_process(task, make_policy(limit=1), event_loop_timeout=60.0)
     assert process.health() == ProcessHealth(live=True, ready=False, reasons=("starting",))
     process.run()
     assert observed == [ProcessHealth(live=True, ready=True)]
@@ -315,7 +337,7 @@ def test_a_process_whose_slots_are_all_blocked_is_not_live():
         }
     )
     try:
-        process = Process(make_task("def", release.wait), policy)
+        process = make_process(make_task("def", release.wait), policy)
         Thread(target=observe_health, daemon=True).start()
         process.run()
     finally:
@@ -334,7 +356,7 @@ def test_a_process_whose_event_loop_is_blocked_is_not_live_and_names_the_cause()
             time.sleep(0.01)
         observed.append(process.health())
 
-    process = Process(make_task("async def", observe_health), make_policy(limit=1), event_loop_timeout=0.1)
+    process = make_process(make_task("async def", observe_health), make_policy(limit=1), event_loop_timeout=0.1)
     process.run()
     assert (observed[0].live, observed[0].ready) == (False, False)
     assert "by process of handle_async, in " in observed[0].reasons[0]
@@ -370,7 +392,7 @@ def test_a_process_without_a_connection_to_its_broker_is_live_but_not_ready():
 
     queue = DisconnectedQueue()
     policy = ConsumerPolicy.load({"loop": {"streaming": True}, "steps": {"fetch": {"retry": {"backoff": 0.01}}}})
-    process = Process(consumer(queue)(lambda order: None), policy)
+    process = make_process(consumer(queue)(lambda order: None), policy)
     Thread(target=observe_health, daemon=True).start()
     process.run()
     reason = "the connector cannot be read: ConnectionLostError: no line to db:5432, password=[hidden]"
@@ -413,7 +435,7 @@ def wait_for_health(process, reason):
 @pytest.mark.parametrize("variant", HANDLERS_BY_VARIANT)
 def test_a_start_waits_for_a_server_that_is_unavailable_and_names_the_cause(variant):
     queue, observed = UnopenableQueue(), []
-    process = Process(consumer(queue)(HANDLERS_BY_VARIANT[variant]), OPEN_RETRY_POLICY)
+    process = make_process(consumer(queue)(HANDLERS_BY_VARIANT[variant]), OPEN_RETRY_POLICY)
     reason = "the connector cannot be opened: ConnectionLostError: the disk of the database is full, password=[hidden]"
 
     def observe_health():
@@ -424,7 +446,7 @@ def test_a_start_waits_for_a_server_that_is_unavailable_and_names_the_cause(vari
 
     Thread(target=observe_health, daemon=True).start()
     result = process.run()
-    assert (result.exit, result.error) == (RunExit.OK, None)
+    assert (result.exit, result.tasks[0].error) == (RunExit.OK, None)
     assert observed == [ProcessHealth(live=True, ready=False, reasons=(reason,)), ProcessHealth(live=True, ready=True)]
     assert queue.attempts > 1
 
@@ -436,7 +458,7 @@ def test_a_stop_ends_a_start_that_waits(variant):
     retry = {"backoff": 3600.0, "cap": 0.0}
     loop = {"streaming": True, "drain_timeout": 5.0}
     policy = ConsumerPolicy.load({"loop": loop, "steps": {"fetch": {"retry": retry}}})
-    process = Process(consumer(queue)(HANDLERS_BY_VARIANT[variant]), policy)
+    process = make_process(consumer(queue)(HANDLERS_BY_VARIANT[variant]), policy)
 
     def observe_health():
         deadline = time.monotonic() + 10
@@ -446,19 +468,19 @@ def test_a_stop_ends_a_start_that_waits(variant):
 
     Thread(target=observe_health, daemon=True).start()
     result = process.run()
-    assert (result.exit, result.report.stop_reason, queue.attempts) == (RunExit.OK, StopReason.STOP, 1)
+    assert (result.exit, result.tasks[0].report.stop_reason, queue.attempts) == (RunExit.OK, StopReason.STOP, 1)
 
 
 @pytest.mark.spec("SEC-15")
 @pytest.mark.parametrize("variant", HANDLERS_BY_VARIANT)
 def test_a_run_that_ends_with_its_queue_does_not_wait_at_its_start(variant):
     queue = UnopenableQueue()
-    process = Process(consumer(queue)(HANDLERS_BY_VARIANT[variant]), ConsumerPolicy())
+    process = make_process(consumer(queue)(HANDLERS_BY_VARIANT[variant]), ConsumerPolicy())
     limit = Timer(10, process.handle_command, [ParentCommand.STOP])
     limit.start()
     result = process.run()
     limit.cancel()
-    assert (result.exit, type(result.error), queue.attempts) == (RunExit.FAILED, ConnectionLostError, 1)
+    assert (result.exit, type(result.tasks[0].error), queue.attempts) == (RunExit.FAILED, ConnectionLostError, 1)
 
 
 @contextmanager
@@ -480,17 +502,17 @@ async def empty_lifespan_async():
     indirect=["variant"],
 )
 def test_a_lifespan_of_the_other_variant_is_rejected_with_an_explanation(variant, lifespan, message):
-    result = Process(make_task(variant, lambda: None, lifespan=lifespan), make_policy()).run()
+    result = make_process(make_task(variant, lambda: None, lifespan=lifespan), make_policy()).run()
     assert result.exit is RunExit.USAGE
-    assert message in str(result.error)
+    assert message in str(result.tasks[0].error)
 
 
 def test_a_type_error_inside_a_lifespan_is_reported_unchanged(variant):
     def fail_startup():
         raise TypeError("no pool")
 
-    result = Process(make_task(variant, lambda: None, lifespan=fail_startup), make_policy()).run()
-    assert (result.exit, str(result.error)) == (RunExit.FAILED, "no pool")
+    result = make_process(make_task(variant, lambda: None, lifespan=fail_startup), make_policy()).run()
+    assert (result.exit, str(result.tasks[0].error)) == (RunExit.FAILED, "no pool")
 
 
 @pytest.mark.parametrize("stage", ShutdownStage)

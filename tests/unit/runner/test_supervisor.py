@@ -32,7 +32,7 @@ def report(kind, **told):
 def told():
     return os.read(orders, 100).decode().split()
 def ended(end, code=0):
-    report("ended", stop_reason=end, task="charge")
+    report("ended", tasks=[{"task": "charge", "stop_reason": end}])
     sys.exit(code)
 def loaded(drain=30.0):
     report("loaded", drain=drain)
@@ -89,7 +89,7 @@ def send_sigterm():
 def test_the_run_ends_when_every_process_has_ended_normally(harness):
     result = harness.run("loaded(); ended('empty')", processes=3)
     assert (result.exit, result.restarts, result.reason) == (RunExit.OK, 0, None)
-    assert [report["stop_reason"] for report in result.reports] == ["empty"] * 3
+    assert [report["tasks"][0]["stop_reason"] for report in result.reports] == ["empty"] * 3
     assert all(len(harness.pids(number)) == 1 for number in (1, 2, 3))
 
 
@@ -213,7 +213,10 @@ open(f"heard-{{number}}", "w").write(" ".join(heard))
 def test_a_signal_sends_a_stop_command_to_every_process(harness):
     harness.call_when_file_exists("up-2", send_sigterm)
     result = harness.run(STOP_PROGRAM.format(drain=7) + "ended('stop')")
-    assert (result.exit, [report["stop_reason"] for report in result.reports]) == (RunExit.OK, ["stop", "stop"])
+    assert (result.exit, [report["tasks"][0]["stop_reason"] for report in result.reports]) == (
+        RunExit.OK,
+        ["stop", "stop"],
+    )
     assert [(harness.folder / f"heard-{number}").read_text() for number in (1, 2)] == ["stop", "stop"]
     assert harness.signals == [(signal.SIGTERM, 1, 7.0)]
 

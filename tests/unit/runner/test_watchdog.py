@@ -57,7 +57,7 @@ def recorder():
 
 
 async def run_watched(task, limit=0.5):
-    watchdog = Watchdog(task, limit).start()
+    watchdog = Watchdog([task], limit).start()
     try:
         await task.run()
         await asyncio.to_thread(wait_until_free, watchdog)
@@ -134,7 +134,7 @@ def test_a_block_is_visible_while_it_lasts(recorder):
         queue, box = MemoryConnector("orders"), []
         queue.dispatch([Transaction("order-1")])
         task = Charge(queue, services={"box": box})
-        box.append(Watchdog(task, 0.05).start())
+        box.append(Watchdog([task], 0.05).start())
         try:
             await task.run()
             await asyncio.to_thread(wait_until_free, box[0])
@@ -182,7 +182,7 @@ def test_a_method_without_code_is_skipped():
         handle_transaction_success = functools.partial(print)
 
     async def run():
-        watchdog = Watchdog(Charge(MemoryConnector("orders")), 1.0)
+        watchdog = Watchdog([Charge(MemoryConnector("orders"))], 1.0)
         return sorted(watchdog._step_by_code.values())
 
     assert asyncio.run(run()) == ["exception", "process"]
@@ -190,7 +190,7 @@ def test_a_method_without_code_is_skipped():
 
 def test_a_closed_event_loop_is_no_longer_watched():
     async def run():
-        return Watchdog(make_task("process", BlockRecorder()), 0.05)
+        return Watchdog([make_task("process", BlockRecorder())], 0.05)
 
     watchdog = asyncio.run(run())
     watchdog._run_checks()

@@ -41,6 +41,7 @@ from ergon_framework.worker.lifecycle import LifecycleSpec, classify, classify_h
 from ergon_framework.worker.policies import ConsumerPolicy, RetryPolicy
 from ergon_framework.worker.report import Outcome, OutcomeKind, StopReason
 from ergon_framework.worker.settle import SETTLED_EVENT, PendingSettlement
+from ergon_framework.worker.solo import SoloMember, SoloRun
 
 
 def make_deliveries(*names: str, deliveries: int = 1, key: str | None = None) -> list[Delivery]:
@@ -81,7 +82,14 @@ class ConsumeHarness:
     """A consume loop whose driver is the test: spawns are answered here, everything else there."""
 
     def __init__(
-        self, *, now: float = 0.0, lease: float | None = None, gates: Any = (), settle: Any = None, **loop: Any
+        self,
+        *,
+        now: float = 0.0,
+        lease: float | None = None,
+        gates: Any = (),
+        settle: Any = None,
+        solo_run: SoloRun | None = None,
+        **loop: Any,
     ) -> None:
         self.now = now
         self.observer = ConsumeObserver()
@@ -111,6 +119,7 @@ class ConsumeHarness:
             gates=gates,
             observer=self.observer,
             on_outcome=self.outcomes.append,
+            solo_run=solo_run,
         )
         self.initial_reason = self.loop.not_fetching_reason
         self.script = self.loop.run()
@@ -907,3 +916,31 @@ def test_lease_renewal_ends_when_everything_is_settled() -> None:
     assert harness.pending_wait == (1, NEVER)
     harness.answer(Interrupted())
     assert harness.deliver(harness.make_end_event(1)).result.stop_reason is StopReason.EMPTY
+
+
+def test_a_pause_that_another_thread_has_just_ended_is_over() -> None:
+    harness = ConsumeHarness(**make_loop_settings(1))
+    assert not harness.loop._pause_for_solo()
+
+
+def test_a_request_is_withdrawn_when_the_claim_of_the_suspect_is_lost() -> None:
+    solo_run = SoloRun(lambda: 0.0)
+    other = SoloMember(solo_run, lambda: None, lambda: 0.0)
+    other.join()
+    harness = ConsumeHarness(**make_loop_settings(3, max_deliveries=3), solo_run=solo_run)
+    harness.answer_fetch(*make_deliveries("a", deliveries=3))
+    assert (harness.running_count, other.is_held) == (0, True)
+    harness.loop.mark_lost(["a"], lambda *_: None)
+    harness.deliver(ClaimsLost(("a",)))
+    assert (harness.running_count, other.is_held) == (0, False)
+
+
+def test_a_request_is_withdrawn_for_the_settlement_of_a_call_that_exits_late() -> None:
+    solo_run = SoloRun(lambda: 0.0)
+    other = SoloMember(solo_run, lambda: None, lambda: 0.0)
+    other.join()
+    harness = ConsumeHarness(**make_loop_settings(3, max_deliveries=3), solo_run=solo_run)
+    harness.answer_fetch(*make_deliveries("a", deliveries=3))
+    harness.loop._settler.enqueue(PendingSettlement(make_deliveries("x")[0], Ack(), None))
+    harness.deliver(WAKE_EVENT)
+    assert (harness.running_count, other.is_held, harness.pending_wait) == (0, False, (1, NEVER))
