@@ -134,6 +134,10 @@ class ThreadsPayments(Provider):
         return self.charge(request)
 
     @operation
+    def recursive(self, kind: str) -> None:
+        self.recursive(kind + kind)
+
+    @operation
     def nested_generic(self, kind: str) -> None:
         self.execute(operation="cancel" if kind == "unknown" else "void", payload={})
 
@@ -181,6 +185,10 @@ class AsyncioPayments(Provider):
     @operation
     async def nested(self, request: ChargeRequest) -> ChargeResult:
         return await self.charge(request)
+
+    @operation
+    async def recursive(self, kind: str) -> None:
+        await self.recursive(kind + kind)
 
     @operation
     async def nested_generic(self, kind: str) -> None:
@@ -513,7 +521,8 @@ def test_arguments_that_do_not_fit_the_signature_are_a_type_error(variant):
 
 
 @pytest.mark.parametrize(
-    "method, arguments, called", [("nested", (REQUEST,), "charge"), ("nested_generic", ("known",), "void")]
+    "method, arguments, called",
+    [("nested", (REQUEST,), "charge"), ("nested_generic", ("known",), "void"), ("recursive", ("a",), "recursive")],
 )
 def test_an_operation_that_calls_another_one_is_refused(variant, method, arguments, called):
     world = World(variant)
