@@ -417,6 +417,16 @@ def test_options_are_added_to_those_of_the_object_and_change_only_the_new_one(va
     assert (first.timeout <= 2, second.timeout > 3) == (True, True)
 
 
+def test_a_context_that_the_caller_passes_replaces_the_options(variant):
+    world = World(variant)
+    provider = world.provider.with_options(correlation_id="c1", idempotency_key="k1", timeout=3)
+    context = ProviderExecutionContext(idempotency_key="k2", timeout=2.0)
+    payload = {"charge": "c", "tags": []}
+    result = world.call("execute", provider=provider, operation="void", payload=payload, context=context)
+    assert (result.idempotency_key, result.correlation_id) == ("k2", "c1")
+    assert world.upstream.attempts[0].timeout <= 2
+
+
 def test_a_body_sets_attributes_of_the_object_itself_also_with_options(variant):
     world = World(variant)
     provider = world.provider.with_options(tenant_id="acme").with_options(timeout=2)
