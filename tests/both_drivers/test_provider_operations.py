@@ -13,7 +13,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from ergon_framework import scope
@@ -63,6 +63,12 @@ class Refund(BaseModel):
 class RefundReceipt(BaseModel):
     number: int
     lines: list[ChargeResult]
+
+
+class Hollow(BaseModel):
+    """A result that is stored without one of its required fields."""
+
+    id: str = Field(exclude=True)
 
 
 class Status(TypedDict):
@@ -130,6 +136,10 @@ class ThreadsPayments(Provider):
         return {"data": {"id": 1}, "text": "ok", "object": ChargeResult("ch_1", "today")}[kind]  # type: ignore[return-value]
 
     @operation
+    def hollow(self) -> Hollow:
+        return Hollow(id="1")
+
+    @operation
     def nested(self, request: ChargeRequest) -> ChargeResult:
         return self.charge(request)
 
@@ -181,6 +191,10 @@ class AsyncioPayments(Provider):
     @operation
     async def broken(self, kind: str) -> ChargeResult:
         return {"data": {"id": 1}, "text": "ok", "object": ChargeResult("ch_1", "today")}[kind]  # type: ignore[return-value]
+
+    @operation
+    async def hollow(self) -> Hollow:
+        return Hollow(id="1")
 
     @operation
     async def nested(self, request: ChargeRequest) -> ChargeResult:
@@ -473,6 +487,13 @@ def test_a_result_of_another_type_is_invalid_and_not_retried(variant, kind, faul
     error = world.fail(ProviderResponseFormatError, "broken", kind)
     assert (error.fault, error.final, len(error.attempts)) == (fault, True, 1)
     assert re.match(f"the operation broken returned an invalid result: {text}", str(error))
+
+
+def test_a_result_that_cannot_be_read_back_fails_at_the_first_call(variant):
+    world = World(variant)
+    error = world.fail(ProviderResponseFormatError, "hollow")
+    assert (error.code, error.fault, len(error.attempts)) == ("response_invalid", False, 1)
+    assert [row.reason_code for row in world.state.list_attempts()] == ["response_invalid"]
 
 
 def test_a_stored_result_that_no_longer_matches_its_type_is_final(variant):
