@@ -13,7 +13,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SecretStr
 from typing_extensions import TypedDict
 
 from ergon_framework import scope
@@ -63,6 +63,10 @@ class Refund(BaseModel):
 class RefundReceipt(BaseModel):
     number: int
     lines: list[ChargeResult]
+
+
+class Login(BaseModel):
+    token: SecretStr
 
 
 class Hollow(BaseModel):
@@ -136,6 +140,10 @@ class ThreadsPayments(Provider):
         return {"data": {"id": 1}, "text": "ok", "object": ChargeResult("ch_1", "today")}[kind]  # type: ignore[return-value]
 
     @operation
+    def login(self, request: Login) -> None:
+        self.upstream.take(self.attempt, request)
+
+    @operation
     def hollow(self) -> Hollow:
         return Hollow(id="1")
 
@@ -191,6 +199,10 @@ class AsyncioPayments(Provider):
     @operation
     async def broken(self, kind: str) -> ChargeResult:
         return {"data": {"id": 1}, "text": "ok", "object": ChargeResult("ch_1", "today")}[kind]  # type: ignore[return-value]
+
+    @operation
+    async def login(self, request: Login) -> None:
+        self.upstream.take(self.attempt, request)
 
     @operation
     async def hollow(self) -> Hollow:
@@ -317,6 +329,13 @@ def test_the_payload_of_an_operation_is_the_json_form_of_its_request(variant):
     assert isinstance(result, ProviderExecutionResult)
     assert (result.replayed, result.value) == (True, {"id": "ch_1", "paid_at": "2026-01-02T03:04:05Z"})
     assert (result.tenant_id, result.campaign_id) == ("default", None)
+
+
+def test_a_body_gets_the_objects_of_the_caller_at_each_attempt(variant):
+    world = World(variant, ConnectionResetError("gone"), retries=1)
+    request = Login(token=SecretStr("hunter2"))  # masked in the payload
+    world.call("login", request)
+    assert [received is request for (received,) in world.upstream.requests] == [True, True]
 
 
 def test_the_payload_of_several_arguments_names_each_of_them(variant):
@@ -618,6 +637,23 @@ def test_a_body_may_call_another_provider(variant):
     shop = globals()[variant.capitalize() + "Shop"](world.provider, state_store=world.state)
     assert world.call("order", REQUEST, provider=shop) == "True order"
     assert [row.provider_name for row in world.state.list_attempts()] == ["payments", "shop"]
+
+
+def test_a_call_back_into_a_provider_through_another_one_is_refused():
+    class Mirror(Provider):
+        provider_name = "mirror"
+        capability = "orders"
+
+        @operation
+        def charge(self, request: ChargeRequest) -> str:
+            return shop.order(request)
+
+    state = MemoryProviderState()
+    shop = ThreadsShop(Mirror(state_store=state), state_store=state)
+    with pytest.raises(ProviderInternalError) as caught:
+        shop.order(REQUEST)
+    assert isinstance(caught.value.__cause__, ConfigurationError)
+    assert [row.provider_name for row in state.list_attempts()] == ["mirror", "shop"]
 
 
 def test_a_task_that_a_body_leaves_behind_is_no_longer_part_of_its_attempt():
