@@ -11,16 +11,22 @@ import itertools
 import json
 import sys
 import time
+from dataclasses import dataclass
 
-from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
-from ergon_framework.providers.memory_state import MemoryProviderState
-from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
+from ergon_framework.providers import (
+    AsyncProviderBase,
+    MemoryProviderState,
+    Provider,
+    ProviderBase,
+    ProviderPolicy,
+    operation,
+)
 
 ROUNDS, CALLS_PER_ROUND = 60, 200
 #: Microseconds that a plain call may add.
 MAX_ADDED_MICROSECONDS = 100.0
 PAYLOAD = {"amount": 12, "currency": "EUR", "order": "order-7"}
-LIMITED_POLICY = ProviderPolicy(quota=QuotaPolicy(minute=10**9, day=10**9))
+LIMITED_POLICY = ProviderPolicy(calls_per_minute=10**9, calls_per_day=10**9)
 key_numbers = itertools.count()
 
 
@@ -44,6 +50,39 @@ class AsyncEchoProvider(AsyncProviderBase):
 
     async def _execute_impl(self, *, payload, **_):
         return await respond_async(payload)
+
+
+@dataclass
+class ChargeRequest:
+    amount: int
+    currency: str
+    order: str
+
+
+@dataclass
+class ChargeResult:
+    id: str
+    status: str
+    amount: int
+
+
+REQUEST = ChargeRequest(**PAYLOAD)
+
+
+class TypedProvider(Provider):
+    provider_name, capability = "bench", "charge"
+
+    @operation
+    def charge(self, request: ChargeRequest) -> ChargeResult:
+        return ChargeResult("ch_1", "paid", request.amount)
+
+
+class AsyncTypedProvider(Provider):
+    provider_name, capability = "bench", "charge"
+
+    @operation
+    async def charge(self, request: ChargeRequest) -> ChargeResult:
+        return ChargeResult("ch_1", "paid", request.amount)
 
 
 def new_key():
@@ -77,12 +116,14 @@ def measure():
         EchoProvider(state_store=MemoryProviderState()),
         EchoProvider(state_store=MemoryProviderState(), policy=LIMITED_POLICY),
     )
-    bare, forms = [], {"call": [], "with a key": [], "with quota": []}
+    typed = TypedProvider(state_store=MemoryProviderState())
+    bare, forms = [], {"call": [], "with a key": [], "with quota": [], "typed": []}
     for _ in range(ROUNDS):
         bare.append(measure_call(lambda: respond(PAYLOAD)))
         forms["call"].append(measure_call(lambda: plain.call("charge", PAYLOAD)))
         forms["with a key"].append(measure_call(lambda: plain.call("charge", PAYLOAD, key=new_key())))
         forms["with quota"].append(measure_call(lambda: limited.call("charge", PAYLOAD)))
+        forms["typed"].append(measure_call(lambda: typed.charge(REQUEST)))
     return print_added("threads", bare, forms)
 
 
@@ -91,12 +132,14 @@ async def measure_async():
         AsyncEchoProvider(state_store=MemoryProviderState()),
         AsyncEchoProvider(state_store=MemoryProviderState(), policy=LIMITED_POLICY),
     )
-    bare, forms = [], {"call": [], "with a key": [], "with quota": []}
+    typed = AsyncTypedProvider(state_store=MemoryProviderState())
+    bare, forms = [], {"call": [], "with a key": [], "with quota": [], "typed": []}
     for _ in range(ROUNDS):
         bare.append(await measure_call_async(lambda: respond_async(PAYLOAD)))
         forms["call"].append(await measure_call_async(lambda: plain.call("charge", PAYLOAD)))
         forms["with a key"].append(await measure_call_async(lambda: plain.call("charge", PAYLOAD, key=new_key())))
         forms["with quota"].append(await measure_call_async(lambda: limited.call("charge", PAYLOAD)))
+        forms["typed"].append(await measure_call_async(lambda: typed.charge(REQUEST)))
     return print_added("asyncio", bare, forms)
 
 

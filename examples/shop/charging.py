@@ -5,7 +5,7 @@ import os
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from psycopg_pool import ConnectionPool
@@ -14,13 +14,7 @@ from ergon_framework import BusinessError, Defer, Transaction, consumer
 from ergon_framework.connectors import ForeignCodec, from_json_pointer
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
-from ergon_framework.providers import (
-    BreakerPolicy,
-    ProviderBase,
-    ProviderError,
-    ProviderExecutionContext,
-    ProviderPolicy,
-)
+from ergon_framework.providers import BreakerPolicy, Provider, ProviderError, ProviderPolicy, operation
 
 # The web shop that writes them does not use Ergon: plain JSON, and the order's own number is the id.
 orders = RabbitMQQueue("orders", codec=ForeignCodec(id=from_json_pointer("/id"), type="order"))
@@ -40,7 +34,20 @@ class Order:
 BREAKER = BreakerPolicy(open_cooldown_seconds=3, probe_lease_seconds=20)
 
 
-class Bank(ProviderBase):
+@dataclass
+class ChargeRequest:
+    order: str
+    cents: int
+    card: str
+
+
+@dataclass
+class ChargeResult:
+    status: str
+    receipt: str = ""
+
+
+class Bank(Provider):
     provider_name = "bank"
     capability = "charging"
     policy = ProviderPolicy(timeout=12, breaker=BREAKER)
@@ -49,13 +56,12 @@ class Bank(ProviderBase):
         super().__init__(**options)
         self._url = url
 
-    def _execute_impl(
-        self, *, operation: str, payload: dict[str, Any], context: ProviderExecutionContext, **_: Any
-    ) -> dict[str, Any]:
-        headers = {"Idempotency-Key": context.idempotency_key or ""}
-        request = urllib.request.Request(f"{self._url}/{operation}", json.dumps(payload).encode(), headers)  # noqa: S310
-        with urllib.request.urlopen(request, timeout=min(context.timeout, 4)) as response:  # noqa: S310 - our own settings
-            return dict(json.load(response))
+    @operation
+    def charge(self, request: ChargeRequest) -> ChargeResult:
+        headers = {"Idempotency-Key": self.attempt.idempotency_key or ""}
+        post = urllib.request.Request(f"{self._url}/charge", json.dumps(asdict(request)).encode(), headers)  # noqa: S310
+        with urllib.request.urlopen(post, timeout=min(self.attempt.timeout, 4)) as response:  # noqa: S310 - our own settings
+            return ChargeResult(**json.load(response))
 
 
 bank = Bank(os.environ["BANK_URL"])
@@ -70,17 +76,17 @@ def database() -> Iterator[dict[str, ConnectionPool]]:
 @consumer(orders, lifespan=database, uses=[bank])
 def charge(order: Order, pool: ConnectionPool) -> Defer | None:
     try:
-        paid = bank.call("charge", {"order": order.id, "cents": order.cents, "card": order.card})
+        paid = bank.charge(ChargeRequest(order.id, order.cents, order.card))
     except ProviderError as error:
         if error.retryable:
             return Defer(3)  # an outage does not fail the order: it is redelivered later with the same key
         raise
-    if paid["status"] == "declined":
+    if paid.status == "declined":
         raise BusinessError(f"the bank declined order {order.id}", code="declined")
     with pool.connection() as connection:  # one database transaction: the charge is noted and its invoice asked for
         inserted = connection.execute(
             "insert into charge (order_id, cents, receipt) values (%s, %s, %s) on conflict do nothing",
-            [order.id, order.cents, paid["receipt"]],
+            [order.id, order.cents, paid.receipt],
         )
         if inserted.rowcount:
             invoice_request = {

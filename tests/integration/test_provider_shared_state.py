@@ -276,7 +276,7 @@ def test_the_celery_guide_program_shares_its_limit(database, new_rabbitmq, tmp_p
     """Run the guide's files as printed, with another limit, and two children of a real worker."""
     guide = (ROOT / "docs/guides/celery.md").read_text(encoding="utf-8")
     files = {one.title: one.text for one in find_snippets(guide) if one.title in {"rank.py", "shop.py"}}
-    files["rank.py"], limits = re.subn(r"QuotaPolicy\(\w+=[\d_]+\)", "QuotaPolicy(month=10)", files["rank.py"])
+    files["rank.py"], limits = re.subn(r"calls_per_\w+=[\d_]+", "calls_per_month=10", files["rank.py"])
     assert limits == 1
     for name, text in files.items():
         (tmp_path / name).write_text(text)

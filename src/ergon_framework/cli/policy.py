@@ -226,7 +226,7 @@ def print_explanation(name: str, *, policy: Path | None, config: Path | None, as
     return PolicyExit.OK if explanation.refused is None else PolicyExit.REJECTED
 
 
-def explain_policy(task: Any, policy: ConsumerPolicy, providers: Sequence[Provider[Any, Any]]) -> PolicyExplanation:
+def explain_policy(task: Any, policy: ConsumerPolicy, providers: Sequence[Provider]) -> PolicyExplanation:
     """Explain what *policy* means for *task* that calls *providers*."""
     worst, capabilities = compute_worst_case(policy), task.connector.capabilities
     stacked = [_compute_retries(provider, worst) for provider in _deduplicate(providers)]
@@ -252,7 +252,7 @@ def print_schema(kind: str) -> None:
     typer.echo(json.dumps(SCHEMAS[kind].model_json_schema(), indent=2))
 
 
-def _compute_retries(provider: Provider[Any, Any], worst: WorstCase) -> ProviderRetries:
+def _compute_retries(provider: Provider, worst: WorstCase) -> ProviderRetries:
     attempts = provider.policy.retry.max_attempts
     return ProviderRetries(
         name=f"{provider.provider_name} {provider.capability}",
@@ -264,7 +264,7 @@ def _compute_retries(provider: Provider[Any, Any], worst: WorstCase) -> Provider
     )
 
 
-def _deduplicate(providers: Sequence[Provider[Any, Any]]) -> Sequence[Provider[Any, Any]]:
+def _deduplicate(providers: Sequence[Provider]) -> Sequence[Provider]:
     return list({id(provider): provider for provider in providers}.values())
 
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     )
     from ergon_framework.providers.memory_state import MemoryProviderState
     from ergon_framework.providers.models import ProviderExecutionContext, ProviderExecutionResult, ProviderReply
+    from ergon_framework.providers.operations import OperationAttempt, operation
     from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
+    from ergon_framework.providers.provider import Provider
     from ergon_framework.providers.retry import RetryPolicy
     from ergon_framework.providers.state import ProviderScope
 else:
@@ -54,7 +56,9 @@ else:
             ),
             "memory_state": ("MemoryProviderState",),
             "models": ("ProviderExecutionContext", "ProviderExecutionResult", "ProviderReply"),
+            "operations": ("OperationAttempt", "operation"),
             "policy": ("ProviderPolicy", "QuotaPolicy"),
+            "provider": ("Provider",),
             "retry": ("RetryPolicy",),
             "state": ("ProviderScope",),
         },
@@ -70,6 +74,8 @@ __all__ = [
     "CeleryProviderTask",
     "CircuitBreaker",
     "MemoryProviderState",
+    "OperationAttempt",
+    "Provider",
     "ProviderAuthError",
     "ProviderBadRequestError",
     "ProviderBase",
@@ -90,6 +96,7 @@ __all__ = [
     "QuotaPolicy",
     "ReasonCode",
     "RetryPolicy",
+    "operation",
     "provider_task",
     "publish_dead_letters",
     "to_provider_error",

@@ -327,6 +327,7 @@ class _CallExecution:
             task_execution_id=request.context.task_execution_id,
             name=request.context.name,
             attempt_number=number,
+            arguments=request.context.arguments,
         )
         call_scope = None
         if handler_scope is not None:

@@ -5,7 +5,6 @@ A provider is a third-party API; its capability is a group of its operations. An
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -25,7 +24,8 @@ class ProviderExecutionContext:
 
     ``timeout`` is in seconds and can only shorten the budget. ``attempt_number`` and ``timeout`` are set for
     each attempt: ``timeout`` is then the remaining time, which is the limit to pass to a client.
-    ``name`` distinguishes two calls of the same operation in one handler.
+    ``name`` distinguishes two calls of the same operation in one handler. ``arguments`` are set by a typed operation:
+    its arguments as the caller passed them.
     """
 
     correlation_id: str | None = None
@@ -34,6 +34,19 @@ class ProviderExecutionContext:
     task_execution_id: str | None = None
     name: str | None = None
     attempt_number: int = 1
+    arguments: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """The values of a call that its caller leaves out; None leaves a value to the handler's scope."""
+
+    tenant_id: str | None = None
+    campaign_id: str | None = None
+    correlation_id: str | None = None
+    idempotency_key: str | None = None
+    timeout: float | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +112,7 @@ class ProviderRequest:
     tenant_id: str
     campaign_id: str | None
     operation: str
-    payload: Mapping[str, Any]
+    payload: dict[str, Any]
     correlation_id: str
     idempotency_key: str | None
     fingerprint: str

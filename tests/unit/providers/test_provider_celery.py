@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 
 import psycopg
 import pytest
@@ -26,7 +26,9 @@ from ergon_framework.providers.errors import (
     ProviderInternalError,
 )
 from ergon_framework.providers.memory_state import MemoryProviderState
+from ergon_framework.providers.operations import operation
 from ergon_framework.providers.policy import ProviderPolicy
+from ergon_framework.providers.provider import Provider
 from ergon_framework.providers.retry import RetryPolicy
 from ergon_framework.scope import Scope
 from ergon_framework.telemetry.options import TelemetryOptions
@@ -318,6 +320,52 @@ def test_a_provider_class_is_created_once_per_process(app, ledger):
     task.delay({})
     task.delay({})
     assert len(task._get_provider().seen) == 2
+
+
+class TypedRank(Provider):
+    provider_name = "rank"
+    capability = "rank_snapshot"
+
+    def __init__(self):
+        super().__init__(state_store=MemoryProviderState())
+        self.seen = []
+
+    @operation
+    def snapshot(self, page: str, day: date) -> dict[str, str]:
+        attempt = self.attempt
+        self.seen.append((page, day, attempt.tenant_id, attempt.campaign_id, attempt.idempotency_key))
+        return {"page": page}
+
+
+class AsyncTypedRank(Provider):
+    provider_name = "rank"
+    capability = "rank_snapshot"
+
+    @operation
+    async def snapshot(self, page: str) -> None: ...
+
+
+def test_a_task_may_call_a_typed_operation_by_name_or_directly(app, ledger):
+    rank = TypedRank()
+    by_name = provider_task(app, rank, "snapshot", ledger=ledger)
+    assert by_name.delay({"page": "/shoes", "day": "2026-01-02"}, tenant_id="acme", campaign_id="spring").get() == {
+        "page": "/shoes"
+    }
+
+    def run(self, *, tenant_id, campaign_id):
+        return rank.with_options(campaign_id=campaign_id).snapshot("/shoes", date(2026, 1, 2))
+
+    options = {"base": CeleryProviderTask, "provider": rank, "operation": "snapshot", "ledger": ledger}
+    directly = app.task(run, bind=True, name="tests.direct", shared=False, **options)
+    assert directly.delay(tenant_id="acme", campaign_id="spring").get() == {"page": "/shoes"}
+    assert [seen[:4] for seen in rank.seen] == [("/shoes", date(2026, 1, 2), "acme", "spring")] * 2
+    assert None not in {seen[4] for seen in rank.seen}
+
+
+@pytest.mark.parametrize("provider", [AsyncTypedRank, AsyncTypedRank()])
+def test_a_task_rejects_a_provider_of_async_operations(app, provider):
+    with pytest.raises(ConfigurationError, match=r"has no provider: .*called from threads, not with async def"):
+        provider_task(app, provider, "snapshot").bind(app)
 
 
 def test_a_direct_call_runs_the_provider_without_a_key(app, ledger):

@@ -21,13 +21,14 @@ require_extra("postgres", "psycopg")
 from celery import Celery, Task  # noqa: E402 - imported after the check, whose error names the extra to install
 from celery.app.task import Context  # noqa: E402
 
-from ergon_framework.providers.base import ProviderBase  # noqa: E402
 from ergon_framework.providers.celery.delivery import LEDGER_ERRORS, CeleryDelivery, current_delivery  # noqa: E402
 from ergon_framework.providers.celery.invocation import FIELD_NAMES, HEADER, CallSpec, build_header, normalize_task_id  # noqa: E402
 from ergon_framework.providers.celery.ledger import TaskLedger  # noqa: E402
 from ergon_framework.providers.dead_letter import DEAD_LETTER_QUEUE  # noqa: E402
 from ergon_framework.providers.errors import ProviderError  # noqa: E402
 from ergon_framework.providers.idempotency import effect_name  # noqa: E402
+from ergon_framework.providers.models import ProviderExecutionContext, ProviderExecutionResult  # noqa: E402
+from ergon_framework.providers.provider import Provider  # noqa: E402
 from ergon_framework.telemetry.context import inject_carrier  # noqa: E402
 
 #: Default seconds between the budget and the soft limit, and between the soft limit and the hard limit.
@@ -57,7 +58,7 @@ class CeleryProviderTask(Task):  # type: ignore[misc]  # Celery comes without ty
 
     abstract = True
 
-    provider: ClassVar[ProviderBase | type[ProviderBase] | None] = None
+    provider: ClassVar[Provider | type[Provider] | None] = None
     operation: ClassVar[str | None] = None
     #: Seconds for one delivery, including all calls and their retries.
     timeout_budget_seconds: ClassVar[float] = 30.0
@@ -82,7 +83,7 @@ class CeleryProviderTask(Task):  # type: ignore[misc]  # Celery comes without ty
     throws = (ProviderError,)
     resultrepr_maxsize = 0
 
-    _instance: ClassVar[tuple[int, ProviderBase] | None] = None
+    _instance: ClassVar[tuple[int, Provider] | None] = None
 
     # -- setup --------------------------------------------------------------------------------------
 
@@ -169,22 +170,28 @@ class CeleryProviderTask(Task):  # type: ignore[misc]  # Celery comes without ty
         provider = self._get_provider()
         called_operation = operation or self.call_spec.operation
         delivery, current_scope = current_delivery.get(), scope.current()
-        if delivery is None or current_scope is None:
-            return provider.call(called_operation, payload, name=name, key=key, timeout=timeout)
-        invocation = delivery.invocation
-        if (
-            key is None
-            and name is None
-            and called_operation == invocation.operation
-            and invocation.explicit_key is not None
-        ):
-            current_scope.derive(
-                effect_name(provider.provider_name, called_operation)
-            )  # a second call is an error, as without a given key
-            key = invocation.explicit_key
-        return provider.call(
-            called_operation, payload, name=name, key=key, timeout=timeout, campaign=invocation.campaign_id
+        campaign_id = None
+        if delivery is not None and current_scope is not None:
+            invocation = delivery.invocation
+            campaign_id = invocation.campaign_id
+            if (
+                key is None
+                and name is None
+                and called_operation == invocation.operation
+                and invocation.explicit_key is not None
+            ):
+                current_scope.derive(
+                    effect_name(provider.provider_name, called_operation)
+                )  # a second call is an error, as without a given key
+                key = invocation.explicit_key
+        result = provider.execute(
+            operation=called_operation,
+            payload={} if payload is None else payload,
+            campaign_id=campaign_id,
+            context=ProviderExecutionContext(idempotency_key=key, timeout=timeout, name=name),
         )
+        # A provider of asyncio is rejected when the task is declared.
+        return cast("ProviderExecutionResult", result).value or {}
 
     def reschedule(self, countdown: int, *, headers: dict[str, Any]) -> Any:
         """Send the running task again after *countdown* seconds; return the Retry exception that the caller must raise.
@@ -207,20 +214,20 @@ class CeleryProviderTask(Task):  # type: ignore[misc]  # Celery comes without ty
         with suppress(*LEDGER_ERRORS):
             self.ledger.confirm(normalize_task_id(task_id))
 
-    def _get_provider(self) -> ProviderBase:
+    def _get_provider(self) -> Provider:
         cls = type(self)
         provider = cls.provider
-        if isinstance(provider, ProviderBase):
+        if isinstance(provider, Provider):
             return provider
         instance = cls._instance
         # Resources that a class opens at creation belong to one process.
         if instance is None or instance[0] != os.getpid():
-            instance = cls._instance = (os.getpid(), cast("type[ProviderBase]", provider)())
+            instance = cls._instance = (os.getpid(), cast("type[Provider]", provider)())
         return instance[1]
 
 
 def provider_task(
-    app: Celery, provider: ProviderBase | type[ProviderBase], operation: str, *, name: str | None = None, **options: Any
+    app: Celery, provider: Provider | type[Provider], operation: str, *, name: str | None = None, **options: Any
 ) -> Any:
     """Return a complete task: ``delay(payload, tenant_id=...)`` calls *operation* of *provider*."""
 
@@ -238,13 +245,14 @@ def provider_task(
     return app.task(run, bind=True, name=name, shared=False, **options)
 
 
-def _check_provider(cls: type[CeleryProviderTask]) -> ProviderBase | type[ProviderBase]:
+def _check_provider(cls: type[CeleryProviderTask]) -> Provider | type[Provider]:
     provider = cls.provider
-    if isinstance(provider, ProviderBase) or (inspect.isclass(provider) and issubclass(provider, ProviderBase)):
+    is_provider = isinstance(provider, Provider) or (inspect.isclass(provider) and issubclass(provider, Provider))
+    if is_provider and provider is not None and not provider.is_async:
         return provider
     raise ConfigurationError(
         f"the task {cls.name or cls.__name__} has no provider: @app.task(base=CeleryProviderTask, provider=...), "
-        "with an object or a subclass of ProviderBase"
+        "with an object or a subclass of Provider that is called from threads, not with async def"
     )
 
 
