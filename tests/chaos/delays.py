@@ -46,8 +46,9 @@ LEASE_SECONDS = 5.0
 #: Seconds that the server is down, and after its start until lateness counts as steady again.
 DOWN_SECONDS = 2.0
 RECOVERY_SECONDS = 10.0
-#: Seconds after the window in which a late transaction is still waited for.
-PATIENCE_SECONDS = 120.0
+#: Seconds after the window in which a late transaction is still waited for. RabbitMQ repeats a move from a delay queue
+#: that failed while it started only after three minutes.
+PATIENCE_SECONDS = 260.0
 RETRY_SECONDS = 0.1
 
 
