@@ -46,8 +46,9 @@ LEASE_SECONDS = 5.0
 #: Seconds that the server is down, and after its start until lateness counts as steady again.
 DOWN_SECONDS = 2.0
 RECOVERY_SECONDS = 10.0
-#: Seconds after the window in which a late transaction is still waited for.
-PATIENCE_SECONDS = 120.0
+#: Seconds after the window in which a late transaction is still waited for. RabbitMQ repeats a move from a delay queue
+#: that failed while it started only after three minutes.
+PATIENCE_SECONDS = 260.0
 RETRY_SECONDS = 0.1
 
 
@@ -95,7 +96,7 @@ def run_broker(name: str, *, count: int, window: float) -> dict[str, Any]:
         kind.prepare(broker.url)
         options = dict(kind.make_options(LEASE_SECONDS))
         for _ in range(WORKER_THREADS + 1):
-            connector = as_sync(registry.create_connector(QUEUE, broker.url, options))
+            connector = as_sync(registry.create_connector(QUEUE, _get_url(name, broker), options))
             connector.open()
             connectors.append(connector)
         return {"broker": name, **measure(broker, connectors, count=count, window=window)}
@@ -105,6 +106,11 @@ def run_broker(name: str, *, count: int, window: float) -> dict[str, Any]:
                 connector.close()
         broker.kill()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _get_url(name: str, broker: FaultableBroker) -> str:
+    """Return the address of *broker*; on a busy machine, RabbitMQ cuts workers off at the heartbeat of other tests."""
+    return broker.url.partition("?")[0] if name == "rabbitmq" else broker.url
 
 
 def measure(broker: FaultableBroker, connectors: Sequence[Connector], *, count: int, window: float) -> dict[str, Any]:
@@ -130,6 +136,8 @@ def measure(broker: FaultableBroker, connectors: Sequence[Connector], *, count: 
     # A transaction that is redelivered late counts as doubled.
     time.sleep(LEASE_SECONDS)
     workers.stop()
+    missing = set(due) - set(workers.received)
+    held = _find_held(dispatcher, connectors[1:], missing)
     steady = {
         each
         for each, moment in due.items()
@@ -145,6 +153,8 @@ def measure(broker: FaultableBroker, connectors: Sequence[Connector], *, count: 
         "early": len(early),
         "earliest": min(0.0, *lateness.values()) if lateness else None,
         "lost": lost,
+        "held": len(held),
+        "missing_due_after_kill": sorted(round(due[each] - killed_at, 1) for each in missing)[:20],
         "doubled": sum(len(times) > 1 for times in received.values()),
         "delayed_after_dispatch": None if depth is None else depth.delayed,
         "dispatch_seconds": round(dispatch_seconds, 1),
@@ -152,6 +162,21 @@ def measure(broker: FaultableBroker, connectors: Sequence[Connector], *, count: 
         "lateness": _summarize(list(lateness.values())),
         "lateness_while_up": _summarize([seconds for each, seconds in lateness.items() if each in steady]),
     }
+
+
+def _find_held(reader: Connector, holders: Sequence[Connector], missing: set[str]) -> set[str]:
+    """Return which of *missing* come once *holders* are closed: a worker has held them without delivering them."""
+    if not missing:
+        return set()
+    for each in holders:
+        with contextlib.suppress(ErgonError):
+            each.close()
+    held: set[str] = set()
+    deadline = time.monotonic() + 2 * LEASE_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ErgonError):
+            held |= {delivery.transaction.id for delivery in reader.fetch_transactions(FETCH_BATCH, wait=0.5)}
+    return held & missing
 
 
 def _wait_until_time(moment: float) -> None:

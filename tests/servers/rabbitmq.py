@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import amqp
@@ -70,11 +71,13 @@ class PrivateRabbitMQ:
 
     It runs as the tests' own user. The port mapper that every Erlang node of a machine shares (epmd) gets its own port
     too, and is stopped with the server. The node is started without its usual script: that would stay as its parent and
-    hide the exit of the node, and takes a third of the time that a start needs.
+    hide the exit of the node, and takes a third of the time that a start needs. *settings* are of its application
+    ``rabbit``.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, *, settings: Mapping[str, int] | None = None) -> None:
         self.folder = Path(folder)
+        self._settings = [part for name, value in (settings or {}).items() for part in ("-rabbit", name, str(value))]
         self.port = free_port()
         #: The port of TLS on every loopback address; 0 without TLS.
         self.tls_port = 0
@@ -121,7 +124,7 @@ class PrivateRabbitMQ:
         self._start_epmd()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                releases.in_release([self._find_erlang_program("erl"), *_ERLANG_OPTIONS]),
+                releases.in_release([self._find_erlang_program("erl"), *_ERLANG_OPTIONS, *self._settings]),
                 stdout=log,
                 stderr=log,
                 env=self._env,
